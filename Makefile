@@ -1,0 +1,35 @@
+# `make demo` and `make test` are all a new user needs; both set up .venv first.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: setup demo test serve check format bench
+.DEFAULT_GOAL := setup
+
+setup: $(INSTALLED)
+
+$(INSTALLED): constraints.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Trainshed needs Python 3.11 or newer; $(PYTHON) is {v.major}.{v.minor}. Remedy: make PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo:
+	@start=$$(date +%s); $(MAKE) --no-print-directory setup && \
+	TRAINSHED_SETUP_SECONDS=$$(( $$(date +%s) - start )) $(BIN)/python -m examples.demo
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+serve: $(INSTALLED)
+	@exec $(BIN)/trainshed serve
+
+check: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(INSTALLED)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .

@@ -1,0 +1,26 @@
+"""Pure arithmetic: degrees → mesh, batches → steps, parameters → memory, workers → resources. Torch-free."""
+
+from train_loop.plan.batch import BatchPlan, plan_batch, plan_samples, plan_steps
+from train_loop.plan.memory import MemoryTerm
+from train_loop.plan.mesh import MeshPlan, plan_mesh
+from train_loop.plan.plan import Plan, plan_job
+from train_loop.plan.resources import DATA_CPUS, data_starves, needed, too_big
+from train_loop.plan.shape import ModelShape, read_shape
+
+__all__ = [
+    "DATA_CPUS",
+    "BatchPlan",
+    "MemoryTerm",
+    "MeshPlan",
+    "ModelShape",
+    "Plan",
+    "data_starves",
+    "needed",
+    "plan_batch",
+    "plan_job",
+    "plan_mesh",
+    "plan_samples",
+    "plan_steps",
+    "read_shape",
+    "too_big",
+]

@@ -1,0 +1,55 @@
+"""Batches → steps: how many sequences an optimizer step takes and how many steps a run has."""
+
+import math
+from dataclasses import dataclass
+
+from train_loop.spec import TrainingSpec
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The arithmetic of one optimizer step, in sequences."""
+
+    per_device: int
+    accumulation: int
+    dp: int
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences per optimizer step."""
+        return self.per_device * self.accumulation * self.dp
+
+    @property
+    def per_data_rank(self) -> int:
+        """Sequences per optimizer step and data-parallel rank."""
+        return self.per_device * self.accumulation
+
+
+def plan_batch(training: TrainingSpec, *, dp: int) -> BatchPlan:
+    """Sequences per step from either way of saying it. Raises ValueError where global_batch_size does not divide."""
+    per_device = training.per_device_train_batch_size
+    if training.global_batch_size is None:
+        return BatchPlan(per_device, training.gradient_accumulation_steps or 1, dp)
+    accumulation, rest = divmod(training.global_batch_size, per_device * dp)
+    if rest or accumulation == 0:
+        unit = per_device * dp
+        below = max(training.global_batch_size // unit, 1) * unit
+        raise ValueError(
+            f"global_batch_size={training.global_batch_size} is not a multiple of per_device_train_batch_size="
+            f"{per_device} x {dp} data-parallel ranks; choose {below} or {below + unit}"
+        )
+    return BatchPlan(per_device, accumulation, dp)
+
+
+def plan_steps(training: TrainingSpec, *, samples: int, global_batch: int) -> int:
+    """Optimizer steps of the run: every sample once per epoch, the last step padded, or exactly max_steps."""
+    if training.max_steps is not None:
+        return training.max_steps
+    return math.ceil(math.ceil((training.num_train_epochs or 1) * samples) / global_batch)
+
+
+def plan_samples(training: TrainingSpec, *, samples: int, global_batch: int) -> int:
+    """Samples that the run trains, repeats in later epochs counted; the last step may be short."""
+    if training.max_steps is not None:
+        return training.max_steps * global_batch
+    return math.ceil((training.num_train_epochs or 1) * samples)

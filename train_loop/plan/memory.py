@@ -1,0 +1,60 @@
+"""Parameters → bytes per worker, each term with the formula it comes from."""
+
+from dataclasses import dataclass
+
+from train_loop.plan.mesh import MeshPlan
+from train_loop.plan.shape import ModelShape
+from train_loop.spec import JobSpec
+
+_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True)
+class MemoryTerm:
+    """One reason for memory in use on a worker."""
+
+    name: str
+    bytes: int
+    formula: str
+
+
+def estimate_memory(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> tuple[MemoryTerm, ...]:
+    """Bytes per worker at the peak of a step, by term; an estimate, not a limit.
+
+    Master weights, gradients and both Adam moments are fp32 and sharded over fsdp; FSDP2 gathers one layer ahead of the
+    one at work; activations are counted at one micro-batch on 1/sp of the sequence.
+    """
+    shard = -(-shape.parameters // mesh.fsdp)
+    compute = _BYTES[spec.strategy.param_dtype]
+    gathered = max(2 * shape.layer_parameters, shape.embedding_parameters) if mesh.fsdp > 1 else 0
+    tokens = spec.training.per_device_train_batch_size * spec.data.sequence_length // mesh.sp
+    return (
+        MemoryTerm("parameters", 4 * shard, "4 bytes x parameters / fsdp"),
+        MemoryTerm(
+            "gathered_parameters",
+            compute * gathered,
+            f"{compute} bytes x the larger of two layers and the embeddings, gathered for use",
+        ),
+        MemoryTerm("gradients", 4 * shard, "4 bytes x parameters / fsdp"),
+        MemoryTerm("optimizer", 8 * shard, "2 Adam moments x 4 bytes x parameters / fsdp"),
+        _activations(spec, shape, tokens, compute),
+        MemoryTerm(
+            "logits", (compute + 8) * tokens * shape.vocab, f"({compute} + 4 fp32 + 4 gradient) bytes x tokens x vocab"
+        ),
+    )
+
+
+def _activations(spec: JobSpec, shape: ModelShape, tokens: int, compute: int) -> MemoryTerm:
+    # What one decoder layer keeps for its backward: norms' inputs, q, k, v, attention output, three MLP tensors.
+    layer = 4 * shape.hidden + 2 * (shape.heads + shape.kv_heads) * shape.head_dim + 3 * shape.intermediate
+    if spec.model.gradient_checkpointing == "none":
+        return MemoryTerm(
+            "activations",
+            compute * tokens * layer * shape.layers,
+            f"{compute} bytes x tokens x (4H + 2(heads + kv_heads)head_dim + 3F) x layers",
+        )
+    return MemoryTerm(
+        "activations",
+        compute * tokens * (shape.hidden * shape.layers + layer),
+        f"{compute} bytes x tokens x (H x layers + one layer recomputed)",
+    )

@@ -1,0 +1,78 @@
+"""Degrees → mesh: which ranks shard, replicate and share a sequence."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MeshPlan:
+    """The device mesh of a run, ddp outermost and sp innermost.
+
+    `fsdp` counts the ranks that share one copy of the parameters; Ulysses groups lie inside it, so that
+    fsdp = dp_shard * sp. Ranks of one Ulysses group are neighbours and see the same samples.
+    """
+
+    ddp: int
+    fsdp: int
+    sp: int
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.ddp * self.fsdp
+
+    @property
+    def dp(self) -> int:
+        """Number of data-parallel ranks: Ulysses groups, each with samples of its own."""
+        return self.world // self.sp
+
+    @property
+    def dp_shard(self) -> int:
+        """Ulysses groups that share one copy of the parameters."""
+        return self.fsdp // self.sp
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The mesh as FSDP2 sees it: (fsdp,) or, for HSDP, (ddp, fsdp)."""
+        return (self.fsdp,) if self.ddp == 1 else (self.ddp, self.fsdp)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The axes of `shape`."""
+        return ("fsdp",) if self.ddp == 1 else ("ddp", "fsdp")
+
+    def data_rank(self, rank: int) -> int:
+        """The data-parallel rank of a global rank."""
+        return rank // self.sp
+
+    def sequence_rank(self, rank: int) -> int:
+        """The place of a global rank in its Ulysses group."""
+        return rank % self.sp
+
+
+def plan_mesh(*, world: int, fsdp_size: int, ulysses_size: int) -> MeshPlan:
+    """The mesh by ROLL's rule: fsdp_size <= 1 or >= world is one fsdp dimension, anything else is HSDP.
+
+    Raises ValueError with rule, value and remedy where the degrees do not divide each other.
+    """
+    fsdp = world if fsdp_size <= 1 or fsdp_size >= world else fsdp_size
+    if world % fsdp:
+        raise ValueError(
+            f"fsdp_size={fsdp_size} does not divide the {world} workers; choose {one_of(divisors(world))}, "
+            "or 0 to shard over all of them"
+        )
+    if fsdp % ulysses_size:
+        raise ValueError(
+            f"ulysses_size={ulysses_size} does not divide the {fsdp} ranks of an fsdp group; "
+            f"choose {one_of(divisors(fsdp))}"
+        )
+    return MeshPlan(ddp=world // fsdp, fsdp=fsdp, sp=ulysses_size)
+
+
+def divisors(n: int) -> list[int]:
+    """All divisors of n, in order."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def one_of(values: list[int]) -> str:
+    """1, 2 or 4: the values as a sentence offers them."""
+    return " or ".join(filter(None, [", ".join(map(str, values[:-1])), str(values[-1])]))

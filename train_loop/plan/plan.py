@@ -1,0 +1,74 @@
+"""The whole plan of a job, or everything that keeps it from having one."""
+
+from dataclasses import dataclass
+
+from train_loop.plan.batch import BatchPlan, plan_batch
+from train_loop.plan.memory import MemoryTerm, estimate_memory
+from train_loop.plan.mesh import MeshPlan, divisors, one_of, plan_mesh
+from train_loop.plan.shape import ModelShape, read_shape
+from train_loop.spec import JobSpec, Problem, SpecError
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a spec comes to before any data is read."""
+
+    mesh: MeshPlan
+    batch: BatchPlan
+    shape: ModelShape
+    memory: tuple[MemoryTerm, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def memory_bytes(self) -> int:
+        """Estimated bytes per worker, all terms together."""
+        return sum(term.bytes for term in self.memory)
+
+
+def plan_job(spec: JobSpec) -> Plan:
+    """Plan a job by pure arithmetic. Raises SpecError with every rule that the spec breaks."""
+    strategy, problems = spec.strategy, list[Problem]()
+    try:
+        shape = read_shape(spec.model.config or {})
+        problems += _ulysses_problems(spec, shape)
+    except ValueError as error:
+        problems.append(Problem("/model/config", str(error)))
+    try:
+        mesh = plan_mesh(world=spec.scaling.world, fsdp_size=strategy.fsdp_size, ulysses_size=strategy.ulysses_size)
+        batch = plan_batch(spec.training, dp=mesh.dp)
+    except ValueError as error:
+        field = str(error).partition("=")[0]
+        problems.append(
+            Problem(f"/training/{field}" if field == "global_batch_size" else f"/strategy/{field}", str(error))
+        )
+    if problems:
+        raise SpecError(problems)
+    return Plan(mesh, batch, shape, estimate_memory(spec, shape, mesh), _warnings(spec, shape))
+
+
+def _ulysses_problems(spec: JobSpec, shape: ModelShape) -> list[Problem]:
+    sp, length = spec.strategy.ulysses_size, spec.data.sequence_length
+    found = []
+    if shape.heads % sp:
+        found.append(
+            f"ulysses_size={sp} does not divide num_attention_heads={shape.heads}; "
+            f"choose {one_of(divisors(shape.heads))}"
+        )
+    elif shape.kv_heads % sp and sp % shape.kv_heads:
+        fits = [d for d in divisors(shape.heads) if shape.kv_heads % d == 0 or d % shape.kv_heads == 0]
+        found.append(
+            f"ulysses_size={sp} neither divides nor is a multiple of num_key_value_heads={shape.kv_heads}; "
+            f"choose {one_of(fits)}"
+        )
+    if length % sp:
+        found.append(
+            f"ulysses_size={sp} does not divide sequence_length={length}; "
+            f"choose a multiple of {sp}, for example {length + sp - length % sp}"
+        )
+    return [Problem("/strategy/ulysses_size", message) for message in found]
+
+
+def _warnings(spec: JobSpec, shape: ModelShape) -> tuple[str, ...]:
+    if shape.known:
+        return ()
+    return (f"model_type={shape.model_type}: memory is estimated as for a dense decoder with a gated MLP",)

@@ -1,0 +1,132 @@
+"""The sizes of a decoder that decide its memory and how it splits, read from a Hugging Face config without torch."""
+
+from dataclasses import dataclass
+from typing import Any
+
+# What transformers' config classes assume when a field is left out; a test holds them against transformers itself.
+# None means: as many as there are attention heads, or hidden_size / num_attention_heads for head_dim.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
+    "qwen2": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": None,
+        "tie_word_embeddings": False,
+    },
+    "qwen3": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+    },
+}
+_NEEDED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A dense decoder: H hidden, F intermediate, L layers, V vocabulary, attention heads and kv heads of head_dim."""
+
+    model_type: str
+    vocab: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tied: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+
+    @property
+    def known(self) -> bool:
+        """Whether the parameter count is exact; for other families it is an estimate."""
+        return self.model_type in _DEFAULTS
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one decoder layer: attention, gated MLP, two norms."""
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = self.hidden * (2 * query + 2 * key)
+        biases = (query + 2 * key) * self.qkv_bias + self.hidden * self.output_bias
+        biases += (2 * self.intermediate + self.hidden) * self.mlp_bias
+        norms = 2 * self.hidden + 2 * self.head_dim * self.qk_norm
+        return attention + 3 * self.hidden * self.intermediate + biases + norms
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters outside the layers: embedding, final norm and, unless it is tied, the head."""
+        return self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model."""
+        return self.layers * self.layer_parameters + self.embedding_parameters
+
+
+def read_shape(config: dict[str, Any]) -> ModelShape:
+    """The sizes in a config, with the family's own defaults. Raises ValueError naming what is missing or no number."""
+    model_type = config["model_type"]
+    known = _DEFAULTS.get(model_type, {})
+    sizes = {**known, **config}
+    missing = [name for name in _NEEDED if name not in sizes]
+    if missing:
+        raise ValueError(
+            f"model_type={model_type} is not one whose defaults are known ({', '.join(_DEFAULTS)}); "
+            f"add {', '.join(missing)} to model.config"
+        )
+    heads = _positive(sizes, "num_attention_heads")
+    hidden = _positive(sizes, "hidden_size")
+    bias = bool(sizes.get("attention_bias", False))
+    return ModelShape(
+        model_type=model_type,
+        vocab=_positive(sizes, "vocab_size"),
+        hidden=hidden,
+        intermediate=_positive(sizes, "intermediate_size"),
+        layers=_positive(sizes, "num_hidden_layers"),
+        heads=heads,
+        kv_heads=_positive(sizes, "num_key_value_heads") if sizes["num_key_value_heads"] is not None else heads,
+        head_dim=_positive(sizes, "head_dim") if sizes.get("head_dim") is not None else hidden // heads,
+        tied=bool(sizes.get("tie_word_embeddings", False)),
+        qkv_bias=bias or model_type == "qwen2",
+        output_bias=bias,
+        mlp_bias=bool(sizes.get("mlp_bias", False)),
+        qk_norm=model_type == "qwen3",
+    )
+
+
+def _positive(sizes: dict[str, Any], name: str) -> int:
+    value = sizes[name]
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name}={value!r} is not a positive whole number; correct it in model.config")
+    return value

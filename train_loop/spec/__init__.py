@@ -1,0 +1,28 @@
+"""The job spec: the one contract between users, service and workers. Torch-free."""
+
+from train_loop.spec.base import Problem, SpecError
+from train_loop.spec.data import ColumnsSpec, DataSpec, SourceSpec
+from train_loop.spec.job import JobSpec
+from train_loop.spec.model import ModelSpec
+from train_loop.spec.parse import dump, parse, parse_text
+from train_loop.spec.running import CheckpointSpec, FailureSpec, ScalingSpec
+from train_loop.spec.strategy import StrategySpec
+from train_loop.spec.training import TrainingSpec
+
+__all__ = [
+    "CheckpointSpec",
+    "ColumnsSpec",
+    "DataSpec",
+    "FailureSpec",
+    "JobSpec",
+    "ModelSpec",
+    "Problem",
+    "ScalingSpec",
+    "SourceSpec",
+    "SpecError",
+    "StrategySpec",
+    "TrainingSpec",
+    "dump",
+    "parse",
+    "parse_text",
+]

@@ -1,0 +1,47 @@
+"""What every part of a spec shares: strict frozen models, refused values, and problems that carry a JSON pointer."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic_core import to_json
+
+
+class SpecModel(BaseModel):
+    """A part of a job spec: frozen, strictly typed, and closed to fields that nobody defined."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a spec: where (an RFC 6901 pointer) and the rule, the value and the remedy."""
+
+    pointer: str
+    message: str
+
+
+class SpecError(ValueError):
+    """A spec that cannot run; `problems` says everything that is wrong with it, not only the first thing."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        super().__init__("; ".join(f"{p.pointer}: {p.message}" for p in problems))
+        self.problems = problems
+
+
+def only(*supported: Any) -> AfterValidator:
+    """Refuse every value of a contract field but those that code honours today.
+
+    It stands beside the field that it limits, so that no setting is ever accepted and ignored; whoever widens the code
+    widens or removes it.
+    """
+
+    def check(value: Any) -> Any:
+        # Types are compared too, because 1 == True.
+        if any(type(value) is type(s) and value == s for s in supported):
+            return value
+        choices = " or ".join(json.dumps(s) for s in supported)
+        raise ValueError(f"{to_json(value).decode()} is not supported yet; choose {choices}")
+
+    return AfterValidator(check)

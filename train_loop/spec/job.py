@@ -1,0 +1,53 @@
+"""The whole job spec."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints, ValidationInfo, field_validator
+
+from train_loop.spec.base import SpecModel, only
+from train_loop.spec.data import DataSpec
+from train_loop.spec.model import ModelSpec
+from train_loop.spec.running import CheckpointSpec, FailureSpec, ScalingSpec
+from train_loop.spec.strategy import StrategySpec
+from train_loop.spec.training import TrainingSpec
+
+Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=40)]
+LabelKey = Annotated[str, StringConstraints(min_length=1, max_length=64)]
+LabelValue = Annotated[str, StringConstraints(max_length=512)]
+
+
+class InferSpec(SpecModel):
+    """What an `infer` job writes."""
+
+    output: Literal["logprobs"] = "logprobs"
+    batch_size: int = Field(default=4, ge=1)
+    path: str
+
+
+class JobSpec(SpecModel):
+    """What a user asks for: one training job."""
+
+    name: Name
+    kind: Annotated[Literal["train", "infer"], only("train")] = "train"
+    project: Name = "default"
+    priority: int = Field(default=0, ge=-1000, le=1000, description="higher starts first")
+    labels: dict[LabelKey, LabelValue] = Field(default={}, max_length=16)
+    model: ModelSpec
+    data: DataSpec
+    training: TrainingSpec
+    infer: Annotated[InferSpec | None, only(None)] = None
+    strategy: StrategySpec = StrategySpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    scaling: ScalingSpec = ScalingSpec()
+    failure: FailureSpec = FailureSpec()
+
+    @field_validator("strategy")
+    @classmethod
+    def _dtypes_agree(cls, strategy: StrategySpec, info: ValidationInfo) -> StrategySpec:
+        model = info.data.get("model")
+        if model is not None and model.dtype != strategy.param_dtype:
+            raise ValueError(
+                f"param_dtype={strategy.param_dtype} contradicts model.dtype={model.dtype}; "
+                "remove one or make them equal"
+            )
+        return strategy

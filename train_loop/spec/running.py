@@ -1,0 +1,62 @@
+"""`checkpoint:`, `scaling:` and `failure:` how a run is kept, sized and retried."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from train_loop.spec.base import SpecModel, only
+
+
+class KeepBestSpec(SpecModel):
+    """Which checkpoint counts as the best."""
+
+    metric: str
+    mode: Literal["min", "max"]
+
+
+class CheckpointSpec(SpecModel):
+    """When checkpoints are committed and how many stay."""
+
+    every_steps: int | None = Field(default=100, ge=1)
+    every_seconds: Annotated[float | None, only(None)] = None
+    keep_last: int = Field(default=2, ge=1)
+    keep_best: Annotated[KeepBestSpec | None, only(None)] = None
+    save_final: bool = True
+
+
+class WorkerRange(SpecModel):
+    """The sizes that an elastic job accepts."""
+
+    min: int = Field(ge=1)
+    max: int = Field(ge=1)
+
+
+class ScalingSpec(SpecModel):
+    """How many workers, and what each of them needs."""
+
+    num_workers: Annotated[int, Field(ge=1)] | WorkerRange = 1
+    resources_per_worker: dict[str, Annotated[float, Field(ge=0)]] = Field(default={"CPU": 1.0})
+    placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+
+    @field_validator("num_workers")
+    @classmethod
+    def _fixed(cls, workers: int | WorkerRange) -> int | WorkerRange:
+        if isinstance(workers, WorkerRange):
+            raise ValueError("a range of workers is not supported yet; choose one number")
+        return workers
+
+    @property
+    def world(self) -> int:
+        """Number of workers, one rank each."""
+        assert isinstance(self.num_workers, int)
+        return self.num_workers
+
+
+class FailureSpec(SpecModel):
+    """How often a run may fail before it is given up."""
+
+    max_failures: int = Field(default=3, ge=0, description="restarts of the worker group inside one attempt")
+    max_attempts: int = Field(default=3, ge=1, description="Ray submissions")
+    hang_timeout_seconds: float = Field(
+        default=1800.0, gt=0, description="a collective that waits longer fails, and the worker group restarts"
+    )
