@@ -1,0 +1,60 @@
+"""All that can be said of a spec's data before anything runs; called by the service as a process of its own.
+
+Reads {"spec": …, "roots": […]} on standard input and prints {"problems": [{"pointer", "message"}]}. A process of its
+own, because a damaged file may crash the library that opens it. Torch-free.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from train_loop.data.errors import DataError
+from train_loop.data.sources import check_allowed, check_columns, is_empty, list_files
+from train_loop.run_dir import local_path
+from train_loop.spec import JobSpec, Problem, parse
+
+
+def check_data(spec: JobSpec, roots: Sequence[str]) -> list[Problem]:
+    """The problems with a spec's data and tokenizer: place, existence, columns, emptiness."""
+    problems = []
+    try:
+        for uri in spec.data.train.paths:
+            check_allowed(uri, roots)
+        files = list_files(spec.data.train)
+        if all(is_empty(file) for file in files):
+            raise DataError(f"{', '.join(spec.data.train.paths)} holds no rows; an empty dataset cannot be trained on")
+    except (DataError, OSError) as error:
+        problems.append(Problem("/data/train/path", str(error)))
+    else:
+        try:
+            for file in {file.format: file for file in reversed(files) if not is_empty(file)}.values():
+                check_columns(file, spec.data)
+        except DataError as error:
+            problems.append(Problem("/data/columns", str(error)))
+    return problems + _tokenizer_problems(spec, roots)
+
+
+def _tokenizer_problems(spec: JobSpec, roots: Sequence[str]) -> list[Problem]:
+    uri = spec.model.tokenizer
+    if uri is None:
+        return []
+    try:
+        check_allowed(uri, roots)
+        folder = local_path(uri)
+        if not Path(folder, "tokenizer.json").is_file():
+            raise DataError(f"{uri} holds no tokenizer.json; give the folder of a Hugging Face fast tokenizer")
+    except ValueError as error:
+        return [Problem("/model/tokenizer", str(error))]
+    return []
+
+
+def main() -> None:
+    """Answer one question on standard input."""
+    question = json.load(sys.stdin)
+    problems = check_data(parse(question["spec"]), question["roots"])
+    json.dump({"problems": [{"pointer": p.pointer, "message": p.message} for p in problems]}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
