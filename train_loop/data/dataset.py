@@ -1,6 +1,6 @@
 """Prepared samples on storage: what they are, and reading any of them by index. Needs pyarrow alone."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
@@ -56,13 +56,14 @@ class Rows:
     """
 
     samples: Ids  # [n]
+    lengths: Tokens  # [n] tokens that are not padding
     input_ids: Tokens  # [n, T]
     labels: Tokens  # [n, T]
     position_ids: Tokens  # [n, T]
 
     def to_arrow(self) -> pa.Table:
         """The rows as a table that travels through Ray Data."""
-        columns: dict[str, Any] = {"sample": self.samples}
+        columns: dict[str, Any] = {"sample": self.samples, "length": self.lengths}
         for name in ("input_ids", "labels", "position_ids"):
             values = getattr(self, name)
             columns[name] = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
@@ -78,11 +79,11 @@ class Rows:
             flat: Tokens = table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
             return flat.reshape(len(samples), -1)
 
-        return cls(samples, matrix("input_ids"), matrix("labels"), matrix("position_ids"))
+        return cls(samples, table["length"].to_numpy(), matrix("input_ids"), matrix("labels"), matrix("position_ids"))
 
     def slice(self, start: int, stop: int) -> "Rows":
         """Rows start to stop."""
-        return Rows(*(getattr(self, f)[start:stop] for f in ("samples", "input_ids", "labels", "position_ids")))
+        return Rows(*(getattr(self, field.name)[start:stop] for field in fields(self)))
 
 
 def read_rows(dataset: Dataset, samples: Ids) -> Rows:
@@ -93,6 +94,7 @@ def read_rows(dataset: Dataset, samples: Ids) -> Rows:
     n, length = len(samples), dataset.sequence_length
     rows = Rows(
         samples.astype(np.int64),
+        np.zeros(n, np.int32),
         np.full((n, length), dataset.pad_token, np.int32),
         np.full((n, length), IGNORE, np.int32),
         np.tile(np.arange(length, dtype=np.int32), (n, 1)),
@@ -124,6 +126,7 @@ def _fill(rows: Rows, dataset: Dataset, file: ShardFile, places: Ids, local: Ids
                 f"{file.path}: sample {rows.samples[place]} has {len(ids)} tokens and {len(labels)} labels; "
                 "they must be aligned"
             )
+        rows.lengths[place] = len(ids)
         rows.input_ids[place, : len(ids)] = ids
         rows.labels[place, : len(ids)] = labels
         documents = _values(table[dataset.documents], row) if dataset.documents else [len(ids)]

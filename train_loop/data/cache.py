@@ -1,0 +1,77 @@
+"""Which prepared dataset a spec means, and finding it, without Ray."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from train_loop.data.dataset import Dataset, ShardFile
+from train_loop.data.errors import DataError
+from train_loop.data.sources import SourceFile, list_files
+from train_loop.plan import read_shape
+from train_loop.run_dir import local_path
+from train_loop.spec import JobSpec
+
+FORMAT = 1
+"""Raise it when the same input would be prepared differently, so that old caches are not taken for new ones."""
+
+
+def find_dataset(spec: JobSpec, cache: Path) -> Dataset:
+    """The samples of a spec where no preparing is needed any more. Raises DataError."""
+    files = list_files(spec.data.train)
+    found = ready_made(spec, files) or load(cache / fingerprint(spec, files))
+    if found is None:
+        raise DataError(
+            f"{', '.join(spec.data.train.paths)} is not prepared in {cache}; run python -m train_loop.prepare with the "
+            "same spec first"
+        )
+    return found
+
+
+def load(folder: Path) -> Dataset | None:
+    """The prepared dataset in a folder of the cache, if it was committed."""
+    try:
+        return Dataset.model_validate_json((folder / "dataset.json").read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+def ready_made(spec: JobSpec, files: list[SourceFile]) -> Dataset | None:
+    """Tokenised Parquet that needs no packing is taken as it is: row i is sample i. Otherwise None."""
+    data = spec.data
+    if data.columns.input_ids is None or data.packing or files[0].format != "parquet":
+        return None
+    shards = [ShardFile(path=file.path, rows=pq.read_metadata(file.path).num_rows) for file in files]
+    if not sum(shard.rows for shard in shards):
+        raise DataError(f"{', '.join(data.train.paths)} holds no rows; an empty dataset cannot be trained on")
+    return Dataset(
+        fingerprint=fingerprint(spec, files),
+        files=tuple(shard for shard in shards if shard.rows),
+        sequence_length=data.sequence_length,
+        input_ids=data.columns.input_ids,
+        labels=data.columns.labels,
+    )
+
+
+def fingerprint(spec: JobSpec, files: list[SourceFile]) -> str:
+    """SHA-256 of all that decides what is prepared: files, columns, tokenizer, length, packing, this code's format."""
+    content = {
+        "format": FORMAT,
+        "files": [[file.path, file.format, file.size, file.mtime_ns] for file in files],
+        "columns": spec.data.columns.model_dump(),
+        "sequence_length": spec.data.sequence_length,
+        "packing": spec.data.packing,
+        "tokenizer": _tokenizer_identity(spec),
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _tokenizer_identity(spec: JobSpec) -> list[Any] | None:
+    if spec.data.columns.text is None:
+        return None
+    if spec.model.tokenizer is None:
+        return ["byte-level bpe", read_shape(spec.model.config or {}).vocab]
+    content = (local_path(spec.model.tokenizer) / "tokenizer.json").read_bytes()
+    return ["file", hashlib.sha256(content).hexdigest()]

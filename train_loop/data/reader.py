@@ -1,0 +1,26 @@
+"""What a stream must deliver, and the plain reader that delivers it on machines without Ray."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from train_loop.data.dataset import Dataset, Rows, read_rows
+from train_loop.data.order import StepOrder
+from train_loop.plan import MeshPlan
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """What a run still has to read: `steps` optimizer steps from the position `start`."""
+
+    dataset: Dataset
+    order: StepOrder
+    start: int
+    steps: int
+
+
+def local_stream(plan: StreamPlan, mesh: MeshPlan, rank: int) -> Iterator[Rows | None]:
+    """The same rows as Ray Data's stream, read by the first rank of every Ulysses group itself."""
+    leads = mesh.sequence_rank(rank) == 0
+    for step in range(plan.steps):
+        ids = plan.order.step(plan.start + step * plan.order.global_batch)
+        yield read_rows(plan.dataset, ids[mesh.data_rank(rank)]) if leads else None

@@ -1,0 +1,80 @@
+"""Prepared samples → ranks, in order, exactly once, from any start: one Ray Data execution for all ranks.
+
+Ray Data hands out blocks in the order of a plan when order is preserved, each to the split that has the fewest rows so
+far. A plan of blocks of equal size, dealt to data ranks in turn, is therefore an ordered stream that can start
+anywhere; every row carries its sample id and the loop checks it against the order, so that a change of that rule could
+not go unnoticed.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import ray
+import torch.distributed as dist
+from numpy.typing import NDArray
+from ray.data import DataContext, DataIterator, ExecutionResources
+
+from train_loop.data.dataset import Rows, read_rows
+from train_loop.data.reader import StreamPlan
+from train_loop.plan import MeshPlan
+
+_BLOCK_STEPS = 8
+"""Steps in one block: a task for every step would spend more on tasks than on rows."""
+_PLAN_BLOCKS = 512
+"""Blocks per rank in one plan; a longer run is several plans, so that none grows with the run."""
+
+
+def ray_stream(plan: StreamPlan, mesh: MeshPlan, rank: int) -> Iterator[Rows | None]:
+    """This rank's rows of every step, `order.per_rank` of them; every rank must take every step.
+
+    Only the first rank of a Ulysses group gets rows, its peers get None and then the rows from it.
+    """
+    leads = mesh.sequence_rank(rank) == 0
+    done = 0
+    while done < plan.steps:
+        steps = min(plan.steps - done, _PLAN_BLOCKS * _BLOCK_STEPS)
+        splits = _share_splits(plan, plan.start + done * plan.order.global_batch, steps, rank)
+        rows = _by_step(splits[mesh.data_rank(rank)], plan.order.per_rank) if leads else itertools.repeat(None)
+        yield from itertools.islice(rows, steps)
+        done += steps
+
+
+def _share_splits(plan: StreamPlan, start: int, steps: int, rank: int) -> list[DataIterator]:
+    """One iterator per data rank; rank 0 starts the execution and tells the others."""
+    shared = [_split(plan, start, steps)] if rank == 0 else [None]
+    dist.broadcast_object_list(shared, src=0)
+    assert shared[0] is not None
+    return shared[0]
+
+
+def _split(plan: StreamPlan, start: int, steps: int) -> list[DataIterator]:
+    options = DataContext.get_current().execution_options
+    options.preserve_order = True
+    # What the workers hold is taken; Ray Data would count it as its own and start tasks that never run.
+    options.resource_limits = ExecutionResources(cpu=max(ray.available_resources().get("CPU", 0), 1))
+    DataContext.get_current().enable_progress_bars = False
+    blocks = math.ceil(steps / _BLOCK_STEPS) * plan.order.dp
+    data = ray.data.range(blocks, override_num_blocks=blocks).map_batches(
+        _read_block, batch_size=None, fn_kwargs={"plan": plan, "start": start}
+    )
+    splits: list[DataIterator] = data.streaming_split(plan.order.dp, equal=False)
+    return splits
+
+
+def _read_block(batch: dict[str, NDArray[np.int64]], plan: StreamPlan, start: int) -> pa.Table:
+    """Block k holds the rows of data rank k mod dp for the k div dp-th run of steps."""
+    (block,) = batch["id"]
+    run, data_rank = divmod(int(block), plan.order.dp)
+    first = start + run * _BLOCK_STEPS * plan.order.global_batch
+    ids = plan.order.rank_steps(first, _BLOCK_STEPS, data_rank)
+    return read_rows(plan.dataset, ids.reshape(-1)).to_arrow()
+
+
+def _by_step(split: DataIterator, per_rank: int) -> Iterator[Rows]:
+    for block in split.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2):
+        rows = Rows.from_arrow(block)
+        for first in range(0, len(rows.samples), per_rank):
+            yield rows.slice(first, first + per_rank)

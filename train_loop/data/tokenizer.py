@@ -1,0 +1,65 @@
+"""Hugging Face fast tokenizers, used without transformers; and one trained on the data itself."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from train_loop.data.errors import DataError
+from train_loop.run_dir import write_durably
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """Text → token ids, every document ending with EOS."""
+
+    tokenizer: Tokenizer
+    eos: int
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of each text."""
+        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [[*encoding.ids, self.eos] for encoding in encodings]
+
+
+@lru_cache(maxsize=4)
+def load_tokenizer(folder: str) -> TextTokenizer:
+    """A tokenizer folder as Hugging Face writes it. Raises DataError where it has no EOS."""
+    tokenizer = Tokenizer.from_file(str(Path(folder, "tokenizer.json")))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    config = json.loads(Path(folder, "tokenizer_config.json").read_text())
+    named = config.get("eos_token")
+    word = named["content"] if isinstance(named, dict) else named
+    eos = tokenizer.token_to_id(word) if word else None
+    if eos is None:
+        raise DataError(f"the tokenizer in {folder} has no eos_token; documents must end with one, so name it there")
+    return TextTokenizer(tokenizer, eos)
+
+
+def train_tokenizer(texts: Iterator[str], *, vocab_size: int, folder: Path) -> None:
+    """Train a byte-level BPE of exactly the model's vocabulary and save it as Hugging Face does.
+
+    Sennrich et al. (2016), on bytes as in GPT-2. Raises DataError where the vocabulary cannot hold the 256 bytes.
+    """
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size <= len(alphabet):
+        raise DataError(
+            f"vocab_size={vocab_size} is too small for a byte-level tokenizer; choose more than {len(alphabet)}, "
+            "or name a tokenizer in model.tokenizer"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    write_durably(folder / "tokenizer.json", tokenizer.to_str())
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
+    write_durably(folder / "tokenizer_config.json", json.dumps(config, indent=2))

@@ -1,0 +1,27 @@
+"""`python -m train_loop.prepare SPEC.yaml`: prepare a spec's data with Ray Data, for a run without the service."""
+
+import argparse
+import os
+from pathlib import Path
+
+from train_loop.data.prepare import prepare
+from train_loop.spec import parse_text
+
+
+def default_cache() -> Path:
+    """The cache beside the service's default storage root."""
+    return Path(os.environ.get("TRAINSHED_HOME", "~/.trainshed")).expanduser() / "runs" / "_cache"
+
+
+def main() -> None:
+    """Prepare, and print where the samples are."""
+    parser = argparse.ArgumentParser(prog="python -m train_loop.prepare", description=__doc__)
+    parser.add_argument("spec", type=Path, metavar="SPEC.yaml")
+    parser.add_argument("--cache", type=Path, default=default_cache(), help="folder of prepared data (%(default)s)")
+    arguments = parser.parse_args()
+    dataset = prepare(parse_text(arguments.spec.read_bytes()), arguments.cache, report=lambda *_, **__: None)
+    print(f"{dataset.samples} samples of {dataset.sequence_length} tokens: {arguments.cache / dataset.fingerprint}")
+
+
+if __name__ == "__main__":
+    main()
