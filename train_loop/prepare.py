@@ -1,16 +1,11 @@
 """`python -m train_loop.prepare SPEC.yaml`: prepare a spec's data with Ray Data, for a run without the service."""
 
 import argparse
-import os
 from pathlib import Path
 
+from train_loop.data.cache import default_cache
 from train_loop.data.prepare import prepare
 from train_loop.spec import parse_text
-
-
-def default_cache() -> Path:
-    """The cache beside the service's default storage root."""
-    return Path(os.environ.get("TRAINSHED_HOME", "~/.trainshed")).expanduser() / "runs" / "_cache"
 
 
 def main() -> None:

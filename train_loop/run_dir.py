@@ -37,6 +37,13 @@ class Stop(Format):
     deadline: float | None = None
     """Unix seconds after which the service ends the attempt itself."""
 
+    @property
+    def result(self) -> Literal["paused", "cancelled", "resized"]:
+        """How an attempt ends that obeyed."""
+        results: dict[str, Literal["paused", "cancelled", "resized"]]
+        results = {"pause": "paused", "cancel": "cancelled", "resize": "resized"}
+        return results[self.mode]
+
 
 class Fence(Format):
     """control/fence.json: the attempt that may commit; an older one that is still alive must not."""

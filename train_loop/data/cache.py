@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ from train_loop.spec import JobSpec
 
 FORMAT = 1
 """Raise it when the same input would be prepared differently, so that old caches are not taken for new ones."""
+
+
+def default_cache() -> Path:
+    """The cache of the service's default storage root."""
+    return Path(os.environ.get("TRAINSHED_HOME", "~/.trainshed")).expanduser() / "runs" / "_cache"
 
 
 def find_dataset(spec: JobSpec, cache: Path) -> Dataset:

@@ -40,6 +40,11 @@ class MeshPlan:
         """The axes of `shape`."""
         return ("fsdp",) if self.ddp == 1 else ("ddp", "fsdp")
 
+    @property
+    def axes(self) -> dict[str, int]:
+        """Every axis with its size, the Ulysses groups inside fsdp too."""
+        return dict(zip(self.names, self.shape, strict=True)) | {"sp": self.sp}
+
     def data_rank(self, rank: int) -> int:
         """The data-parallel rank of a global rank."""
         return rank // self.sp

@@ -1,0 +1,105 @@
+"""Rows of samples → micro-batches as the model takes them. B rows, T sequence length, P Ulysses ranks."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from train_loop.data.dataset import IGNORE, Rows
+from train_loop.data.order import Ids
+from train_loop.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One data rank's samples of an optimizer step, whole sequences."""
+
+    samples: Tensor  # [n]
+    lengths: Tensor  # [n] tokens that are not padding
+    input_ids: Tensor  # [n, T]
+    labels: Tensor  # [n, T] label t is what position t must predict
+    position_ids: Tensor  # [n, T]
+
+    @property
+    def trained_tokens(self) -> Tensor:
+        """How many positions have something to predict."""
+        return (self.labels != IGNORE).sum()
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What this rank's model is called with: its slice of the sequence."""
+
+    input_ids: Tensor  # [B, T/P]
+    labels: Tensor  # [B, T/P]
+    position_ids: Tensor  # [B, T/P]
+    attention_mask: Any
+    """[B, 1, T, T] over the full sequence; None where plain causal attention is right; a dict where layers differ."""
+
+
+def share_rows(rows: Rows | None, *, count: int, length: int, mesh: Mesh) -> StepBatch:
+    """Give a Ulysses group the rows that its first rank read, labels shifted; a collective call over the group."""
+    packed = torch.empty(count, 3 * length + 2, dtype=torch.int64)
+    if rows is not None:
+        parts = (rows.samples[:, None], rows.lengths[:, None], rows.input_ids, rows.labels, rows.position_ids)
+        packed = torch.cat([torch.from_numpy(part.copy()).long() for part in parts], dim=1)
+    packed = packed.to(mesh.device)
+    if mesh.plan.sp > 1:
+        dist.broadcast(packed, group=mesh.sp, group_src=0)
+    input_ids, labels, positions = torch.split(packed[:, 2:], length, dim=1)
+    return StepBatch(packed[:, 0], packed[:, 1], input_ids, shift_labels(labels, positions), positions)
+
+
+def shift_labels(labels: Tensor, position_ids: Tensor) -> Tensor:
+    """Move labels one to the left on the full sequence; the last token of a document predicts nothing. [n, T] both."""
+    shifted = torch.full_like(labels, IGNORE)
+    shifted[:, :-1] = labels[:, 1:].masked_fill(position_ids[:, 1:] == 0, IGNORE)
+    return shifted
+
+
+def micro_batches(batch: StepBatch, size: int, model: PreTrainedModel, mesh: Mesh) -> Iterator[MicroBatch]:
+    """Cut a step's rows into micro-batches of `size` and keep this rank's slice of the sequence."""
+    width = batch.input_ids.shape[1] // mesh.plan.sp
+    mine = slice(mesh.sequence_rank * width, (mesh.sequence_rank + 1) * width)
+    for start in range(0, len(batch.samples), size):
+        rows = slice(start, start + size)
+        yield MicroBatch(
+            batch.input_ids[rows, mine],
+            batch.labels[rows, mine],
+            batch.position_ids[rows, mine],
+            attention_mask(model, batch.position_ids[rows]),
+        )
+
+
+def attention_mask(model: PreTrainedModel, position_ids: Tensor) -> Any:
+    """The masks that keep packed documents apart, by transformers' own rules, over the full sequence [B, T].
+
+    Under Ulysses the model sees its slice only, and could not make them.
+    """
+    config = model.config.get_text_config()
+    like = torch.empty((*position_ids.shape, 1), dtype=torch.float32, device=position_ids.device)
+    arguments = {
+        "config": config,
+        "inputs_embeds": like,
+        "attention_mask": None,
+        "past_key_values": None,
+        "position_ids": position_ids,
+    }
+    full = create_causal_mask(**arguments)
+    if "sliding_attention" not in (getattr(config, "layer_types", None) or ()):
+        return full
+    return {"full_attention": full, "sliding_attention": create_sliding_window_causal_mask(**arguments)}
+
+
+def check_samples(batch: StepBatch, expected: Ids) -> None:
+    """Raise RuntimeError unless the rows are those that the order says: exactly-once is checked, not assumed."""
+    if batch.samples.tolist() != expected.tolist():
+        raise RuntimeError(
+            f"the stream delivered samples {batch.samples.tolist()} where the order says {expected.tolist()}; "
+            "the run stops rather than train on the wrong data"
+        )

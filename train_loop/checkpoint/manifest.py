@@ -1,0 +1,39 @@
+"""What makes a folder of files a checkpoint: a manifest that matches every one of them. Torch-free."""
+
+import hashlib
+from pathlib import Path
+
+from train_loop.run_dir import CheckpointFile, Manifest, RunDir
+
+NAME = "manifest.json"
+
+
+def describe_file(path: Path) -> CheckpointFile:
+    """Size and SHA-256 of a file as it is now."""
+    with path.open("rb") as file:
+        return CheckpointFile(size=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def verify(folder: Path, manifest: Manifest) -> list[str]:
+    """What is wrong with a checkpoint's files; nothing if all are there with the sizes and hashes of the manifest."""
+    faults = []
+    for name, expected in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            faults.append(f"{name} is missing")
+        elif path.stat().st_size != expected.size:
+            faults.append(f"{name} has {path.stat().st_size} bytes, not {expected.size}")
+        elif describe_file(path) != expected:
+            faults.append(f"{name} has another SHA-256 than when it was committed")
+    return faults
+
+
+def newest_verified(run_dir: RunDir) -> tuple[Manifest | None, dict[int, list[str]]]:
+    """The newest checkpoint whose files verify, and the faults of the newer ones that do not, by step."""
+    rejected: dict[int, list[str]] = {}
+    for step, manifest in sorted(run_dir.manifests().items(), reverse=True):
+        faults = verify(run_dir.checkpoint(step), manifest)
+        if not faults:
+            return manifest, rejected
+        rejected[step] = faults
+    return None, rejected

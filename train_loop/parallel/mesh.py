@@ -1,0 +1,50 @@
+"""A mesh plan → the device mesh and process groups of this run."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from train_loop.plan import MeshPlan
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The groups that this rank belongs to."""
+
+    plan: MeshPlan
+    rank: int
+    device: torch.device
+    fsdp: DeviceMesh
+    """Axes [fsdp], or [ddp, fsdp] for HSDP: what `fully_shard` takes."""
+    sp: dist.ProcessGroup
+    """Ranks that share a sequence."""
+
+    @property
+    def data_rank(self) -> int:
+        """The data-parallel rank."""
+        return self.plan.data_rank(self.rank)
+
+    @property
+    def sequence_rank(self) -> int:
+        """The place in the Ulysses group."""
+        return self.plan.sequence_rank(self.rank)
+
+
+def local_device(local_rank: int) -> torch.device:
+    """The GPU of this rank's number where there are GPUs, else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def build_mesh(plan: MeshPlan, device: torch.device) -> Mesh:
+    """Build the groups of a plan over all ranks; a collective call."""
+    if dist.get_world_size() != plan.world:
+        raise ValueError(f"the plan is for {plan.world} ranks and {dist.get_world_size()} started; start {plan.world}")
+    fsdp = init_device_mesh(device.type, plan.shape, mesh_dim_names=plan.names)
+    data = init_device_mesh(device.type, (plan.dp, plan.sp), mesh_dim_names=("dp", "sp"))
+    return Mesh(plan, dist.get_rank(), device, fsdp, data["sp"].get_group())

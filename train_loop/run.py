@@ -1,0 +1,56 @@
+"""`torchrun --nproc-per-node N -m train_loop.run SPEC.yaml --run-dir DIR`: the same loop without Ray and service.
+
+Run again on the same DIR, it resumes from the newest checkpoint that verifies.
+"""
+
+import argparse
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from train_loop.data.cache import default_cache, find_dataset
+from train_loop.data.reader import local_stream
+from train_loop.run_dir import RunDir
+from train_loop.session import Session
+from train_loop.spec import JobSpec, parse_text
+from train_loop.worker import train
+
+
+def main() -> None:
+    """Train under torchrun."""
+    parser = argparse.ArgumentParser(prog="python -m train_loop.run", description=__doc__)
+    parser.add_argument("spec", type=Path, metavar="SPEC.yaml")
+    parser.add_argument("--run-dir", required=True, metavar="DIR")
+    parser.add_argument("--cache", type=Path, default=default_cache(), help="folder of prepared data (%(default)s)")
+    arguments = parser.parse_args()
+    spec = parse_text(arguments.spec.read_bytes())
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=spec.failure.hang_timeout_seconds))
+    try:
+        session = _session(spec, RunDir.at(arguments.run_dir))
+        outcome = train(spec, session, find_dataset(spec, arguments.cache))
+        if session.rank == 0:
+            session.run_dir.attempt(session.attempt).write_outcome(outcome)
+    finally:
+        dist.destroy_process_group()
+
+
+def _session(spec: JobSpec, run_dir: RunDir) -> Session:
+    rank = dist.get_rank()
+    if rank == 0:
+        run_dir.write_spec(spec)
+    return Session(
+        rank=rank,
+        world=dist.get_world_size(),
+        local_rank=int(os.environ["LOCAL_RANK"]),
+        attempt=1,
+        run_dir=run_dir,
+        open_stream=local_stream,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""What a run has reached: all that a checkpoint must bring back."""
+
+import hashlib
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel
+
+
+@dataclass
+class TrainState:
+    """Model, optimizer, schedule and counters; the counters are the same on every rank."""
+
+    model: PreTrainedModel
+    optimizer: Optimizer
+    scheduler: LRScheduler
+    device: torch.device
+    step: int = 0
+    """Optimizer steps done, skipped ones included."""
+    tokens: int = 0
+    """Tokens seen, padding not counted."""
+    consumed: int = 0
+    """Samples taken from the order."""
+
+    def advance(self, *, tokens: int, samples: int) -> None:
+        """Count one step."""
+        self.step += 1
+        self.tokens += tokens
+        self.consumed += samples
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors of model, optimizer and schedule, sharded as they are."""
+        # The helper, because a fresh optimizer's own state_dict is empty and would restore no moments.
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict()}
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=values["model"], optim_state_dict=values["optimizer"]
+        )
+        self.scheduler.load_state_dict(values["scheduler"])
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of every generator that a model may draw from on this rank."""
+    state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """The inverse of `rng_state`."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def seed_generators(seed: int, *, step: int, rank: int) -> None:
+    """Generators for a rank whose state was never saved: at the start, or when the world has another size."""
+    digest = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
+    random.seed(digest)
+    np.random.seed(int.from_bytes(digest[:4], "little"))
+    torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))

@@ -1,0 +1,97 @@
+"""The training loop, told as a story."""
+
+from collections.abc import Iterator
+
+from train_loop.assemble import Run, build_run
+from train_loop.batch import StepBatch, check_samples, micro_batches, share_rows
+from train_loop.checkpoint.contents import draft_manifest, tensors_to_save
+from train_loop.checkpoint.load import restore
+from train_loop.control import agree
+from train_loop.data.dataset import Dataset, Rows
+from train_loop.data.reader import StreamPlan
+from train_loop.metrics import StepClock, record_step, replayed_steps
+from train_loop.run_dir import Outcome, Stop
+from train_loop.session import Session
+from train_loop.spec import JobSpec
+from train_loop.step import StepResult, train_step
+
+
+class NonFiniteError(RuntimeError):
+    """Loss or gradients were not finite, and the spec says that this ends the run; trying again does not help."""
+
+
+def train(spec: JobSpec, session: Session, dataset: Dataset) -> Outcome:
+    """Train this rank's share of a run, from its newest checkpoint to its end or until it is asked to stop."""
+    run = build_run(spec, session, dataset)
+    restore(run)
+    run.journal.event(
+        "training_started",
+        resumed_from=run.state.step,
+        replayed=replayed_steps(session.run_dir, run.state.step),
+        steps=run.steps,
+        samples=dataset.samples,
+        global_batch=run.order.global_batch,
+        world=session.world,
+        mesh=run.mesh.plan.axes,
+    )
+    stop = loop(run)
+    run.saver.close()
+    outcome = Outcome(result=stop.result if stop else "succeeded", step=run.state.step)
+    run.journal.event("training_ended", result=outcome.result, step=outcome.step)
+    return outcome
+
+
+def loop(run: Run) -> Stop | None:
+    """Step until the run is done, or asked to stop, which is returned; its last checkpoint may still be in flight."""
+    state, every = run.state, run.spec.checkpoint.every_steps
+    saved, stop = state.step, None
+    left = StreamPlan(run.dataset, run.order, state.consumed, run.steps - state.step)
+    rows = run.session.open_stream(left, run.mesh.plan, run.mesh.rank)
+    while state.step < run.steps:
+        clock = StepClock()
+        batch = next_batch(run, rows)
+        clock.data_arrived()
+        agreed = agree(batch, run.session.run_dir, run.mesh)
+        stop = agreed.stop
+        if stop is not None:
+            break
+
+        # ------------------------------------------------------------------------------------------ the hot part
+        micro = micro_batches(batch, run.batch.per_device, state.model, run.mesh)
+        result = train_step(state, micro, agreed.trained_tokens, run.spec.training.max_grad_norm)
+        state.advance(tokens=agreed.tokens, samples=run.order.global_batch)
+        # --------------------------------------------------------------------------------------------------------
+
+        prove(run, result)
+        record_step(run, result, clock, tokens=agreed.tokens)
+        # Once in a while: a checkpoint. Every rank saves or none does: a DCP save is collective.
+        if every and state.step % every == 0:
+            saved = save(run)
+    if saved < state.step and (stop.checkpoint if stop else run.spec.checkpoint.save_final):
+        save(run)
+    return stop
+
+
+def next_batch(run: Run, rows: Iterator[Rows | None]) -> StepBatch:
+    """This data rank's samples of the next step, the same on all ranks of a Ulysses group."""
+    batch = share_rows(next(rows), count=run.order.per_rank, length=run.dataset.sequence_length, mesh=run.mesh)
+    check_samples(batch, run.order.step(run.state.consumed)[run.mesh.data_rank])
+    return batch
+
+
+def prove(run: Run, result: StepResult) -> None:
+    """Hold the step that was just done against what it must have been."""
+    if run.ulysses is not None:
+        run.ulysses.check_active(sequence_length=run.dataset.sequence_length)
+    if result.applied:
+        return
+    numbers = {"step": run.state.step, "loss": result.loss, "grad_norm": result.grad_norm}
+    run.journal.event("step_skipped", **numbers)
+    if run.spec.training.on_nonfinite == "fail":
+        raise NonFiniteError(f"{numbers} is not finite; lower learning_rate, or choose on_nonfinite: skip")
+
+
+def save(run: Run) -> int:
+    """Start saving a checkpoint of this step."""
+    run.saver.save(tensors_to_save(run), draft_manifest(run))
+    return run.state.step
