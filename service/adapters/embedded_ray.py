@@ -1,0 +1,104 @@
+"""Embedded Ray: keeps one head alive, takes over the one that a killed service left, ends it when asked to."""
+
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+
+from service.adapters.keys import ensure_key
+from service.adapters.ray_head import RayHead, read_head, start_head
+from service.adapters.ray_jobs import RayAddress
+
+log = structlog.get_logger(__name__)
+_POLL_SECONDS = 0.5
+_UP_SECONDS = 90.0
+_LONGEST_PAUSE_SECONDS = 30.0
+
+
+class EmbeddedRay:
+    """A Ray head of our own. It outlives a SIGKILL of the service, and not a graceful stop."""
+
+    def __init__(self, home: Path, *, cpus: int, object_store_bytes: int) -> None:
+        self._home = home
+        self._cpus = cpus
+        self._object_store_bytes = object_store_bytes
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._keep_alive, name="embedded-ray", daemon=True)
+        self._head: RayHead | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self._up: RayAddress | None = None
+
+    def address(self) -> RayAddress | None:
+        """Where the head is; None while it is not up."""
+        return self._up
+
+    def start(self) -> None:
+        """Begin to keep a head alive, in the background: it takes seconds until one is up."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the head and all that it started."""
+        self._stopped.set()
+        self._thread.join()
+        self._up = None
+        self._end_head()
+
+    def _keep_alive(self) -> None:
+        self._head, pause = read_head(self._home / "ray.json"), _POLL_SECONDS
+        while not self._stopped.is_set():
+            try:
+                self._bring_up()
+                pause = _POLL_SECONDS
+            except Exception:
+                log.exception("embedded_ray_did_not_start", log_file=str(self._home / "ray.log"))
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            self._stopped.wait(pause)
+
+    def _bring_up(self) -> None:
+        """One look: nothing to do while the head lives, else another one. Raises RuntimeError when none comes up."""
+        if self._up is not None and self._alive():
+            return
+        self._up = None
+        token = ensure_key(self._home / "ray.token")
+        if not (self._head is not None and self._alive() and self._comes_up(self._head, token)):
+            self._replace_head()
+        assert self._head is not None
+        if self._comes_up(self._head, token):
+            self._up = RayAddress(self._head.dashboard_url, token)
+            log.info("embedded_ray_up", dashboard=self._head.dashboard_url, pid=self._head.pid)
+        elif not self._stopped.is_set():
+            self._end_head()
+            raise RuntimeError(f"Ray ended, or its dashboard did not answer within {_UP_SECONDS:g} s")
+
+    def _replace_head(self) -> None:
+        self._end_head()
+        self._head, self._child = start_head(self._home, cpus=self._cpus, object_store_bytes=self._object_store_bytes)
+
+    def _comes_up(self, head: RayHead, token: str) -> bool:
+        return _wait(lambda: head.answers(token), lambda: self._stopped.is_set() or not self._alive())
+
+    def _alive(self) -> bool:
+        if self._child is not None and self._child.poll() is not None:
+            return False
+        return self._head is not None and self._head.alive()
+
+    def _end_head(self) -> None:
+        if self._head is not None:
+            self._head.stop()
+        if self._child is not None:
+            self._child.wait()
+        (self._home / "ray.json").unlink(missing_ok=True)
+        self._head = self._child = None
+
+
+def _wait(reached: Callable[[], bool], hopeless: Callable[[], bool]) -> bool:
+    """Wait until something is so, or can no longer be."""
+    end = time.monotonic() + _UP_SECONDS
+    while time.monotonic() < end and not hopeless():
+        if reached():
+            return True
+        time.sleep(_POLL_SECONDS)
+    return False

@@ -1,0 +1,177 @@
+"""One `ray start --head` on loopback: its command, its record on disk, and every process that belongs to it."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import httpx
+import psutil
+from pydantic import BaseModel, ConfigDict
+
+from train_loop.run_dir import write_durably
+
+_MARK = "TRAINSHED_EMBEDDED_RAY"
+_STOP_SECONDS = 8.0
+_KILL_SECONDS = 5.0
+
+
+class RayHead(BaseModel):
+    """A head that was started: enough to find it, and all that it started, again after any crash of ours."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    pid: int
+    create_time: float
+    dashboard_url: str
+    address: str
+    temp_dir: str
+
+    def alive(self) -> bool:
+        """Whether the process is there, and is the same one."""
+        return self.process() is not None
+
+    def process(self) -> psutil.Process | None:
+        """The head's process, if it lives."""
+        try:
+            process = psutil.Process(self.pid)
+            same = abs(process.create_time() - self.create_time) < 1
+            return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+        except psutil.NoSuchProcess:
+            return None
+
+    def answers(self, token: str) -> bool:
+        """Whether the dashboard answers to the token."""
+        try:
+            headers = {"Authorization": f"Bearer {token}"}
+            return httpx.get(f"{self.dashboard_url}/api/version", headers=headers, timeout=5).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def stop(self) -> None:
+        """End the head and all that it started, by pid, and remove its files."""
+        head = self.process()
+        # Listed before the head goes: afterwards its daemons are nobody's children.
+        family = _family(self, head)
+        if head is not None:
+            with suppress(psutil.NoSuchProcess):
+                head.terminate()
+            psutil.wait_procs([head], timeout=_STOP_SECONDS)
+        family |= _family(self, None)
+        for process in family:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(family, timeout=_KILL_SECONDS)
+        shutil.rmtree(self.temp_dir, ignore_errors=True)
+
+
+def read_head(record: Path) -> RayHead | None:
+    """The head that was recorded, if any."""
+    try:
+        return RayHead.model_validate_json(record.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def start_head(home: Path, *, cpus: int, object_store_bytes: int) -> tuple[RayHead, subprocess.Popen[bytes]]:
+    """Start a head in a session of its own, so that it outlives us; recorded in home/ray.json before it runs."""
+    ports = _free_ports(8)
+    # Short, because Ray's Unix sockets lie in it and are limited to 107 bytes.
+    temp_dir = tempfile.mkdtemp(prefix="shed-")
+    command = _command(ports[:6], temp_dir, cpus=cpus, object_store_bytes=object_store_bytes)
+    with (home / "ray.log").open("ab") as log:
+        # It waits for a line before it becomes Ray. If we die before the record is written, it reads an end of file and
+        # goes; there is no instant with a Ray that nobody knows of.
+        child = subprocess.Popen(
+            ["/bin/sh", "-c", 'read -r go && exec "$@" </dev/null', "sh", *command],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            env=_environment(home, temp_dir, metric_ports=ports[6:]),
+            start_new_session=True,
+        )
+    head = RayHead(
+        pid=child.pid,
+        create_time=psutil.Process(child.pid).create_time(),
+        dashboard_url=f"http://127.0.0.1:{ports[1]}",
+        address=f"127.0.0.1:{ports[0]}",
+        temp_dir=temp_dir,
+    )
+    write_durably(home / "ray.json", head.model_dump_json(indent=2))
+    assert child.stdin is not None
+    with suppress(BrokenPipeError), child.stdin:
+        child.stdin.write(b"go\n")
+    return head, child
+
+
+def _command(ports: list[int], temp_dir: str, *, cpus: int, object_store_bytes: int) -> list[str]:
+    gcs, dashboard, agent_http, agent_grpc, metrics, client = ports
+    return [
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
+        *("--node-ip-address=127.0.0.1", f"--port={gcs}", f"--num-cpus={cpus}", f"--temp-dir={temp_dir}"),
+        *("--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"),
+        *(f"--dashboard-agent-listen-port={agent_http}", f"--dashboard-agent-grpc-port={agent_grpc}"),
+        *(f"--metrics-export-port={metrics}", f"--object-store-memory={object_store_bytes}"),
+        f"--ray-client-server-port={client}",
+    ]
+
+
+def _environment(home: Path, temp_dir: str, *, metric_ports: list[int]) -> dict[str, str]:
+    autoscaler, dashboard = map(str, metric_ports)
+    return {
+        **os.environ,
+        _MARK: temp_dir,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(home / "ray.token"),
+        # On Linux, Ray otherwise replaces 127.0.0.1 by the machine's outer address, and listens on all of them.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "2",
+        "AUTOSCALER_METRIC_PORT": autoscaler,
+        "DASHBOARD_METRIC_PORT": dashboard,
+    }
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago, all different."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+
+
+def _family(record: RayHead, head: psutil.Process | None) -> set[psutil.Process]:
+    """The head's descendants, and what is left in its session, with their descendants, where the head is gone."""
+    roots = {process for process in psutil.process_iter() if _belongs(process, record)}
+    if head is not None:
+        roots.add(head)
+    return roots | {child for root in roots for child in _descendants(root)}
+
+
+def _descendants(process: psutil.Process) -> Iterable[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _belongs(process: psutil.Process, record: RayHead) -> bool:
+    """Whether a process carries the head's mark, or is in its session and is called after it.
+
+    The session alone does not prove it, because a pid may have been given out again; Ray's workers overwrite the
+    environment that would show the mark, but keep their session and a name.
+    """
+    try:
+        if process.environ().get(_MARK) == record.temp_dir:
+            return True
+        if os.getsid(process.pid) != record.pid:
+            return False
+        line = " ".join(process.cmdline())
+    except (psutil.Error, OSError):
+        return False
+    return record.temp_dir in line or line.startswith(("ray::", "ray-"))

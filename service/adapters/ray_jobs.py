@@ -1,0 +1,187 @@
+"""Ray Jobs: the one place that talks to Ray."""
+
+import os
+import shlex
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import requests
+import structlog
+from pydantic import BaseModel
+from ray.job_submission import JobStatus, JobSubmissionClient
+
+from service.domain.decide import Submission
+from service.errors import ClusterError
+from service.ports import Launch
+from train_loop.run_dir import local_path
+
+log = structlog.get_logger(__name__)
+_CAPACITY_SECONDS = 2.0
+_TIMEOUT_SECONDS = 10.0
+_NOT_TOTALS = ("node:", "object_store_memory")
+# What Ray raises when it was not reached, or answered with something else than was asked for.
+_FAULTS = (RuntimeError, OSError, ValueError)
+
+
+@dataclass(frozen=True)
+class RayAddress:
+    """A cluster's dashboard, and the token that opens it (None: what Ray finds in the environment)."""
+
+    url: str
+    token: str | None
+
+
+class _Client(JobSubmissionClient):  # type: ignore[misc] # Ray is not followed by mypy
+    """Ray's client, which otherwise waits for an answer for ever."""
+
+    def _do_request(self, method: str, endpoint: str, **arguments: Any) -> requests.Response:
+        answer: requests.Response = super()._do_request(method, endpoint, timeout=_TIMEOUT_SECONDS, **arguments)
+        return answer
+
+
+class _Node(BaseModel):
+    state: str
+    resources_total: dict[str, float] = {}
+
+
+class _Nodes(BaseModel):
+    result: list[_Node]
+
+
+class _NodesData(BaseModel):
+    result: _Nodes
+
+
+class _NodesAnswer(BaseModel):
+    data: _NodesData
+
+
+class RayJobs:
+    """Drivers as Ray jobs. `address` says where the cluster is now; None while there is none."""
+
+    def __init__(self, address: Callable[[], RayAddress | None], *, python: str) -> None:
+        self._address = address
+        self._python = python
+        self._lock = threading.Lock()
+        self._client: tuple[RayAddress, JobSubmissionClient] | None = None
+        self._capacity: tuple[float, Mapping[str, float] | None] = (-_CAPACITY_SECONDS, None)
+
+    def submit(self, launch: Launch) -> None:
+        """Start a driver; one that is there already under this id is fine if it is the same. Raises ClusterError."""
+        entrypoint = self._entrypoint(launch)
+        try:
+            self._connect().submit_job(
+                entrypoint=entrypoint,
+                submission_id=launch.submission_id,
+                metadata=_metadata(launch),
+                runtime_env={"env_vars": _env_vars()},
+            )
+        except _FAULTS as error:
+            # Ray's word for "already exists" cannot be told from a fault: ask what is there instead.
+            if self._entrypoint_of(launch.submission_id) != entrypoint:
+                raise ClusterError(f"Ray did not take {launch.submission_id}: {_first_line(error)}") from error
+
+    def status(self, submission_id: str) -> Submission:
+        """What became of a driver; UNKNOWN when the cluster does not answer."""
+        try:
+            return _STATUS[self._connect().get_job_status(submission_id)]
+        except _FAULTS as error:
+            return Submission.MISSING if _does_not_exist(error) else Submission.UNKNOWN
+
+    def stop(self, submission_id: str) -> None:
+        """End a driver now; one that is gone is fine. Raises ClusterError."""
+        try:
+            self._connect().stop_job(submission_id)
+        except _FAULTS as error:
+            if not _does_not_exist(error):
+                raise ClusterError(f"Ray did not stop {submission_id}: {_first_line(error)}") from error
+
+    def capacity(self) -> Mapping[str, float] | None:
+        """Resources of all living nodes, up to two seconds old; None when the cluster does not answer."""
+        asked, known = self._capacity
+        if time.monotonic() - asked >= _CAPACITY_SECONDS:
+            known = self._ask_capacity()
+            self._capacity = (time.monotonic(), known)
+        return known
+
+    def dashboard(self, submission_id: str | None) -> str | None:
+        """The page that shows a submission, or the cluster."""
+        address = self._address()
+        if address is None:
+            return None
+        return f"{address.url}/#/jobs/{submission_id}" if submission_id else address.url
+
+    def _ask_capacity(self) -> Mapping[str, float] | None:
+        try:
+            answer = self._connect()._do_request("GET", "/api/v0/nodes?detail=1&limit=10000")
+            answer.raise_for_status()
+            nodes = _NodesAnswer.model_validate_json(answer.text).data.result.result
+        except _FAULTS:
+            return None
+        total: dict[str, float] = {}
+        for node in nodes:
+            for name, amount in node.resources_total.items() if node.state == "ALIVE" else ():
+                if not name.startswith(_NOT_TOTALS):
+                    total[name] = total.get(name, 0.0) + amount
+        # A head that has just started has no node yet: not a cluster of nothing, but one that is not up.
+        return total or None
+
+    def _connect(self) -> JobSubmissionClient:
+        """A client for where the cluster is now. Raises ConnectionError while there is none."""
+        address = self._address()
+        if address is None:
+            raise ConnectionError("the cluster is not up yet")
+        with self._lock:
+            if self._client is None or self._client[0] != address:
+                headers = {"Authorization": f"Bearer {address.token}"} if address.token else None
+                self._client = (address, _Client(address.url, headers=headers))
+            return self._client[1]
+
+    def _entrypoint(self, launch: Launch) -> str:
+        run_dir = str(local_path(launch.run_dir))
+        command = [self._python, "-m", "train_loop.driver", "--run-dir", run_dir, "--attempt", str(launch.attempt)]
+        return shlex.join(command)
+
+    def _entrypoint_of(self, submission_id: str) -> str | None:
+        try:
+            entrypoint: str | None = self._connect().get_job_info(submission_id).entrypoint
+        except _FAULTS:
+            return None
+        return entrypoint
+
+
+_STATUS: Mapping[JobStatus, Submission] = {
+    JobStatus.PENDING: Submission.PENDING,
+    JobStatus.RUNNING: Submission.RUNNING,
+    JobStatus.SUCCEEDED: Submission.SUCCEEDED,
+    JobStatus.FAILED: Submission.FAILED,
+    JobStatus.STOPPED: Submission.STOPPED,
+}
+
+
+def _metadata(launch: Launch) -> dict[str, str]:
+    """What Ray's dashboard shows of a job."""
+    name = {"name": launch.name, "job_name": launch.name}
+    return name | {"job_id": launch.job_id, "attempt": str(launch.attempt)}
+
+
+def _env_vars() -> dict[str, str]:
+    # A driver handles SIGINT, and Ray sends SIGTERM and three seconds later SIGKILL unless it is told otherwise.
+    own = {name: os.environ[name] for name in ("OMP_NUM_THREADS",) if name in os.environ}
+    return own | {
+        "RAY_JOB_STOP_SIGNAL": "SIGINT",
+        "RAY_JOB_STOP_WAIT_TIME_S": "30",
+        "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
+    }
+
+
+def _does_not_exist(error: Exception) -> bool:
+    """Whether Ray said for certain that it has no such job."""
+    return "status code 404" in str(error) and "does not exist" in str(error)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

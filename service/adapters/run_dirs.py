@@ -1,0 +1,129 @@
+"""Reads run directories through `train_loop.run_dir`, and writes what the service may write there."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from service.domain.decide import Training
+from service.ports import Cursor, Line, LogPage, LogSource, Progress, Sighting, Story
+from train_loop.run_dir import AttemptDir, Manifest, RunDir, Stop, read_lines
+from train_loop.spec import JobSpec
+
+_TRAINING = {"training_started": Training.YES, "workers_lost": Training.LOST}
+_WINDOW = 1 << 18
+"""Bytes read of a log at once; a longer line comes in pieces."""
+
+
+class LocalRunDirs:
+    """Run directories on a file system that service and workers share."""
+
+    def prepare(self, run_dir: str, spec: JobSpec, *, attempt: int) -> None:
+        """Write the spec, and shut out older attempts. Repeatable."""
+        directory = RunDir.at(run_dir)
+        directory.write_spec(spec)
+        directory.write_fence(attempt)
+
+    def ask_to_stop(self, run_dir: str, stop: Stop) -> None:
+        """Write control/stop.json."""
+        RunDir.at(run_dir).write_stop(stop)
+
+    def observe(self, run_dir: str, attempt: int) -> Sighting:
+        """What an attempt says of itself."""
+        directory = RunDir.at(run_dir)
+        folder = directory.attempt(attempt)
+        training = Training.NOT_YET
+        for line in read_lines(folder.events):
+            training = _TRAINING.get(str(line.get("event")), training)
+        return Sighting(training, folder.outcome(), directory.stop())
+
+    def story(self, run_dir: str) -> Story:
+        """What all attempts say together."""
+        attempts = RunDir.at(run_dir).attempts()
+        starts = [line for a in attempts for line in read_lines(a.events) if line.get("event") == "training_started"]
+        lost = sum(int(_number(line, "replayed") or 0) for line in starts)
+        of = _number(starts[-1], "steps") if starts else None
+        return Story(max(len(starts) - 1, 0), lost, _progress(attempts, None if of is None else int(of)))
+
+    def events(self, run_dir: str, *, after: Cursor, limit: int) -> list[Line]:
+        """Event lines of all attempts after a cursor."""
+        return _page(run_dir, lambda attempt: attempt.events, after, limit)
+
+    def metrics(self, run_dir: str, *, after: Cursor, limit: int) -> list[Line]:
+        """Metrics lines of all attempts after a cursor."""
+        return _page(run_dir, lambda attempt: attempt.metrics, after, limit)
+
+    def log(self, run_dir: str, source: LogSource, *, after: int, limit: int) -> LogPage:
+        """Whole lines of one log from a byte offset on; no line where there is no such log."""
+        attempts = RunDir.at(run_dir).attempts()
+        number = source.attempt or (attempts[-1].number if attempts else 1)
+        folder = RunDir.at(run_dir).attempt(number)
+        path = folder.driver_log if source.rank is None else folder.rank_log(source.rank)
+        return _read_log(path, after, limit) if path.exists() else LogPage((), after, has_more=False)
+
+    def checkpoints(self, run_dir: str) -> Sequence[Manifest]:
+        """Manifests of the committed checkpoints, oldest first."""
+        return list(RunDir.at(run_dir).manifests().values())
+
+
+def _page(run_dir: str, file: Callable[[AttemptDir], Path], after: Cursor, limit: int) -> list[Line]:
+    found: list[Line] = []
+    for attempt in RunDir.at(run_dir).attempts():
+        if attempt.number < after.attempt or len(found) >= limit:
+            continue
+        seen = after.seq if attempt.number == after.attempt else 0
+        lines = (line for line in read_lines(file(attempt)) if int(_number(line, "seq") or 0) > seen)
+        found += [line for _, line in zip(range(limit - len(found)), lines, strict=False)]
+    return found
+
+
+def _progress(attempts: Sequence[AttemptDir], of: int | None) -> Progress | None:
+    """By the newest line of any attempt: a resumed run is where its last attempt is."""
+    newest = next(filter(None, (_last_line(a.metrics) for a in reversed(attempts))), None)
+    step = _number(newest, "step") if newest else None
+    if newest is None or step is None:
+        return None
+    seconds = _number(newest, "step_seconds")
+    eta = None if of is None or seconds is None else max(of - step, 0) * seconds
+    return Progress(int(step), of, _number(newest, "loss"), _number(newest, "tokens_per_second"), eta)
+
+
+def _last_line(path: Path) -> Line | None:
+    """The newest whole line of a JSON lines file, read from its end: the file grows for days."""
+    if not path.exists():
+        return None
+    size, window = path.stat().st_size, _WINDOW
+    while True:
+        with path.open("rb") as file:
+            file.seek(max(size - window, 0))
+            whole = file.read().split(b"\n")[:-1]
+        lines = [line for line in map(_parse, reversed(whole)) if line is not None]
+        if lines or window >= size:
+            return lines[0] if lines else None
+        window *= 4
+
+
+def _parse(line: bytes) -> Line | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _number(line: Line, name: str) -> float | None:
+    value = line.get(name)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _read_log(path: Path, after: int, limit: int) -> LogPage:
+    with path.open("rb") as file:
+        file.seek(after)
+        window = file.read(_WINDOW)
+    *lines, rest = window.split(b"\n")
+    if not lines and len(window) == _WINDOW:
+        return LogPage((rest.decode(errors="replace"),), after + _WINDOW, has_more=True)
+    taken = lines[:limit]
+    text = tuple(line.decode(errors="replace").rstrip("\r") for line in taken)
+    # A line that is still being written is not there yet.
+    has_more = len(lines) > len(taken) or len(window) == _WINDOW
+    return LogPage(text, after + sum(len(line) + 1 for line in taken), has_more=has_more)

@@ -1,0 +1,7 @@
+"""How Alembic runs here: on the connection that the service hands it, in one transaction."""
+
+from alembic import context
+
+context.configure(connection=context.config.attributes["connection"])
+with context.begin_transaction():
+    context.run_migrations()

@@ -1,0 +1,47 @@
+"""The tables. A job is one row, so that one guarded UPDATE changes it whole."""
+
+from sqlalchemy import Column, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
+
+metadata = MetaData()
+
+jobs = Table(
+    "jobs",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("name", String(64), nullable=False),
+    Column("project", String(64), nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("reason", Text),
+    Column("spec", Text, nullable=False),
+    Column("run_dir", Text, nullable=False),
+    Column("created_at", Float(53), nullable=False),
+    Column("updated_at", Float(53), nullable=False),
+    Column("started_at", Float(53)),
+    Column("finished_at", Float(53)),
+    Column("attempts", Text, nullable=False),
+    Column("next_attempt_at", Float(53)),
+    Column("cancel_deadline", Float(53)),
+    Column("cancel_checkpoint", Integer),
+    Column("version", Integer, nullable=False),
+    Column("lease_owner", String(255)),
+    Column("lease_until", Float(53)),
+    Index("jobs_by_state", "state"),
+    Index("jobs_by_project", "project"),
+)
+
+labels = Table(
+    "job_labels",
+    metadata,
+    Column("job_id", String(64), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True),
+    Column("key", String(64), primary_key=True),
+    Column("value", String(512), nullable=False),
+    Index("job_labels_by_value", "key", "value"),
+)
+
+idempotency_keys = Table(
+    "idempotency_keys",
+    metadata,
+    Column("key", String(255), primary_key=True),
+    Column("body", String(64), nullable=False),
+    Column("job_id", String(64), ForeignKey("jobs.id", ondelete="CASCADE"), nullable=False),
+)

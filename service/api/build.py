@@ -1,0 +1,30 @@
+"""The HTTP side as one FastAPI app, over use cases that somebody else wired."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+
+from fastapi import FastAPI
+
+from service.api import health, jobs, runs
+from service.api.guard import Guard, HostCheck
+from service.api.problems import install_problems
+from service.use_cases import Jobs
+
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+
+
+def build_api(use_cases: Jobs, guard: Guard, *, hosts: Sequence[str] = (), lifespan: Lifespan | None = None) -> FastAPI:
+    """Routers, guards and error answers in one app."""
+    app = FastAPI(
+        title="Trainshed",
+        summary="Distributed training jobs that survive faults.",
+        lifespan=lifespan,
+        separate_input_output_schemas=False,
+    )
+    app.state.jobs, app.state.run_dirs, app.state.guard = use_cases, use_cases.run_dirs, guard
+    app.add_middleware(HostCheck, hosts=(*LOOPBACK, *hosts))
+    install_problems(app)
+    for module in (health, jobs, runs):
+        app.include_router(module.router)
+    return app

@@ -1,0 +1,82 @@
+"""Who may call: the Host header, the bearer key, and the size of what they send."""
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from service.api.problems import problem
+from service.errors import BodyTooLarge, HostRefused, NotAcceptable, Unauthorized
+
+_bearer = HTTPBearer(auto_error=False, description="the one line of $TRAINSHED_HOME/admin.key")
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What the guards check against."""
+
+    key_sha256: bytes
+    max_body_bytes: int
+
+
+def guard_of(request: Request) -> Guard:
+    """The guard of the app that serves this request."""
+    guard: Guard = request.app.state.guard
+    return guard
+
+
+def require_key(
+    guard: Annotated[Guard, Depends(guard_of)],
+    given: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
+) -> None:
+    """Refuse a caller without the key. Raises Unauthorized."""
+    if given is None:
+        raise Unauthorized("no key was sent; add the header Authorization: Bearer KEY ($TRAINSHED_HOME/admin.key)")
+    # Digests, so that the comparison takes the same time whatever was sent.
+    if not hmac.compare_digest(hashlib.sha256(given.credentials.encode()).digest(), guard.key_sha256):
+        raise Unauthorized("this key opens nothing; send the one line of $TRAINSHED_HOME/admin.key")
+
+
+async def read_body(request: Request, guard: Annotated[Guard, Depends(guard_of)]) -> bytes:
+    """The body, counted while it is read, because a chunked one does not say its size. Raises BodyTooLarge."""
+    parts, size = list[bytes](), 0
+    async for part in request.stream():
+        size += len(part)
+        if size > guard.max_body_bytes:
+            raise BodyTooLarge(f"the body is over {guard.max_body_bytes} bytes; a job spec is text, send less of it")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def refuse_streams(request: Request) -> None:
+    """Say so, rather than answer with a page, where a stream was asked for. Raises NotAcceptable."""
+    if "text/event-stream" in request.headers.get("accept", ""):
+        raise NotAcceptable("text/event-stream is not supported yet; ask for application/json and poll with ?after=")
+
+
+class HostCheck:
+    """Refuses requests whose Host header is none of ours: a page in a browser can be made to call loopback (ASGI)."""
+
+    def __init__(self, app: ASGIApp, *, hosts: Sequence[str]) -> None:
+        self.app = app
+        self.hosts = frozenset(hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer it with a problem."""
+        host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else None
+        if host is None or _name(host) in self.hosts:
+            await self.app(scope, receive, send)
+            return
+        refused = HostRefused(f"Host {host!r} is not allowed; use localhost, or add it to TRAINSHED_ALLOWED_HOSTS")
+        await problem(refused)(scope, receive, send)
+
+
+def _name(host: str) -> str:
+    """The Host header without its port."""
+    return host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]

@@ -1,0 +1,26 @@
+"""/healthz and /readyz: the only calls without a key."""
+
+from fastapi import APIRouter, Request, Response
+
+from service.api.schemas import Health
+from service.use_cases import Jobs
+
+router = APIRouter(tags=["health"])
+
+
+@router.get("/healthz")
+def healthz() -> Health:
+    """The process answers."""
+    return Health(status="ok")
+
+
+@router.get("/readyz")
+def readyz(request: Request, response: Response) -> Health:
+    """The database answers, so that jobs can be taken; the cluster may still be on its way."""
+    jobs: Jobs = request.app.state.jobs
+    try:
+        jobs.store.ping()
+    except Exception:
+        response.status_code = 503
+        return Health(status="the database does not answer")
+    return Health(status="ready")

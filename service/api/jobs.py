@@ -1,0 +1,96 @@
+"""/jobs: submit, plan, list, get, cancel."""
+
+import hashlib
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from pydantic import ValidationError
+
+from service.api.guard import read_body, require_key
+from service.api.schemas import CancelIn, JobOut, JobPage, PlanOut
+from service.domain.job import JobState
+from service.errors import InvalidRequest
+from service.ports import JobQuery, Once
+from service.use_cases import Jobs
+from train_loop.spec import Problem
+
+router = APIRouter(prefix="/jobs", tags=["jobs"], dependencies=[Depends(require_key)])
+_SPEC = {"schema": {"$ref": "#/components/schemas/JobSpec"}}
+_SPEC_BODY = {"requestBody": {"required": True, "content": {"application/json": _SPEC, "application/yaml": _SPEC}}}
+_CANCEL_BODY = {"requestBody": {"content": {"application/json": {"schema": CancelIn.model_json_schema()}}}}
+Body = Annotated[bytes, Depends(read_body)]
+
+
+def jobs_of(request: Request) -> Jobs:
+    """The use cases of the app that serves this request."""
+    jobs: Jobs = request.app.state.jobs
+    return jobs
+
+
+UseCases = Annotated[Jobs, Depends(jobs_of)]
+
+
+@router.post("", status_code=201, openapi_extra=_SPEC_BODY)
+def submit(
+    jobs: UseCases,
+    body: Body,
+    response: Response,
+    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
+) -> JobOut:
+    """Store a job durably; the same Idempotency-Key and body give the same job again, with 200."""
+    once = Once(idempotency_key, hashlib.sha256(body).hexdigest()) if idempotency_key else None
+    view, new = jobs.submit(body, once)
+    response.status_code = 201 if new else 200
+    response.headers["Location"] = f"/jobs/{view.job.id}"
+    return JobOut.of(view, now=jobs.clock())
+
+
+@router.post("/plan", openapi_extra=_SPEC_BODY)
+def plan(jobs: UseCases, body: Body) -> PlanOut:
+    """The same checks as submit; nothing is stored."""
+    return PlanOut.of(jobs.plan(body))
+
+
+def job_query(
+    request: Request,
+    state: Annotated[list[JobState] | None, Query()] = None,
+    project: str | None = None,
+    name: str | None = None,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=200)] = 50,
+) -> JobQuery:
+    """The filters; `label.k=v` asks for a label, several of them for all."""
+    given = request.query_params.multi_items()
+    labels = tuple((key.removeprefix("label."), value) for key, value in given if key.startswith("label."))
+    return JobQuery(tuple(state or ()), project, name, labels, after, limit)
+
+
+@router.get("")
+def list_jobs(jobs: UseCases, query: Annotated[JobQuery, Depends(job_query)]) -> JobPage:
+    """Jobs, newest first; `next` goes into `?after=`."""
+    views, has_more = jobs.page(query)
+    data = [JobOut.of(view, now=jobs.clock()) for view in views]
+    return JobPage(data=data, has_more=has_more, next=data[-1].id if has_more else None)
+
+
+@router.get("/{job_id}")
+def get(jobs: UseCases, job_id: str) -> JobOut:
+    """One job."""
+    return JobOut.of(jobs.get(job_id), now=jobs.clock())
+
+
+@router.post("/{job_id}/cancel", openapi_extra=_CANCEL_BODY)
+def cancel(jobs: UseCases, job_id: str, body: Body) -> JobOut:
+    """End the job, by default with a last checkpoint; repeatable."""
+    wish = _parse_cancel(body)
+    view = jobs.cancel(job_id, grace_seconds=wish.grace_seconds, checkpoint=wish.checkpoint)
+    return JobOut.of(view, now=jobs.clock())
+
+
+def _parse_cancel(body: bytes) -> CancelIn:
+    try:
+        return CancelIn.model_validate_json(body or b"{}")
+    except ValidationError as error:
+        raise InvalidRequest(
+            [Problem("".join(f"/{part}" for part in e["loc"]), e["msg"]) for e in error.errors()]
+        ) from error

@@ -1,0 +1,279 @@
+"""What goes over the wire: one model per answer, built from the domain."""
+
+from datetime import UTC, datetime
+from typing import Annotated, Generic, TypeVar
+
+from pydantic import BaseModel, Field, JsonValue, PlainSerializer
+
+from service.domain.job import Attempt, Job, JobState
+from service.ports import Progress
+from service.use_cases import JobView, PlanView
+from train_loop.plan import MeshPlan, needed
+from train_loop.run_dir import Manifest
+from train_loop.spec import JobSpec
+
+T = TypeVar("T")
+Time = Annotated[datetime, PlainSerializer(lambda time: time.isoformat(timespec="milliseconds"), return_type=str)]
+
+
+def _time(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)
+
+
+def _time_or_none(seconds: float | None) -> datetime | None:
+    return None if seconds is None else _time(seconds)
+
+
+class AttemptOut(BaseModel):
+    """One Ray submission of a job."""
+
+    attempt: int
+    submission_id: str
+    result: str | None
+    reason: str | None
+    started_at: Time
+    ended_at: Time | None
+
+    @classmethod
+    def of(cls, attempt: Attempt) -> "AttemptOut":
+        """From the domain."""
+        return cls(
+            attempt=attempt.number,
+            submission_id=attempt.submission_id,
+            result=attempt.result,
+            reason=attempt.reason,
+            started_at=_time(attempt.started_at),
+            ended_at=_time_or_none(attempt.ended_at),
+        )
+
+
+class ProgressOut(BaseModel):
+    """How far a run is, by its newest metrics line."""
+
+    step: int
+    of: int | None
+    percent: float | None
+    eta_seconds: float | None
+    loss: float | None
+    tokens_per_second: float | None
+
+    @classmethod
+    def of_progress(cls, progress: Progress | None) -> "ProgressOut | None":
+        """From what the run directory tells."""
+        if progress is None:
+            return None
+        return cls(
+            step=progress.step,
+            of=progress.of,
+            percent=round(100 * progress.step / progress.of, 1) if progress.of else None,
+            eta_seconds=progress.eta_seconds,
+            loss=progress.loss,
+            tokens_per_second=progress.tokens_per_second,
+        )
+
+
+class LostWork(BaseModel):
+    """Optimizer steps that were trained again after faults."""
+
+    steps: int
+
+
+class JobOut(BaseModel):
+    """A job: what was asked, where it stands, what it cost."""
+
+    id: str
+    name: str
+    project: str
+    labels: dict[str, str]
+    priority: int
+    state: JobState
+    reason: str | None
+    created_at: Time
+    updated_at: Time
+    started_at: Time | None
+    finished_at: Time | None
+    spec: JobSpec
+    run_dir: str
+    attempt: int = Field(description="number of the newest attempt; 0 before the first")
+    attempts: tuple[AttemptOut, ...]
+    restarts: int = Field(description="times that training started again, in the same or another attempt")
+    progress: ProgressOut | None
+    lost_work: LostWork
+    gpu_hours: float
+    dashboard_url: str | None
+
+    @classmethod
+    def of(cls, view: JobView, *, now: float) -> "JobOut":
+        """From what the use cases answer."""
+        job, story = view.job, view.story
+        return cls(
+            id=job.id,
+            name=job.spec.name,
+            project=job.spec.project,
+            labels=job.spec.labels,
+            priority=job.spec.priority,
+            state=job.state,
+            reason=job.reason,
+            created_at=_time(job.created_at),
+            updated_at=_time(job.updated_at),
+            started_at=_time_or_none(job.started_at),
+            finished_at=_time_or_none(job.finished_at),
+            spec=job.spec,
+            run_dir=job.run_dir,
+            attempt=len(job.attempts),
+            attempts=tuple(map(AttemptOut.of, job.attempts)),
+            restarts=story.restarts,
+            progress=ProgressOut.of_progress(story.progress),
+            lost_work=LostWork(steps=story.lost_steps),
+            gpu_hours=_gpu_hours(job, now),
+            dashboard_url=view.dashboard_url,
+        )
+
+
+def _gpu_hours(job: Job, now: float) -> float:
+    seconds = sum((attempt.ended_at or now) - attempt.started_at for attempt in job.attempts)
+    return round(needed(job.spec.scaling).get("GPU", 0.0) * seconds / 3600, 4)
+
+
+class Page(BaseModel, Generic[T]):
+    """A page of a list; `next` is the cursor for `?after=`, null where there is nothing to go on from."""
+
+    data: list[T]
+    has_more: bool
+    next: str | None
+
+
+JobPage = Page[JobOut]
+LinePage = Page[dict[str, JsonValue]]
+TextPage = Page[str]
+
+
+class CheckpointOut(BaseModel):
+    """A committed checkpoint."""
+
+    step: int
+    tokens: int
+    bytes: int
+    time: Time
+    attempt: int
+    world: int
+    mesh: dict[str, int]
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> "CheckpointOut":
+        """From its manifest."""
+        return cls(
+            step=manifest.step,
+            tokens=manifest.tokens,
+            bytes=manifest.bytes,
+            time=_time(manifest.time),
+            attempt=manifest.attempt,
+            world=manifest.world,
+            mesh=manifest.mesh,
+        )
+
+
+class Checkpoints(BaseModel):
+    """The ledger of committed checkpoints, oldest first."""
+
+    data: list[CheckpointOut]
+
+
+class MeshOut(BaseModel):
+    """The device mesh."""
+
+    ddp: int
+    fsdp: int
+    sp: int
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, mesh: MeshPlan) -> "MeshOut":
+        """From the plan."""
+        return cls(ddp=mesh.ddp, fsdp=mesh.fsdp, sp=mesh.sp, shape=mesh.shape, names=mesh.names)
+
+
+class MemoryTermOut(BaseModel):
+    """One part of a worker's memory."""
+
+    name: str
+    bytes: int
+    formula: str
+
+
+class MemoryOut(BaseModel):
+    """Estimated memory per worker at the peak of a step."""
+
+    total_bytes: int
+    terms: list[MemoryTermOut]
+
+
+class PlanOut(BaseModel):
+    """What a spec comes to."""
+
+    name: str
+    world: int
+    mesh: MeshOut
+    data_parallel_size: int
+    global_batch_size: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    tokens_per_step: int
+    steps: int | None = Field(description="null until the data is prepared, unless max_steps says it")
+    parameters: int
+    memory: MemoryOut
+    warnings: list[str]
+
+    @classmethod
+    def of(cls, view: PlanView) -> "PlanOut":
+        """From what the use cases answer."""
+        spec, plan = view.spec, view.plan
+        terms = [MemoryTermOut(name=term.name, bytes=term.bytes, formula=term.formula) for term in plan.memory]
+        return cls(
+            name=spec.name,
+            world=plan.mesh.world,
+            mesh=MeshOut.of(plan.mesh),
+            data_parallel_size=plan.mesh.dp,
+            global_batch_size=plan.batch.global_batch,
+            micro_batch_size=plan.batch.per_device,
+            gradient_accumulation_steps=plan.batch.accumulation,
+            tokens_per_step=plan.batch.global_batch * spec.data.sequence_length,
+            steps=spec.training.max_steps,
+            parameters=plan.shape.parameters,
+            memory=MemoryOut(total_bytes=plan.memory_bytes, terms=terms),
+            warnings=list(view.warnings),
+        )
+
+
+class CancelIn(BaseModel):
+    """How to cancel."""
+
+    model_config = {"extra": "forbid"}
+
+    grace_seconds: float | None = Field(default=None, ge=0, le=86400, description="default: the service's setting")
+    checkpoint: bool = Field(default=True, description="commit a last checkpoint first")
+
+
+class Health(BaseModel):
+    """Whether the service works, in a word."""
+
+    status: str
+
+
+class ProblemOut(BaseModel):
+    """One thing wrong with a spec or a request."""
+
+    pointer: str
+    message: str
+
+
+class ProblemDetails(BaseModel):
+    """RFC 9457."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str
+    code: str
+    errors: list[ProblemOut] | None = None

@@ -1,0 +1,110 @@
+"""create_app(settings): the only place where ports meet adapters."""
+
+import hashlib
+import socket
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from starlette.concurrency import run_in_threadpool
+from ulid import ULID
+
+from service.adapters.embedded_ray import EmbeddedRay
+from service.adapters.keys import ensure_key
+from service.adapters.preflight import HelperPreflight
+from service.adapters.ray_jobs import RayAddress, RayJobs
+from service.adapters.run_dirs import LocalRunDirs
+from service.adapters.sql.database import open_database
+from service.adapters.sql.store import SqlJobStore
+from service.api.build import build_api
+from service.api.guard import Guard
+from service.domain.decide import Retry
+from service.ports import Cluster
+from service.reconcile import Pace, Reconciler
+from service.settings import Settings
+from service.use_cases import Jobs
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """The whole service as an ASGI app; while it runs, so do the reconciler and, unless there is another, Ray."""
+    settings.make_home()
+    engine = open_database(settings.database)
+    store, run_dirs = SqlJobStore(engine), LocalRunDirs()
+    embedded = _embedded(settings)
+    cluster = _cluster(settings, embedded)
+    jobs = Jobs(
+        store=store,
+        cluster=cluster,
+        run_dirs=run_dirs,
+        preflight=HelperPreflight(roots=settings.roots, timeout=settings.preflight_seconds),
+        default_root=settings.default_root,
+        cancel_grace=settings.cancel_grace_seconds,
+        clock=time.time,
+        new_id=_new_job_id,
+    )
+    reconciler = Reconciler(store, cluster, run_dirs, time.time, _owner(settings), _pace(settings))
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        stop_reconciler = _in_background(reconciler, interval=settings.reconcile_seconds)
+        if embedded is not None:
+            embedded.start()
+        try:
+            yield
+        finally:
+            await run_in_threadpool(stop_reconciler)
+            if embedded is not None:
+                await run_in_threadpool(embedded.stop)
+            engine.dispose()
+
+    hosts = (settings.host, *settings.allowed_hosts)
+    return build_api(jobs, _guard(settings), hosts=hosts, lifespan=lifespan)
+
+
+def _embedded(settings: Settings) -> EmbeddedRay | None:
+    if settings.ray_address is not None:
+        return None
+    return EmbeddedRay(settings.home, cpus=settings.ray_cpus, object_store_bytes=settings.ray_object_store_bytes)
+
+
+def _cluster(settings: Settings, embedded: EmbeddedRay | None) -> Cluster:
+    if embedded is not None:
+        return RayJobs(embedded.address, python=sys.executable)
+    address = RayAddress(settings.ray_address or "", token=None)
+    return RayJobs(lambda: address, python="python")
+
+
+def _guard(settings: Settings) -> Guard:
+    key = ensure_key(settings.admin_key)
+    return Guard(hashlib.sha256(key.encode()).digest(), settings.max_body_bytes)
+
+
+def _pace(settings: Settings) -> Pace:
+    return Pace(settings.lease_seconds, Retry(settings.retry_seconds, settings.retry_cap_seconds))
+
+
+def _owner(settings: Settings) -> str:
+    # The lock on the home lets one service at a time be this owner, so a restarted one goes on with its own leases.
+    return f"{socket.gethostname()}:{settings.home}"[:255]
+
+
+def _new_job_id() -> str:
+    return f"job-{ULID()}".lower()
+
+
+def _in_background(reconciler: Reconciler, *, interval: float) -> Callable[[], None]:
+    """Run the reconciler in a thread; what is returned stops it."""
+    stopped = threading.Event()
+    thread = threading.Thread(
+        target=reconciler.run, args=(stopped,), kwargs={"interval": interval}, name="reconcile", daemon=True
+    )
+    thread.start()
+
+    def stop() -> None:
+        stopped.set()
+        thread.join()
+
+    return stop

@@ -1,0 +1,143 @@
+"""The `trainshed` command: one short function per verb."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from service.cli.connect import connect
+from service.cli.show import show_checkpoints, show_job, show_jobs, show_json, show_line, show_plan, show_text
+from service.domain.job import JobState
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Distributed training jobs that survive faults.")
+
+SpecFile = Annotated[Path, typer.Argument(help="job spec in YAML or JSON; - reads standard input", allow_dash=True)]
+JobId = Annotated[str, typer.Argument(help="id of a job, as `trainshed ps` shows it")]
+AsJson = Annotated[bool, typer.Option("--json", help="the service's answer as it is")]
+After = Annotated[str | None, typer.Option(help="cursor: `next` of the page before")]
+Limit = Annotated[int, typer.Option(min=1, max=1000, help="lines at most")]
+
+
+@app.command()
+def serve() -> None:
+    """Run the service in the foreground until SIGTERM or SIGINT."""
+    # In this process's place: signals reach it, and the other commands need not load Ray.
+    os.execv(sys.executable, [sys.executable, "-m", "service.serve"])
+
+
+@app.command()
+def submit(
+    spec: SpecFile,
+    idempotency_key: Annotated[str | None, typer.Option(help="a second call with it gives the same job")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Submit a job."""
+    with connect() as client:
+        job = client.submit(_read(spec), idempotency_key=idempotency_key)
+        show_json(job) if as_json else show_text(job.id)
+
+
+@app.command()
+def plan(spec: SpecFile, as_json: AsJson = False) -> None:
+    """Show what a spec comes to, without submitting it."""
+    with connect() as client:
+        answer = client.plan(_read(spec))
+        show_json(answer) if as_json else show_plan(answer)
+
+
+@app.command()
+def ps(
+    state: Annotated[list[JobState] | None, typer.Option(help="only these states")] = None,
+    project: Annotated[str | None, typer.Option(help="only this project")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=200)] = 50,
+    after: After = None,
+    as_json: AsJson = False,
+) -> None:
+    """List jobs, newest first."""
+    with connect() as client:
+        page = client.jobs(states=state or (), project=project, after=after, limit=limit)
+        show_json(page) if as_json else show_jobs(page.data)
+
+
+@app.command()
+def show(job_id: JobId, as_json: AsJson = False) -> None:
+    """Show one job."""
+    with connect() as client:
+        job = client.job(job_id)
+        show_json(job) if as_json else show_job(job)
+
+
+@app.command()
+def events(job_id: JobId, after: After = None, limit: Limit = 100, as_json: AsJson = False) -> None:
+    """Show what happened, over all attempts."""
+    with connect() as client:
+        page = client.events(job_id, after=after, limit=limit)
+        if as_json:
+            show_json(page)
+        else:
+            for line in page.data:
+                show_line(line)
+
+
+@app.command()
+def metrics(job_id: JobId, after: After = None, limit: Limit = 100, as_json: AsJson = False) -> None:
+    """Show the metrics of each logged step, over all attempts."""
+    with connect() as client:
+        page = client.metrics(job_id, after=after, limit=limit)
+        if as_json:
+            show_json(page)
+        else:
+            for line in page.data:
+                show_line(line)
+
+
+@app.command()
+def logs(
+    job_id: JobId,
+    attempt: Annotated[int | None, typer.Option(min=1, help="default: the newest")] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="default: the driver")] = None,
+    after: After = None,
+    limit: Limit = 1000,
+    as_json: AsJson = False,
+) -> None:
+    """Show a log of the driver or of one rank."""
+    with connect() as client:
+        page = client.logs(job_id, attempt=attempt, rank=rank, after=after, limit=limit)
+        if as_json:
+            show_json(page)
+        else:
+            for line in page.data:
+                show_text(line)
+
+
+@app.command()
+def checkpoints(job_id: JobId, as_json: AsJson = False) -> None:
+    """List committed checkpoints."""
+    with connect() as client:
+        answer = client.checkpoints(job_id)
+        show_json(answer) if as_json else show_checkpoints(answer)
+
+
+@app.command()
+def cancel(
+    job_id: JobId,
+    grace: Annotated[float | None, typer.Option(min=0, help="seconds until it is ended by force")] = None,
+    checkpoint: Annotated[bool, typer.Option(help="commit a last checkpoint first")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Cancel a job."""
+    with connect() as client:
+        job = client.cancel(job_id, grace_seconds=grace, checkpoint=checkpoint)
+        show_json(job) if as_json else show_text(f"{job.id} is {job.state}")
+
+
+def _read(spec: Path) -> bytes:
+    if str(spec) == "-":
+        return sys.stdin.buffer.read()
+    try:
+        return spec.read_bytes()
+    except OSError as error:
+        print(f"trainshed: {spec}: {error.strerror}; name a readable job spec", file=sys.stderr)
+        raise typer.Exit(1) from error

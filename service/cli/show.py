@@ -1,0 +1,110 @@
+"""How answers look in a terminal."""
+
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+
+from pydantic import BaseModel, JsonValue
+from rich.console import Console
+from rich.table import Table
+
+from service.api.schemas import Checkpoints, JobOut, PlanOut
+
+_console = Console(highlight=False, soft_wrap=True)
+
+
+def show_json(answer: BaseModel) -> None:
+    """The answer as the service gave it, for programs."""
+    print(answer.model_dump_json(indent=2))
+
+
+def show_job(job: JobOut) -> None:
+    """One job, a fact per line."""
+    facts: dict[str, object] = {
+        "id": job.id,
+        "name": job.name,
+        "project": job.project,
+        "state": job.state,
+        "reason": job.reason,
+        "progress": _progress(job),
+        "attempt": job.attempt,
+        "restarts": job.restarts,
+        "steps trained again": job.lost_work.steps,
+        "GPU hours": job.gpu_hours,
+        "run directory": job.run_dir,
+        "dashboard": job.dashboard_url,
+    }
+    _facts(facts)
+
+
+def show_jobs(jobs: Iterable[JobOut]) -> None:
+    """Jobs, one per row."""
+    rows = ((job.id, job.name, job.state.value, _progress(job) or "", job.reason or "") for job in jobs)
+    _table(("id", "name", "state", "progress", "reason"), rows)
+
+
+def show_plan(plan: PlanOut) -> None:
+    """What a spec comes to."""
+    mesh = ", ".join(f"{name} {size}" for name, size in zip(plan.mesh.names, plan.mesh.shape, strict=True))
+    _facts(
+        {
+            "name": plan.name,
+            "workers": plan.world,
+            "mesh": f"{mesh}, ulysses {plan.mesh.sp}",
+            "sequences per step": plan.global_batch_size,
+            "tokens per step": plan.tokens_per_step,
+            "steps": plan.steps,
+            "parameters": f"{plan.parameters:,}",
+            "memory per worker": f"{plan.memory.total_bytes / 2**20:,.0f} MiB",
+        }
+    )
+    for warning in plan.warnings:
+        _console.print(f"warning: {warning}", markup=False)
+
+
+def show_checkpoints(checkpoints: Checkpoints) -> None:
+    """The ledger, one checkpoint per row."""
+    rows = (
+        (str(c.step), f"{c.tokens:,}", f"{c.bytes / 2**20:,.1f} MiB", str(c.attempt), f"{c.time:%F %T}")
+        for c in checkpoints.data
+    )
+    _table(("step", "tokens", "size", "attempt", "time"), rows)
+
+
+def show_line(line: Mapping[str, JsonValue]) -> None:
+    """An event or a metrics line: when, then what it says."""
+    time = line.get("time")
+    stamp = f"{datetime.fromtimestamp(time):%T}" if isinstance(time, int | float) else "--:--:--"
+    said = " ".join(f"{name}={_short(value)}" for name, value in line.items() if name not in ("seq", "time"))
+    _console.print(f"{stamp} {said}", markup=False)
+
+
+def show_text(text: str) -> None:
+    """A line as it is."""
+    _console.print(text, markup=False)
+
+
+def _progress(job: JobOut) -> str | None:
+    done = job.progress
+    if done is None:
+        return None
+    loss = f" loss {done.loss:.4f}" if done.loss is not None else ""
+    return f"{done.step}/{done.of or '?'}{loss}"
+
+
+def _short(value: JsonValue) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _facts(facts: Mapping[str, object]) -> None:
+    for name, value in facts.items():
+        if value is not None:
+            _console.print(f"{name:>20}  {value}", markup=False)
+
+
+def _table(names: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for name in names:
+        table.add_column(name, overflow="fold", no_wrap=name == "id")
+    for row in rows:
+        table.add_row(*row)
+    _console.print(table)

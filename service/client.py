@@ -1,0 +1,110 @@
+"""The typed Python client."""
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TypeVar
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from service.api.schemas import CancelIn, Checkpoints, JobOut, JobPage, LinePage, PlanOut, ProblemDetails, TextPage
+from service.domain.job import JobState
+
+T = TypeVar("T", bound=BaseModel)
+Params = Mapping[str, str | int | list[str] | None]
+
+
+class ApiError(Exception):
+    """The service said no; `problem` is what it said."""
+
+    def __init__(self, problem: ProblemDetails) -> None:
+        super().__init__(problem.detail)
+        self.problem = problem
+
+
+class Client:
+    """One service. Every call raises ApiError, or httpx.HTTPError where nobody answers."""
+
+    def __init__(self, url: str, key: str, *, transport: httpx.BaseTransport | None = None) -> None:
+        headers = {"Authorization": f"Bearer {key}"}
+        # A submit looks at data and model first, which may take its time.
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=180, transport=transport)
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._http.close()
+
+    def submit(self, spec: str | bytes, *, idempotency_key: str | None = None) -> JobOut:
+        """Submit a spec in YAML or JSON."""
+        headers = {"Idempotency-Key": idempotency_key} if idempotency_key else {}
+        return _parse(JobOut, self._http.post("/jobs", content=spec, headers=headers))
+
+    def plan(self, spec: str | bytes) -> PlanOut:
+        """What a spec comes to."""
+        return _parse(PlanOut, self._http.post("/jobs/plan", content=spec))
+
+    def jobs(
+        self,
+        *,
+        states: Sequence[JobState] = (),
+        project: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        after: str | None = None,
+        limit: int = 50,
+    ) -> JobPage:
+        """A page of jobs, newest first."""
+        wanted = {f"label.{key}": value for key, value in (labels or {}).items()}
+        params: Params = {"state": [s.value for s in states], "project": project, "after": after, "limit": limit}
+        return self._get(JobPage, "/jobs", {**params, **wanted})
+
+    def job(self, job_id: str) -> JobOut:
+        """One job."""
+        return self._get(JobOut, f"/jobs/{job_id}", {})
+
+    def cancel(self, job_id: str, *, grace_seconds: float | None = None, checkpoint: bool = True) -> JobOut:
+        """Ask for the end of a job."""
+        wish = CancelIn(grace_seconds=grace_seconds, checkpoint=checkpoint)
+        return _parse(JobOut, self._http.post(f"/jobs/{job_id}/cancel", content=wish.model_dump_json()))
+
+    def events(self, job_id: str, *, after: str | None = None, limit: int = 100) -> LinePage:
+        """A page of events over all attempts."""
+        return self._get(LinePage, f"/jobs/{job_id}/events", {"after": after, "limit": limit})
+
+    def metrics(self, job_id: str, *, after: str | None = None, limit: int = 100) -> LinePage:
+        """A page of metrics lines over all attempts."""
+        return self._get(LinePage, f"/jobs/{job_id}/metrics", {"after": after, "limit": limit})
+
+    def logs(
+        self,
+        job_id: str,
+        *,
+        attempt: int | None = None,
+        rank: int | None = None,
+        after: str | None = None,
+        limit: int = 100,
+    ) -> TextPage:
+        """A page of one log's lines; of the driver's and the newest attempt's, unless told otherwise."""
+        params: Params = {"attempt": attempt, "rank": rank, "after": after, "limit": limit}
+        return self._get(TextPage, f"/jobs/{job_id}/logs", params)
+
+    def checkpoints(self, job_id: str) -> Checkpoints:
+        """The committed checkpoints, oldest first."""
+        return self._get(Checkpoints, f"/jobs/{job_id}/checkpoints", {})
+
+    def _get(self, kind: type[T], path: str, params: Params) -> T:
+        given = {name: value for name, value in params.items() if value not in (None, [])}
+        return _parse(kind, self._http.get(path, params=given))
+
+
+def _parse(kind: type[T], response: httpx.Response) -> T:
+    if response.is_success:
+        return kind.model_validate_json(response.content)
+    try:
+        raise ApiError(ProblemDetails.model_validate_json(response.content))
+    except ValidationError:
+        response.raise_for_status()
+        raise

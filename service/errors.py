@@ -1,0 +1,103 @@
+"""Everything that a caller can be told went wrong: a stable code and an HTTP status each."""
+
+from train_loop.spec import Problem
+
+
+class ServiceError(Exception):
+    """The root: `str(error)` is the sentence for the caller: rule, value, remedy."""
+
+    code = "internal"
+    status = 500
+
+
+class Unauthorized(ServiceError):
+    """No key, or one that opens nothing."""
+
+    code = "unauthorized"
+    status = 401
+
+
+class HostRefused(ServiceError):
+    """The Host header is none of ours; a browser may have been tricked into calling."""
+
+    code = "host_refused"
+    status = 400
+
+
+class JobNotFound(ServiceError):
+    """No job has this id."""
+
+    code = "job_not_found"
+    status = 404
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(f"there is no job {job_id}; GET /jobs lists the jobs there are")
+
+
+class IllegalState(ServiceError):
+    """The job's state does not allow what was asked."""
+
+    code = "illegal_state"
+    status = 409
+
+
+class Busy(ServiceError):
+    """Somebody else changed the job each time we tried."""
+
+    code = "busy"
+    status = 503
+
+
+class BodyTooLarge(ServiceError):
+    """The request body is over the limit."""
+
+    code = "body_too_large"
+    status = 413
+
+
+class NotAcceptable(ServiceError):
+    """The answer is not available in the form that was asked for."""
+
+    code = "not_supported_yet"
+    status = 406
+
+
+class InvalidRequest(ServiceError):
+    """A parameter or body that is no job spec breaks a rule."""
+
+    code = "invalid_request"
+    status = 422
+
+    def __init__(self, problems: list[Problem]) -> None:
+        super().__init__("; ".join(f"{p.pointer}: {p.message}" for p in problems))
+        self.problems = problems
+
+
+class InvalidSpec(InvalidRequest):
+    """A job spec that cannot run; `problems` names everything that is wrong with it."""
+
+    code = "invalid_spec"
+
+
+class IdempotencyMismatch(ServiceError):
+    """An Idempotency-Key came back with another body."""
+
+    code = "idempotency_mismatch"
+    status = 422
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"Idempotency-Key {key!r} was used with another body; send the same body, or a new key")
+
+
+class PreflightFailed(ServiceError):
+    """The helper process that looks at data and model did not answer."""
+
+    code = "preflight_failed"
+    status = 503
+
+
+class ClusterError(ServiceError):
+    """The cluster did not do what it was asked to; the next pass asks again."""
+
+    code = "cluster_error"
+    status = 503

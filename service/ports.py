@@ -1,0 +1,191 @@
+"""What the service needs of the world, as Protocols; adapters/ has the answers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pydantic import JsonValue
+
+from service.domain.decide import Submission, Training
+from service.domain.job import Job, JobState
+from train_loop.run_dir import Manifest, Outcome, Stop
+from train_loop.spec import JobSpec, Problem
+
+Line = Mapping[str, JsonValue]
+"""One line of events.jsonl or metrics.jsonl: every writer may add fields."""
+
+
+@dataclass(frozen=True)
+class JobQuery:
+    """Which jobs to list, newest first, those after the cursor (a job id)."""
+
+    states: tuple[JobState, ...] = ()
+    project: str | None = None
+    name: str | None = None
+    labels: tuple[tuple[str, str], ...] = ()
+    after: str | None = None
+    limit: int = 50
+
+
+@dataclass(frozen=True)
+class Once:
+    """An Idempotency-Key and the SHA-256 of the body that it came with."""
+
+    key: str
+    body: str
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Who reconciles a job, and until when nobody else does (Unix seconds)."""
+
+    owner: str
+    now: float
+    until: float
+
+
+class JobStore(Protocol):
+    """Jobs, durably."""
+
+    def add(self, job: Job, once: Once | None) -> tuple[Job, bool]:
+        """Store a job; with a known key, answer the job of that key and False. Raises IdempotencyMismatch."""
+
+    def replay(self, once: Once) -> Job | None:
+        """The job that a key stands for, if it was used. Raises IdempotencyMismatch."""
+
+    def get(self, job_id: str) -> Job | None:
+        """The job with this id."""
+
+    def page(self, query: JobQuery) -> list[Job]:
+        """The jobs that match, newest first."""
+
+    def live(self) -> list[Job]:
+        """Every job that has not ended, in the order in which they start."""
+
+    def claim(self, job_id: str, lease: Lease) -> Job | None:
+        """The job, if nobody else holds it; it is this owner's until the lease ends."""
+
+    def save(self, job: Job, *, owner: str | None = None) -> bool:
+        """Store a change of the version that was read, as the lease's owner if one is named; False: discarded."""
+
+    def ping(self) -> None:
+        """Raise unless the database answers."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the cluster is told of an attempt."""
+
+    submission_id: str
+    job_id: str
+    name: str
+    attempt: int
+    run_dir: str
+
+
+class Cluster(Protocol):
+    """Where drivers run. Every call may raise ClusterError, except those that have a word for not knowing."""
+
+    def submit(self, launch: Launch) -> None:
+        """Start a driver; one that is there already under this id is fine if it is the same."""
+
+    def status(self, submission_id: str) -> Submission:
+        """What became of a driver; UNKNOWN when the cluster does not answer."""
+
+    def stop(self, submission_id: str) -> None:
+        """End a driver now; one that is gone is fine."""
+
+    def capacity(self) -> Mapping[str, float] | None:
+        """Resources of all living nodes; None when the cluster does not answer."""
+
+    def dashboard(self, submission_id: str | None) -> str | None:
+        """The page that shows a submission, or the cluster."""
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """What an attempt left in the run directory."""
+
+    training: Training
+    outcome: Outcome | None
+    stop: Stop | None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is, by its newest metrics line."""
+
+    step: int
+    of: int | None
+    loss: float | None
+    tokens_per_second: float | None
+    eta_seconds: float | None
+
+
+@dataclass(frozen=True)
+class Story:
+    """What a run directory tells about all attempts."""
+
+    restarts: int
+    lost_steps: int
+    progress: Progress | None
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Where to go on in lines merged over attempts: after this line of this attempt."""
+
+    attempt: int = 0
+    seq: int = 0
+
+
+@dataclass(frozen=True)
+class LogPage:
+    """Whole lines of a log, and the byte offset behind them."""
+
+    lines: tuple[str, ...]
+    next: int
+    has_more: bool
+
+
+class RunDirs(Protocol):
+    """Run directories by their URI: the only channel to the workers."""
+
+    def prepare(self, run_dir: str, spec: JobSpec, *, attempt: int) -> None:
+        """Write the spec, and shut out older attempts. Repeatable."""
+
+    def ask_to_stop(self, run_dir: str, stop: Stop) -> None:
+        """Write control/stop.json."""
+
+    def observe(self, run_dir: str, attempt: int) -> Sighting:
+        """What an attempt says of itself."""
+
+    def story(self, run_dir: str) -> Story:
+        """What all attempts say together."""
+
+    def events(self, run_dir: str, *, after: Cursor, limit: int) -> list[Line]:
+        """Event lines of all attempts after a cursor."""
+
+    def metrics(self, run_dir: str, *, after: Cursor, limit: int) -> list[Line]:
+        """Metrics lines of all attempts after a cursor."""
+
+    def log(self, run_dir: str, source: "LogSource", *, after: int, limit: int) -> LogPage:
+        """Whole lines of one log from a byte offset on."""
+
+    def checkpoints(self, run_dir: str) -> Sequence[Manifest]:
+        """Manifests of the committed checkpoints, oldest first."""
+
+
+@dataclass(frozen=True)
+class LogSource:
+    """Which log: of which attempt (default: the newest), of which rank (default: the driver's)."""
+
+    attempt: int | None = None
+    rank: int | None = None
+
+
+class Preflight(Protocol):
+    """What can only be checked by looking at data and model, in a process of its own."""
+
+    def check(self, spec: JobSpec) -> list[Problem]:
+        """Everything that is wrong. Raises PreflightFailed when it cannot say."""

@@ -1,0 +1,90 @@
+"""`python -m service.serve`: the service in the foreground until SIGTERM or SIGINT. What `trainshed serve` becomes."""
+
+import os
+import signal
+import socket
+import sys
+from types import FrameType
+
+import structlog
+import uvicorn
+from filelock import FileLock, Timeout
+from pydantic import BaseModel
+
+from service.app import create_app
+from service.settings import Settings
+from train_loop.run_dir import write_durably
+
+
+class ServiceAddress(BaseModel):
+    """home/service.json: where the running service listens."""
+
+    url: str
+    pid: int
+
+
+def main() -> int:
+    """Serve; 1 where another service has the home."""
+    settings = Settings()
+    _configure_logs()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave)
+    settings.make_home()
+    lock = FileLock(settings.home / "service.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        print(f"Another service uses {settings.home}; stop it, or set TRAINSHED_HOME", file=sys.stderr)  # noqa: T201
+        return 1
+    with lock:
+        return _serve(settings)
+
+
+def _serve(settings: Settings) -> int:
+    config = uvicorn.Config(
+        create_app(settings), host=settings.host, port=settings.port, log_level="warning", server_header=False
+    )
+    try:
+        _Server(config, settings).run()
+    finally:
+        settings.address_file.unlink(missing_ok=True)
+    return 0
+
+
+def _configure_logs() -> None:
+    """To stderr, because stdout is for the one line that says where we listen."""
+    # Plain tracebacks: the pretty ones show local variables, and some of those are keys.
+    renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    stamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
+    structlog.configure(
+        processors=[structlog.processors.add_log_level, stamp, renderer],
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, which says where it listens once it does: only then is a port of 0 a number."""
+
+    def __init__(self, config: uvicorn.Config, settings: Settings) -> None:
+        super().__init__(config)
+        self._settings = settings
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Bind, then announce."""
+        await super().startup(sockets)
+        if self.started:
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            address = ServiceAddress(url=url, pid=os.getpid())
+            write_durably(self._settings.address_file, address.model_dump_json())
+            self._settings.address_file.chmod(0o600)
+            print(f"Trainshed listens on {url} (docs: /docs)", flush=True)  # noqa: T201
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    # uvicorn raises the signal that ended it once more when it is done; being asked to stop is no failure.
+    raise SystemExit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""What the process is told by its environment: one Settings, prefix TRAINSHED_."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+
+class Settings(BaseSettings):
+    """Every knob of the service, with a default that runs on a laptop."""
+
+    model_config = SettingsConfigDict(env_prefix="TRAINSHED_", env_ignore_empty=True, frozen=True)
+
+    home: Path = Field(default=Path("~/.trainshed"), description="database, keys, default storage")
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535, description="0: the system chooses")
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(), description="names besides localhost and `host` by which callers may address the service"
+    )
+    database_url: str | None = Field(default=None, description="SQLAlchemy URL; default: SQLite in home")
+    storage_roots: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(), description="URIs below which specs may read, besides home/runs"
+    )
+    ray_address: str | None = Field(default=None, description="dashboard URL of a cluster; default: embedded Ray")
+    ray_cpus: int = Field(default_factory=lambda: max(2, os.cpu_count() or 1), ge=1, description="of embedded Ray")
+    ray_object_store_bytes: int = Field(default=500_000_000, ge=80_000_000, description="of embedded Ray")
+    reconcile_seconds: float = Field(default=0.5, gt=0)
+    lease_seconds: float = Field(default=30.0, gt=0)
+    retry_seconds: float = Field(default=5.0, ge=0, description="pause before attempt 2; doubles each time")
+    retry_cap_seconds: float = Field(default=300.0, ge=0)
+    cancel_grace_seconds: float = Field(default=60.0, ge=0)
+    preflight_seconds: float = Field(default=120.0, gt=0)
+    max_body_bytes: int = Field(default=1 << 20, ge=1)
+
+    @field_validator("allowed_hosts", "storage_roots", mode="before")
+    @classmethod
+    def _comma_list(cls, value: str | tuple[str, ...]) -> tuple[str, ...]:
+        parts = value.split(",") if isinstance(value, str) else value
+        return tuple(part.strip() for part in parts if part.strip())
+
+    @field_validator("home")
+    @classmethod
+    def _absolute(cls, value: Path) -> Path:
+        return Path(os.path.abspath(value.expanduser()))
+
+    def make_home(self) -> None:
+        """Create home, open to its owner alone; one that is there stays as it is."""
+        self.home.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    @property
+    def default_root(self) -> str:
+        """Where run directories go."""
+        return (self.home / "runs").as_uri()
+
+    @property
+    def roots(self) -> tuple[str, ...]:
+        """Every URI below which a spec may read."""
+        return (self.default_root, *self.storage_roots)
+
+    @property
+    def database(self) -> str:
+        """The SQLAlchemy URL in use."""
+        return self.database_url or f"sqlite:///{self.home / 'trainshed.db'}"
+
+    @property
+    def admin_key(self) -> Path:
+        """The file with the admin key."""
+        return self.home / "admin.key"
+
+    @property
+    def address_file(self) -> Path:
+        """The file that says where the running service listens."""
+        return self.home / "service.json"
