@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from train_loop.data.errors import DataError
 from train_loop.data.sources import check_allowed, check_columns, is_empty, list_files
+from train_loop.errors import DataError
 from train_loop.run_dir import local_path
 from train_loop.spec import JobSpec, Problem, parse
 

@@ -185,6 +185,11 @@ class RunDir:
         return {m.step: m for path, m in sorted(found.items()) if m is not None and path == self.checkpoint(m.step)}
 
     @property
+    def cache(self) -> Path:
+        """Prepared data of all jobs on this storage: `<storage>/_cache`."""
+        return self.root.parent.parent / "_cache"
+
+    @property
     def data(self) -> Path:
         """The pointer to the prepared data, which jobs share."""
         return self.root / "data" / "dataset.json"

@@ -9,15 +9,12 @@ from train_loop.checkpoint.load import restore
 from train_loop.control import agree
 from train_loop.data.dataset import Dataset, Rows
 from train_loop.data.reader import StreamPlan
+from train_loop.errors import NonFiniteError
 from train_loop.metrics import StepClock, record_step, replayed_steps
 from train_loop.run_dir import Outcome, Stop
 from train_loop.session import Session
 from train_loop.spec import JobSpec
 from train_loop.step import StepResult, train_step
-
-
-class NonFiniteError(RuntimeError):
-    """Loss or gradients were not finite, and the spec says that this ends the run; trying again does not help."""
 
 
 def train(spec: JobSpec, session: Session, dataset: Dataset) -> Outcome:

@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from train_loop.data.dataset import Dataset, ShardFile
-from train_loop.data.errors import DataError
 from train_loop.data.sources import SourceFile, list_files
+from train_loop.errors import DataError
 from train_loop.plan import read_shape
 from train_loop.run_dir import local_path
 from train_loop.spec import JobSpec

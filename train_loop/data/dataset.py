@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
-from train_loop.data.errors import DataError
 from train_loop.data.order import PADDING, Ids
+from train_loop.errors import DataError
 
 Tokens = NDArray[np.int32]
 IGNORE = -100

@@ -19,10 +19,10 @@ from ray.data import DataContext
 
 from train_loop.data.cache import find_dataset, fingerprint, load, ready_made
 from train_loop.data.dataset import Dataset, ShardFile
-from train_loop.data.errors import DataError
 from train_loop.data.pack import Document, Sample, one_per_sample, pack
 from train_loop.data.sources import SourceFile, list_files
 from train_loop.data.tokenizer import load_tokenizer, train_tokenizer
+from train_loop.errors import DataError
 from train_loop.plan import read_shape
 from train_loop.run_dir import local_path, sync_folder, write_durably
 from train_loop.spec import JobSpec

@@ -12,7 +12,7 @@ from typing import Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from train_loop.data.errors import DataError
+from train_loop.errors import DataError
 from train_loop.run_dir import local_path
 from train_loop.spec import DataSpec, SourceSpec
 

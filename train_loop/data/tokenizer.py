@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from train_loop.data.errors import DataError
+from train_loop.errors import DataError
 from train_loop.run_dir import write_durably
 
 END_OF_TEXT = "<|endoftext|>"

@@ -9,11 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from train_loop.errors import ModelError
 from train_loop.spec import ModelSpec
-
-
-class ModelError(ValueError):
-    """A model that cannot be trained as asked; trying again does not help."""
 
 
 def build_model(spec: ModelSpec) -> PreTrainedModel:

@@ -1,0 +1,156 @@
+"""`python -m train_loop.driver --run-dir DIR --attempt N`: one attempt at a job, as a Ray job's entrypoint.
+
+Prepares the data, runs the worker group and restarts it after faults, and says in outcome.json how it ended.
+"""
+
+import argparse
+import logging
+import os
+import traceback
+from typing import Any
+
+import ray
+from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback, get_context
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from train_loop.data.dataset import Dataset
+from train_loop.data.prepare import prepare
+from train_loop.data.stream import ray_stream
+from train_loop.errors import UserError
+from train_loop.journal import Journal
+from train_loop.logs import log_to
+from train_loop.run_dir import AttemptDir, Outcome, RunDir, read_lines, write_durably
+from train_loop.session import Session
+from train_loop.spec import JobSpec
+from train_loop.worker import train
+
+log = logging.getLogger(__name__)
+
+# A dead worker is noticed within about this many seconds; Ray's default is 2.
+os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "1")
+
+
+class TellOfLosses(UserCallback):  # type: ignore[misc]
+    """Writes an event when workers die, while Ray Train starts the group again."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        """Called by Ray Train's controller."""
+        causes = {rank: str(_cause(error)).strip().splitlines()[0] for rank, error in worker_exceptions.items()}
+        self.journal.event("workers_lost", ranks=sorted(causes), error="; ".join(sorted(set(causes.values()))))
+
+
+def main() -> None:
+    """Run one attempt to its end and acknowledge it."""
+    parser = argparse.ArgumentParser(prog="python -m train_loop.driver", description=__doc__)
+    parser.add_argument("--run-dir", required=True, metavar="DIR")
+    parser.add_argument("--attempt", required=True, type=int, metavar="N")
+    arguments = parser.parse_args()
+    run_dir = RunDir.at(arguments.run_dir)
+    attempt = run_dir.attempt(arguments.attempt)
+    log_to(attempt.driver_log)
+    journal = Journal(attempt)
+    journal.event("attempt_started")
+    outcome = run_attempt(run_dir, attempt, journal)
+    journal.event("finished", **outcome.model_dump(exclude_none=True))
+    attempt.write_outcome(outcome)
+
+
+def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outcome:
+    """Prepare and train; whatever happens becomes an outcome."""
+    try:
+        ray.init(address="auto", logging_level=logging.WARNING)
+        spec = run_dir.spec()
+        dataset = prepare(spec, run_dir.cache, journal.event)
+        write_durably(run_dir.data, dataset.model_dump_json(indent=2))
+        journal.event("prepared", dataset=dataset.fingerprint, samples=dataset.samples, tokens=dataset.tokens)
+        fit(spec, run_dir, attempt, journal)
+        return Outcome.model_validate(_last_word(attempt))
+    except KeyboardInterrupt:
+        stop = run_dir.stop()
+        if stop is not None:
+            return Outcome(result=stop.result, reason="ended without a last checkpoint, because its time was up")
+        return Outcome(result="failed", code="interrupted", reason="the driver was interrupted", retryable=True)
+    except Exception as error:
+        log.exception("the attempt failed")
+        return failure(error)
+
+
+def failure(error: BaseException) -> Outcome:
+    """What went wrong, and whether trying again can help."""
+    cause = _cause(error)
+    if isinstance(cause, UserError):
+        return Outcome(result="failed", code=cause.code, reason=str(cause))
+    reason = "".join(traceback.format_exception_only(cause)).strip()
+    return Outcome(result="failed", code="worker_failure", reason=reason[-2000:], retryable=True)
+
+
+def fit(spec: JobSpec, run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> None:
+    """Run the worker group, started again after faults up to failure.max_failures times."""
+    resources = spec.scaling.resources_per_worker
+    trainer = TorchTrainer(
+        _work,
+        train_loop_config={"run_dir": str(run_dir.root), "attempt": attempt.number},
+        torch_config=TorchConfig(
+            backend="cpu:gloo,cuda:nccl" if resources.get("GPU") else "gloo",
+            timeout_s=int(spec.failure.hang_timeout_seconds),
+        ),
+        scaling_config=ScalingConfig(
+            num_workers=spec.scaling.world,
+            use_gpu=bool(resources.get("GPU")),
+            resources_per_worker=resources,
+            placement_strategy=spec.scaling.placement_strategy,
+        ),
+        run_config=RunConfig(
+            # A name of its own for every attempt: two drivers under one name would share Ray's bookkeeping.
+            name=f"{spec.name} ({run_dir.root.name}-{attempt.number})",
+            storage_path=str(attempt.ray),
+            failure_config=FailureConfig(max_failures=spec.failure.max_failures),
+            callbacks=[TellOfLosses(journal)],
+        ),
+    )
+    trainer.fit()
+
+
+def _work(config: dict[str, Any]) -> None:
+    """One worker: the loop in the place that Ray Train gave it."""
+    context, run_dir = get_context(), RunDir.at(config["run_dir"])
+    session = Session(
+        rank=context.get_world_rank(),
+        world=context.get_world_size(),
+        local_rank=context.get_local_rank(),
+        attempt=config["attempt"],
+        run_dir=run_dir,
+        open_stream=ray_stream,
+    )
+    log_to(run_dir.attempt(session.attempt).rank_log(session.rank))
+    try:
+        train(run_dir.spec(), session, Dataset.model_validate_json(run_dir.data.read_bytes()))
+    except Exception:
+        log.exception("rank %d failed", session.rank)
+        raise
+
+
+def _last_word(attempt: AttemptDir) -> dict[str, Any]:
+    """How rank 0 said that training ended."""
+    ends = [line for line in read_lines(attempt.events) if line.get("event") == "training_ended"]
+    if not ends:
+        raise RuntimeError("the workers ended without saying how; their logs lie beside this one")
+    return ends[-1]
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What a user would call the cause: Ray wraps it in errors of its own."""
+    failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
+    # A user's mistake on one rank makes its peers fail of lost connections: the mistake is the cause.
+    causes = sorted(map(_cause, failures.values()), key=lambda e: not isinstance(e, UserError))
+    inner = (
+        causes[0] if causes else getattr(error, "_base_exc", None) or getattr(error, "cause", None) or error.__cause__
+    )
+    return _cause(inner) if isinstance(inner, BaseException) and inner is not error else error
+
+
+if __name__ == "__main__":
+    main()

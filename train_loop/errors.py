@@ -1,0 +1,25 @@
+"""Errors whose cause is what the user asked for: trying again does not help."""
+
+
+class UserError(ValueError):
+    """Something in the spec, the model or the data is wrong; the message says rule, value and remedy."""
+
+    code = "user_error"
+
+
+class DataError(UserError):
+    """Data that cannot be trained on."""
+
+    code = "data_error"
+
+
+class ModelError(UserError):
+    """A model that cannot be built or trained as asked."""
+
+    code = "model_error"
+
+
+class NonFiniteError(UserError):
+    """Loss or gradients were not finite, and the spec says that this ends the run."""
+
+    code = "nonfinite"
