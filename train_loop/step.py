@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from train_loop.batch import MicroBatch
 from train_loop.loss import summed_loss
@@ -29,14 +30,28 @@ class StepResult:
 def train_step(
     state: TrainState, batches: Iterable[MicroBatch], trained_tokens: int, max_grad_norm: float | None
 ) -> StepResult:
-    """Forward, backward, clip and apply. `trained_tokens` counts the whole step, all ranks and micro-batches.
+    """Forward, backward, clip and apply. `trained_tokens` counts the whole step, all ranks and micro-batches."""
+    loss = accumulate(state.model, batches, trained_tokens)
+    norm = clip_gradients(state.model, max_grad_norm)
+    # Both numbers are the same on every rank, so that all of them skip or none does.
+    finite = bool(torch.isfinite(loss) & torch.isfinite(norm))
+    lr = float(state.scheduler.get_last_lr()[0])
+    if finite:
+        state.optimizer.step()
+        state.scheduler.step()
+    state.optimizer.zero_grad()
+    return StepResult(loss.item(), norm.item(), lr, finite)
 
-    Gradients are plain sums over ranks, so that dividing each micro-batch's summed loss by the step's tokens is the
-    only factor there is.
+
+def accumulate(model: nn.Module, batches: Iterable[MicroBatch], trained_tokens: int) -> Tensor:
+    """Gradients of a whole step in the parameters, and its loss over all ranks.
+
+    FSDP sums gradients over ranks, so that dividing each micro-batch's summed loss by the step's tokens is the only
+    factor there is.
     """
-    total = torch.zeros((), device=state.device)
+    total = torch.zeros(())
     for batch in batches:
-        logits = state.model(
+        logits = model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
             attention_mask=batch.attention_mask,
@@ -45,14 +60,6 @@ def train_step(
         # A step without any trained token is legal: its loss and gradients are zero.
         loss = summed_loss(logits, batch.labels) / max(trained_tokens, 1)
         torch.autograd.backward(loss)
-        total += loss.detach()
+        total = total.to(loss.device) + loss.detach()
     dist.all_reduce(total)
-    norm = clip_gradients(state.model, max_grad_norm)
-    # Both numbers are the same on every rank, so that all of them skip or none does.
-    finite = bool(torch.isfinite(total) & torch.isfinite(norm))
-    lr = float(state.scheduler.get_last_lr()[0])
-    if finite:
-        state.optimizer.step()
-        state.scheduler.step()
-    state.optimizer.zero_grad()
-    return StepResult(total.item(), norm.item(), lr, finite)
+    return total

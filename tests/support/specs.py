@@ -1,0 +1,34 @@
+"""Small specs for tests."""
+
+from typing import Any
+
+from train_loop.spec import JobSpec, parse
+
+TINY: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 384,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "tie_word_embeddings": False,
+}
+
+
+def raw_spec(**parts: dict[str, Any]) -> dict[str, Any]:
+    """A valid spec as plain data, with parts of it overridden: raw_spec(strategy={"ulysses_size": 2})."""
+    base: dict[str, dict[str, Any]] = {
+        "model": {"config": TINY, "dtype": "fp32"},
+        "data": {"train": {"path": "stdlib://*.py"}, "sequence_length": 32},
+        "training": {"learning_rate": 1e-3, "max_steps": 4},
+        "scaling": {"num_workers": 1},
+    }
+    merged = {name: base.get(name, {}) | parts.get(name, {}) for name in base.keys() | parts.keys()}
+    return {"name": "tiny", **merged}
+
+
+def spec(**parts: dict[str, Any]) -> JobSpec:
+    """The same, parsed."""
+    return parse(raw_spec(**parts))
