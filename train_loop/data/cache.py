@@ -6,10 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
 from train_loop.data.dataset import Dataset, ShardFile
-from train_loop.data.sources import SourceFile, list_files
+from train_loop.data.sources import SourceFile, list_files, parquet_rows
 from train_loop.errors import DataError
 from train_loop.plan import read_shape
 from train_loop.run_dir import local_path
@@ -49,7 +47,7 @@ def ready_made(spec: JobSpec, files: list[SourceFile]) -> Dataset | None:
     data = spec.data
     if data.columns.input_ids is None or data.packing or files[0].format != "parquet":
         return None
-    shards = [ShardFile(path=file.path, rows=pq.read_metadata(file.path).num_rows) for file in files]
+    shards = [ShardFile(path=file.path, rows=parquet_rows(file.path)) for file in files]
     if not sum(shard.rows for shard in shards):
         raise DataError(f"{', '.join(data.train.paths)} holds no rows; an empty dataset cannot be trained on")
     return Dataset(

@@ -71,8 +71,16 @@ def check_columns(file: SourceFile, data: DataSpec) -> None:
 
 
 def is_empty(file: SourceFile) -> bool:
-    """Whether a file holds no rows at all."""
-    return not file.size or (file.format == "parquet" and pq.read_metadata(file.path).num_rows == 0)
+    """Whether a file holds no rows at all. Raises DataError for a file that is not what its name says."""
+    return not file.size or (file.format == "parquet" and parquet_rows(file.path) == 0)
+
+
+def parquet_rows(path: str) -> int:
+    """Rows of a Parquet file, from its footer. Raises DataError."""
+    try:
+        return int(pq.read_metadata(path).num_rows)
+    except pa.ArrowException as error:
+        raise DataError(f"{path} is no readable Parquet file: {error}; write it again or leave it out") from error
 
 
 def _match(pattern: str) -> list[Path]:
@@ -130,7 +138,7 @@ def _columns_of(file: SourceFile) -> list[str]:
             return list(pq.read_schema(file.path).names)
         return _jsonl_columns(file.path)
     except (pa.ArrowException, ValueError, OSError) as error:
-        raise DataError(f"{file.path} is no readable {file.format} file: {error}") from error
+        raise DataError(f"{file.path} is no readable {file.format} file: {error}; write it again") from error
 
 
 def _jsonl_columns(path: str) -> list[str]:

@@ -1,0 +1,147 @@
+"""What tests of the service share: a small spec, a clock that is told the time, and a service on fakes."""
+
+import copy
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from service.adapters.memory import MemoryCluster, MemoryJobStore, MemoryPreflight
+from service.adapters.run_dirs import LocalRunDirs
+from service.api.build import build_api
+from service.api.guard import Guard
+from service.domain.decide import Retry
+from service.domain.job import Job
+from service.ports import Cluster, JobStore
+from service.reconcile import Pace, Reconciler
+from service.use_cases import Jobs
+from train_loop.run_dir import JsonLines, Outcome, RunDir
+from train_loop.spec import JobSpec, parse
+
+KEY = "a-key-for-tests"
+RETRY = Retry(base=10.0, cap=100.0)
+_SPEC: dict[str, Any] = {
+    "name": "tiny",
+    "model": {
+        "config": {
+            "model_type": "qwen3",
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+        },
+        "dtype": "fp32",
+    },
+    "data": {"train": {"path": "stdlib://"}, "sequence_length": 128},
+    "training": {"learning_rate": 1e-3, "max_steps": 20},
+    "scaling": {"num_workers": 2},
+}
+
+
+def raw_spec(**parts: Any) -> dict[str, Any]:
+    """A spec as plain data; each part is merged into the field of its name."""
+    raw = copy.deepcopy(_SPEC)
+    for name, value in parts.items():
+        raw[name] = {**raw.get(name, {}), **value} if isinstance(value, dict) else value
+    return raw
+
+
+def spec_body(**parts: Any) -> str:
+    """The same as JSON text."""
+    return json.dumps(raw_spec(**parts))
+
+
+def a_spec(**parts: Any) -> JobSpec:
+    """The same, parsed."""
+    return parse(raw_spec(**parts))
+
+
+def a_job(job_id: str = "job-1", *, run_dir: str = "file:///nowhere", now: float = 0.0, **parts: Any) -> Job:
+    """A queued job."""
+    return Job(job_id, a_spec(**parts), run_dir, created_at=now, updated_at=now)
+
+
+@dataclass
+class Clock:
+    """A clock that stands until it is moved."""
+
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class FakeService:
+    """The service with a cluster and a preflight that do what the test says; run directories are real."""
+
+    root: Path
+    store: JobStore = field(default_factory=MemoryJobStore)
+    cluster: MemoryCluster = field(default_factory=MemoryCluster)
+    preflight: MemoryPreflight = field(default_factory=MemoryPreflight)
+    clock: Clock = field(default_factory=Clock)
+    ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    run_dirs: LocalRunDirs = field(default_factory=LocalRunDirs)
+
+    @property
+    def jobs(self) -> Jobs:
+        """The use cases."""
+        return Jobs(
+            store=self.store,
+            cluster=self.cluster,
+            run_dirs=self.run_dirs,
+            preflight=self.preflight,
+            default_root=self.root.as_uri(),
+            cancel_grace=30.0,
+            clock=self.clock,
+            new_id=lambda: f"job-{next(self.ids):04d}",
+        )
+
+    def app(self, *, max_body_bytes: int = 1 << 16) -> FastAPI:
+        """The HTTP side."""
+        return build_api(self.jobs, Guard(hashlib.sha256(KEY.encode()).digest(), max_body_bytes))
+
+    def client(self, **headers: str) -> TestClient:
+        """A caller with the key; `client(authorization="")` is one without."""
+        return TestClient(self.app(), base_url="http://127.0.0.1", headers={"authorization": f"Bearer {KEY}"} | headers)
+
+    def reconciler(self, *, store: JobStore | None = None, cluster: Cluster | None = None) -> Reconciler:
+        """A reconciler as it is after a restart."""
+        pace = Pace(lease=30.0, retry=RETRY)
+        return Reconciler(
+            store or self.store, cluster or self.cluster, self.run_dirs, self.clock, owner="me", pace=pace
+        )
+
+    def submit(self, **parts: Any) -> Job:
+        """Submit a job through the use case."""
+        view, _ = self.jobs.submit(spec_body(**parts).encode(), None)
+        return view.job
+
+    def get(self, job_id: str) -> Job:
+        """The job as it is stored."""
+        return self.jobs.find(job_id)
+
+    def run_dir(self, job_id: str) -> RunDir:
+        """The job's run directory."""
+        return RunDir.at(self.get(job_id).run_dir)
+
+    def event(self, job_id: str, event: str, *, attempt: int = 1, **fields: Any) -> None:
+        """Let the workers write an event."""
+        JsonLines(self.run_dir(job_id).attempt(attempt).events, attempt=attempt).append(event=event, **fields)
+
+    def metric(self, job_id: str, *, attempt: int = 1, **fields: Any) -> None:
+        """Let the workers write a metrics line."""
+        JsonLines(self.run_dir(job_id).attempt(attempt).metrics, attempt=attempt).append(**fields)
+
+    def end(self, job_id: str, outcome: Outcome, *, attempt: int = 1) -> None:
+        """Let the driver say how it ended."""
+        self.run_dir(job_id).attempt(attempt).write_outcome(outcome)

@@ -1,0 +1,67 @@
+"""Runs of the loop under plain torchrun, and what their run directories say."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import yaml
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tests.support.waiting import wait_for
+from train_loop.run_dir import RunDir, read_lines
+
+
+def write_tokens(path: Path, *, rows: int, length: int, vocab: int) -> None:
+    """A Parquet file of random, already tokenised samples."""
+    ids = np.random.default_rng(0).integers(0, vocab, (rows, length)).astype(np.int32)
+    pq.write_table(pa.table({"ids": ids.tolist()}), path)
+
+
+def start(spec: dict[str, Any], run_dir: Path, world: int) -> subprocess.Popen[str]:
+    """Start a run on `world` ranks."""
+    file = run_dir.with_suffix(".yaml")
+    file.write_text(yaml.safe_dump(spec))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--rdzv-backend=c10d"]
+    command += ["--rdzv-endpoint=127.0.0.1:0", "-m", "train_loop.run", str(file), "--run-dir", str(run_dir)]
+    with run_dir.with_suffix(".log").open("a") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True)
+
+
+def run(spec: dict[str, Any], run_dir: Path, world: int) -> None:
+    """Run to the end."""
+    process = start(spec, run_dir, world)
+    assert process.wait(timeout=240) == 0, run_dir.with_suffix(".log").read_text()[-4000:]
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """SIGKILL the launcher and all of its ranks at once."""
+    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    for member in family:
+        member.kill()
+    psutil.wait_procs(family, timeout=30)
+    process.wait()
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    """The metrics lines of the first attempt."""
+    return list(read_lines(RunDir(run_dir).attempt(1).metrics))
+
+
+def wait_for_step(run_dir: Path, step: int) -> None:
+    """Wait until a step has been logged."""
+    wait_for(lambda: any(line["step"] >= step for line in lines(run_dir)), f"step {step} of {run_dir}", seconds=120)
+
+
+def load_checkpoint(run_dir: Path, step: int) -> dict[str, Any]:
+    """All of a checkpoint's values, whole, in this process."""
+    whole = run_dir / f"whole-{step}.pt"
+    dcp_to_torch_save(RunDir(run_dir).checkpoint(step), whole)
+    values: dict[str, Any] = torch.load(whole, weights_only=False)
+    return values

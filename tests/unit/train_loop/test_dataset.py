@@ -1,0 +1,71 @@
+"""Prepared samples: read by index from any file and row group, padded, with positions that restart."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from train_loop.data.dataset import IGNORE, Dataset, Rows, ShardFile, read_rows
+from train_loop.errors import DataError
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Dataset:
+    """Two files of 5 and 3 samples; sample i holds i + 1 tokens of value i, up to 4, in documents of at most 2."""
+    files = []
+    for first, rows in ((0, 5), (5, 3)):
+        lengths = [min(i + 1, 4) for i in range(first, first + rows)]
+        table = pa.table(
+            {
+                "input_ids": [[first + k] * n for k, n in enumerate(lengths)],
+                "documents": [[2] * (n // 2) + [1] * (n % 2) for n in lengths],
+            }
+        )
+        path = tmp_path / f"{first}.parquet"
+        pq.write_table(table, path, row_group_size=2)
+        files.append(ShardFile(path=str(path), rows=rows))
+    return Dataset(fingerprint="x", files=tuple(files), sequence_length=4, documents="documents", pad_token=99)
+
+
+def test_samples_come_in_the_order_asked_for(dataset: Dataset) -> None:
+    rows = read_rows(dataset, np.array([7, 0, 4, 7, 5]))
+    assert rows.samples.tolist() == [7, 0, 4, 7, 5]
+    assert rows.input_ids[:, 0].tolist() == [7, 0, 4, 7, 5]
+
+
+def test_short_samples_are_padded_and_padding_is_not_trained(dataset: Dataset) -> None:
+    rows = read_rows(dataset, np.array([0, 2]))
+    assert rows.lengths.tolist() == [1, 3]
+    assert rows.input_ids.tolist() == [[0, 99, 99, 99], [2, 2, 2, 99]]
+    assert rows.labels.tolist() == [[0, IGNORE, IGNORE, IGNORE], [2, 2, 2, IGNORE]]
+
+
+def test_positions_restart_with_every_document_and_with_padding(dataset: Dataset) -> None:
+    rows = read_rows(dataset, np.array([0, 2, 3]))
+    assert rows.position_ids.tolist() == [[0, 0, 1, 2], [0, 1, 0, 0], [0, 1, 0, 1]]
+
+
+def test_padding_rows_have_nothing_to_train(dataset: Dataset) -> None:
+    rows = read_rows(dataset, np.array([-1, 1]))
+    assert rows.samples.tolist() == [-1, 1]
+    assert (rows.labels[0] == IGNORE).all()
+    assert rows.lengths.tolist() == [0, 2]
+
+
+def test_rows_survive_the_way_through_arrow(dataset: Dataset) -> None:
+    rows = read_rows(dataset, np.array([3, 1]))
+    back = Rows.from_arrow(rows.to_arrow())
+    assert all(np.array_equal(getattr(back, name), getattr(rows, name)) for name in vars(rows))
+
+
+def test_a_sample_longer_than_the_sequence_is_refused_by_name(dataset: Dataset) -> None:
+    short = dataset.model_copy(update={"sequence_length": 3, "documents": None})
+    with pytest.raises(DataError, match="sample 4 has 4 tokens, more than sequence_length=3; raise it"):
+        read_rows(short, np.array([4]))
+
+
+def test_a_sample_that_is_not_there_is_an_error(dataset: Dataset) -> None:
+    with pytest.raises(IndexError):
+        read_rows(dataset, np.array([8]))

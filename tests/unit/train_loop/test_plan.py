@@ -1,0 +1,163 @@
+"""The plan: degrees → mesh, batches → steps, parameters → memory, workers → resources."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.support.specs import TINY, raw_spec, spec
+from train_loop.plan import data_starves, plan_batch, plan_job, plan_mesh, plan_samples, plan_steps, read_shape, too_big
+from train_loop.spec import SpecError, parse
+
+
+@pytest.mark.parametrize(
+    ("world", "fsdp_size", "ulysses_size", "shape", "names", "dp"),
+    [
+        (8, 4, 2, (2, 4), ("ddp", "fsdp"), 4),
+        (8, 0, 1, (8,), ("fsdp",), 8),
+        (8, 1, 2, (8,), ("fsdp",), 4),
+        (8, 8, 8, (8,), ("fsdp",), 1),
+        (4, 16, 2, (4,), ("fsdp",), 2),
+        (4, 2, 2, (2, 2), ("ddp", "fsdp"), 2),
+        (1, 0, 1, (1,), ("fsdp",), 1),
+    ],
+)
+def test_the_mesh_follows_the_rule(
+    world: int, fsdp_size: int, ulysses_size: int, shape: tuple[int, ...], names: tuple[str, ...], dp: int
+) -> None:
+    mesh = plan_mesh(world=world, fsdp_size=fsdp_size, ulysses_size=ulysses_size)
+    assert (mesh.shape, mesh.names, mesh.dp) == (shape, names, dp)
+
+
+@given(world=st.integers(1, 64), fsdp_size=st.integers(-1, 70), ulysses_size=st.integers(1, 16))
+def test_a_mesh_holds_every_rank_once_or_is_refused(world: int, fsdp_size: int, ulysses_size: int) -> None:
+    group = world if fsdp_size <= 1 or fsdp_size >= world else fsdp_size
+    if world % group or group % ulysses_size:
+        with pytest.raises(ValueError, match="choose"):
+            plan_mesh(world=world, fsdp_size=fsdp_size, ulysses_size=ulysses_size)
+        return
+    mesh = plan_mesh(world=world, fsdp_size=fsdp_size, ulysses_size=ulysses_size)
+    assert mesh.ddp * mesh.dp_shard * mesh.sp == world == mesh.world
+    places = {(mesh.data_rank(rank), mesh.sequence_rank(rank)) for rank in range(world)}
+    assert places == {(d, s) for d in range(mesh.dp) for s in range(mesh.sp)}
+
+
+def problems(**parts: dict[str, Any]) -> dict[str, str]:
+    """Pointer and message of what the plan refuses."""
+    with pytest.raises(SpecError) as caught:
+        plan_job(parse(raw_spec(**parts)))
+    return {problem.pointer: problem.message for problem in caught.value.problems}
+
+
+def test_fsdp_size_must_divide_the_world() -> None:
+    assert problems(strategy={"fsdp_size": 3}, scaling={"num_workers": 4}) == {
+        "/strategy/fsdp_size": "fsdp_size=3 does not divide the 4 workers; choose 1, 2 or 4, "
+        "or 0 to shard over all of them"
+    }
+
+
+def test_ulysses_size_must_divide_an_fsdp_group() -> None:
+    assert problems(strategy={"fsdp_size": 2, "ulysses_size": 4}, scaling={"num_workers": 4}) == {
+        "/strategy/ulysses_size": "ulysses_size=4 does not divide the 2 ranks of an fsdp group; choose 1 or 2"
+    }
+
+
+def test_ulysses_size_must_divide_the_heads() -> None:
+    assert problems(strategy={"ulysses_size": 8}, scaling={"num_workers": 8}) == {
+        "/strategy/ulysses_size": "ulysses_size=8 does not divide num_attention_heads=4; choose 1, 2 or 4"
+    }
+
+
+def test_ulysses_size_must_suit_the_kv_heads() -> None:
+    config = TINY | {"num_attention_heads": 12, "num_key_value_heads": 6}
+    assert problems(model={"config": config}, strategy={"ulysses_size": 4}, scaling={"num_workers": 4}) == {
+        "/strategy/ulysses_size": "ulysses_size=4 neither divides nor is a multiple of num_key_value_heads=6; "
+        "choose 1, 2, 3, 6 or 12"
+    }
+
+
+def test_ulysses_size_must_divide_the_sequence() -> None:
+    assert problems(data={"sequence_length": 33}, strategy={"ulysses_size": 2}, scaling={"num_workers": 2}) == {
+        "/strategy/ulysses_size": "ulysses_size=2 does not divide sequence_length=33; "
+        "choose a multiple of 2, for example 34"
+    }
+
+
+def test_global_batch_size_must_be_a_multiple_of_what_the_ranks_take() -> None:
+    assert problems(training={"global_batch_size": 6}, scaling={"num_workers": 4}) == {
+        "/training/global_batch_size": "global_batch_size=6 is not a multiple of per_device_train_batch_size=1 x "
+        "4 data-parallel ranks; choose 4 or 8"
+    }
+
+
+def test_sizes_of_an_unknown_family_must_be_stated() -> None:
+    assert "add vocab_size, " in problems(model={"config": {"model_type": "novel"}})["/model/config"]
+
+
+def test_a_global_batch_is_the_same_at_every_world_size() -> None:
+    training = spec(training={"global_batch_size": 16, "per_device_train_batch_size": 2}).training
+    plans = [plan_batch(training, dp=dp) for dp in (1, 2, 4, 8)]
+    assert {plan.global_batch for plan in plans} == {16}
+    assert [plan.accumulation for plan in plans] == [8, 4, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "steps", "samples"), [(1.0, 13, 100), (2.0, 25, 200), (0.5, 7, 50), (None, 13, 100)]
+)
+def test_epochs_train_every_sample_and_the_last_step_may_be_short(
+    epochs: float | None, steps: int, samples: int
+) -> None:
+    training = spec(training={"max_steps": None, "num_train_epochs": epochs}).training
+    assert plan_steps(training, samples=100, global_batch=8) == steps
+    assert plan_samples(training, samples=100, global_batch=8) == samples
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "sizes",
+    [TINY, TINY | {"tie_word_embeddings": True, "num_key_value_heads": 1}, {"num_hidden_layers": 2}],
+    ids=["tiny", "tied", "the family's defaults"],
+)
+def test_parameters_are_counted_as_transformers_builds_them(model_type: str, sizes: dict[str, Any]) -> None:
+    config = sizes | {"model_type": model_type}
+    hf_config = AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config)
+    assert read_shape(config).parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_memory_is_stated_by_term_and_shrinks_with_the_mesh() -> None:
+    one = plan_job(spec())
+    four = plan_job(spec(strategy={"ulysses_size": 2}, scaling={"num_workers": 4}))
+    terms = {term.name: term.bytes for term in one.memory}
+    parameters = one.shape.parameters
+    assert (terms["parameters"], terms["gradients"], terms["optimizer"]) == (
+        4 * parameters,
+        4 * parameters,
+        8 * parameters,
+    )
+    assert one.memory_bytes == sum(terms.values())
+    shrunk = {term.name: term.bytes for term in four.memory}
+    assert shrunk["optimizer"] == 8 * -(-parameters // 4)
+    assert shrunk["logits"] * 2 == terms["logits"]
+
+
+def test_workers_that_no_node_can_hold_are_named_with_numbers() -> None:
+    scaling = spec(scaling={"num_workers": 8, "resources_per_worker": {"CPU": 1.0, "GPU": 1.0}}).scaling
+    assert too_big(scaling, {"CPU": 16.0, "GPU": 8.0}) is None
+    assert too_big(scaling, {"CPU": 16.0}) == (
+        "8 workers need 8 GPU where the cluster has 0; add nodes, or cancel and submit fewer or smaller workers"
+    )
+
+
+@pytest.mark.parametrize(("cpus", "starves"), [(3.0, False), (4.0, True), (4.5, True), (5.0, False)])
+def test_workers_must_leave_a_cpu_for_ray_data(cpus: float, starves: bool) -> None:
+    scaling = spec(scaling={"num_workers": 4, "resources_per_worker": {"CPU": 1.0}}).scaling
+    problem = data_starves(scaling, {"CPU": cpus})
+    assert (problem is not None) is starves
+    if problem is not None:
+        assert problem.pointer == "/scaling/resources_per_worker"
+        assert "leave less than the 1 that Ray Data needs; choose at most" in problem.message
