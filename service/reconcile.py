@@ -5,7 +5,7 @@ No transaction is open while the world is looked at or changed. A crash after an
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -85,14 +85,20 @@ class Reconciler:
         if decision.effect is not None:
             try:
                 self._do(decision.effect, job)
-            except ClusterError as error:
-                log.warning("cluster_refused", job=job.id, effect=decision.effect.name, error=str(error))
+            except (ClusterError, OSError) as error:
+                log.warning("effect_failed", job=job.id, effect=decision.effect.name, error=str(error))
+                self._explain(job, str(error))
                 return False
         if after == job or not self.store.save(after, owner=self.owner):
             return False
         if after.state is not job.state:
             log.info("job_moved", job=job.id, from_state=job.state, to_state=after.state, reason=after.reason)
         return True
+
+    def _explain(self, job: Job, reason: str) -> None:
+        """Let the owner see why nothing moves; the next pass tries again."""
+        if job.reason != reason:
+            self.store.save(replace(job, reason=reason), owner=self.owner)
 
     def _do(self, effect: Effect, job: Job) -> None:
         attempt, stop = job.attempts[-1], wanted_stop(job)

@@ -54,7 +54,9 @@ def _serve(settings: Settings) -> int:
 def _configure_logs() -> None:
     """To stderr, because stdout is for the one line that says where we listen."""
     # Plain tracebacks: the pretty ones show local variables, and some of those are keys.
-    renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    renderer = structlog.dev.ConsoleRenderer(
+        colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+    )
     stamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
     structlog.configure(
         processors=[structlog.processors.add_log_level, stamp, renderer],

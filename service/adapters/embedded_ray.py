@@ -42,8 +42,10 @@ class EmbeddedRay:
     def stop(self) -> None:
         """End the head and all that it started."""
         self._stopped.set()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
         self._up = None
+        self._head = self._head or read_head(self._home / "ray.json")
         self._end_head()
 
     def _keep_alive(self) -> None:

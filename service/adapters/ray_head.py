@@ -130,7 +130,8 @@ def _environment(home: Path, temp_dir: str, *, metric_ports: list[int]) -> dict[
         "RAY_AUTH_TOKEN_PATH": str(home / "ray.token"),
         # On Linux, Ray otherwise replaces 127.0.0.1 by the machine's outer address, and listens on all of them.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "2",
+        # A lone head has no other node to move its work to, so there is nothing to wait for.
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         "AUTOSCALER_METRIC_PORT": autoscaler,
         "DASHBOARD_METRIC_PORT": dashboard,
     }

@@ -141,3 +141,7 @@ def _read(spec: Path) -> bytes:
     except OSError as error:
         print(f"trainshed: {spec}: {error.strerror}; name a readable job spec", file=sys.stderr)
         raise typer.Exit(1) from error
+
+
+if __name__ == "__main__":
+    app()

@@ -6,6 +6,7 @@ from datetime import datetime
 from pydantic import BaseModel, JsonValue
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from service.api.schemas import Checkpoints, JobOut, PlanOut
 
@@ -104,7 +105,8 @@ def _facts(facts: Mapping[str, object]) -> None:
 def _table(names: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
     table = Table(box=None, pad_edge=False)
     for name in names:
-        table.add_column(name, overflow="fold", no_wrap=name == "id")
+        table.add_column(name, no_wrap=True)
     for row in rows:
-        table.add_row(*row)
+        # One line each: the whole reason is for `trainshed show`.
+        table.add_row(*(Text(cell.partition("\n")[0]) for cell in row))
     _console.print(table)

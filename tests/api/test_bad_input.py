@@ -1,0 +1,182 @@
+"""Every refusal: its code, where it points, and the rule, value and remedy it names."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from service.adapters.memory import MemoryPreflight
+from tests.support.service import KEY, FakeService, raw_spec, spec_body
+from train_loop.spec import JobSpec, Problem
+
+
+def problems(client: TestClient, spec: Any) -> list[tuple[str, str]]:
+    answer = client.post("/jobs", json=spec)
+    assert (answer.status_code, answer.headers["content-type"]) == (422, "application/problem+json")
+    assert answer.json()["code"] == "invalid_spec"
+    assert client.post("/jobs/plan", json=spec).json() == answer.json()
+    return [(error["pointer"], error["message"]) for error in answer.json()["errors"]]
+
+
+CASES: list[tuple[dict[str, Any], str, str]] = [
+    (
+        {"training": {"lerning_rate": 1}},
+        "/training/lerning_rate",
+        "no such field; check its spelling against GET /openapi.json, or remove it",
+    ),
+    (
+        {"training": {"max_steps": "many"}},
+        "/training/max_steps",
+        'input should be a valid integer; the value is "many"',
+    ),
+    (
+        {"strategy": {"fsdp_size": 3}, "scaling": {"num_workers": 4}},
+        "/strategy/fsdp_size",
+        "fsdp_size=3 does not divide the 4 workers; choose 1, 2 or 4, or 0 to shard over all of them",
+    ),
+    (
+        {"strategy": {"ulysses_size": 3}, "scaling": {"num_workers": 3}, "data": {"sequence_length": 129}},
+        "/strategy/ulysses_size",
+        "ulysses_size=3 does not divide num_attention_heads=4; choose 1, 2 or 4",
+    ),
+    (
+        {"strategy": {"ulysses_size": 4}, "scaling": {"num_workers": 2}},
+        "/strategy/ulysses_size",
+        "ulysses_size=4 does not divide the 2 ranks of an fsdp group; choose 1 or 2",
+    ),
+    (
+        {"strategy": {"ulysses_size": 2}, "data": {"sequence_length": 127}},
+        "/strategy/ulysses_size",
+        "ulysses_size=2 does not divide sequence_length=127; choose a multiple of 2, for example 128",
+    ),
+    (
+        {"model": {"path": "file:///m"}},
+        "/model",
+        "exactly one of model.path and model.config is needed, and both are given; remove one",
+    ),
+    (
+        {"model": {"config": None}},
+        "/model",
+        "exactly one of model.path and model.config is needed, and neither is given; add one",
+    ),
+    (
+        {"scaling": {"num_workers": 8}},
+        "/scaling/resources_per_worker",
+        "8 workers x 1 CPU take 8 of the cluster's 8 CPUs and leave less than the 1 that Ray Data needs; "
+        "choose at most 0.875 CPU per worker, or fewer workers",
+    ),
+]
+
+
+@pytest.mark.parametrize(("parts", "pointer", "message"), CASES)
+def test_spec_that_breaks_a_rule(client: TestClient, parts: dict[str, Any], pointer: str, message: str) -> None:
+    assert problems(client, raw_spec(**parts)) == [(pointer, message)]
+
+
+def test_required_field_that_is_missing(client: TestClient) -> None:
+    spec = raw_spec()
+    del spec["training"]["learning_rate"]
+    assert problems(client, spec) == [("/training/learning_rate", "this field is required")]
+
+
+def test_everything_wrong_with_data_and_resources_is_said_at_once(client: TestClient, service: FakeService) -> None:
+    service.preflight.problems = [Problem("/data/train/path", "no such folder")]
+    found = problems(client, raw_spec(scaling={"num_workers": 8}))
+    assert [pointer for pointer, _ in found] == ["/scaling/resources_per_worker", "/data/train/path"]
+
+
+def test_body_that_is_no_mapping(client: TestClient) -> None:
+    assert problems(client, [1]) == [("", "a job spec is a mapping of fields, not list")]
+
+
+def refusal(client: TestClient, method: str, path: str, **arguments: Any) -> tuple[int, str, str]:
+    answer = client.request(method, path, **arguments)
+    assert answer.headers["content-type"] == "application/problem+json"
+    body = answer.json()
+    assert body["status"] == answer.status_code
+    return answer.status_code, body["code"], body["detail"]
+
+
+@pytest.mark.parametrize("path", ["/jobs", "/jobs/job-1", "/jobs/job-1/events"])
+@pytest.mark.parametrize("given", ["", "Bearer wrong", "Basic abc", f"Bearer {KEY}x"])
+def test_no_key_or_a_wrong_one(service: FakeService, path: str, given: str) -> None:
+    with service.client(authorization=given) as client:
+        status, code, detail = refusal(client, "GET", path)
+        assert (status, code) == (401, "unauthorized")
+        assert "$TRAINSHED_HOME/admin.key" in detail
+        assert client.get(path).headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize("path", ["", "/events", "/metrics", "/logs", "/checkpoints"])
+def test_unknown_job(client: TestClient, path: str) -> None:
+    expected = (404, "job_not_found", "there is no job job-x; GET /jobs lists the jobs there are")
+    assert refusal(client, "GET", f"/jobs/job-x{path}") == expected
+    assert refusal(client, "POST", "/jobs/job-x/cancel") == expected
+
+
+def test_unknown_route_and_method(client: TestClient) -> None:
+    assert refusal(client, "GET", "/nothing")[:2] == (404, "not_found")
+    assert refusal(client, "PUT", "/jobs")[:2] == (405, "method_not_allowed")
+
+
+def test_body_over_the_limit(client: TestClient) -> None:
+    expected = (413, "body_too_large", "the body is over 65536 bytes; a job spec is text, send less of it")
+    assert refusal(client, "POST", "/jobs", content=b"x" * 65537) == expected
+
+
+def test_chunked_body_over_the_limit(client: TestClient) -> None:
+    def chunks() -> Iterator[bytes]:
+        for _ in range(5):
+            yield b"x" * 20000
+
+    assert refusal(client, "POST", "/jobs", content=chunks())[:2] == (413, "body_too_large")
+
+
+def test_stream_is_not_supported_yet(client: TestClient) -> None:
+    job_id = client.post("/jobs", content=spec_body()).json()["id"]
+    headers = {"accept": "text/event-stream"}
+    assert refusal(client, "GET", f"/jobs/{job_id}/events", headers=headers)[:2] == (406, "not_supported_yet")
+
+
+def test_foreign_host_header(client: TestClient) -> None:
+    expected = (400, "host_refused", "Host 'evil.example' is not allowed; use localhost, or add it to ")
+    status, code, detail = refusal(client, "GET", "/healthz", headers={"host": "evil.example"})
+    assert (status, code, detail) == (*expected[:2], f"{expected[2]}TRAINSHED_ALLOWED_HOSTS")
+    for host in ("localhost:8000", "127.0.0.1", "[::1]:9"):
+        assert client.get("/healthz", headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "pointer"),
+    [
+        ("/jobs?limit=0", "/query/limit"),
+        ("/jobs?state=NONE", "/query/state/0"),
+        ("/jobs/{id}/events?after=x", "/query/after"),
+        ("/jobs/{id}/logs?rank=-1", "/query/rank"),
+    ],
+)
+def test_parameter_that_breaks_a_rule(client: TestClient, path: str, pointer: str) -> None:
+    job_id = client.post("/jobs", content=spec_body()).json()["id"]
+    answer = client.get(path.format(id=job_id)).json()
+    assert (answer["code"], [error["pointer"] for error in answer["errors"]]) == ("invalid_request", [pointer])
+
+
+def test_cancel_with_a_field_that_does_not_exist(client: TestClient) -> None:
+    job_id = client.post("/jobs", content=spec_body()).json()["id"]
+    answer = client.post(f"/jobs/{job_id}/cancel", json={"grace": 5}).json()
+    assert (answer["code"], answer["errors"][0]["pointer"]) == ("invalid_request", "/grace")
+
+
+class BrokenPreflight(MemoryPreflight):
+    def check(self, spec: JobSpec) -> list[Problem]:
+        raise RuntimeError("the password is 1234")
+
+
+def test_fault_is_a_problem_and_tells_no_secrets(service: FakeService) -> None:
+    service.preflight = BrokenPreflight()
+    headers = {"authorization": f"Bearer {KEY}"}
+    client = TestClient(service.app(), "http://127.0.0.1", headers=headers, raise_server_exceptions=False)
+    status, code, detail = refusal(client, "POST", "/jobs", content=spec_body())
+    assert (status, code) == (500, "internal")
+    assert "1234" not in detail

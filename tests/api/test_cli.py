@@ -1,0 +1,94 @@
+"""The `trainshed` command against a service that listens."""
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import uvicorn
+from typer.testing import CliRunner, Result
+
+from service.cli.main import app
+from tests.support.service import KEY, FakeService, spec_body
+
+
+@pytest.fixture
+def url(service: FakeService) -> Iterator[str]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(service.app(), log_level="warning", lifespan="off"))
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+    listener.close()
+
+
+@pytest.fixture
+def home(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home as a running service leaves it, and a terminal wide enough."""
+    for name in ("TRAINSHED_URL", "TRAINSHED_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TRAINSHED_HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "service.json").write_text(json.dumps({"url": url, "pid": 1}))
+    (tmp_path / "admin.key").write_text(KEY + "\n")
+    (tmp_path / "spec.json").write_text(spec_body())
+    return tmp_path
+
+
+def run(*arguments: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(app, list(arguments), input=stdin)
+
+
+def test_a_job_from_submit_to_cancel(home: Path, service: FakeService) -> None:
+    assert run("submit", str(home / "spec.json")).stdout == "job-0001\n"
+    service.reconciler().run_once()
+    service.event("job-0001", "prepared", samples=3)
+    service.metric("job-0001", step=1, loss=2.0)
+    folder = service.run_dir("job-0001").attempt(1)
+    folder.logs.mkdir(parents=True)
+    folder.driver_log.write_text("[red]as it is\n")
+    assert "STARTING" in run("ps", "--state", "STARTING").stdout
+    assert "file://" in run("show", "job-0001").stdout
+    assert "event=prepared samples=3" in run("events", "job-0001").stdout
+    assert "step=1 loss=2" in run("metrics", "job-0001").stdout
+    assert run("logs", "job-0001").stdout == "[red]as it is\n"
+    assert "step" in run("checkpoints", "job-0001").stdout
+    assert run("cancel", "job-0001", "--grace", "5", "--no-checkpoint").stdout == "job-0001 is CANCELLING\n"
+
+
+def test_json_is_what_the_service_answered(home: Path) -> None:
+    job = json.loads(run("submit", "-", "--json", "--idempotency-key", "k", stdin=spec_body()).stdout)
+    assert json.loads(run("show", job["id"], "--json").stdout) == job
+    assert json.loads(run("ps", "--json").stdout)["data"] == [job]
+    for command in ("events", "metrics", "logs", "checkpoints"):
+        assert json.loads(run(command, job["id"], "--json").stdout)["data"] == []
+
+
+def test_plan_names_mesh_and_warnings(home: Path) -> None:
+    said = run("plan", "-", stdin=spec_body(scaling={"num_workers": 99})).stdout
+    assert "fsdp 99, ulysses 1" in said
+    assert "warning: the job would stay QUEUED: 99 workers need 99 CPU" in said
+
+
+def test_refusal_ends_with_the_reason_and_code_1(home: Path) -> None:
+    answer = run("submit", "-", stdin=spec_body(strategy={"fsdp_size": 3}, scaling={"num_workers": 4}))
+    assert answer.exit_code == 1
+    assert "/strategy/fsdp_size: fsdp_size=3 does not divide the 4 workers" in answer.stderr
+
+
+def test_environment_overrides_the_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINSHED_KEY", "wrong")
+    assert "this key opens nothing" in run("ps").stderr
+    monkeypatch.setenv("TRAINSHED_URL", "http://127.0.0.1:9")
+    assert "the service does not answer" in run("ps").stderr
+
+
+def test_missing_key_and_missing_file_say_what_to_do(home: Path) -> None:
+    assert "name a readable job spec" in run("submit", "nowhere.yaml").stderr
+    (home / "admin.key").unlink()
+    answer = run("ps")
+    assert (answer.exit_code, "start the service first, or set TRAINSHED_KEY" in answer.stderr) == (1, True)

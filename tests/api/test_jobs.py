@@ -1,0 +1,157 @@
+"""Submit, plan, list, get and cancel over HTTP."""
+
+import pytest
+from fastapi.testclient import TestClient
+
+from service.domain.decide import Submission
+from tests.support.service import FakeService, spec_body
+from train_loop.run_dir import Outcome
+
+YAML = """
+name: tiny
+model: {config: {model_type: qwen3, hidden_size: 64, num_attention_heads: 4}, dtype: fp32}
+data: {train: {path: "stdlib://"}}
+training: {learning_rate: 1e-3}
+"""
+
+
+def test_submit_answers_201_with_location_and_the_resolved_job(client: TestClient, service: FakeService) -> None:
+    answer = client.post("/jobs", content=spec_body(labels={"team": "nlp"}, priority=3))
+    job = answer.json()
+    assert (answer.status_code, answer.headers["location"]) == (201, "/jobs/job-0001")
+    assert (job["id"], job["name"], job["project"], job["state"]) == ("job-0001", "tiny", "default", "QUEUED")
+    assert (job["labels"], job["priority"], job["attempt"], job["attempts"]) == ({"team": "nlp"}, 3, 0, [])
+    assert job["run_dir"] == f"{service.root.as_uri()}/default/job-0001"
+    assert job["spec"]["training"]["optimizer"] == "adamw"
+    assert (job["progress"], job["lost_work"], job["restarts"]) == (None, {"steps": 0}, 0)
+    assert client.get("/jobs/job-0001").json() == job
+
+
+def test_yaml_is_a_spec_too(client: TestClient) -> None:
+    assert client.post("/jobs", content=YAML).json()["spec"]["training"]["learning_rate"] == 1e-3
+
+
+def test_same_idempotency_key_gives_the_same_job(client: TestClient) -> None:
+    key = {"Idempotency-Key": "k1"}
+    first, second = (client.post("/jobs", content=spec_body(), headers=key) for _ in range(2))
+    assert (first.status_code, second.status_code) == (201, 200)
+    assert first.json()["id"] == second.json()["id"]
+    assert len(client.get("/jobs").json()["data"]) == 1
+
+
+def test_replay_answers_even_where_the_data_has_gone_since(client: TestClient, service: FakeService) -> None:
+    key = {"Idempotency-Key": "k1"}
+    client.post("/jobs", content=spec_body(), headers=key)
+    service.cluster.total = {"CPU": 2.0}
+    assert client.post("/jobs", content=spec_body(), headers=key).status_code == 200
+
+
+def test_idempotency_key_with_another_body_is_refused(client: TestClient) -> None:
+    key = {"Idempotency-Key": "k1"}
+    client.post("/jobs", content=spec_body(), headers=key)
+    answer = client.post("/jobs", content=spec_body(priority=1), headers=key)
+    assert (answer.status_code, answer.json()["code"]) == (422, "idempotency_mismatch")
+
+
+def test_plan_shows_the_arithmetic_and_stores_nothing(client: TestClient, service: FakeService) -> None:
+    service.cluster.total = {"CPU": 16.0}
+    strategy, scaling = {"fsdp_size": 4, "ulysses_size": 2}, {"num_workers": 8}
+    plan = client.post("/jobs/plan", content=spec_body(strategy=strategy, scaling=scaling)).json()
+    assert plan["mesh"] == {"ddp": 2, "fsdp": 4, "sp": 2, "shape": [2, 4], "names": ["ddp", "fsdp"]}
+    assert (plan["world"], plan["data_parallel_size"], plan["global_batch_size"]) == (8, 4, 4)
+    assert (plan["tokens_per_step"], plan["steps"]) == (512, 20)
+    assert plan["memory"]["total_bytes"] == sum(term["bytes"] for term in plan["memory"]["terms"])
+    assert client.get("/jobs").json()["data"] == []
+
+
+def test_more_workers_than_the_cluster_holds_stay_queued_with_a_reason(
+    client: TestClient, service: FakeService
+) -> None:
+    body = spec_body(scaling={"num_workers": 99})
+    reason = "99 workers need 99 CPU where the cluster has 8; add nodes, or cancel and submit fewer or smaller workers"
+    assert client.post("/jobs/plan", content=body).json()["warnings"] == [f"the job would stay QUEUED: {reason}"]
+    job_id = client.post("/jobs", content=body).json()["id"]
+    service.reconciler().run_once()
+    job = client.get(f"/jobs/{job_id}").json()
+    assert (job["state"], job["reason"]) == ("QUEUED", reason)
+
+
+def test_list_pages_newest_first_and_filters(client: TestClient) -> None:
+    for number in range(3):
+        client.post("/jobs", content=spec_body(name=f"n{number}", labels={"team": "nlp" if number else "cv"}))
+    first = client.get("/jobs", params={"limit": 2}).json()
+    assert ([job["name"] for job in first["data"]], first["has_more"]) == (["n2", "n1"], True)
+    second = client.get("/jobs", params={"limit": 2, "after": first["next"]}).json()
+    assert ([job["name"] for job in second["data"]], second["has_more"], second["next"]) == (["n0"], False, None)
+
+    def names(**params: str) -> list[str]:
+        return [job["name"] for job in client.get("/jobs", params=params).json()["data"]]
+
+    assert names(**{"label.team": "cv"}) == ["n0"]
+    assert names(name="n1", project="default") == ["n1"]
+    assert names(state="RUNNING") == []
+
+
+def test_running_job_shows_progress_attempts_and_lost_work(client: TestClient, service: FakeService) -> None:
+    job_id = client.post("/jobs", content=spec_body()).json()["id"]
+    service.reconciler().run_once()
+    service.cluster.submissions[f"{job_id}-1"] = Submission.RUNNING
+    service.event(job_id, "training_started", steps=20, replayed=0)
+    service.event(job_id, "training_started", steps=20, replayed=2)
+    service.metric(job_id, step=5, loss=2.5, tokens_per_second=64.0, step_seconds=2.0)
+    service.reconciler().run_once()
+    job = client.get(f"/jobs/{job_id}").json()
+    assert (job["state"], job["attempt"], job["restarts"], job["lost_work"]) == ("RUNNING", 1, 1, {"steps": 2})
+    assert job["attempts"][0]["submission_id"] == f"{job_id}-1"
+    assert job["progress"] == {
+        "step": 5,
+        "of": 20,
+        "percent": 25.0,
+        "eta_seconds": 30.0,
+        "loss": 2.5,
+        "tokens_per_second": 64.0,
+    }
+
+
+def test_gpu_hours_count_attempts(client: TestClient, service: FakeService) -> None:
+    service.cluster.total = {"CPU": 8.0, "GPU": 2.0}
+    scaling = {"num_workers": 2, "resources_per_worker": {"CPU": 1, "GPU": 1}}
+    job_id = client.post("/jobs", content=spec_body(scaling=scaling)).json()["id"]
+    service.reconciler().run_once()
+    service.clock.now += 1800
+    assert client.get(f"/jobs/{job_id}").json()["gpu_hours"] == 1.0
+
+
+def test_cancel_can_be_repeated(client: TestClient, service: FakeService) -> None:
+    job_id = client.post("/jobs", content=spec_body()).json()["id"]
+    states = [client.post(f"/jobs/{job_id}/cancel", json={"grace_seconds": 5}).json()["state"] for _ in range(2)]
+    service.reconciler().run_once()
+    states.append(client.post(f"/jobs/{job_id}/cancel").json()["state"])
+    assert states == ["CANCELLING", "CANCELLING", "CANCELLED"]
+
+
+def test_second_cancel_can_shorten_the_grace_only(client: TestClient, service: FakeService) -> None:
+    job_id = client.post("/jobs", content=spec_body()).json()["id"]
+    for grace in (50, 5, 500):
+        client.post(f"/jobs/{job_id}/cancel", json={"grace_seconds": grace})
+    cancel = service.get(job_id).cancel
+    assert cancel is not None
+    assert cancel.deadline == service.clock.now + 5
+
+
+def test_finished_job_cannot_be_cancelled(client: TestClient, service: FakeService) -> None:
+    job_id = client.post("/jobs", content=spec_body()).json()["id"]
+    service.reconciler().run_once()
+    service.end(job_id, Outcome(result="succeeded"))
+    service.reconciler().run_once()
+    answer = client.post(f"/jobs/{job_id}/cancel")
+    assert (answer.status_code, answer.json()["code"]) == (409, "illegal_state")
+    assert (
+        answer.json()["detail"] == f"{job_id} is SUCCEEDED and cannot be cancelled any more; nothing needs to be done"
+    )
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz"])
+def test_health_needs_no_key(service: FakeService, path: str) -> None:
+    with service.client(authorization="") as client:
+        assert client.get(path).status_code == 200

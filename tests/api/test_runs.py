@@ -1,0 +1,84 @@
+"""What a run leaves behind, over HTTP."""
+
+import pytest
+from fastapi.testclient import TestClient
+
+from tests.support.service import FakeService, spec_body
+from train_loop.run_dir import CheckpointFile, DataPosition, Manifest, write_durably
+
+
+@pytest.fixture
+def job_id(client: TestClient) -> str:
+    return str(client.post("/jobs", content=spec_body()).json()["id"])
+
+
+@pytest.mark.parametrize("kind", ["events", "metrics"])
+def test_lines_of_all_attempts_page_by_cursor(client: TestClient, service: FakeService, job_id: str, kind: str) -> None:
+    for attempt in (1, 2):
+        for step in (1, 2):
+            service.event(job_id, f"e{step}", attempt=attempt)
+            service.metric(job_id, attempt=attempt, step=step)
+    url = f"/jobs/{job_id}/{kind}"
+    first = client.get(url, params={"limit": 3}).json()
+    assert [(line["attempt"], line["seq"]) for line in first["data"]] == [(1, 1), (1, 2), (2, 1)]
+    assert (first["has_more"], first["next"]) == (True, "2.1")
+    second = client.get(url, params={"limit": 3, "after": "2.1"}).json()
+    assert ([line["seq"] for line in second["data"]], second["has_more"], second["next"]) == ([2], False, "2.2")
+    assert client.get(url, params={"after": "2.2"}).json() == {"data": [], "has_more": False, "next": "2.2"}
+
+
+def test_logs_of_driver_and_rank(client: TestClient, service: FakeService, job_id: str) -> None:
+    for attempt in (1, 2):
+        folder = service.run_dir(job_id).attempt(attempt)
+        folder.logs.mkdir(parents=True)
+        folder.driver_log.write_text(f"driver {attempt}\nunfinished")
+        folder.rank_log(1).write_text(f"rank one of {attempt}\n")
+    url = f"/jobs/{job_id}/logs"
+    assert client.get(url).json() == {"data": ["driver 2"], "has_more": False, "next": "9"}
+    assert client.get(url, params={"rank": 1, "attempt": 1}).json()["data"] == ["rank one of 1"]
+    assert client.get(url, params={"after": 9}).json()["data"] == []
+
+
+def test_checkpoints_are_what_manifests_say(client: TestClient, service: FakeService, job_id: str) -> None:
+    manifest = Manifest(
+        step=20,
+        tokens=640,
+        position=DataPosition(),
+        attempt=1,
+        time=1.5,
+        fingerprint="f",
+        dataset="d",
+        world=4,
+        mesh={"fsdp": 4, "sp": 2},
+        versions={},
+        files={"a": CheckpointFile(size=7, sha256="x"), "b": CheckpointFile(size=5, sha256="y")},
+    )
+    write_durably(service.run_dir(job_id).checkpoint(20) / "manifest.json", manifest.model_dump_json())
+    assert client.get(f"/jobs/{job_id}/checkpoints").json() == {
+        "data": [
+            {
+                "step": 20,
+                "tokens": 640,
+                "bytes": 12,
+                "time": "1970-01-01T00:00:01.500+00:00",
+                "attempt": 1,
+                "world": 4,
+                "mesh": {"fsdp": 4, "sp": 2},
+            }
+        ]
+    }
+
+
+def test_job_without_a_run_directory_has_empty_pages(client: TestClient, job_id: str) -> None:
+    assert client.get(f"/jobs/{job_id}/events").json() == {"data": [], "has_more": False, "next": "0.0"}
+    assert client.get(f"/jobs/{job_id}/logs").json() == {"data": [], "has_more": False, "next": "0"}
+    assert client.get(f"/jobs/{job_id}/checkpoints").json() == {"data": []}
+
+
+def test_openapi_describes_the_spec_that_can_be_posted(client: TestClient) -> None:
+    described = client.get("/openapi.json").json()
+    content = described["paths"]["/jobs"]["post"]["requestBody"]["content"]
+    assert content["application/yaml"]["schema"] == {"$ref": "#/components/schemas/JobSpec"}
+    spec = described["components"]["schemas"]["JobSpec"]
+    assert sorted(spec["required"]) == ["data", "model", "name", "training"]
+    assert client.get("/docs").status_code == 200

@@ -1,0 +1,200 @@
+"""The reconciler on a cluster that does what the test says, and with a crash after every side effect."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.adapters.memory import MemoryCluster
+from service.domain.decide import Submission
+from service.domain.job import Job, JobState
+from service.ports import Launch, Lease
+from tests.support.service import FakeService
+from train_loop.run_dir import Outcome
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> FakeService:
+    return FakeService(tmp_path)
+
+
+def started(service: FakeService) -> Job:
+    """A job whose first attempt trains."""
+    job = service.submit()
+    service.reconciler().run_once()
+    service.cluster.submissions[f"{job.id}-1"] = Submission.RUNNING
+    service.event(job.id, "training_started", steps=20, replayed=0)
+    service.reconciler().run_once()
+    assert service.get(job.id).state is JobState.RUNNING
+    return job
+
+
+def test_job_goes_from_queue_to_success(service: FakeService) -> None:
+    job = started(service)
+    assert service.cluster.launches == [
+        Launch(f"{job.id}-1", job.id, "tiny", attempt=1, run_dir=service.get(job.id).run_dir)
+    ]
+    assert (service.run_dir(job.id).fence(), service.run_dir(job.id).spec()) == (1, job.spec)
+    service.end(job.id, Outcome(result="succeeded", step=20))
+    service.reconciler().run_once()
+    assert service.get(job.id).state is JobState.SUCCEEDED
+
+
+def test_lost_driver_becomes_a_second_attempt_after_the_pause(service: FakeService) -> None:
+    job = started(service)
+    service.cluster.submissions[f"{job.id}-1"] = Submission.FAILED
+    service.reconciler().run_once()
+    assert service.get(job.id).state is JobState.RECOVERING
+    assert len(service.cluster.launches) == 1
+    service.clock.now += 10
+    service.reconciler().run_once()
+    assert [launch.submission_id for launch in service.cluster.launches] == [f"{job.id}-1", f"{job.id}-2"]
+    assert service.run_dir(job.id).fence() == 2
+    service.event(job.id, "training_started", attempt=2, steps=20, replayed=3)
+    service.cluster.submissions[f"{job.id}-2"] = Submission.RUNNING
+    service.reconciler().run_once()
+    assert service.get(job.id).state is JobState.RUNNING
+
+
+def test_unreachable_cluster_changes_nothing(service: FakeService) -> None:
+    job = started(service)
+    before, service.cluster.total = service.get(job.id), None
+    service.clock.now += 3600
+    service.reconciler().run_once()
+    assert service.get(job.id) == before
+
+
+def test_cancel_asks_the_loop_and_ends_with_its_outcome(service: FakeService) -> None:
+    job = started(service)
+    service.jobs.cancel(job.id, grace_seconds=5, checkpoint=True)
+    service.reconciler().run_once()
+    stop = service.run_dir(job.id).stop()
+    assert stop is not None
+    assert (stop.mode, stop.checkpoint, stop.deadline) == ("cancel", True, service.clock.now + 5)
+    service.end(job.id, Outcome(result="cancelled", step=7))
+    service.reconciler().run_once()
+    assert service.get(job.id).state is JobState.CANCELLED
+
+
+def test_cancel_ends_the_driver_after_the_grace(service: FakeService) -> None:
+    job = started(service)
+    service.jobs.cancel(job.id, grace_seconds=5, checkpoint=True)
+    service.reconciler().run_once()
+    service.clock.now += 6
+    service.reconciler().run_once()
+    service.reconciler().run_once()
+    assert service.cluster.submissions[f"{job.id}-1"] is Submission.STOPPED
+    assert service.get(job.id).state is JobState.CANCELLED
+
+
+def test_cancelled_while_queued_is_never_submitted(service: FakeService) -> None:
+    job = service.submit()
+    service.jobs.cancel(job.id, grace_seconds=5, checkpoint=True)
+    service.reconciler().run_once()
+    assert (service.get(job.id).state, service.cluster.launches) == (JobState.CANCELLED, [])
+
+
+def test_one_job_that_cannot_be_handled_does_not_hold_up_the_others(service: FakeService) -> None:
+    stuck = service.submit()
+    service.reconciler().run_once()
+    service.run_dir(stuck.id).root.joinpath("attempts").write_text("not a folder")
+    other = service.submit()
+    service.cluster.total = {"CPU": 99.0}
+    service.reconciler().run_once()
+    assert service.get(other.id).state is JobState.STARTING
+
+
+def test_submission_that_the_cluster_refuses_says_why_and_is_tried_again(service: FakeService) -> None:
+    job = service.submit()
+    blocked = service.root / "default"
+    blocked.write_text("a file where the folder should be")
+    service.reconciler().run_once()
+    assert "Not a directory" in str(service.get(job.id).reason)
+    blocked.unlink()
+    service.reconciler().run_once()
+    assert len(service.cluster.launches) == 1
+    assert service.get(job.id).reason is None
+
+
+class Crash(BaseException):
+    """The process dies here: nothing may catch it."""
+
+
+@dataclass
+class Countdown:
+    """Lets a number of side effects happen, and dies after the last of them."""
+
+    left: int
+
+    def tick(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise Crash
+
+
+class Mortal:
+    """An adapter whose writes are followed by a tick."""
+
+    def __init__(self, real: object, writes: frozenset[str], countdown: Countdown) -> None:
+        self._real, self._writes, self._countdown = real, writes, countdown
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        call: Callable[..., Any] = getattr(self._real, name)
+
+        def write(*args: Any, **kwargs: Any) -> Any:
+            answer = call(*args, **kwargs)
+            self._countdown.tick()
+            return answer
+
+        return write if name in self._writes else call
+
+
+@pytest.mark.parametrize("after", range(1, 10))
+def test_job_survives_a_crash_after_any_side_effect(service: FakeService, after: int) -> None:
+    job, countdown = service.submit(), Countdown(after)
+    store: Any = Mortal(service.store, frozenset({"save", "claim"}), countdown)
+    cluster: Any = Mortal(service.cluster, frozenset({"submit"}), countdown)
+    try:
+        service.reconciler(store=store, cluster=cluster).run_once()
+    except Crash:
+        service.reconciler().run_once()
+    service.reconciler().run_once()
+    assert [launch.submission_id for launch in service.cluster.launches] == [f"{job.id}-1"]
+    assert service.get(job.id).state is JobState.STARTING
+    assert [attempt.number for attempt in service.get(job.id).attempts] == [1]
+
+
+class CancelsInside(MemoryCluster):
+    """A user cancels just while the cluster is being asked to submit."""
+
+    service: FakeService
+
+    def submit(self, launch: Launch) -> None:
+        self.service.jobs.cancel(launch.job_id, grace_seconds=60, checkpoint=True)
+        super().submit(launch)
+
+
+def test_cancel_during_the_submit_wins(service: FakeService) -> None:
+    cluster = CancelsInside()
+    cluster.service = service
+    service.cluster = cluster
+    job = service.submit()
+    service.reconciler().run_once()
+    assert service.get(job.id).state is JobState.CANCELLING
+    service.reconciler().run_once()
+    assert service.run_dir(job.id).stop() is not None
+    cluster.submissions[f"{job.id}-1"] = Submission.SUCCEEDED
+    service.reconciler().run_once()
+    assert service.get(job.id).state is JobState.CANCELLED
+
+
+def test_job_that_somebody_else_holds_is_left_alone(service: FakeService) -> None:
+    job = service.submit()
+    service.store.claim(job.id, Lease("other", now=service.clock.now, until=service.clock.now + 30))
+    service.reconciler().run_once()
+    assert service.get(job.id).state is JobState.QUEUED
+    service.clock.now += 31
+    service.reconciler().run_once()
+    assert service.get(job.id).state is JobState.STARTING

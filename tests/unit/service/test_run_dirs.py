@@ -1,0 +1,106 @@
+"""What the service reads from a run directory."""
+
+from pathlib import Path
+
+import pytest
+
+from service.adapters import run_dirs as module
+from service.adapters.run_dirs import LocalRunDirs
+from service.domain.decide import Training
+from service.ports import Cursor, LogSource
+from train_loop.run_dir import JsonLines, RunDir
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path)
+
+
+def event(run_dir: RunDir, name: str, *, attempt: int = 1, replayed: int = 0) -> None:
+    JsonLines(run_dir.attempt(attempt).events, attempt=attempt).append(event=name, replayed=replayed, steps=10)
+
+
+def uri(run_dir: RunDir) -> str:
+    return run_dir.root.as_uri()
+
+
+def test_empty_run_directory_tells_nothing(run_dir: RunDir) -> None:
+    sighting, story = LocalRunDirs().observe(uri(run_dir), 1), LocalRunDirs().story(uri(run_dir))
+    assert (sighting.training, sighting.outcome, sighting.stop) == (Training.NOT_YET, None, None)
+    assert (story.restarts, story.lost_steps, story.progress) == (0, 0, None)
+
+
+def test_newest_event_says_whether_the_workers_train(run_dir: RunDir) -> None:
+    seen = []
+    for name in ("attempt_started", "training_started", "workers_lost", "checkpoint_committed", "training_started"):
+        event(run_dir, name)
+        seen.append(LocalRunDirs().observe(uri(run_dir), 1).training)
+    assert seen == [Training.NOT_YET, Training.YES, Training.LOST, Training.LOST, Training.YES]
+
+
+def test_restarts_and_lost_work_are_counted_over_attempts(run_dir: RunDir) -> None:
+    event(run_dir, "training_started")
+    event(run_dir, "training_started", replayed=3)
+    event(run_dir, "training_started", attempt=2, replayed=4)
+    story = LocalRunDirs().story(uri(run_dir))
+    assert (story.restarts, story.lost_steps) == (2, 7)
+
+
+def test_progress_is_that_of_the_newest_line(run_dir: RunDir) -> None:
+    event(run_dir, "training_started")
+    for attempt, step in ((1, 5), (2, 3)):
+        lines = JsonLines(run_dir.attempt(attempt).metrics, attempt=attempt)
+        lines.append(step=step, loss=1.5, tokens_per_second=100.0, step_seconds=2.0)
+    progress = LocalRunDirs().story(uri(run_dir)).progress
+    assert progress is not None
+    assert (progress.step, progress.of, progress.loss, progress.eta_seconds) == (3, 10, 1.5, 14.0)
+
+
+def test_last_line_is_found_behind_one_longer_than_the_window(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_WINDOW", 16)
+    JsonLines(run_dir.attempt(1).metrics, attempt=1).append(step=4, samples=list(range(100)))
+    with run_dir.attempt(1).metrics.open("a") as file:
+        file.write('{"torn')
+    progress = LocalRunDirs().story(uri(run_dir)).progress
+    assert progress is not None
+    assert progress.step == 4
+
+
+def test_lines_of_all_attempts_are_one_list_with_a_cursor(run_dir: RunDir) -> None:
+    for attempt in (1, 2, 10):
+        event(run_dir, "a", attempt=attempt)
+        event(run_dir, "b", attempt=attempt)
+
+    def page(after: Cursor, limit: int) -> list[tuple[object, object]]:
+        lines = LocalRunDirs().events(uri(run_dir), after=after, limit=limit)
+        return [(line["attempt"], line["seq"]) for line in lines]
+
+    assert page(Cursor(), 3) == [(1, 1), (1, 2), (2, 1)]
+    assert page(Cursor(2, 1), 9) == [(2, 2), (10, 1), (10, 2)]
+    assert page(Cursor(10, 2), 9) == []
+
+
+def write_log(run_dir: RunDir, text: str) -> None:
+    path = run_dir.attempt(1).driver_log
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+
+
+def test_log_gives_whole_lines_and_goes_on_where_it_stopped(run_dir: RunDir) -> None:
+    write_log(run_dir, "one\ntwo\nthree\nhalf a li")
+    first = LocalRunDirs().log(uri(run_dir), LogSource(), after=0, limit=2)
+    assert (first.lines, first.next, first.has_more) == (("one", "two"), 8, True)
+    second = LocalRunDirs().log(uri(run_dir), LogSource(), after=first.next, limit=2)
+    assert (second.lines, second.next, second.has_more) == (("three",), 14, False)
+
+
+def test_log_line_longer_than_the_window_comes_in_pieces(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_WINDOW", 4)
+    write_log(run_dir, "abcdefg\n")
+    page = LocalRunDirs().log(uri(run_dir), LogSource(), after=0, limit=9)
+    assert (page.lines, page.next, page.has_more) == (("abcd",), 4, True)
+    assert LocalRunDirs().log(uri(run_dir), LogSource(), after=4, limit=9).lines == ("efg",)
+
+
+def test_missing_log_is_no_lines(run_dir: RunDir) -> None:
+    assert LocalRunDirs().log(uri(run_dir), LogSource(attempt=3, rank=1), after=5, limit=9).next == 5
