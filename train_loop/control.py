@@ -1,6 +1,9 @@
-"""What all ranks decide together before a step, in one all-reduce."""
+"""What all ranks know and decide together."""
 
+import os
+import socket
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +25,13 @@ class Agreement:
     """Tokens of the whole step, padding not counted."""
     stop: Stop | None
     """What rank 0 was asked to do instead of this step."""
+
+
+def who_works() -> list[dict[str, Any]]:
+    """Where every rank runs, for the person who has to look there; a collective call."""
+    workers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(workers, {"rank": dist.get_rank(), "host": socket.gethostname(), "pid": os.getpid()})
+    return workers
 
 
 def agree(batch: StepBatch, run_dir: RunDir, mesh: Mesh) -> Agreement:

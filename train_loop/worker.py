@@ -6,7 +6,7 @@ from train_loop.assemble import Run, build_run
 from train_loop.batch import StepBatch, check_samples, micro_batches, share_rows
 from train_loop.checkpoint.contents import draft_manifest, tensors_to_save
 from train_loop.checkpoint.load import restore
-from train_loop.control import agree
+from train_loop.control import agree, who_works
 from train_loop.data.dataset import Dataset, Rows
 from train_loop.data.reader import StreamPlan
 from train_loop.errors import NonFiniteError
@@ -23,6 +23,7 @@ def train(spec: JobSpec, session: Session, dataset: Dataset) -> Outcome:
     restore(run)
     run.journal.event(
         "training_started",
+        workers=who_works(),
         resumed_from=run.state.step,
         replayed=replayed_steps(session.run_dir, run.state.step),
         steps=run.steps,

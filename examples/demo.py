@@ -1,0 +1,250 @@
+"""`make demo`: a service of its own, a real job, a worker killed with SIGKILL, and the proof that nothing was lost."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from service.api.schemas import JobOut, LinePage
+from service.client import Client
+from service.serve import ServiceAddress
+from train_loop.checkpoint.manifest import newest_verified
+from train_loop.run_dir import RunDir
+
+SPEC = Path(__file__).with_name("quickstart.yaml")
+START_LIMIT, RUN_LIMIT, STOP_LIMIT = 60.0, 600.0, 60.0
+Line = dict[str, Any]
+
+console = Console(highlight=False)
+
+
+class DemoError(RuntimeError):
+    """The demo cannot go on."""
+
+
+@dataclass
+class Story:
+    """What was seen of the run."""
+
+    job: JobOut
+    events: list[Line] = field(default_factory=list)
+    metrics: list[Line] = field(default_factory=list)
+    killed: Line | None = None
+
+    def named(self, name: str) -> list[Line]:
+        """The events of one kind, in order."""
+        return [event for event in self.events if event["event"] == name]
+
+
+def main() -> int:
+    """Run the demo; 0 only if all that it promises held."""
+    began = time.monotonic()
+    home = Path(tempfile.mkdtemp(prefix="trainshed-demo-"))
+    try:
+        with service(home) as (client, url):
+            story = follow(client, client.submit(SPEC.read_bytes()))
+            faults = check(story)
+            summarise(story, url)
+    except (DemoError, httpx.HTTPError) as error:
+        faults = [str(error)]
+    setup = os.environ.get("TRAINSHED_SETUP_SECONDS", "not measured")
+    console.print(
+        f"\nSet-up took {setup} s, the run {time.monotonic() - began:.0f} s. Everything it started has ended."
+    )
+    for fault in faults:
+        console.print(f"[bold red]FAILED[/] {escape(fault)}")
+    if faults:
+        console.print(f"Logs: {home}/service.log, {home}/ray.log and the run directory below {home}/runs")
+    else:
+        console.print("[bold green]The demo held all it promised.[/]")
+    return 1 if faults else 0
+
+
+@contextmanager
+def service(home: Path) -> Iterator[tuple[Client, str]]:
+    """A service with embedded Ray, SQLite and a home of its own, ended when the block ends."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRAINSHED_", "RAY_"))}
+    environment |= {"TRAINSHED_HOME": str(home), "TRAINSHED_PORT": "0", "OMP_NUM_THREADS": "1"}
+    with (home / "service.log").open("wb") as log:
+        process = subprocess.Popen([sys.executable, "-m", "service.serve"], stdout=log, stderr=log, env=environment)
+    try:
+        address = _wait_for_address(home, process)
+        console.print(f"[bold]Service[/] {address.url} (API docs: {address.url}/docs), home {home}")
+        with Client(address.url, (home / "admin.key").read_text().strip()) as client:
+            yield client, address.url
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(STOP_LIMIT)
+
+
+def _wait_for_address(home: Path, process: subprocess.Popen[bytes]) -> ServiceAddress:
+    deadline = time.monotonic() + START_LIMIT
+    while time.monotonic() < deadline and process.poll() is None:
+        if (home / "service.json").exists():
+            return ServiceAddress.model_validate_json((home / "service.json").read_bytes())
+        time.sleep(0.1)
+    raise DemoError(f"the service did not start: {(home / 'service.log').read_text()[-2000:]}")
+
+
+def follow(client: Client, job: JobOut) -> Story:
+    """Watch the job to its end, and kill a worker once a checkpoint has been committed."""
+    console.print(f"[bold]Job[/] {job.id} submitted from {SPEC.name}")
+    story, deadline = Story(job), time.monotonic() + RUN_LIMIT
+    with Live(console=console, refresh_per_second=4, transient=True) as live:
+        while not story.job.state.terminal:
+            if time.monotonic() > deadline:
+                raise DemoError(f"the job was still {story.job.state} after {RUN_LIMIT:g} s: {story.job.reason}")
+            look(client, story)
+            live.update(progress_line(story.job))
+            if story.killed is None and story.named("checkpoint_committed"):
+                story.killed = kill_a_worker(story)
+            time.sleep(0.25)
+    look(client, story)
+    return story
+
+
+def look(client: Client, story: Story) -> None:
+    """Read what is new of the job, and tell of what happened."""
+    before = story.job.state
+    story.job = client.job(story.job.id)
+    fresh = _read_on(client.events, story.job.id, story.events)
+    _read_on(client.metrics, story.job.id, story.metrics)
+    if story.job.state is not before:
+        console.print(f"  {story.job.state}" + (f": {story.job.reason}" if story.job.reason else ""), markup=False)
+    for event in fresh:
+        sentence = tell(event)
+        if sentence:
+            console.print(f"  {sentence}", markup=False)
+
+
+def _read_on(fetch: Callable[..., LinePage], job_id: str, known: list[Line]) -> list[Line]:
+    """Append what has come since the last look, and return it."""
+    fresh: list[Line] = []
+    more = True
+    while more:
+        seen = fresh or known
+        page = fetch(job_id, after=f"{seen[-1]['attempt']}.{seen[-1]['seq']}" if seen else None, limit=1000)
+        fresh += page.data
+        more = page.has_more
+    known += fresh
+    return fresh
+
+
+def tell(event: Line) -> str | None:
+    """An event as a sentence; None for one that needs none."""
+    match event["event"]:
+        case "preparing":
+            return f"preparing {event['files']} files, {event['bytes'] / 1e6:.1f} MB of Python's own sources"
+        case "prepared":
+            return f"prepared {event['samples']} samples, {event['tokens']:,} tokens"
+        case "training_started":
+            return f"training on {event['world']} workers from step {event['resumed_from']} of {event['steps']}"
+        case "checkpoint_committed":
+            return f"checkpoint of step {event['step']} committed, {event['bytes'] / 1e6:.0f} MB"
+        case "workers_lost":
+            return f"the worker group was lost: {event['error']}"
+    return None
+
+
+def progress_line(job: JobOut) -> Text:
+    """State, step, loss, speed and time to go, in one line."""
+    parts, progress = [str(job.state)], job.progress
+    if progress is None:
+        parts.append(job.reason or "waiting for the first step")
+    else:
+        parts.append(f"step {progress.step}/{progress.of}")
+        parts += [f"loss {progress.loss:.3f}"] if progress.loss is not None else []
+        parts += [f"{progress.tokens_per_second:,.0f} tokens/s"] if progress.tokens_per_second is not None else []
+        parts += [f"{progress.eta_seconds:.0f} s to go"] if progress.eta_seconds is not None else []
+    return Text("  " + " · ".join(parts))
+
+
+def kill_a_worker(story: Story) -> Line:
+    """SIGKILL the last rank's process."""
+    worker: Line = story.named("training_started")[-1]["workers"][-1]
+    console.print(f"  [bold yellow]killing the worker of rank {worker['rank']}, pid {worker['pid']}, with SIGKILL[/]")
+    os.kill(worker["pid"], signal.SIGKILL)
+    return worker
+
+
+def check(story: Story) -> list[str]:
+    """What the demo promised and did not hold."""
+    starts, steps = story.named("training_started"), _surviving(story.metrics)
+    if story.job.state != "SUCCEEDED":
+        return [f"the job ended as {story.job.state}: {story.job.reason}"]
+    faults = []
+    if len(starts) != 2:
+        faults.append(f"training started {len(starts)} times; one start and one restart were expected")
+    elif starts[1]["resumed_from"] == 0:
+        faults.append("the run was restarted from the beginning and not from a checkpoint")
+    first, last = steps[1]["loss"], steps[max(steps)]["loss"]
+    if not last < 0.9 * first:
+        faults.append(f"the loss went from {first:.3f} to {last:.3f}, which is not clearly lower")
+    newest, rejected = newest_verified(RunDir.at(story.job.run_dir))
+    if newest is None or rejected:
+        faults.append(f"the newest checkpoint does not verify: {rejected or 'there is none'}")
+    return faults + check_samples(story, steps)
+
+
+def check_samples(story: Story, steps: dict[int, Line]) -> list[str]:
+    """Whether every sample index of the run was trained exactly once; steps done again must repeat their samples."""
+    faults = []
+    start = story.named("training_started")[0]
+    if sorted(steps) != list(range(1, start["steps"] + 1)):
+        faults.append(f"steps are missing: {sorted(set(range(1, start['steps'] + 1)) - set(steps))}")
+    for line in story.metrics:
+        if line["samples"] != steps[line["step"]]["samples"]:
+            faults.append(f"step {line['step']} was done twice, with different samples")
+    counts = Counter(sample for line in steps.values() for sample in line["samples"])
+    repeated = [sample for sample, count in counts.items() if count > 1]
+    if repeated or len(counts) != start["steps"] * start["global_batch"]:
+        faults.append(f"{len(counts)} different samples were trained, {len(repeated)} of them more than once")
+    return faults
+
+
+def _surviving(metrics: list[Line]) -> dict[int, Line]:
+    """The line of every step that the final weights have seen: the last one, where a step was done again."""
+    return {line["step"]: line for line in metrics}
+
+
+def summarise(story: Story, url: str) -> None:
+    """The figures of the run."""
+    start, steps = story.named("training_started"), _surviving(story.metrics)
+    speeds = sorted(line["tokens_per_second"] for line in steps.values())
+    table = Table(title="What happened", show_header=False, title_justify="left")
+    for name, value in {
+        "state": story.job.state,
+        "mesh": ", ".join(f"{axis} {size}" for axis, size in start[0]["mesh"].items()),
+        "steps": len(steps),
+        "loss, first → last": f"{steps[1]['loss']:.3f} → {steps[max(steps)]['loss']:.3f}" if steps else "none",
+        "tokens/s, median step": f"{speeds[len(speeds) // 2]:,.0f}" if speeds else "none",
+        "restarts": story.job.restarts,
+        "resumed from step": start[-1]["resumed_from"],
+        "steps replayed": story.job.lost_work.steps,
+        "checkpoints committed": len(story.named("checkpoint_committed")),
+        "samples trained": sum(len(line["samples"]) for line in steps.values()),
+        "run directory": RunDir.at(story.job.run_dir).root,
+        "Ray dashboard": f"{story.job.dashboard_url} (while it ran)",
+        "API docs": f"{url}/docs (while it ran)",
+    }.items():
+        table.add_row(name, str(value))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
