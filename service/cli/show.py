@@ -5,8 +5,6 @@ from datetime import datetime
 
 from pydantic import BaseModel, JsonValue
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from service.api.schemas import Checkpoints, JobOut, PlanOut
 
@@ -103,10 +101,9 @@ def _facts(facts: Mapping[str, object]) -> None:
 
 
 def _table(names: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
-    table = Table(box=None, pad_edge=False)
-    for name in names:
-        table.add_column(name, no_wrap=True)
-    for row in rows:
-        # One line each: the whole reason is for `trainshed show`.
-        table.add_row(*(Text(cell.partition("\n")[0]) for cell in row))
-    _console.print(table)
+    """One line a row, cut at the terminal's edge: what is long comes last, and `trainshed show` has the whole of it."""
+    lines = [names, *(tuple(cell.partition("\n")[0] for cell in row) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        padded = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        show_text((padded[: _console.width] if _console.is_terminal else padded).rstrip())

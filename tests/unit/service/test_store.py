@@ -26,6 +26,7 @@ from tests.support.service import a_job
 def postgres() -> Iterator[str]:
     if shutil.which("initdb") is None or shutil.which("postgres") is None:
         pytest.skip("no Postgres binaries on this machine")
+    pytest.importorskip("psycopg", reason="the Postgres driver is not installed")
     with postgres_server() as url:
         yield url
 
