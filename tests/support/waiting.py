@@ -1,4 +1,4 @@
-"""Waiting for a condition, with a limit."""
+"""Waiting for what must come true, with a limit."""
 
 import time
 from collections.abc import Callable
@@ -7,11 +7,13 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def wait_for(condition: Callable[[], T | None], *, seconds: float = 60.0, what: str = "the condition") -> T:
-    """The first truthy answer of a condition. Raises TimeoutError after the limit."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if answer := condition():
+def wait_for(condition: Callable[[], T | None], what: str = "the condition", *, seconds: float = 60.0) -> T:
+    """The first truthy answer of a condition. Raises TimeoutError naming what never came."""
+    deadline = time.monotonic() + seconds
+    while True:
+        answer = condition()
+        if answer:
             return answer
-        time.sleep(0.1)
-    raise TimeoutError(f"{what} was not so within {seconds:g} s")
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} did not come true within {seconds:g} s; last seen: {answer!r}")
+        time.sleep(0.05)

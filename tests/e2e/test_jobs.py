@@ -1,0 +1,144 @@
+"""Jobs over HTTP on real Ray, with everything killed that can be killed."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from service.domain.job import JobState
+from tests.support.live import LiveService
+from tests.support.waiting import wait_for
+from train_loop.checkpoint.manifest import newest_verified
+
+pytestmark = pytest.mark.timeout(400)
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
+    service = LiveService(tmp_path_factory.mktemp("home"))
+    try:
+        service.start()
+        yield service
+    finally:
+        service.stop()
+
+
+@pytest.fixture(scope="module")
+def reference(service: LiveService) -> list[dict[str, Any]]:
+    """The metrics of a run that nobody disturbed."""
+    job_id = service.submit()
+    service.wait_for_state(job_id, JobState.SUCCEEDED)
+    return service.metrics(job_id)
+
+
+def assert_whole(service: LiveService, job_id: str, reference: list[dict[str, Any]]) -> None:
+    """Every step of the run has the samples, loss and norm of the undisturbed run, however often it was done."""
+    expected = {line["step"]: [line[name] for name in ("samples", "loss", "grad_norm", "tokens")] for line in reference}
+    lines = service.metrics(job_id)
+    assert {line["step"] for line in lines} == set(range(1, STEPS + 1))
+    for line in lines:
+        assert [line[name] for name in ("samples", "loss", "grad_norm", "tokens")] == expected[line["step"]], line
+    newest, rejected = newest_verified(service.run_dir(job_id))
+    assert newest is not None
+    assert (newest.step, rejected) == (STEPS, {})
+
+
+# The first test: it finds the service before its Ray is up.
+def test_service_killed_while_a_job_is_queued(service: LiveService) -> None:
+    job_id = service.submit()
+    job = service.client.job(job_id)
+    assert job.state is JobState.QUEUED
+    service.kill()
+    service.start()
+    service.wait_for_state(job_id, JobState.SUCCEEDED)
+    assert len(service.events(job_id, "attempt_started")) == 1
+    assert len(service.metrics(job_id)) == STEPS
+
+
+def test_a_job_runs_to_its_end_and_its_traces_are_served(service: LiveService, reference: list[dict[str, Any]]) -> None:
+    assert [line["step"] for line in reference] == list(range(1, STEPS + 1))
+    samples = [sample for line in reference for sample in line["samples"]]
+    assert sorted(samples) == sorted(set(samples)), "a sample was trained twice within an epoch"
+    job = service.client.jobs(states=[JobState.SUCCEEDED]).data[0]
+    assert (job.attempt, job.restarts, job.lost_work.steps) == (1, 0, 0)
+    assert job.progress is not None
+    assert (job.progress.step, job.progress.of, job.progress.percent) == (STEPS, STEPS, 100.0)
+    assert [c.step for c in service.client.checkpoints(job.id).data] == [30, 40]
+    page = service.client.metrics(job.id, limit=STEPS)
+    assert page.data == reference
+    log = service.client.logs(job.id, rank=1, limit=1000)
+    assert log.data, "rank 1 left no log"
+    assert job.dashboard_url is not None
+    assert job.dashboard_url.endswith(f"/#/jobs/{job.id}-1")
+
+
+def test_a_killed_worker_is_restarted_from_the_latest_checkpoint(
+    service: LiveService, reference: list[dict[str, Any]]
+) -> None:
+    job_id = service.submit()
+    service.wait_for_step(job_id, 13)
+    (start,) = service.events(job_id, "training_started")
+    psutil.Process(start["workers"][1]["pid"]).kill()
+    service.wait_for_state(job_id, JobState.RECOVERING)
+    job = service.wait_for_state(job_id, JobState.SUCCEEDED)
+    assert (job.attempt, job.restarts) == (1, 1)
+    starts = service.events(job_id, "training_started")
+    assert starts[1]["resumed_from"] >= 10
+    assert job.lost_work.steps == starts[1]["replayed"]
+    assert_whole(service, job_id, reference)
+
+
+def test_a_killed_driver_becomes_a_second_attempt(service: LiveService, reference: list[dict[str, Any]]) -> None:
+    job_id = service.submit()
+    service.wait_for_step(job_id, 13)
+    service.driver(job_id).kill()
+    job = service.wait_for_state(job_id, JobState.SUCCEEDED)
+    assert [attempt.result for attempt in job.attempts] == ["lost", "succeeded"]
+    assert service.events(job_id, "training_started")[-1]["resumed_from"] >= 10
+    assert_whole(service, job_id, reference)
+
+
+@pytest.mark.parametrize("state", [JobState.STARTING, JobState.RUNNING])
+def test_service_killed_while_a_job_is_under_way(
+    service: LiveService, state: JobState, reference: list[dict[str, Any]]
+) -> None:
+    job_id = service.submit()
+    service.wait_for_state(job_id, state)
+    service.kill()
+    service.start()
+    job = service.wait_for_state(job_id, JobState.SUCCEEDED)
+    assert (job.attempt, job.restarts) == (1, 0), "the run was disturbed by the service's death"
+    assert_whole(service, job_id, reference)
+
+
+def test_a_cancelled_job_leaves_a_committed_checkpoint(service: LiveService) -> None:
+    job_id = service.submit(training={"max_steps": 100_000}, checkpoint={"every_steps": None})
+    service.wait_for_step(job_id, 3)
+    service.client.cancel(job_id)
+    service.wait_for_state(job_id, JobState.CANCELLED)
+    newest, rejected = newest_verified(service.run_dir(job_id))
+    assert newest is not None
+    assert not rejected
+    assert newest.step == service.metrics(job_id)[-1]["step"]
+    assert not [p for p in psutil.process_iter(["cmdline"]) if job_id in " ".join(p.info["cmdline"] or [])]
+
+
+def test_bad_data_fails_at_once_with_a_reason_a_user_can_act_on(service: LiveService, tmp_path: Path) -> None:
+    rows_too_long = {"data": {"sequence_length": 16}}
+    job_id = service.submit(**rows_too_long)
+    job = service.wait_for_state(job_id, JobState.FAILED, seconds=180)
+    assert job.attempt == 1
+    assert job.reason is not None
+    assert "has 32 tokens, more than sequence_length=16; raise it, or set packing: true" in job.reason
+
+
+def test_a_job_too_big_for_the_cluster_stays_queued_with_a_reason(service: LiveService) -> None:
+    job_id = service.submit(strategy={"ulysses_size": 1}, scaling={"num_workers": 16})
+    reason = wait_for(lambda: service.client.job(job_id).reason, "a reason")
+    assert "16 workers need 8 CPU where the cluster has 3; add nodes, or cancel" in reason
+    assert service.client.job(job_id).state is JobState.QUEUED
+    service.client.cancel(job_id)
+    service.wait_for_state(job_id, JobState.CANCELLED)
