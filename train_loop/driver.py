@@ -38,8 +38,10 @@ class TellOfLosses(UserCallback):  # type: ignore[misc]
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Called by Ray Train's controller."""
-        causes = {rank: str(_cause(error)).strip().splitlines()[0] for rank, error in worker_exceptions.items()}
-        self.journal.event("workers_lost", ranks=sorted(causes), error="; ".join(sorted(set(causes.values()))))
+        # Peers of a dead worker fail of lost connections; the dead one is the news.
+        dead = [rank for rank, error in worker_exceptions.items() if hasattr(error, "health_check_failure")]
+        ranks = sorted(dead or worker_exceptions)
+        self.journal.event("workers_lost", ranks=ranks, error=_reason(worker_exceptions[ranks[0]]))
 
 
 def main() -> None:
@@ -82,9 +84,9 @@ def failure(error: BaseException) -> Outcome:
     """What went wrong, and whether trying again can help."""
     cause = _cause(error)
     if isinstance(cause, UserError):
-        return Outcome(result="failed", code=cause.code, reason=str(cause))
-    reason = "".join(traceback.format_exception_only(cause)).strip()
-    return Outcome(result="failed", code="worker_failure", reason=reason[-2000:], retryable=True)
+        # Ray Data appends advice of its own to what our functions raise.
+        return Outcome(result="failed", code=cause.code, reason=str(cause).partition("\n")[0])
+    return Outcome(result="failed", code="worker_failure", reason=_reason(error), retryable=True)
 
 
 def fit(spec: JobSpec, run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> None:
@@ -141,14 +143,18 @@ def _last_word(attempt: AttemptDir) -> dict[str, Any]:
     return ends[-1]
 
 
+def _reason(error: BaseException) -> str:
+    """The cause in one line; its traceback is in the logs."""
+    return "".join(traceback.format_exception_only(_cause(error))).strip().partition("\n")[0]
+
+
 def _cause(error: BaseException) -> BaseException:
     """What a user would call the cause: Ray wraps it in errors of its own."""
     failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
     # A user's mistake on one rank makes its peers fail of lost connections: the mistake is the cause.
     causes = sorted(map(_cause, failures.values()), key=lambda e: not isinstance(e, UserError))
-    inner = (
-        causes[0] if causes else getattr(error, "_base_exc", None) or getattr(error, "cause", None) or error.__cause__
-    )
+    wrapped = (getattr(error, name, None) for name in ("health_check_failure", "_base_exc", "cause", "__cause__"))
+    inner = next(filter(None, [*causes[:1], *wrapped]), None)
     return _cause(inner) if isinstance(inner, BaseException) and inner is not error else error
 
 

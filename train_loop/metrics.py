@@ -1,5 +1,6 @@
 """What every optimizer step is measured by."""
 
+import logging
 from collections import deque
 from time import perf_counter
 
@@ -7,6 +8,8 @@ from train_loop.assemble import Run
 from train_loop.data.order import PADDING
 from train_loop.run_dir import RunDir, read_lines
 from train_loop.step import StepResult
+
+log = logging.getLogger(__name__)
 
 
 class StepClock:
@@ -32,6 +35,7 @@ def record_step(run: Run, result: StepResult, clock: StepClock, *, tokens: int) 
     if state.step % training.logging_steps and state.step != run.steps:
         return
     seconds = clock.seconds
+    log.info("step %d of %d: loss %.4f, %.2f s", state.step, run.steps, result.loss, seconds)
     run.journal.metrics(
         step=state.step,
         tokens=state.tokens,

@@ -1,5 +1,6 @@
 """The training loop, told as a story."""
 
+import logging
 from collections.abc import Iterator
 
 from train_loop.assemble import Run, build_run
@@ -16,11 +17,15 @@ from train_loop.session import Session
 from train_loop.spec import JobSpec
 from train_loop.step import StepResult, train_step
 
+log = logging.getLogger(__name__)
+
 
 def train(spec: JobSpec, session: Session, dataset: Dataset) -> Outcome:
     """Train this rank's share of a run, from its newest checkpoint to its end or until it is asked to stop."""
+    log.info("rank %d of %d: building %s", session.rank, session.world, (spec.model.config or {}).get("model_type"))
     run = build_run(spec, session, dataset)
     restore(run)
+    log.info("training on %s from step %d of %d", run.mesh.plan.axes, run.state.step, run.steps)
     run.journal.event(
         "training_started",
         workers=who_works(),
@@ -36,6 +41,7 @@ def train(spec: JobSpec, session: Session, dataset: Dataset) -> Outcome:
     run.saver.close()
     outcome = Outcome(result=stop.result if stop else "succeeded", step=run.state.step)
     run.journal.event("training_ended", result=outcome.result, step=outcome.step)
+    log.info("%s at step %d", outcome.result, outcome.step)
     return outcome
 
 
@@ -92,4 +98,5 @@ def prove(run: Run, result: StepResult) -> None:
 def save(run: Run) -> int:
     """Start saving a checkpoint of this step."""
     run.saver.save(tensors_to_save(run), draft_manifest(run))
+    log.info("saving a checkpoint of step %d", run.state.step)
     return run.state.step

@@ -15,10 +15,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
-from ray.data import DataContext
 
 from train_loop.data.cache import find_dataset, fingerprint, load, ready_made
 from train_loop.data.dataset import Dataset, ShardFile
+from train_loop.data.execution import ordered_context
 from train_loop.data.pack import Document, Sample, one_per_sample, pack
 from train_loop.data.sources import SourceFile, list_files
 from train_loop.data.tokenizer import load_tokenizer, train_tokenizer
@@ -69,9 +69,7 @@ def _commit(work: Path, folder: Path) -> None:
 
 
 def _build(work: Path, folder: Path, spec: JobSpec, files: list[SourceFile]) -> Dataset:
-    context = DataContext.get_current()
-    context.execution_options.preserve_order = True
-    context.enable_progress_bars = False
+    ordered_context()
     rows = _read(files, spec)
     tokenizer, eos = None, 0
     if spec.data.columns.text is not None:
@@ -99,7 +97,7 @@ def _build(work: Path, folder: Path, spec: JobSpec, files: list[SourceFile]) -> 
 def _read(files: list[SourceFile], spec: JobSpec) -> ray.data.Dataset:
     paths = [file.path for file in files]
     if files[0].format == "parquet":
-        return ray.data.read_parquet(paths, columns=list(spec.data.columns.names))
+        return ray.data.read_parquet(paths).select_columns(list(spec.data.columns.names))
     if files[0].format == "jsonl":
         return ray.data.read_json(paths, lines=True)
     # A task for every small file would spend more on tasks than on files.

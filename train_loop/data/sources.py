@@ -92,6 +92,9 @@ def _match(pattern: str) -> list[Path]:
         found = [p for p in path.rglob("*") if p.is_file() and not p.name.startswith((".", "_"))]
     else:
         found = [path] if path.is_file() else []
+    if pattern.startswith(STDLIB):
+        # Installed packages lie in the same folder, and are no part of the standard library.
+        found = [p for p in found if p.suffix == ".py" and "site-packages" not in p.parts]
     if not found:
         raise DataError(f"{pattern} matches no file; check the path, which must be visible from service and workers")
     return found

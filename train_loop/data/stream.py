@@ -15,9 +15,10 @@ import pyarrow as pa
 import ray
 import torch.distributed as dist
 from numpy.typing import NDArray
-from ray.data import DataContext, DataIterator, ExecutionResources
+from ray.data import DataIterator, ExecutionResources
 
 from train_loop.data.dataset import Rows, read_rows
+from train_loop.data.execution import ordered_context
 from train_loop.data.reader import StreamPlan
 from train_loop.plan import MeshPlan
 
@@ -37,25 +38,24 @@ def ray_stream(plan: StreamPlan, mesh: MeshPlan, rank: int) -> Iterator[Rows | N
     while done < plan.steps:
         steps = min(plan.steps - done, _PLAN_BLOCKS * _BLOCK_STEPS)
         splits = _share_splits(plan, plan.start + done * plan.order.global_batch, steps, rank)
-        rows = _by_step(splits[mesh.data_rank(rank)], plan.order.per_rank) if leads else itertools.repeat(None)
+        rows = by_step(splits[mesh.data_rank(rank)], plan.order.per_rank) if leads else itertools.repeat(None)
         yield from itertools.islice(rows, steps)
         done += steps
 
 
 def _share_splits(plan: StreamPlan, start: int, steps: int, rank: int) -> list[DataIterator]:
     """One iterator per data rank; rank 0 starts the execution and tells the others."""
-    shared = [_split(plan, start, steps)] if rank == 0 else [None]
+    shared = [open_splits(plan, start, steps)] if rank == 0 else [None]
     dist.broadcast_object_list(shared, src=0)
     assert shared[0] is not None
     return shared[0]
 
 
-def _split(plan: StreamPlan, start: int, steps: int) -> list[DataIterator]:
-    options = DataContext.get_current().execution_options
-    options.preserve_order = True
+def open_splits(plan: StreamPlan, start: int, steps: int) -> list[DataIterator]:
+    """Start reading `steps` steps from a position: an iterator of blocks for each data rank, to be drained together."""
     # What the workers hold is taken; Ray Data would count it as its own and start tasks that never run.
-    options.resource_limits = ExecutionResources(cpu=max(ray.available_resources().get("CPU", 0), 1))
-    DataContext.get_current().enable_progress_bars = False
+    free = ExecutionResources(cpu=max(ray.available_resources().get("CPU", 0), 1))
+    ordered_context().execution_options.resource_limits = free
     blocks = math.ceil(steps / _BLOCK_STEPS) * plan.order.dp
     data = ray.data.range(blocks, override_num_blocks=blocks).map_batches(
         _read_block, batch_size=None, fn_kwargs={"plan": plan, "start": start}
@@ -73,7 +73,8 @@ def _read_block(batch: dict[str, NDArray[np.int64]], plan: StreamPlan, start: in
     return read_rows(plan.dataset, ids.reshape(-1)).to_arrow()
 
 
-def _by_step(split: DataIterator, per_rank: int) -> Iterator[Rows]:
+def by_step(split: DataIterator, per_rank: int) -> Iterator[Rows]:
+    """The rows of one split, step by step."""
     for block in split.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2):
         rows = Rows.from_arrow(block)
         for first in range(0, len(rows.samples), per_rank):

@@ -1,0 +1,181 @@
+"""Preparing and streaming on real Ray: every sample exactly once, in order, from any start."""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray
+
+from tests.support.specs import spec
+from train_loop.data.cache import find_dataset
+from train_loop.data.dataset import Dataset, Rows, read_rows
+from train_loop.data.order import Order, StepOrder
+from train_loop.data.prepare import prepare
+from train_loop.data.reader import StreamPlan
+from train_loop.data.stream import by_step, open_splits
+from train_loop.data.tokenizer import load_tokenizer
+from train_loop.driver import failure
+from train_loop.errors import DataError
+from train_loop.spec import JobSpec
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """A Ray of our own; its folder needs a short path."""
+    with tempfile.TemporaryDirectory(prefix="shed-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        ray.init(address="local", num_cpus=2, object_store_memory=100_000_000, _temp_dir=folder, log_to_driver=False)
+        yield
+        ray.shutdown()
+
+
+def heard() -> tuple[list[str], Any]:
+    """A list, and a report function that writes the names of events into it."""
+    names: list[str] = []
+    return names, lambda name, **fields: names.append(name)
+
+
+def text_spec(path: Path, **data: Any) -> JobSpec:
+    return spec(data={"train": {"path": str(path)}, "sequence_length": 16} | data)
+
+
+def words(count: int) -> str:
+    return " ".join(f"word{i % 97}" for i in range(count))
+
+
+def test_no_token_of_any_file_is_lost_or_repeated(tmp_path: Path) -> None:
+    texts = [words(n) for n in (3, 50, 1, 20, 7)]
+    for i, text in enumerate(texts):
+        (tmp_path / f"{i}.txt").write_text(text)
+    dataset = prepare(text_spec(tmp_path / "*.txt"), tmp_path / "_cache", heard()[1])
+    assert dataset.tokenizer is not None
+    tokenizer = load_tokenizer(dataset.tokenizer)
+    expected = [token for ids in tokenizer.encode(texts) for token in ids]
+    rows = read_rows(dataset, np.arange(dataset.samples))
+    found = [token for ids, length in zip(rows.input_ids, rows.lengths, strict=True) for token in ids[:length].tolist()]
+    assert found == expected
+    assert dataset.tokens == len(expected)
+    starts = [i for i, place in enumerate(rows.position_ids.flatten()[: len(found)]) if place == 0 and i % 16]
+    ends = np.cumsum([len(ids) for ids in tokenizer.encode(texts)])[:-1]
+    assert starts == [end for end in ends if end % 16], "a document begins where none does, or sees the one before it"
+
+
+def test_jsonl_and_parquet_give_the_same_samples(tmp_path: Path) -> None:
+    texts = [words(n) for n in (30, 5, 12)]
+    lines = "\n".join(json.dumps({"body": text, "other": 1}) for text in texts)
+    (tmp_path / "rows.jsonl").write_text(lines)
+    pq.write_table(pa.table({"body": texts}), tmp_path / "rows.parquet")
+    columns = {"columns": {"text": "body"}}
+    both = [
+        prepare(text_spec(tmp_path / name, **columns), tmp_path / "_cache", heard()[1])
+        for name in ("rows.jsonl", "rows.parquet")
+    ]
+    first, second = (read_rows(dataset, np.arange(dataset.samples)) for dataset in both)
+    assert np.array_equal(first.input_ids, second.input_ids)
+    assert both[0].fingerprint != both[1].fingerprint
+
+
+def test_a_second_job_takes_what_the_first_has_prepared(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(words(40))
+    names, report = heard()
+    first = prepare(text_spec(tmp_path / "a.txt"), tmp_path / "_cache", report)
+    assert prepare(text_spec(tmp_path / "a.txt"), tmp_path / "_cache", report) == first
+    assert names == ["preparing"]
+    assert find_dataset(text_spec(tmp_path / "a.txt"), tmp_path / "_cache") == first
+    longer = prepare(text_spec(tmp_path / "a.txt", sequence_length=8), tmp_path / "_cache", report)
+    assert longer.fingerprint != first.fingerprint
+
+
+def test_a_cache_that_was_never_committed_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(words(40))
+    first = prepare(text_spec(tmp_path / "a.txt"), tmp_path / "_cache", heard()[1])
+    folder = tmp_path / "_cache" / first.fingerprint
+    folder.rename(folder.with_name(f"{folder.name}.tmp-dead"))
+    names, report = heard()
+    assert prepare(text_spec(tmp_path / "a.txt"), tmp_path / "_cache", report) == first
+    assert names == ["preparing"]
+
+
+def test_tokenised_parquet_is_taken_as_it_is(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"ids": [[1] * 16, [2] * 16, [3] * 9]}), tmp_path / "a.parquet")
+    plain = text_spec(tmp_path / "a.parquet", columns={"input_ids": "ids"}, packing=False)
+    dataset = prepare(plain, tmp_path / "_cache", heard()[1])
+    assert [file.path for file in dataset.files] == [str(tmp_path / "a.parquet")]
+    assert read_rows(dataset, np.arange(3)).input_ids[:, 0].tolist() == [1, 2, 3]
+    assert not (tmp_path / "_cache").exists()
+
+
+def test_tokenised_rows_are_packed_with_their_labels(tmp_path: Path) -> None:
+    table = pa.table({"ids": [[1] * 10, [2] * 10], "targets": [[-100] * 10, [2] * 10]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    packed = text_spec(tmp_path / "a.parquet", columns={"input_ids": "ids", "labels": "targets"})
+    rows = read_rows(prepare(packed, tmp_path / "_cache", heard()[1]), np.arange(2))
+    assert rows.input_ids[0].tolist() == [1] * 10 + [2] * 6
+    assert rows.labels[0].tolist() == [-100] * 10 + [2] * 6
+    assert rows.labels[1].tolist() == [2] * 4 + [-100] * 12
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"good \xff bad", "is no UTF-8 text"),
+        (b"", "holds no tokens; an empty dataset cannot be trained on"),
+    ],
+)
+def test_bad_text_is_a_data_error_that_names_the_file(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        prepare(text_spec(tmp_path / "a.txt"), tmp_path / "_cache", heard()[1])
+    outcome = failure(caught.value)
+    assert (outcome.code, outcome.retryable) == ("data_error", False)
+    assert str(tmp_path / "a.txt") in str(outcome.reason)
+    assert list((tmp_path / "_cache").iterdir()) == [], "a torn cache was left behind"
+
+
+def test_a_vocabulary_too_small_for_bytes_says_so(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    small = spec(
+        model={"config": spec().model.config | {"vocab_size": 100}},  # type: ignore[operator]
+        data={"train": {"path": str(tmp_path / "a.txt")}},
+    )
+    with pytest.raises(DataError, match="vocab_size=100 is too small for a byte-level tokenizer; choose more than 256"):
+        prepare(small, tmp_path / "_cache", heard()[1])
+
+
+@pytest.fixture(scope="module")
+def numbered(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """200 samples; sample i holds the number i."""
+    path = tmp_path_factory.mktemp("numbered") / "rows.parquet"
+    pq.write_table(pa.table({"ids": [[i] * 4 for i in range(200)]}), path, row_group_size=16)
+    plain = text_spec(path, columns={"input_ids": "ids"}, packing=False, sequence_length=4)
+    return find_dataset(plain, path.parent)
+
+
+@pytest.mark.parametrize(("dp", "start", "steps"), [(1, 0, 30), (2, 0, 30), (2, 104, 20), (3, 12, 33), (4, 0, 19)])
+def test_every_rank_gets_exactly_its_samples_in_order_from_any_start(
+    numbered: Dataset, dp: int, start: int, steps: int
+) -> None:
+    per_rank = 12 // dp
+    deal = StepOrder(Order(200, 0, shuffle=True, dataset="x", end=start + steps * 12 - 5), dp, per_rank)
+    splits = open_splits(StreamPlan(numbered, deal, start, steps), start, steps)
+
+    def drain(rank: int) -> list[Rows]:
+        return list(by_step(splits[rank], per_rank))[:steps]
+
+    with ThreadPoolExecutor(dp) as pool:
+        streams = list(pool.map(drain, range(dp)))
+    for rank, stream in enumerate(streams):
+        assert len(stream) == steps
+        for step, rows in enumerate(stream):
+            expected = deal.step(start + step * 12)[rank]
+            assert rows.samples.tolist() == expected.tolist()
+            real = expected >= 0
+            assert rows.input_ids[real, 0].tolist() == expected[real].tolist()
+            assert rows.lengths.tolist() == np.where(real, 4, 0).tolist()

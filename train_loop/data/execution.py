@@ -1,0 +1,14 @@
+"""How every Ray Data execution of ours runs."""
+
+from ray.data import DataContext
+
+
+def ordered_context() -> DataContext:
+    """The process's Ray Data context, set to keep order, to be quiet, and to raise what our functions raise."""
+    context = DataContext.get_current()
+    context.execution_options.preserve_order = True
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    # What is wrong with somebody's data must arrive as what it is, and not as a function that failed.
+    context.raise_original_map_exception = True
+    return context
