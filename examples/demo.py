@@ -28,6 +28,7 @@ from train_loop.run_dir import RunDir
 
 SPEC = Path(__file__).with_name("quickstart.yaml")
 START_LIMIT, RUN_LIMIT, STOP_LIMIT = 60.0, 600.0, 60.0
+STEPS_TO_LOSE = 5
 Line = dict[str, Any]
 
 console = Console(highlight=False)
@@ -111,11 +112,17 @@ def follow(client: Client, job: JobOut) -> Story:
                 raise DemoError(f"the job was still {story.job.state} after {RUN_LIMIT:g} s: {story.job.reason}")
             look(client, story)
             live.update(progress_line(story.job))
-            if story.killed is None and story.named("checkpoint_committed"):
+            if story.killed is None and _is_past_a_checkpoint(story):
                 story.killed = kill_a_worker(story)
             time.sleep(0.25)
     look(client, story)
     return story
+
+
+def _is_past_a_checkpoint(story: Story) -> bool:
+    """Whether some steps have been done since the first checkpoint was committed: work to lose, and to do again."""
+    committed = story.named("checkpoint_committed")
+    return bool(committed and story.metrics and story.metrics[-1]["step"] >= committed[0]["step"] + STEPS_TO_LOSE)
 
 
 def look(client: Client, story: Story) -> None:
@@ -227,6 +234,8 @@ def summarise(story: Story, url: str) -> None:
     start, steps = story.named("training_started"), _surviving(story.metrics)
     speeds = sorted(line["tokens_per_second"] for line in steps.values())
     table = Table(title="What happened", show_header=False, title_justify="left")
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for name, value in {
         "state": story.job.state,
         "mesh": ", ".join(f"{axis} {size}" for axis, size in start[0]["mesh"].items()),

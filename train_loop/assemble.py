@@ -3,7 +3,6 @@
 import copy
 from dataclasses import dataclass
 
-from train_loop.checkpoint.save import Saver
 from train_loop.data.dataset import Dataset
 from train_loop.data.order import Order, StepOrder
 from train_loop.journal import Journal
@@ -31,7 +30,6 @@ class Run:
     steps: int
     state: TrainState
     ulysses: Ulysses | None
-    saver: Saver
     journal: Journal
 
 
@@ -47,7 +45,6 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset) -> Run:
 
     steps = plan_steps(spec.training, samples=dataset.samples, global_batch=plan.batch.global_batch)
     scheduler = build_scheduler(optimizer, spec.training, steps=steps)
-    journal = Journal(session.run_dir.attempt(session.attempt), rank=session.rank)
     return Run(
         spec=spec,
         session=session,
@@ -58,8 +55,7 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset) -> Run:
         steps=steps,
         state=TrainState(model, optimizer, scheduler, mesh.device),
         ulysses=ulysses,
-        saver=Saver(session, journal, spec.checkpoint.keep_last, asynchronous=spec.strategy.async_save_ckpt),
-        journal=journal,
+        journal=Journal(session.run_dir.attempt(session.attempt), rank=session.rank),
     )
 
 

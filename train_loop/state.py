@@ -1,4 +1,4 @@
-"""What a run has reached: all that a checkpoint must bring back."""
+"""What a run has reached, and the generators it draws from."""
 
 import hashlib
 import random
@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
@@ -33,19 +32,6 @@ class TrainState:
         self.step += 1
         self.tokens += tokens
         self.consumed += samples
-
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors of model, optimizer and schedule, sharded as they are."""
-        # The helper, because a fresh optimizer's own state_dict is empty and would restore no moments.
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict()}
-
-    def load_state_dict(self, values: dict[str, Any]) -> None:
-        """The inverse of `state_dict`."""
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=values["model"], optim_state_dict=values["optimizer"]
-        )
-        self.scheduler.load_state_dict(values["scheduler"])
 
 
 def rng_state() -> dict[str, Any]:

@@ -7,6 +7,7 @@ from train_loop.assemble import Run, build_run
 from train_loop.batch import StepBatch, check_samples, micro_batches, share_rows
 from train_loop.checkpoint.contents import draft_manifest, tensors_to_save
 from train_loop.checkpoint.load import restore
+from train_loop.checkpoint.save import Saver
 from train_loop.control import agree, who_works
 from train_loop.data.dataset import Dataset, Rows
 from train_loop.data.reader import StreamPlan
@@ -24,6 +25,7 @@ def train(spec: JobSpec, session: Session, dataset: Dataset) -> Outcome:
     """Train this rank's share of a run, from its newest checkpoint to its end or until it is asked to stop."""
     log.info("rank %d of %d: building %s", session.rank, session.world, (spec.model.config or {}).get("model_type"))
     run = build_run(spec, session, dataset)
+    saver = Saver(session, run.journal, spec.checkpoint.keep_last, asynchronous=spec.strategy.async_save_ckpt)
     restore(run)
     log.info("training on %s from step %d of %d", run.mesh.plan.axes, run.state.step, run.steps)
     run.journal.event(
@@ -37,15 +39,15 @@ def train(spec: JobSpec, session: Session, dataset: Dataset) -> Outcome:
         world=session.world,
         mesh=run.mesh.plan.axes,
     )
-    stop = loop(run)
-    run.saver.close()
+    stop = loop(run, saver)
+    saver.close()
     outcome = Outcome(result=stop.result if stop else "succeeded", step=run.state.step)
     run.journal.event("training_ended", result=outcome.result, step=outcome.step)
     log.info("%s at step %d", outcome.result, outcome.step)
     return outcome
 
 
-def loop(run: Run) -> Stop | None:
+def loop(run: Run, saver: Saver) -> Stop | None:
     """Step until the run is done, or asked to stop, which is returned; its last checkpoint may still be in flight."""
     state, every = run.state, run.spec.checkpoint.every_steps
     saved, stop = state.step, None
@@ -70,9 +72,9 @@ def loop(run: Run) -> Stop | None:
         record_step(run, result, clock, tokens=agreed.tokens)
         # Once in a while: a checkpoint. Every rank saves or none does: a DCP save is collective.
         if every and state.step % every == 0:
-            saved = save(run)
+            saved = save(run, saver)
     if saved < state.step and (stop.checkpoint if stop else run.spec.checkpoint.save_final):
-        save(run)
+        save(run, saver)
     return stop
 
 
@@ -95,8 +97,8 @@ def prove(run: Run, result: StepResult) -> None:
         raise NonFiniteError(f"{numbers} is not finite; lower learning_rate, or choose on_nonfinite: skip")
 
 
-def save(run: Run) -> int:
+def save(run: Run, saver: Saver) -> int:
     """Start saving a checkpoint of this step."""
-    run.saver.save(tensors_to_save(run), draft_manifest(run))
+    saver.save(tensors_to_save(run), draft_manifest(run))
     log.info("saving a checkpoint of step %d", run.state.step)
     return run.state.step

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from train_loop.assemble import Run
-from train_loop.checkpoint.contents import rng_key
+from train_loop.checkpoint.contents import put_back, rng_key, tensors_of
 from train_loop.checkpoint.manifest import newest_verified
 from train_loop.checkpoint.retention import remove_leftovers
 from train_loop.journal import Journal
@@ -24,13 +24,13 @@ def restore(run: Run) -> None:
     seed_generators(run.spec.training.seed, step=manifest.step if manifest else 0, rank=run.mesh.rank)
     if manifest is None:
         return
-    values = state.state_dict()
+    values = tensors_of(state)
     # Generators belong to ranks: with another number of them, they start anew from (seed, step, rank).
     same_world = manifest.world == dist.get_world_size()
     if same_world:
         values[rng_key(run.mesh.rank)] = b""
     load(values, checkpoint_id=run_dir.checkpoint(manifest.step))
-    state.load_state_dict(values)
+    put_back(state, values)
     if same_world:
         set_rng_state(pickle.loads(values[rng_key(run.mesh.rank)]))
     state.step, state.tokens = manifest.step, manifest.tokens

@@ -1,0 +1,27 @@
+"""Paths and formats of a run directory: the only channel between workers and service. Torch-free.
+
+Workers write and the service reads, except under control/, where it is the other way round. Every file has one format
+here, so that neither side has to know the other.
+"""
+
+from train_loop.run_dir.durable import local_path, sync_folder, write_durably
+from train_loop.run_dir.formats import CheckpointFile, DataPosition, Fence, Format, Manifest, Outcome, Stop
+from train_loop.run_dir.lines import JsonLines, read_lines
+from train_loop.run_dir.paths import AttemptDir, RunDir
+
+__all__ = [
+    "AttemptDir",
+    "CheckpointFile",
+    "DataPosition",
+    "Fence",
+    "Format",
+    "JsonLines",
+    "Manifest",
+    "Outcome",
+    "RunDir",
+    "Stop",
+    "local_path",
+    "read_lines",
+    "sync_folder",
+    "write_durably",
+]

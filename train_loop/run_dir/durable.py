@@ -1,0 +1,37 @@
+"""Writing so that a crash at any instant leaves the old or the new."""
+
+import os
+import time
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+
+def local_path(uri: str) -> Path:
+    """A file:// URI or plain path as an absolute path. Raises ValueError for another scheme."""
+    parts = urlsplit(uri)
+    if parts.scheme == "file":
+        return Path(unquote(parts.path))
+    if "://" in uri:
+        raise ValueError(f"{uri}: only file:// storage is supported yet; choose a file:// URI or a path")
+    return Path(os.path.abspath(uri))
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a file so that a crash at any instant leaves the old one or the new one: write, fsync, rename, fsync."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{time.monotonic_ns()}")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,82 @@
+"""The JSON files of a run directory, one model each."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Format(BaseModel):
+    """A JSON file of the run directory. Unknown fields are kept out of the way, so that versions can differ."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Stop(Format):
+    """control/stop.json: what the service asks of a running attempt; answered by its outcome."""
+
+    mode: Literal["pause", "cancel", "resize"]
+    checkpoint: bool = True
+    deadline: float | None = None
+    """Unix seconds after which the service ends the attempt itself."""
+
+    @property
+    def result(self) -> Literal["paused", "cancelled", "resized"]:
+        """How an attempt ends that obeyed."""
+        results: dict[str, Literal["paused", "cancelled", "resized"]]
+        results = {"pause": "paused", "cancel": "cancelled", "resize": "resized"}
+        return results[self.mode]
+
+
+class Fence(Format):
+    """control/fence.json: the attempt that may commit; an older one that is still alive must not."""
+
+    attempt: int
+
+
+class Outcome(Format):
+    """attempts/<n>/outcome.json: how the driver ended, written last: the acknowledgement."""
+
+    result: Literal["succeeded", "paused", "cancelled", "resized", "failed"]
+    reason: str | None = None
+    code: str | None = None
+    """For `failed`: a stable word, for example data_error or worker_failure."""
+    retryable: bool = False
+    step: int = 0
+
+
+class CheckpointFile(Format):
+    """One file of a checkpoint, as it was when its save was committed."""
+
+    size: int
+    sha256: str
+
+
+class DataPosition(Format):
+    """Where in the data a run stands: samples taken of an epoch."""
+
+    epoch: int = 0
+    samples: int = 0
+
+
+class Manifest(Format):
+    """checkpoints/step-N/manifest.json: written last, it makes the directory a checkpoint."""
+
+    format: int = 1
+    step: int
+    tokens: int
+    position: DataPosition
+    attempt: int
+    time: float
+    fingerprint: str
+    """SHA-256 over the spec that was trained."""
+    dataset: str
+    """Fingerprint of the prepared data."""
+    world: int
+    mesh: dict[str, int]
+    versions: dict[str, str]
+    files: dict[str, CheckpointFile]
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files."""
+        return sum(file.size for file in self.files.values())

@@ -1,0 +1,63 @@
+"""JSON lines that several processes append to and that survive torn writes."""
+
+import fcntl
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+class JsonLines:
+    """An append-only file of JSON objects, each with seq, time and attempt; several processes may append.
+
+    A line that a dying writer left torn is closed with a newline by the next one, and readers pass over it.
+    """
+
+    def __init__(self, path: Path, *, attempt: int) -> None:
+        self.path = path
+        self.attempt = attempt
+
+    def append(self, **fields: Any) -> None:
+        """Add one line. Numbers that are not finite become null, because JSON has none."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            torn, seq = _tail(file.fileno())
+            head = {"seq": seq + 1, "time": time.time(), "attempt": self.attempt}
+            line = json.dumps(head | {name: _finite(value) for name, value in fields.items()}, allow_nan=False)
+            os.write(file.fileno(), (b"\n" if torn else b"") + line.encode() + b"\n")
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a JSON lines file, in order; nothing where there is no file."""
+    if path.exists():
+        with path.open("rb") as file:
+            yield from filter(None, map(_parse_line, file))
+
+
+def _parse_line(line: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _tail(descriptor: int) -> tuple[bool, int]:
+    """Whether the file ends inside a line, and the seq of its last whole line."""
+    size = os.fstat(descriptor).st_size
+    window = 4096
+    while True:
+        start = max(size - window, 0)
+        lines = os.pread(descriptor, size - start, start).splitlines(keepends=True)
+        whole = [value for value in map(_parse_line, lines[1 if start else 0 :]) if value]
+        if whole or start == 0:
+            return bool(lines) and not lines[-1].endswith(b"\n"), whole[-1]["seq"] if whole else 0
+        window *= 4

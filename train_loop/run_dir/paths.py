@@ -1,0 +1,143 @@
+"""Where everything of a run lies, and reading and writing its JSON files."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from train_loop.run_dir.durable import local_path, write_durably
+from train_loop.run_dir.formats import Fence, Format, Manifest, Outcome, Stop
+from train_loop.spec import JobSpec, dump, parse_text
+
+T = TypeVar("T", bound=Format)
+
+
+@dataclass(frozen=True)
+class AttemptDir:
+    """attempts/<n>/ of a run directory."""
+
+    root: Path
+    number: int
+
+    @property
+    def events(self) -> Path:
+        """What happened, one JSON object a line."""
+        return self.root / "events.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per logged optimizer step."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        """Folder of driver.log and one log per rank."""
+        return self.root / "logs"
+
+    @property
+    def ray(self) -> Path:
+        """Ray Train's own bookkeeping; nothing of ours depends on it."""
+        return self.root / "ray"
+
+    def rank_log(self, rank: int) -> Path:
+        """The log of one rank."""
+        return self.logs / f"rank-{rank:05d}.log"
+
+    @property
+    def driver_log(self) -> Path:
+        """The log of the driver: preparing data, starting and restarting workers."""
+        return self.logs / "driver.log"
+
+    def outcome(self) -> Outcome | None:
+        """How the attempt ended; None while it has not said so."""
+        return _read(self.root / "outcome.json", Outcome)
+
+    def write_outcome(self, outcome: Outcome) -> None:
+        """Say how the attempt ended, durably."""
+        write_durably(self.root / "outcome.json", outcome.model_dump_json(indent=2))
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """`<storage>/<project>/<job_id>/`."""
+
+    root: Path
+
+    @classmethod
+    def at(cls, uri: str) -> "RunDir":
+        """The run directory at a file:// URI or a plain path. Raises ValueError for another scheme."""
+        return cls(local_path(uri))
+
+    def attempt(self, number: int) -> AttemptDir:
+        """One attempt's folder; it need not exist yet."""
+        return AttemptDir(self.root / "attempts" / str(number), number)
+
+    def attempts(self) -> list[AttemptDir]:
+        """The attempts that have begun, oldest first."""
+        folder = self.root / "attempts"
+        numbers = [int(p.name) for p in folder.iterdir() if p.name.isdigit()] if folder.is_dir() else []
+        return [self.attempt(number) for number in sorted(numbers)]
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.root / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        """The folder of a committed checkpoint."""
+        return self.checkpoints / f"step-{step:08d}"
+
+    def checkpoint_in_progress(self, step: int, attempt: int) -> Path:
+        """The folder into which an attempt writes a checkpoint before it is committed."""
+        return self.checkpoints / f"step-{step:08d}.tmp-{attempt}"
+
+    def manifests(self) -> dict[int, Manifest]:
+        """Manifests of what claims to be a checkpoint, by step; whether the files still match is for a verifier."""
+        found = {path: _read(path / "manifest.json", Manifest) for path in self.checkpoints.glob("step-????????")}
+        return {m.step: m for path, m in sorted(found.items()) if m is not None and path == self.checkpoint(m.step)}
+
+    @property
+    def cache(self) -> Path:
+        """Prepared data of all jobs on this storage: `<storage>/_cache`."""
+        return self.root.parent.parent / "_cache"
+
+    @property
+    def data(self) -> Path:
+        """The pointer to the prepared data, which jobs share."""
+        return self.root / "data" / "dataset.json"
+
+    def spec(self) -> JobSpec:
+        """The resolved spec. Raises FileNotFoundError, SpecError."""
+        return parse_text((self.root / "spec.json").read_bytes())
+
+    def write_spec(self, spec: JobSpec) -> None:
+        """Write the resolved spec, once; the same one again is no change. Raises ValueError for another one."""
+        path = self.root / "spec.json"
+        if not path.exists():
+            write_durably(path, dump(spec))
+        elif self.spec() != spec:
+            raise ValueError(f"{path} holds another spec; a run directory belongs to one job, choose a new one")
+
+    def fence(self) -> int:
+        """The attempt that may commit; 0 where none was set."""
+        fence = _read(self.root / "control" / "fence.json", Fence)
+        return fence.attempt if fence else 0
+
+    def write_fence(self, attempt: int) -> None:
+        """Shut out every attempt older than this one."""
+        write_durably(self.root / "control" / "fence.json", Fence(attempt=attempt).model_dump_json())
+
+    def stop(self) -> Stop | None:
+        """What the service asks the running attempt to do, if anything."""
+        return _read(self.root / "control" / "stop.json", Stop)
+
+    def write_stop(self, stop: Stop) -> None:
+        """Ask the running attempt to stop at its next step."""
+        write_durably(self.root / "control" / "stop.json", stop.model_dump_json())
+
+
+def _read(path: Path, kind: type[T]) -> T | None:
+    """A JSON file of the run directory; None where it is missing or no such thing."""
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
