@@ -5,6 +5,7 @@ Prepares the data, runs the worker group and restarts it after faults, and says 
 
 import argparse
 import logging
+import math
 import os
 import traceback
 from typing import Any
@@ -97,7 +98,7 @@ def fit(spec: JobSpec, run_dir: RunDir, attempt: AttemptDir, journal: Journal) -
         train_loop_config={"run_dir": str(run_dir.root), "attempt": attempt.number},
         torch_config=TorchConfig(
             backend="cpu:gloo,cuda:nccl" if resources.get("GPU") else "gloo",
-            timeout_s=int(spec.failure.hang_timeout_seconds),
+            timeout_s=math.ceil(spec.failure.hang_timeout_seconds),
         ),
         scaling_config=ScalingConfig(
             num_workers=spec.scaling.world,

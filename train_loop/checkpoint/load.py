@@ -3,6 +3,7 @@
 import pickle
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from train_loop.assemble import Run
@@ -29,7 +30,10 @@ def restore(run: Run) -> None:
     same_world = manifest.world == dist.get_world_size()
     if same_world:
         values[rng_key(run.mesh.rank)] = b""
-    load(values, checkpoint_id=run_dir.checkpoint(manifest.step))
+    try:
+        load(values, checkpoint_id=run_dir.checkpoint(manifest.step))
+    except CheckpointException as error:  # no Exception, so that nobody would log it
+        raise RuntimeError(f"the checkpoint of step {manifest.step} verifies and does not load: {error}") from error
     put_back(state, values)
     if same_world:
         set_rng_state(pickle.loads(values[rng_key(run.mesh.rank)]))

@@ -7,6 +7,7 @@ from time import perf_counter
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
@@ -47,7 +48,6 @@ class Saver:
         """
         self.wait()
         folder = self.run_dir.checkpoint_in_progress(draft.step, self.attempt)
-        folder.mkdir(parents=True, exist_ok=True)
         started = perf_counter()
         written = async_save(tensors, storage_writer=FileSystemWriter(folder), process_group=self.group)
         self._pending = self._thread.submit(self._finish, written, folder, draft, started)
@@ -69,7 +69,7 @@ class Saver:
     def _finish(self, written: Any, folder: Path, draft: Manifest, started: float) -> str | None:
         """Hear every rank say that its files are durable; then rank 0 commits. All ranks end alike."""
         words = self._tell_all(_durable_files_or_fault(written, folder, dist.get_rank(self.group)))
-        fault: Any = "; ".join(word for word in words if isinstance(word, str)) or None
+        fault: Any = "; ".join(dict.fromkeys(word for word in words if isinstance(word, str))) or None
         if fault is None and dist.get_rank(self.group) == 0:
             manifest = draft.model_copy(update={"files": {name: f for word in words for name, f in word.items()}})
             fault = self._commit_or_fault(folder, manifest, started)
@@ -95,7 +95,7 @@ class Saver:
             self.journal.event("checkpoint_committed", step=manifest.step, bytes=manifest.bytes, seconds=seconds)
             keep_newest(self.run_dir, self.keep_last)
         except OSError as error:
-            return f"{type(error).__name__}: {error}"
+            return _name(error)
         return None
 
 
@@ -120,8 +120,14 @@ def _durable_files_or_fault(written: Any, folder: Path, rank: int) -> dict[str, 
             _sync_file(folder / name)
         sync_folder(folder)
         return {name: describe_file(folder / name) for name in names}
+    except CheckpointException as error:  # DCP's word to every rank of what went wrong on some; no Exception
+        return "; ".join(f"rank {failed}: {_name(cause)}" for failed, (cause, _) in sorted(error.failures.items()))
     except Exception as error:
-        return f"rank {rank}: {type(error).__name__}: {error}"
+        return f"rank {rank}: {_name(error)}"
+
+
+def _name(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _sync_file(path: Path) -> None:
