@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: setup demo test serve check format bench
+.PHONY: setup demo test serve check format
 .DEFAULT_GOAL := setup
 
 setup: $(INSTALLED)

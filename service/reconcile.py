@@ -43,14 +43,16 @@ class Reconciler:
         """Pass after pass until stopped. A pass that fails is logged, and the next one tries again."""
         while not stopped.is_set():
             try:
-                self.run_once()
+                self.run_once(stopped)
             except Exception:
                 log.exception("reconcile_pass_failed")
             stopped.wait(interval)
 
-    def run_once(self) -> None:
+    def run_once(self, stopped: threading.Event | None = None) -> None:
         """Let every job take the steps that are due. One job's trouble does not hold up the others."""
         for job in self.store.live():
+            if stopped is not None and stopped.is_set():
+                return
             try:
                 self._steps(job.id)
             except Exception:

@@ -95,7 +95,7 @@ class Jobs:
             plan = plan_job(spec)
         except SpecError as error:
             raise InvalidSpec(error.problems) from error
-        starves = data_starves(spec.scaling, self.cluster.capacity() or {})
+        starves = data_starves(spec.scaling, self.cluster.capacity())
         problems = [*([starves] if starves else []), *self.preflight.check(spec)]
         if problems:
             raise InvalidSpec(problems)

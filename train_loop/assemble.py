@@ -36,7 +36,7 @@ class Run:
 def build_run(spec: JobSpec, session: Session, dataset: Dataset) -> Run:
     """Meta model → Ulysses → FSDP2 → weights → optimizer: each needs the one before. A collective call."""
     plan = plan_job(spec)
-    mesh = build_mesh(plan.mesh, local_device(session.local_rank))
+    mesh = build_mesh(plan.mesh, local_device(session.local_rank), timeout=session.timeout)
     model = build_model(spec.model)
     blueprint = copy.deepcopy(model)
     ulysses = parallelize(model, mesh, spec)

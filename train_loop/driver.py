@@ -7,17 +7,20 @@ import argparse
 import logging
 import math
 import os
+import sys
 import traceback
+from datetime import timedelta
 from typing import Any
 
 import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback, get_context
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from train_loop.data.cache import load_pointer
 from train_loop.data.dataset import Dataset
 from train_loop.data.prepare import prepare
 from train_loop.data.stream import ray_stream
-from train_loop.errors import UserError
+from train_loop.errors import FencedError, UserError
 from train_loop.journal import Journal
 from train_loop.logs import log_to
 from train_loop.run_dir import AttemptDir, Outcome, RunDir, read_lines, write_durably
@@ -59,6 +62,7 @@ def main() -> None:
     outcome = run_attempt(run_dir, attempt, journal)
     journal.event("finished", **outcome.model_dump(exclude_none=True))
     attempt.write_outcome(outcome)
+    sys.exit(1 if outcome.result == "failed" else 0)
 
 
 def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outcome:
@@ -66,11 +70,13 @@ def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outco
     try:
         ray.init(address="auto", logging_level=logging.WARNING)
         spec = run_dir.spec()
-        dataset = prepare(spec, run_dir.cache, journal.event)
-        write_durably(run_dir.data, dataset.model_dump_json(indent=2))
+        dataset = _dataset(spec, run_dir, journal)
         journal.event("prepared", dataset=dataset.fingerprint, samples=dataset.samples, tokens=dataset.tokens)
         fit(spec, run_dir, attempt, journal)
-        return Outcome.model_validate(_last_word(attempt))
+        end = _last_word(attempt)
+        if end is None:
+            raise RuntimeError("the workers ended without saying how; their logs lie beside this one")
+        return Outcome.model_validate(end)
     except KeyboardInterrupt:
         stop = run_dir.stop()
         if stop is not None:
@@ -79,6 +85,15 @@ def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outco
     except Exception as error:
         log.exception("the attempt failed")
         return failure(error)
+
+
+def _dataset(spec: JobSpec, run_dir: RunDir, journal: Journal) -> Dataset:
+    """The samples of the run: those of its first attempt, whatever has become of the files since."""
+    dataset = load_pointer(run_dir)
+    if dataset is None:
+        dataset = prepare(spec, run_dir.cache, journal.event)
+        write_durably(run_dir.data, dataset.model_dump_json(indent=2))
+    return dataset
 
 
 def failure(error: BaseException) -> Outcome:
@@ -120,6 +135,7 @@ def fit(spec: JobSpec, run_dir: RunDir, attempt: AttemptDir, journal: Journal) -
 def _work(config: dict[str, Any]) -> None:
     """One worker: the loop in the place that Ray Train gave it."""
     context, run_dir = get_context(), RunDir.at(config["run_dir"])
+    spec = run_dir.spec()
     session = Session(
         rank=context.get_world_rank(),
         world=context.get_world_size(),
@@ -127,21 +143,28 @@ def _work(config: dict[str, Any]) -> None:
         attempt=config["attempt"],
         run_dir=run_dir,
         open_stream=ray_stream,
+        timeout=timedelta(seconds=spec.failure.hang_timeout_seconds),
     )
-    log_to(run_dir.attempt(session.attempt).rank_log(session.rank))
+    attempt = run_dir.attempt(session.attempt)
+    log_to(attempt.rank_log(session.rank))
+    if _last_word(attempt) is not None:
+        # Ray Train starts the group again after any error. This one will not go away: there is nothing to do.
+        return
     try:
-        train(run_dir.spec(), session, Dataset.model_validate_json(run_dir.data.read_bytes()))
+        train(spec, session, Dataset.model_validate_json(run_dir.data.read_bytes()))
+    except (UserError, FencedError) as error:
+        log.exception("rank %d failed", session.rank)
+        Journal(attempt).event("training_ended", result="failed", code=error.code, reason=str(error).partition("\n")[0])
+        raise
     except Exception:
         log.exception("rank %d failed", session.rank)
         raise
 
 
-def _last_word(attempt: AttemptDir) -> dict[str, Any]:
-    """How rank 0 said that training ended."""
+def _last_word(attempt: AttemptDir) -> dict[str, Any] | None:
+    """How the workers said that training ended; None while they have not."""
     ends = [line for line in read_lines(attempt.events) if line.get("event") == "training_ended"]
-    if not ends:
-        raise RuntimeError("the workers ended without saying how; their logs lie beside this one")
-    return ends[-1]
+    return ends[0] if ends else None
 
 
 def _reason(error: BaseException) -> str:

@@ -1,4 +1,10 @@
-"""Errors whose cause is what the user asked for: trying again does not help."""
+"""Errors that trying again does not help against."""
+
+
+class FencedError(RuntimeError):
+    """A newer attempt has taken over: this one must not commit anything any more, and ends."""
+
+    code = "fenced"
 
 
 class UserError(ValueError):

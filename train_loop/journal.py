@@ -1,11 +1,8 @@
 """What a run tells the world: events and metrics in the run directory, written by rank 0 or the driver."""
 
-from collections.abc import Callable
 from typing import Any
 
 from train_loop.run_dir import AttemptDir, JsonLines
-
-Report = Callable[..., None]
 
 
 class Journal:

@@ -1,7 +1,7 @@
-"""All that can be said of a spec's data before anything runs; called by the service as a process of its own.
+"""All that can be said of a spec's data and model before anything runs; the service calls it as a helper process.
 
 Reads {"spec": …, "roots": […]} on standard input and prints {"problems": [{"pointer", "message"}]}. A process of its
-own, because a damaged file may crash the library that opens it. Torch-free.
+own, because a damaged file may crash the library that opens it, and torch takes memory that the service need not have.
 """
 
 import json
@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from train_loop.data.sources import check_allowed, check_columns, is_empty, list_files
-from train_loop.errors import DataError
+from train_loop.errors import DataError, ModelError
+from train_loop.model.build import build_model
 from train_loop.run_dir import local_path
 from train_loop.spec import JobSpec, Problem, parse
 
@@ -28,11 +29,19 @@ def check_data(spec: JobSpec, roots: Sequence[str]) -> list[Problem]:
         problems.append(Problem("/data/train/path", str(error)))
     else:
         try:
-            for file in {file.format: file for file in reversed(files) if not is_empty(file)}.values():
-                check_columns(file, spec.data)
+            check_columns(next(file for file in files if not is_empty(file)), spec.data)
         except DataError as error:
             problems.append(Problem("/data/columns", str(error)))
     return problems + _tokenizer_problems(spec, roots)
+
+
+def check_model(spec: JobSpec) -> list[Problem]:
+    """The problems with a spec's model, found by building it on the meta device, which takes no memory."""
+    try:
+        build_model(spec.model)
+    except ModelError as error:
+        return [Problem("/model/config", str(error))]
+    return []
 
 
 def _tokenizer_problems(spec: JobSpec, roots: Sequence[str]) -> list[Problem]:
@@ -52,7 +61,8 @@ def _tokenizer_problems(spec: JobSpec, roots: Sequence[str]) -> list[Problem]:
 def main() -> None:
     """Answer one question on standard input."""
     question = json.load(sys.stdin)
-    problems = check_data(parse(question["spec"]), question["roots"])
+    spec = parse(question["spec"])
+    problems = [*check_data(spec, question["roots"]), *check_model(spec)]
     json.dump({"problems": [{"pointer": p.pointer, "message": p.message} for p in problems]}, sys.stdout)
 
 

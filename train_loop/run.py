@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from train_loop.data.cache import default_cache, find_dataset
+from train_loop.data.cache import default_cache, find_dataset, load_pointer
 from train_loop.data.reader import local_stream
-from train_loop.run_dir import RunDir
+from train_loop.logs import log_to
+from train_loop.run_dir import RunDir, write_durably
 from train_loop.session import Session
 from train_loop.spec import JobSpec, parse_text
 from train_loop.worker import train
@@ -30,12 +31,25 @@ def main() -> None:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=spec.failure.hang_timeout_seconds))
     try:
-        session = _session(spec, RunDir.at(arguments.run_dir))
-        outcome = train(spec, session, find_dataset(spec, arguments.cache))
-        if session.rank == 0:
-            session.run_dir.attempt(session.attempt).write_outcome(outcome)
+        run(spec, _session(spec, RunDir.at(arguments.run_dir)), arguments.cache)
     finally:
         dist.destroy_process_group()
+
+
+def run(spec: JobSpec, session: Session, cache: Path) -> None:
+    """Train, log as in the product, and acknowledge the end."""
+    run_dir = session.run_dir
+    log_to(run_dir.attempt(session.attempt).rank_log(session.rank))
+    dataset = load_pointer(run_dir) or find_dataset(spec, cache)
+    # Nobody may look for the pointer after somebody has written it: all ranks read the same samples.
+    dist.barrier()
+    if session.rank == 0:
+        write_durably(run_dir.data, dataset.model_dump_json(indent=2))
+    outcome = train(spec, session, dataset)
+    if session.rank == 0:
+        run_dir.attempt(session.attempt).write_outcome(outcome)
+        # Obeyed and acknowledged: the next start on this directory goes on.
+        run_dir.stop_file.unlink(missing_ok=True)
 
 
 def _session(spec: JobSpec, run_dir: RunDir) -> Session:
@@ -49,6 +63,7 @@ def _session(spec: JobSpec, run_dir: RunDir) -> Session:
         attempt=1,
         run_dir=run_dir,
         open_stream=local_stream,
+        timeout=timedelta(seconds=spec.failure.hang_timeout_seconds),
     )
 
 

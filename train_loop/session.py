@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 
 from train_loop.data.dataset import Rows
 from train_loop.data.reader import StreamPlan
@@ -21,3 +22,5 @@ class Session:
     attempt: int
     run_dir: RunDir
     open_stream: OpenStream
+    timeout: timedelta = timedelta(minutes=30)
+    """How long a collective may wait."""

@@ -99,12 +99,13 @@ def _queued(job: Job, seen: Seen, now: float, retry: Retry) -> Decision:
 
 def _active(job: Job, seen: Seen, now: float, retry: Retry) -> Decision:
     attempt = job.attempts[-1]
+    # An outcome is the attempt's own word, and needs no cluster to confirm it.
+    if attempt.ended_at is None and seen.outcome is not None:
+        return Decision(_ended(job, seen.outcome, now, retry))
     if seen.submission is Submission.UNKNOWN:
         return Decision(job)
     if attempt.ended_at is not None:
         return _between_attempts(job, seen, now)
-    if seen.outcome is not None:
-        return Decision(_ended(job, seen.outcome, now, retry))
     if seen.submission is Submission.MISSING and attempt.submitted_at is None:
         return Decision(_because(job.mark_submitted(now=now), _last_failure(job)), Effect.SUBMIT)
     if not seen.submission.alive:
@@ -162,14 +163,17 @@ def _cancelling(job: Job, seen: Seen, now: float, retry: Retry) -> Decision:
     attempt, stop = job.attempt, wanted_stop(job)
     if attempt is None or attempt.ended_at is not None:
         return Decision(job.move(JobState.CANCELLED, now=now))
-    # Written before anything else, so that a driver on its way up finds it too.
-    if seen.stop != stop:
+    if seen.outcome is not None:
+        return Decision(_cancelled(job, seen.outcome, now))
+    late = stop is not None and stop.deadline is not None and now >= stop.deadline
+    # Written before anything else, so that a driver on its way up finds it too; but a disk that is full for ever must
+    # not keep a job alive for ever.
+    if seen.stop != stop and not late:
         return Decision(job, Effect.ASK_TO_STOP)
     if seen.submission is Submission.UNKNOWN:
         return Decision(job)
-    if seen.outcome is not None or not seen.submission.alive:
-        return Decision(_cancelled(job, seen.outcome, now))
-    late = stop is not None and stop.deadline is not None and now >= stop.deadline
+    if not seen.submission.alive:
+        return Decision(_cancelled(job, None, now))
     return Decision(job, Effect.STOP_NOW if late else None)
 
 

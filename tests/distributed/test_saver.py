@@ -4,6 +4,7 @@ import errno
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -32,8 +33,8 @@ def a_run(folder: Path) -> Run:
     return build_run(job, session, find_dataset(job, folder))
 
 
-def a_saver(run: Run, keep_last: int = 2) -> Saver:
-    return Saver(run.session, run.journal, keep_last, asynchronous=True)
+def a_saver(run: Run, *, asynchronous: bool = True) -> Saver:
+    return Saver(run.session, run.journal, 2, asynchronous=asynchronous)
 
 
 def whole(run: Run) -> dict[str, Tensor]:
@@ -62,10 +63,10 @@ def test_a_checkpoint_holds_the_step_it_was_taken_at(tmp_path: Path) -> None:
     assert on_ranks(2, save_and_train_on, tmp_path) == [True, True]
 
 
-def save_on_a_full_disk(folder: Path) -> list[Any]:
+def save_on_a_full_disk(folder: Path, asynchronous: bool) -> list[Any]:
     """One rank's disk is full at the first save; what the second save and the end say."""
     run = a_run(folder)
-    saver = a_saver(run)
+    saver = a_saver(run, asynchronous=asynchronous)
     tensors = tensors_to_save(run)
     if dist.get_rank() == 1:
         tensors["fault"] = _Unwritable()
@@ -94,9 +95,10 @@ class _Unwritable:
         return self
 
 
-def test_a_failed_save_is_told_on_every_rank_and_the_next_one_succeeds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_failed_save_is_told_on_every_rank_and_the_next_one_succeeds(tmp_path: Path, asynchronous: bool) -> None:
     write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=384)
-    for first, second, last in on_ranks(2, save_on_a_full_disk, tmp_path):
+    for first, second, last in on_ranks(2, save_on_a_full_disk, tmp_path, asynchronous):
         assert "checkpoint of step 1 was not committed" in first
         assert "No space left on device" in first
         assert second is None
@@ -105,3 +107,4 @@ def test_a_failed_save_is_told_on_every_rank_and_the_next_one_succeeds(tmp_path:
     assert sorted(run_dir.manifests()) == [2]
     events = [(event["event"], event["step"]) for event in read_lines(run_dir.attempt(1).events)]
     assert events == [("checkpoint_failed", 1), ("checkpoint_committed", 2), ("checkpoint_failed", 3)]
+    assert [path.name for path in run_dir.checkpoints.iterdir()] == ["step-00000002"], "what failed was left behind"

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from tests.support.ranks import on_ranks
 from tests.support.specs import TINY, spec
+from train_loop.errors import ModelError
 from train_loop.model.build import build_model
 from train_loop.parallel.ulysses import apply_ulysses, heads_to_seq, seq_to_heads
 
@@ -48,7 +49,7 @@ def bypassed() -> str:
     assert ulysses is not None
     try:
         ulysses.check_active(sequence_length=32)
-    except RuntimeError as error:
+    except ModelError as error:
         return str(error)
     return ""
 

@@ -18,10 +18,12 @@ from tests.support.waiting import wait_for
 from train_loop.run_dir import RunDir, read_lines
 
 
-def write_tokens(path: Path, *, rows: int, length: int, vocab: int) -> None:
-    """A Parquet file of random, already tokenised samples."""
-    ids = np.random.default_rng(0).integers(0, vocab, (rows, length)).astype(np.int32)
-    pq.write_table(pa.table({"ids": ids.tolist()}), path)
+def write_tokens(path: Path, *, rows: int, length: int | tuple[int, int], vocab: int) -> None:
+    """A Parquet file of random, already tokenised samples, of one length or of any between two."""
+    draw = np.random.default_rng(0)
+    shortest, longest = length if isinstance(length, tuple) else (length, length)
+    lengths = draw.integers(shortest, longest + 1, rows)
+    pq.write_table(pa.table({"ids": [draw.integers(0, vocab, n).astype(np.int32).tolist() for n in lengths]}), path)
 
 
 def start(spec: dict[str, Any], run_dir: Path, world: int) -> subprocess.Popen[str]:

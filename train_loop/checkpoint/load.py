@@ -1,6 +1,9 @@
 """Resuming: the newest checkpoint that verifies, loaded at any world size."""
 
+import itertools
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -8,10 +11,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from train_loop.assemble import Run
 from train_loop.checkpoint.contents import put_back, rng_key, tensors_of
-from train_loop.checkpoint.manifest import newest_verified
-from train_loop.checkpoint.retention import remove_leftovers
-from train_loop.journal import Journal
-from train_loop.run_dir import Manifest, RunDir
+from train_loop.checkpoint.manifest import verify
+from train_loop.checkpoint.retention import put_aside, remove_leftovers
+from train_loop.checkpoint.save import check_fence
+from train_loop.errors import DataError, FencedError
+from train_loop.run_dir import Manifest
 from train_loop.state import seed_generators, set_rng_state
 
 
@@ -21,10 +25,11 @@ def restore(run: Run) -> None:
     A newer one that does not verify is reported and passed over. Nothing is unpickled before its hash was checked.
     """
     state, run_dir = run.state, run.session.run_dir
-    manifest = _agree_on_newest(run_dir, run.journal)
+    manifest = _agree_on_newest(run)
     seed_generators(run.spec.training.seed, step=manifest.step if manifest else 0, rank=run.mesh.rank)
     if manifest is None:
         return
+    _check_same_data(run, manifest)
     values = tensors_of(state)
     # Generators belong to ranks: with another number of them, they start anew from (seed, step, rank).
     same_world = manifest.world == dist.get_world_size()
@@ -41,12 +46,51 @@ def restore(run: Run) -> None:
     state.consumed = run.order.order.consumed(manifest.position)
 
 
-def _agree_on_newest(run_dir: RunDir, journal: Journal) -> Manifest | None:
-    answer: list[Manifest | None] = [None]
+def _check_same_data(run: Run, manifest: Manifest) -> None:
+    if manifest.dataset != run.dataset.fingerprint:
+        raise DataError(
+            f"the checkpoint of step {manifest.step} was trained on dataset {manifest.dataset[:12]} and this run reads "
+            f"{run.dataset.fingerprint[:12]}; a position in one means nothing in the other, so put the files back or "
+            "start a new run"
+        )
+
+
+def _agree_on_newest(run: Run) -> Manifest | None:
+    """The newest checkpoint that verifies, the hashing shared out over all ranks; rejected ones are put aside.
+
+    Aside, because retention counts by step, and would keep one that is of no use instead of a good one.
+    """
+    for manifest in _ask_rank_0(lambda: _candidates(run)):
+        mine = list(manifest.files)[run.mesh.rank :: run.session.world]
+        faults: list[Any] = [None] * run.session.world
+        dist.all_gather_object(faults, verify(run.session.run_dir.checkpoint(manifest.step), manifest, mine))
+        rejected = list(itertools.chain.from_iterable(faults))
+        if not rejected:
+            return manifest
+        if run.mesh.rank == 0:
+            run.journal.event("checkpoint_rejected", step=manifest.step, reason="; ".join(rejected))
+            put_aside(run.session.run_dir.checkpoint(manifest.step), run.session.attempt)
+    return None
+
+
+def _candidates(run: Run) -> list[Manifest]:
+    """What claims to be a checkpoint, newest first, after a look at the fence and a clean-up."""
+    run_dir, attempt = run.session.run_dir, run.session.attempt
+    check_fence(run_dir, attempt)
+    remove_leftovers(run_dir, attempt)
+    return [manifest for _, manifest in sorted(run_dir.manifests().items(), reverse=True)]
+
+
+def _ask_rank_0(question: Callable[[], list[Manifest]]) -> list[Manifest]:
+    """What rank 0 finds, or the error that it met, on every rank."""
+    answer: list[Any] = [None]
     if dist.get_rank() == 0:
-        remove_leftovers(run_dir)
-        answer[0], rejected = newest_verified(run_dir)
-        for step, faults in rejected.items():
-            journal.event("checkpoint_rejected", step=step, reason="; ".join(faults))
+        try:
+            answer[0] = question()
+        except (OSError, FencedError) as error:
+            answer[0] = error
     dist.broadcast_object_list(answer, src=0)
-    return answer[0]
+    if isinstance(answer[0], Exception):
+        raise answer[0]
+    found: list[Manifest] = answer[0]
+    return found

@@ -1,6 +1,7 @@
 """What makes a folder of files a checkpoint: a manifest that matches every one of them. Torch-free."""
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
 from train_loop.run_dir import CheckpointFile, Manifest, RunDir
@@ -14,11 +15,11 @@ def describe_file(path: Path) -> CheckpointFile:
         return CheckpointFile(size=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
 
 
-def verify(folder: Path, manifest: Manifest) -> list[str]:
-    """What is wrong with a checkpoint's files; nothing if all are there with the sizes and hashes of the manifest."""
+def verify(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) -> list[str]:
+    """What is wrong with a checkpoint's files, or with the named ones; nothing if all have their sizes and hashes."""
     faults = []
-    for name, expected in manifest.files.items():
-        path = folder / name
+    for name in manifest.files if names is None else names:
+        path, expected = folder / name, manifest.files[name]
         if not path.is_file():
             faults.append(f"{name} is missing")
         elif path.stat().st_size != expected.size:

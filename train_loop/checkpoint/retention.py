@@ -14,13 +14,24 @@ def keep_newest(run_dir: RunDir, count: int) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint, its manifest first, so that a crash in between leaves no half of one that looks whole."""
+    """Remove a checkpoint, its manifest first, so that a crash in between leaves nothing that looks like one."""
     (folder / NAME).unlink(missing_ok=True)
     sync_folder(folder)
     shutil.rmtree(folder)
 
 
-def remove_leftovers(run_dir: RunDir) -> None:
-    """Remove what saves of dead processes left behind uncommitted."""
-    for folder in run_dir.checkpoints.glob("step-*.tmp-*"):
-        shutil.rmtree(folder)
+def put_aside(folder: Path, attempt: int) -> None:
+    """Take a checkpoint that was rejected out of the ledger, and keep its files for whoever wants to know why."""
+    aside = folder.with_name(f"{folder.name}.rejected-{attempt}")
+    if aside.exists():
+        shutil.rmtree(aside)
+    folder.rename(aside)
+    sync_folder(folder.parent)
+
+
+def remove_leftovers(run_dir: RunDir, attempt: int) -> None:
+    """Remove what dead processes of this attempt, or of an older one, left half saved or half removed."""
+    for folder in run_dir.checkpoints.glob("step-*"):
+        _, unfinished, owner = folder.name.partition(".tmp-")
+        if int(owner) <= attempt if unfinished else not (folder / NAME).exists():
+            shutil.rmtree(folder)

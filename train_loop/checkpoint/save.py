@@ -1,6 +1,7 @@
 """Saving without stopping the loop: stage, write, hash and commit behind its back, one save at a time."""
 
 import os
+import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter
@@ -13,13 +14,10 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from train_loop.checkpoint.manifest import NAME, describe_file
 from train_loop.checkpoint.retention import keep_newest, remove
+from train_loop.errors import FencedError
 from train_loop.journal import Journal
-from train_loop.run_dir import CheckpointFile, Manifest, sync_folder, write_durably
+from train_loop.run_dir import CheckpointFile, Manifest, RunDir, sync_folder, write_durably
 from train_loop.session import Session
-
-
-class FencedError(RuntimeError):
-    """A newer attempt has taken over: this one must not commit anything any more."""
 
 
 class SaveError(RuntimeError):
@@ -36,9 +34,10 @@ class Saver:
         self.keep_last = keep_last
         self.asynchronous = asynchronous
         # A group of its own: its collectives run in a thread beside the loop's.
-        self.group = dist.new_group(backend="gloo")
+        self.group = dist.new_group(backend="gloo", timeout=session.timeout)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[str | None] | None = None
+        self._fault: str | None = None
 
     def save(self, tensors: dict[str, Any], draft: Manifest) -> None:
         """Start saving `tensors` as what `draft` describes, once the save before it has ended; a collective call.
@@ -55,12 +54,14 @@ class Saver:
             self.wait()
 
     def wait(self) -> str | None:
-        """Wait for the save in flight; why it failed, if it did, the same on every rank. Raises FencedError."""
+        """Wait for the save in flight; why the last one failed, if it did, on every rank. Raises FencedError."""
         pending, self._pending = self._pending, None
-        return pending.result() if pending is not None else None
+        if pending is not None:
+            self._fault = pending.result()
+        return self._fault
 
     def close(self) -> None:
-        """Wait for the save in flight. Raises SaveError where it failed: it was the last one."""
+        """Wait for the save in flight. Raises SaveError where the last one failed."""
         fault = self.wait()
         self._thread.shutdown()
         if fault is not None:
@@ -78,6 +79,9 @@ class Saver:
             raise fault
         if fault is not None:
             self.journal.event("checkpoint_failed", step=draft.step, reason=fault)
+            if dist.get_rank(self.group) == 0:
+                # What is left of it may be what fills the disk.
+                shutil.rmtree(folder, ignore_errors=True)
         return fault and f"the checkpoint of step {draft.step} was not committed: {fault}"
 
     def _tell_all(self, word: Any) -> list[Any]:
@@ -86,17 +90,24 @@ class Saver:
         return words
 
     def _commit_or_fault(self, folder: Path, manifest: Manifest, started: float) -> FencedError | str | None:
-        fence = self.run_dir.fence()
-        if fence > self.attempt:
-            return FencedError(f"attempt {fence} has taken over from attempt {self.attempt}, which ends here")
         try:
+            check_fence(self.run_dir, self.attempt)
             commit(folder, self.run_dir.checkpoint(manifest.step), manifest)
             seconds = round(perf_counter() - started, 3)
             self.journal.event("checkpoint_committed", step=manifest.step, bytes=manifest.bytes, seconds=seconds)
             keep_newest(self.run_dir, self.keep_last)
+        except FencedError as error:
+            return error
         except OSError as error:
             return _name(error)
         return None
+
+
+def check_fence(run_dir: RunDir, attempt: int) -> None:
+    """Raise FencedError where a newer attempt has taken over."""
+    fence = run_dir.fence()
+    if fence > attempt:
+        raise FencedError(f"attempt {fence} has taken over from attempt {attempt}, which ends here")
 
 
 def commit(folder: Path, final: Path, manifest: Manifest) -> None:

@@ -10,7 +10,7 @@ from train_loop.data.dataset import Dataset, ShardFile
 from train_loop.data.sources import SourceFile, list_files, parquet_rows
 from train_loop.errors import DataError
 from train_loop.plan import read_shape
-from train_loop.run_dir import local_path
+from train_loop.run_dir import RunDir, local_path
 from train_loop.spec import JobSpec
 
 FORMAT = 1
@@ -38,6 +38,14 @@ def load(folder: Path) -> Dataset | None:
     """The prepared dataset in a folder of the cache, if it was committed."""
     try:
         return Dataset.model_validate_json((folder / "dataset.json").read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+def load_pointer(run_dir: RunDir) -> Dataset | None:
+    """The samples that a run has begun with, whatever has become of the files since."""
+    try:
+        return Dataset.model_validate_json(run_dir.data.read_bytes())
     except FileNotFoundError:
         return None
 

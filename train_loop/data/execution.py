@@ -9,6 +9,8 @@ def ordered_context() -> DataContext:
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
     context.print_on_execution_start = False
+    # A block that Ray Data cut in two would break the order in which blocks are dealt out.
+    context.target_max_block_size = None
     # What is wrong with somebody's data must arrive as what it is, and not as a function that failed.
     context.raise_original_map_exception = True
     return context

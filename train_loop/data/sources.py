@@ -101,6 +101,8 @@ def _match(pattern: str) -> list[Path]:
 
 
 def _local(uri: str) -> Path:
+    if ".." in Path(uri).parts:
+        raise DataError(f"{uri} goes up by '..'; write the path that it comes to")
     if uri.startswith(STDLIB):
         return _stdlib_root() / uri.removeprefix(STDLIB)
     if "://" not in uri and not os.path.isabs(uri):

@@ -23,7 +23,9 @@ from train_loop.data.reader import StreamPlan
 from train_loop.plan import MeshPlan
 
 _BLOCK_STEPS = 8
-"""Steps in one block: a task for every step would spend more on tasks than on rows."""
+"""Steps in one block, at most: a task for every step would spend more on tasks than on rows."""
+_BLOCK_BYTES = 32 * 2**20
+"""A block is no larger than this, unless a single step is."""
 _PLAN_BLOCKS = 512
 """Blocks per rank in one plan; a longer run is several plans, so that none grows with the run."""
 
@@ -36,7 +38,7 @@ def ray_stream(plan: StreamPlan, mesh: MeshPlan, rank: int) -> Iterator[Rows | N
     leads = mesh.sequence_rank(rank) == 0
     done = 0
     while done < plan.steps:
-        steps = min(plan.steps - done, _PLAN_BLOCKS * _BLOCK_STEPS)
+        steps = min(plan.steps - done, _PLAN_BLOCKS * block_steps(plan))
         splits = _share_splits(plan, plan.start + done * plan.order.global_batch, steps, rank)
         rows = by_step(splits[mesh.data_rank(rank)], plan.order.per_rank) if leads else itertools.repeat(None)
         yield from itertools.islice(rows, steps)
@@ -56,7 +58,7 @@ def open_splits(plan: StreamPlan, start: int, steps: int) -> list[DataIterator]:
     # What the workers hold is taken; Ray Data would count it as its own and start tasks that never run.
     free = ExecutionResources(cpu=max(ray.available_resources().get("CPU", 0), 1))
     ordered_context().execution_options.resource_limits = free
-    blocks = math.ceil(steps / _BLOCK_STEPS) * plan.order.dp
+    blocks = math.ceil(steps / block_steps(plan)) * plan.order.dp
     data = ray.data.range(blocks, override_num_blocks=blocks).map_batches(
         _read_block, batch_size=None, fn_kwargs={"plan": plan, "start": start}
     )
@@ -68,9 +70,15 @@ def _read_block(batch: dict[str, NDArray[np.int64]], plan: StreamPlan, start: in
     """Block k holds the rows of data rank k mod dp for the k div dp-th run of steps."""
     (block,) = batch["id"]
     run, data_rank = divmod(int(block), plan.order.dp)
-    first = start + run * _BLOCK_STEPS * plan.order.global_batch
-    ids = plan.order.rank_steps(first, _BLOCK_STEPS, data_rank)
+    first = start + run * block_steps(plan) * plan.order.global_batch
+    ids = plan.order.rank_steps(first, block_steps(plan), data_rank)
     return read_rows(plan.dataset, ids.reshape(-1)).to_arrow()
+
+
+def block_steps(plan: StreamPlan) -> int:
+    """Steps whose rows of one rank make up a block: three int32 a token."""
+    step_bytes = 12 * plan.order.per_rank * plan.dataset.sequence_length
+    return max(1, min(_BLOCK_STEPS, _BLOCK_BYTES // step_bytes))
 
 
 def by_step(split: DataIterator, per_rank: int) -> Iterator[Rows]:

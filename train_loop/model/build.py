@@ -1,32 +1,64 @@
 """A Hugging Face model without memory, and its random weights, the same at every world size."""
 
 import copy
+import difflib
 import hashlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from train_loop.errors import ModelError
 from train_loop.spec import ModelSpec
 
+_OLD_FIELDS = ("rope_theta", "rope_type", "partial_rotary_factor")
+"""Fields of transformers 4 that configs still carry and that transformers 5 converts."""
+
 
 def build_model(spec: ModelSpec) -> PreTrainedModel:
     """Build the model on the meta device: no memory, no weights. Raises ModelError."""
-    config = dict(spec.config or {})
     implementation = "sdpa" if spec.attn_implementation == "auto" else spec.attn_implementation
     try:
-        hf_config = AutoConfig.for_model(config.pop("model_type"), **config)
+        hf_config = _hf_config(spec.config or {})
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 hf_config, attn_implementation=implementation, dtype=torch.float32
             )
-    except (ValueError, TypeError, KeyError, ImportError) as error:
-        raise ModelError(f"model.config builds no causal language model: {error}") from error
+    except ModelError:
+        raise
+    except Exception as error:  # what a config can make transformers raise has no common class
+        raise ModelError(f"model.config builds no causal language model: {' '.join(str(error).split())}") from error
+    _check_layers(model)
     model.train()
     return model
+
+
+def _hf_config(config: dict[str, Any]) -> PretrainedConfig:
+    """The config, held against its class: transformers itself keeps a misspelled field and trains the default."""
+    hf_config = AutoConfig.for_model(**config)
+    known = {*dir(type(hf_config)), *_OLD_FIELDS}
+    for name in sorted(config.keys() - known):
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else "remove it"
+        raise ModelError(f"{type(hf_config).__name__} has no field {name}; {hint}")
+    return hf_config
+
+
+def _check_layers(model: PreTrainedModel) -> None:
+    """Raise ModelError for layers whose documents this loop would not keep apart."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    strange = sorted(kinds - {"full_attention", "sliding_attention"})
+    if strange:
+        raise ModelError(f"{model.config.model_type} has layers of kind {', '.join(strange)}, not supported yet")
+    if getattr(config, "sliding_window", None) and kinds == {"full_attention"}:
+        raise ModelError(
+            f"{model.config.model_type} has sliding_window={config.sliding_window} in all layers, which is not "
+            "supported yet; set sliding_window: null in model.config for full attention"
+        )
 
 
 def materialise(model: PreTrainedModel, blueprint: PreTrainedModel, *, seed: int, device: torch.device) -> None:

@@ -1,10 +1,12 @@
 """A mesh plan → the device mesh and process groups of this run."""
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from train_loop.plan import MeshPlan
 
@@ -41,10 +43,13 @@ def local_device(local_rank: int) -> torch.device:
     return device
 
 
-def build_mesh(plan: MeshPlan, device: torch.device) -> Mesh:
-    """Build the groups of a plan over all ranks; a collective call."""
+def build_mesh(plan: MeshPlan, device: torch.device, *, timeout: timedelta = timedelta(minutes=30)) -> Mesh:
+    """Build the groups of a plan over all ranks, whose collectives wait at most `timeout`; a collective call."""
     if dist.get_world_size() != plan.world:
         raise ValueError(f"the plan is for {plan.world} ranks and {dist.get_world_size()} started; start {plan.world}")
     fsdp = init_device_mesh(device.type, plan.shape, mesh_dim_names=plan.names)
     data = init_device_mesh(device.type, (plan.dp, plan.sp), mesh_dim_names=("dp", "sp"))
+    for group in (*fsdp.get_all_groups(), data["sp"].get_group()):
+        # A mesh takes no timeout, and its groups would wait for torch's half an hour whatever the spec says.
+        _set_pg_timeout(timeout, group)
     return Mesh(plan, dist.get_rank(), device, fsdp, data["sp"].get_group())

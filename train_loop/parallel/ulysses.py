@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from train_loop.errors import ModelError
+
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
@@ -26,7 +28,8 @@ class Ulysses:
         self.inner = inner
         self.heads: int = model.config.get_text_config().num_attention_heads
         self.members = weakref.WeakSet(model.modules())
-        self.seen: set[tuple[int, int]] = set()
+        self.seen: dict[int, tuple[int, int]] = {}
+        self.layers: int = model.config.get_text_config().num_hidden_layers
 
     def __call__(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any
@@ -38,17 +41,18 @@ class Ulysses:
         if k.shape[1] < ranks:
             k, v = (x.repeat_interleave(ranks // x.shape[1], dim=1) for x in (k, v))
         q, k, v = (seq_to_heads(x, self.group) for x in (q, k, v))
-        self.seen.add((q.shape[2], q.shape[1]))
+        self.seen[id(module)] = (q.shape[2], q.shape[1])
         out, weights = self.inner(module, q, k, v, mask, **kwargs)  # [B, T, H/P, D]
         return heads_to_seq(out.transpose(1, 2), self.group).transpose(1, 2), weights
 
     def check_active(self, *, sequence_length: int) -> None:
-        """Raise RuntimeError unless attention really saw [T, H/P]: a model that bypasses the registry would not."""
-        expected = {(sequence_length, self.heads // dist.get_world_size(self.group))}
-        if self.seen != expected:
-            raise RuntimeError(
-                f"Ulysses is not in force: attention saw (sequence, heads) {sorted(self.seen)} and not {expected}; "
-                "this model does not use the transformers attention registry, so choose ulysses_size: 1"
+        """Raise ModelError unless every layer's attention saw [T, H/P]: one that bypasses the registry does not."""
+        expected = (sequence_length, self.heads // dist.get_world_size(self.group))
+        if len(self.seen) != self.layers or set(self.seen.values()) != {expected}:
+            raise ModelError(
+                f"Ulysses is not in force: the attention of {len(self.seen)} of {self.layers} layers came through it, "
+                f"with (sequence, heads) {sorted(set(self.seen.values()))} where {expected} is right; this model does "
+                "not use the transformers attention registry in all layers, so choose ulysses_size: 1"
             )
 
 

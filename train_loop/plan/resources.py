@@ -27,15 +27,17 @@ def too_big(scaling: ScalingSpec, total: Mapping[str, float]) -> str | None:
     )
 
 
-def data_starves(scaling: ScalingSpec, total: Mapping[str, float]) -> Problem | None:
-    """The problem with workers that fit but leave no CPU for Ray Data; None where there is none."""
+def data_starves(scaling: ScalingSpec, total: Mapping[str, float] | None) -> Problem | None:
+    """The problem with workers that fit but leave no CPU for Ray Data; None where there is none, or nothing known."""
+    if total is None:
+        return None
     workers, cpus = needed(scaling).get("CPU", 0.0), total.get("CPU", 0.0)
     if workers > cpus or cpus - workers >= DATA_CPUS - 1e-9:
         return None
-    each = (cpus - DATA_CPUS) / scaling.world
+    each = max(cpus - DATA_CPUS, 0) / scaling.world
     return Problem(
         "/scaling/resources_per_worker",
-        f"{scaling.world} workers x {scaling.resources_per_worker['CPU']:g} CPU take {workers:g} of the cluster's "
+        f"{scaling.world} workers x {workers / scaling.world:g} CPU take {workers:g} of the cluster's "
         f"{cpus:g} CPUs and leave less than the {DATA_CPUS:g} that Ray Data needs; "
         f"choose at most {each:g} CPU per worker, or fewer workers",
     )

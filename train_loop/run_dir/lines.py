@@ -57,7 +57,10 @@ def _tail(descriptor: int) -> tuple[bool, int]:
     while True:
         start = max(size - window, 0)
         lines = os.pread(descriptor, size - start, start).splitlines(keepends=True)
-        whole = [value for value in map(_parse_line, lines[1 if start else 0 :]) if value]
+        torn = bool(lines) and not lines[-1].endswith(b"\n")
+        # A line that lacks only its end becomes whole when it is closed, so that its number is taken.
+        closed = [*lines[:-1], lines[-1] + b"\n"] if torn else lines
+        whole = [value for value in map(_parse_line, closed[1 if start else 0 :]) if value]
         if whole or start == 0:
-            return bool(lines) and not lines[-1].endswith(b"\n"), whole[-1]["seq"] if whole else 0
+            return torn, whole[-1]["seq"] if whole else 0
         window *= 4

@@ -126,13 +126,18 @@ class RunDir:
         """Shut out every attempt older than this one."""
         write_durably(self.root / "control" / "fence.json", Fence(attempt=attempt).model_dump_json())
 
+    @property
+    def stop_file(self) -> Path:
+        """Where a stop is asked for."""
+        return self.root / "control" / "stop.json"
+
     def stop(self) -> Stop | None:
         """What the service asks the running attempt to do, if anything."""
-        return _read(self.root / "control" / "stop.json", Stop)
+        return _read(self.stop_file, Stop)
 
     def write_stop(self, stop: Stop) -> None:
         """Ask the running attempt to stop at its next step."""
-        write_durably(self.root / "control" / "stop.json", stop.model_dump_json())
+        write_durably(self.stop_file, stop.model_dump_json())
 
 
 def _read(path: Path, kind: type[T]) -> T | None:

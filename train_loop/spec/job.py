@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints, ValidationInfo, field_validator
+from pydantic import Field, StringConstraints, ValidationInfo, field_validator, model_validator
 
 from train_loop.spec.base import SpecModel, only
 from train_loop.spec.data import DataSpec
@@ -40,6 +40,15 @@ class JobSpec(SpecModel):
     checkpoint: CheckpointSpec = CheckpointSpec()
     scaling: ScalingSpec = ScalingSpec()
     failure: FailureSpec = FailureSpec()
+
+    @model_validator(mode="after")
+    def _tokenizer_has_text(self) -> "JobSpec":
+        if self.model.tokenizer is not None and self.data.columns.text is None:
+            raise ValueError(
+                "model.tokenizer would do nothing, because columns.input_ids names rows that are tokenised already; "
+                "remove one of the two"
+            )
+        return self
 
     @field_validator("strategy")
     @classmethod

@@ -12,13 +12,21 @@ from train_loop.spec.job import JobSpec
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that reads 1e-6 as a number, as YAML 1.2 and JSON do, and knows no aliases."""
+    """Safe YAML that reads 1e-6 as a number, as YAML 1.2 and JSON do, and knows neither aliases nor repeated keys."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         # An alias inside an alias inside an alias is how a small body becomes gigabytes.
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError("aliases (*name) are not allowed in a job spec; write the value out")
         return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        # YAML would let the second of two equal keys win without a word.
+        names = [key.value for key, _ in node.value]
+        twice = sorted({name for name in names if isinstance(name, str) and names.count(name) > 1})
+        if twice:
+            raise yaml.YAMLError(f"{', '.join(twice)} is given twice in one mapping; remove one")
+        return super().construct_mapping(node, deep=deep)
 
 
 _Loader.add_implicit_resolver(
@@ -30,7 +38,7 @@ def parse_text(text: str | bytes) -> JobSpec:
     """Parse YAML or JSON (JSON is YAML). Raises SpecError."""
     try:
         raw = yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise SpecError([Problem("", f"the body is neither YAML nor JSON: {' '.join(str(error).split())}")]) from error
     return parse(raw)
 

@@ -58,5 +58,5 @@ class FailureSpec(SpecModel):
     max_failures: int = Field(default=3, ge=0, description="restarts of the worker group inside one attempt")
     max_attempts: int = Field(default=3, ge=1, description="Ray submissions")
     hang_timeout_seconds: float = Field(
-        default=1800.0, gt=0, description="a collective that waits longer fails, and the worker group restarts"
+        default=1800.0, ge=1, description="a collective that waits longer fails, and the worker group restarts"
     )

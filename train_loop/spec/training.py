@@ -43,4 +43,9 @@ class TrainingSpec(SpecModel):
             )
         if self.num_train_epochs is not None and self.max_steps is not None:
             raise ValueError("num_train_epochs and max_steps both say when to end; remove one")
+        if self.lr_scheduler_type == "constant" and self.warmup_steps:
+            raise ValueError(
+                f"lr_scheduler_type=constant has no warm-up, and warmup_steps={self.warmup_steps} would do nothing; "
+                "choose constant_with_warmup, or remove warmup_steps"
+            )
         return self

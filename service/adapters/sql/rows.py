@@ -4,7 +4,7 @@ from pydantic import TypeAdapter
 from sqlalchemy import Row
 
 from service.domain.job import Attempt, Cancel, Job, JobState
-from train_loop.spec import dump, parse_text
+from train_loop.spec import JobSpec, dump
 
 Value = str | int | float | None
 _attempts = TypeAdapter(tuple[Attempt, ...])
@@ -37,7 +37,7 @@ def from_row(row: Row[tuple[object, ...]]) -> Job:
     deadline = row.cancel_deadline
     return Job(
         id=row.id,
-        spec=parse_text(row.spec),
+        spec=JobSpec.model_validate_json(row.spec),
         run_dir=row.run_dir,
         created_at=row.created_at,
         updated_at=row.updated_at,

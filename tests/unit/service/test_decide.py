@@ -181,7 +181,20 @@ jobs = st.sampled_from([a_job(), cancelling(), cancelling(submitted=False)]) | s
 @given(jobs, sightings)
 def test_unknown_is_not_failed(job: Job, seen: Seen) -> None:
     if job.attempts:
-        assert step(job, replace(seen, submission=Submission.UNKNOWN)).job == job
+        assert step(job, replace(seen, submission=Submission.UNKNOWN, outcome=None)).job == job
+
+
+@given(jobs, sightings, outcomes)
+def test_an_outcome_counts_without_a_cluster_to_confirm_it(job: Job, seen: Seen, outcome: Outcome) -> None:
+    if job.attempts:
+        found = [step(job, replace(seen, submission=s, outcome=outcome)).job for s in (ALIVE, Submission.UNKNOWN)]
+        assert found[0] == found[1]
+
+
+def test_a_disk_that_takes_no_stop_file_does_not_keep_a_job_alive_past_its_deadline() -> None:
+    job = cancelling()
+    assert step(job, Seen(ALIVE), now=NOW).effect is Effect.ASK_TO_STOP
+    assert step(job, Seen(ALIVE), now=1e9).effect is Effect.STOP_NOW
 
 
 @given(jobs, st.lists(sightings, max_size=12))

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.support.specs import raw_spec
-from train_loop.preflight import check_data
+from tests.support.specs import TINY, raw_spec
+from train_loop.preflight import check_data, check_model
 from train_loop.spec import parse
 
 
@@ -37,11 +37,16 @@ def test_a_path_that_does_not_exist(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("path", ["/etc/*.conf", "file:///etc/hostname", "stdlib://../../../../../etc/hostname"])
+@pytest.mark.parametrize("path", ["/etc/*.conf", "file:///etc/hostname"])
 def test_a_path_outside_the_allowed_roots(tmp_path: Path, path: str) -> None:
     message = problems(tmp_path, train={"path": path})["/data/train/path"]
     assert message.startswith(f"{path} lies outside the allowed storage roots (")
     assert message.endswith("or have the operator add its folder to TRAINSHED_STORAGE_ROOTS")
+
+
+@pytest.mark.parametrize("path", ["stdlib://../../../../../etc/hostname", "file:///tmp/../etc/hostname"])
+def test_a_path_that_goes_up(tmp_path: Path, path: str) -> None:
+    assert "goes up by '..'" in problems(tmp_path, train={"path": path})["/data/train/path"]
 
 
 def test_a_link_that_leads_outside_the_allowed_roots(tmp_path: Path) -> None:
@@ -96,3 +101,22 @@ def test_a_tokenizer_that_is_none(tmp_path: Path) -> None:
     (problem,) = check_data(spec, [f"file://{tmp_path}"])
     assert problem.pointer == "/model/tokenizer"
     assert "holds no tokenizer.json" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"hiden_size": 64}, "Qwen3Config has no field hiden_size; did you mean hidden_size?"),
+        ({"model_type": "qwen33"}, "builds no causal language model"),
+        ({"model_type": "mistral", "sliding_window": 16}, "mistral has sliding_window=16 in all layers"),
+        ({"hidden_size": 33, "model_type": "llama", "head_dim": None}, "builds no causal language model"),
+    ],
+)
+def test_a_model_that_cannot_be_built_as_written(config: dict[str, Any], message: str) -> None:
+    (problem,) = check_model(parse(raw_spec(model={"config": TINY | config})))
+    assert problem.pointer == "/model/config"
+    assert message in problem.message
+
+
+def test_a_model_that_can_be_built_has_no_problems() -> None:
+    assert check_model(parse(raw_spec(model={"config": TINY | {"rope_theta": 1e6, "attention_dropout": 0.1}}))) == []

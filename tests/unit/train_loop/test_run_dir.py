@@ -57,7 +57,7 @@ def test_a_torn_line_is_passed_over_and_does_not_spoil_the_next(tmp_path: Path, 
     lines.append(event="after")
     assert [line["event"] for line in read_lines(path) if line["event"] != "x"] == ["before", "after"]
     seqs = [line["seq"] for line in read_lines(path)]
-    assert seqs == sorted(seqs)
+    assert seqs == sorted(set(seqs))
 
 
 def test_numbering_goes_on_after_a_line_longer_than_the_window(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_retention_keeps_the_newest_and_leaves_saves_in_flight_alone(tmp_path: P
         "step-00000030",
         "step-00000040.tmp-1",
     }
-    remove_leftovers(run_dir)
+    remove_leftovers(run_dir, 1)
     assert {path.name for path in run_dir.checkpoints.iterdir()} == {"step-00000020", "step-00000030"}
 
 

@@ -1,0 +1,109 @@
+"""The whole loop gives the same losses, norms and tokens at every mesh, and resumes on the data it began with."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.ranks import on_ranks
+from tests.support.specs import TINY, spec
+from tests.support.torchrun import write_tokens
+from train_loop.data.cache import find_dataset
+from train_loop.data.reader import local_stream
+from train_loop.errors import DataError
+from train_loop.run_dir import RunDir, read_lines
+from train_loop.session import Session
+from train_loop.spec import JobSpec
+from train_loop.worker import train
+
+STEPS = 4
+MESHES = {"fsdp": (0, 1), "fsdp x sp": (0, 2), "hsdp": (2, 1), "hsdp x sp": (2, 2), "sp": (0, 4)}
+
+
+def a_spec(data: Path, fsdp: int, sp: int, checkpointing: str = "none") -> JobSpec:
+    return spec(
+        model={"config": TINY, "dtype": "fp32", "gradient_checkpointing": checkpointing},
+        data={"train": {"path": str(data)}, "columns": {"input_ids": "ids"}, "packing": False},
+        training={"max_steps": STEPS, "global_batch_size": 8, "max_grad_norm": 0.3, "weight_decay": 0.1},
+        strategy={"fsdp_size": fsdp, "ulysses_size": sp},
+        checkpoint={"every_steps": 2, "keep_last": 1},
+        scaling={"num_workers": dist.get_world_size() if dist.is_initialized() else 1},
+    )
+
+
+def a_session(folder: Path) -> Session:
+    return Session(dist.get_rank(), dist.get_world_size(), 0, 1, RunDir(folder), local_stream)
+
+
+def train_all(data: Path, folder: Path, meshes: dict[str, tuple[int, int]]) -> None:
+    """A run for every mesh, each in a folder of its name."""
+    for name, (fsdp, sp) in meshes.items():
+        job = a_spec(data, fsdp, sp, "full" if name == "hsdp" else "none")
+        train(job, a_session(folder / name), find_dataset(job, folder))
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return list(read_lines(RunDir(folder).attempt(1).metrics))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    # Rows shorter than the sequence, so that data ranks differ in the tokens they train.
+    write_tokens(folder / "d.parquet", rows=40, length=(9, 32), vocab=TINY["vocab_size"])
+    on_ranks(1, train_all, folder / "d.parquet", folder, {"one rank": (0, 1)})
+    on_ranks(4, train_all, folder / "d.parquet", folder, MESHES)
+    return folder
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_mesh_trains_the_same_run(runs: Path, mesh: str) -> None:
+    expected, found = lines(runs / "one rank"), lines(runs / mesh)
+    assert len(found) == STEPS
+    for one, many in zip(expected, found, strict=True):
+        assert many["tokens"] == one["tokens"]
+        assert many["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+
+
+def test_tokens_are_counted_once_and_padding_is_not_counted(runs: Path) -> None:
+    rows = find_dataset(a_spec(runs / "d.parquet", 0, 1), runs)
+    assert 0 < lines(runs / "sp")[-1]["tokens"] < STEPS * 8 * rows.sequence_length
+
+
+def resume_on_other_data(data: Path, folder: Path) -> str:
+    """What a run says whose files were changed behind its back."""
+    job = a_spec(data, 0, 1)
+    train(job, a_session(folder), find_dataset(job, folder))
+    write_tokens(data, rows=41, length=32, vocab=TINY["vocab_size"])
+    try:
+        train(job, a_session(folder), find_dataset(job, folder))
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def test_a_run_does_not_go_on_with_other_data_than_it_began_with(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "d.parquet", rows=40, length=32, vocab=TINY["vocab_size"])
+    (said,) = on_ranks(1, resume_on_other_data, tmp_path / "d.parquet", tmp_path / "run")
+    assert said.startswith(f"the checkpoint of step {STEPS} was trained on dataset")
+
+
+def resume_past_a_bad_checkpoint(data: Path, folder: Path) -> list[int]:
+    """The checkpoints left by a run that keeps one, after the newest was damaged before a resume."""
+    job = a_spec(data, 0, 1)
+    train(job, a_session(folder), find_dataset(job, folder))
+    run_dir = RunDir(folder)
+    run_dir.checkpoint(STEPS).rename(run_dir.checkpoint(STEPS + 5))
+    manifest = run_dir.checkpoint(STEPS + 5) / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(f'"step": {STEPS},', f'"step": {STEPS + 5},'))
+    next(run_dir.checkpoint(STEPS + 5).glob("*.distcp")).write_bytes(b"damaged")
+    train(job, a_session(folder), find_dataset(job, folder))
+    return sorted(run_dir.manifests())
+
+
+def test_a_rejected_checkpoint_is_not_kept_in_place_of_a_good_one(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "d.parquet", rows=40, length=32, vocab=TINY["vocab_size"])
+    assert on_ranks(1, resume_past_a_bad_checkpoint, tmp_path / "d.parquet", tmp_path / "run") == [[STEPS]]
+    assert [p.name for p in RunDir(tmp_path / "run").checkpoints.glob("*.rejected-*")] == ["step-00000009.rejected-1"]
