@@ -90,7 +90,11 @@ def service(home: Path) -> Iterator[tuple[Client, str]]:
             yield client, address.url
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(STOP_LIMIT)
+        try:
+            process.wait(STOP_LIMIT)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise DemoError(f"the service did not stop within {STOP_LIMIT:g} s and was killed; see {home}") from None
 
 
 def _wait_for_address(home: Path, process: subprocess.Popen[bytes]) -> ServiceAddress:
@@ -185,7 +189,10 @@ def kill_a_worker(story: Story) -> Line:
     """SIGKILL the last rank's process."""
     worker: Line = story.named("training_started")[-1]["workers"][-1]
     console.print(f"  [bold yellow]killing the worker of rank {worker['rank']}, pid {worker['pid']}, with SIGKILL[/]")
-    os.kill(worker["pid"], signal.SIGKILL)
+    try:
+        os.kill(worker["pid"], signal.SIGKILL)
+    except ProcessLookupError as error:
+        raise DemoError(f"the worker of rank {worker['rank']} was gone before it could be killed") from error
     return worker
 
 
@@ -195,8 +202,10 @@ def check(story: Story) -> list[str]:
     if story.job.state != "SUCCEEDED":
         return [f"the job ended as {story.job.state}: {story.job.reason}"]
     faults = []
-    if len(starts) != 2:
-        faults.append(f"training started {len(starts)} times; one start and one restart were expected")
+    if story.killed is None:
+        faults.append("no worker was killed, so that nothing was proven")
+    if len(starts) != 2 or story.job.attempt != 1:
+        faults.append(f"training started {len(starts)} times in {story.job.attempt} attempts, not twice in one")
     elif starts[1]["resumed_from"] == 0:
         faults.append("the run was restarted from the beginning and not from a checkpoint")
     first, last = steps[1]["loss"], steps[max(steps)]["loss"]

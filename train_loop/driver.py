@@ -16,7 +16,7 @@ import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback, get_context
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from train_loop.data.cache import load_pointer
+from train_loop.data.cache import pinned_dataset
 from train_loop.data.dataset import Dataset
 from train_loop.data.prepare import prepare
 from train_loop.data.stream import ray_stream
@@ -88,8 +88,8 @@ def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outco
 
 
 def _dataset(spec: JobSpec, run_dir: RunDir, journal: Journal) -> Dataset:
-    """The samples of the run: those of its first attempt, whatever has become of the files since."""
-    dataset = load_pointer(run_dir)
+    """The samples of the run: those that its first attempt prepared."""
+    dataset = pinned_dataset(spec, run_dir)
     if dataset is None:
         dataset = prepare(spec, run_dir.cache, journal.event)
         write_durably(run_dir.data, dataset.model_dump_json(indent=2))

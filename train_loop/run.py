@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from train_loop.data.cache import default_cache, find_dataset, load_pointer
+from train_loop.data.cache import default_cache, find_dataset, pinned_dataset
 from train_loop.data.reader import local_stream
 from train_loop.logs import log_to
 from train_loop.run_dir import RunDir, write_durably
@@ -40,7 +40,7 @@ def run(spec: JobSpec, session: Session, cache: Path) -> None:
     """Train, log as in the product, and acknowledge the end."""
     run_dir = session.run_dir
     log_to(run_dir.attempt(session.attempt).rank_log(session.rank))
-    dataset = load_pointer(run_dir) or find_dataset(spec, cache)
+    dataset = pinned_dataset(spec, run_dir) or find_dataset(spec, cache)
     # Nobody may look for the pointer after somebody has written it: all ranks read the same samples.
     dist.barrier()
     if session.rank == 0:

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from tests.support.ranks import on_ranks
 from tests.support.specs import TINY, spec
 from tests.support.torchrun import write_tokens
-from train_loop.data.cache import find_dataset
+from train_loop.data.cache import find_dataset, pinned_dataset
 from train_loop.data.reader import local_stream
 from train_loop.errors import DataError
-from train_loop.run_dir import RunDir, read_lines
+from train_loop.run_dir import RunDir, read_lines, write_durably
 from train_loop.session import Session
 from train_loop.spec import JobSpec
 from train_loop.worker import train
@@ -88,6 +88,19 @@ def test_a_run_does_not_go_on_with_other_data_than_it_began_with(tmp_path: Path)
     write_tokens(tmp_path / "d.parquet", rows=40, length=32, vocab=TINY["vocab_size"])
     (said,) = on_ranks(1, resume_on_other_data, tmp_path / "d.parquet", tmp_path / "run")
     assert said.startswith(f"the checkpoint of step {STEPS} was trained on dataset")
+
+
+def test_files_that_are_read_as_they_are_must_not_change_under_a_run(tmp_path: Path) -> None:
+    data, run_dir = tmp_path / "d.parquet", RunDir(tmp_path / "run")
+    write_tokens(data, rows=40, length=32, vocab=TINY["vocab_size"])
+    job = a_spec(data, 0, 1)
+    assert pinned_dataset(job, run_dir) is None
+    dataset = find_dataset(job, tmp_path)
+    write_durably(run_dir.data, dataset.model_dump_json())
+    assert pinned_dataset(job, run_dir) == dataset
+    write_tokens(data, rows=41, length=32, vocab=TINY["vocab_size"])
+    with pytest.raises(DataError, match="have changed since the run began; put them back, or start a new run"):
+        pinned_dataset(job, run_dir)
 
 
 def resume_past_a_bad_checkpoint(data: Path, folder: Path) -> list[int]:

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from train_loop.checkpoint.manifest import NAME
-from train_loop.run_dir import RunDir, sync_folder
+from train_loop.run_dir import RunDir, sync
 
 
 def keep_newest(run_dir: RunDir, count: int) -> None:
@@ -16,7 +16,7 @@ def keep_newest(run_dir: RunDir, count: int) -> None:
 def remove(folder: Path) -> None:
     """Remove a checkpoint, its manifest first, so that a crash in between leaves nothing that looks like one."""
     (folder / NAME).unlink(missing_ok=True)
-    sync_folder(folder)
+    sync(folder)
     shutil.rmtree(folder)
 
 
@@ -26,7 +26,7 @@ def put_aside(folder: Path, attempt: int) -> None:
     if aside.exists():
         shutil.rmtree(aside)
     folder.rename(aside)
-    sync_folder(folder.parent)
+    sync(folder.parent)
 
 
 def remove_leftovers(run_dir: RunDir, attempt: int) -> None:

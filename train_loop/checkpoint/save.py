@@ -1,6 +1,5 @@
 """Saving without stopping the loop: stage, write, hash and commit behind its back, one save at a time."""
 
-import os
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +15,7 @@ from train_loop.checkpoint.manifest import NAME, describe_file
 from train_loop.checkpoint.retention import keep_newest, remove
 from train_loop.errors import FencedError
 from train_loop.journal import Journal
-from train_loop.run_dir import CheckpointFile, Manifest, RunDir, sync_folder, write_durably
+from train_loop.run_dir import CheckpointFile, Manifest, RunDir, sync, write_durably
 from train_loop.session import Session
 
 
@@ -117,7 +116,7 @@ def commit(folder: Path, final: Path, manifest: Manifest) -> None:
         # The run resumed from before it, so that it was rejected; what replaces it is the same step, trained again.
         remove(final)
     folder.rename(final)
-    sync_folder(final.parent)
+    sync(final.parent)
 
 
 def _durable_files_or_fault(written: Any, folder: Path, rank: int) -> dict[str, CheckpointFile] | str:
@@ -128,8 +127,8 @@ def _durable_files_or_fault(written: Any, folder: Path, rank: int) -> dict[str, 
         if rank == 0:
             names.append(".metadata")
         for name in names:
-            _sync_file(folder / name)
-        sync_folder(folder)
+            sync(folder / name)
+        sync(folder)
         return {name: describe_file(folder / name) for name in names}
     except CheckpointException as error:  # DCP's word to every rank of what went wrong on some; no Exception
         return "; ".join(f"rank {failed}: {_name(cause)}" for failed, (cause, _) in sorted(error.failures.items()))
@@ -139,11 +138,3 @@ def _durable_files_or_fault(written: Any, folder: Path, rank: int) -> dict[str, 
 
 def _name(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _sync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -42,12 +42,24 @@ def load(folder: Path) -> Dataset | None:
         return None
 
 
-def load_pointer(run_dir: RunDir) -> Dataset | None:
-    """The samples that a run has begun with, whatever has become of the files since."""
+def pinned_dataset(spec: JobSpec, run_dir: RunDir) -> Dataset | None:
+    """The samples that a run has begun with; None before its first attempt, or where the cache has lost them.
+
+    Raises DataError where files that are read as they are have changed since.
+    """
     try:
-        return Dataset.model_validate_json(run_dir.data.read_bytes())
+        dataset = Dataset.model_validate_json(run_dir.data.read_bytes())
     except FileNotFoundError:
         return None
+    if not all(Path(file.path).exists() for file in dataset.files):
+        return None
+    now = ready_made(spec, list_files(spec.data.train))
+    if now is not None and now.fingerprint != dataset.fingerprint:
+        raise DataError(
+            f"the files of {', '.join(spec.data.train.paths)} have changed since the run began; put them back, or start "
+            "a new run"
+        )
+    return dataset
 
 
 def ready_made(spec: JobSpec, files: list[SourceFile]) -> Dataset | None:

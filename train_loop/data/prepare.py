@@ -24,7 +24,7 @@ from train_loop.data.sources import SourceFile, list_files
 from train_loop.data.tokenizer import load_tokenizer, train_tokenizer
 from train_loop.errors import DataError
 from train_loop.plan import read_shape
-from train_loop.run_dir import local_path, sync_folder, write_durably
+from train_loop.run_dir import local_path, sync, write_durably
 from train_loop.spec import JobSpec
 
 _SHARD_ROWS = 16_384
@@ -65,7 +65,7 @@ def _commit(work: Path, folder: Path) -> None:
         # Another job prepared the same thing meanwhile: one is as good as the other.
         if not (folder / "dataset.json").exists():
             raise
-    sync_folder(folder.parent)
+    sync(folder.parent)
 
 
 def _build(work: Path, folder: Path, spec: JobSpec, files: list[SourceFile]) -> Dataset:

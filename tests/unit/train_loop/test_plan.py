@@ -161,3 +161,12 @@ def test_workers_must_leave_a_cpu_for_ray_data(cpus: float, starves: bool) -> No
     if problem is not None:
         assert problem.pointer == "/scaling/resources_per_worker"
         assert "leave less than the 1 that Ray Data needs; choose at most" in problem.message
+
+
+def test_nothing_starves_where_no_cluster_is_known_or_no_cpu_is_asked_for() -> None:
+    gpu_only = spec(scaling={"num_workers": 2, "resources_per_worker": {"GPU": 1.0}}).scaling
+    assert data_starves(gpu_only, None) is None
+    assert data_starves(gpu_only, {"CPU": 4.0, "GPU": 2.0}) is None
+    problem = data_starves(gpu_only, {"GPU": 2.0})
+    assert problem is not None
+    assert "2 workers x 0 CPU take 0 of the cluster's 0 CPUs" in problem.message

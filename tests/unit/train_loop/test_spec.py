@@ -143,3 +143,20 @@ def test_every_part_is_frozen() -> None:
         fields = [field.annotation for field in part.model_fields.values()]
         parts += [f for f in fields if isinstance(f, type) and issubclass(f, BaseModel) and f not in parts]
     assert len(parts) > 8
+
+
+def test_repeated_keys_are_refused_because_one_would_be_lost() -> None:
+    with pytest.raises(SpecError, match="training is given twice in one mapping; remove one"):
+        parse_text(MINIMAL + "training: {learning_rate: 1.0}")
+
+
+def test_a_body_too_deep_to_read_is_refused() -> None:
+    with pytest.raises(SpecError, match="neither YAML nor JSON"):
+        parse_text("[" * 5000)
+
+
+def test_settings_that_would_do_nothing_are_refused() -> None:
+    warmup = problems(raw_spec(training={"lr_scheduler_type": "constant", "warmup_steps": 5}))
+    assert "choose constant_with_warmup, or remove warmup_steps" in warmup["/training"]
+    tokenizer = problems(raw_spec(model={"tokenizer": "/t"}, data={"columns": {"input_ids": "ids"}}))
+    assert "model.tokenizer would do nothing" in tokenizer[""]
