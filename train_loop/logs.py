@@ -33,7 +33,10 @@ def log_to(path: Path, *, level: int = logging.INFO) -> None:
     faulthandler.enable(file)
     sys.stdout = _Tee(sys.stdout, file)
     sys.stderr = _Tee(sys.stderr, file)
-    handler = logging.StreamHandler(file)
+    ours = logging.getLogger("train_loop")
+    ours.setLevel(level)
+    # Once, on the stream that goes to both places: Ray's own handlers would write every line a second time.
+    ours.propagate = False
+    handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.getLogger().addHandler(handler)
-    logging.getLogger("train_loop").setLevel(level)
+    ours.addHandler(handler)

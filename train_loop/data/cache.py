@@ -56,8 +56,8 @@ def pinned_dataset(spec: JobSpec, run_dir: RunDir) -> Dataset | None:
     now = ready_made(spec, list_files(spec.data.train))
     if now is not None and now.fingerprint != dataset.fingerprint:
         raise DataError(
-            f"the files of {', '.join(spec.data.train.paths)} have changed since the run began; put them back, or start "
-            "a new run"
+            f"the files of {', '.join(spec.data.train.paths)} have changed since the run began; put them back, or "
+            "start a new run"
         )
     return dataset
 
