@@ -29,6 +29,7 @@ from train_loop.run_dir import RunDir
 SPEC = Path(__file__).with_name("quickstart.yaml")
 START_LIMIT, RUN_LIMIT, STOP_LIMIT = 60.0, 600.0, 60.0
 STEPS_TO_LOSE = 5
+PLAIN_SECONDS = 5.0
 Line = dict[str, Any]
 
 console = Console(highlight=False)
@@ -109,13 +110,17 @@ def _wait_for_address(home: Path, process: subprocess.Popen[bytes]) -> ServiceAd
 def follow(client: Client, job: JobOut) -> Story:
     """Watch the job to its end, and kill a worker once a checkpoint has been committed."""
     console.print(f"[bold]Job[/] {job.id} submitted from {SPEC.name}")
-    story, deadline = Story(job), time.monotonic() + RUN_LIMIT
+    story, said, deadline = Story(job), time.monotonic(), time.monotonic() + RUN_LIMIT
     with Live(console=console, refresh_per_second=4, transient=True) as live:
         while not story.job.state.terminal:
             if time.monotonic() > deadline:
                 raise DemoError(f"the job was still {story.job.state} after {RUN_LIMIT:g} s: {story.job.reason}")
             look(client, story)
             live.update(progress_line(story.job))
+            if not console.is_terminal and time.monotonic() > said + PLAIN_SECONDS:
+                # A log has no line that can be written over, so it gets one now and then.
+                console.print(progress_line(story.job))
+                said = time.monotonic()
             if story.killed is None and _is_past_a_checkpoint(story):
                 story.killed = kill_a_worker(story)
             time.sleep(0.25)

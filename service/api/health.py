@@ -1,4 +1,4 @@
-"""/healthz and /readyz: the only calls without a key."""
+"""/healthz and /readyz: with the API's own description, the only calls without a key."""
 
 from fastapi import APIRouter, Request, Response
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from tests.support.ranks import on_ranks
 from tests.support.specs import TINY, spec
-from tests.support.torchrun import write_tokens
+from tests.support.torchrun import load_checkpoint, write_tokens
 from train_loop.data.cache import find_dataset, pinned_dataset
 from train_loop.data.reader import local_stream
 from train_loop.errors import DataError
@@ -21,9 +21,9 @@ STEPS = 4
 MESHES = {"fsdp": (0, 1), "fsdp x sp": (0, 2), "hsdp": (2, 1), "hsdp x sp": (2, 2), "sp": (0, 4)}
 
 
-def a_spec(data: Path, fsdp: int, sp: int, checkpointing: str = "none") -> JobSpec:
+def a_spec(data: Path, fsdp: int, sp: int, **model: str) -> JobSpec:
     return spec(
-        model={"config": TINY, "dtype": "fp32", "gradient_checkpointing": checkpointing},
+        model={"config": TINY, "dtype": "fp32", "gradient_checkpointing": "none"} | model,
         data={"train": {"path": str(data)}, "columns": {"input_ids": "ids"}, "packing": False},
         training={"max_steps": STEPS, "global_batch_size": 8, "max_grad_norm": 0.3, "weight_decay": 0.1},
         strategy={"fsdp_size": fsdp, "ulysses_size": sp},
@@ -39,7 +39,7 @@ def a_session(folder: Path) -> Session:
 def train_all(data: Path, folder: Path, meshes: dict[str, tuple[int, int]]) -> None:
     """A run for every mesh, each in a folder of its name."""
     for name, (fsdp, sp) in meshes.items():
-        job = a_spec(data, fsdp, sp, "full" if name == "hsdp" else "none")
+        job = a_spec(data, fsdp, sp, gradient_checkpointing="full" if name == "hsdp" else "none")
         train(job, a_session(folder / name), find_dataset(job, folder))
 
 
@@ -65,6 +65,20 @@ def test_every_mesh_trains_the_same_run(runs: Path, mesh: str) -> None:
         assert many["tokens"] == one["tokens"]
         assert many["loss"] == pytest.approx(one["loss"], rel=1e-5)
         assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+
+
+def train_bf16(data: Path, folder: Path) -> None:
+    job = a_spec(data, 2, 2, dtype="bf16")
+    train(job, a_session(folder / "bf16"), find_dataset(job, folder))
+
+
+def test_bf16_trains_near_the_fp32_run_with_fp32_master_weights(runs: Path) -> None:
+    on_ranks(4, train_bf16, runs / "d.parquet", runs)
+    for one, many in zip(lines(runs / "one rank"), lines(runs / "bf16"), strict=True):
+        assert many["loss"] == pytest.approx(one["loss"], rel=0.01)
+        assert many["loss"] != one["loss"], "it was computed in fp32"
+    weights = load_checkpoint(runs / "bf16", STEPS)["model"]
+    assert {str(weight.dtype) for weight in weights.values()} == {"torch.float32"}
 
 
 def test_tokens_are_counted_once_and_padding_is_not_counted(runs: Path) -> None:

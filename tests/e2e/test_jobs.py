@@ -1,11 +1,13 @@
 """Jobs over HTTP on real Ray, with everything killed that can be killed."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from service.client import ApiError
 from service.domain.job import JobState
 from tests.support.live import LiveService
 from tests.support.waiting import wait_for
@@ -136,6 +138,18 @@ def test_bad_data_fails_at_once_with_a_reason_a_user_can_act_on(service: LiveSer
     assert job.attempt == 1
     assert job.reason is not None
     assert "has 32 tokens, more than sequence_length=16; raise it, or set packing: true" in job.reason
+
+
+def test_bad_input_is_refused_over_http_with_rule_value_and_remedy(service: LiveService, tmp_path: Path) -> None:
+    outside = {"train": {"path": f"{tmp_path}/x.parquet"}}
+    misspelled = {"config": {"model_type": "qwen3", "hiden_size": 32}}
+    with pytest.raises(ApiError) as caught:
+        service.submit(data=outside, model=misspelled)
+    problem = caught.value.problem
+    assert (problem.status, problem.code) == (422, "invalid_spec")
+    found = {error.pointer: error.message for error in problem.errors or []}
+    assert "lies outside the allowed storage roots" in found["/data/train/path"]
+    assert found["/model/config"] == "Qwen3Config has no field hiden_size; did you mean hidden_size?"
 
 
 def test_a_job_too_big_for_the_cluster_stays_queued_with_a_reason(service: LiveService) -> None:

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from train_loop.errors import ModelError
 from train_loop.spec import ModelSpec
 
-_OLD_FIELDS = ("rope_theta", "rope_type", "partial_rotary_factor")
-"""Fields of transformers 4 that configs still carry and that transformers 5 converts."""
+_UNDECLARED = ("head_dim", "rope_theta", "rope_type", "partial_rotary_factor")
+"""Fields that transformers reads although not every config class declares them."""
 
 
 def build_model(spec: ModelSpec) -> PreTrainedModel:
@@ -39,7 +39,7 @@ def build_model(spec: ModelSpec) -> PreTrainedModel:
 def _hf_config(config: dict[str, Any]) -> PretrainedConfig:
     """The config, held against its class: transformers itself keeps a misspelled field and trains the default."""
     hf_config = AutoConfig.for_model(**config)
-    known = {*dir(type(hf_config)), *_OLD_FIELDS}
+    known = {*dir(type(hf_config)), *_UNDECLARED}
     for name in sorted(config.keys() - known):
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}?" if near else "remove it"

@@ -39,9 +39,16 @@ def estimate_memory(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> tuple[M
         MemoryTerm("optimizer", 8 * shard, "2 Adam moments x 4 bytes x parameters / fsdp"),
         _activations(spec, shape, tokens, compute),
         MemoryTerm(
+            "attention_mask", _mask_bytes(spec), "1 byte x sequences x sequence_length^2, where documents share one"
+        ),
+        MemoryTerm(
             "logits", (compute + 8) * tokens * shape.vocab, f"({compute} + 4 fp32 + 4 gradient) bytes x tokens x vocab"
         ),
     )
+
+
+def _mask_bytes(spec: JobSpec) -> int:
+    return spec.training.per_device_train_batch_size * spec.data.sequence_length**2 if spec.data.packing else 0
 
 
 def _activations(spec: JobSpec, shape: ModelShape, tokens: int, compute: int) -> MemoryTerm:
