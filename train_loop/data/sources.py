@@ -20,7 +20,11 @@ STDLIB = "stdlib://"
 """Python's own sources: real text that every machine has."""
 
 Format = Literal["parquet", "jsonl", "text"]
-_ENDINGS: dict[str, Format] = {".parquet": "parquet", ".pq": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl"}
+_ENDINGS: dict[str, Format] = {
+    **dict.fromkeys((".parquet", ".pq"), "parquet"),
+    **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
+    **dict.fromkeys((".txt", ".text", ".md", ".rst", ".py"), "text"),
+}
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,12 @@ def _fixed_part(path: Path) -> Path:
 
 
 def _describe(path: Path, wanted: str) -> SourceFile:
-    kind = _ENDINGS.get(path.suffix.lower(), "text") if wanted == "auto" else wanted
+    kind = _ENDINGS.get(path.suffix.lower()) if wanted == "auto" else wanted
+    if kind is None:
+        raise DataError(
+            f"{path} has none of the endings that say what it is ({', '.join(_ENDINGS)}); set data.train.format, or "
+            "leave it out of the glob"
+        )
     stat = path.stat()
     return SourceFile(str(path), kind, stat.st_size, stat.st_mtime_ns)  # type: ignore[arg-type]
 

@@ -90,6 +90,14 @@ def test_a_file_that_is_not_what_its_name_says(tmp_path: Path) -> None:
     assert found["/data/train/path"].startswith(f"{path} is no readable Parquet file")
 
 
+def test_a_file_whose_ending_says_nothing(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("a,b")
+    message = problems(tmp_path, train={"path": str(tmp_path)})["/data/train/path"]
+    assert message.startswith(f"{tmp_path}/rows.csv has none of the endings that say what it is (.parquet, ")
+    assert "set data.train.format" in message
+    assert problems(tmp_path, train={"path": str(tmp_path), "format": "text"}) == {}
+
+
 def test_files_of_several_formats(tmp_path: Path, parquet: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     assert "several formats (parquet, text)" in problems(tmp_path, train={"path": str(tmp_path)})["/data/train/path"]
