@@ -28,8 +28,8 @@ def find_dataset(spec: JobSpec, cache: Path) -> Dataset:
     found = ready_made(spec, files) or load(cache / fingerprint(spec, files))
     if found is None:
         raise DataError(
-            f"{', '.join(spec.data.train.paths)} is not prepared in {cache}; run .venv/bin/python -m train_loop.prepare "
-            "with the same spec first"
+            f"{', '.join(spec.data.train.paths)} is not prepared in {cache}; "
+            "run .venv/bin/python -m train_loop.prepare with the same spec first"
         )
     return found
 
