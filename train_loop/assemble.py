@@ -53,7 +53,7 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset) -> Run:
         dataset=dataset,
         order=_order(spec, plan.batch, dataset),
         steps=steps,
-        state=TrainState(model, optimizer, scheduler, mesh.device),
+        state=TrainState(model, optimizer, scheduler),
         ulysses=ulysses,
         journal=Journal(session.run_dir.attempt(session.attempt), rank=session.rank),
     )

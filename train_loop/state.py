@@ -19,7 +19,6 @@ class TrainState:
     model: PreTrainedModel
     optimizer: Optimizer
     scheduler: LRScheduler
-    device: torch.device
     step: int = 0
     """Optimizer steps done, skipped ones included."""
     tokens: int = 0

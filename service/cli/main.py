@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from service.api.schemas import LinePage
 from service.cli.connect import connect
 from service.cli.show import show_checkpoints, show_job, show_jobs, show_json, show_line, show_plan, show_text
 from service.domain.job import JobState
@@ -73,24 +74,14 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
 def events(job_id: JobId, after: After = None, limit: Limit = 100, as_json: AsJson = False) -> None:
     """Show what happened, over all attempts."""
     with connect() as client:
-        page = client.events(job_id, after=after, limit=limit)
-        if as_json:
-            show_json(page)
-        else:
-            for line in page.data:
-                show_line(line)
+        _show_lines(client.events(job_id, after=after, limit=limit), as_json)
 
 
 @app.command()
 def metrics(job_id: JobId, after: After = None, limit: Limit = 100, as_json: AsJson = False) -> None:
     """Show the metrics of each logged step, over all attempts."""
     with connect() as client:
-        page = client.metrics(job_id, after=after, limit=limit)
-        if as_json:
-            show_json(page)
-        else:
-            for line in page.data:
-                show_line(line)
+        _show_lines(client.metrics(job_id, after=after, limit=limit), as_json)
 
 
 @app.command()
@@ -131,6 +122,14 @@ def cancel(
     with connect() as client:
         job = client.cancel(job_id, grace_seconds=grace, checkpoint=checkpoint)
         show_json(job) if as_json else show_text(f"{job.id} is {job.state}")
+
+
+def _show_lines(page: LinePage, as_json: bool) -> None:
+    if as_json:
+        show_json(page)
+        return
+    for line in page.data:
+        show_line(line)
 
 
 def _read(spec: Path) -> bytes:
