@@ -3,15 +3,22 @@
 import copy
 from dataclasses import dataclass
 
+import torch
+from torch.amp import GradScaler
+from transformers import PreTrainedModel
+
 from train_loop.data.dataset import Dataset
 from train_loop.data.order import Order, StepOrder
 from train_loop.journal import Journal
+from train_loop.loss import LossRule, TokenLoss
+from train_loop.model.attention import apply_attention
 from train_loop.model.build import build_model, materialise
+from train_loop.model.probe import check_attention, check_head, probe
 from train_loop.optim import build_optimizer, build_scheduler
 from train_loop.parallel.mesh import Mesh, build_mesh, local_device
-from train_loop.parallel.shard import parallelize
+from train_loop.parallel.shard import parallelize, place_buffers
 from train_loop.parallel.ulysses import Ulysses
-from train_loop.plan import BatchPlan, plan_job, plan_samples, plan_steps
+from train_loop.plan import BatchPlan, Plan, chunk_rows, plan_job, plan_samples, plan_steps
 from train_loop.session import Session
 from train_loop.spec import JobSpec
 from train_loop.state import TrainState
@@ -29,6 +36,7 @@ class Run:
     order: StepOrder
     steps: int
     state: TrainState
+    loss: TokenLoss
     ulysses: Ulysses | None
     journal: Journal
 
@@ -38,9 +46,15 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset) -> Run:
     plan = plan_job(spec)
     mesh = build_mesh(plan.mesh, local_device(session.local_rank), timeout=session.timeout)
     model = build_model(spec.model)
+    seen = probe(model)
+    check_attention(seen, spec)
+    check_head(seen, spec)
+    apply_attention(model, spec, mesh.device)
     blueprint = copy.deepcopy(model)
     ulysses = parallelize(model, mesh, spec)
-    materialise(model, blueprint, seed=spec.training.seed, device=mesh.device)
+    home = torch.device("cpu") if spec.strategy.offload_policy else mesh.device
+    materialise(model, blueprint, seed=spec.training.seed, device=home)
+    place_buffers(model, mesh.device)
     optimizer = build_optimizer(model, spec.training)
 
     steps = plan_steps(spec.training, samples=dataset.samples, global_batch=plan.batch.global_batch)
@@ -53,10 +67,19 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset) -> Run:
         dataset=dataset,
         order=_order(spec, plan.batch, dataset),
         steps=steps,
-        state=TrainState(model, optimizer, scheduler),
+        state=TrainState(model, optimizer, scheduler, GradScaler(mesh.device.type, enabled=spec.model.dtype == "fp16")),
+        loss=build_loss(model, spec, plan, head_is_last=seen.head_is_last),
         ulysses=ulysses,
         journal=Journal(session.run_dir.attempt(session.attempt), rank=session.rank),
     )
+
+
+def build_loss(model: PreTrainedModel, spec: JobSpec, plan: Plan, *, head_is_last: bool) -> TokenLoss:
+    """The loss of a spec, in chunks where the plan says so and the model's head allows it."""
+    tokens = spec.training.per_device_train_batch_size * spec.data.sequence_length // plan.mesh.sp
+    rows = chunk_rows(spec, plan.shape, tokens=tokens) if head_is_last else None
+    rule = LossRule(spec.training.label_smoothing_factor, spec.training.z_loss)
+    return TokenLoss(model, rule, chunk_rows=rows)
 
 
 def _order(spec: JobSpec, batch: BatchPlan, dataset: Dataset) -> StepOrder:

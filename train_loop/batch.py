@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from train_loop.data.dataset import IGNORE, Rows
 from train_loop.data.order import Ids
+from train_loop.model.attention import attention_inputs
 from train_loop.parallel.mesh import Mesh
 
 
@@ -38,8 +38,10 @@ class MicroBatch:
     input_ids: Tensor  # [B, T/P]
     labels: Tensor  # [B, T/P]
     position_ids: Tensor  # [B, T/P]
-    attention_mask: Any
-    """[B, 1, T, T] over the full sequence; None where plain causal attention is right; a dict where layers differ."""
+    attention: dict[str, Any]
+    """What keeps documents apart in the full sequence, by the model's argument names."""
+    last: bool
+    """Whether it is the last of its step on this rank."""
 
 
 def share_rows(rows: Rows | None, *, count: int, length: int, mesh: Mesh) -> StepBatch:
@@ -72,28 +74,9 @@ def micro_batches(batch: StepBatch, size: int, model: PreTrainedModel, mesh: Mes
             batch.input_ids[rows, mine],
             batch.labels[rows, mine],
             batch.position_ids[rows, mine],
-            attention_mask(model, batch.position_ids[rows]),
+            attention_inputs(model, batch.position_ids[rows]),
+            last=start + size >= len(batch.samples),
         )
-
-
-def attention_mask(model: PreTrainedModel, position_ids: Tensor) -> Any:
-    """The masks that keep packed documents apart, by transformers' own rules, over the full sequence [B, T].
-
-    Under Ulysses the model sees its slice only, and could not make them.
-    """
-    config = model.config.get_text_config()
-    like = torch.empty((*position_ids.shape, 1), dtype=torch.float32, device=position_ids.device)
-    arguments = {
-        "config": config,
-        "inputs_embeds": like,
-        "attention_mask": None,
-        "past_key_values": None,
-        "position_ids": position_ids,
-    }
-    full = create_causal_mask(**arguments)
-    if "sliding_attention" not in (getattr(config, "layer_types", None) or ()):
-        return full
-    return {"full_attention": full, "sliding_attention": create_sliding_window_causal_mask(**arguments)}
 
 
 def check_samples(batch: StepBatch, expected: Ids) -> None:

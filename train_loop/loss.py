@@ -1,11 +1,125 @@
 """The one loss rule: token cross entropies of a whole optimizer step, summed, over its number of valid tokens."""
 
-from torch import Tensor
-from torch.nn import functional as F
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from train_loop.batch import MicroBatch
 from train_loop.data.dataset import IGNORE
 
 
-def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum of cross entropies in fp32 over the labels that count; logits [B, T, V], labels [B, T] already shifted."""
-    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+@dataclass(frozen=True)
+class LossRule:
+    """What is summed over tokens; by default cross entropy alone."""
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    """Weight of log(Z)^2, which keeps the softmax's denominator Z near 1 (PaLM, Chowdhery et al., 2022)."""
+
+    def sum(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Sum in fp32 over the labels that count; logits [..., V], labels [...] already shifted."""
+        rows, targets = logits.float().flatten(0, -2), labels.flatten()
+        loss = F.cross_entropy(
+            rows, targets, ignore_index=IGNORE, reduction="sum", label_smoothing=self.label_smoothing
+        )
+        if self.z_loss:
+            log_z = rows.logsumexp(-1).masked_fill(targets == IGNORE, 0.0)
+            loss = loss + self.z_loss * log_z.square().sum()
+        return loss
+
+
+CROSS_ENTROPY = LossRule()
+
+
+class TokenLoss:
+    """The summed loss of micro-batches of one model, through whole logits or, inside its head, through chunks of them.
+
+    With chunks the head returns the loss in place of logits, so that its weight is still gathered when it is needed.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, rule: LossRule = CROSS_ENTROPY, *, chunk_rows: int | None = None
+    ) -> None:
+        self.model = model
+        self.rule = rule
+        self._chunk_rows = chunk_rows
+        self._due: tuple[LossRule, Tensor] | None = None
+        if chunk_rows is not None:
+            self._head: nn.Linear = model.get_output_embeddings()
+            self._head.forward = self._chunked_head
+
+    def __call__(self, batch: MicroBatch, *, rule: LossRule | None = None) -> Tensor:
+        """Sum of the token losses of this rank's slice, by the rule of training unless another is given."""
+        chosen = rule or self.rule
+        self._due = (chosen, batch.labels)
+        out: Tensor = self.model(
+            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **batch.attention
+        ).logits
+        return out if self._chunk_rows else chosen.sum(out, batch.labels)
+
+    def _chunked_head(self, hidden: Tensor) -> Tensor:
+        """[B, T, H] → the loss, without ever making [B * T, V]."""
+        assert self._due is not None
+        assert self._chunk_rows is not None
+        rule, labels = self._due
+        head = self._head
+        return chunked_sum(rule, hidden.flatten(0, 1), head.weight, head.bias, labels.flatten(), self._chunk_rows)
+
+
+def chunked_sum(
+    rule: LossRule, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, rows: int
+) -> Tensor:
+    """`rule.sum` of the logits of hidden [N, H] under weight [V, H], bias [V] and labels [N], `rows` at a time."""
+    if torch.is_grad_enabled():
+        loss: Tensor = _ChunkedSum.apply(rule, hidden, weight, bias, labels, rows)  # type: ignore[no-untyped-call]
+        return loss
+    parts = (rule.sum(F.linear(hidden[part], weight, bias), labels[part]) for part in _chunks(len(hidden), rows))
+    return torch.stack(list(parts)).sum()
+
+
+class _ChunkedSum(torch.autograd.Function):
+    """Gradients are taken in forward, chunk by chunk, while the logits are there; backward only scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rule: LossRule, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, rows: int
+    ) -> Tensor:
+        total = hidden.new_zeros((), dtype=torch.float32)
+        d_hidden = torch.empty_like(hidden)
+        # In fp32, because a sum over many chunks in bf16 would lose what later ones add.
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
+        d_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and bias.requires_grad else None
+        for part in _chunks(len(hidden), rows):
+            loss, d_logits = _loss_and_gradient(rule, F.linear(hidden[part], weight, bias), labels[part])
+            total += loss
+            torch.mm(d_logits, weight, out=d_hidden[part])
+            if d_weight is not None:
+                d_weight += d_logits.T @ hidden[part]
+            if d_bias is not None:
+                d_bias += d_logits.sum(0, dtype=torch.float32)
+        ctx.save_for_backward(d_hidden, d_weight, d_bias)
+        ctx.dtype = weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        d_hidden, d_weight, d_bias = ctx.saved_tensors
+        weighed = [d if d is None else d.mul_(grad).to(ctx.dtype) for d in (d_weight, d_bias)]
+        return None, d_hidden.mul_(grad), *weighed, None, None
+
+
+def _loss_and_gradient(rule: LossRule, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.enable_grad():
+        leaf = logits.detach().requires_grad_()
+        loss = rule.sum(leaf, labels)
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    return loss.detach(), gradient
+
+
+def _chunks(count: int, rows: int) -> Iterator[slice]:
+    return (slice(start, start + rows) for start in range(0, count, rows))

@@ -6,12 +6,15 @@ own, because a damaged file may crash the library that opens it, and torch takes
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from train_loop.data.sources import check_allowed, check_columns, is_empty, list_files
 from train_loop.errors import DataError, ModelError
 from train_loop.model.build import build_model
+from train_loop.model.probe import check_attention, check_head, probe
+from train_loop.model.tiled_mlp import apply_tiled_mlp
+from train_loop.parallel.units import check_names, decoder_layers
 from train_loop.run_dir import local_path
 from train_loop.spec import JobSpec, Problem, parse
 
@@ -38,10 +41,29 @@ def check_data(spec: JobSpec, roots: Sequence[str]) -> list[Problem]:
 def check_model(spec: JobSpec) -> list[Problem]:
     """The problems with a spec's model, found by building it on the meta device, which takes no memory."""
     try:
-        build_model(spec.model)
+        model = build_model(spec.model)
+        seen = probe(model)
     except ModelError as error:
         return [Problem("/model/config", str(error))]
-    return []
+    strategy = spec.strategy
+    checks: dict[str, Callable[[], None]] = {
+        "/strategy/ulysses_size": lambda: check_attention(seen, spec),
+        "/strategy/wrap_policy/transformer_layer_cls_to_wrap": lambda: check_names(model, strategy.wrap_policy),
+        "/training/chunked_loss": lambda: check_head(seen, spec),
+    }
+    if strategy.apply_tiled_mlp:
+        checks["/strategy/apply_tiled_mlp"] = lambda: apply_tiled_mlp(
+            decoder_layers(model), tiles=strategy.tiled_num_shards
+        )
+    return [Problem(pointer, fault) for pointer, check in checks.items() if (fault := _fault(check))]
+
+
+def _fault(check: Callable[[], None]) -> str | None:
+    try:
+        check()
+    except ModelError as error:
+        return str(error)
+    return None
 
 
 def _tokenizer_problems(spec: JobSpec, roots: Sequence[str]) -> list[Problem]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
@@ -19,6 +20,8 @@ class TrainState:
     model: PreTrainedModel
     optimizer: Optimizer
     scheduler: LRScheduler
+    scaler: GradScaler
+    """Scales the loss of fp16 runs; for other dtypes it does nothing."""
     step: int = 0
     """Optimizer steps done, skipped ones included."""
     tokens: int = 0

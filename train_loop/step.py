@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.distributed.fsdp import FSDPModule
 
 from train_loop.batch import MicroBatch
-from train_loop.loss import summed_loss
+from train_loop.loss import TokenLoss
 from train_loop.optim import clip_gradients
 from train_loop.state import TrainState
 
@@ -18,48 +20,54 @@ class StepResult:
     """The same on every rank."""
 
     loss: float
-    """Cross entropy per trained token, before the step."""
+    """Loss per trained token, before the step."""
     grad_norm: float
     """Before clipping."""
     lr: float
     """Learning rate of the step."""
     applied: bool
     """False where loss or gradients were not finite and the weights stayed as they were."""
+    overflow: bool
+    """Not applied because the fp16 gradient scaler's factor was too large, which it now lowers."""
 
 
 def train_step(
-    state: TrainState, batches: Iterable[MicroBatch], trained_tokens: int, max_grad_norm: float | None
+    state: TrainState, loss: TokenLoss, batches: Iterable[MicroBatch], trained_tokens: int, max_grad_norm: float | None
 ) -> StepResult:
     """Forward, backward, clip and apply. `trained_tokens` counts the whole step, all ranks and micro-batches."""
-    loss = accumulate(state.model, batches, trained_tokens)
+    scaler = state.scaler
+    mean = accumulate(loss, batches, trained_tokens, scaler)
+    scaler.unscale_(state.optimizer)
     norm = clip_gradients(state.model, max_grad_norm)
     # Both numbers are the same on every rank, so that all of them skip or none does.
-    finite = bool(torch.isfinite(loss) & torch.isfinite(norm))
+    finite = bool(torch.isfinite(mean) & torch.isfinite(norm))
+    overflow = not finite and scaler.get_scale() > 1
     lr = float(state.scheduler.get_last_lr()[0])
     if finite:
         state.optimizer.step()
         state.scheduler.step()
+    scaler.update()
     state.optimizer.zero_grad()
-    return StepResult(loss.item(), norm.item(), lr, finite)
+    return StepResult(mean.item(), norm.item(), lr, finite, overflow)
 
 
-def accumulate(model: nn.Module, batches: Iterable[MicroBatch], trained_tokens: int) -> Tensor:
-    """Gradients of a whole step in the parameters, and its loss over all ranks.
+def accumulate(loss: TokenLoss, batches: Iterable[MicroBatch], trained_tokens: int, scaler: GradScaler) -> Tensor:
+    """Gradients of a whole step in the parameters, times the scaler's factor, and its loss over all ranks.
 
     FSDP sums gradients over ranks, so that dividing each micro-batch's summed loss by the step's tokens is the only
     factor there is.
     """
+    root: FSDPModule = loss.model
+    # The first unit's parameters travel while masks are made.
+    root.unshard(async_op=True)
     total = torch.zeros(())
     for batch in batches:
-        logits = model(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            attention_mask=batch.attention_mask,
-            use_cache=False,
-        ).logits
+        # Gradients of every micro-batch are reduced to shards, because whole ones would not fit; replicas of a shard
+        # hear of each other once.
+        root.set_requires_all_reduce(batch.last)
         # A step without any trained token is legal: its loss and gradients are zero.
-        loss = summed_loss(logits, batch.labels) / max(trained_tokens, 1)
-        torch.autograd.backward(loss)
-        total = total.to(loss.device) + loss.detach()
+        mean = loss(batch) / max(trained_tokens, 1)
+        torch.autograd.backward(scaler.scale(mean))
+        total = total.to(mean.device) + mean.detach()
     dist.all_reduce(total)
     return total

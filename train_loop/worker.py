@@ -64,7 +64,7 @@ def loop(run: Run, saver: Saver) -> Stop | None:
 
         # ------------------------------------------------------------------------------------------ the hot part
         micro = micro_batches(batch, run.batch.per_device, state.model, run.mesh)
-        result = train_step(state, micro, agreed.trained_tokens, run.spec.training.max_grad_norm)
+        result = train_step(state, run.loss, micro, agreed.trained_tokens, run.spec.training.max_grad_norm)
         state.advance(tokens=agreed.tokens, samples=run.order.global_batch)
         # --------------------------------------------------------------------------------------------------------
 

@@ -24,13 +24,19 @@ def tensors_of(state: TrainState) -> dict[str, Any]:
     """Model, optimizer and schedule, sharded as they are."""
     # The helper, because a fresh optimizer's own state_dict is empty and would restore no moments.
     model, optimizer = get_state_dict(state.model, state.optimizer)
-    return {"model": model, "optimizer": optimizer, "scheduler": state.scheduler.state_dict()}
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": state.scheduler.state_dict(),
+        "scaler": state.scaler.state_dict(),
+    }
 
 
 def put_back(state: TrainState, values: dict[str, Any]) -> None:
     """The inverse of `tensors_of`."""
     set_state_dict(state.model, state.optimizer, model_state_dict=values["model"], optim_state_dict=values["optimizer"])
     state.scheduler.load_state_dict(values["scheduler"])
+    state.scaler.load_state_dict(values["scaler"])
 
 
 def draft_manifest(run: Run) -> Manifest:

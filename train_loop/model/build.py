@@ -14,18 +14,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from train_loop.errors import ModelError
 from train_loop.spec import ModelSpec
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
 _UNDECLARED = ("head_dim", "rope_theta", "rope_type", "partial_rotary_factor")
 """Fields that transformers reads although not every config class declares them."""
 
 
 def build_model(spec: ModelSpec) -> PreTrainedModel:
     """Build the model on the meta device: no memory, no weights. Raises ModelError."""
-    implementation = "sdpa" if spec.attn_implementation == "auto" else spec.attn_implementation
     try:
         hf_config = _hf_config(spec.config or {})
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                hf_config, attn_implementation=implementation, dtype=torch.float32
+                hf_config, attn_implementation="sdpa", dtype=DTYPES[spec.master_dtype]
             )
     except ModelError:
         raise
@@ -54,11 +55,6 @@ def _check_layers(model: PreTrainedModel) -> None:
     strange = sorted(kinds - {"full_attention", "sliding_attention"})
     if strange:
         raise ModelError(f"{model.config.model_type} has layers of kind {', '.join(strange)}, not supported yet")
-    if getattr(config, "sliding_window", None) and kinds == {"full_attention"}:
-        raise ModelError(
-            f"{model.config.model_type} has sliding_window={config.sliding_window} in all layers, which is not "
-            "supported yet; set sliding_window: null in model.config for full attention"
-        )
 
 
 def materialise(model: PreTrainedModel, blueprint: PreTrainedModel, *, seed: int, device: torch.device) -> None:

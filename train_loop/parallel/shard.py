@@ -1,59 +1,75 @@
-"""The order in which a model is made parallel: Ulysses → activation checkpointing → FSDP2, layers before the root."""
+"""The order in which a model is made parallel: Ulysses → tiles → activation checkpointing → compile → FSDP2."""
 
-import functools
+from dataclasses import replace
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import PreTrainedModel
 
+from train_loop.model.build import DTYPES
+from train_loop.model.tiled_mlp import apply_tiled_mlp
+from train_loop.parallel.compile import apply_compile
 from train_loop.parallel.mesh import Mesh
+from train_loop.parallel.prefetch import apply_prefetch
+from train_loop.parallel.recompute import apply_checkpointing
 from train_loop.parallel.ulysses import Ulysses, apply_ulysses
+from train_loop.parallel.units import decoder_layers, find_units, norms
 from train_loop.spec import JobSpec, StrategySpec
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def parallelize(model: PreTrainedModel, mesh: Mesh, spec: JobSpec) -> Ulysses | None:
-    """Make a model on the meta device parallel, in place."""
+    """Make a model on the meta device parallel, in place. Raises ModelError."""
+    mode, strategy = spec.model.gradient_checkpointing, spec.strategy
     ulysses = apply_ulysses(model, mesh.sp)
     layers = decoder_layers(model)
-    if spec.model.gradient_checkpointing == "full":
-        apply_checkpointing(layers)
-    apply_fsdp(model, layers, mesh, spec.strategy)
+    if strategy.apply_tiled_mlp:
+        apply_tiled_mlp(layers, tiles=strategy.tiled_num_shards)
+    if mode != "none":
+        apply_checkpointing(layers, offload=mode == "offload", pin_memory=mesh.device.type == "cuda")
+    if spec.model.compile:
+        apply_compile(layers)
+    apply_fsdp(model, mesh, strategy)
+    units = [layer for layer in layers if isinstance(layer, FSDPModule)]
+    apply_prefetch(units, forward=strategy.forward_prefetch, backward=strategy.backward_prefetch)
     return ulysses
 
 
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules that the model itself says must not be split. Raises ValueError where it names none."""
-    names = set(model._no_split_modules or ())
-    layers = [module for module in model.modules() if type(module).__name__ in names]
-    if not layers:
-        raise ValueError(
-            f"{type(model).__name__} has no module of its own _no_split_modules={sorted(names)} to shard by"
-        )
-    return layers
-
-
-def apply_checkpointing(layers: list[nn.Module]) -> None:
-    """Recompute each layer in the backward pass (Chen et al., 2016).
-
-    Inside the layer's call, so that FSDP's hooks gather its parameters once for recomputed forward and backward.
-    """
-    for layer in layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-
-
-def apply_fsdp(model: nn.Module, layers: list[nn.Module], mesh: Mesh, strategy: StrategySpec) -> None:
-    """Shard each layer, then what is left as the root unit; gradients are plain sums over all ranks."""
+def apply_fsdp(model: PreTrainedModel, mesh: Mesh, strategy: StrategySpec) -> None:
+    """Shard each unit, then what is left as the root unit; gradients are plain sums over all ranks."""
+    offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if strategy.offload_policy else OffloadPolicy()
     policy = MixedPrecisionPolicy(DTYPES[strategy.param_dtype], DTYPES[strategy.reduce_dtype])
-    for module in [*layers, model]:
-        fully_shard(module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=strategy.reshard_after_forward)
+
+    def shard(unit: list[nn.Module], mixed: MixedPrecisionPolicy) -> None:
+        # One module is passed alone: a group would be gathered until the last of its modules has run.
+        module = unit if len(unit) > 1 else unit[0]
+        reshard = strategy.reshard_after_forward
+        fully_shard(module, mesh=mesh.fsdp, mp_policy=mixed, offload_policy=offload, reshard_after_forward=reshard)
+
+    if strategy.norm_dtype is not None:
+        keep = MixedPrecisionPolicy(
+            DTYPES[strategy.norm_dtype], policy.reduce_dtype, output_dtype=policy.param_dtype, cast_forward_inputs=False
+        )
+        for norm in norms(model):
+            shard([norm], keep)
+    for unit in find_units(model, strategy.wrap_policy):
+        shard(unit, policy)
+    shard([model], replace(policy, output_dtype=strategy.output_dtype and DTYPES[strategy.output_dtype]))
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            # A factor selects PREMUL_SUM, which gloo refuses and NCCL zeroes in bf16 (pytorch#190747); one rank has
-            # nothing to reduce and refuses the switch.
-            if mesh.plan.fsdp > 1:
-                module.set_force_sum_reduction_for_comms(True)
+            _sum_gradients(module, mesh)
+
+
+def _sum_gradients(unit: FSDPModule, mesh: Mesh) -> None:
+    unit.set_gradient_divide_factor(1.0)
+    # A factor selects PREMUL_SUM, which gloo refuses and NCCL zeroes in bf16 (pytorch#190747); a rank alone has
+    # nothing to reduce and refuses the switch.
+    if mesh.plan.world > 1:
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+def place_buffers(model: nn.Module, device: torch.device) -> None:
+    """Put buffers where the model computes, wherever its parameters wait."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))

@@ -5,13 +5,15 @@ model's own implementation, so that the model's branches on that key still hold.
 B batch, T sequence, H query heads, K kv heads, D head size, P ranks in the group.
 """
 
-import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import _resolve_process_group
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -21,39 +23,43 @@ Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 class Ulysses:
-    """The wrapped attention of one model, and what it has seen."""
+    """The wrapped attention of one model, and what it has exchanged."""
 
     def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup, inner: Attention) -> None:
+        self.config = model.config.get_text_config()
         self.group = group
+        self.ranks = dist.get_world_size(group)
         self.inner = inner
-        self.heads: int = model.config.get_text_config().num_attention_heads
-        self.members = weakref.WeakSet(model.modules())
-        self.seen: dict[int, tuple[int, int]] = {}
-        self.layers: int = model.config.get_text_config().num_hidden_layers
+        self.exchanged: Counter[tuple[int, ...]] = Counter()
+        _LISTENING[group.group_name] = self
 
     def __call__(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """q [B, H, T/P, D] and k, v [B, K, T/P, D] → output [B, T/P, H, D]; the mask is [B, 1, T, T] or None."""
-        if module not in self.members:
+        if getattr(module, "config", None) is not self.config:
             return self.inner(module, q, k, v, mask, **kwargs)
-        ranks = dist.get_world_size(self.group)
-        if k.shape[1] < ranks:
-            k, v = (x.repeat_interleave(ranks // x.shape[1], dim=1) for x in (k, v))
+        if k.shape[1] < self.ranks:
+            k, v = (x.repeat_interleave(self.ranks // x.shape[1], dim=1) for x in (k, v))
         q, k, v = (seq_to_heads(x, self.group) for x in (q, k, v))
-        self.seen[id(module)] = (q.shape[2], q.shape[1])
         out, weights = self.inner(module, q, k, v, mask, **kwargs)  # [B, T, H/P, D]
         return heads_to_seq(out.transpose(1, 2), self.group).transpose(1, 2), weights
 
     def check_active(self, *, sequence_length: int) -> None:
         """Raise ModelError unless every layer's attention saw [T, H/P]: one that bypasses the registry does not."""
-        expected = (sequence_length, self.heads // dist.get_world_size(self.group))
-        if len(self.seen) != self.layers or set(self.seen.values()) != {expected}:
+        heads, layers = self.config.num_attention_heads // self.ranks, self.config.num_hidden_layers
+        queries = {(shape[3] * self.ranks, shape[2]) for shape in self.exchanged}
+        # Queries, keys, values and outputs of every layer, forward, backward and recomputed alike.
+        if (sequence_length, heads) not in queries or self.exchanged.total() % (4 * layers):
             raise ModelError(
-                f"Ulysses is not in force: the attention of {len(self.seen)} of {self.layers} layers came through it, "
-                f"with (sequence, heads) {sorted(set(self.seen.values()))} where {expected} is right; this model does "
-                "not use the transformers attention registry in all layers, so choose ulysses_size: 1"
+                f"Ulysses is not in force: {self.exchanged.total()} exchanges of (sequence, heads) {sorted(queries)}, "
+                f"where 4 in each of {layers} layers with {(sequence_length, heads)} are right; this model does not "
+                "use the transformers attention registry in all layers, so choose ulysses_size: 1"
             )
+
+
+_LISTENING: WeakValueDictionary[str, Ulysses] = WeakValueDictionary()
+"""Who counts the exchanges of a group; by name, because a compiled graph knows of groups by name only."""
 
 
 def apply_ulysses(model: PreTrainedModel, group: dist.ProcessGroup) -> Ulysses | None:
@@ -92,22 +98,31 @@ def heads_to_seq(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    out: Tensor = _AllToAll.apply(parts.contiguous(), group)  # type: ignore[no-untyped-call]
+    out: Tensor = all_to_all(parts.contiguous(), group.group_name)
     return out
 
 
-class _AllToAll(torch.autograd.Function):
-    """Slice i of the first axis goes to rank i; the same exchange brings gradients back."""
+@torch.library.custom_op("trainshed::all_to_all", mutates_args=())
+def all_to_all(x: Tensor, group: str) -> Tensor:
+    """Slice i of the first axis goes to rank i; an operator, so that compiled graphs need no break for it."""
+    if group in _LISTENING:
+        _LISTENING[group].exchanged[tuple(x.shape)] += 1
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x, group=_resolve_process_group(group))
+    return out
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        out = torch.empty_like(x)
-        dist.all_to_all_single(out, x, group=group)
-        return out
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        out = torch.empty_like(grad, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(out, grad.contiguous(), group=ctx.group)
-        return out, None
+@all_to_all.register_fake
+def _like(x: Tensor, group: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _remember_group(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+    ctx.group = inputs[1]
+
+
+def _exchange_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return all_to_all(grad.contiguous(), ctx.group), None
+
+
+all_to_all.register_autograd(_exchange_back, setup_context=_remember_group)

@@ -1,6 +1,7 @@
 """Pure arithmetic: degrees → mesh, batches → steps, parameters → memory, workers → resources. Torch-free."""
 
 from train_loop.plan.batch import BatchPlan, plan_batch, plan_samples, plan_steps
+from train_loop.plan.head import chunk_rows
 from train_loop.plan.memory import MemoryTerm
 from train_loop.plan.mesh import MeshPlan, plan_mesh
 from train_loop.plan.plan import Plan, plan_job
@@ -14,6 +15,7 @@ __all__ = [
     "MeshPlan",
     "ModelShape",
     "Plan",
+    "chunk_rows",
     "data_starves",
     "needed",
     "plan_batch",

@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 
+from train_loop.plan.head import DTYPE_BYTES, chunk_rows, logits_row_bytes
 from train_loop.plan.mesh import MeshPlan
 from train_loop.plan.shape import ModelShape
 from train_loop.spec import JobSpec
-
-_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ def estimate_memory(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> tuple[M
     one at work; activations are counted at one micro-batch on 1/sp of the sequence.
     """
     shard = -(-shape.parameters // mesh.fsdp)
-    compute = _BYTES[spec.strategy.param_dtype]
+    compute = DTYPE_BYTES[spec.strategy.param_dtype]
     gathered = max(2 * shape.layer_parameters, shape.embedding_parameters) if mesh.fsdp > 1 else 0
     tokens = spec.training.per_device_train_batch_size * spec.data.sequence_length // mesh.sp
     return (
@@ -41,9 +40,19 @@ def estimate_memory(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> tuple[M
         MemoryTerm(
             "attention_mask", _mask_bytes(spec), "1 byte x sequences x sequence_length^2, where documents share one"
         ),
-        MemoryTerm(
-            "logits", (compute + 8) * tokens * shape.vocab, f"({compute} + 4 fp32 + 4 gradient) bytes x tokens x vocab"
-        ),
+        _logits(spec, shape, tokens),
+    )
+
+
+def _logits(spec: JobSpec, shape: ModelShape, tokens: int) -> MemoryTerm:
+    row = logits_row_bytes(spec, shape)
+    rows = chunk_rows(spec, shape, tokens=tokens)
+    if rows is None:
+        return MemoryTerm("logits", row * tokens, f"{row // shape.vocab} bytes x tokens x vocab")
+    return MemoryTerm(
+        "logits",
+        row * rows + 4 * shape.vocab * shape.hidden,
+        f"{row // shape.vocab} bytes x {rows} tokens of a chunk x vocab + 4 bytes x vocab x H",
     )
 
 

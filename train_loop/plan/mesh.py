@@ -1,5 +1,6 @@
 """Degrees → mesh: which ranks shard, replicate and share a sequence."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -7,8 +8,8 @@ from dataclasses import dataclass
 class MeshPlan:
     """The device mesh of a run, ddp outermost and sp innermost.
 
-    `fsdp` counts the ranks that share one copy of the parameters; Ulysses groups lie inside it, so that
-    fsdp = dp_shard * sp. Ranks of one Ulysses group are neighbours and see the same samples.
+    `fsdp` counts the ranks that share one copy of the parameters; Ulysses groups lie inside it, or inside ddp where
+    nothing is sharded. Ranks of one Ulysses group are neighbours and see the same samples.
     """
 
     ddp: int
@@ -24,11 +25,6 @@ class MeshPlan:
     def dp(self) -> int:
         """Number of data-parallel ranks: Ulysses groups, each with samples of its own."""
         return self.world // self.sp
-
-    @property
-    def dp_shard(self) -> int:
-        """Ulysses groups that share one copy of the parameters."""
-        return self.fsdp // self.sp
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -54,11 +50,18 @@ class MeshPlan:
         return rank % self.sp
 
 
-def plan_mesh(*, world: int, fsdp_size: int, ulysses_size: int) -> MeshPlan:
+def plan_mesh(*, world: int, fsdp_size: int, ulysses_size: int, sharded: bool = True) -> MeshPlan:
     """The mesh by ROLL's rule: fsdp_size <= 1 or >= world is one fsdp dimension, anything else is HSDP.
 
-    Raises ValueError with rule, value and remedy where the degrees do not divide each other.
+    Without sharding every rank is a replica. Raises ValueError with rule, value and remedy where the degrees do not
+    divide each other.
     """
+    if not sharded:
+        if world % ulysses_size:
+            raise ValueError(
+                f"ulysses_size={ulysses_size} does not divide the {world} workers; choose {one_of(divisors(world))}"
+            )
+        return MeshPlan(ddp=world, fsdp=1, sp=ulysses_size)
     fsdp = world if fsdp_size <= 1 or fsdp_size >= world else fsdp_size
     if world % fsdp:
         raise ValueError(
@@ -73,11 +76,24 @@ def plan_mesh(*, world: int, fsdp_size: int, ulysses_size: int) -> MeshPlan:
     return MeshPlan(ddp=world // fsdp, fsdp=fsdp, sp=ulysses_size)
 
 
+def check_reshard(reshard: bool | int | None, mesh: MeshPlan) -> None:
+    """Raise ValueError where parameters are to be resharded to groups that do not divide an fsdp group."""
+    if isinstance(reshard, bool) or reshard is None:
+        return
+    fits = [d for d in divisors(mesh.fsdp) if 1 < d < mesh.fsdp]
+    if reshard not in fits:
+        choices = one_of([*map(str, fits), "true", "false"])
+        raise ValueError(
+            f"reshard_after_forward={reshard} is no smaller group that divides the {mesh.fsdp} ranks of an fsdp group; "
+            f"choose {choices}"
+        )
+
+
 def divisors(n: int) -> list[int]:
     """All divisors of n, in order."""
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def one_of(values: list[int]) -> str:
+def one_of(values: Sequence[int | str]) -> str:
     """1, 2 or 4: the values as a sentence offers them."""
     return " or ".join(filter(None, [", ".join(map(str, values[:-1])), str(values[-1])]))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from train_loop.plan.batch import BatchPlan, plan_batch
 from train_loop.plan.memory import MemoryTerm, estimate_memory
-from train_loop.plan.mesh import MeshPlan, divisors, one_of, plan_mesh
+from train_loop.plan.mesh import MeshPlan, check_reshard, divisors, one_of, plan_mesh
 from train_loop.plan.shape import ModelShape, read_shape
 from train_loop.spec import JobSpec, Problem, SpecError
 
@@ -34,7 +34,13 @@ def plan_job(spec: JobSpec) -> Plan:
     except ValueError as error:
         problems.append(Problem("/model/config", str(error)))
     try:
-        mesh = plan_mesh(world=spec.scaling.world, fsdp_size=strategy.fsdp_size, ulysses_size=strategy.ulysses_size)
+        mesh = plan_mesh(
+            world=spec.scaling.world,
+            fsdp_size=strategy.fsdp_size,
+            ulysses_size=strategy.ulysses_size,
+            sharded=strategy.sharding_strategy != "NO_SHARD",
+        )
+        check_reshard(strategy.reshard_after_forward, mesh)
         batch = plan_batch(spec.training, dp=mesh.dp)
     except ValueError as error:
         field = str(error).partition("=")[0]

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from train_loop.spec.base import SpecModel, only
 
@@ -28,15 +28,18 @@ class ModelSpec(SpecModel):
         description="URI of an HF tokenizer folder; without one, a model built from `config` gets a byte-level BPE "
         "of config.vocab_size tokens trained on data.train",
     )
-    dtype: Annotated[Dtype, only("bf16", "fp32")] = Field(default="bf16", description="compute dtype")
-    master_dtype: Annotated[Dtype, only("fp32")] = "fp32"
-    attn_implementation: Annotated[
-        Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3"], only("auto", "sdpa")
-    ] = "auto"
-    gradient_checkpointing: Annotated[Literal["none", "full", "offload"], only("none", "full")] = "full"
+    dtype: Dtype = Field(default="bf16", description="compute dtype; fp16 trains with a gradient scaler")
+    master_dtype: Dtype = Field(default="fp32", description="dtype of weights, gradients and moments between steps")
+    attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
+        default="auto", description="auto: flash where it is installed, else sdpa, or flex for very long packed rows"
+    )
+    gradient_checkpointing: Literal["none", "full", "offload"] = Field(
+        default="full",
+        description="full: each layer is computed again in backward; offload: its input waits in host memory",
+    )
     freeze_module_prefix: Annotated[tuple[str, ...], only(())] = ()
     lora: Annotated[LoraSpec | None, only(None)] = None
-    compile: Annotated[bool, only(False)] = False
+    compile: bool = Field(default=False, description="torch.compile, layer by layer")
 
     @model_validator(mode="after")
     def _exactly_one_source(self) -> "ModelSpec":
@@ -49,3 +52,17 @@ class ModelSpec(SpecModel):
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError("model.config needs a model_type, for example model_type: qwen3")
         return self
+
+    @field_validator("master_dtype")
+    @classmethod
+    def _master_can_be_unscaled(cls, master: Dtype) -> Dtype:
+        if master == "fp16":
+            raise ValueError("fp16 holds neither small updates nor scaled gradients; choose fp32 or bf16")
+        return master
+
+    @field_validator("attn_implementation")
+    @classmethod
+    def _flash_has_half_precision(cls, attention: str, info: ValidationInfo) -> str:
+        if attention.startswith("flash") and info.data.get("dtype") == "fp32":
+            raise ValueError(f"{attention} computes in bf16 or fp16, and dtype is fp32; choose sdpa, or another dtype")
+        return attention

@@ -1,8 +1,8 @@
 """`strategy:` how the model is spread over workers: ROLL's strategy_config with ulysses_size."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from train_loop.spec.base import SpecModel, only
 from train_loop.spec.model import Dtype
@@ -11,9 +11,11 @@ from train_loop.spec.model import Dtype
 class WrapPolicySpec(SpecModel):
     """Which modules become FSDP units of their own; by default the model's own decoder layers."""
 
-    transformer_layer_cls_to_wrap: Annotated[tuple[str, ...], only(())] = ()
-    wrap_embeddings: Annotated[bool, only(False)] = False
-    wrap_lm_output: Annotated[bool, only(False)] = False
+    transformer_layer_cls_to_wrap: tuple[str, ...] = Field(
+        default=(), description="class names; none: what the model itself says must not be split"
+    )
+    wrap_embeddings: bool = False
+    wrap_lm_output: bool = False
     moe_experts: Annotated[tuple[str, ...], only(())] = ()
 
 
@@ -21,17 +23,34 @@ class StrategySpec(SpecModel):
     """FSDP2 and Ulysses; the mesh rules are those of `train_loop.plan.mesh`."""
 
     fsdp_size: int = Field(default=0, description="<= 1 or >= world: one fsdp dimension; else HSDP (world/n, n)")
+    sharding_strategy: Literal["FULL_SHARD", "NO_SHARD"] = Field(
+        default="FULL_SHARD", description="NO_SHARD: every worker holds all parameters, as with DDP"
+    )
     ulysses_size: int = Field(default=1, ge=1)
-    param_dtype: Annotated[Dtype, only("bf16", "fp32")] = Field(
+    param_dtype: Dtype = Field(
         default="bf16", description="FSDP's compute dtype; follows model.dtype where only one of the two is set"
     )
-    reduce_dtype: Annotated[Dtype, only("bf16", "fp32")] = "fp32"
-    reshard_after_forward: Annotated[bool | int | None, only(None, True, False)] = None
-    offload_policy: Annotated[bool, only(False)] = False
+    reduce_dtype: Dtype = "fp32"
+    output_dtype: Literal["fp32"] | None = Field(
+        default=None, description="dtype of the model's output; the loss itself is always computed in fp32"
+    )
+    norm_dtype: Literal["fp32"] | None = Field(default=None, description="fp32: norms keep fp32 weights and compute")
+    reshard_after_forward: bool | int | None = Field(
+        default=None, description="null: all but the root; an integer: to groups of that many ranks"
+    )
+    offload_policy: bool = Field(default=False, description="parameters, gradients and optimizer live on the CPU")
     wrap_policy: WrapPolicySpec = WrapPolicySpec()
     apply_expert_patch: Annotated[bool, only(False)] = False
-    apply_tiled_mlp: Annotated[bool, only(False)] = False
-    tiled_num_shards: Annotated[int, only(4)] = 4
+    apply_tiled_mlp: bool = Field(default=False, description="each MLP works through its tokens in tiles")
+    tiled_num_shards: int = Field(default=4, ge=1)
     async_save_ckpt: bool = True
-    forward_prefetch: Annotated[int, only(1)] = 1
-    backward_prefetch: Annotated[int, only(1)] = 1
+    forward_prefetch: int = Field(default=1, ge=1, description="layers gathered ahead; 1: by FSDP's own order")
+    backward_prefetch: int = Field(default=1, ge=1)
+
+    @model_validator(mode="after")
+    def _one_way_to_shard(self) -> "StrategySpec":
+        if self.sharding_strategy == "NO_SHARD" and self.fsdp_size > 1:
+            raise ValueError(
+                f"sharding_strategy=NO_SHARD shards nothing, and fsdp_size={self.fsdp_size} asks for shards; remove one"
+            )
+        return self

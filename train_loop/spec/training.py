@@ -33,6 +33,11 @@ class TrainingSpec(SpecModel):
     logging_steps: int = Field(default=1, ge=1)
     eval_steps: Annotated[int | None, only(None)] = None
     on_nonfinite: Literal["skip", "fail"] = "skip"
+    chunked_loss: bool | None = Field(
+        default=None, description="logits and loss in chunks of tokens; null: where that saves memory"
+    )
+    label_smoothing_factor: float = Field(default=0.0, ge=0, lt=1)
+    z_loss: float = Field(default=0.0, ge=0, description="weight of the squared log of the softmax's denominator")
     audit_samples: bool = Field(default=False, description="every metrics line lists its sample indices")
 
     @model_validator(mode="after")

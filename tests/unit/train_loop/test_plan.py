@@ -40,7 +40,7 @@ def test_a_mesh_holds_every_rank_once_or_is_refused(world: int, fsdp_size: int, 
             plan_mesh(world=world, fsdp_size=fsdp_size, ulysses_size=ulysses_size)
         return
     mesh = plan_mesh(world=world, fsdp_size=fsdp_size, ulysses_size=ulysses_size)
-    assert mesh.ddp * mesh.dp_shard * mesh.sp == world == mesh.world
+    assert mesh.dp * mesh.sp == mesh.ddp * mesh.fsdp == world == mesh.world
     places = {(mesh.data_rank(rank), mesh.sequence_rank(rank)) for rank in range(world)}
     assert places == {(d, s) for d in range(mesh.dp) for s in range(mesh.sp)}
 

@@ -116,7 +116,6 @@ def test_a_tokenizer_that_is_none(tmp_path: Path) -> None:
     [
         ({"hiden_size": 64}, "Qwen3Config has no field hiden_size; did you mean hidden_size?"),
         ({"model_type": "qwen33"}, "builds no causal language model"),
-        ({"model_type": "mistral", "sliding_window": 16}, "mistral has sliding_window=16 in all layers"),
         ({"hidden_size": 33, "model_type": "llama", "head_dim": None}, "builds no causal language model"),
     ],
 )
@@ -128,3 +127,35 @@ def test_a_model_that_cannot_be_built_as_written(config: dict[str, Any], message
 
 def test_a_model_that_can_be_built_has_no_problems() -> None:
     assert check_model(parse(raw_spec(model={"config": TINY | {"rope_theta": 1e6, "attention_dropout": 0.1}}))) == []
+
+
+OPT = {"model_type": "opt", "vocab_size": 384, "hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32} | {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("parts", "pointer", "message"),
+    [
+        (
+            {"strategy": {"wrap_policy": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}},
+            "/strategy/wrap_policy/transformer_layer_cls_to_wrap",
+            "matches no module of Qwen3ForCausalLM; choose among Qwen3Model, Qwen3DecoderLayer,",
+        ),
+        (
+            {"model": {"config": OPT}, "strategy": {"apply_tiled_mlp": True}},
+            "/strategy/apply_tiled_mlp",
+            "OPTDecoderLayer has no child whose class ends with MLP",
+        ),
+        (
+            {"model": {"config": TINY | {"model_type": "granite"}}, "training": {"chunked_loss": True}},
+            "/training/chunked_loss",
+            "needs logits as the head returns them, and GraniteForCausalLM changes them",
+        ),
+    ],
+)
+def test_what_a_model_does_not_allow(parts: dict[str, Any], pointer: str, message: str) -> None:
+    found = [(p.pointer, p.message) for p in check_model(parse(raw_spec(**parts)))]
+    assert [p for p, _ in found] == [pointer]
+    assert message in found[0][1]

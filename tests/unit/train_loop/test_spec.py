@@ -93,22 +93,14 @@ def test_the_compute_dtype_has_one_value_in_its_two_homes() -> None:
     [
         ("/kind", "infer"),
         ("/model/lora", {"r": 8, "alpha": 16, "target_modules": ["q_proj"]}),
-        ("/model/compile", True),
-        ("/model/dtype", "fp16"),
-        ("/model/gradient_checkpointing", "offload"),
-        ("/model/attn_implementation", "flash_attention_2"),
         ("/model/freeze_module_prefix", ["model.embed"]),
         ("/data/eval", {"path": "x"}),
         ("/training/optimizer", "muon"),
         ("/training/lr_scheduler_type", "wsd"),
         ("/training/max_tokens", 10),
         ("/training/eval_steps", 10),
-        ("/strategy/reshard_after_forward", 2),
-        ("/strategy/offload_policy", True),
-        ("/strategy/apply_tiled_mlp", True),
-        ("/strategy/tiled_num_shards", 8),
-        ("/strategy/forward_prefetch", 2),
-        ("/strategy/wrap_policy/wrap_embeddings", True),
+        ("/strategy/wrap_policy/moe_experts", ["Experts"]),
+        ("/strategy/apply_expert_patch", True),
         ("/checkpoint/every_seconds", 60.0),
         ("/checkpoint/keep_best", {"metric": "loss", "mode": "min"}),
         ("/scaling/num_workers", {"min": 1, "max": 4}),
@@ -121,8 +113,6 @@ def test_what_no_code_honours_yet_is_refused_and_not_ignored(pointer: str, value
     for parent in parents:
         place = place.setdefault(parent, {})
     place[last] = value
-    if pointer == "/model/dtype":
-        raw["strategy"] = {"param_dtype": "fp16"}
     assert "is not supported yet; choose" in problems(raw)[pointer]
 
 
@@ -160,3 +150,15 @@ def test_settings_that_would_do_nothing_are_refused() -> None:
     assert "choose constant_with_warmup, or remove warmup_steps" in warmup["/training"]
     tokenizer = problems(raw_spec(model={"tokenizer": "/t"}, data={"columns": {"input_ids": "ids"}}))
     assert "model.tokenizer would do nothing" in tokenizer[""]
+
+
+@pytest.mark.parametrize(
+    ("parts", "pointer", "message"),
+    [
+        ({"model": {"master_dtype": "fp16"}}, "/model/master_dtype", "choose fp32 or bf16"),
+        ({"model": {"attn_implementation": "flash_attention_2"}}, "/model/attn_implementation", "choose sdpa"),
+        ({"strategy": {"sharding_strategy": "NO_SHARD", "fsdp_size": 2}}, "/strategy", "asks for shards; remove one"),
+    ],
+)
+def test_settings_that_contradict_each_other(parts: dict[str, Any], pointer: str, message: str) -> None:
+    assert message in problems(raw_spec(**parts))[pointer]

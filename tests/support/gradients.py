@@ -1,0 +1,85 @@
+"""One accumulated step of a spec on the ranks that there are: its loss and every gradient, whole."""
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.distributed.tensor import DTensor
+
+from train_loop.assemble import build_loss
+from train_loop.batch import StepBatch, micro_batches, share_rows
+from train_loop.data.dataset import IGNORE, Rows
+from train_loop.model.attention import apply_attention
+from train_loop.model.build import build_model, materialise
+from train_loop.model.probe import probe
+from train_loop.parallel.mesh import Mesh, build_mesh
+from train_loop.parallel.shard import parallelize, place_buffers
+from train_loop.plan import plan_job
+from train_loop.spec import JobSpec
+from train_loop.step import accumulate
+
+Gradients = dict[str, Tensor]
+_MESHES: dict[Any, Mesh] = {}
+
+
+def random_rows(count: int, length: int, *, vocab: int, packed: bool, seed: int = 0) -> Rows:
+    """Samples with prompts that are not trained on, one with nothing to train, and several documents each if packed."""
+    draw = np.random.default_rng(seed)
+    ids = draw.integers(0, vocab, (count, length)).astype(np.int32)
+    labels, positions = ids.copy(), np.zeros_like(ids)
+    for row in range(count):
+        cuts = sorted({0, *draw.integers(1, length, row % 4 if packed else 0).tolist(), length})
+        positions[row] = np.concatenate([np.arange(b - a) for a, b in pairwise(cuts)])
+        labels[row, : draw.integers(0, length // 2)] = IGNORE
+    labels[count // 2] = IGNORE
+    return Rows(np.arange(count), np.full(count, length, np.int32), ids, labels, positions)
+
+
+def one_step(job: JobSpec, rows: Rows) -> tuple[float, Gradients]:
+    """The loss of all rows over all ranks, and the gradients that it leaves in the parameters."""
+    plan = plan_job(job)
+    mesh = mesh_of(job)
+    model, blueprint = build_model(job.model), build_model(job.model)
+    seen = probe(model)
+    apply_attention(model, job, mesh.device)
+    parallelize(model, mesh, job)
+    materialise(model, blueprint, seed=0, device=mesh.device)
+    place_buffers(model, mesh.device)
+    batch = my_share(rows, mesh)
+    loss = build_loss(model, job, plan, head_is_last=seen.head_is_last)
+    micro = micro_batches(batch, job.training.per_device_train_batch_size, model, mesh)
+    mean = accumulate(loss, micro, trained_tokens(batch, mesh), GradScaler(enabled=False))
+    return mean.item(), {name: whole(p.grad) for name, p in model.named_parameters()}
+
+
+def mesh_of(job: JobSpec) -> Mesh:
+    """The mesh of a spec; groups are made once for all specs with the same one."""
+    plan = plan_job(job).mesh
+    if plan not in _MESHES:
+        _MESHES[plan] = build_mesh(plan, torch.device("cpu"))
+    return _MESHES[plan]
+
+
+def my_share(rows: Rows, mesh: Mesh) -> StepBatch:
+    """This rank's part of the rows."""
+    count = len(rows.samples) // mesh.plan.dp
+    mine = rows.slice(mesh.data_rank * count, (mesh.data_rank + 1) * count)
+    leads = mesh.sequence_rank == 0
+    return share_rows(mine if leads else None, count=count, length=rows.input_ids.shape[1], mesh=mesh)
+
+
+def trained_tokens(batch: StepBatch, mesh: Mesh) -> int:
+    """Tokens of all ranks that have something to predict."""
+    tokens = batch.trained_tokens.clone() if mesh.sequence_rank == 0 else torch.zeros((), dtype=torch.int64)
+    dist.all_reduce(tokens)
+    return int(tokens)
+
+
+def whole(gradient: Tensor | None) -> Tensor:
+    """A gradient, gathered from its shards."""
+    assert gradient is not None
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient

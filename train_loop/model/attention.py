@@ -1,0 +1,73 @@
+"""Which attention a model computes with, and what keeps packed documents apart there."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+from train_loop.errors import ModelError
+from train_loop.spec import JobSpec
+
+_FLASH = {"flash_attention_3": is_flash_attn_3_available, "flash_attention_2": is_flash_attn_2_available}
+_MASK_BYTES = 2**30
+"""A dense mask of packed rows that takes more than this is left to flex_attention, which makes none."""
+
+
+def apply_attention(model: PreTrainedModel, spec: JobSpec, device: torch.device) -> None:
+    """Set the attention that the spec asks for. Raises ModelError where it cannot run here."""
+    wanted = spec.model.attn_implementation
+    chosen = _best(spec, device) if wanted == "auto" else wanted
+    if chosen in _FLASH and not _FLASH[chosen]():
+        raise ModelError(f"attn_implementation={chosen} is not installed on the workers; install it, or choose sdpa")
+    if chosen == "flex_attention" and device.type == "cpu":
+        raise ModelError("attn_implementation=flex_attention has no backward pass on CPUs; choose sdpa")
+    try:
+        model.set_attn_implementation(chosen)
+    except (ValueError, ImportError) as error:
+        raise ModelError(f"attn_implementation={chosen}: {' '.join(str(error).split())}") from error
+
+
+def _best(spec: JobSpec, device: torch.device) -> str:
+    if device.type != "cuda":
+        return "sdpa"
+    installed = [name for name, available in _FLASH.items() if spec.model.dtype != "fp32" and available()]
+    if installed:
+        return installed[0]
+    mask = spec.training.per_device_train_batch_size * spec.data.sequence_length**2
+    return "flex_attention" if spec.data.packing and mask > _MASK_BYTES else "sdpa"
+
+
+def attention_inputs(model: PreTrainedModel, position_ids: Tensor) -> dict[str, Any]:
+    """What the model is called with to keep documents apart, over the full sequence [B, T], by transformers' rules.
+
+    Flash gets the bounds of documents, every other implementation its masks. Made once per micro-batch, before the
+    sequence is split: under Ulysses the model sees its slice only and could make neither.
+    """
+    if model.config._attn_implementation in _FLASH:
+        (bounds, _), (longest, _) = prepare_fa_kwargs_from_position_ids(position_ids)
+        lengths = {"max_length_q": int(longest), "max_length_k": int(longest)}
+        return {"attention_mask": None, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, **lengths}
+    return {"attention_mask": _masks(model, position_ids)}
+
+
+def _masks(model: PreTrainedModel, position_ids: Tensor) -> Any:
+    """[B, 1, T, T]; None where plain causal attention is right; a dict where layers differ."""
+    config = model.config.get_text_config()
+    arguments = {
+        "config": config,
+        "inputs_embeds": torch.empty((*position_ids.shape, 1), dtype=torch.float32, device=position_ids.device),
+        "attention_mask": None,
+        "past_key_values": None,
+        "position_ids": position_ids,
+    }
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None and getattr(config, "sliding_window", None) is not None:
+        return create_sliding_window_causal_mask(**arguments)
+    full = create_causal_mask(**arguments)
+    if "sliding_attention" not in (kinds or ()):
+        return full
+    return {"full_attention": full, "sliding_attention": create_sliding_window_causal_mask(**arguments)}

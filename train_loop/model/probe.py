@@ -1,0 +1,68 @@
+"""What can be seen of a model's forward pass without weights: does its attention come through the registry, is its head
+the last thing it does? One call on the meta device, which computes nothing."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from train_loop.errors import ModelError
+from train_loop.spec import JobSpec
+
+_LENGTH = 8
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a forward pass on the meta device showed."""
+
+    model: str
+    """Name of its class."""
+    attention_layers: int
+    """Modules whose attention came through the transformers registry."""
+    layers: int
+    head_is_last: bool
+    """The logits are what the output embeddings return: not scaled, not capped."""
+
+
+def probe(model: PreTrainedModel) -> Seen:
+    """Call a model that is still on the meta device once."""
+    key, modules, heads = model.config._attn_implementation, set[nn.Module](), list[Tensor]()
+
+    def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        modules.add(module)
+        return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]), None
+
+    registered = ALL_ATTENTION_FUNCTIONS[key]
+    hook = model.get_output_embeddings().register_forward_hook(lambda _, __, out: heads.append(out))
+    ALL_ATTENTION_FUNCTIONS[key] = attention
+    try:
+        tokens = torch.zeros(1, _LENGTH, dtype=torch.int64, device="meta")
+        mask = torch.ones(1, 1, _LENGTH, _LENGTH, dtype=torch.bool, device="meta")
+        with torch.no_grad():
+            logits = model(input_ids=tokens, position_ids=tokens, attention_mask=mask, use_cache=False).logits
+    finally:
+        ALL_ATTENTION_FUNCTIONS[key] = registered
+        hook.remove()
+    layers: int = model.config.get_text_config().num_hidden_layers
+    return Seen(type(model).__name__, len(modules), layers, head_is_last=any(logits is out for out in heads))
+
+
+def check_attention(seen: Seen, spec: JobSpec) -> None:
+    """Raise ModelError where Ulysses would not reach the attention of every layer."""
+    if spec.strategy.ulysses_size > 1 and seen.attention_layers != seen.layers:
+        raise ModelError(
+            f"ulysses_size={spec.strategy.ulysses_size} needs attention through the transformers registry, which "
+            f"{seen.attention_layers} of the {seen.layers} layers of {seen.model} use; choose ulysses_size: 1"
+        )
+
+
+def check_head(seen: Seen, spec: JobSpec) -> None:
+    """Raise ModelError where the loss is wanted in chunks, which a model that changes its logits does not allow."""
+    if spec.training.chunked_loss and not seen.head_is_last:
+        raise ModelError(
+            f"chunked_loss needs logits as the head returns them, and {seen.model} changes them; remove chunked_loss"
+        )

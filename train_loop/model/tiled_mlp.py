@@ -1,0 +1,34 @@
+"""MLPs that work through their tokens in tiles, so that only one tile's wide tensors exist at a time.
+
+Bekman et al., "Arctic Long Sequence Training" (2025). An FSDP unit is a whole layer here, gathered once around all
+tiles, so that ranks may have different numbers of them and gradients are reduced once.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from train_loop.errors import ModelError
+
+
+def apply_tiled_mlp(layers: Sequence[nn.Module], *, tiles: int) -> None:
+    """Cut the input of each layer's MLP into at most `tiles` tiles. Raises ModelError where there is no MLP."""
+    for layer in layers:
+        mlps = [module for module in layer.children() if type(module).__name__.endswith("MLP")]
+        if not mlps:
+            raise ModelError(
+                f"{type(layer).__name__} has no child whose class ends with MLP, and apply_tiled_mlp would do nothing; "
+                "set apply_tiled_mlp: false"
+            )
+        for mlp in mlps:
+            mlp.forward = functools.partial(_tiled, mlp.forward, tiles)
+
+
+def _tiled(forward: Callable[[Tensor], Tensor], tiles: int, x: Tensor) -> Tensor:
+    """[..., H] → [..., H], each tile computed again in backward; there may be fewer rows than tiles."""
+    parts = x.flatten(0, -2).chunk(tiles)
+    outputs = [checkpoint(forward, part, use_reentrant=False) for part in parts]
+    return torch.cat(outputs).view(*x.shape[:-1], -1)

@@ -1,0 +1,72 @@
+"""Which modules become FSDP units of their own. Every parameter belongs to the innermost unit that holds it."""
+
+from collections.abc import Iterable
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from train_loop.errors import ModelError
+from train_loop.spec import WrapPolicySpec
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules that the model itself says must not be split, in their order. Raises ModelError if it names none."""
+    layers = modules_of(model, model._no_split_modules or ())
+    if not layers:
+        raise ModelError(
+            f"{type(model).__name__} names no layers in _no_split_modules; name their class in "
+            f"strategy.wrap_policy.transformer_layer_cls_to_wrap, for example {', '.join(wrappable(model)[:3])}"
+        )
+    return layers
+
+
+def find_units(model: PreTrainedModel, policy: WrapPolicySpec) -> list[list[nn.Module]]:
+    """The units below the root, inner ones before those that hold them; a unit of several modules shares a gather.
+
+    Raises ModelError for a class name that matches nothing.
+    """
+    check_names(model, policy)
+    layers = modules_of(model, policy.transformer_layer_cls_to_wrap) or decoder_layers(model)
+    # Children come after their parents in module order, and must be sharded before them.
+    return [[module] for module in reversed(layers)] + _outer_units(model, policy)
+
+
+def check_names(model: PreTrainedModel, policy: WrapPolicySpec) -> None:
+    """Raise ModelError for a class to wrap that the model has no module of."""
+    for name in policy.transformer_layer_cls_to_wrap:
+        if not modules_of(model, [name]):
+            raise ModelError(
+                f"transformer_layer_cls_to_wrap={name} matches no module of {type(model).__name__}; "
+                f"choose among {', '.join(wrappable(model))}"
+            )
+
+
+def wrappable(model: nn.Module) -> list[str]:
+    """Classes of modules that hold modules with parameters, and could be units."""
+    found = {
+        type(module).__name__: None
+        for module in model.modules()
+        if module is not model and not isinstance(module, nn.ModuleList) and any(module.children())
+        if any(True for _ in module.parameters())
+    }
+    return list(found)
+
+
+def norms(model: nn.Module) -> list[nn.Module]:
+    """The normalisation layers."""
+    return [m for m in model.modules() if "Norm" in type(m).__name__ and any(True for _ in m.parameters(recurse=False))]
+
+
+def modules_of(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
+    """The modules whose class has one of the names."""
+    wanted = set(names)
+    return [module for module in model.modules() if type(module).__name__ in wanted]
+
+
+def _outer_units(model: PreTrainedModel, policy: WrapPolicySpec) -> list[list[nn.Module]]:
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embeddings.weight is head.weight:
+        # One parameter must stay one: tied embeddings are a unit together, or stay with the root.
+        return [[embeddings, head]] if policy.wrap_embeddings or policy.wrap_lm_output else []
+    chosen = [(embeddings, policy.wrap_embeddings), (head, policy.wrap_lm_output)]
+    return [[module] for module, wrap in chosen if wrap]
