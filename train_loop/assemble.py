@@ -28,12 +28,22 @@ class Run:
     dataset: Dataset
     order: StepOrder
     steps: int
+    """Optimizer steps of the whole run; an estimate where it ends by tokens."""
     state: TrainState
     ulysses: Ulysses | None
     journal: Journal
+    evaluation: Dataset | None = None
+    """What the run is evaluated on."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the run has trained all that it is to train."""
+        limit = self.spec.training.max_tokens
+        reached = limit is not None and self.state.tokens >= limit
+        return reached or not self.order.steps_left(self.state.consumed)
 
 
-def build_run(spec: JobSpec, session: Session, dataset: Dataset) -> Run:
+def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset | None = None) -> Run:
     """Meta model → Ulysses → FSDP2 → weights → optimizer: each needs the one before. A collective call."""
     plan = plan_job(spec)
     mesh = build_mesh(plan.mesh, local_device(session.local_rank), timeout=session.timeout)
@@ -43,7 +53,8 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset) -> Run:
     materialise(model, blueprint, seed=spec.training.seed, device=mesh.device)
     optimizer = build_optimizer(model, spec.training)
 
-    steps = plan_steps(spec.training, samples=dataset.samples, global_batch=plan.batch.global_batch)
+    tokens = dataset.tokens or dataset.samples * dataset.sequence_length
+    steps = plan_steps(spec.training, samples=dataset.samples, tokens=tokens, global_batch=plan.batch.global_batch)
     scheduler = build_scheduler(optimizer, spec.training, steps=steps)
     return Run(
         spec=spec,
@@ -56,6 +67,7 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset) -> Run:
         state=TrainState(model, optimizer, scheduler),
         ulysses=ulysses,
         journal=Journal(session.run_dir.attempt(session.attempt), rank=session.rank),
+        evaluation=evaluation,
     )
 
 

@@ -51,15 +51,20 @@ def accumulate(model: nn.Module, batches: Iterable[MicroBatch], trained_tokens: 
     """
     total = torch.zeros(())
     for batch in batches:
-        logits = model(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            attention_mask=batch.attention_mask,
-            use_cache=False,
-        ).logits
         # A step without any trained token is legal: its loss and gradients are zero.
-        loss = summed_loss(logits, batch.labels) / max(trained_tokens, 1)
+        loss = micro_batch_loss(model, batch) / max(trained_tokens, 1)
         torch.autograd.backward(loss)
         total = total.to(loss.device) + loss.detach()
     dist.all_reduce(total)
     return total
+
+
+def micro_batch_loss(model: nn.Module, batch: MicroBatch) -> Tensor:
+    """Sum of token cross entropies over this rank's slice of a micro-batch, a scalar."""
+    logits = model(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        attention_mask=batch.attention_mask,
+        use_cache=False,
+    ).logits
+    return summed_loss(logits, batch.labels)

@@ -111,7 +111,7 @@ def test_epochs_train_every_sample_and_the_last_step_may_be_short(
     epochs: float | None, steps: int, samples: int
 ) -> None:
     training = spec(training={"max_steps": None, "num_train_epochs": epochs}).training
-    assert plan_steps(training, samples=100, global_batch=8) == steps
+    assert plan_steps(training, samples=100, tokens=3200, global_batch=8) == steps
     assert plan_samples(training, samples=100, global_batch=8) == samples
 
 

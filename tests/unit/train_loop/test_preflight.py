@@ -94,7 +94,7 @@ def test_a_file_whose_ending_says_nothing(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("a,b")
     message = problems(tmp_path, train={"path": str(tmp_path)})["/data/train/path"]
     assert message.startswith(f"{tmp_path}/rows.csv has none of the endings that say what it is (.parquet, ")
-    assert "set data.train.format" in message
+    assert "set its format field" in message
     assert problems(tmp_path, train={"path": str(tmp_path), "format": "text"}) == {}
 
 
