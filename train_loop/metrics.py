@@ -19,21 +19,16 @@ class StepClock:
 
     def __init__(self) -> None:
         self._start = perf_counter()
-        self._end: float | None = None
         self.data_wait_seconds = 0.0
 
     def data_arrived(self) -> None:
         """The rows of the step are here."""
         self.data_wait_seconds = perf_counter() - self._start
 
-    def stop(self) -> None:
-        """The step is done; what is done before its line is written is not its time."""
-        self._end = perf_counter()
-
     @property
     def seconds(self) -> float:
-        """Since the step began, until it was done."""
-        return (self._end or perf_counter()) - self._start
+        """Since the step began."""
+        return perf_counter() - self._start
 
 
 def record_step(
@@ -43,7 +38,7 @@ def record_step(
     state, training = run.state, run.spec.training
     if state.step % training.logging_steps and not run.done and evaluation is None:
         return
-    seconds = clock.seconds
+    seconds = clock.seconds - (evaluation.seconds if evaluation else 0.0)
     log.info("step %d of %d: loss %.4f, %.2f s", state.step, run.steps, result.loss, seconds)
     run.journal.metrics(
         step=state.step,

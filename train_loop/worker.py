@@ -70,8 +70,7 @@ def loop(run: Run, saver: Saver) -> Stop | None:
         # --------------------------------------------------------------------------------------------------------
 
         prove(run, result)
-        clock.stop()
-        # Once in a while: an evaluation, whose numbers go to the step's line and whose time does not.
+        # Once in a while: an evaluation, told on the line of its step.
         evaluation = evaluate_if_due(run)
         record_step(run, result, clock, tokens=agreed.tokens, evaluation=evaluation)
         # Once in a while: a checkpoint. Every rank saves or none does: a DCP save is collective.

@@ -30,6 +30,16 @@ def test_good_data_has_no_problems(tmp_path: Path, parquet: Path) -> None:
     assert problems(tmp_path, train={"path": "stdlib://*.py"}) == {}
 
 
+def test_eval_data_are_looked_at_like_training_data(tmp_path: Path, parquet: Path) -> None:
+    train, columns = {"path": str(parquet)}, {"input_ids": "ids"}
+    raw = raw_spec(
+        data={"train": train, "columns": columns, "eval": {"path": "/etc/*.conf"}}, training={"eval_steps": 1}
+    )
+    (problem,) = check_data(parse(raw), [f"file://{tmp_path}"])
+    assert problem.pointer == "/data/eval/path"
+    assert "lies outside the allowed storage roots" in problem.message
+
+
 def test_a_path_that_does_not_exist(tmp_path: Path) -> None:
     assert problems(tmp_path, train={"path": f"{tmp_path}/none.parquet"}) == {
         "/data/train/path": f"{tmp_path}/none.parquet matches no file; check the path, "
