@@ -35,13 +35,23 @@ class Run:
     dataset: Dataset
     order: StepOrder
     steps: int
+    """Optimizer steps of the whole run; an estimate where it ends by tokens."""
     state: TrainState
     loss: TokenLoss
     ulysses: Ulysses | None
     journal: Journal
+    evaluation: Dataset | None = None
+    """What the run is evaluated on."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the run has trained all that it is to train."""
+        limit = self.spec.training.max_tokens
+        reached = limit is not None and self.state.tokens >= limit
+        return reached or not self.order.steps_left(self.state.consumed)
 
 
-def build_run(spec: JobSpec, session: Session, dataset: Dataset) -> Run:
+def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset | None = None) -> Run:
     """Meta model → Ulysses → FSDP2 → weights → optimizer: each needs the one before. A collective call."""
     plan = plan_job(spec)
     mesh = build_mesh(plan.mesh, local_device(session.local_rank), timeout=session.timeout)
@@ -57,7 +67,8 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset) -> Run:
     place_buffers(model, mesh.device)
     optimizer = build_optimizer(model, spec.training)
 
-    steps = plan_steps(spec.training, samples=dataset.samples, global_batch=plan.batch.global_batch)
+    tokens = dataset.tokens or dataset.samples * dataset.sequence_length
+    steps = plan_steps(spec.training, samples=dataset.samples, tokens=tokens, global_batch=plan.batch.global_batch)
     scheduler = build_scheduler(optimizer, spec.training, steps=steps)
     return Run(
         spec=spec,
@@ -71,6 +82,7 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset) -> Run:
         loss=build_loss(model, spec, plan, head_is_last=seen.head_is_last),
         ulysses=ulysses,
         journal=Journal(session.run_dir.attempt(session.attempt), rank=session.rank),
+        evaluation=evaluation,
     )
 
 

@@ -10,13 +10,14 @@ import os
 import sys
 import traceback
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback, get_context
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from train_loop.data.cache import pinned_dataset
+from train_loop.data.cache import evaluation_spec, pinned_dataset
 from train_loop.data.dataset import Dataset
 from train_loop.data.prepare import prepare
 from train_loop.data.stream import ray_stream
@@ -70,8 +71,7 @@ def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outco
     try:
         ray.init(address="auto", logging_level=logging.WARNING)
         spec = run_dir.spec()
-        dataset = _dataset(spec, run_dir, journal)
-        journal.event("prepared", dataset=dataset.fingerprint, samples=dataset.samples, tokens=dataset.tokens)
+        _prepare(spec, run_dir, journal)
         fit(spec, run_dir, attempt, journal)
         end = _last_word(attempt)
         if end is None:
@@ -87,12 +87,22 @@ def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outco
         return failure(error)
 
 
-def _dataset(spec: JobSpec, run_dir: RunDir, journal: Journal) -> Dataset:
-    """The samples of the run: those that its first attempt prepared."""
-    dataset = pinned_dataset(spec, run_dir)
+def _prepare(spec: JobSpec, run_dir: RunDir, journal: Journal) -> None:
+    """Have the samples of the run ready, to train on and to evaluate on: those that its first attempt prepared."""
+    dataset = _dataset(spec, run_dir.data, run_dir.cache, journal)
+    numbers = {"dataset": dataset.fingerprint, "samples": dataset.samples, "tokens": dataset.tokens}
+    other = evaluation_spec(spec, dataset)
+    if other is not None:
+        evaluation = _dataset(other, run_dir.eval_data, run_dir.cache, journal)
+        numbers |= {"eval_dataset": evaluation.fingerprint, "eval_samples": evaluation.samples}
+    journal.event("prepared", **numbers)
+
+
+def _dataset(spec: JobSpec, pointer: Path, cache: Path, journal: Journal) -> Dataset:
+    dataset = pinned_dataset(spec, pointer)
     if dataset is None:
-        dataset = prepare(spec, run_dir.cache, journal.event)
-        write_durably(run_dir.data, dataset.model_dump_json(indent=2))
+        dataset = prepare(spec, cache, journal.event)
+        write_durably(pointer, dataset.model_dump_json(indent=2))
     return dataset
 
 
@@ -151,7 +161,7 @@ def _work(config: dict[str, Any]) -> None:
         # Ray Train starts the group again after any error. This one will not go away: there is nothing to do.
         return
     try:
-        train(spec, session, Dataset.model_validate_json(run_dir.data.read_bytes()))
+        train(spec, session, _prepared(run_dir.data), _prepared(run_dir.eval_data) if spec.data.eval else None)
     except (UserError, FencedError) as error:
         log.exception("rank %d failed", session.rank)
         Journal(attempt).event("training_ended", result="failed", code=error.code, reason=str(error).partition("\n")[0])
@@ -159,6 +169,10 @@ def _work(config: dict[str, Any]) -> None:
     except Exception:
         log.exception("rank %d failed", session.rank)
         raise
+
+
+def _prepared(pointer: Path) -> Dataset:
+    return Dataset.model_validate_json(pointer.read_bytes())
 
 
 def _last_word(attempt: AttemptDir) -> dict[str, Any] | None:

@@ -2,10 +2,12 @@
 
 import logging
 from collections import deque
+from dataclasses import asdict
 from time import perf_counter
 
 from train_loop.assemble import Run
 from train_loop.data.order import PADDING
+from train_loop.evaluate import Evaluation
 from train_loop.run_dir import RunDir, read_lines
 from train_loop.step import StepResult
 
@@ -29,12 +31,14 @@ class StepClock:
         return perf_counter() - self._start
 
 
-def record_step(run: Run, result: StepResult, clock: StepClock, *, tokens: int) -> None:
+def record_step(
+    run: Run, result: StepResult, clock: StepClock, *, tokens: int, evaluation: Evaluation | None = None
+) -> None:
     """Write the metrics line of the step that has just been counted, if it is one that is logged."""
     state, training = run.state, run.spec.training
-    if state.step % training.logging_steps and state.step != run.steps:
+    if state.step % training.logging_steps and not run.done and evaluation is None:
         return
-    seconds = clock.seconds
+    seconds = clock.seconds - (evaluation.seconds if evaluation else 0.0)
     log.info("step %d of %d: loss %.4f, %.2f s", state.step, run.steps, result.loss, seconds)
     run.journal.metrics(
         step=state.step,
@@ -45,6 +49,7 @@ def record_step(run: Run, result: StepResult, clock: StepClock, *, tokens: int) 
         tokens_per_second=tokens / seconds,
         step_seconds=seconds,
         data_wait_seconds=clock.data_wait_seconds,
+        **({f"eval_{name}": value for name, value in asdict(evaluation).items()} if evaluation else {}),
         **({"samples": _samples_of_step(run)} if training.audit_samples else {}),
     )
 

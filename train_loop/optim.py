@@ -1,9 +1,12 @@
 """Optimizer and schedule of a sharded model."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import get_scheduler
 
 from train_loop.spec import TrainingSpec
@@ -21,10 +24,16 @@ def build_optimizer(model: nn.Module, training: TrainingSpec) -> Optimizer:
 
 def build_scheduler(optimizer: Optimizer, training: TrainingSpec, *, steps: int) -> LRScheduler:
     """Hugging Face's schedule of that name, counted in optimizer steps."""
-    scheduler: LRScheduler = get_scheduler(
+    scheduler: LambdaLR = get_scheduler(
         training.lr_scheduler_type, optimizer, num_warmup_steps=training.warmup_steps, num_training_steps=steps
     )
+    # A run that ends by tokens may outlast the estimate `steps`, and a cosine would rise again.
+    scheduler.lr_lambdas = [partial(_held, rule, steps) for rule in scheduler.lr_lambdas]
     return scheduler
+
+
+def _held(rule: Callable[[int], float], last: int, step: int) -> float:
+    return rule(min(step, last))
 
 
 def clip_gradients(model: nn.Module, max_norm: float | None) -> torch.Tensor:

@@ -16,25 +16,14 @@ from train_loop.model.probe import check_attention, check_head, probe
 from train_loop.model.tiled_mlp import apply_tiled_mlp
 from train_loop.parallel.units import check_names, decoder_layers
 from train_loop.run_dir import local_path
-from train_loop.spec import JobSpec, Problem, parse
+from train_loop.spec import DataSpec, JobSpec, Problem, SourceSpec, parse
 
 
 def check_data(spec: JobSpec, roots: Sequence[str]) -> list[Problem]:
     """The problems with a spec's data and tokenizer: place, existence, columns, emptiness."""
-    problems = []
-    try:
-        for uri in spec.data.train.paths:
-            check_allowed(uri, roots)
-        files = list_files(spec.data.train)
-        if all(is_empty(file) for file in files):
-            raise DataError(f"{', '.join(spec.data.train.paths)} holds no rows; an empty dataset cannot be trained on")
-    except (DataError, OSError) as error:
-        problems.append(Problem("/data/train/path", str(error)))
-    else:
-        try:
-            check_columns(next(file for file in files if not is_empty(file)), spec.data)
-        except DataError as error:
-            problems.append(Problem("/data/columns", str(error)))
+    problems = _source_problems(spec.data.train, "/data/train/path", spec.data, roots)
+    if spec.data.eval is not None:
+        problems += _source_problems(spec.data.eval, "/data/eval/path", spec.data, roots)
     return problems + _tokenizer_problems(spec, roots)
 
 
@@ -64,6 +53,22 @@ def _fault(check: Callable[[], None]) -> str | None:
     except ModelError as error:
         return str(error)
     return None
+
+
+def _source_problems(source: SourceSpec, pointer: str, data: DataSpec, roots: Sequence[str]) -> list[Problem]:
+    try:
+        for uri in source.paths:
+            check_allowed(uri, roots)
+        files = list_files(source)
+        if all(is_empty(file) for file in files):
+            raise DataError(f"{', '.join(source.paths)} holds no rows; an empty dataset cannot be trained on")
+    except (DataError, OSError) as error:
+        return [Problem(pointer, str(error))]
+    try:
+        check_columns(next(file for file in files if not is_empty(file)), data)
+    except DataError as error:
+        return [Problem("/data/columns", str(error))]
+    return []
 
 
 def _tokenizer_problems(spec: JobSpec, roots: Sequence[str]) -> list[Problem]:

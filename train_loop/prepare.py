@@ -3,9 +3,10 @@
 import argparse
 from pathlib import Path
 
-from train_loop.data.cache import default_cache
+from train_loop.data.cache import default_cache, evaluation_spec
+from train_loop.data.dataset import Dataset
 from train_loop.data.prepare import prepare
-from train_loop.spec import parse_text
+from train_loop.spec import JobSpec, parse_text
 
 
 def main() -> None:
@@ -14,8 +15,17 @@ def main() -> None:
     parser.add_argument("spec", type=Path, metavar="SPEC.yaml")
     parser.add_argument("--cache", type=Path, default=default_cache(), help="folder of prepared data (%(default)s)")
     arguments = parser.parse_args()
-    dataset = prepare(parse_text(arguments.spec.read_bytes()), arguments.cache, report=lambda *_, **__: None)
-    print(f"{dataset.samples} samples of {dataset.sequence_length} tokens: {arguments.cache / dataset.fingerprint}")
+    spec = parse_text(arguments.spec.read_bytes())
+    dataset = _prepare(spec, arguments.cache)
+    other = evaluation_spec(spec, dataset)
+    if other is not None:
+        _prepare(other, arguments.cache)
+
+
+def _prepare(spec: JobSpec, cache: Path) -> Dataset:
+    dataset = prepare(spec, cache, report=lambda *_, **__: None)
+    print(f"{dataset.samples} samples of {dataset.sequence_length} tokens: {cache / dataset.fingerprint}")
+    return dataset
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from train_loop.data.cache import default_cache, find_dataset, pinned_dataset
+from train_loop.data.cache import default_cache, evaluation_spec, find_dataset, pinned_dataset
+from train_loop.data.dataset import Dataset
 from train_loop.data.reader import local_stream
 from train_loop.logs import log_to
 from train_loop.run_dir import RunDir, write_durably
@@ -40,16 +41,25 @@ def run(spec: JobSpec, session: Session, cache: Path) -> None:
     """Train, log as in the product, and acknowledge the end."""
     run_dir = session.run_dir
     log_to(run_dir.attempt(session.attempt).rank_log(session.rank))
-    dataset = pinned_dataset(spec, run_dir) or find_dataset(spec, cache)
+    dataset = pinned_dataset(spec, run_dir.data) or find_dataset(spec, cache)
+    other, evaluation = evaluation_spec(spec, dataset), None
+    if other is not None:
+        evaluation = pinned_dataset(other, run_dir.eval_data) or find_dataset(other, cache)
     # Nobody may look for the pointer after somebody has written it: all ranks read the same samples.
     dist.barrier()
     if session.rank == 0:
-        write_durably(run_dir.data, dataset.model_dump_json(indent=2))
-    outcome = train(spec, session, dataset)
+        _pin(dataset, run_dir.data)
+        if evaluation is not None:
+            _pin(evaluation, run_dir.eval_data)
+    outcome = train(spec, session, dataset, evaluation)
     if session.rank == 0:
         run_dir.attempt(session.attempt).write_outcome(outcome)
         # Obeyed and acknowledged: the next start on this directory goes on.
         run_dir.stop_file.unlink(missing_ok=True)
+
+
+def _pin(dataset: Dataset, pointer: Path) -> None:
+    write_durably(pointer, dataset.model_dump_json(indent=2))
 
 
 def _session(spec: JobSpec, run_dir: RunDir) -> Session:

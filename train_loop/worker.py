@@ -12,6 +12,7 @@ from train_loop.control import agree, who_works
 from train_loop.data.dataset import Dataset, Rows
 from train_loop.data.reader import StreamPlan
 from train_loop.errors import NonFiniteError
+from train_loop.evaluate import Evaluation, evaluate
 from train_loop.metrics import StepClock, record_step, replayed_steps
 from train_loop.run_dir import Outcome, Stop
 from train_loop.session import Session
@@ -21,10 +22,10 @@ from train_loop.step import StepResult, train_step
 log = logging.getLogger(__name__)
 
 
-def train(spec: JobSpec, session: Session, dataset: Dataset) -> Outcome:
+def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset | None = None) -> Outcome:
     """Train this rank's share of a run, from its newest checkpoint to its end or until it is asked to stop."""
     log.info("rank %d of %d: building %s", session.rank, session.world, (spec.model.config or {}).get("model_type"))
-    run = build_run(spec, session, dataset)
+    run = build_run(spec, session, dataset, evaluation)
     saver = Saver(session, run.journal, spec.checkpoint.keep_last, asynchronous=spec.strategy.async_save_ckpt)
     restore(run)
     log.info("training on %s from step %d of %d", run.mesh.plan.axes, run.state.step, run.steps)
@@ -51,9 +52,9 @@ def loop(run: Run, saver: Saver) -> Stop | None:
     """Step until the run is done, or asked to stop, which is returned; its last checkpoint may still be in flight."""
     state, every = run.state, run.spec.checkpoint.every_steps
     saved, stop = state.step, None
-    left = StreamPlan(run.dataset, run.order, state.consumed, run.steps - state.step)
+    left = StreamPlan(run.dataset, run.order, state.consumed, run.order.steps_left(state.consumed))
     rows = run.session.open_stream(left, run.mesh.plan, run.mesh.rank)
-    while state.step < run.steps:
+    while not run.done:
         clock = StepClock()
         batch = next_batch(run, rows)
         clock.data_arrived()
@@ -69,7 +70,9 @@ def loop(run: Run, saver: Saver) -> Stop | None:
         # --------------------------------------------------------------------------------------------------------
 
         prove(run, result)
-        record_step(run, result, clock, tokens=agreed.tokens)
+        # Once in a while: an evaluation, told on the line of its step.
+        evaluation = evaluate_if_due(run)
+        record_step(run, result, clock, tokens=agreed.tokens, evaluation=evaluation)
         # Once in a while: a checkpoint. Every rank saves or none does: a DCP save is collective.
         if every and state.step % every == 0:
             saved = save(run, saver)
@@ -95,6 +98,17 @@ def prove(run: Run, result: StepResult) -> None:
     run.journal.event("step_skipped", **numbers)
     if run.spec.training.on_nonfinite == "fail":
         raise NonFiniteError(f"{numbers} is not finite; lower learning_rate, or choose on_nonfinite: skip")
+
+
+def evaluate_if_due(run: Run) -> Evaluation | None:
+    """The loss on the eval data every eval_steps steps and at the run's end, otherwise None; a collective call."""
+    every = run.spec.training.eval_steps
+    if every is None or (run.state.step % every and not run.done):
+        return None
+    assert run.evaluation is not None, "a spec with eval_steps has eval data"
+    found = evaluate(run.loss, run.evaluation, run.mesh, per_device=run.batch.per_device)
+    log.info("evaluated: loss %.4f, perplexity %.2f, %.2f s", found.loss, found.perplexity, found.seconds)
+    return found
 
 
 def save(run: Run, saver: Saver) -> int:

@@ -108,13 +108,13 @@ def test_files_that_are_read_as_they_are_must_not_change_under_a_run(tmp_path: P
     data, run_dir = tmp_path / "d.parquet", RunDir(tmp_path / "run")
     write_tokens(data, rows=40, length=32, vocab=TINY["vocab_size"])
     job = a_spec(data, 0, 1)
-    assert pinned_dataset(job, run_dir) is None
+    assert pinned_dataset(job, run_dir.data) is None
     dataset = find_dataset(job, tmp_path)
     write_durably(run_dir.data, dataset.model_dump_json())
-    assert pinned_dataset(job, run_dir) == dataset
+    assert pinned_dataset(job, run_dir.data) == dataset
     write_tokens(data, rows=41, length=32, vocab=TINY["vocab_size"])
     with pytest.raises(DataError, match="have changed since the run began; put them back, or start a new run"):
-        pinned_dataset(job, run_dir)
+        pinned_dataset(job, run_dir.data)
 
 
 def resume_past_a_bad_checkpoint(data: Path, folder: Path) -> list[int]:

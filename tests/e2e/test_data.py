@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from tests.support.specs import spec
-from train_loop.data.cache import find_dataset
+from train_loop.data.cache import evaluation_spec, find_dataset
 from train_loop.data.dataset import Dataset, Rows, read_rows
 from train_loop.data.order import Order, StepOrder
 from train_loop.data.prepare import prepare
@@ -101,6 +101,29 @@ def test_a_cache_that_was_never_committed_is_not_read(tmp_path: Path) -> None:
     names, report = heard()
     assert prepare(text_spec(tmp_path / "a.txt"), tmp_path / "_cache", report) == first
     assert names == ["preparing"]
+
+
+def test_eval_data_are_tokenised_as_the_training_data(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text(words(80))
+    (tmp_path / "eval.jsonl").write_text(json.dumps({"text": "other " + words(20)}))
+    sources = {"train": {"path": str(tmp_path / "train.txt")}, "eval": {"path": str(tmp_path / "eval.jsonl")}}
+    both = spec(data=sources | {"sequence_length": 16}, training={"eval_steps": 1})
+    cache = tmp_path / "_cache"
+    train = prepare(both, cache, heard()[1])
+    other = evaluation_spec(both, train)
+    assert other is not None
+    evaluation = prepare(other, cache, heard()[1])
+    assert find_dataset(other, cache) == evaluation
+    assert train.tokenizer is not None
+    assert evaluation.tokenizer == train.tokenizer
+    rows = read_rows(evaluation, np.arange(evaluation.samples))
+    found = rows.input_ids[np.arange(16) < rows.lengths[:, None]].tolist()
+    assert found == load_tokenizer(train.tokenizer).encode(["other " + words(20)])[0]
+    # The same files in the tokens of other training data are another dataset.
+    (tmp_path / "train.txt").write_text(words(81).upper())
+    again = evaluation_spec(both, prepare(both, cache, heard()[1]))
+    assert again is not None
+    assert prepare(again, cache, heard()[1]).fingerprint != evaluation.fingerprint
 
 
 def test_tokenised_parquet_is_taken_as_it_is(tmp_path: Path) -> None:

@@ -64,6 +64,21 @@ def test_service_killed_while_a_job_is_queued(service: LiveService) -> None:
     assert len(service.metrics(job_id)) == STEPS
 
 
+def test_a_job_on_text_is_evaluated_and_ends_by_tokens(service: LiveService) -> None:
+    sources = {"train": {"path": "stdlib://json/*.py"}, "eval": {"path": "stdlib://json/tool.py"}}
+    job_id = service.submit(
+        data=sources | {"columns": {"text": "text"}, "packing": True},
+        training={"max_steps": None, "max_tokens": 1000, "eval_steps": 5},
+    )
+    job = service.wait_for_state(job_id, JobState.SUCCEEDED)
+    lines = service.metrics(job_id)
+    assert [line["tokens"] for line in lines][-2:] == [7 * 4 * 32, 8 * 4 * 32]
+    assert [line["step"] for line in lines if "eval_loss" in line] == [5, 8]
+    assert lines[-1]["eval_loss"] < lines[4]["eval_loss"]
+    assert job.progress is not None
+    assert job.progress.of == 8
+
+
 def test_a_job_runs_to_its_end_and_its_traces_are_served(service: LiveService, reference: list[dict[str, Any]]) -> None:
     assert [line["step"] for line in reference] == list(range(1, STEPS + 1))
     samples = [sample for line in reference for sample in line["samples"]]

@@ -10,7 +10,7 @@ from train_loop.data.dataset import Dataset, ShardFile
 from train_loop.data.sources import SourceFile, list_files, parquet_rows
 from train_loop.errors import DataError
 from train_loop.plan import read_shape
-from train_loop.run_dir import RunDir, local_path
+from train_loop.run_dir import local_path
 from train_loop.spec import JobSpec
 
 FORMAT = 1
@@ -34,6 +34,21 @@ def find_dataset(spec: JobSpec, cache: Path) -> Dataset:
     return found
 
 
+def evaluation_spec(spec: JobSpec, train: Dataset) -> JobSpec | None:
+    """The spec that has the eval data of `spec` to train on, in the tokens of its training data; None without any.
+
+    All that prepares, finds and pins training data does so for eval data through it.
+    """
+    if spec.data.eval is None:
+        return None
+    return spec.model_copy(
+        update={
+            "data": spec.data.model_copy(update={"train": spec.data.eval, "eval": None}),
+            "model": spec.model.model_copy(update={"tokenizer": train.tokenizer}),
+        }
+    )
+
+
 def load(folder: Path) -> Dataset | None:
     """The prepared dataset in a folder of the cache, if it was committed."""
     try:
@@ -42,13 +57,13 @@ def load(folder: Path) -> Dataset | None:
         return None
 
 
-def pinned_dataset(spec: JobSpec, run_dir: RunDir) -> Dataset | None:
-    """The samples that a run has begun with; None before its first attempt, or where the cache has lost them.
+def pinned_dataset(spec: JobSpec, pointer: Path) -> Dataset | None:
+    """The samples that a run has begun with, by its pointer to them; None where it has none, or the cache lost them.
 
     Raises DataError where files that are read as they are have changed since.
     """
     try:
-        dataset = Dataset.model_validate_json(run_dir.data.read_bytes())
+        dataset = Dataset.model_validate_json(pointer.read_bytes())
     except FileNotFoundError:
         return None
     if not all(Path(file.path).exists() for file in dataset.files):

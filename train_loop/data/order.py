@@ -72,6 +72,10 @@ class StepOrder:
         """Sequences per optimizer step."""
         return self.dp * self.per_rank
 
+    def steps_left(self, consumed: int) -> int:
+        """Steps from a position to the end of the order, the last of which may be short."""
+        return -((consumed - self.order.end) // self.global_batch)
+
     def step(self, consumed: int) -> Ids:
         """Sample ids of the step that starts at a position. Shape [dp, per_rank]."""
         return self.order.at(np.arange(consumed, consumed + self.global_batch).reshape(self.dp, self.per_rank))

@@ -45,7 +45,7 @@ def list_files(source: SourceSpec) -> list[SourceFile]:
     if len(formats) > 1:
         raise DataError(
             f"{', '.join(source.paths)} holds files of several formats ({', '.join(formats)}); "
-            "choose one with data.train.format or a narrower glob"
+            "choose one with its format field or a narrower glob"
         )
     return files
 
@@ -137,7 +137,7 @@ def _describe(path: Path, wanted: str) -> SourceFile:
     kind = _ENDINGS.get(path.suffix.lower()) if wanted == "auto" else wanted
     if kind is None:
         raise DataError(
-            f"{path} has none of the endings that say what it is ({', '.join(_ENDINGS)}); set data.train.format, or "
+            f"{path} has none of the endings that say what it is ({', '.join(_ENDINGS)}); set its format field, or "
             "leave it out of the glob"
         )
     stat = path.stat()

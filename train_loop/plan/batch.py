@@ -41,15 +41,24 @@ def plan_batch(training: TrainingSpec, *, dp: int) -> BatchPlan:
     return BatchPlan(per_device, accumulation, dp)
 
 
-def plan_steps(training: TrainingSpec, *, samples: int, global_batch: int) -> int:
-    """Optimizer steps of the run: every sample once per epoch, the last step padded, or exactly max_steps."""
+def plan_steps(training: TrainingSpec, *, samples: int, tokens: int, global_batch: int) -> int:
+    """Optimizer steps of the run: every sample once per epoch, the last step padded, or exactly max_steps.
+
+    For max_tokens an estimate, by the mean length of the dataset's samples; `tokens` counts all of them.
+    """
     if training.max_steps is not None:
         return training.max_steps
+    if training.max_tokens is not None:
+        return math.ceil(training.max_tokens * samples / (tokens * global_batch))
     return math.ceil(math.ceil((training.num_train_epochs or 1) * samples) / global_batch)
 
 
 def plan_samples(training: TrainingSpec, *, samples: int, global_batch: int) -> int:
-    """Samples that the run trains, repeats in later epochs counted; the last step may be short."""
-    if training.max_steps is not None:
-        return training.max_steps * global_batch
+    """Samples that the run trains, repeats in later epochs counted; the last step may be short.
+
+    For max_tokens a bound that it does not pass even where every step has a single token.
+    """
+    most_steps = training.max_steps or training.max_tokens
+    if most_steps is not None:
+        return most_steps * global_batch
     return math.ceil((training.num_train_epochs or 1) * samples)

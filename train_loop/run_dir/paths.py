@@ -105,6 +105,11 @@ class RunDir:
         """The pointer to the prepared data, which jobs share."""
         return self.root / "data" / "dataset.json"
 
+    @property
+    def eval_data(self) -> Path:
+        """The pointer to the prepared eval data, where the spec has any."""
+        return self.root / "data" / "eval.json"
+
     def spec(self) -> JobSpec:
         """The resolved spec. Raises FileNotFoundError, SpecError."""
         return parse_text((self.root / "spec.json").read_bytes())

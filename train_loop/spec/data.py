@@ -50,7 +50,9 @@ class DataSpec(SpecModel):
     """The training data, its shape and its order."""
 
     train: SourceSpec
-    eval: Annotated[SourceSpec | None, only(None)] = None
+    eval: SourceSpec | None = Field(
+        default=None, description="held-out rows of the same shape, evaluated every training.eval_steps steps"
+    )
     columns: ColumnsSpec = ColumnsSpec(text="text")
     sequence_length: int = Field(default=4096, ge=2, description="tokens per sample")
     packing: bool = Field(default=True, description="several documents share a sample and never see each other")

@@ -50,6 +50,20 @@ class JobSpec(SpecModel):
             )
         return self
 
+    @field_validator("training")
+    @classmethod
+    def _evaluates_something(cls, training: TrainingSpec, info: ValidationInfo) -> TrainingSpec:
+        data = info.data.get("data")
+        if data is None or (data.eval is None) == (training.eval_steps is None):
+            return training
+        if data.eval is None:
+            raise ValueError(
+                f"eval_steps={training.eval_steps} needs something to evaluate on; add data.eval, or remove eval_steps"
+            )
+        raise ValueError(
+            "data.eval is given and nothing says when to evaluate on it; add eval_steps, or remove data.eval"
+        )
+
     @field_validator("strategy")
     @classmethod
     def _dtypes_agree(cls, strategy: StrategySpec, info: ValidationInfo) -> StrategySpec:

@@ -25,13 +25,15 @@ class TrainingSpec(SpecModel):
     )
     gradient_accumulation_steps: int | None = Field(default=None, ge=1, description="1 unless global_batch_size is set")
     global_batch_size: int | None = Field(default=None, ge=1, description="sequences per optimizer step")
-    num_train_epochs: float | None = Field(default=None, gt=0, description="1 unless max_steps is set")
+    num_train_epochs: float | None = Field(default=None, gt=0, description="1 unless max_steps or max_tokens is set")
     max_steps: int | None = Field(default=None, ge=1)
-    max_tokens: Annotated[int | None, only(None)] = None
+    max_tokens: int | None = Field(
+        default=None, ge=1, description="ends with the first step that reaches it; no padding"
+    )
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="null: gradients are not clipped")
     seed: int = Field(default=0, ge=0)
     logging_steps: int = Field(default=1, ge=1)
-    eval_steps: Annotated[int | None, only(None)] = None
+    eval_steps: int | None = Field(default=None, ge=1, description="evaluate on data.eval so often, and at the end")
     on_nonfinite: Literal["skip", "fail"] = "skip"
     chunked_loss: bool | None = Field(
         default=None, description="logits and loss in chunks of tokens; null: where that saves memory"
@@ -46,8 +48,9 @@ class TrainingSpec(SpecModel):
             raise ValueError(
                 "gradient_accumulation_steps and global_batch_size are two names for one quantity; remove one"
             )
-        if self.num_train_epochs is not None and self.max_steps is not None:
-            raise ValueError("num_train_epochs and max_steps both say when to end; remove one")
+        ends = [name for name in ("num_train_epochs", "max_steps", "max_tokens") if getattr(self, name) is not None]
+        if len(ends) > 1:
+            raise ValueError(f"{' and '.join(ends)} each say when to end; keep one")
         if self.lr_scheduler_type == "constant" and self.warmup_steps:
             raise ValueError(
                 f"lr_scheduler_type=constant has no warm-up, and warmup_steps={self.warmup_steps} would do nothing; "

@@ -55,6 +55,15 @@ def test_a_step_takes_the_same_samples_at_every_world_size(samples: int, step: i
     assert dealt.flatten().tolist() == order(samples).at(np.arange(step * 8, step * 8 + 8)).tolist()
 
 
+@given(end=st.integers(1, 500), done=st.integers(0, 100), dp=st.integers(1, 4), per_rank=st.integers(1, 3))
+def test_the_steps_that_are_left_take_all_that_is_left(end: int, done: int, dp: int, per_rank: int) -> None:
+    deal = StepOrder(order(50, end=end), dp, per_rank)
+    consumed = min(done, deal.steps_left(0)) * deal.global_batch
+    left = [deal.step(consumed + i * deal.global_batch) for i in range(deal.steps_left(consumed))]
+    assert sum(int((ids != PADDING).sum()) for ids in left) == max(end - consumed, 0)
+    assert all((ids != PADDING).any() for ids in left), "a step without a sample"
+
+
 @given(samples=sizes, start=st.integers(0, 500), dp=st.integers(1, 4), per_rank=st.integers(1, 3))
 def test_several_steps_of_a_rank_are_its_rows_of_each_step(samples: int, start: int, dp: int, per_rank: int) -> None:
     deal = StepOrder(order(samples), dp, per_rank)

@@ -111,8 +111,16 @@ def test_epochs_train_every_sample_and_the_last_step_may_be_short(
     epochs: float | None, steps: int, samples: int
 ) -> None:
     training = spec(training={"max_steps": None, "num_train_epochs": epochs}).training
-    assert plan_steps(training, samples=100, global_batch=8) == steps
+    assert plan_steps(training, samples=100, tokens=3200, global_batch=8) == steps
     assert plan_samples(training, samples=100, global_batch=8) == samples
+
+
+@pytest.mark.parametrize(("max_tokens", "steps"), [(1, 1), (240, 1), (241, 2), (100_000, 417)])
+def test_tokens_come_to_steps_by_the_mean_length_of_samples(max_tokens: int, steps: int) -> None:
+    training = spec(training={"max_steps": None, "max_tokens": max_tokens}).training
+    # 100 samples of 30 tokens, 8 in a step.
+    assert plan_steps(training, samples=100, tokens=3000, global_batch=8) == steps
+    assert plan_samples(training, samples=100, global_batch=8) >= max_tokens, "a sample may have a single token"
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])

@@ -30,6 +30,16 @@ def test_good_data_has_no_problems(tmp_path: Path, parquet: Path) -> None:
     assert problems(tmp_path, train={"path": "stdlib://*.py"}) == {}
 
 
+def test_eval_data_are_looked_at_like_training_data(tmp_path: Path, parquet: Path) -> None:
+    train, columns = {"path": str(parquet)}, {"input_ids": "ids"}
+    raw = raw_spec(
+        data={"train": train, "columns": columns, "eval": {"path": "/etc/*.conf"}}, training={"eval_steps": 1}
+    )
+    (problem,) = check_data(parse(raw), [f"file://{tmp_path}"])
+    assert problem.pointer == "/data/eval/path"
+    assert "lies outside the allowed storage roots" in problem.message
+
+
 def test_a_path_that_does_not_exist(tmp_path: Path) -> None:
     assert problems(tmp_path, train={"path": f"{tmp_path}/none.parquet"}) == {
         "/data/train/path": f"{tmp_path}/none.parquet matches no file; check the path, "
@@ -94,7 +104,7 @@ def test_a_file_whose_ending_says_nothing(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("a,b")
     message = problems(tmp_path, train={"path": str(tmp_path)})["/data/train/path"]
     assert message.startswith(f"{tmp_path}/rows.csv has none of the endings that say what it is (.parquet, ")
-    assert "set data.train.format" in message
+    assert "set its format field" in message
     assert problems(tmp_path, train={"path": str(tmp_path), "format": "text"}) == {}
 
 

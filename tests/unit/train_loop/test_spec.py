@@ -77,7 +77,20 @@ def test_two_names_for_one_quantity_are_refused() -> None:
     batch = problems(raw_spec(training={"global_batch_size": 8, "gradient_accumulation_steps": 2}))
     assert "two names for one quantity" in batch["/training"]
     ends = problems(raw_spec(training={"num_train_epochs": 1.0}))
-    assert "both say when to end" in ends["/training"]
+    assert ends["/training"] == "num_train_epochs and max_steps each say when to end; keep one"
+    ends = problems(raw_spec(training={"max_tokens": 10}))
+    assert ends["/training"] == "max_steps and max_tokens each say when to end; keep one"
+
+
+def test_evaluating_needs_both_data_and_a_time() -> None:
+    nothing = problems(raw_spec(training={"eval_steps": 5}))
+    assert nothing["/training"] == "eval_steps=5 needs something to evaluate on; add data.eval, or remove eval_steps"
+    never = problems(raw_spec(data={"eval": {"path": "stdlib://*.py"}}))
+    assert never["/training"] == (
+        "data.eval is given and nothing says when to evaluate on it; add eval_steps, or remove data.eval"
+    )
+    whole = parse(raw_spec(data={"eval": {"path": "stdlib://*.py"}}, training={"eval_steps": 5}))
+    assert whole.data.eval is not None
 
 
 def test_the_compute_dtype_has_one_value_in_its_two_homes() -> None:
@@ -94,11 +107,8 @@ def test_the_compute_dtype_has_one_value_in_its_two_homes() -> None:
         ("/kind", "infer"),
         ("/model/lora", {"r": 8, "alpha": 16, "target_modules": ["q_proj"]}),
         ("/model/freeze_module_prefix", ["model.embed"]),
-        ("/data/eval", {"path": "x"}),
         ("/training/optimizer", "muon"),
         ("/training/lr_scheduler_type", "wsd"),
-        ("/training/max_tokens", 10),
-        ("/training/eval_steps", 10),
         ("/strategy/wrap_policy/moe_experts", ["Experts"]),
         ("/strategy/apply_expert_patch", True),
         ("/checkpoint/every_seconds", 60.0),

@@ -1,0 +1,186 @@
+"""The loss on eval data is that of a plain computation at every mesh, and evaluating leaves the training as it was."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from tests.support.ranks import on_ranks
+from tests.support.specs import TINY, spec
+from tests.support.torchrun import write_tokens
+from train_loop.data.cache import pinned_dataset
+from train_loop.data.dataset import Dataset, ShardFile
+from train_loop.data.reader import local_stream
+from train_loop.evaluate import Evaluation, evaluate
+from train_loop.loss import LossRule, TokenLoss
+from train_loop.model.build import build_model, materialise
+from train_loop.parallel.mesh import build_mesh
+from train_loop.parallel.shard import parallelize
+from train_loop.plan import plan_job
+from train_loop.run import run
+from train_loop.run_dir import RunDir, read_lines
+from train_loop.session import Session
+from train_loop.spec import JobSpec
+
+LENGTH, STEPS = 32, 5
+# Dropout that an evaluation must not feel, and a training that it must not disturb.
+CONFIG = TINY | {"attention_dropout": 0.3}
+MESHES = {"fsdp": (0, 1), "fsdp x sp": (0, 2), "hsdp": (2, 1), "hsdp x sp": (2, 2), "sp": (0, 4)}
+SAMPLES = {"a short last round": 13, "fewer samples than ranks": 3}
+
+
+def packed(folder: Path, samples: int) -> Dataset:
+    """Samples of uneven length, some of several documents, some labels not trained on."""
+    draw = np.random.default_rng(samples)
+    ids = [draw.integers(0, TINY["vocab_size"], draw.integers(5, LENGTH + 1)).tolist() for _ in range(samples)]
+    labels = [[-100] * (i % 3) + row[i % 3 :] for i, row in enumerate(ids)]
+    documents = [[len(row)] if i % 2 else [3, len(row) - 3] for i, row in enumerate(ids)]
+    path = folder / f"{samples}.parquet"
+    pq.write_table(pa.table({"input_ids": ids, "labels": labels, "documents": documents}), path)
+    return Dataset(
+        fingerprint="x",
+        files=(ShardFile(path=str(path), rows=samples),),
+        sequence_length=LENGTH,
+        labels="labels",
+        documents="documents",
+    )
+
+
+def plainly(path: str) -> tuple[float, int]:
+    """Loss and tokens, document by document, on a model that nothing was done to."""
+    model = build_model(spec(model={"config": CONFIG}).model)
+    materialise(model, build_model(spec(model={"config": CONFIG}).model), seed=0, device=torch.device("cpu"))
+    model.eval()
+    total, tokens = 0.0, 0
+    for row in pq.read_table(path).to_pylist():
+        start = 0
+        for length in row["documents"]:
+            ids, labels = (torch.tensor(row[name][start : start + length]) for name in ("input_ids", "labels"))
+            with torch.no_grad():
+                logits = model(input_ids=ids[None]).logits[0, :-1]
+            total += F.cross_entropy(logits.double(), labels[1:], reduction="sum").item()
+            tokens += int((labels[1:] != -100).sum())
+            start += length
+    return total / tokens, tokens
+
+
+def evaluations(folder: Path, meshes: dict[str, tuple[int, int]]) -> dict[tuple[str, str], Evaluation]:
+    """Every dataset evaluated at every mesh, twice."""
+    found = {}
+    for name, (fsdp, sp) in meshes.items():
+        job = spec(
+            model={"config": CONFIG, "dtype": "fp32", "gradient_checkpointing": "full"},
+            strategy={"fsdp_size": fsdp, "ulysses_size": sp},
+            scaling={"num_workers": dist.get_world_size()},
+        )
+        mesh = build_mesh(plan_job(job).mesh, torch.device("cpu"))
+        model, blueprint = build_model(job.model), build_model(job.model)
+        parallelize(model, mesh, job)
+        materialise(model, blueprint, seed=0, device=mesh.device)
+        for data, samples in SAMPLES.items():
+            drawn = torch.get_rng_state()
+            found[name, data] = evaluate(
+                TokenLoss(model, LossRule(z_loss=1.0)), packed(folder / str(mesh.rank), samples), mesh, per_device=2
+            )
+            assert torch.equal(drawn, torch.get_rng_state())
+        assert all(module.training for module in model.modules())
+        assert all(isinstance(p, DTensor) for p in model.parameters()), "a unit was left whole"
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    for rank in range(4):
+        (folder / str(rank)).mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> list[dict[tuple[str, str], Evaluation]]:
+    """What each of four ranks found, the single rank's findings among them."""
+    alone = on_ranks(1, evaluations, folder, {"one rank": (0, 1)})[0]
+    return [alone | rank for rank in on_ranks(4, evaluations, folder, MESHES)]
+
+
+@pytest.mark.parametrize("data", SAMPLES)
+@pytest.mark.parametrize("mesh", ["one rank", *MESHES])
+def test_every_mesh_finds_the_plain_loss(found: Any, folder: Path, mesh: str, data: str) -> None:
+    loss, tokens = plainly(str(folder / "0" / f"{SAMPLES[data]}.parquet"))
+    for rank in found:
+        assert rank[mesh, data].tokens == tokens
+        assert rank[mesh, data].loss == pytest.approx(loss, rel=1e-6)
+        assert rank[mesh, data].perplexity == pytest.approx(np.exp(loss), rel=1e-5)
+        assert rank[mesh, data].loss == found[0][mesh, data].loss
+
+
+def a_job(folder: Path, **parts: dict[str, Any]) -> JobSpec:
+    data = {"train": {"path": str(folder / "train.parquet")}, "columns": {"input_ids": "ids"}, "packing": False}
+    training = {"max_steps": STEPS, "global_batch_size": 4, "logging_steps": 3}
+    return spec(
+        model={"config": CONFIG, "dtype": "fp32"},
+        data=data | parts.get("data", {}),
+        training=training | parts.get("training", {}),
+        strategy={"ulysses_size": 2},
+        scaling={"num_workers": 2},
+    )
+
+
+def train_with_and_without(folder: Path) -> None:
+    """The same run twice, once with evaluations; the second one is started again when it has ended."""
+    with_eval = a_job(
+        folder, data={"eval": {"path": str(folder / "eval.parquet")}}, training={"eval_steps": 2, "logging_steps": 3}
+    )
+    for name, job in {"without": a_job(folder), "with": with_eval, "with, again": with_eval}.items():
+        run_dir = RunDir(folder / name.removesuffix(", again"))
+        run(job, Session(dist.get_rank(), dist.get_world_size(), 0, 1, run_dir, local_stream), folder / "no cache")
+
+
+def lines(folder: Path) -> dict[int, dict[str, Any]]:
+    logged = list(read_lines(RunDir(folder).attempt(1).metrics))
+    assert len({line["step"] for line in logged}) == len(logged), "a step was done twice"
+    return {line["step"]: line for line in logged}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    write_tokens(folder / "train.parquet", rows=40, length=(9, 32), vocab=TINY["vocab_size"])
+    write_tokens(folder / "eval.parquet", rows=7, length=(9, 32), vocab=TINY["vocab_size"])
+    on_ranks(2, train_with_and_without, folder)
+    return folder
+
+
+def test_evaluating_changes_no_number_of_the_training(runs: Path) -> None:
+    without, evaluated = lines(runs / "without"), lines(runs / "with")
+    assert set(without) == {3, STEPS}
+    for step, line in without.items():
+        assert all(evaluated[step][name] == line[name] for name in ("loss", "grad_norm", "lr", "tokens")), step
+
+
+def test_an_evaluated_step_is_logged_and_the_last_step_is_evaluated_once(runs: Path) -> None:
+    found = lines(runs / "with")
+    assert set(found) == {2, 3, 4, STEPS}
+    assert {step for step, line in found.items() if "eval_loss" in line} == {2, 4, STEPS}
+    last = found[STEPS]
+    assert last["eval_perplexity"] == pytest.approx(np.exp(last["eval_loss"]))
+    assert last["eval_loss"] < found[2]["eval_loss"]
+    rows = pq.read_table(runs / "eval.parquet")["ids"].to_pylist()
+    assert last["eval_tokens"] == sum(len(row) - 1 for row in rows)
+    assert last["eval_seconds"] > 0
+
+
+def test_a_run_keeps_to_the_eval_data_that_it_began_with(runs: Path) -> None:
+    pinned = pinned_dataset(
+        a_job(runs, data={"train": {"path": str(runs / "eval.parquet")}}), RunDir(runs / "with").eval_data
+    )
+    assert pinned is not None
+    assert pinned.samples == 7
+    assert not RunDir(runs / "without").eval_data.exists()
