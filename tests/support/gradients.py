@@ -9,11 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from train_loop.assemble import build_loss
 from train_loop.batch import StepBatch, micro_batches, share_rows
 from train_loop.data.dataset import IGNORE, Rows
-from train_loop.model.attention import apply_attention
+from train_loop.loss import TokenLoss
+from train_loop.model import attention
 from train_loop.model.build import build_model, materialise
 from train_loop.model.probe import probe
 from train_loop.parallel.mesh import Mesh, build_mesh
@@ -39,18 +41,22 @@ def random_rows(count: int, length: int, *, vocab: int, packed: bool, seed: int 
     return Rows(np.arange(count), np.full(count, length, np.int32), ids, labels, positions)
 
 
-def one_step(job: JobSpec, rows: Rows) -> tuple[float, Gradients]:
-    """The loss of all rows over all ranks, and the gradients that it leaves in the parameters."""
-    plan = plan_job(job)
-    mesh = mesh_of(job)
+def build(job: JobSpec) -> tuple[PreTrainedModel, TokenLoss, Mesh]:
+    """The model of a spec on its mesh, with weights from seed 0, and its loss."""
+    plan, mesh = plan_job(job), mesh_of(job)
     model, blueprint = build_model(job.model), build_model(job.model)
     seen = probe(model)
-    apply_attention(model, job, mesh.device)
+    attention.apply_attention(model, job, mesh.device)
     parallelize(model, mesh, job)
     materialise(model, blueprint, seed=0, device=mesh.device)
     place_buffers(model, mesh.device)
+    return model, build_loss(model, job, plan, head_is_last=seen.head_is_last), mesh
+
+
+def one_step(job: JobSpec, rows: Rows) -> tuple[float, Gradients]:
+    """The loss of all rows over all ranks, and the gradients that it leaves in the parameters."""
+    model, loss, mesh = build(job)
     batch = my_share(rows, mesh)
-    loss = build_loss(model, job, plan, head_is_last=seen.head_is_last)
     micro = micro_batches(batch, job.training.per_device_train_batch_size, model, mesh)
     mean = accumulate(loss, micro, trained_tokens(batch, mesh), GradScaler(enabled=False))
     return mean.item(), {name: whole(p.grad) for name, p in model.named_parameters()}

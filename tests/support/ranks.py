@@ -1,14 +1,17 @@
-"""Run a function on real gloo ranks, each a process of its own."""
+"""Run functions on real gloo ranks, each a process of its own."""
 
 import os
 import tempfile
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import Queue, get_context
 from torch.multiprocessing.spawn import spawn
 
 
@@ -22,13 +25,53 @@ def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world)]
 
 
+@contextmanager
+def ranks_that_stay(world: int) -> Iterator[Callable[..., Any]]:
+    """Ranks that answer one call after another, for tests that draw their cases as they go; rank 0's answers count."""
+    context = get_context("spawn")
+    asked, answers = [context.Queue() for _ in range(world)], context.Queue()
+
+    def ask(function: Callable[..., Any], *arguments: Any) -> Any:
+        for queue in asked:
+            queue.put((function, arguments))
+        error, answer = answers.get(timeout=120)
+        if error:
+            raise AssertionError(error)
+        return answer
+
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = spawn(_answer, (world, folder, asked, answers), nprocs=world, join=False)  # type: ignore[no-untyped-call]
+        yield ask
+        for queue in asked:
+            queue.put(None)
+        ranks.join()
+
+
 def _rank(rank: int, world: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    with _group(rank, world, folder):
+        torch.save(function(*arguments), Path(folder, f"{rank}.pt"))
+
+
+def _answer(rank: int, world: int, folder: str, asked: "list[Queue[Any]]", answers: "Queue[Any]") -> None:
+    with _group(rank, world, folder):
+        while (question := asked[rank].get()) is not None:
+            function, arguments = question
+            try:
+                answer: tuple[str | None, Any] = (None, function(*arguments))
+            except Exception:
+                answer = traceback.format_exc(), None
+            if rank == 0 or answer[0]:
+                answers.put(answer)
+
+
+@contextmanager
+def _group(rank: int, world: int, folder: str) -> Iterator[None]:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     try:
-        torch.save(function(*arguments), Path(folder, f"{rank}.pt"))
+        yield
     finally:
         dist.destroy_process_group()
