@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from train_loop.data.dataset import Dataset
 from train_loop.data.order import Order, StepOrder
 from train_loop.journal import Journal
-from train_loop.model.build import build_model, materialise
+from train_loop.model.build import build_model
+from train_loop.model.load import give_weights
+from train_loop.model_folder import model_shape
 from train_loop.optim import build_optimizer, build_scheduler
 from train_loop.parallel.mesh import Mesh, build_mesh, local_device
 from train_loop.parallel.shard import parallelize
@@ -35,12 +37,12 @@ class Run:
 
 def build_run(spec: JobSpec, session: Session, dataset: Dataset) -> Run:
     """Meta model → Ulysses → FSDP2 → weights → optimizer: each needs the one before. A collective call."""
-    plan = plan_job(spec)
+    plan = plan_job(spec, model_shape(spec.model))
     mesh = build_mesh(plan.mesh, local_device(session.local_rank), timeout=session.timeout)
     model = build_model(spec.model)
     blueprint = copy.deepcopy(model)
     ulysses = parallelize(model, mesh, spec)
-    materialise(model, blueprint, seed=spec.training.seed, device=mesh.device)
+    give_weights(model, blueprint, spec.model, seed=spec.training.seed, device=mesh.device)
     optimizer = build_optimizer(model, spec.training)
 
     steps = plan_steps(spec.training, samples=dataset.samples, global_batch=plan.batch.global_batch)

@@ -7,6 +7,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from service.adapters.memory import MemoryPreflight
+from service.ports import Findings
 from tests.support.service import KEY, FakeService, raw_spec, spec_body
 from train_loop.spec import JobSpec, Problem
 
@@ -169,7 +170,7 @@ def test_cancel_with_a_field_that_does_not_exist(client: TestClient) -> None:
 
 
 class BrokenPreflight(MemoryPreflight):
-    def check(self, spec: JobSpec) -> list[Problem]:
+    def check(self, spec: JobSpec) -> Findings:
         raise RuntimeError("the password is 1234")
 
 

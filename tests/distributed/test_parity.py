@@ -16,6 +16,7 @@ from tests.support.specs import TINY, spec
 from train_loop.batch import micro_batches, share_rows
 from train_loop.data.dataset import IGNORE, Rows
 from train_loop.model.build import build_model, materialise
+from train_loop.model_folder import model_shape
 from train_loop.parallel.mesh import build_mesh
 from train_loop.parallel.shard import parallelize
 from train_loop.plan import plan_job
@@ -80,7 +81,7 @@ def gradients(case: Case) -> tuple[float, Gradients]:
         strategy={"fsdp_size": case.fsdp, "ulysses_size": case.sp},
         scaling={"num_workers": dist.get_world_size()},
     )
-    mesh = build_mesh(plan_job(job).mesh, torch.device("cpu"))
+    mesh = build_mesh(plan_job(job, model_shape(job.model)).mesh, torch.device("cpu"))
     model, blueprint = build_model(job.model), build_model(job.model)
     parallelize(model, mesh, job)
     materialise(model, blueprint, seed=0, device=mesh.device)

@@ -10,6 +10,7 @@ import pytest
 from service.adapters.keys import ensure_key
 from service.adapters.preflight import HelperPreflight
 from service.errors import PreflightFailed
+from service.ports import Findings
 from service.settings import Settings
 from tests.support.service import a_spec
 from train_loop.spec import Problem
@@ -40,9 +41,10 @@ def preflight(code: str, *, timeout: float = 30.0) -> HelperPreflight:
 def test_preflight_is_told_spec_and_roots_and_answers_problems() -> None:
     code = (
         "import json, sys; asked = json.load(sys.stdin); "
-        "print(json.dumps({'problems': [{'pointer': asked['spec']['name'], 'message': asked['roots'][0]}]}))"
+        "print(json.dumps({'problems': [{'pointer': asked['spec']['name'], 'message': asked['roots'][0]}], "
+        "'shape': None}))"
     )
-    assert preflight(code).check(a_spec()) == [Problem("tiny", "file:///data")]
+    assert preflight(code).check(a_spec()) == Findings((Problem("tiny", "file:///data"),), None)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.support.specs import TINY, raw_spec
+from train_loop.model_folder import model_shape
 from train_loop.preflight import check_data, check_model
 from train_loop.spec import parse
 
@@ -106,7 +107,7 @@ def test_files_of_several_formats(tmp_path: Path, parquet: Path) -> None:
 def test_a_tokenizer_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     spec = parse(raw_spec(model={"tokenizer": str(tmp_path)}))
-    (problem,) = check_data(spec, [f"file://{tmp_path}"])
+    _, (problem,) = check_model(spec, [f"file://{tmp_path}"])
     assert problem.pointer == "/model/tokenizer"
     assert "holds no tokenizer.json" in problem.message
 
@@ -121,10 +122,12 @@ def test_a_tokenizer_that_is_none(tmp_path: Path) -> None:
     ],
 )
 def test_a_model_that_cannot_be_built_as_written(config: dict[str, Any], message: str) -> None:
-    (problem,) = check_model(parse(raw_spec(model={"config": TINY | config})))
+    _, (problem,) = check_model(parse(raw_spec(model={"config": TINY | config})), [])
     assert problem.pointer == "/model/config"
     assert message in problem.message
 
 
 def test_a_model_that_can_be_built_has_no_problems() -> None:
-    assert check_model(parse(raw_spec(model={"config": TINY | {"rope_theta": 1e6, "attention_dropout": 0.1}}))) == []
+    spec = parse(raw_spec(model={"config": TINY | {"rope_theta": 1e6, "attention_dropout": 0.1}}))
+    shape, found = check_model(spec, [])
+    assert (shape, found) == (model_shape(spec.model), [])
