@@ -44,7 +44,7 @@ def tokenizer_folder(spec: JobSpec) -> Path | None:
     if not (folder / "tokenizer.json").is_file():
         remedy = "give the folder of a Hugging Face fast tokenizer"
         if spec.model.tokenizer is None:
-            remedy = "name a folder that does in model.tokenizer, or give tokenised rows with columns.input_ids"
+            remedy = "name one that does in model.tokenizer, or give tokenised rows with columns.input_ids"
         raise DataError(f"{uri} holds no tokenizer.json; {remedy}")
     return folder
 

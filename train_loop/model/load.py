@@ -133,7 +133,7 @@ def _read_index(folder: Path) -> dict[str, str]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{path} is no index with a weight_map; copy it again") from error
     # A name that leads out of the folder would lead out of the storage roots, too.
-    strange = sorted(str(name) for name in names if not re.fullmatch(r"\w[\w.-]*\.safetensors", str(name)))
+    strange = sorted(str(name) for name in names if not re.fullmatch(r"[^\W_][\w.-]*\.safetensors", str(name)))
     if strange:
         raise ModelError(f"{path} names what is no safetensors file of the folder: {_some(strange)}; copy it again")
     return index

@@ -1,5 +1,6 @@
 """The plan: degrees → mesh, batches → steps, parameters → memory, workers → resources."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support.folders import write_model
 from tests.support.specs import TINY, raw_spec, spec
 from train_loop.model_folder import model_shape
 from train_loop.plan import (
@@ -114,6 +116,20 @@ def test_sizes_of_an_unknown_family_must_be_stated() -> None:
         read_shape({"model_type": "novel"})
     with pytest.raises(ValueError, match="hidden_size='x' is not a positive whole number; correct it"):
         read_shape(TINY | {"hidden_size": "x"})
+
+
+def test_sizes_by_the_old_names_of_gpt2() -> None:
+    shape = read_shape(
+        {"model_type": "gpt2", "vocab_size": 9, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_inner": None}
+    )
+    assert (shape.hidden, shape.intermediate, shape.layers, shape.heads, shape.kv_heads) == (32, 128, 2, 4, 4)
+    assert not shape.known
+
+
+def test_the_plan_of_a_folder_is_that_of_its_config(tmp_path: Path) -> None:
+    write_model(tmp_path, num_hidden_layers=1)
+    there = a_plan(model={"path": tmp_path.as_uri(), "config": None})
+    assert there == a_plan(model={"config": TINY | {"num_hidden_layers": 1}})
 
 
 def test_a_global_batch_is_the_same_at_every_world_size() -> None:
