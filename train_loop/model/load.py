@@ -43,15 +43,6 @@ class Stored:
             return values
 
 
-@dataclass(frozen=True)
-class Match:
-    """Where each tensor of a model is stored, what was stored beside it for the names tied to it, and what is not."""
-
-    stored: dict[str, Stored]
-    twins: dict[str, list[Stored]]
-    absent: list[str]
-
-
 def give_weights(
     model: PreTrainedModel, blueprint: PreTrainedModel, spec: ModelSpec, *, seed: int, device: torch.device
 ) -> None:
@@ -63,43 +54,47 @@ def give_weights(
     if folder is None:
         materialise(model, blueprint, seed=seed, device=device)
         return
-    match = match_folder(blueprint, folder)
+    homes = match_folder(blueprint, folder)
     allocate(model, blueprint, device=device)
-    draw_weights(model, blueprint, match.absent, seed=seed)
+    draw_weights(model, blueprint, [name for name, stored in homes.items() if not stored], seed=seed)
     targets = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
-    for name, stored in match.stored.items():
-        mine, part = own_part(targets[name])
-        mine.copy_(stored.read(part))
-        for twin in match.twins[name]:
-            _check_twin(mine, twin, part)
+    for name, stored in homes.items():
+        if stored:
+            _fill(targets[name], stored)
 
 
-def match_folder(model: PreTrainedModel, folder: Path) -> Match:
-    """Where each tensor of a model is stored, going by file headers alone.
+def match_folder(model: PreTrainedModel, folder: Path) -> dict[str, list[Stored]]:
+    """Where each tensor of a model is stored, by file headers alone: tied ones perhaps twice, others perhaps nowhere.
 
-    Raises ModelError that names the tensors which are missing, unexpected or of another shape.
+    Nowhere only where the model itself says that it may be so. Raises ModelError that names the tensors which are
+    missing, unexpected or of another shape.
     """
-    stored = _by_model_name(model, read_headers(folder))
-    match, missing, misshapen = Match({}, {}, []), [], []
-    for names, shape in _tensors(model):
-        found = [stored.pop(name) for name in names if name in stored]
-        misshapen += [f"{s.name} is {_shape(s.shape)} and should be {_shape(shape)}" for s in found if s.shape != shape]
-        if found:
-            match.stored[names[0]], match.twins[names[0]] = found[0], found[1:]
-        elif _matches(names[0], model._keys_to_ignore_on_load_missing):
-            match.absent.append(names[0])
-        else:
-            missing.append(f"{names[0]} {_shape(shape)}")
+    left = _by_model_name(model, read_headers(folder))
+    homes = {names[0]: [left.pop(name) for name in names if name in left] for names in _tensors(model)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    optional = model._keys_to_ignore_on_load_missing or ()
     harmless = [*_HARMLESS, *(model._keys_to_ignore_on_load_unexpected or ())]
-    unexpected = [f"{s.name} {_shape(s.shape)}" for name, s in stored.items() if not _matches(name, harmless)]
-    faults = {"missing": missing, "unexpected": unexpected, "of another shape": misshapen}
+    faults = {
+        "missing": [
+            f"{name} {_shape(shapes[name])}"
+            for name, stored in homes.items()
+            if not stored and not _matches(name, optional)
+        ],
+        "unexpected": [f"{s.name} {_shape(s.shape)}" for name, s in left.items() if not _matches(name, harmless)],
+        "of another shape": [
+            f"{s.name} is {_shape(s.shape)} and should be {_shape(shapes[name])}"
+            for name, stored in homes.items()
+            for s in stored
+            if s.shape != shapes[name]
+        ],
+    }
     if any(faults.values()):
         raise ModelError(
             f"the tensors in {folder} are not those of {type(model).__name__} by its config.json: "
             f"{'; '.join(f'{kind}: {_some(which)}' for kind, which in faults.items() if which)}; give the folder of a "
             "causal language model with the config.json that belongs to it"
         )
-    return match
+    return homes
 
 
 def read_headers(folder: Path) -> dict[str, Stored]:
@@ -159,26 +154,29 @@ def _by_model_name(model: PreTrainedModel, stored: dict[str, Stored]) -> dict[st
     }
 
 
-def _tensors(model: PreTrainedModel) -> Iterable[tuple[list[str], tuple[int, ...]]]:
-    """Parameters and persistent buffers: all names of each (tied ones have several) and its shape."""
+def _tensors(model: PreTrainedModel) -> Iterable[list[str]]:
+    """Parameters and persistent buffers, each by all the names it has: tied ones have several."""
     names: dict[int, list[str]] = {}
-    tensors = model.state_dict(keep_vars=True)
-    for name, tensor in tensors.items():
+    for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), []).append(name)
-    return [(aliases, tuple(tensors[aliases[0]].shape)) for aliases in names.values()]
+    return names.values()
 
 
-def _check_twin(mine: Tensor, twin: Stored, part: tuple[slice, ...]) -> None:
-    """Raise ModelError where one tied weight is stored twice with different values: which one is meant?"""
-    if not torch.equal(mine, twin.read(part).to(mine)):
-        raise ModelError(
-            f"{twin.file} holds {twin.name} with values of its own, and config.json ties it to the embeddings; set "
-            "tie_word_embeddings to what the model was trained with"
-        )
+def _fill(target: Tensor, stored: list[Stored]) -> None:
+    """Read what this rank keeps. Raises ModelError for a tied weight that is stored twice with different values."""
+    mine, part = own_part(target)
+    mine.copy_(stored[0].read(part))
+    for twin in stored[1:]:
+        # transformers would untie them with a warning, and train another model than config.json says.
+        if not torch.equal(mine, twin.read(part).to(mine)):
+            raise ModelError(
+                f"{twin.file} holds {twin.name} with values of its own, and config.json ties it to "
+                f"{stored[0].name}; set tie_word_embeddings to what the model was trained with"
+            )
 
 
-def _matches(name: str, patterns: Iterable[str] | None) -> bool:
-    return any(re.search(pattern, name) for pattern in patterns or ())
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
 
 
 def _shape(shape: tuple[int, ...]) -> str:
