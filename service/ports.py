@@ -8,6 +8,7 @@ from pydantic import JsonValue
 
 from service.domain.decide import Submission, Training
 from service.domain.job import Job, JobState
+from train_loop.plan import ModelShape
 from train_loop.run_dir import Manifest, Outcome, Stop
 from train_loop.spec import JobSpec, Problem
 
@@ -184,8 +185,16 @@ class LogSource:
     rank: int | None = None
 
 
-class Preflight(Protocol):
-    """What can only be checked by looking at data and model, in a process of its own."""
+@dataclass(frozen=True)
+class Findings:
+    """What a look at data and model found: everything wrong, and the model's sizes, unless they cannot be told."""
 
-    def check(self, spec: JobSpec) -> list[Problem]:
-        """Everything that is wrong. Raises PreflightFailed when it cannot say."""
+    problems: tuple[Problem, ...]
+    shape: ModelShape | None
+
+
+class Preflight(Protocol):
+    """What can only be found by looking at data and model, in a process of its own."""
+
+    def check(self, spec: JobSpec) -> Findings:
+        """Look. Raises PreflightFailed when it cannot say."""

@@ -7,8 +7,8 @@ from service.domain.admission import never_fits
 from service.domain.job import Cancel, Job, JobState
 from service.errors import Busy, IllegalState, InvalidSpec, JobNotFound
 from service.ports import Cluster, JobQuery, JobStore, Once, Preflight, RunDirs, Story
-from train_loop.plan import Plan, data_starves, plan_job
-from train_loop.spec import JobSpec, SpecError, parse_text
+from train_loop.plan import ModelShape, Plan, data_starves, plan_job
+from train_loop.spec import JobSpec, Problem, SpecError, parse_text
 
 _TRIES = 20
 
@@ -92,18 +92,27 @@ class Jobs:
     def _checked(self, body: bytes) -> tuple[JobSpec, Plan]:
         try:
             spec = parse_text(body)
-            plan = plan_job(spec)
         except SpecError as error:
             raise InvalidSpec(error.problems) from error
         starves = data_starves(spec.scaling, self.cluster.capacity())
-        problems = [*([starves] if starves else []), *self.preflight.check(spec)]
-        if problems:
+        found = self.preflight.check(spec)
+        plan, broken = _planned(spec, found.shape)
+        problems = [*([starves] if starves else []), *broken, *found.problems]
+        if problems or plan is None:
             raise InvalidSpec(problems)
         return spec, plan
 
     def _view(self, job: Job) -> JobView:
         submission = job.attempt.submission_id if job.attempt else None
         return JobView(job, self.run_dirs.story(job.run_dir), self.cluster.dashboard(submission))
+
+
+def _planned(spec: JobSpec, shape: ModelShape | None) -> tuple[Plan | None, list[Problem]]:
+    """The plan for a model of known sizes, or the rules that the spec breaks."""
+    try:
+        return (plan_job(spec, shape) if shape else None), []
+    except SpecError as error:
+        return None, error.problems
 
 
 def _cancelled(job: Job, cancel: Cancel, now: float) -> Job:

@@ -12,8 +12,10 @@ from train_loop.data.order import Order, StepOrder
 from train_loop.journal import Journal
 from train_loop.loss import LossRule, TokenLoss
 from train_loop.model.attention import apply_attention
-from train_loop.model.build import build_model, materialise
+from train_loop.model.build import build_model
+from train_loop.model.load import give_weights
 from train_loop.model.probe import check_attention, check_head, probe
+from train_loop.model_folder import model_shape
 from train_loop.optim import build_optimizer, build_scheduler
 from train_loop.parallel.mesh import Mesh, build_mesh, local_device
 from train_loop.parallel.shard import parallelize, place_buffers
@@ -53,7 +55,7 @@ class Run:
 
 def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset | None = None) -> Run:
     """Meta model → Ulysses → FSDP2 → weights → optimizer: each needs the one before. A collective call."""
-    plan = plan_job(spec)
+    plan = plan_job(spec, model_shape(spec.model))
     mesh = build_mesh(plan.mesh, local_device(session.local_rank), timeout=session.timeout)
     model = build_model(spec.model)
     seen = probe(model)
@@ -63,7 +65,7 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
     blueprint = copy.deepcopy(model)
     ulysses = parallelize(model, mesh, spec)
     home = torch.device("cpu") if spec.strategy.offload_policy else mesh.device
-    materialise(model, blueprint, seed=spec.training.seed, device=home)
+    give_weights(model, blueprint, spec.model, seed=spec.training.seed, device=home)
     place_buffers(model, mesh.device)
     optimizer = build_optimizer(model, spec.training)
 

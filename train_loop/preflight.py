@@ -1,49 +1,67 @@
 """All that can be said of a spec's data and model before anything runs; the service calls it as a helper process.
 
-Reads {"spec": …, "roots": […]} on standard input and prints {"problems": [{"pointer", "message"}]}. A process of its
-own, because a damaged file may crash the library that opens it, and torch takes memory that the service need not have.
+Reads {"spec": …, "roots": […]} on standard input and prints {"problems": [{"pointer", "message"}], "shape": {…}}:
+the model's sizes, or null where they cannot be told. A process of its own, because a damaged file may crash the library
+that opens it, and torch takes memory that the service need not have.
 """
 
 import json
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import asdict
 
-from train_loop.data.sources import check_allowed, check_columns, is_empty, list_files
+from transformers import PreTrainedModel
+
+from train_loop.data.sources import check_allowed, check_columns, check_folder, is_empty, list_files
+from train_loop.data.tokenizer import load_tokenizer
 from train_loop.errors import DataError, ModelError
 from train_loop.model.build import build_model
+from train_loop.model.load import match_folder
 from train_loop.model.probe import check_attention, check_head, probe
 from train_loop.model.tiled_mlp import apply_tiled_mlp
+from train_loop.model_folder import model_folder, model_shape, tokenizer_folder
 from train_loop.parallel.units import check_names, decoder_layers
-from train_loop.run_dir import local_path
+from train_loop.plan import ModelShape
 from train_loop.spec import DataSpec, JobSpec, Problem, SourceSpec, parse
 
 
 def check_data(spec: JobSpec, roots: Sequence[str]) -> list[Problem]:
-    """The problems with a spec's data and tokenizer: place, existence, columns, emptiness."""
+    """The problems with a spec's data: place, existence, columns, emptiness."""
     problems = _source_problems(spec.data.train, "/data/train/path", spec.data, roots)
     if spec.data.eval is not None:
         problems += _source_problems(spec.data.eval, "/data/eval/path", spec.data, roots)
-    return problems + _tokenizer_problems(spec, roots)
+    return problems
 
 
-def check_model(spec: JobSpec) -> list[Problem]:
-    """The problems with a spec's model, found by building it on the meta device, which takes no memory."""
+def check_model(spec: JobSpec, roots: Sequence[str]) -> tuple[ModelShape | None, list[Problem]]:
+    """The sizes of a spec's model, unless they cannot be told, and the problems with it and its tokenizer.
+
+    It is built on the meta device, which takes no memory, and held against its folder's file headers.
+    """
+    shape = None
     try:
-        model = build_model(spec.model)
-        seen = probe(model)
-    except ModelError as error:
-        return [Problem("/model/config", str(error))]
-    strategy = spec.strategy
+        if spec.model.path is not None:
+            check_folder(spec.model.path, roots)
+        shape = model_shape(spec.model)
+        model, folder = build_model(spec.model), model_folder(spec.model)
+        if folder is not None:
+            match_folder(model, folder)
+    except (ValueError, OSError) as error:
+        return shape, [Problem("/model/config" if spec.model.path is None else "/model/path", str(error))]
+    return shape, _tokenizer_problems(spec, roots, shape) + _wishes_not_granted(model, spec)
+
+
+def _wishes_not_granted(model: PreTrainedModel, spec: JobSpec) -> list[Problem]:
+    """What the spec asks of a model that such a model does not allow."""
+    seen, strategy = probe(model), spec.strategy
     checks: dict[str, Callable[[], None]] = {
         "/strategy/ulysses_size": lambda: check_attention(seen, spec),
         "/strategy/wrap_policy/transformer_layer_cls_to_wrap": lambda: check_names(model, strategy.wrap_policy),
         "/training/chunked_loss": lambda: check_head(seen, spec),
     }
     if strategy.apply_tiled_mlp:
-        checks["/strategy/apply_tiled_mlp"] = lambda: apply_tiled_mlp(
-            decoder_layers(model), tiles=strategy.tiled_num_shards
-        )
+        tiles = strategy.tiled_num_shards
+        checks["/strategy/apply_tiled_mlp"] = lambda: apply_tiled_mlp(decoder_layers(model), tiles=tiles)
     return [Problem(pointer, fault) for pointer, check in checks.items() if (fault := _fault(check))]
 
 
@@ -71,16 +89,16 @@ def _source_problems(source: SourceSpec, pointer: str, data: DataSpec, roots: Se
     return []
 
 
-def _tokenizer_problems(spec: JobSpec, roots: Sequence[str]) -> list[Problem]:
-    uri = spec.model.tokenizer
-    if uri is None:
+def _tokenizer_problems(spec: JobSpec, roots: Sequence[str], shape: ModelShape) -> list[Problem]:
+    if spec.data.columns.text is None:
         return []
     try:
-        check_allowed(uri, roots)
-        folder = local_path(uri)
-        if not Path(folder, "tokenizer.json").is_file():
-            raise DataError(f"{uri} holds no tokenizer.json; give the folder of a Hugging Face fast tokenizer")
-    except ValueError as error:
+        if spec.model.tokenizer is not None:
+            check_folder(spec.model.tokenizer, roots)
+        folder = tokenizer_folder(spec)
+        if folder is not None:
+            load_tokenizer(str(folder)).check_fits(shape.vocab)
+    except (ValueError, OSError) as error:
         return [Problem("/model/tokenizer", str(error))]
     return []
 
@@ -89,8 +107,9 @@ def main() -> None:
     """Answer one question on standard input."""
     question = json.load(sys.stdin)
     spec = parse(question["spec"])
-    problems = [*check_data(spec, question["roots"]), *check_model(spec)]
-    json.dump({"problems": [{"pointer": p.pointer, "message": p.message} for p in problems]}, sys.stdout)
+    shape, problems = check_model(spec, question["roots"])
+    problems = [*check_data(spec, question["roots"]), *problems]
+    json.dump({"problems": [asdict(p) for p in problems], "shape": shape and asdict(shape)}, sys.stdout)
 
 
 if __name__ == "__main__":

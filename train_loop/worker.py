@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset | None = None) -> Outcome:
     """Train this rank's share of a run, from its newest checkpoint to its end or until it is asked to stop."""
-    log.info("rank %d of %d: building %s", session.rank, session.world, (spec.model.config or {}).get("model_type"))
+    model = spec.model.path or (spec.model.config or {})["model_type"]
+    log.info("rank %d of %d: building %s", session.rank, session.world, model)
     run = build_run(spec, session, dataset, evaluation)
     saver = Saver(session, run.journal, spec.checkpoint.keep_last, asynchronous=spec.strategy.async_save_ckpt)
     restore(run)

@@ -8,7 +8,8 @@ from service.domain.admission import queue_order
 from service.domain.decide import Submission
 from service.domain.job import Job
 from service.errors import ClusterError, IdempotencyMismatch
-from service.ports import JobQuery, Launch, Lease, Once
+from service.ports import Findings, JobQuery, Launch, Lease, Once
+from train_loop.plan import read_shape
 from train_loop.spec import JobSpec, Problem
 
 
@@ -117,13 +118,13 @@ class MemoryCluster:
 
 @dataclass
 class MemoryPreflight:
-    """Finds the problems that a test put there."""
+    """Finds the problems that a test put there, and the sizes in a spec's own config."""
 
     problems: list[Problem] = field(default_factory=list)
 
-    def check(self, spec: JobSpec) -> list[Problem]:
-        """The problems that a test put there."""
-        return self.problems
+    def check(self, spec: JobSpec) -> Findings:
+        """The problems that a test put there, and the model's sizes."""
+        return Findings(tuple(self.problems), read_shape(spec.model.config) if spec.model.config else None)
 
 
 def _matches(job: Job, query: JobQuery) -> bool:

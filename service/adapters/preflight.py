@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from service.errors import PreflightFailed
-from train_loop.spec import JobSpec, Problem
+from service.ports import Findings
+from train_loop.spec import JobSpec
 
 _COMMAND = (sys.executable, "-m", "train_loop.preflight")
 
@@ -15,10 +16,6 @@ _COMMAND = (sys.executable, "-m", "train_loop.preflight")
 class _Question(BaseModel):
     spec: JobSpec
     roots: tuple[str, ...]
-
-
-class _Answer(BaseModel):
-    problems: list[Problem]
 
 
 class HelperPreflight:
@@ -29,8 +26,8 @@ class HelperPreflight:
         self._timeout = timeout
         self._command = tuple(command)
 
-    def check(self, spec: JobSpec) -> list[Problem]:
-        """Everything that is wrong. Raises PreflightFailed when the helper does not say."""
+    def check(self, spec: JobSpec) -> Findings:
+        """Everything wrong, and the model's sizes. Raises PreflightFailed when the helper does not say."""
         question = _Question(spec=spec, roots=self._roots).model_dump_json()
         try:
             done = subprocess.run(self._command, input=question, capture_output=True, text=True, timeout=self._timeout)
@@ -44,9 +41,9 @@ class HelperPreflight:
         return _parse(done.stdout)
 
 
-def _parse(answer: str) -> list[Problem]:
+def _parse(answer: str) -> Findings:
     try:
-        return TypeAdapter(_Answer).validate_json(answer).problems
+        return TypeAdapter(Findings).validate_json(answer)
     except ValidationError as error:
         raise PreflightFailed(
             "the helper that looks at data and model gave no answer; see the service's log"

@@ -7,6 +7,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from service.adapters.memory import MemoryPreflight
+from service.ports import Findings
 from tests.support.service import KEY, FakeService, raw_spec, spec_body
 from train_loop.spec import JobSpec, Problem
 
@@ -80,10 +81,22 @@ def test_required_field_that_is_missing(client: TestClient) -> None:
     assert problems(client, spec) == [("/training/learning_rate", "this field is required")]
 
 
-def test_everything_wrong_with_data_and_resources_is_said_at_once(client: TestClient, service: FakeService) -> None:
+def test_everything_wrong_with_data_plan_and_resources_is_said_at_once(
+    client: TestClient, service: FakeService
+) -> None:
     service.preflight.problems = [Problem("/data/train/path", "no such folder")]
-    found = problems(client, raw_spec(scaling={"num_workers": 8}))
-    assert [pointer for pointer, _ in found] == ["/scaling/resources_per_worker", "/data/train/path"]
+    found = problems(client, raw_spec(scaling={"num_workers": 8}, strategy={"ulysses_size": 8}))
+    assert [pointer for pointer, _ in found] == [
+        "/scaling/resources_per_worker",
+        "/strategy/ulysses_size",
+        "/data/train/path",
+    ]
+
+
+def test_a_model_whose_sizes_cannot_be_told_has_no_plan(client: TestClient, service: FakeService) -> None:
+    service.preflight.problems = [Problem("/model/path", "holds no config.json")]
+    found = problems(client, raw_spec(model={"config": None, "path": "file:///m"}))
+    assert found == [("/model/path", "holds no config.json")]
 
 
 def test_body_that_is_no_mapping(client: TestClient) -> None:
@@ -169,7 +182,7 @@ def test_cancel_with_a_field_that_does_not_exist(client: TestClient) -> None:
 
 
 class BrokenPreflight(MemoryPreflight):
-    def check(self, spec: JobSpec) -> list[Problem]:
+    def check(self, spec: JobSpec) -> Findings:
         raise RuntimeError("the password is 1234")
 
 

@@ -21,6 +21,7 @@ from train_loop.data.reader import local_stream
 from train_loop.evaluate import Evaluation, evaluate
 from train_loop.loss import LossRule, TokenLoss
 from train_loop.model.build import build_model, materialise
+from train_loop.model_folder import model_shape
 from train_loop.parallel.mesh import build_mesh
 from train_loop.parallel.shard import parallelize
 from train_loop.plan import plan_job
@@ -80,7 +81,7 @@ def evaluations(folder: Path, meshes: dict[str, tuple[int, int]]) -> dict[tuple[
             strategy={"fsdp_size": fsdp, "ulysses_size": sp},
             scaling={"num_workers": dist.get_world_size()},
         )
-        mesh = build_mesh(plan_job(job).mesh, torch.device("cpu"))
+        mesh = build_mesh(plan_job(job, model_shape(job.model)).mesh, torch.device("cpu"))
         model, blueprint = build_model(job.model), build_model(job.model)
         parallelize(model, mesh, job)
         materialise(model, blueprint, seed=0, device=mesh.device)

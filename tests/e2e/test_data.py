@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 
+from tests.support.folders import write_model, write_tokenizer
 from tests.support.specs import spec
 from train_loop.data.cache import evaluation_spec, find_dataset
 from train_loop.data.dataset import Dataset, Rows, read_rows
@@ -160,6 +161,18 @@ def test_bad_text_is_a_data_error_that_names_the_file(tmp_path: Path, content: b
     assert (outcome.code, outcome.retryable) == ("data_error", False)
     assert str(tmp_path / "a.txt") in str(outcome.reason)
     assert list((tmp_path / "_cache").iterdir()) == [], "a torn cache was left behind"
+
+
+def test_a_model_folder_brings_its_tokenizer(tmp_path: Path) -> None:
+    folder, texts = write_model(tmp_path / "m"), ["ab", "c"]
+    write_tokenizer(folder)
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    model = {"config": None, "path": folder.as_uri()}
+    job = spec(data={"train": {"path": str(tmp_path / "rows.jsonl")}, "sequence_length": 5}, model=model)
+    dataset = prepare(job, tmp_path / "_cache", heard()[1])
+    assert dataset.tokenizer == str(folder)
+    tokens = [token for ids in load_tokenizer(str(folder)).encode(texts) for token in ids]
+    assert read_rows(dataset, np.arange(1)).input_ids.tolist() == [tokens]
 
 
 def test_a_vocabulary_too_small_for_bytes_says_so(tmp_path: Path) -> None:

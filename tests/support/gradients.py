@@ -18,6 +18,7 @@ from train_loop.loss import TokenLoss
 from train_loop.model import attention
 from train_loop.model.build import build_model, materialise
 from train_loop.model.probe import probe
+from train_loop.model_folder import model_shape
 from train_loop.parallel.mesh import Mesh, build_mesh
 from train_loop.parallel.shard import parallelize, place_buffers
 from train_loop.plan import plan_job
@@ -43,7 +44,7 @@ def random_rows(count: int, length: int, *, vocab: int, packed: bool, seed: int 
 
 def build(job: JobSpec) -> tuple[PreTrainedModel, TokenLoss, Mesh]:
     """The model of a spec on its mesh, with weights from seed 0, and its loss."""
-    plan, mesh = plan_job(job), mesh_of(job)
+    plan, mesh = plan_job(job, model_shape(job.model)), mesh_of(job)
     model, blueprint = build_model(job.model), build_model(job.model)
     seen = probe(model)
     attention.apply_attention(model, job, mesh.device)
@@ -64,7 +65,7 @@ def one_step(job: JobSpec, rows: Rows) -> tuple[float, Gradients]:
 
 def mesh_of(job: JobSpec) -> Mesh:
     """The mesh of a spec; groups are made once for all specs with the same one."""
-    plan = plan_job(job).mesh
+    plan = plan_job(job, model_shape(job.model)).mesh
     if plan not in _MESHES:
         _MESHES[plan] = build_mesh(plan, torch.device("cpu"))
     return _MESHES[plan]

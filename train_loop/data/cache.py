@@ -9,8 +9,7 @@ from typing import Any
 from train_loop.data.dataset import Dataset, ShardFile
 from train_loop.data.sources import SourceFile, list_files, parquet_rows
 from train_loop.errors import DataError
-from train_loop.plan import read_shape
-from train_loop.run_dir import local_path
+from train_loop.model_folder import model_shape, tokenizer_folder
 from train_loop.spec import JobSpec
 
 FORMAT = 1
@@ -110,7 +109,7 @@ def fingerprint(spec: JobSpec, files: list[SourceFile]) -> str:
 def _tokenizer_identity(spec: JobSpec) -> list[Any] | None:
     if spec.data.columns.text is None:
         return None
-    if spec.model.tokenizer is None:
-        return ["byte-level bpe", read_shape(spec.model.config or {}).vocab]
-    content = (local_path(spec.model.tokenizer) / "tokenizer.json").read_bytes()
-    return ["file", hashlib.sha256(content).hexdigest()]
+    folder = tokenizer_folder(spec)
+    if folder is None:
+        return ["byte-level bpe", model_shape(spec.model).vocab]
+    return ["file", hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()]

@@ -23,8 +23,8 @@ from train_loop.data.pack import Document, Sample, one_per_sample, pack
 from train_loop.data.sources import SourceFile, list_files
 from train_loop.data.tokenizer import load_tokenizer, train_tokenizer
 from train_loop.errors import DataError
-from train_loop.plan import read_shape
-from train_loop.run_dir import local_path, sync, write_durably
+from train_loop.model_folder import model_shape, tokenizer_folder
+from train_loop.run_dir import sync, write_durably
 from train_loop.spec import JobSpec
 
 _SHARD_ROWS = 16_384
@@ -119,16 +119,12 @@ def _decode(batch: pa.Table) -> pa.Table:
 
 def _tokenizer(rows: ray.data.Dataset, work: Path, spec: JobSpec) -> str:
     """The folder of the tokenizer to use; one trained on the data lies beside the samples."""
-    vocab = read_shape(spec.model.config or {}).vocab
-    if spec.model.tokenizer is None:
+    folder, vocab = tokenizer_folder(spec), model_shape(spec.model).vocab
+    if folder is None:
         folder = work / "tokenizer"
         texts = _some_text(rows, str(spec.data.columns.text))
         train_tokenizer(texts, vocab_size=vocab, folder=folder)
-    else:
-        folder = local_path(spec.model.tokenizer)
-    size = load_tokenizer(str(folder)).tokenizer.get_vocab_size()
-    if size > vocab:
-        raise DataError(f"the tokenizer has {size} tokens and the model vocab_size={vocab}; raise vocab_size to {size}")
+    load_tokenizer(str(folder)).check_fits(vocab)
     return str(folder)
 
 

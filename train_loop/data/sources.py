@@ -62,6 +62,14 @@ def check_allowed(uri: str, roots: Iterable[str]) -> None:
             )
 
 
+def check_folder(uri: str, roots: Iterable[str]) -> None:
+    """Raise DataError unless a URI names a folder, no glob, that lies with all its files under one of the roots."""
+    path = _local(uri)
+    if uri.startswith(STDLIB) or _fixed_part(path) != path:
+        raise DataError(f"{uri} is no plain folder; give the file:// URI of one folder, without wildcards")
+    check_allowed(uri, roots)
+
+
 def _match_lazily(uri: str) -> Iterator[Path]:
     yield from _match(uri)
 

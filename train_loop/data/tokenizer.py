@@ -26,14 +26,28 @@ class TextTokenizer:
         encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [[*encoding.ids, self.eos] for encoding in encodings]
 
+    def check_fits(self, vocab: int) -> None:
+        """Raise DataError for a tokenizer with words that a model of `vocab` words does not know."""
+        size = self.tokenizer.get_vocab_size()
+        if size > vocab:
+            raise DataError(
+                f"the tokenizer has {size} tokens and the model vocab_size={vocab}; raise vocab_size to {size}, or "
+                "give the model's own tokenizer"
+            )
+
 
 @lru_cache(maxsize=4)
 def load_tokenizer(folder: str) -> TextTokenizer:
-    """A tokenizer folder as Hugging Face writes it. Raises DataError where it has no EOS."""
-    tokenizer = Tokenizer.from_file(str(Path(folder, "tokenizer.json")))
+    """A tokenizer folder as Hugging Face writes it. Raises DataError where it is none, or has no EOS."""
+    try:
+        tokenizer = Tokenizer.from_file(str(Path(folder, "tokenizer.json")))
+        config = json.loads(Path(folder, "tokenizer_config.json").read_text())
+    except Exception as error:  # tokenizers raises nothing more special
+        raise DataError(
+            f"the tokenizer in {folder} cannot be read: {error}; save it again with transformers"
+        ) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    config = json.loads(Path(folder, "tokenizer_config.json").read_text())
     named = config.get("eos_token")
     word = named["content"] if isinstance(named, dict) else named
     eos = tokenizer.token_to_id(word) if word else None

@@ -3,15 +3,17 @@
 import copy
 import difflib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from train_loop.errors import ModelError
+from train_loop.model_folder import model_config
 from train_loop.spec import ModelSpec
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -23,7 +25,7 @@ _UNDECLARED = ("head_dim", "rope_theta", "rope_type", "partial_rotary_factor")
 def build_model(spec: ModelSpec) -> PreTrainedModel:
     """Build the model on the meta device: no memory, no weights. Raises ModelError."""
     try:
-        hf_config = _hf_config(spec.config or {})
+        hf_config = _hf_config(spec.config) if spec.config is not None else _folder_config(spec)
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 hf_config, attn_implementation="sdpa", dtype=DTYPES[spec.master_dtype]
@@ -31,7 +33,8 @@ def build_model(spec: ModelSpec) -> PreTrainedModel:
     except ModelError:
         raise
     except Exception as error:  # what a config can make transformers raise has no common class
-        raise ModelError(f"model.config builds no causal language model: {' '.join(str(error).split())}") from error
+        source = spec.path or "model.config"
+        raise ModelError(f"{source} builds no causal language model: {' '.join(str(error).split())}") from error
     _check_layers(model)
     model.train()
     return model
@@ -48,6 +51,20 @@ def _hf_config(config: dict[str, Any]) -> PretrainedConfig:
     return hf_config
 
 
+def _folder_config(spec: ModelSpec) -> PretrainedConfig:
+    """The config of a folder; transformers writes more fields than its classes declare, so that none is strange."""
+    config = model_config(spec)
+    if config.get("quantization_config"):
+        raise ModelError(f"{spec.path} holds quantised weights, which cannot be trained; give the model they came from")
+    # Code that comes with a model is never run; many folders bring some although transformers has the model too.
+    if config.pop("auto_map", None) and config["model_type"] not in CONFIG_MAPPING:
+        raise ModelError(
+            f"{spec.path} needs code of its own (auto_map), and code that comes with weights is not run; choose a "
+            "model that transformers knows"
+        )
+    return AutoConfig.for_model(**config)
+
+
 def _check_layers(model: PreTrainedModel) -> None:
     """Raise ModelError for layers whose documents this loop would not keep apart."""
     config = model.config.get_text_config()
@@ -58,30 +75,36 @@ def _check_layers(model: PreTrainedModel) -> None:
 
 
 def materialise(model: PreTrainedModel, blueprint: PreTrainedModel, *, seed: int, device: torch.device) -> None:
-    """Give a sharded model memory and random weights; `blueprint` is the same model on meta, before it was sharded.
+    """Give a sharded model memory and random weights; `blueprint` is the same model on meta, before it was sharded."""
+    allocate(model, blueprint, device=device)
+    draw_weights(model, blueprint, dict(blueprint.named_parameters()), seed=seed)
+
+
+def allocate(model: PreTrainedModel, blueprint: PreTrainedModel, *, device: torch.device) -> None:
+    """Give a sharded model memory, and its buffers the values of its own rules; its weights are still to come."""
+    model.to_empty(device=device)
+    model.tie_weights()
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    for name, module in blueprint.named_modules():
+        if any(True for _ in module.buffers(recurse=False)):
+            for leaf, buffer in _initialised(blueprint, module, name).named_buffers(recurse=False):
+                buffers[_join(name, leaf)].copy_(buffer)
+
+
+def draw_weights(model: PreTrainedModel, blueprint: PreTrainedModel, names: Collection[str], *, seed: int) -> None:
+    """Give the named parameters random values by the model's own rules.
 
     Each module's full weights come from (seed, module name) and every rank keeps its own slice, so that the weights do
     not depend on the mesh; the largest single module is what it costs in memory.
     """
-    model.to_empty(device=device)
-    model.tie_weights()
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    done: set[int] = set()
     for name, module in blueprint.named_modules():
-        if not set(map(id, _own(module))) - done:
-            continue
-        done |= set(map(id, _own(module)))
-        full = _initialised(blueprint, module, f"{seed}/{name}")
-        for leaf, weight in full.named_parameters(recurse=False):
-            _keep_slice(parameters[_join(name, leaf)], weight.detach())
-        for leaf, buffer in full.named_buffers(recurse=False):
-            buffers[_join(name, leaf)].copy_(buffer)
-
-
-def _own(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters(recurse=False)
-    yield from module.buffers(recurse=False)
+        leaves = [leaf for leaf, _ in module.named_parameters(recurse=False) if _join(name, leaf) in names]
+        if leaves:
+            full = _initialised(blueprint, module, f"{seed}/{name}")
+            for leaf in leaves:
+                mine, part = own_part(parameters[_join(name, leaf)])
+                mine.copy_(full.get_parameter(leaf).detach()[part])
 
 
 def _initialised(model: PreTrainedModel, module: nn.Module, seed: str) -> nn.Module:
@@ -95,12 +118,13 @@ def _initialised(model: PreTrainedModel, module: nn.Module, seed: str) -> nn.Mod
     return alone
 
 
-def _keep_slice(target: Tensor, full: Tensor) -> None:
-    with torch.no_grad():
-        if isinstance(target, DTensor):
-            # No communication: every rank has drawn the same full tensor.
-            full = distribute_tensor(full.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
-        target.copy_(full)
+def own_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+    """What this rank holds of a tensor, ready to be written to, and which part of the whole tensor that is."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach(), tuple(slice(0, size) for size in tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    part = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    return tensor.to_local().detach(), part
 
 
 def _join(name: str, leaf: str) -> str:

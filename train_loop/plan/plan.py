@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from train_loop.plan.batch import BatchPlan, plan_batch
 from train_loop.plan.memory import MemoryTerm, estimate_memory
 from train_loop.plan.mesh import MeshPlan, check_reshard, divisors, one_of, plan_mesh
-from train_loop.plan.shape import ModelShape, read_shape
+from train_loop.plan.shape import ModelShape
 from train_loop.spec import JobSpec, Problem, SpecError
 
 
@@ -25,14 +25,9 @@ class Plan:
         return sum(term.bytes for term in self.memory)
 
 
-def plan_job(spec: JobSpec) -> Plan:
+def plan_job(spec: JobSpec, shape: ModelShape) -> Plan:
     """Plan a job by pure arithmetic. Raises SpecError with every rule that the spec breaks."""
-    strategy, problems = spec.strategy, list[Problem]()
-    try:
-        shape = read_shape(spec.model.config or {})
-        problems += _ulysses_problems(spec, shape)
-    except ValueError as error:
-        problems.append(Problem("/model/config", str(error)))
+    strategy, problems = spec.strategy, _ulysses_problems(spec, shape)
     try:
         mesh = plan_mesh(
             world=spec.scaling.world,

@@ -40,14 +40,16 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "attention_bias": False,
     },
 }
-_NEEDED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-)
+_OLD_NAMES = {
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+}
+"""What GPT-2 and its kin call the sizes."""
+
+_NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+"""Sizes that no family's habit replaces: without kv heads each head has its own, and without F it is 4 H."""
 
 
 @dataclass(frozen=True)
@@ -97,13 +99,13 @@ class ModelShape:
 def read_shape(config: dict[str, Any]) -> ModelShape:
     """The sizes in a config, with the family's own defaults. Raises ValueError naming what is missing or no number."""
     model_type = config["model_type"]
-    known = _DEFAULTS.get(model_type, {})
-    sizes = {**known, **config}
+    renamed = {name: config[old] for name, old in _OLD_NAMES.items() if old in config}
+    sizes = {**_DEFAULTS.get(model_type, {}), **renamed, **config}
     missing = [name for name in _NEEDED if name not in sizes]
     if missing:
         raise ValueError(
             f"model_type={model_type} is not one whose defaults are known ({', '.join(_DEFAULTS)}); "
-            f"add {', '.join(missing)} to model.config"
+            f"add {', '.join(missing)} to the model's config"
         )
     heads = _positive(sizes, "num_attention_heads")
     hidden = _positive(sizes, "hidden_size")
@@ -112,11 +114,11 @@ def read_shape(config: dict[str, Any]) -> ModelShape:
         model_type=model_type,
         vocab=_positive(sizes, "vocab_size"),
         hidden=hidden,
-        intermediate=_positive(sizes, "intermediate_size"),
+        intermediate=_positive(sizes, "intermediate_size", 4 * hidden),
         layers=_positive(sizes, "num_hidden_layers"),
         heads=heads,
-        kv_heads=_positive(sizes, "num_key_value_heads") if sizes["num_key_value_heads"] is not None else heads,
-        head_dim=_positive(sizes, "head_dim") if sizes.get("head_dim") is not None else hidden // heads,
+        kv_heads=_positive(sizes, "num_key_value_heads", heads),
+        head_dim=_positive(sizes, "head_dim", hidden // heads),
         tied=bool(sizes.get("tie_word_embeddings", False)),
         qkv_bias=bias or model_type == "qwen2",
         output_bias=bias,
@@ -125,8 +127,8 @@ def read_shape(config: dict[str, Any]) -> ModelShape:
     )
 
 
-def _positive(sizes: dict[str, Any], name: str) -> int:
-    value = sizes[name]
+def _positive(sizes: dict[str, Any], name: str, default: int | None = None) -> int:
+    value = default if sizes.get(name) is None else sizes[name]
     if type(value) is not int or value < 1:
-        raise ValueError(f"{name}={value!r} is not a positive whole number; correct it in model.config")
+        raise ValueError(f"{name}={value!r} is not a positive whole number; correct it in the model's config")
     return value

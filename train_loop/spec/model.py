@@ -21,12 +21,12 @@ class LoraSpec(SpecModel):
 class ModelSpec(SpecModel):
     """A Hugging Face causal language model: a folder of weights at `path`, or random weights from a `config`."""
 
-    path: str | None = Field(default=None, description="HF model folder at a storage URI")
+    path: str | None = Field(default=None, description="HF model folder (config.json, safetensors) at a storage URI")
     config: dict[str, Any] | None = Field(default=None, description="HF config; the weights are random")
     tokenizer: str | None = Field(
         default=None,
-        description="URI of an HF tokenizer folder; without one, a model built from `config` gets a byte-level BPE "
-        "of config.vocab_size tokens trained on data.train",
+        description="URI of an HF tokenizer folder, by default `path`; without either, a model built from `config` "
+        "gets a byte-level BPE of config.vocab_size tokens trained on data.train",
     )
     dtype: Dtype = Field(default="bf16", description="compute dtype; fp16 trains with a gradient scaler")
     master_dtype: Dtype = Field(default="fp32", description="dtype of weights, gradients and moments between steps")
@@ -47,8 +47,6 @@ class ModelSpec(SpecModel):
             raise ValueError("exactly one of model.path and model.config is needed, and both are given; remove one")
         if self.path is None and self.config is None:
             raise ValueError("exactly one of model.path and model.config is needed, and neither is given; add one")
-        if self.path is not None:
-            raise ValueError("model.path is not supported yet; use model.config (random weights)")
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError("model.config needs a model_type, for example model_type: qwen3")
         return self

@@ -10,8 +10,12 @@ import pytest
 from service.adapters.keys import ensure_key
 from service.adapters.preflight import HelperPreflight
 from service.errors import PreflightFailed
+from service.ports import Findings
 from service.settings import Settings
+from tests.support.folders import write_model, write_tokenizer
 from tests.support.service import a_spec
+from tests.support.specs import TINY
+from train_loop.plan import read_shape
 from train_loop.spec import Problem
 
 
@@ -40,9 +44,10 @@ def preflight(code: str, *, timeout: float = 30.0) -> HelperPreflight:
 def test_preflight_is_told_spec_and_roots_and_answers_problems() -> None:
     code = (
         "import json, sys; asked = json.load(sys.stdin); "
-        "print(json.dumps({'problems': [{'pointer': asked['spec']['name'], 'message': asked['roots'][0]}]}))"
+        "print(json.dumps({'problems': [{'pointer': asked['spec']['name'], 'message': asked['roots'][0]}], "
+        "'shape': None}))"
     )
-    assert preflight(code).check(a_spec()) == [Problem("tiny", "file:///data")]
+    assert preflight(code).check(a_spec()) == Findings((Problem("tiny", "file:///data"),), None)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +66,13 @@ def test_preflight_that_fails_says_why(code: str, message: str) -> None:
 def test_preflight_that_hangs_is_ended() -> None:
     with pytest.raises(PreflightFailed, match=r"took over 0\.2 s"):
         preflight("import time; time.sleep(60)", timeout=0.2).check(a_spec())
+
+
+def test_the_real_helper_tells_the_sizes_of_a_model_in_a_folder(tmp_path: Path) -> None:
+    write_tokenizer(write_model(tmp_path))
+    spec = a_spec(model={"config": None, "path": tmp_path.as_uri()})
+    found = HelperPreflight(roots=[tmp_path.as_uri()], timeout=100.0).check(spec)
+    assert found == Findings((), read_shape(TINY))
 
 
 def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """The plan: degrees → mesh, batches → steps, parameters → memory, workers → resources."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support.folders import write_model
 from tests.support.specs import TINY, raw_spec, spec
-from train_loop.plan import data_starves, plan_batch, plan_job, plan_mesh, plan_samples, plan_steps, read_shape, too_big
+from train_loop.model_folder import model_shape
+from train_loop.plan import (
+    Plan,
+    data_starves,
+    plan_batch,
+    plan_job,
+    plan_mesh,
+    plan_samples,
+    plan_steps,
+    read_shape,
+    too_big,
+)
 from train_loop.spec import SpecError, parse
 
 
@@ -45,10 +58,15 @@ def test_a_mesh_holds_every_rank_once_or_is_refused(world: int, fsdp_size: int, 
     assert places == {(d, s) for d in range(mesh.dp) for s in range(mesh.sp)}
 
 
+def a_plan(**parts: dict[str, Any]) -> Plan:
+    job = parse(raw_spec(**parts))
+    return plan_job(job, model_shape(job.model))
+
+
 def problems(**parts: dict[str, Any]) -> dict[str, str]:
     """Pointer and message of what the plan refuses."""
     with pytest.raises(SpecError) as caught:
-        plan_job(parse(raw_spec(**parts)))
+        a_plan(**parts)
     return {problem.pointer: problem.message for problem in caught.value.problems}
 
 
@@ -94,7 +112,24 @@ def test_global_batch_size_must_be_a_multiple_of_what_the_ranks_take() -> None:
 
 
 def test_sizes_of_an_unknown_family_must_be_stated() -> None:
-    assert "add vocab_size, " in problems(model={"config": {"model_type": "novel"}})["/model/config"]
+    with pytest.raises(ValueError, match="add vocab_size, hidden_size, num_hidden_layers, num_attention_heads"):
+        read_shape({"model_type": "novel"})
+    with pytest.raises(ValueError, match="hidden_size='x' is not a positive whole number; correct it"):
+        read_shape(TINY | {"hidden_size": "x"})
+
+
+def test_sizes_by_the_old_names_of_gpt2() -> None:
+    shape = read_shape(
+        {"model_type": "gpt2", "vocab_size": 9, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_inner": None}
+    )
+    assert (shape.hidden, shape.intermediate, shape.layers, shape.heads, shape.kv_heads) == (32, 128, 2, 4, 4)
+    assert not shape.known
+
+
+def test_the_plan_of_a_folder_is_that_of_its_config(tmp_path: Path) -> None:
+    write_model(tmp_path, num_hidden_layers=1)
+    there = a_plan(model={"path": tmp_path.as_uri(), "config": None})
+    assert there == a_plan(model={"config": TINY | {"num_hidden_layers": 1}})
 
 
 def test_a_global_batch_is_the_same_at_every_world_size() -> None:
@@ -138,8 +173,8 @@ def test_parameters_are_counted_as_transformers_builds_them(model_type: str, siz
 
 
 def test_memory_is_stated_by_term_and_shrinks_with_the_mesh() -> None:
-    one = plan_job(spec())
-    four = plan_job(spec(strategy={"ulysses_size": 2}, scaling={"num_workers": 4}))
+    one = a_plan()
+    four = a_plan(strategy={"ulysses_size": 2}, scaling={"num_workers": 4})
     terms = {term.name: term.bytes for term in one.memory}
     parameters = one.shape.parameters
     assert (terms["parameters"], terms["gradients"], terms["optimizer"]) == (

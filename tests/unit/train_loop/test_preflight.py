@@ -7,9 +7,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.support.folders import write_model, write_tokenizer
 from tests.support.specs import TINY, raw_spec
+from train_loop.model_folder import model_shape
 from train_loop.preflight import check_data, check_model
-from train_loop.spec import parse
+from train_loop.spec import JobSpec, parse
 
 
 def problems(root: Path, **data: Any) -> dict[str, str]:
@@ -116,7 +118,7 @@ def test_files_of_several_formats(tmp_path: Path, parquet: Path) -> None:
 def test_a_tokenizer_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     spec = parse(raw_spec(model={"tokenizer": str(tmp_path)}))
-    (problem,) = check_data(spec, [f"file://{tmp_path}"])
+    _, (problem,) = check_model(spec, [f"file://{tmp_path}"])
     assert problem.pointer == "/model/tokenizer"
     assert "holds no tokenizer.json" in problem.message
 
@@ -130,13 +132,86 @@ def test_a_tokenizer_that_is_none(tmp_path: Path) -> None:
     ],
 )
 def test_a_model_that_cannot_be_built_as_written(config: dict[str, Any], message: str) -> None:
-    (problem,) = check_model(parse(raw_spec(model={"config": TINY | config})))
+    _, (problem,) = check_model(parse(raw_spec(model={"config": TINY | config})), [])
     assert problem.pointer == "/model/config"
     assert message in problem.message
 
 
 def test_a_model_that_can_be_built_has_no_problems() -> None:
-    assert check_model(parse(raw_spec(model={"config": TINY | {"rope_theta": 1e6, "attention_dropout": 0.1}}))) == []
+    spec = parse(raw_spec(model={"config": TINY | {"rope_theta": 1e6, "attention_dropout": 0.1}}))
+    shape, found = check_model(spec, [])
+    assert (shape, found) == (model_shape(spec.model), [])
+
+
+def on_folder(folder: Path, *, tokenizer: str | None = None, columns: str = "text") -> JobSpec:
+    model = {"config": None, "path": folder.as_uri(), "tokenizer": tokenizer}
+    return parse(raw_spec(model=model, data={"columns": {columns: "x"}}))
+
+
+def folder_problems(spec: JobSpec, root: Path) -> dict[str, str]:
+    return {problem.pointer: problem.message for problem in check_model(spec, [root.as_uri()])[1]}
+
+
+def test_a_model_folder_that_fits_has_no_problems_and_tells_the_models_sizes(tmp_path: Path) -> None:
+    write_tokenizer(write_model(tmp_path, num_attention_heads=8, file_size="20KB"))
+    shape, found = check_model(on_folder(tmp_path), [tmp_path.as_uri()])
+    assert found == []
+    assert shape is not None
+    assert (shape.heads, shape.known) == (8, True)
+
+
+def test_a_model_folder_outside_the_allowed_roots_is_not_opened(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("no JSON, as whoever opens it will say")
+    message = folder_problems(on_folder(tmp_path), tmp_path / "models")["/model/path"]
+    assert message.startswith(f"{tmp_path.as_uri()} lies outside the allowed storage roots (")
+
+
+def test_a_model_file_that_is_a_link_to_the_outside_is_not_opened(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "models" / "m")
+    (folder / "config.json").rename(tmp_path / "config.json")
+    (folder / "config.json").symlink_to(tmp_path / "config.json")
+    assert "lies outside" in folder_problems(on_folder(folder), tmp_path / "models")["/model/path"]
+
+
+def test_a_model_path_is_one_folder(tmp_path: Path) -> None:
+    write_model(tmp_path / "m")
+    spec = parse(raw_spec(model={"config": None, "path": f"{tmp_path.as_uri()}/*"}))
+    assert "is no plain folder; give the file:// URI of one folder" in folder_problems(spec, tmp_path)["/model/path"]
+
+
+def test_a_model_folder_that_is_not_there_or_does_not_fit(tmp_path: Path) -> None:
+    assert "matches no file; check the path" in folder_problems(on_folder(tmp_path / "m"), tmp_path)["/model/path"]
+    config = (write_model(tmp_path / "small", hidden_size=16) / "config.json").read_bytes()
+    (write_model(tmp_path / "m") / "config.json").write_bytes(config)
+    message = folder_problems(on_folder(tmp_path / "m"), tmp_path)["/model/path"]
+    assert "of another shape: model.embed_tokens.weight is [384, 32] and should be [384, 16], " in message
+
+
+def test_text_needs_a_tokenizer_beside_the_model_or_a_name(tmp_path: Path) -> None:
+    folder, other = write_model(tmp_path / "m"), tmp_path / "tokenizer"
+    assert folder_problems(on_folder(folder), tmp_path) == {
+        "/model/tokenizer": f"{folder.as_uri()} holds no tokenizer.json; name one that does in model.tokenizer, or "
+        "give tokenised rows with columns.input_ids"
+    }
+    assert folder_problems(on_folder(folder, columns="input_ids"), tmp_path) == {}
+    write_tokenizer(other)
+    assert folder_problems(on_folder(folder, tokenizer=other.as_uri()), tmp_path) == {}
+
+
+def test_a_tokenizer_with_more_words_than_the_model(tmp_path: Path) -> None:
+    write_tokenizer(write_model(tmp_path), words=400)
+    assert folder_problems(on_folder(tmp_path), tmp_path) == {
+        "/model/tokenizer": "the tokenizer has 400 tokens and the model vocab_size=384; raise vocab_size to 400, or "
+        "give the model's own tokenizer"
+    }
+
+
+def test_a_tokenizer_that_is_broken(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    message = folder_problems(on_folder(tmp_path), tmp_path)["/model/tokenizer"]
+    assert message.startswith(f"the tokenizer in {tmp_path} cannot be read: ")
+    assert message.endswith("; save it again with transformers")
 
 
 OPT = {"model_type": "opt", "vocab_size": 384, "hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32} | {
@@ -166,6 +241,6 @@ OPT = {"model_type": "opt", "vocab_size": 384, "hidden_size": 32, "ffn_dim": 48,
     ],
 )
 def test_what_a_model_does_not_allow(parts: dict[str, Any], pointer: str, message: str) -> None:
-    found = [(p.pointer, p.message) for p in check_model(parse(raw_spec(**parts)))]
+    found = [(p.pointer, p.message) for p in check_model(parse(raw_spec(**parts)), [])[1]]
     assert [p for p, _ in found] == [pointer]
     assert message in found[0][1]

@@ -126,10 +126,6 @@ def test_what_no_code_honours_yet_is_refused_and_not_ignored(pointer: str, value
     assert "is not supported yet; choose" in problems(raw)[pointer]
 
 
-def test_a_model_path_is_not_supported_yet() -> None:
-    assert "not supported yet" in problems(raw_spec() | {"model": {"path": "file:///m"}})["/model"]
-
-
 def test_the_spec_has_a_json_schema_that_forbids_unknown_fields() -> None:
     schema = JobSpec.model_json_schema()
     assert schema["additionalProperties"] is False

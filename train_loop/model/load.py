@@ -1,0 +1,189 @@
+"""Weights for a sharded model: random ones, or those of a Hugging Face folder, of which each rank reads its own slices.
+
+Only safetensors are read, never pickle. A file is mapped for one tensor at a time, so that beside its shard a worker
+never holds more than its slice of one tensor, pages of the file included.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+from train_loop.errors import ModelError
+from train_loop.model.build import allocate, draw_weights, materialise, own_part
+from train_loop.model_folder import model_folder
+from train_loop.spec import ModelSpec
+
+_HARMLESS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+"""Tensors of older folders that models compute by themselves today."""
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file, by the file's header."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+
+    def read(self, part: tuple[slice, ...]) -> Tensor:
+        """A part of the tensor, as it is stored; its pages are mapped for as long as it lives."""
+        with safe_open(self.file, "pt") as file:
+            values: Tensor = file.get_slice(self.name)[part]
+            return values
+
+
+def give_weights(
+    model: PreTrainedModel, blueprint: PreTrainedModel, spec: ModelSpec, *, seed: int, device: torch.device
+) -> None:
+    """Give a sharded model memory and weights; `blueprint` is the same model on meta, before it was sharded.
+
+    Without a folder they are random. Raises ModelError for a folder that does not fit.
+    """
+    folder = model_folder(spec)
+    if folder is None:
+        materialise(model, blueprint, seed=seed, device=device)
+        return
+    homes = match_folder(blueprint, folder)
+    allocate(model, blueprint, device=device)
+    draw_weights(model, blueprint, [name for name, stored in homes.items() if not stored], seed=seed)
+    targets = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    for name, stored in homes.items():
+        if stored:
+            _fill(targets[name], stored)
+
+
+def match_folder(model: PreTrainedModel, folder: Path) -> dict[str, list[Stored]]:
+    """Where each tensor of a model is stored, by file headers alone: tied ones perhaps twice, others perhaps nowhere.
+
+    Nowhere only where the model itself says that it may be so. Raises ModelError that names the tensors which are
+    missing, unexpected or of another shape.
+    """
+    left = _by_model_name(model, read_headers(folder))
+    homes = {names[0]: [left.pop(name) for name in names if name in left] for names in _tensors(model)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    optional = model._keys_to_ignore_on_load_missing or ()
+    harmless = [*_HARMLESS, *(model._keys_to_ignore_on_load_unexpected or ())]
+    faults = {
+        "missing": [
+            f"{name} {_shape(shapes[name])}"
+            for name, stored in homes.items()
+            if not stored and not _matches(name, optional)
+        ],
+        "unexpected": [f"{s.name} {_shape(s.shape)}" for name, s in left.items() if not _matches(name, harmless)],
+        "of another shape": [
+            f"{s.name} is {_shape(s.shape)} and should be {_shape(shapes[name])}"
+            for name, stored in homes.items()
+            for s in stored
+            if s.shape != shapes[name]
+        ],
+    }
+    if any(faults.values()):
+        raise ModelError(
+            f"the tensors in {folder} are not those of {type(model).__name__} by its config.json: "
+            f"{'; '.join(f'{kind}: {_some(which)}' for kind, which in faults.items() if which)}; give the folder of a "
+            "causal language model with the config.json that belongs to it"
+        )
+    return homes
+
+
+def read_headers(folder: Path) -> dict[str, Stored]:
+    """Every tensor in a folder's safetensors files, by name; no data is read. Raises ModelError."""
+    whole = folder / "model.safetensors"
+    if whole.is_file():
+        return {stored.name: stored for stored in _header(whole)}
+    index = _read_index(folder)
+    files = [folder / name for name in sorted(set(index.values()))]
+    stored = {stored.name: stored for file in files for stored in _header(file)}
+    lost = sorted(index.keys() - stored.keys())
+    if lost:
+        raise ModelError(
+            f"the index of {folder} names tensors that its files do not hold: {_some(lost)}; copy it again"
+        )
+    return stored
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """The file of each tensor, by model.safetensors.index.json."""
+    path = folder / "model.safetensors.index.json"
+    try:
+        index: dict[str, str] = json.loads(path.read_text())["weight_map"]
+        names = set(index.values())
+    except FileNotFoundError as error:
+        pickled = ", ".join(sorted(file.name for file in folder.glob("*.bin"))[:_SHOWN])
+        found = f" but {pickled}, and pickle is not read; save the model again with transformers" if pickled else ""
+        raise ModelError(
+            f"{folder} holds neither model.safetensors nor {path.name}{found or '; give a folder with weights'}"
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{path} is no index with a weight_map; copy it again") from error
+    # A name that leads out of the folder would lead out of the storage roots, too.
+    strange = sorted(str(name) for name in names if not re.fullmatch(r"[^\W_][\w.-]*\.safetensors", str(name)))
+    if strange:
+        raise ModelError(f"{path} names what is no safetensors file of the folder: {_some(strange)}; copy it again")
+    return index
+
+
+def _header(file: Path) -> Iterable[Stored]:
+    try:
+        with safe_open(file, "pt") as content:
+            return [Stored(file, name, tuple(content.get_slice(name).get_shape())) for name in content.keys()]  # noqa: SIM118
+    except FileNotFoundError as error:
+        raise ModelError(f"{file} is named by the index and not there; copy the folder again") from error
+    except SafetensorError as error:
+        raise ModelError(f"{file} is no whole safetensors file: {error}; copy it again") from error
+
+
+def _by_model_name(model: PreTrainedModel, stored: dict[str, Stored]) -> dict[str, Stored]:
+    """The same under the names that the model has for them, as transformers would: old names, base-model prefix."""
+    renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
+    known = model.state_dict()
+    return {
+        rename_source_key(name, renamings, [], model.base_model_prefix, known)[0]: tensor
+        for name, tensor in stored.items()
+    }
+
+
+def _tensors(model: PreTrainedModel) -> Iterable[list[str]]:
+    """Parameters and persistent buffers, each by all the names it has: tied ones have several."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    return names.values()
+
+
+def _fill(target: Tensor, stored: list[Stored]) -> None:
+    """Read what this rank keeps. Raises ModelError for a tied weight that is stored twice with different values."""
+    mine, part = own_part(target)
+    mine.copy_(stored[0].read(part))
+    for twin in stored[1:]:
+        # transformers would untie them with a warning, and train another model than config.json says.
+        if not torch.equal(mine, twin.read(part).to(mine)):
+            raise ModelError(
+                f"{twin.file} holds {twin.name} with values of its own, and config.json ties it to "
+                f"{stored[0].name}; set tie_word_embeddings to what the model was trained with"
+            )
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def _some(items: list[str]) -> str:
+    """The first few, then how many more there are."""
+    rest = len(items) - _SHOWN
+    return ", ".join(items[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
