@@ -12,6 +12,7 @@ from pathlib import Path
 from train_loop.data.sources import check_allowed, check_columns, is_empty, list_files
 from train_loop.errors import DataError, ModelError
 from train_loop.model.build import build_model
+from train_loop.model.freeze import freeze
 from train_loop.run_dir import local_path
 from train_loop.spec import JobSpec, Problem, parse
 
@@ -38,9 +39,13 @@ def check_data(spec: JobSpec, roots: Sequence[str]) -> list[Problem]:
 def check_model(spec: JobSpec) -> list[Problem]:
     """The problems with a spec's model, found by building it on the meta device, which takes no memory."""
     try:
-        build_model(spec.model)
+        model = build_model(spec.model)
     except ModelError as error:
         return [Problem("/model/config", str(error))]
+    try:
+        freeze(model, spec.model.freeze_module_prefix)
+    except ModelError as error:
+        return [Problem("/model/freeze_module_prefix", str(error))]
     return []
 
 

@@ -35,11 +35,10 @@ def train_step(
     norm = clip_gradients(state.model, max_grad_norm)
     # Both numbers are the same on every rank, so that all of them skip or none does.
     finite = bool(torch.isfinite(loss) & torch.isfinite(norm))
-    lr = float(state.scheduler.get_last_lr()[0])
+    lr = state.lr
     if finite:
-        state.optimizer.step()
-        state.scheduler.step()
-    state.optimizer.zero_grad()
+        state.apply_gradients()
+    state.drop_gradients()
     return StepResult(loss.item(), norm.item(), lr, finite)
 
 

@@ -34,7 +34,9 @@ class ModelSpec(SpecModel):
         Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3"], only("auto", "sdpa")
     ] = "auto"
     gradient_checkpointing: Annotated[Literal["none", "full", "offload"], only("none", "full")] = "full"
-    freeze_module_prefix: Annotated[tuple[str, ...], only(())] = ()
+    freeze_module_prefix: tuple[str, ...] = Field(
+        default=(), description="modules, by the beginning of their names, whose parameters are not trained"
+    )
     lora: Annotated[LoraSpec | None, only(None)] = None
     compile: Annotated[bool, only(False)] = False
 
