@@ -14,9 +14,10 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon, which orthogonalises whole matrices where they are sharded; its own refuses or rounds shards.
+    """torch's Muon for matrices that are sharded, bit-equal to torch's own on whole ones.
 
-    Matrices of one shape go round in batches of as many as there are ranks: an all-to-all gives each rank a whole one,
+    torch's step fails on a matrix of fewer rows than ranks, and else sums each product over ranks in bf16. Here
+    matrices of one shape go round in batches of as many as there are ranks: an all-to-all gives each rank a whole one,
     and another one brings the shards of all updates back.
     """
 

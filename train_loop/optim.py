@@ -1,6 +1,6 @@
 """Optimizers of a sharded model, and the clipping of its gradients."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -9,9 +9,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from transformers import PreTrainedModel
 
 from train_loop.adafactor import Adafactor
-from train_loop.errors import UserError
+from train_loop.eight_bit import adamw_8bit_class
 from train_loop.muon import Muon
-from train_loop.parallel.shard import decoder_layers
 from train_loop.spec import TrainingSpec
 
 Group = dict[str, Any]
@@ -25,11 +24,12 @@ def build_optimizers(model: PreTrainedModel, training: TrainingSpec) -> tuple[Op
     parameters = [p for p in model.parameters() if p.requires_grad]
     if training.optimizer != "muon":
         return (_build(training.optimizer, parameters, training),)
-    # Embeddings and head are tables of vectors, and orthogonal updates are for matrices that map between spaces.
-    inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters() if p.ndim == 2}
+    # Orthogonal updates are for matrices that map between spaces; embeddings and head are tables of vectors.
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) or m is model.get_output_embeddings()]
+    rest = {id(p) for table in tables for p in table.parameters()} | {id(p) for p in parameters if p.ndim != 2}
     parts = {
-        "muon": [p for p in parameters if id(p) in inside],
-        "adamw": [p for p in parameters if id(p) not in inside],
+        "muon": [p for p in parameters if id(p) not in rest],
+        "adamw": [p for p in parameters if id(p) in rest],
     }
     return tuple(_build(name, part, training) for name, part in parts.items() if part)
 
@@ -45,7 +45,7 @@ def _build(name: str, parameters: list[nn.Parameter], training: TrainingSpec) ->
         return Muon(groups, lr, momentum=_momentum(training, 0.95), adjust_lr_fn="match_rms_adamw")
     betas, eps = (training.adam_beta1, training.adam_beta2), training.adam_epsilon
     if name == "adamw_8bit":
-        return _adamw_8bit_class()(groups, lr, betas=betas, eps=eps)
+        return adamw_8bit_class()(groups, lr, betas=betas, eps=eps)
     return AdamW(groups, lr, betas=betas, eps=eps, fused=True)
 
 
@@ -62,24 +62,12 @@ def _momentum(training: TrainingSpec, default: float) -> float:
     return default if training.momentum is None else training.momentum
 
 
-def _adamw_8bit_class() -> Callable[..., Optimizer]:
-    try:
-        from torchao.optim import AdamW8bit  # noqa: PLC0415  (an optional dependency, wanted only here)
-    except ImportError as error:
-        raise UserError(
-            f"optimizer=adamw_8bit needs torchao, which cannot be imported here ({error}); "
-            "install torchao on the workers, or choose adamw"
-        ) from error
-    made: Callable[..., Optimizer] = AdamW8bit
-    return made
-
-
 def describe_groups(optimizers: Iterable[Optimizer]) -> list[dict[str, str | float | int]]:
     """What each group of parameters is trained with, in plain values."""
     return [
         {
             "optimizer": type(optimizer).__name__,
-            "lr": group.get("initial_lr", group["lr"]),
+            "lr": float(group.get("initial_lr", group["lr"])),
             "weight_decay": group["weight_decay"],
             "tensors": len(group["params"]),
             "parameters": sum(p.numel() for p in group["params"]),

@@ -7,6 +7,7 @@ from importlib.metadata import version
 from platform import python_version
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from train_loop.assemble import Run
@@ -26,9 +27,11 @@ def tensors_of(state: TrainState) -> dict[str, Any]:
     # The helper, because a fresh optimizer's own state_dict is empty and would restore no moments.
     model, optimizer = get_state_dict(state.model, state.optimizers)
     if fresh:
-        # It has filled them by a step without gradients and learning rate, which must not count as one.
-        for values in (v for member in state.optimizers for v in member.state.values() if "step" in v):
-            values["step"].zero_()
+        # It has filled them by a step without gradients and learning rate, which leaves a count and, by weight decay,
+        # momentum behind. Every state begins at zero.
+        for values in (v for member in state.optimizers for v in member.state.values()):
+            for value in values.values():
+                value.copy_(torch.zeros_like(value))
     schedulers = {str(i): scheduler.state_dict() for i, scheduler in enumerate(state.schedulers)}
     average = {"ema": state.ema.averages} if state.ema is not None else {}
     return {"model": model, "optimizer": optimizer, "scheduler": schedulers} | average

@@ -59,13 +59,6 @@ class TrainingSpec(SpecModel):
         return given
 
     @model_validator(mode="after")
-    def _schedule_fits(self) -> "TrainingSpec":
-        check_lr(self.lr_scheduler_type, self.lr_scheduler_kwargs, self.learning_rate)
-        if self.max_steps is not None:
-            check_steps(self.lr_scheduler_kwargs, warmup_steps=self.warmup_steps, steps=self.max_steps)
-        return self
-
-    @model_validator(mode="after")
     def _options_of_the_optimizer(self) -> "TrainingSpec":
         # Compared with defaults, because the resolved spec that workers read has every field set.
         used = OPTIMIZER_OPTIONS[self.optimizer]
@@ -91,4 +84,11 @@ class TrainingSpec(SpecModel):
                 f"lr_scheduler_type=constant has no warm-up, and warmup_steps={self.warmup_steps} would do nothing; "
                 "choose constant_with_warmup, or remove warmup_steps"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> "TrainingSpec":
+        check_lr(self.lr_scheduler_type, self.lr_scheduler_kwargs, self.learning_rate)
+        if self.max_steps is not None:
+            check_steps(self.lr_scheduler_kwargs, warmup_steps=self.warmup_steps, steps=self.max_steps)
         return self
