@@ -4,6 +4,7 @@ Jordan et al., "Muon" (2024), and Liu et al., "Muon is Scalable for LLM Training
 M rows and N columns of a matrix, K matrices of one shape, W ranks that share them.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,7 +36,8 @@ class Muon(torch.optim.Muon):
         for parameter, update in zip(parameters, updates, strict=True):
             local = _local(parameter)
             local.mul_(1 - group["lr"] * group["weight_decay"])
-            local.add_(update, alpha=-rate)
+            # Offloaded parameters are on the CPU, and DTensors exchange on the mesh's device.
+            local.add_(update.to(local.device), alpha=-rate)
 
     def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         """The smoothed gradient's shard [M/W, N] in bf16, in which Newton and Schulz iterate anyway."""
@@ -85,7 +87,7 @@ def _ranks(parameter: Tensor) -> int:
     if not isinstance(parameter, DTensor):
         return 1
     sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
-    return int(torch.tensor([size for placement, size in sizes if isinstance(placement, Shard)]).prod())
+    return math.prod(size for placement, size in sizes if isinstance(placement, Shard))
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Which optimizer trains which parameters, and rules that are held against other people's implementations."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ def test_groups_tell_their_size_and_rate() -> None:
 
 
 def test_eight_bit_moments_need_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "torchao.optim", None)
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
     with pytest.raises(UserError, match=r"needs torchao, which cannot be imported here .*; install torchao on "):
         groups(optimizer="adamw_8bit")
 
@@ -87,14 +88,14 @@ def test_adafactor_is_that_of_transformers() -> None:
 
 
 def test_an_average_follows_the_trained_weights_and_exports_the_frozen_ones() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model[0].requires_grad_(False)
-    start = model[1].weight.detach().clone()
+    frozen, trained = nn.Linear(2, 2), nn.Linear(2, 2)
+    model = nn.Sequential(frozen.requires_grad_(False), trained)
+    start = trained.weight.detach().clone()
     ema = Ema(model, 0.75)
     with torch.no_grad():
-        model[1].weight.add_(1)
+        trained.weight.add_(1)
     ema.update()
     torch.testing.assert_close(ema.averages["1.weight"], start + 0.25)
     assert ema.averages.keys() == {"1.weight", "1.bias"}
     assert ema.weights().keys() == dict(model.named_parameters()).keys()
-    assert torch.equal(ema.weights()["0.weight"], model[0].weight)
+    assert torch.equal(ema.weights()["0.weight"], frozen.weight)

@@ -22,7 +22,7 @@ def rates(steps: int = STEPS, **training: Any) -> list[float]:
     scheduler = build_scheduler(optimizer, job.training, steps=steps)
     found = []
     for _ in range(steps + 5):
-        found.append(scheduler.get_last_lr()[0])
+        found.append(float(scheduler.get_last_lr()[0]))
         optimizer.step()
         scheduler.step()
     return found
