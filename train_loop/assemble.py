@@ -9,18 +9,21 @@ from transformers import PreTrainedModel
 
 from train_loop.data.dataset import Dataset
 from train_loop.data.order import Order, StepOrder
+from train_loop.ema import Ema
 from train_loop.journal import Journal
 from train_loop.loss import LossRule, TokenLoss
 from train_loop.model.attention import apply_attention
 from train_loop.model.build import build_model
+from train_loop.model.freeze import freeze
 from train_loop.model.load import give_weights
 from train_loop.model.probe import check_attention, check_head, probe
 from train_loop.model_folder import model_shape
-from train_loop.optim import build_optimizer, build_scheduler
+from train_loop.optim import build_optimizers
 from train_loop.parallel.mesh import Mesh, build_mesh, local_device
 from train_loop.parallel.shard import parallelize, place_buffers
 from train_loop.parallel.ulysses import Ulysses
 from train_loop.plan import BatchPlan, Plan, chunk_rows, plan_job, plan_samples, plan_steps
+from train_loop.schedule import build_scheduler
 from train_loop.session import Session
 from train_loop.spec import JobSpec
 from train_loop.state import TrainState
@@ -53,25 +56,22 @@ class Run:
         return reached or not self.order.steps_left(self.state.consumed)
 
 
+@dataclass(frozen=True)
+class Sharded:
+    """A model with its weights, spread over the mesh."""
+
+    model: PreTrainedModel
+    loss: TokenLoss
+    ulysses: Ulysses | None
+
+
 def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset | None = None) -> Run:
-    """Meta model → Ulysses → FSDP2 → weights → optimizer: each needs the one before. A collective call."""
+    """Everything that a run works with, at its first step. A collective call; raises UserError."""
     plan = plan_job(spec, model_shape(spec.model))
     mesh = build_mesh(plan.mesh, local_device(session.local_rank), timeout=session.timeout)
-    model = build_model(spec.model)
-    seen = probe(model)
-    check_attention(seen, spec)
-    check_head(seen, spec)
-    apply_attention(model, spec, mesh.device)
-    blueprint = copy.deepcopy(model)
-    ulysses = parallelize(model, mesh, spec)
-    home = torch.device("cpu") if spec.strategy.offload_policy else mesh.device
-    give_weights(model, blueprint, spec.model, seed=spec.training.seed, device=home)
-    place_buffers(model, mesh.device)
-    optimizer = build_optimizer(model, spec.training)
-
+    sharded = build_sharded(spec, plan, mesh)
     tokens = dataset.tokens or dataset.samples * dataset.sequence_length
     steps = plan_steps(spec.training, samples=dataset.samples, tokens=tokens, global_batch=plan.batch.global_batch)
-    scheduler = build_scheduler(optimizer, spec.training, steps=steps)
     return Run(
         spec=spec,
         session=session,
@@ -80,16 +80,42 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
         dataset=dataset,
         order=_order(spec, plan.batch, dataset),
         steps=steps,
-        state=TrainState(model, optimizer, scheduler, GradScaler(mesh.device.type, enabled=spec.model.dtype == "fp16")),
-        loss=build_loss(model, spec, plan, head_is_last=seen.head_is_last),
-        ulysses=ulysses,
+        state=build_state(sharded.model, spec, mesh, steps=steps),
+        loss=sharded.loss,
+        ulysses=sharded.ulysses,
         journal=Journal(session.run_dir.attempt(session.attempt), rank=session.rank),
         evaluation=evaluation,
     )
 
 
-def build_loss(model: PreTrainedModel, spec: JobSpec, plan: Plan, *, head_is_last: bool) -> TokenLoss:
-    """The loss of a spec, in chunks where the plan says so and the model's head allows it."""
+def build_sharded(spec: JobSpec, plan: Plan, mesh: Mesh) -> Sharded:
+    """Meta model → what is trained → Ulysses … FSDP2 → weights: each needs the one before. Raises ModelError."""
+    model = build_model(spec.model)
+    seen = probe(model)
+    check_attention(seen, spec)
+    check_head(seen, spec)
+    apply_attention(model, spec, mesh.device)
+    freeze(model, spec.model.freeze_module_prefix)
+    blueprint = copy.deepcopy(model)
+    ulysses = parallelize(model, mesh, spec)
+    home = torch.device("cpu") if spec.strategy.offload_policy else mesh.device
+    give_weights(model, blueprint, spec.model, seed=spec.training.seed, device=home)
+    place_buffers(model, mesh.device)
+    return Sharded(model, _loss(model, spec, plan, head_is_last=seen.head_is_last), ulysses)
+
+
+def build_state(model: PreTrainedModel, spec: JobSpec, mesh: Mesh, *, steps: int) -> TrainState:
+    """Optimizers, schedules over `steps` steps, gradient scaler and average of a model that has its weights."""
+    training = spec.training
+    optimizers = build_optimizers(model, training)
+    schedulers = tuple(build_scheduler(optimizer, training, steps=steps) for optimizer in optimizers)
+    scaler = GradScaler(mesh.device.type, enabled=spec.model.dtype == "fp16")
+    average = Ema(model, training.ema_decay) if training.ema_decay is not None else None
+    return TrainState(model, optimizers, schedulers, scaler, average)
+
+
+def _loss(model: PreTrainedModel, spec: JobSpec, plan: Plan, *, head_is_last: bool) -> TokenLoss:
+    """In chunks where the plan says so and the model's head allows it."""
     tokens = spec.training.per_device_train_batch_size * spec.data.sequence_length // plan.mesh.sp
     rows = chunk_rows(spec, plan.shape, tokens=tokens) if head_is_last else None
     rule = LossRule(spec.training.label_smoothing_factor, spec.training.z_loss)

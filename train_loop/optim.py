@@ -1,39 +1,80 @@
-"""Optimizer and schedule of a sharded model."""
+"""Optimizers of a sharded model, and the clipping of its gradients."""
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers import get_scheduler
+from torch.optim import SGD, AdamW, Optimizer
+from transformers import PreTrainedModel
 
+from train_loop.adafactor import Adafactor
+from train_loop.eight_bit import adamw_8bit_class
+from train_loop.muon import Muon
 from train_loop.spec import TrainingSpec
 
+Group = dict[str, Any]
 
-def build_optimizer(model: nn.Module, training: TrainingSpec) -> Optimizer:
-    """AdamW (Loshchilov and Hutter, 2019); weight decay for matrices only, not for norms and biases."""
+
+def build_optimizers(model: PreTrainedModel, training: TrainingSpec) -> tuple[Optimizer, ...]:
+    """The optimizer of the spec for all parameters that are trained; two where muon leaves some to AdamW.
+
+    Raises UserError where it needs what is not installed.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": training.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    if training.optimizer != "muon":
+        return (_build(training.optimizer, parameters, training),)
+    # Orthogonal updates are for matrices that map between spaces; embeddings and head are tables of vectors.
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) or m is model.get_output_embeddings()]
+    rest = {id(p) for table in tables for p in table.parameters()} | {id(p) for p in parameters if p.ndim != 2}
+    parts = {
+        "muon": [p for p in parameters if id(p) not in rest],
+        "adamw": [p for p in parameters if id(p) in rest],
+    }
+    return tuple(_build(name, part, training) for name, part in parts.items() if part)
+
+
+def _build(name: str, parameters: list[nn.Parameter], training: TrainingSpec) -> Optimizer:
+    groups, lr = list(_groups(parameters, training.weight_decay)), training.learning_rate
+    if name == "sgd":
+        # Said, because torch's own choice for sharded tensors is one at a time.
+        return SGD(groups, lr, momentum=_momentum(training, 0.9), foreach=True)
+    if name == "adafactor":
+        return Adafactor(groups, lr)
+    if name == "muon":
+        return Muon(groups, lr, momentum=_momentum(training, 0.95), adjust_lr_fn="match_rms_adamw")
+    betas, eps = (training.adam_beta1, training.adam_beta2), training.adam_epsilon
+    if name == "adamw_8bit":
+        return adamw_8bit_class()(groups, lr, betas=betas, eps=eps)
+    return AdamW(groups, lr, betas=betas, eps=eps, fused=True)
+
+
+def _groups(parameters: list[nn.Parameter], weight_decay: float) -> Iterator[Group]:
+    """Weight decay for matrices only, not for norms and biases."""
+    matrices = [p for p in parameters if p.ndim >= 2]
+    rest = [p for p in parameters if p.ndim < 2]
+    for members, decay in ((matrices, weight_decay), (rest, 0.0)):
+        if members:
+            yield {"params": members, "weight_decay": decay}
+
+
+def _momentum(training: TrainingSpec, default: float) -> float:
+    return default if training.momentum is None else training.momentum
+
+
+def describe_groups(optimizers: Iterable[Optimizer]) -> list[dict[str, str | float | int]]:
+    """What each group of parameters is trained with, in plain values."""
+    return [
+        {
+            "optimizer": type(optimizer).__name__,
+            "lr": float(group.get("initial_lr", group["lr"])),
+            "weight_decay": group["weight_decay"],
+            "tensors": len(group["params"]),
+            "parameters": sum(p.numel() for p in group["params"]),
+        }
+        for optimizer in optimizers
+        for group in optimizer.param_groups
     ]
-    return AdamW([group for group in groups if group["params"]], lr=training.learning_rate, fused=True)
-
-
-def build_scheduler(optimizer: Optimizer, training: TrainingSpec, *, steps: int) -> LRScheduler:
-    """Hugging Face's schedule of that name, counted in optimizer steps."""
-    scheduler: LambdaLR = get_scheduler(
-        training.lr_scheduler_type, optimizer, num_warmup_steps=training.warmup_steps, num_training_steps=steps
-    )
-    # A run that ends by tokens may outlast the estimate `steps`, and a cosine would rise again.
-    scheduler.lr_lambdas = [partial(_held, rule, steps) for rule in scheduler.lr_lambdas]
-    return scheduler
-
-
-def _held(rule: Callable[[int], float], last: int, step: int) -> float:
-    return rule(min(step, last))
 
 
 def clip_gradients(model: nn.Module, max_norm: float | None) -> torch.Tensor:

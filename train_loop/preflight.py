@@ -16,6 +16,7 @@ from train_loop.data.sources import check_allowed, check_columns, check_folder, 
 from train_loop.data.tokenizer import load_tokenizer
 from train_loop.errors import DataError, ModelError
 from train_loop.model.build import build_model
+from train_loop.model.freeze import freeze
 from train_loop.model.load import match_folder
 from train_loop.model.probe import check_attention, check_head, probe
 from train_loop.model.tiled_mlp import apply_tiled_mlp
@@ -59,6 +60,7 @@ def _wishes_not_granted(model: PreTrainedModel, spec: JobSpec) -> list[Problem]:
         "/strategy/wrap_policy/transformer_layer_cls_to_wrap": lambda: check_names(model, strategy.wrap_policy),
         "/training/chunked_loss": lambda: check_head(seen, spec),
     }
+    checks["/model/freeze_module_prefix"] = lambda: freeze(model, spec.model.freeze_module_prefix)
     if strategy.apply_tiled_mlp:
         tiles = strategy.tiled_num_shards
         checks["/strategy/apply_tiled_mlp"] = lambda: apply_tiled_mlp(decoder_layers(model), tiles=tiles)

@@ -12,22 +12,44 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
+from train_loop.ema import Ema
+
 
 @dataclass
 class TrainState:
-    """Model, optimizer, schedule and counters; the counters are the same on every rank."""
+    """Model, optimizers, schedules, average and counters; the counters are the same on every rank."""
 
     model: PreTrainedModel
-    optimizer: Optimizer
-    scheduler: LRScheduler
+    optimizers: tuple[Optimizer, ...]
+    schedulers: tuple[LRScheduler, ...]
+    """One for each optimizer, all at the same step and learning rate."""
     scaler: GradScaler
     """Scales the loss of fp16 runs; for other dtypes it does nothing."""
+    ema: Ema | None = None
     step: int = 0
     """Optimizer steps done, skipped ones included."""
     tokens: int = 0
     """Tokens seen, padding not counted."""
     consumed: int = 0
     """Samples taken from the order."""
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the step to come."""
+        return float(self.schedulers[0].get_last_lr()[0])
+
+    def apply_gradients(self) -> None:
+        """Step optimizers, schedules and average; a collective call."""
+        for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
+            optimizer.step()
+            scheduler.step()
+        if self.ema is not None:
+            self.ema.update()
+
+    def drop_gradients(self) -> None:
+        """Free the gradients of the step."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
     def advance(self, *, tokens: int, samples: int) -> None:
         """Count one step."""

@@ -37,17 +37,17 @@ def train_step(
     """Forward, backward, clip and apply. `trained_tokens` counts the whole step, all ranks and micro-batches."""
     scaler = state.scaler
     mean = accumulate(loss, batches, trained_tokens, scaler)
-    scaler.unscale_(state.optimizer)
+    for optimizer in state.optimizers:
+        scaler.unscale_(optimizer)
     norm = clip_gradients(state.model, max_grad_norm)
     # Both numbers are the same on every rank, so that all of them skip or none does.
     finite = bool(torch.isfinite(mean) & torch.isfinite(norm))
     overflow = not finite and scaler.get_scale() > 1
-    lr = float(state.scheduler.get_last_lr()[0])
+    lr = state.lr
     if finite:
-        state.optimizer.step()
-        state.scheduler.step()
+        state.apply_gradients()
     scaler.update()
-    state.optimizer.zero_grad()
+    state.drop_gradients()
     return StepResult(mean.item(), norm.item(), lr, finite, overflow)
 
 

@@ -14,6 +14,7 @@ from train_loop.data.reader import StreamPlan
 from train_loop.errors import NonFiniteError
 from train_loop.evaluate import Evaluation, evaluate
 from train_loop.metrics import StepClock, record_step, replayed_steps
+from train_loop.optim import describe_groups
 from train_loop.run_dir import Outcome, Stop
 from train_loop.session import Session
 from train_loop.spec import JobSpec
@@ -40,6 +41,7 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
         global_batch=run.order.global_batch,
         world=session.world,
         mesh=run.mesh.plan.axes,
+        parameter_groups=describe_groups(run.state.optimizers),
     )
     stop = loop(run, saver)
     saver.close()

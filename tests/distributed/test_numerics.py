@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-import train_loop.model.attention
 from tests.support.gradients import Gradients, build, my_share, one_step, random_rows, trained_tokens
 from tests.support.ranks import on_ranks, ranks_that_stay
 from tests.support.reference import reference
@@ -160,14 +159,16 @@ def varlen(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: None, **given: An
     return torch.cat(parts).view(q.shape[0], q.shape[2], q.shape[1], q.shape[3]), None
 
 
+def _take_flash(model: Any, *_: Any) -> None:
+    model.config._attn_implementation = "flash_attention_2"
+
+
 def step_with_varlen(job: JobSpec, rows: Rows) -> Result:
     """A step through the path that flash attention takes."""
     ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = varlen
     try:
-        train_loop.model.attention.apply_attention = lambda model, *_: setattr(
-            model.config, "_attn_implementation", "flash_attention_2"
-        )
-        return one_step(job, rows)
+        with patch("train_loop.assemble.apply_attention", _take_flash):
+            return one_step(job, rows)
     finally:
         del ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
 

@@ -11,16 +11,12 @@ from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from train_loop.assemble import build_loss
+from train_loop.assemble import build_sharded
 from train_loop.batch import StepBatch, micro_batches, share_rows
 from train_loop.data.dataset import IGNORE, Rows
 from train_loop.loss import TokenLoss
-from train_loop.model import attention
-from train_loop.model.build import build_model, materialise
-from train_loop.model.probe import probe
 from train_loop.model_folder import model_shape
 from train_loop.parallel.mesh import Mesh, build_mesh
-from train_loop.parallel.shard import parallelize, place_buffers
 from train_loop.plan import plan_job
 from train_loop.spec import JobSpec
 from train_loop.step import accumulate
@@ -43,15 +39,10 @@ def random_rows(count: int, length: int, *, vocab: int, packed: bool, seed: int 
 
 
 def build(job: JobSpec) -> tuple[PreTrainedModel, TokenLoss, Mesh]:
-    """The model of a spec on its mesh, with weights from seed 0, and its loss."""
-    plan, mesh = plan_job(job, model_shape(job.model)), mesh_of(job)
-    model, blueprint = build_model(job.model), build_model(job.model)
-    seen = probe(model)
-    attention.apply_attention(model, job, mesh.device)
-    parallelize(model, mesh, job)
-    materialise(model, blueprint, seed=0, device=mesh.device)
-    place_buffers(model, mesh.device)
-    return model, build_loss(model, job, plan, head_is_last=seen.head_is_last), mesh
+    """The model of a spec on its mesh, with its weights, and its loss."""
+    mesh = mesh_of(job)
+    sharded = build_sharded(job, plan_job(job, model_shape(job.model)), mesh)
+    return sharded.model, sharded.loss, mesh
 
 
 def one_step(job: JobSpec, rows: Rows) -> tuple[float, Gradients]:

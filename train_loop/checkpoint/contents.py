@@ -7,6 +7,7 @@ from importlib.metadata import version
 from platform import python_version
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from train_loop.assemble import Run
@@ -21,22 +22,32 @@ def tensors_to_save(run: Run) -> dict[str, Any]:
 
 
 def tensors_of(state: TrainState) -> dict[str, Any]:
-    """Model, optimizer and schedule, sharded as they are."""
+    """Model, optimizers, schedules and average, sharded as they are."""
+    fresh = not any(optimizer.state for optimizer in state.optimizers)
     # The helper, because a fresh optimizer's own state_dict is empty and would restore no moments.
-    model, optimizer = get_state_dict(state.model, state.optimizer)
-    return {
-        "model": model,
-        "optimizer": optimizer,
-        "scheduler": state.scheduler.state_dict(),
-        "scaler": state.scaler.state_dict(),
-    }
+    model, optimizer = get_state_dict(state.model, state.optimizers)
+    if fresh:
+        # It has filled them by a step without gradients and learning rate, which leaves a count and, by weight decay,
+        # momentum behind. Every state begins at zero.
+        for values in (v for member in state.optimizers for v in member.state.values()):
+            for value in values.values():
+                value.copy_(torch.zeros_like(value))
+    schedulers = {str(i): scheduler.state_dict() for i, scheduler in enumerate(state.schedulers)}
+    average = {"ema": state.ema.averages} if state.ema is not None else {}
+    scaler = state.scaler.state_dict()
+    return {"model": model, "optimizer": optimizer, "scheduler": schedulers, "scaler": scaler} | average
 
 
 def put_back(state: TrainState, values: dict[str, Any]) -> None:
     """The inverse of `tensors_of`."""
-    set_state_dict(state.model, state.optimizer, model_state_dict=values["model"], optim_state_dict=values["optimizer"])
-    state.scheduler.load_state_dict(values["scheduler"])
+    set_state_dict(
+        state.model, state.optimizers, model_state_dict=values["model"], optim_state_dict=values["optimizer"]
+    )
+    for i, scheduler in enumerate(state.schedulers):
+        scheduler.load_state_dict(values["scheduler"][str(i)])
     state.scaler.load_state_dict(values["scaler"])
+    if state.ema is not None:
+        state.ema.load(values["ema"])
 
 
 def draft_manifest(run: Run) -> Manifest:

@@ -20,8 +20,9 @@ class MemoryTerm:
 def estimate_memory(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> tuple[MemoryTerm, ...]:
     """Bytes per worker at the peak of a step, by term; an estimate, not a limit.
 
-    Master weights, gradients and both Adam moments are fp32 and sharded over fsdp; FSDP2 gathers one layer ahead of the
-    one at work; activations are counted at one micro-batch on 1/sp of the sequence.
+    Master weights, gradients and optimizer state are sharded over fsdp, and counted for frozen parameters too, whose
+    names are not known here; FSDP2 gathers one layer ahead of the one at work; activations are counted at one
+    micro-batch on 1/sp of the sequence.
     """
     shard = -(-shape.parameters // mesh.fsdp)
     compute = DTYPE_BYTES[spec.strategy.param_dtype]
@@ -35,7 +36,8 @@ def estimate_memory(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> tuple[M
             f"{compute} bytes x the larger of two layers and the embeddings, gathered for use",
         ),
         MemoryTerm("gradients", 4 * shard, "4 bytes x parameters / fsdp"),
-        MemoryTerm("optimizer", 8 * shard, "2 Adam moments x 4 bytes x parameters / fsdp"),
+        _optimizer(spec, shape, mesh),
+        MemoryTerm("ema", 4 * shard if spec.training.ema_decay else 0, "4 bytes x parameters / fsdp, where asked for"),
         _activations(spec, shape, tokens, compute),
         MemoryTerm(
             "attention_mask", _mask_bytes(spec), "1 byte x sequences x sequence_length^2, where documents share one"
@@ -54,6 +56,20 @@ def _logits(spec: JobSpec, shape: ModelShape, tokens: int) -> MemoryTerm:
         row * rows + 4 * shape.vocab * shape.hidden,
         f"{row // shape.vocab} bytes x {rows} tokens of a chunk x vocab + 4 bytes x vocab x H",
     )
+
+
+def _optimizer(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> MemoryTerm:
+    total, in_layers = shape.parameters, shape.layers * shape.layer_parameters
+    size, formula = {
+        "adamw": (8 * total, "2 Adam moments x 4 bytes x parameters / fsdp"),
+        "adamw_8bit": (2 * total, "2 Adam moments x 1 byte x parameters / fsdp"),
+        "sgd": (4 * total, "1 momentum x 4 bytes x parameters / fsdp"),
+        "muon": (8 * total - 4 * in_layers, "4 bytes x (1 momentum of layers + 2 Adam moments of the rest) / fsdp"),
+        "adafactor": (8 * total // shape.hidden, "4 bytes x means of rows and columns, about 2 parameters / hidden"),
+    }[spec.training.optimizer]
+    # Means of columns are on every rank.
+    ranks = 1 if spec.training.optimizer == "adafactor" else mesh.fsdp
+    return MemoryTerm("optimizer", -(-size // ranks), formula)
 
 
 def _mask_bytes(spec: JobSpec) -> int:

@@ -37,7 +37,9 @@ class ModelSpec(SpecModel):
         default="full",
         description="full: each layer is computed again in backward; offload: its input waits in host memory",
     )
-    freeze_module_prefix: Annotated[tuple[str, ...], only(())] = ()
+    freeze_module_prefix: tuple[str, ...] = Field(
+        default=(), description="modules, by the beginning of their names, whose parameters are not trained"
+    )
     lora: Annotated[LoraSpec | None, only(None)] = None
     compile: bool = Field(default=False, description="torch.compile, layer by layer")
 

@@ -1,15 +1,20 @@
 """`training:` the arithmetic of learning, with Hugging Face TrainingArguments' names."""
 
-from typing import Annotated, Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from train_loop.spec.base import SpecModel, only
+from train_loop.spec.base import SpecModel
+from train_loop.spec.schedule import Schedule, ScheduleOptions, check_known, check_lr, check_steps
 
-Schedule = Literal[
-    "linear", "cosine", "cosine_with_min_lr", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt", "wsd"
-]
-SUPPORTED_SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
+OPTIMIZER_OPTIONS = {
+    "adamw": ("adam_beta1", "adam_beta2", "adam_epsilon"),
+    "adamw_8bit": ("adam_beta1", "adam_beta2", "adam_epsilon"),
+    "muon": ("momentum", "adam_beta1", "adam_beta2", "adam_epsilon"),
+    "sgd": ("momentum",),
+    "adafactor": (),
+}
+"""The fields that each optimizer reads, beside learning_rate and weight_decay."""
 
 
 class TrainingSpec(SpecModel):
@@ -17,9 +22,21 @@ class TrainingSpec(SpecModel):
 
     learning_rate: float = Field(gt=0)
     weight_decay: float = Field(default=0.0, ge=0, description="not applied to norms and biases")
-    optimizer: Annotated[Literal["adamw", "sgd", "adafactor", "muon", "adamw_8bit"], only("adamw")] = "adamw"
-    lr_scheduler_type: Annotated[Schedule, only(*SUPPORTED_SCHEDULES)] = "cosine"
-    warmup_steps: int = Field(default=0, ge=0)
+    optimizer: Literal["adamw", "sgd", "adafactor", "muon", "adamw_8bit"] = Field(
+        default="adamw",
+        description="muon: adamw for embeddings, head, norms and biases, at one learning_rate; "
+        "adamw_8bit needs torchao on the workers",
+    )
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
+    adam_epsilon: float = Field(default=1e-8, gt=0)
+    momentum: float | None = Field(default=None, ge=0, lt=1, description="null: 0.9 for sgd, 0.95 for muon")
+    ema_decay: float | None = Field(
+        default=None, gt=0, lt=1, description="keep an exponential moving average of the weights, in fp32"
+    )
+    lr_scheduler_type: Schedule = "cosine"
+    lr_scheduler_kwargs: ScheduleOptions = ScheduleOptions()
+    warmup_steps: int = Field(default=0, ge=0, description="optimizer steps from learning rate 0 to learning_rate")
     per_device_train_batch_size: int = Field(
         default=1, ge=1, description="sequences per data-parallel rank and micro-batch"
     )
@@ -42,6 +59,25 @@ class TrainingSpec(SpecModel):
     z_loss: float = Field(default=0.0, ge=0, description="weight of the squared log of the softmax's denominator")
     audit_samples: bool = Field(default=False, description="every metrics line lists its sample indices")
 
+    @field_validator("lr_scheduler_kwargs", mode="before")
+    @classmethod
+    def _options_of_the_schedule(cls, given: Any, info: ValidationInfo) -> Any:
+        check_known(info.data.get("lr_scheduler_type"), given)
+        return given
+
+    @model_validator(mode="after")
+    def _options_of_the_optimizer(self) -> "TrainingSpec":
+        # Compared with defaults, because the resolved spec that workers read has every field set.
+        used = OPTIMIZER_OPTIONS[self.optimizer]
+        for name in dict.fromkeys(option for options in OPTIMIZER_OPTIONS.values() for option in options):
+            value = getattr(self, name)
+            if name not in used and value != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"{name}={value} would do nothing with optimizer={self.optimizer}, whose options are "
+                    f"{', '.join(used) or 'none'}; remove it, or choose another optimizer"
+                )
+        return self
+
     @model_validator(mode="after")
     def _one_of_each_pair(self) -> "TrainingSpec":
         if self.gradient_accumulation_steps is not None and self.global_batch_size is not None:
@@ -56,4 +92,11 @@ class TrainingSpec(SpecModel):
                 f"lr_scheduler_type=constant has no warm-up, and warmup_steps={self.warmup_steps} would do nothing; "
                 "choose constant_with_warmup, or remove warmup_steps"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> "TrainingSpec":
+        check_lr(self.lr_scheduler_type, self.lr_scheduler_kwargs, self.learning_rate)
+        if self.max_steps is not None:
+            check_steps(self.lr_scheduler_kwargs, warmup_steps=self.warmup_steps, steps=self.max_steps)
         return self

@@ -213,3 +213,14 @@ def test_nothing_starves_where_no_cluster_is_known_or_no_cpu_is_asked_for() -> N
     problem = data_starves(gpu_only, {"GPU": 2.0})
     assert problem is not None
     assert "2 workers x 0 CPU take 0 of the cluster's 0 CPUs" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "per_parameter"), [("adamw", 8), ("adamw_8bit", 2), ("sgd", 4), ("muon", 4 + 4 * 24608 / 40128)]
+)
+def test_memory_counts_the_state_of_the_optimizer_and_the_average(optimizer: str, per_parameter: float) -> None:
+    job = spec(training={"optimizer": optimizer, "ema_decay": 0.99})
+    plan = plan_job(job, model_shape(job.model))
+    terms = {term.name: term.bytes for term in plan.memory}
+    assert terms["ema"] == 4 * plan.shape.parameters
+    assert terms["optimizer"] == pytest.approx(per_parameter * plan.shape.parameters, rel=0.01)

@@ -106,9 +106,6 @@ def test_the_compute_dtype_has_one_value_in_its_two_homes() -> None:
     [
         ("/kind", "infer"),
         ("/model/lora", {"r": 8, "alpha": 16, "target_modules": ["q_proj"]}),
-        ("/model/freeze_module_prefix", ["model.embed"]),
-        ("/training/optimizer", "muon"),
-        ("/training/lr_scheduler_type", "wsd"),
         ("/strategy/wrap_policy/moe_experts", ["Experts"]),
         ("/strategy/apply_expert_patch", True),
         ("/checkpoint/every_seconds", 60.0),
@@ -168,3 +165,46 @@ def test_settings_that_would_do_nothing_are_refused() -> None:
 )
 def test_settings_that_contradict_each_other(parts: dict[str, Any], pointer: str, message: str) -> None:
     assert message in problems(raw_spec(**parts))[pointer]
+
+
+@pytest.mark.parametrize(
+    ("training", "pointer", "message"),
+    [
+        (
+            {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"lr_min": 0.1}},
+            "/training/lr_scheduler_kwargs",
+            "has no option lr_min; choose from min_lr, min_lr_rate, num_cycles",
+        ),
+        (
+            {"lr_scheduler_type": "linear", "lr_scheduler_kwargs": {"power": 2.0}},
+            "/training/lr_scheduler_kwargs",
+            "lr_scheduler_type=linear has no option power; it has no options, so remove them",
+        ),
+        (
+            {"lr_scheduler_type": "wsd", "lr_scheduler_kwargs": {"decay_type": "square"}},
+            "/training/lr_scheduler_kwargs/decay_type",
+            "input should be 'linear', 'cosine' or '1-sqrt'; the value is \"square\"",
+        ),
+        (
+            {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-4, "min_lr_rate": 0.1}},
+            "/training",
+            "min_lr and min_lr_rate are two names for one quantity; remove one",
+        ),
+        (
+            {"lr_scheduler_type": "polynomial", "learning_rate": 1e-8},
+            "/training",
+            "lr_scheduler_kwargs.lr_end=1e-07 is not below learning_rate=1e-08; set a lower one",
+        ),
+        ({"warmup_steps": 4}, "/training", "warmup_steps=4 is not less than the 4 steps of the run"),
+        ({"ema_decay": 1.0}, "/training/ema_decay", "input should be less than 1; the value is 1.0"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused(training: dict[str, Any], pointer: str, message: str) -> None:
+    assert message in problems(raw_spec(training=training))[pointer]
+
+
+def test_options_of_optimizer_and_schedule_survive_a_round_trip() -> None:
+    training = {"optimizer": "muon", "momentum": 0.9, "adam_beta2": 0.95, "lr_scheduler_type": "wsd"}
+    spec = parse(raw_spec(training=training | {"lr_scheduler_kwargs": {"num_decay_steps": 2}}))
+    assert parse_text(dump(spec)) == spec
+    assert parse_text(dump(parse(raw_spec(training={"optimizer": "sgd"})))).training.optimizer == "sgd"

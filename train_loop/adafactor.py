@@ -1,0 +1,63 @@
+"""Adafactor for sharded parameters (Shazeer and Stern, 2018).
+
+The rule of transformers' Adafactor with an external learning rate (scale_parameter and relative_step off), as its
+Trainer uses it; neither that class nor torch's can take a step on DTensors.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+_TINY = 1e-30
+"""Added to squared gradients, so that none of their means is zero."""
+
+
+class Adafactor(Optimizer):
+    """Second moments of matrices [M, N] as means of their rows [M, 1] and columns [1, N]; updates of at most RMS 1."""
+
+    def __init__(self, params: ParamsT, lr: float, *, weight_decay: float = 0.0, decay_rate: float = -0.8) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "decay_rate": decay_rate})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Apply one step to every parameter that has a gradient; a collective call."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(parameter, parameter.grad, group)
+
+    def _step(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        state.setdefault("step", torch.tensor(0.0)).add_(1)
+        weight = state["step"].item() ** group["decay_rate"]
+        update = gradient * _inverse_root(state, gradient.square() + _TINY, weight)
+        # Of the whole parameter, not of a shard: DTensors mean it so.
+        rms = update.norm() / update.numel() ** 0.5
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.sub_(update * (group["lr"] / rms.clamp(min=1.0)))
+
+
+def _inverse_root(state: dict[str, Any], squares: Tensor, weight: float) -> Tensor:
+    """1 / sqrt of the running second moment, after it has moved by `weight` towards these squared gradients."""
+    if squares.ndim < 2:
+        return _moved(state, "variance", squares, weight).rsqrt()
+    rows = _moved(state, "row_mean", _mean(squares, dim=-1), weight)  # [M, 1]
+    columns = _moved(state, "column_mean", _mean(squares, dim=-2), weight)  # [1, N]
+    return (rows / _mean(rows, dim=-2)).rsqrt() * columns.rsqrt()
+
+
+def _moved(state: dict[str, Any], name: str, towards: Tensor, weight: float) -> Tensor:
+    average: Tensor = state.setdefault(name, torch.zeros_like(towards))
+    return average.lerp_(towards, weight)
+
+
+def _mean(values: Tensor, *, dim: int) -> Tensor:
+    # Not mean(), which would average the means of shards that are not of one size.
+    total = values.sum(dim=dim, keepdim=True) / values.shape[dim]
+    if not isinstance(total, DTensor):
+        return total
+    return total.redistribute(placements=[Replicate() if p.is_partial() else p for p in total.placements])

@@ -1,0 +1,35 @@
+"""AdamW with eight-bit moments (Dettmers et al., 2022), from torchao where it is installed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from train_loop.errors import UserError
+
+aten = torch.ops.aten
+
+
+def adamw_8bit_class() -> Callable[..., Optimizer]:
+    """torchao's AdamW8bit, ready for asynchronous checkpoints. Raises UserError where torchao cannot be imported."""
+    try:
+        # The one place of an optional dependency, which takes seconds to import.
+        from torchao.optim import AdamW8bit  # noqa: PLC0415
+        from torchao.optim.subclass_8bit import OptimState8bit  # noqa: PLC0415
+    except ImportError as error:
+        raise UserError(
+            f"optimizer=adamw_8bit needs torchao, which cannot be imported here ({error}); "
+            "install torchao on the workers, or choose adamw"
+        ) from error
+    OptimState8bit.implements([aten.clone.default, aten.zeros_like.default])(_copy_each_part)
+    made: Callable[..., Optimizer] = AdamW8bit
+    return made
+
+
+def _copy_each_part(function: Any, types: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """The two operations that staging a checkpoint needs and that torchao's moments lack."""
+    moment, device = arguments[0], options.get("device")
+    codes, scale = (function(part).to(device) for part in (moment.codes, moment.scale))
+    # The table of what codes mean is a constant, never zero.
+    return type(moment)(codes, scale, moment.qmap.to(device, copy=True), moment.signed, dtype=moment.dtype)

@@ -1,0 +1,34 @@
+"""An exponential moving average of the weights (Polyak and Juditsky, 1992)."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+
+class Ema:
+    """fp32 averages of all weights that are trained, by name, each sharded as its weight is."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        # Held, because a module shows whole parameters instead of these while FSDP has them gathered.
+        self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        self._average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        self.averages: dict[str, Tensor] = {
+            name: weight.detach().to(torch.float32, copy=True) for name, weight in self._weights.items()
+        }
+
+    def update(self) -> None:
+        """Move the averages towards the weights: decay x average + (1 - decay) x weight."""
+        weights = [weight.detach().float() for weight in self._weights.values()]
+        self._average(list(self.averages.values()), weights, 0)
+
+    def load(self, averages: Mapping[str, Tensor]) -> None:
+        """Take over saved averages."""
+        for name, average in self.averages.items():
+            average.copy_(averages[name])
+
+    def weights(self) -> dict[str, Tensor]:
+        """What to export: every parameter's average by name, and frozen parameters as they are; sharded."""
+        return self.averages | {name: p.detach() for name, p in self._frozen.items()}

@@ -1,0 +1,47 @@
+"""Learning rate schedules: those of transformers, held at their end."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_scheduler
+
+from train_loop.errors import UserError
+from train_loop.spec import TrainingSpec
+from train_loop.spec.schedule import check_steps
+
+_NAMES = {"wsd": "warmup_stable_decay"}
+
+
+def build_scheduler(optimizer: Optimizer, training: TrainingSpec, *, steps: int) -> LambdaLR:
+    """The schedule of the spec over so many optimizer steps; raises UserError where they are too few for it."""
+    try:
+        check_steps(training.lr_scheduler_kwargs, warmup_steps=training.warmup_steps, steps=steps)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    scheduler: LambdaLR = get_scheduler(
+        _NAMES.get(training.lr_scheduler_type, training.lr_scheduler_type),
+        optimizer,
+        num_warmup_steps=training.warmup_steps,
+        num_training_steps=steps,
+        scheduler_specific_kwargs=_options(training, steps),
+    )
+    # After the last planned step the formulas would go up again, below zero, or nowhere.
+    scheduler.lr_lambdas = [functools.partial(_clamped, inner, steps) for inner in scheduler.lr_lambdas]
+    return scheduler
+
+
+def _options(training: TrainingSpec, steps: int) -> dict[str, Any]:
+    """What the spec says, and defaults where transformers has none."""
+    given = training.lr_scheduler_kwargs.model_dump(exclude_none=True)
+    if training.lr_scheduler_type == "cosine_with_min_lr" and "min_lr" not in given:
+        return {"min_lr_rate": 0.1} | given
+    if training.lr_scheduler_type == "wsd":
+        return {"num_decay_steps": min(-(-steps // 10), steps - training.warmup_steps)} | given
+    return given
+
+
+def _clamped(inner: Callable[[int], float], last: int, step: int) -> float:
+    return inner(min(step, last))

@@ -1,0 +1,78 @@
+"""`training.lr_scheduler_kwargs:` the options of learning rate schedules, with transformers' names."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from train_loop.spec.base import SpecModel
+
+Schedule = Literal[
+    "linear", "cosine", "cosine_with_min_lr", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt", "wsd"
+]
+Shape = Literal["linear", "cosine", "1-sqrt"]
+
+SCHEDULE_OPTIONS: dict[str, tuple[str, ...]] = {
+    "cosine": ("num_cycles",),
+    "cosine_with_min_lr": ("min_lr", "min_lr_rate", "num_cycles"),
+    "polynomial": ("lr_end", "power"),
+    "inverse_sqrt": ("timescale",),
+    "wsd": ("num_decay_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles"),
+}
+"""The options that each schedule reads; the others have none."""
+
+
+class ScheduleOptions(SpecModel):
+    """Every option of every schedule; what is null has the schedule's own default."""
+
+    num_cycles: float | None = Field(default=None, gt=0, description="cosine waves; null: half a wave, down to the end")
+    min_lr: float | None = Field(default=None, ge=0, description="where cosine_with_min_lr ends")
+    min_lr_rate: float | None = Field(
+        default=None, ge=0, le=1, description="the same as a part of learning_rate; null: 0.1, unless min_lr is given"
+    )
+    lr_end: float | None = Field(default=None, ge=0, description="where polynomial ends; null: 1e-7")
+    power: float | None = Field(default=None, gt=0, description="of polynomial; null: 1")
+    timescale: int | None = Field(default=None, gt=0, description="of inverse_sqrt; null: warmup_steps, or 10000")
+    num_decay_steps: int | None = Field(default=None, ge=1, description="of wsd; null: the last tenth of the run")
+    warmup_type: Shape | None = Field(default=None, description="of wsd; null: linear")
+    decay_type: Shape | None = Field(default=None, description="of wsd; null: cosine")
+    min_lr_ratio: float | None = Field(
+        default=None, ge=0, le=1, description="where wsd starts and ends, as a part of learning_rate; null: 0"
+    )
+
+
+def check_known(schedule: str | None, given: Any) -> None:
+    """Raise ValueError for options that the schedule does not have, before their values are looked at."""
+    if schedule is None or not isinstance(given, dict):
+        return
+    known = SCHEDULE_OPTIONS.get(schedule, ())
+    unknown = sorted(str(name) for name, value in given.items() if name not in known and value is not None)
+    if unknown:
+        choice = f"choose from {', '.join(known)}" if known else "it has no options, so remove them"
+        raise ValueError(f"lr_scheduler_type={schedule} has no option {', '.join(unknown)}; {choice}")
+
+
+def check_lr(schedule: Schedule, options: ScheduleOptions, learning_rate: float) -> None:
+    """Raise ValueError for an end that contradicts another one, or does not lie below the learning rate."""
+    if options.min_lr is not None and options.min_lr_rate is not None:
+        raise ValueError("min_lr and min_lr_rate are two names for one quantity; remove one")
+    lr_end = 1e-7 if options.lr_end is None and schedule == "polynomial" else options.lr_end
+    for name, end in (("min_lr", options.min_lr), ("lr_end", lr_end)):
+        if end is not None and end >= learning_rate:
+            raise ValueError(
+                f"lr_scheduler_kwargs.{name}={end} is not below learning_rate={learning_rate}; set a lower one"
+            )
+
+
+def check_steps(options: ScheduleOptions, *, warmup_steps: int, steps: int) -> None:
+    """Raise ValueError where a run of so many optimizer steps is too short for the parts of its schedule."""
+    if warmup_steps >= steps:
+        raise ValueError(
+            f"warmup_steps={warmup_steps} is not less than the {steps} steps of the run, which would end before the "
+            f"learning rate is reached; choose at most {steps - 1}"
+        )
+    decay = options.num_decay_steps or 0
+    if warmup_steps + decay > steps:
+        raise ValueError(
+            f"warmup_steps={warmup_steps} and num_decay_steps={decay} are together more than the {steps} steps of the "
+            f"run; choose num_decay_steps at most {steps - warmup_steps}"
+        )
