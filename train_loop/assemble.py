@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from train_loop.data.dataset import Dataset
 from train_loop.data.order import Order, StepOrder
+from train_loop.flops import Flops, count_flops
 from train_loop.journal import Journal
 from train_loop.model.build import build_model, materialise
 from train_loop.optim import build_optimizer, build_scheduler
@@ -30,6 +31,7 @@ class Run:
     steps: int
     state: TrainState
     ulysses: Ulysses | None
+    flops: Flops
     journal: Journal
 
 
@@ -55,6 +57,12 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset) -> Run:
         steps=steps,
         state=TrainState(model, optimizer, scheduler),
         ulysses=ulysses,
+        flops=count_flops(
+            model,
+            sequence_length=dataset.sequence_length,
+            dtype=spec.strategy.param_dtype,
+            device=mesh.device,
+        ),
         journal=Journal(session.run_dir.attempt(session.attempt), rank=session.rank),
     )
 

@@ -25,6 +25,8 @@ class TrainState:
     """Tokens seen, padding not counted."""
     consumed: int = 0
     """Samples taken from the order."""
+    skipped: int = 0
+    """Steps in a row, up to here, that were not finite and changed no weight."""
 
     def advance(self, *, tokens: int, samples: int) -> None:
         """Count one step."""

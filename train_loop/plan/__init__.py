@@ -2,7 +2,7 @@
 
 from train_loop.plan.batch import BatchPlan, plan_batch, plan_samples, plan_steps
 from train_loop.plan.memory import MemoryTerm
-from train_loop.plan.mesh import MeshPlan, plan_mesh
+from train_loop.plan.mesh import MeshPlan, groups_across_hosts, plan_mesh
 from train_loop.plan.plan import Plan, plan_job
 from train_loop.plan.resources import DATA_CPUS, data_starves, needed, too_big
 from train_loop.plan.shape import ModelShape, read_shape
@@ -15,6 +15,7 @@ __all__ = [
     "ModelShape",
     "Plan",
     "data_starves",
+    "groups_across_hosts",
     "needed",
     "plan_batch",
     "plan_job",

@@ -1,5 +1,6 @@
 """Degrees → mesh: which ranks shard, replicate and share a sequence."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -52,6 +53,13 @@ class MeshPlan:
     def sequence_rank(self, rank: int) -> int:
         """The place of a global rank in its Ulysses group."""
         return rank % self.sp
+
+
+def groups_across_hosts(mesh: MeshPlan, hosts: Sequence[str]) -> dict[range, tuple[str, ...]]:
+    """The Ulysses groups, as ranges of ranks, that lie on more than one host; `hosts` says where each rank runs."""
+    groups = (range(first, first + mesh.sp) for first in range(0, mesh.world, mesh.sp))
+    found = {group: tuple(dict.fromkeys(hosts[rank] for rank in group)) for group in groups}
+    return {group: names for group, names in found.items() if len(names) > 1}
 
 
 def plan_mesh(*, world: int, fsdp_size: int, ulysses_size: int) -> MeshPlan:

@@ -33,6 +33,12 @@ class TrainingSpec(SpecModel):
     logging_steps: int = Field(default=1, ge=1)
     eval_steps: Annotated[int | None, only(None)] = None
     on_nonfinite: Literal["skip", "fail"] = "skip"
+    max_consecutive_skips: int = Field(
+        default=10, ge=1, description="so many steps in a row that were not finite and skipped fail the job"
+    )
+    profile_steps: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        default=(), description="optimizer steps whose trace and memory go into the run directory"
+    )
     audit_samples: bool = Field(default=False, description="every metrics line lists its sample indices")
 
     @model_validator(mode="after")
@@ -47,5 +53,10 @@ class TrainingSpec(SpecModel):
             raise ValueError(
                 f"lr_scheduler_type=constant has no warm-up, and warmup_steps={self.warmup_steps} would do nothing; "
                 "choose constant_with_warmup, or remove warmup_steps"
+            )
+        if self.max_steps is not None and max(self.profile_steps, default=0) > self.max_steps:
+            raise ValueError(
+                f"profile_steps={list(self.profile_steps)} has a step beyond max_steps={self.max_steps}, which would "
+                "never be profiled; choose earlier ones"
             )
         return self
