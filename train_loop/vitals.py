@@ -16,7 +16,7 @@ class Vitals(NamedTuple):
     """A rank's state at a step, in whole numbers, as ranks tell them each other."""
 
     own_nanoseconds: int
-    """Since the ranks last agreed, without waiting for rows that a Ulysses peer reads."""
+    """Since the ranks last agreed, without what it waited for its Ulysses peers."""
     device_bytes: int
     """Most memory that tensors took on the GPU; 0 without one."""
     host_bytes: int
@@ -30,8 +30,7 @@ class StepClock:
     that its time between the two names it: whether data, logging, garbage, a checkpoint or the host kept it.
     """
 
-    def __init__(self, *, reads: bool) -> None:
-        self._reads = reads
+    def __init__(self) -> None:
         self._start = self._agreed = perf_counter()
         self.data_wait_seconds = 0.0
         self._saving = 0.0
@@ -43,8 +42,13 @@ class StepClock:
     def data_arrived(self) -> None:
         """The rows of the step are here."""
         self.data_wait_seconds = self.seconds
-        if not self._reads:
-            self._agreed += self.data_wait_seconds
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The rank waits for others, which is no time of its own."""
+        started = perf_counter()
+        yield
+        self._agreed += perf_counter() - started
 
     @property
     def seconds(self) -> float:

@@ -60,10 +60,10 @@ def loop(run: Run, saver: Saver) -> Stop | None:
     saved, stop = state.step, None
     left = StreamPlan(run.dataset, run.order, state.consumed, run.steps - state.step)
     rows = run.session.open_stream(left, run.mesh.plan, run.mesh.rank)
-    clock = StepClock(reads=run.mesh.sequence_rank == 0)
+    clock = StepClock()
     while state.step < run.steps:
         clock.begin()
-        batch = next_batch(run, rows)
+        batch = next_batch(run, rows, clock)
         clock.data_arrived()
         agreed = agree(batch, clock, run.session.run_dir, run.mesh)
         stop = agreed.stop
@@ -89,9 +89,11 @@ def loop(run: Run, saver: Saver) -> Stop | None:
     return stop
 
 
-def next_batch(run: Run, rows: Iterator[Rows | None]) -> StepBatch:
+def next_batch(run: Run, rows: Iterator[Rows | None], clock: StepClock) -> StepBatch:
     """This data rank's samples of the next step, the same on all ranks of a Ulysses group."""
-    batch = share_rows(next(rows), count=run.order.per_rank, length=run.dataset.sequence_length, mesh=run.mesh)
+    read = next(rows)
+    with clock.waiting():
+        batch = share_rows(read, count=run.order.per_rank, length=run.dataset.sequence_length, mesh=run.mesh)
     check_samples(batch, run.order.step(run.state.consumed)[run.mesh.data_rank])
     return batch
 
