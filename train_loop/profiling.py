@@ -19,7 +19,7 @@ def profiled(run: Run) -> Iterator[None]:
         return
     on_gpu = run.mesh.device.type == "cuda"
     if on_gpu:
-        torch.cuda.memory._record_memory_history()
+        torch.cuda.memory._record_memory_history(stacks="python")
     with profile(record_shapes=True, profile_memory=True) as found:
         yield
     file = partial(run.session.run_dir.attempt(run.session.attempt).profile, run.mesh.rank, step)
