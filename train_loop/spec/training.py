@@ -54,6 +54,10 @@ class TrainingSpec(SpecModel):
                 f"lr_scheduler_type=constant has no warm-up, and warmup_steps={self.warmup_steps} would do nothing; "
                 "choose constant_with_warmup, or remove warmup_steps"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _profiled_steps_are_reached(self) -> "TrainingSpec":
         if self.max_steps is not None and max(self.profile_steps, default=0) > self.max_steps:
             raise ValueError(
                 f"profile_steps={list(self.profile_steps)} has a step beyond max_steps={self.max_steps}, which would "
