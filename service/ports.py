@@ -120,6 +120,7 @@ class Progress:
     of: int | None
     loss: float | None
     tokens_per_second: float | None
+    mfu: float | None
     eta_seconds: float | None
 
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from train_loop.data.dataset import Dataset
 from train_loop.data.order import Order, StepOrder
-from train_loop.ema import Ema
+from train_loop.flops import Flops, count_flops
 from train_loop.journal import Journal
 from train_loop.loss import LossRule, TokenLoss
 from train_loop.model.attention import apply_attention
@@ -18,12 +18,12 @@ from train_loop.model.freeze import freeze
 from train_loop.model.load import give_weights
 from train_loop.model.probe import check_attention, check_head, probe
 from train_loop.model_folder import model_shape
-from train_loop.optim import build_optimizers
+from train_loop.optim import Ema, build_optimizers, build_scheduler
+from train_loop.parallel.compile import CompileWatch
 from train_loop.parallel.mesh import Mesh, build_mesh, local_device
 from train_loop.parallel.shard import parallelize, place_buffers
 from train_loop.parallel.ulysses import Ulysses
 from train_loop.plan import BatchPlan, Plan, chunk_rows, plan_job, plan_samples, plan_steps
-from train_loop.schedule import build_scheduler
 from train_loop.session import Session
 from train_loop.spec import JobSpec
 from train_loop.state import TrainState
@@ -44,6 +44,9 @@ class Run:
     state: TrainState
     loss: TokenLoss
     ulysses: Ulysses | None
+    flops: Flops
+    watch: CompileWatch | None
+    """What torch.compile has done; None where it is not asked for."""
     journal: Journal
     evaluation: Dataset | None = None
     """What the run is evaluated on."""
@@ -83,6 +86,13 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
         state=build_state(sharded.model, spec, mesh, steps=steps),
         loss=sharded.loss,
         ulysses=sharded.ulysses,
+        flops=count_flops(
+            sharded.model,
+            sequence_length=dataset.sequence_length,
+            dtype=spec.strategy.param_dtype,
+            device=mesh.device,
+        ),
+        watch=CompileWatch() if spec.model.compile else None,
         journal=Journal(session.run_dir.attempt(session.attempt), rank=session.rank),
         evaluation=evaluation,
     )

@@ -1,5 +1,6 @@
 """What all ranks know and decide together."""
 
+import logging
 import os
 import socket
 from dataclasses import dataclass
@@ -9,8 +10,13 @@ import torch
 import torch.distributed as dist
 
 from train_loop.batch import StepBatch
+from train_loop.journal import Journal
 from train_loop.parallel.mesh import Mesh
+from train_loop.plan import MeshPlan, groups_across_hosts
 from train_loop.run_dir import RunDir, Stop
+from train_loop.vitals import StepClock, Vitals
+
+log = logging.getLogger(__name__)
 
 _STOPS = [None, *(Stop(mode=mode, checkpoint=keep) for mode in ("pause", "cancel", "resize") for keep in (True, False))]
 
@@ -25,6 +31,8 @@ class Agreement:
     """Tokens of the whole step, padding not counted."""
     stop: Stop | None
     """What rank 0 was asked to do instead of this step."""
+    ranks: tuple[Vitals, ...]
+    """How every rank came here."""
 
 
 def who_works() -> list[dict[str, Any]]:
@@ -34,14 +42,30 @@ def who_works() -> list[dict[str, Any]]:
     return workers
 
 
-def agree(batch: StepBatch, run_dir: RunDir, mesh: Mesh) -> Agreement:
-    """Sum the step's tokens over data ranks, and hear from rank 0 whether the run directory asks for a stop."""
-    numbers = torch.zeros(3, dtype=torch.int64, device=mesh.device)
+def warn_of_hosts(mesh: MeshPlan, workers: list[dict[str, Any]], journal: Journal) -> None:
+    """Warn of Ulysses groups that lie on several hosts: every layer's all-to-all then goes over the network."""
+    found = groups_across_hosts(mesh, [worker["host"] for worker in workers])
+    if found:
+        named = "; ".join(f"ranks {group[0]}-{group[-1]} on {', '.join(hosts)}" for group, hosts in found.items())
+        message = (
+            f"Ulysses groups lie on several hosts, where their all-to-all is slow: {named}; "
+            f"give each host a multiple of ulysses_size={mesh.sp} workers, or choose a smaller ulysses_size"
+        )
+        log.warning(message)
+        journal.event("warning", message=message)
+
+
+def agree(batch: StepBatch, clock: StepClock, run_dir: RunDir, mesh: Mesh) -> Agreement:
+    """Hear from every rank its share of the step's tokens and its vitals, and from rank 0 whether to stop."""
     # Ulysses peers hold the same samples, and tokens count once.
-    if mesh.sequence_rank == 0:
-        numbers[0], numbers[1] = batch.trained_tokens, batch.lengths.sum()
-    if mesh.rank == 0 and (stop := run_dir.stop()) is not None:
-        numbers[2] = _STOPS.index(stop.model_copy(update={"deadline": None}))
-    dist.all_reduce(numbers)
-    trained, tokens, code = numbers.tolist()
-    return Agreement(trained, tokens, _STOPS[code])
+    tokens = torch.stack([batch.trained_tokens, batch.lengths.sum()]) * (mesh.sequence_rank == 0)
+    stop = run_dir.stop() if mesh.rank == 0 else None
+    code = _STOPS.index(stop and stop.model_copy(update={"deadline": None}))
+    words_WN = torch.zeros(mesh.plan.world, 6, dtype=torch.int64, device=mesh.device)
+    words_WN[mesh.rank, :2] = tokens
+    words_WN[mesh.rank, 2:] = torch.tensor([code, *clock.vitals(mesh.device)])
+    dist.all_reduce(words_WN)
+    words = words_WN.tolist()
+    clock.all_agreed()
+    trained, total, code, *_ = (sum(column) for column in zip(*words, strict=True))
+    return Agreement(trained, total, _STOPS[code], tuple(Vitals(*word[3:]) for word in words))

@@ -2,43 +2,30 @@
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict
-from time import perf_counter
+from typing import Any
 
 from train_loop.assemble import Run
+from train_loop.control import Agreement
 from train_loop.data.order import PADDING
 from train_loop.evaluate import Evaluation
 from train_loop.run_dir import RunDir, read_lines
 from train_loop.step import StepResult
+from train_loop.vitals import StepClock, Vitals
 
 log = logging.getLogger(__name__)
 
 
-class StepClock:
-    """Times one step from its first wait for data."""
-
-    def __init__(self) -> None:
-        self._start = perf_counter()
-        self.data_wait_seconds = 0.0
-
-    def data_arrived(self) -> None:
-        """The rows of the step are here."""
-        self.data_wait_seconds = perf_counter() - self._start
-
-    @property
-    def seconds(self) -> float:
-        """Since the step began."""
-        return perf_counter() - self._start
-
-
 def record_step(
-    run: Run, result: StepResult, clock: StepClock, *, tokens: int, evaluation: Evaluation | None = None
+    run: Run, result: StepResult, clock: StepClock, agreed: Agreement, evaluation: Evaluation | None = None
 ) -> None:
     """Write the metrics line of the step that has just been counted, if it is one that is logged."""
     state, training = run.state, run.spec.training
     if state.step % training.logging_steps and not run.done and evaluation is None:
         return
     seconds = clock.seconds - (evaluation.seconds if evaluation else 0.0)
+    per_worker = agreed.tokens / seconds / run.session.world
     log.info("step %d of %d: loss %.4f, %.2f s", state.step, run.steps, result.loss, seconds)
     run.journal.metrics(
         step=state.step,
@@ -46,12 +33,33 @@ def record_step(
         loss=result.loss,
         grad_norm=result.grad_norm,
         lr=result.lr,
-        tokens_per_second=tokens / seconds,
+        tokens_per_second=agreed.tokens / seconds,
+        tokens_per_second_per_worker=per_worker,
+        mfu=run.flops.mfu(per_worker),
         step_seconds=seconds,
         data_wait_seconds=clock.data_wait_seconds,
+        checkpoint_blocked_seconds=clock.take_saving_seconds(),
+        **_ranks(agreed.ranks),
+        **_peaks([*agreed.ranks, clock.vitals(run.mesh.device)]),
         **({f"eval_{name}": value for name, value in asdict(evaluation).items()} if evaluation else {}),
+        **({"loss_scale": state.scaler.get_scale()} if state.scaler.is_enabled() else {}),
         **({"samples": _samples_of_step(run)} if training.audit_samples else {}),
     )
+
+
+def _ranks(ranks: Sequence[Vitals]) -> dict[str, Any]:
+    """The time of each rank, and the one that the others waited for."""
+    seconds = [round(rank.own_nanoseconds / 1e9, 6) for rank in ranks]
+    slowest = seconds.index(max(seconds))
+    return {"slowest_rank": slowest, "slowest_rank_seconds": seconds[slowest], "rank_seconds": seconds}
+
+
+def _peaks(vitals: Sequence[Vitals]) -> dict[str, Any]:
+    """Memory of the rank that took most."""
+    return {
+        "peak_device_bytes": max(rank.device_bytes for rank in vitals) or None,
+        "peak_host_bytes": max(rank.host_bytes for rank in vitals),
+    }
 
 
 def _samples_of_step(run: Run) -> list[int]:

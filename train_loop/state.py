@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
-from train_loop.ema import Ema
+from train_loop.optim import Ema
 
 
 @dataclass
@@ -32,6 +32,8 @@ class TrainState:
     """Tokens seen, padding not counted."""
     consumed: int = 0
     """Samples taken from the order."""
+    skipped: int = 0
+    """Steps in a row, up to here, that were not finite and changed no weight."""
 
     @property
     def lr(self) -> float:

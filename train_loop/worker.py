@@ -8,17 +8,20 @@ from train_loop.batch import StepBatch, check_samples, micro_batches, share_rows
 from train_loop.checkpoint.contents import draft_manifest, tensors_to_save
 from train_loop.checkpoint.load import restore
 from train_loop.checkpoint.save import Saver
-from train_loop.control import agree, who_works
+from train_loop.control import agree, warn_of_hosts, who_works
 from train_loop.data.dataset import Dataset, Rows
 from train_loop.data.reader import StreamPlan
-from train_loop.errors import NonFiniteError
 from train_loop.evaluate import Evaluation, evaluate
-from train_loop.metrics import StepClock, record_step, replayed_steps
+from train_loop.garbage import collect_garbage, no_garbage_collection
+from train_loop.metrics import record_step, replayed_steps
+from train_loop.nonfinite import count_skips
 from train_loop.optim import describe_groups
+from train_loop.profiling import profiled
 from train_loop.run_dir import Outcome, Stop
 from train_loop.session import Session
 from train_loop.spec import JobSpec
 from train_loop.step import StepResult, train_step
+from train_loop.vitals import StepClock
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +33,11 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
     run = build_run(spec, session, dataset, evaluation)
     saver = Saver(session, run.journal, spec.checkpoint.keep_last, asynchronous=spec.strategy.async_save_ckpt)
     restore(run)
+    workers = who_works()
     log.info("training on %s from step %d of %d", run.mesh.plan.axes, run.state.step, run.steps)
     run.journal.event(
         "training_started",
-        workers=who_works(),
+        workers=workers,
         resumed_from=run.state.step,
         replayed=replayed_steps(session.run_dir, run.state.step),
         steps=run.steps,
@@ -42,8 +46,11 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
         world=session.world,
         mesh=run.mesh.plan.axes,
         parameter_groups=describe_groups(run.state.optimizers),
+        mfu=run.flops.stated(),
     )
-    stop = loop(run, saver)
+    warn_of_hosts(run.mesh.plan, workers, run.journal)
+    with no_garbage_collection():
+        stop = loop(run, saver)
     saver.close()
     outcome = Outcome(result=stop.result if stop else "succeeded", step=run.state.step)
     run.journal.event("training_ended", result=outcome.result, step=outcome.step)
@@ -57,36 +64,43 @@ def loop(run: Run, saver: Saver) -> Stop | None:
     saved, stop = state.step, None
     left = StreamPlan(run.dataset, run.order, state.consumed, run.order.steps_left(state.consumed))
     rows = run.session.open_stream(left, run.mesh.plan, run.mesh.rank)
+    clock = StepClock()
     while not run.done:
-        clock = StepClock()
-        batch = next_batch(run, rows)
+        clock.begin()
+        batch = next_batch(run, rows, clock)
         clock.data_arrived()
-        agreed = agree(batch, run.session.run_dir, run.mesh)
+        agreed = agree(batch, clock, run.session.run_dir, run.mesh)
         stop = agreed.stop
         if stop is not None:
             break
 
         # ------------------------------------------------------------------------------------------ the hot part
-        micro = micro_batches(batch, run.batch.per_device, state.model, run.mesh)
-        result = train_step(state, run.loss, micro, agreed.trained_tokens, run.spec.training.max_grad_norm)
+        with profiled(run):
+            micro = micro_batches(batch, run.batch.per_device, state.model, run.mesh)
+            result = train_step(state, run.loss, micro, agreed.trained_tokens, run.spec.training.max_grad_norm)
         state.advance(tokens=agreed.tokens, samples=run.order.global_batch)
         # --------------------------------------------------------------------------------------------------------
 
         prove(run, result)
         # Once in a while: an evaluation, told on the line of its step.
-        evaluation = evaluate_if_due(run)
-        record_step(run, result, clock, tokens=agreed.tokens, evaluation=evaluation)
+        with clock.waiting():
+            evaluation = evaluate_if_due(run)
+        record_step(run, result, clock, agreed, evaluation)
+        collect_garbage(state.step)
         # Once in a while: a checkpoint. Every rank saves or none does: a DCP save is collective.
         if every and state.step % every == 0:
-            saved = save(run, saver)
+            with clock.saving():
+                saved = save(run, saver)
     if saved < state.step and (stop.checkpoint if stop else run.spec.checkpoint.save_final):
         save(run, saver)
     return stop
 
 
-def next_batch(run: Run, rows: Iterator[Rows | None]) -> StepBatch:
+def next_batch(run: Run, rows: Iterator[Rows | None], clock: StepClock) -> StepBatch:
     """This data rank's samples of the next step, the same on all ranks of a Ulysses group."""
-    batch = share_rows(next(rows), count=run.order.per_rank, length=run.dataset.sequence_length, mesh=run.mesh)
+    read = next(rows)
+    with clock.waiting():
+        batch = share_rows(read, count=run.order.per_rank, length=run.dataset.sequence_length, mesh=run.mesh)
     check_samples(batch, run.order.step(run.state.consumed)[run.mesh.data_rank])
     return batch
 
@@ -95,12 +109,10 @@ def prove(run: Run, result: StepResult) -> None:
     """Hold the step that was just done against what it must have been."""
     if run.ulysses is not None:
         run.ulysses.check_active(sequence_length=run.dataset.sequence_length)
-    if result.applied:
-        return
-    numbers = {"step": run.state.step, "loss": result.loss, "grad_norm": result.grad_norm}
-    run.journal.event("step_skipped", **numbers)
-    if run.spec.training.on_nonfinite == "fail":
-        raise NonFiniteError(f"{numbers} is not finite; lower learning_rate, or choose on_nonfinite: skip")
+    count_skips(run, result)
+    # A graph that breaks or is compiled again and again is slow in silence.
+    if run.watch is not None and (news := run.watch.news()):
+        run.journal.event("compiled", step=run.state.step, **news)
 
 
 def evaluate_if_due(run: Run) -> Evaluation | None:

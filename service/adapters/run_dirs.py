@@ -84,7 +84,8 @@ def _progress(attempts: Sequence[AttemptDir], of: int | None) -> Progress | None
         return None
     seconds = _number(newest, "step_seconds")
     eta = None if of is None or seconds is None else max(of - step, 0) * seconds
-    return Progress(int(step), of, _number(newest, "loss"), _number(newest, "tokens_per_second"), eta)
+    loss, speed, mfu = (_number(newest, name) for name in ("loss", "tokens_per_second", "mfu"))
+    return Progress(int(step), of, loss, speed, mfu, eta)
 
 
 def _last_line(path: Path) -> Line | None:

@@ -56,6 +56,7 @@ class ProgressOut(BaseModel):
     eta_seconds: float | None
     loss: float | None
     tokens_per_second: float | None
+    mfu: float | None = Field(description="model FLOPs utilisation; null where the device's peak is unknown")
 
     @classmethod
     def of_progress(cls, progress: Progress | None) -> "ProgressOut | None":
@@ -69,6 +70,7 @@ class ProgressOut(BaseModel):
             eta_seconds=progress.eta_seconds,
             loss=progress.loss,
             tokens_per_second=progress.tokens_per_second,
+            mfu=progress.mfu,
         )
 
 

@@ -91,6 +91,8 @@ def _progress(job: JobOut) -> str | None:
 
 
 def _short(value: JsonValue) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_short, value))}]"
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 

@@ -47,14 +47,14 @@ def test_a_job_from_submit_to_cancel(home: Path, service: FakeService) -> None:
     assert run("submit", str(home / "spec.json")).stdout == "job-0001\n"
     service.reconciler().run_once()
     service.event("job-0001", "prepared", samples=3)
-    service.metric("job-0001", step=1, loss=2.0)
+    service.metric("job-0001", step=1, loss=2.0, rank_seconds=[0.123456789, 1.0])
     folder = service.run_dir("job-0001").attempt(1)
     folder.logs.mkdir(parents=True)
     folder.driver_log.write_text("[red]as it is\n")
     assert "STARTING" in run("ps", "--state", "STARTING").stdout
     assert "file://" in run("show", "job-0001").stdout
     assert "event=prepared samples=3" in run("events", "job-0001").stdout
-    assert "step=1 loss=2" in run("metrics", "job-0001").stdout
+    assert "step=1 loss=2 rank_seconds=[0.123457, 1]" in run("metrics", "job-0001").stdout
     assert run("logs", "job-0001").stdout == "[red]as it is\n"
     assert "step" in run("checkpoints", "job-0001").stdout
     assert run("cancel", "job-0001", "--grace", "5", "--no-checkpoint").stdout == "job-0001 is CANCELLING\n"

@@ -98,7 +98,7 @@ def test_running_job_shows_progress_attempts_and_lost_work(client: TestClient, s
     service.cluster.submissions[f"{job_id}-1"] = Submission.RUNNING
     service.event(job_id, "training_started", steps=20, replayed=0)
     service.event(job_id, "training_started", steps=20, replayed=2)
-    service.metric(job_id, step=5, loss=2.5, tokens_per_second=64.0, step_seconds=2.0)
+    service.metric(job_id, step=5, loss=2.5, tokens_per_second=64.0, mfu=0.4, step_seconds=2.0)
     service.reconciler().run_once()
     job = client.get(f"/jobs/{job_id}").json()
     assert (job["state"], job["attempt"], job["restarts"], job["lost_work"]) == ("RUNNING", 1, 1, {"steps": 2})
@@ -110,6 +110,7 @@ def test_running_job_shows_progress_attempts_and_lost_work(client: TestClient, s
         "eta_seconds": 30.0,
         "loss": 2.5,
         "tokens_per_second": 64.0,
+        "mfu": 0.4,
     }
 
 

@@ -14,15 +14,16 @@ from tests.support.ranks import on_ranks
 from tests.support.specs import TINY, spec
 from tests.support.torchrun import load_checkpoint, write_tokens
 from train_loop.assemble import Run, build_run
-from train_loop.batch import micro_batches
+from train_loop.batch import StepBatch, micro_batches
 from train_loop.checkpoint.contents import tensors_of
 from train_loop.data.cache import find_dataset
 from train_loop.data.reader import StreamPlan, local_stream
-from train_loop.muon import Muon
+from train_loop.optim.muon import Muon
 from train_loop.run_dir import RunDir, read_lines
 from train_loop.session import Session
 from train_loop.spec import JobSpec
 from train_loop.step import accumulate, train_step
+from train_loop.vitals import StepClock
 from train_loop.worker import next_batch, train
 
 STEPS = 4
@@ -72,10 +73,15 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
+def first_batch(run: Run) -> StepBatch:
+    rows = local_stream(StreamPlan(run.dataset, run.order, 0, 1), run.mesh.plan, run.mesh.rank)
+    return next_batch(run, rows, StepClock())
+
+
 def gradients(folder: Path, mesh: tuple[int, int]) -> dict[str, Tensor | None]:
     """Of the model with frozen parts, after the samples of one step."""
     run = a_run(folder, "frozen", mesh)
-    batch = next_batch(run, local_stream(StreamPlan(run.dataset, run.order, 0, 1), run.mesh.plan, run.mesh.rank))
+    batch = first_batch(run)
     accumulate(run.loss, micro_batches(batch, 1, run.state.model, run.mesh), 1, run.state.scaler)
     named = run.state.model.named_parameters()
     return {name: None if p.grad is None else whole(p.grad) for name, p in named}
@@ -107,7 +113,7 @@ def first_step(run: Run, *, saved: int) -> list[Tensor]:
 def skip_a_step(run: Run) -> list[bool]:
     """Whether a step that is not finite left learning rate, weights, average and moments alone."""
     state = run.state
-    batch = next_batch(run, local_stream(StreamPlan(run.dataset, run.order, 0, 1), run.mesh.plan, run.mesh.rank))
+    batch = first_batch(run)
     head = state.model.get_output_embeddings().weight
     with torch.no_grad():
         head.fill_(torch.inf)

@@ -55,6 +55,7 @@ def draft_manifest(run: Run) -> Manifest:
     return Manifest(
         step=run.state.step,
         tokens=run.state.tokens,
+        skipped=run.state.skipped,
         position=run.order.order.position(run.state.consumed),
         attempt=run.session.attempt,
         time=time.time(),

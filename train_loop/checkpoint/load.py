@@ -42,7 +42,7 @@ def restore(run: Run) -> None:
     put_back(state, values)
     if same_world:
         set_rng_state(pickle.loads(values[rng_key(run.mesh.rank)]))
-    state.step, state.tokens = manifest.step, manifest.tokens
+    state.step, state.tokens, state.skipped = manifest.step, manifest.tokens, manifest.skipped
     state.consumed = run.order.order.consumed(manifest.position)
 
 

@@ -3,7 +3,7 @@
 from train_loop.plan.batch import BatchPlan, plan_batch, plan_samples, plan_steps
 from train_loop.plan.head import chunk_rows
 from train_loop.plan.memory import MemoryTerm
-from train_loop.plan.mesh import MeshPlan, plan_mesh
+from train_loop.plan.mesh import MeshPlan, groups_across_hosts, plan_mesh
 from train_loop.plan.plan import Plan, plan_job
 from train_loop.plan.resources import DATA_CPUS, data_starves, needed, too_big
 from train_loop.plan.shape import ModelShape, read_shape
@@ -17,6 +17,7 @@ __all__ = [
     "Plan",
     "chunk_rows",
     "data_starves",
+    "groups_across_hosts",
     "needed",
     "plan_batch",
     "plan_job",

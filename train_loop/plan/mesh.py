@@ -50,6 +50,13 @@ class MeshPlan:
         return rank % self.sp
 
 
+def groups_across_hosts(mesh: MeshPlan, hosts: Sequence[str]) -> dict[range, tuple[str, ...]]:
+    """The Ulysses groups, as ranges of ranks, that lie on more than one host; `hosts` says where each rank runs."""
+    groups = (range(first, first + mesh.sp) for first in range(0, mesh.world, mesh.sp))
+    found = {group: tuple(dict.fromkeys(hosts[rank] for rank in group)) for group in groups}
+    return {group: names for group, names in found.items() if len(names) > 1}
+
+
 def plan_mesh(*, world: int, fsdp_size: int, ulysses_size: int, sharded: bool = True) -> MeshPlan:
     """The mesh by ROLL's rule: fsdp_size <= 1 or >= world is one fsdp dimension, anything else is HSDP.
 

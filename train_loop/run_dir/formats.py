@@ -64,6 +64,8 @@ class Manifest(Format):
     format: int = 1
     step: int
     tokens: int
+    skipped: int = 0
+    """Steps in a row, up to this one, that were not finite and changed no weight."""
     position: DataPosition
     attempt: int
     time: float

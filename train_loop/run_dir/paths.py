@@ -42,6 +42,10 @@ class AttemptDir:
         """The log of one rank."""
         return self.logs / f"rank-{rank:05d}.log"
 
+    def profile(self, rank: int, step: int, ending: str) -> Path:
+        """One file of what a rank's profiler saw of a step."""
+        return self.root / "profile" / f"rank-{rank:05d}-step-{step:08d}.{ending}"
+
     @property
     def driver_log(self) -> Path:
         """The log of the driver: preparing data, starting and restarting workers."""

@@ -1,6 +1,6 @@
 """`training:` the arithmetic of learning, with Hugging Face TrainingArguments' names."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -57,6 +57,12 @@ class TrainingSpec(SpecModel):
     )
     label_smoothing_factor: float = Field(default=0.0, ge=0, lt=1)
     z_loss: float = Field(default=0.0, ge=0, description="weight of the squared log of the softmax's denominator")
+    max_consecutive_skips: int = Field(
+        default=10, ge=1, description="so many steps in a row that were not finite and skipped fail the job"
+    )
+    profile_steps: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        default=(), description="optimizer steps whose trace and memory go into the run directory"
+    )
     audit_samples: bool = Field(default=False, description="every metrics line lists its sample indices")
 
     @field_validator("lr_scheduler_kwargs", mode="before")
@@ -99,4 +105,13 @@ class TrainingSpec(SpecModel):
         check_lr(self.lr_scheduler_type, self.lr_scheduler_kwargs, self.learning_rate)
         if self.max_steps is not None:
             check_steps(self.lr_scheduler_kwargs, warmup_steps=self.warmup_steps, steps=self.max_steps)
+        return self
+
+    @model_validator(mode="after")
+    def _profiled_steps_are_reached(self) -> "TrainingSpec":
+        if self.max_steps is not None and max(self.profile_steps, default=0) > self.max_steps:
+            raise ValueError(
+                f"profile_steps={list(self.profile_steps)} has a step beyond max_steps={self.max_steps}, which would "
+                "never be profiled; choose earlier ones"
+            )
         return self

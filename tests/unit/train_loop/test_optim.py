@@ -9,12 +9,11 @@ from torch import nn
 from transformers.optimization import Adafactor as WholeAdafactor
 
 from tests.support.specs import TINY, raw_spec, spec
-from train_loop.adafactor import Adafactor
-from train_loop.ema import Ema
 from train_loop.errors import UserError
 from train_loop.model.build import build_model
 from train_loop.model.freeze import freeze
-from train_loop.optim import build_optimizers, describe_groups
+from train_loop.optim import Ema, build_optimizers, describe_groups
+from train_loop.optim.adafactor import Adafactor
 from train_loop.spec import SpecError, parse
 
 

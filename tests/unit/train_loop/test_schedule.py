@@ -9,7 +9,7 @@ from torch.optim import SGD
 
 from tests.support.specs import spec
 from train_loop.errors import UserError
-from train_loop.schedule import build_scheduler
+from train_loop.optim import build_scheduler
 
 PEAK, STEPS, WARMUP = 0.5, 100, 10
 

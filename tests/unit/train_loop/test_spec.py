@@ -73,6 +73,18 @@ def test_columns_name_one_shape_of_row() -> None:
     }
 
 
+def test_profiled_steps_are_steps_of_the_run() -> None:
+    assert parse(raw_spec(training={"profile_steps": [4]})).training.profile_steps == (4,)
+    assert set(problems(raw_spec(training={"profile_steps": [0], "max_consecutive_skips": 0}))) == {
+        "/training/profile_steps/0",
+        "/training/max_consecutive_skips",
+    }
+    assert problems(raw_spec(training={"profile_steps": [2, 5]})) == {
+        "/training": "profile_steps=[2, 5] has a step beyond max_steps=4, which would never be profiled; "
+        "choose earlier ones"
+    }
+
+
 def test_two_names_for_one_quantity_are_refused() -> None:
     batch = problems(raw_spec(training={"global_batch_size": 8, "gradient_accumulation_steps": 2}))
     assert "two names for one quantity" in batch["/training"]

@@ -8,9 +8,9 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from transformers import PreTrainedModel
 
-from train_loop.adafactor import Adafactor
-from train_loop.eight_bit import adamw_8bit_class
-from train_loop.muon import Muon
+from train_loop.optim.adafactor import Adafactor
+from train_loop.optim.eight_bit import adamw_8bit_class
+from train_loop.optim.muon import Muon
 from train_loop.spec import TrainingSpec
 
 Group = dict[str, Any]

@@ -1,0 +1,52 @@
+"""The loop runs where neither Ray nor anything of the service is installed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import torchrun
+from tests.support.specs import TINY, raw_spec
+
+ABSENT = ("ray", "fastapi", "uvicorn", "sqlalchemy", "alembic", "starlette", "service")
+# Python runs it at its start, before anything of ours: every finder of modules goes blind for some names.
+SITECUSTOMIZE = f"""
+import sys
+
+class Blind:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in {ABSENT!r} else self.finder.find_spec(name, path, target)
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+sys.meta_path[:] = map(Blind, sys.meta_path)
+"""
+
+
+@pytest.fixture(autouse=True)
+def without_ray_and_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), *filter(None, [os.getenv("PYTHONPATH")])])
+    )
+
+
+def test_the_loop_needs_neither_ray_nor_the_service(tmp_path: Path) -> None:
+    for name in ABSENT:
+        found = subprocess.run([sys.executable, "-c", f"import {name}"], capture_output=True, text=True, check=False)
+        assert f"No module named '{name}'" in found.stderr
+    torchrun.write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=TINY["vocab_size"])
+    spec = raw_spec(
+        data={"train": {"path": str(tmp_path / "d.parquet")}, "columns": {"input_ids": "ids"}, "packing": False},
+        training={"max_steps": 2, "global_batch_size": 4},
+        scaling={"num_workers": 2},
+    )
+    torchrun.run(spec, tmp_path / "run", 2)
+    assert [line["step"] for line in torchrun.lines(tmp_path / "run")] == [1, 2]

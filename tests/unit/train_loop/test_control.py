@@ -1,0 +1,40 @@
+"""What is said of where the ranks run."""
+
+from pathlib import Path
+
+import pytest
+
+from train_loop.control import warn_of_hosts
+from train_loop.journal import Journal
+from train_loop.plan import groups_across_hosts, plan_mesh
+from train_loop.run_dir import AttemptDir, read_lines
+
+MESH = plan_mesh(world=8, fsdp_size=4, ulysses_size=2)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "split"),
+    [
+        ("aaaaaaaa", {}),
+        ("aaaabbbb", {}),
+        ("aaabbbbb", {range(2, 4): ("a", "b")}),
+        ("abababab", {range(n, n + 2): ("a", "b") for n in (0, 2, 4, 6)}),
+    ],
+)
+def test_ulysses_groups_across_hosts_are_found(hosts: str, split: dict[range, tuple[str, ...]]) -> None:
+    assert groups_across_hosts(MESH, hosts) == split
+
+
+def test_without_ulysses_no_group_lies_across_hosts() -> None:
+    assert groups_across_hosts(plan_mesh(world=4, fsdp_size=0, ulysses_size=1), "abcd") == {}
+
+
+@pytest.mark.parametrize(("hosts", "warnings"), [("aaaabbbb", 0), ("aaabbbba", 1)])
+def test_a_warning_names_ranks_hosts_and_remedy(tmp_path: Path, hosts: str, warnings: int) -> None:
+    attempt = AttemptDir(tmp_path, 1)
+    warn_of_hosts(MESH, [{"rank": rank, "host": host} for rank, host in enumerate(hosts)], Journal(attempt))
+    said = [line["message"] for line in read_lines(attempt.events) if line["event"] == "warning"]
+    assert said == warnings * [
+        "Ulysses groups lie on several hosts, where their all-to-all is slow: ranks 2-3 on a, b; ranks 6-7 on b, a; "
+        "give each host a multiple of ulysses_size=2 workers, or choose a smaller ulysses_size"
+    ]

@@ -1,0 +1,34 @@
+"""Garbage is collected at set steps, and at no other time."""
+
+import gc
+import weakref
+
+import pytest
+
+from train_loop.garbage import EVERY_STEPS, collect_garbage, no_garbage_collection
+
+
+class Ring:
+    """Garbage that only a collection finds."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_garbage_waits_for_its_step_and_the_collector_comes_back() -> None:
+    automatic = gc.isenabled()
+    with no_garbage_collection():
+        assert not gc.isenabled()
+        ring = weakref.ref(Ring())
+        collect_garbage(EVERY_STEPS - 1)
+        assert ring() is not None
+        collect_garbage(EVERY_STEPS)
+        assert ring() is None
+    assert (gc.isenabled(), gc.get_freeze_count()) == (automatic, 0)
+
+
+def test_the_collector_comes_back_after_an_error() -> None:
+    with pytest.raises(RuntimeError), no_garbage_collection():
+        raise RuntimeError
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
