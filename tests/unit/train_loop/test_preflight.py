@@ -244,3 +244,17 @@ def test_what_a_model_does_not_allow(parts: dict[str, Any], pointer: str, messag
     found = [(p.pointer, p.message) for p in check_model(parse(raw_spec(**parts)), [])[1]]
     assert [p for p, _ in found] == [pointer]
     assert message in found[0][1]
+
+
+FALCON = {"model_type": "falcon", "vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2} | {
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 48,
+}
+
+
+def test_a_model_whose_attention_bypasses_the_registry_is_refused_for_ulysses_only() -> None:
+    shared = {"strategy": {"ulysses_size": 2}, "scaling": {"num_workers": 2}}
+    _, (problem,) = check_model(parse(raw_spec(model={"config": FALCON}, **shared)), [])
+    assert problem.pointer == "/strategy/ulysses_size"
+    assert "which 0 of the 2 layers of FalconForCausalLM use; choose ulysses_size: 1" in problem.message
+    assert check_model(parse(raw_spec(model={"config": FALCON})), [])[1] == []
