@@ -37,7 +37,7 @@ def run(data: Path, folder: Path, *, sp: int = 1, slow: Any = local_stream, **tr
         data={"train": {"path": str(data)}, "columns": {"input_ids": "ids"}, "packing": False, "shuffle": False},
         training={"max_steps": STEPS, "global_batch_size": BATCH, "audit_samples": True, "weight_decay": 0.1}
         # A schedule that depends on the steps done, and not on those to come.
-        | {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 4}
+        | {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3}
         | training,
         strategy={"ulysses_size": sp},
         checkpoint={"every_steps": 3},

@@ -23,7 +23,7 @@ from train_loop.data.reader import local_stream
 from train_loop.run_dir import RunDir, read_lines
 from train_loop.session import Session
 
-STEPS = 10
+STEPS, FACTOR = 10, 2.0**25
 RUNS: dict[str, dict[str, Any]] = {
     "fp32": {"model": {"dtype": "fp32"}},
     "bf16": {"model": {"dtype": "bf16"}},
@@ -51,7 +51,7 @@ def train_one(folder: Path, name: str, parts: dict[str, Any]) -> None:
 def with_a_large_factor(*arguments: Any) -> Run:
     """A run whose scaler begins so high that its first steps overflow."""
     run = assemble.build_run(*arguments)
-    run.state.scaler = GradScaler("cpu", init_scale=2.0**29)
+    run.state.scaler = GradScaler("cpu", init_scale=FACTOR)
     return run
 
 
@@ -95,10 +95,10 @@ def test_master_weights_have_their_dtype(runs: Path) -> None:
 def test_steps_that_overflow_leave_schedule_weights_and_counters_consistent(runs: Path) -> None:
     found, exact = lines(runs / "fp16"), lines(runs / "fp32")
     scales = [line["loss_scale"] for line in found]
-    skipped = sum(after < before for before, after in pairwise([2.0**29, *scales]))
+    skipped = sum(after < before for before, after in pairwise([FACTOR, *scales]))
     assert 0 < skipped < STEPS - 3, "some steps must overflow and some not"
     # Each skipped step halves the factor; steps, tokens and samples count on, the schedule waits.
-    assert scales == [2.0 ** (29 - min(step, skipped)) for step in range(1, STEPS + 1)]
+    assert scales == [FACTOR / 2 ** min(step, skipped) for step in range(1, STEPS + 1)]
     assert [line["tokens"] for line in found] == [line["tokens"] for line in exact]
     assert [line["lr"] for line in found[skipped:]] == [line["lr"] for line in exact[: STEPS - skipped]]
     assert {line["lr"] for line in found[:skipped]} == {exact[0]["lr"]}

@@ -27,7 +27,7 @@ def a_spec(data: Path, fsdp: int, sp: int, **model: str) -> JobSpec:
         data={"train": {"path": str(data)}, "columns": {"input_ids": "ids"}, "packing": False},
         training={"max_steps": STEPS, "global_batch_size": 8, "max_grad_norm": 0.3, "weight_decay": 0.1},
         strategy={"fsdp_size": fsdp, "ulysses_size": sp},
-        checkpoint={"every_steps": 2, "keep_last": 1},
+        checkpoint={"every_steps": 10, "keep_last": 1},
         scaling={"num_workers": dist.get_world_size() if dist.is_initialized() else 1},
     )
 
@@ -133,4 +133,6 @@ def resume_past_a_bad_checkpoint(data: Path, folder: Path) -> list[int]:
 def test_a_rejected_checkpoint_is_not_kept_in_place_of_a_good_one(tmp_path: Path) -> None:
     write_tokens(tmp_path / "d.parquet", rows=40, length=32, vocab=TINY["vocab_size"])
     assert on_ranks(1, resume_past_a_bad_checkpoint, tmp_path / "d.parquet", tmp_path / "run") == [[STEPS]]
-    assert [p.name for p in RunDir(tmp_path / "run").checkpoints.glob("*.rejected-*")] == ["step-00000009.rejected-1"]
+    assert [p.name for p in RunDir(tmp_path / "run").checkpoints.glob("*.rejected-*")] == [
+        f"step-{STEPS + 5:08d}.rejected-1"
+    ]

@@ -1,4 +1,4 @@
-"""The loss in chunks is the loss, whatever is added to cross entropy; and it is taken in chunks where that saves memory."""
+"""The loss in chunks is the loss, whatever is added to cross entropy; chunks are taken where they save memory."""
 
 import hypothesis.strategies as st
 import pytest
