@@ -33,7 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def main() -> None:
     """Measure every way at every length and write the table."""
     arguments = parse(command_line(__doc__), rounds=3)
-    config, lengths = (TOY, (256, 1024)) if arguments.quick else (CONFIG, LENGTHS)
+    config, lengths = (TOY, (512,)) if arguments.quick else (CONFIG, LENGTHS)
     data = [
         {"round": number, "way": name, "tokens": tokens} | measure(config, way, tokens)
         for number in range(arguments.rounds)
