@@ -37,15 +37,14 @@ def main() -> None:
     parser.add_argument("--folder", help="where runs write: a real disk, where saves are measured")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for results (%(default)s)")
     arguments = parser.parse_args()
-    records = []
     for name in arguments.cases:
-        records.append(measured(arguments.what, name, arguments.folder, arguments.seconds))
-        # After every case: the time for a call may run out in the next one.
+        record = measured(arguments.what, name, arguments.folder, arguments.seconds)
+        # A file for each: cases are run in several calls, and the time for one may run out in the next case.
         write_result(
-            f"gpu-{arguments.what}",
-            settings={case: asdict(CASES[case]) for case in arguments.cases} | {"disk": disk(arguments.folder)},
-            data=records,
-            table=markdown_table([{key: value for key, value in one.items() if key != "raw"} for one in records]),
+            f"gpu-{arguments.what}-{name}",
+            settings=asdict(CASES[name]) | {"disk": disk(arguments.folder)},
+            data=[record],
+            table=markdown_table([{key: value for key, value in record.items() if key != "raw"}]),
             folder=arguments.results,
         )
 

@@ -1,6 +1,7 @@
 """Interleaved rounds, ratios to a baseline with their intervals, and results that can be looked at again."""
 
 import argparse
+import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -48,6 +49,12 @@ class Row:
     high: float | None
     error: str | None = None
 
+    @property
+    def ratio_text(self) -> str:
+        """The ratio with its interval, and what went wrong, if anything did."""
+        ratio = None if self.ratio is None else f"{self.ratio:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        return "; ".join(part for part in (ratio, self.error) if part) or "no baseline to compare with"
+
 
 class Result(BaseModel):
     """One benchmark, run once: everything that its table was made of."""
@@ -65,14 +72,15 @@ def interleave(
 ) -> list[Sample]:
     """Run A B C, B C A, C A B …: what disturbs the machine, or follows from what ran before, hits all alike.
 
-    A variant that failed is not tried again, so that it does not cost a run in every round.
+    A variant that has only failed is not tried again, so that it does not cost a run in every round.
     """
     samples: list[Sample] = []
     names = list(variants)
     for number in range(rounds):
         first = number % len(names)
         for name in [*names[first:], *names[:first]]:
-            if any(sample.variant == name and sample.error for sample in samples):
+            tried = [sample for sample in samples if sample.variant == name]
+            if tried and all(sample.error for sample in tried):
                 continue
             samples.append(_sample(name, number, variants[name]))
             say(f"round {number + 1} of {rounds}, {name}: {samples[-1].error or samples[-1].value}")
@@ -121,20 +129,27 @@ def bootstrap_interval(
 
 def ratio_table(rows: Sequence[Row], *, what: str, baseline: str) -> str:
     """Markdown: the median of `what`, and the ratio with its interval."""
-    lines = [f"| program | {what}, median | ratio to {baseline}, median [95 % interval] |", "|---|---|---|"]
-    for row in rows:
-        if row.error or row.median is None or row.ratio is None:
-            lines.append(f"| {row.variant} | – | {row.error or 'no baseline to compare with'} |")
-        else:
-            lines.append(f"| {row.variant} | {row.median:.4f} | {row.ratio:.3f} [{row.low:.3f}, {row.high:.3f}] |")
-    return "\n".join(lines)
+    return markdown_table(
+        [
+            {
+                "program": row.variant,
+                f"{what}, median": None if row.median is None else f"{row.median:.4f}",
+                f"ratio to {baseline}, median [95 % interval]": row.ratio_text,
+            }
+            for row in rows
+        ]
+    )
 
 
 def markdown_table(records: Sequence[Mapping[str, Any]]) -> str:
     """Markdown of records; all their keys make the head, and what a record lacks is a dash."""
     head = list(dict.fromkeys(key for record in records for key in record))
-    cells = [["–" if record.get(key) is None else str(record[key]) for key in head] for record in records]
+    cells = [[_cell(record.get(key)) for key in head] for record in records]
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *cells])
+
+
+def _cell(value: Any) -> str:
+    return "–" if value is None else " ".join(str(value).replace("|", "/").split())
 
 
 def write_result(
@@ -166,13 +181,16 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--rounds", type=int, help="interleaved rounds")
     parser.add_argument("--quick", action="store_true", help="one round of a toy size: shows that it runs")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for results (%(default)s)")
+    parser.add_argument("--results", type=Path, help=f"folder for results ({RESULTS}; of a toy, a temporary one)")
     return parser
 
 
 def parse(parser: argparse.ArgumentParser, *, rounds: int = 10) -> argparse.Namespace:
-    """The arguments of this process; without --rounds there are `rounds` of them, and one of a toy."""
+    """The arguments of this process, with `rounds` of them unless told otherwise, and one of a toy."""
     arguments = parser.parse_args()
     if arguments.rounds is None:
         arguments.rounds = 1 if arguments.quick else rounds
+    if arguments.results is None:
+        # Figures of a toy must never stand where measured ones are looked for.
+        arguments.results = Path(tempfile.mkdtemp(prefix="trainshed-results-")) if arguments.quick else RESULTS
     return arguments

@@ -83,14 +83,11 @@ def table(rows: Sequence[Row], samples: Sequence[Sample]) -> str:
     records: list[dict[str, Any]] = []
     for row in rows:
         shares = [s.raw["all_to_all_share"] for s in samples if s.variant == row.variant and s.value is not None]
-        found = row.median is not None and row.ratio is not None
         records.append(
             {
                 "two ranks, the same tokens": row.variant,
-                "seconds a step, median": f"{row.median:.4f}" if found else None,
-                "ratio, median [95 % interval]": f"{row.ratio:.3f} [{row.low:.3f}, {row.high:.3f}]"
-                if found
-                else row.error,
+                "seconds a step, median": None if row.median is None else f"{row.median:.4f}",
+                "ratio, median [95 % interval]": row.ratio_text,
                 "of it in all-to-alls": f"{np.median(shares):.1%}" if shares else None,
             }
         )

@@ -51,6 +51,12 @@ def test_a_program_that_fails_keeps_its_row_and_is_not_tried_again() -> None:
     assert "| peer | – | it needs a GPU |" in ratio_table(compare(samples, "bare"), what="seconds", baseline="bare")
 
 
+def test_a_program_that_failed_once_keeps_its_figures_and_tells() -> None:
+    samples = [Sample("bare", 0, 1.0), Sample("bare", 1, 1.0), Sample("ours", 0, 1.5), Sample("ours", 1, None, "a | b")]
+    table = ratio_table(compare(samples, "bare"), what="seconds", baseline="bare")
+    assert "| ours | 1.5000 | 1.500 [1.500, 1.500]; a / b |" in table
+
+
 def test_ratios_are_taken_within_a_round() -> None:
     # The machine was ten times slower in the second round, and the programs stood as before.
     values = {"bare": [1.0, 10.0, 2.0], "ours": [1.1, 11.0, 2.2]}
@@ -68,7 +74,7 @@ def test_a_round_without_baseline_gives_no_ratio() -> None:
 
 def test_the_interval_of_a_median_covers_it_as_often_as_it_says() -> None:
     draw = np.random.default_rng(7)
-    intervals = [bootstrap_interval(draw.normal(1.0, 0.1, 15), draws=500) for _ in range(300)]
+    intervals = [bootstrap_interval(draw.normal(1.0, 0.1, 15).tolist(), draws=500) for _ in range(300)]
     assert 0.90 < np.mean([low <= 1.0 <= high for low, high in intervals]) <= 1.0
 
 
