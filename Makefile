@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+PEERS := .venv/.peers
 
-.PHONY: setup demo test serve check format
+.PHONY: setup demo test bench serve check format
 .DEFAULT_GOAL := setup
 
 setup: $(INSTALLED)
@@ -20,6 +21,16 @@ demo:
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+$(PEERS): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench]'
+	@touch $@
+
+# BENCH=--quick shows in some minutes that all of it runs.
+bench: $(PEERS)
+	$(BIN)/python -m benchmarks.step_overhead $(BENCH)
+	$(BIN)/python -m benchmarks.ulysses $(BENCH)
+	$(BIN)/python -m benchmarks.memory $(BENCH)
 
 serve: $(INSTALLED)
 	@exec $(BIN)/trainshed serve

@@ -1,0 +1,184 @@
+"""Our loop on one GPU: speed and memory of whole models, what a save costs, and how soon a killed run steps again.
+
+`python -m benchmarks.gpu speed CASE ...`, `... save CASE`, `... kill CASE`; `--help` names the cases. It needs neither
+Ray nor a network: tokens and weights are random, and `train_loop.run` runs under torchrun in processes of its own.
+Without a GPU it runs on the CPU, which is of use for the case `toy` alone.
+"""
+
+import argparse
+import subprocess
+import tempfile
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu_cases import CASES, Case
+from benchmarks.harness import RESULTS, markdown_table, write_result
+from benchmarks.launch import ProgramError, end, last_words, loop_arguments, metrics, run_loop, start_module
+from benchmarks.workload import write_tokens
+from train_loop.run_dir import RunDir, read_lines
+
+Record = dict[str, Any]
+SAVE_STEPS, SAVE_EVERY = 60, 20
+KILL_AFTER = 5
+"""Steps to the checkpoint that the killed run resumes from."""
+POLL_SECONDS = 0.02
+
+
+def main() -> None:
+    """Measure what was asked for, and write its table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=MEASURES)
+    parser.add_argument("cases", nargs="+", choices=CASES, metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("--seconds", type=float, default=540, help="limit for a run (%(default)s)")
+    parser.add_argument("--folder", help="where runs write: a real disk, where saves are measured")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for results (%(default)s)")
+    arguments = parser.parse_args()
+    for name in arguments.cases:
+        record = measured(arguments.what, name, arguments.folder, arguments.seconds)
+        # A file for each: cases are run in several calls, and the time for one may run out in the next case.
+        write_result(
+            f"gpu-{arguments.what}-{name}",
+            settings=asdict(CASES[name]) | {"disk": disk(arguments.folder)},
+            data=[record],
+            table=markdown_table([{key: value for key, value in record.items() if key != "raw"}]),
+            folder=arguments.results,
+        )
+
+
+def measured(what: str, name: str, folder: str | None, seconds: float) -> Record:
+    """One case; where it could not be measured, why."""
+    with tempfile.TemporaryDirectory(prefix="trainshed-benchmark-", dir=folder) as root:
+        try:
+            return {"case": name} | MEASURES[what](CASES[name], Path(root), seconds)
+        except ProgramError as error:
+            return {"case": name, "note": str(error)}
+
+
+def disk(folder: str | None) -> str:
+    """The kind of file system that runs write to."""
+    command = ["stat", "--file-system", "--format=%T", folder or tempfile.gettempdir()]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def speed(case: Case, root: Path, seconds: float) -> Record:
+    """Tokens per second over the window of counted steps, and what follows from them."""
+    lines = run_loop(spec(case, root), root / "run", ranks=1, seconds=seconds)
+    step_seconds = window_seconds(lines, case.first_counted, case.steps)
+    tokens_per_second = case.tokens / step_seconds
+    stated = event(root / "run", "training_started").get("mfu") or {}
+    flops, peak = stated.get("flops_per_token"), stated.get("peak_flops")
+    device_bytes = max((line.get("peak_device_bytes") or 0 for line in lines), default=0)
+    return {
+        "tokens/step": case.tokens,
+        "tokens/s": f"{tokens_per_second:,.0f}",
+        "MFU": f"{flops * tokens_per_second / peak:.1%}" if flops and peak else None,
+        "peak GB": f"{device_bytes / 1e9:.1f}" if device_bytes else None,
+        "step, s": f"{step_seconds:.3f}",
+        "loss, first → last": f"{lines[0]['loss']:.3f} → {lines[-1]['loss']:.3f}",
+        "raw": {"metrics": lines, "mfu": stated},
+    }
+
+
+def save(case: Case, root: Path, seconds: float) -> Record:
+    """Seconds that training lost to each save, counted until the save was durable.
+
+    From the end of the step that was saved to the end of the first step after the commit, less what these steps take
+    where nothing is saved: what a log line says of being blocked would miss all that happens beside the loop.
+    """
+    long = replace(case, steps=SAVE_STEPS)
+    checkpoint = {"every_steps": SAVE_EVERY, "keep_last": 1}
+    lines = run_loop(spec(long, root, checkpoint=checkpoint), root / "run", ranks=1, seconds=seconds)
+    plain = window_seconds(lines, case.first_counted, SAVE_EVERY)
+    commits = [one for one in events(root / "run") if one["event"] == "checkpoint_committed"]
+    stalls = [one for commit in commits if (one := stall(lines, commit, plain)) is not None]
+    if not stalls:
+        raise ProgramError("no save was durable before the run's last step; give the case more steps")
+    return {
+        "checkpoint, GB": f"{commits[0]['bytes'] / 1e9:.2f}",
+        "durable after, s": f"{np.median([one['durable_after'] for one in stalls]):.2f}",
+        "training lost, s": f"{np.median([one['lost'] for one in stalls]):.2f}",
+        "steps meanwhile": "; ".join(f"{one['steps']}" for one in stalls),
+        "plain step, s": f"{plain:.3f}",
+        "raw": {"metrics": lines, "commits": commits, "stalls": stalls},
+    }
+
+
+def stall(lines: list[Record], commit: Record, plain: float) -> Record | None:
+    """What one save cost; None where no step ended after its commit."""
+    ends = {line["step"]: line["time"] for line in lines}
+    after = [step for step, at in ends.items() if step > commit["step"] and at >= commit["time"]]
+    if not after:
+        return None
+    steps, began = min(after) - commit["step"], ends[commit["step"]]
+    lost = ends[min(after)] - began - steps * plain
+    return {"step": commit["step"], "steps": steps, "lost": lost, "durable_after": commit["time"] - began}
+
+
+def kill(case: Case, root: Path, seconds: float) -> Record:
+    """Seconds from SIGKILL of launcher and rank, started again at once, to the end of the first new step."""
+    checkpoint = {"every_steps": KILL_AFTER, "keep_last": 1}
+    endless = spec(replace(case, steps=10_000), root, checkpoint=checkpoint)
+    run_dir, deadline = root / "run", time.monotonic() + seconds
+    arguments, log = loop_arguments(endless, run_dir)
+    process = start_module("train_loop.run", *arguments, log=log, ranks=1)
+    try:
+        while not any(one["event"] == "checkpoint_committed" for one in events(run_dir)):
+            look_again(process, log, deadline)
+        killed_at = time.time()
+        end(process)
+        before = metrics(run_dir)
+        process = start_module("train_loop.run", *arguments, log=log, ranks=1)
+        while len(lines := metrics(run_dir)) == len(before):
+            look_again(process, log, deadline)
+    finally:
+        end(process)
+    first = lines[len(before)]
+    return {
+        "SIGKILL to first new step, s": f"{first['time'] - killed_at:.1f}",
+        "killed after step": before[-1]["step"],
+        "resumed from step": first["step"] - 1,
+        "step, s": f"{window_seconds(before, 2, before[-1]['step']):.3f}",
+        "raw": {"metrics": lines, "killed_at": killed_at},
+    }
+
+
+def look_again(process: "subprocess.Popen[bytes]", log: Path, deadline: float) -> None:
+    """Wait a moment. Raises ProgramError where the process has ended, or its time has."""
+    if process.poll() is not None:
+        raise ProgramError(f"the run ended with {process.returncode}: {last_words(log)}")
+    if time.monotonic() > deadline:
+        raise ProgramError(f"its time was up: {last_words(log)}")
+    time.sleep(POLL_SECONDS)
+
+
+def spec(case: Case, root: Path, **parts: Record) -> Record:
+    """The case's job spec, on tokens that are written for it; a run that is long reads them again."""
+    data = root / "tokens.parquet"
+    write_tokens(data, rows=case.rows * min(case.steps, SAVE_STEPS), length=case.sequence_length, config=case.config)
+    return case.spec(data.as_uri(), **parts)
+
+
+def window_seconds(lines: list[Record], first: int, last: int) -> float:
+    """Mean wall-clock seconds a step, from the end of step `first` to the end of step `last`."""
+    ends = {line["step"]: line["time"] for line in lines}
+    return float(ends[last] - ends[first]) / (last - first)
+
+
+def events(run_dir: Path) -> list[Record]:
+    """What the run has told so far."""
+    return list(read_lines(RunDir(run_dir).attempt(1).events))
+
+
+def event(run_dir: Path, name: str) -> Record:
+    """The first event of a kind."""
+    return next(one for one in events(run_dir) if one["event"] == name)
+
+
+MEASURES = {"speed": speed, "save": save, "kill": kill}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""The models and lengths that `benchmarks.gpu` runs, each as what it changes in the spec."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.workload import TOY
+
+_QWEN3: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+}
+QWEN3_06B = _QWEN3 | {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+}
+QWEN3_17B = QWEN3_06B | {"hidden_size": 2048, "intermediate_size": 6144}
+QWEN3_4B = _QWEN3 | {
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+}
+LLAMA3_8B: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model at a length; every row is full, so that no token is padding."""
+
+    config: dict[str, Any]
+    sequence_length: int
+    rows: int = 1
+    """Sequences a step, in one micro-batch."""
+    steps: int = 24
+    first_counted: int = 8
+    """Compilation and the allocator's first steps lie before it."""
+    dtype: str = "bf16"
+    model: dict[str, Any] = field(default_factory=dict)
+    strategy: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens a step."""
+        return self.rows * self.sequence_length
+
+    def spec(self, data: str, **parts: dict[str, Any]) -> dict[str, Any]:
+        """A job spec for one rank on the tokens at a path."""
+        columns = {"train": {"path": data}, "columns": {"input_ids": "ids"}, "packing": False, "shuffle": False}
+        training = {"learning_rate": 1e-5, "max_steps": self.steps, "per_device_train_batch_size": self.rows}
+        spec: dict[str, Any] = {
+            "name": "gpu-benchmark",
+            "model": {"config": self.config, "dtype": self.dtype, "attn_implementation": "auto"} | self.model,
+            "data": columns | {"sequence_length": self.sequence_length},
+            "training": training | self.training,
+            "strategy": self.strategy,
+            "checkpoint": {"every_steps": None, "save_final": False},
+            "scaling": {"num_workers": 1},
+        }
+        return spec | {name: spec[name] | part for name, part in parts.items()}
+
+
+_FAST: dict[str, Any] = {"compile": True, "gradient_checkpointing": "none"}
+_LARGE: dict[str, Any] = {"compile": True, "gradient_checkpointing": "full"}
+
+CASES = {
+    "qwen3-0.6b-4k": Case(QWEN3_06B, 4096, rows=8, model=_FAST),
+    "qwen3-1.7b-4k": Case(QWEN3_17B, 4096, rows=4, model=_FAST),
+    # Weights and moments in bf16, because in fp32 they alone are 128 GB; batch and recomputation as in KempnerForge's.
+    "llama3-8b-4k": Case(LLAMA3_8B, 4096, rows=4, model=_LARGE | {"master_dtype": "bf16"}),
+    "qwen3-4b-8k": Case(QWEN3_4B, 8192, rows=2, model=_LARGE),
+    "qwen3-4b-32k": Case(QWEN3_4B, 32768, steps=8, first_counted=3, model=_LARGE),
+    "qwen3-4b-128k": Case(QWEN3_4B, 131072, steps=3, first_counted=1, model=_LARGE),
+    "toy": Case(TOY, 64, rows=2, steps=12, first_counted=4, dtype="fp32", model={"gradient_checkpointing": "none"}),
+}

@@ -1,0 +1,196 @@
+"""Interleaved rounds, ratios to a baseline with their intervals, and results that can be looked at again."""
+
+import argparse
+import tempfile
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel
+
+from benchmarks.launch import ProgramError
+from benchmarks.machine import describe_machine
+
+RESULTS = Path(__file__).with_name("results")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one run gave: the value that is compared, and everything that it was made of."""
+
+    value: float
+    raw: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One variant in one round: a value, or why there is none."""
+
+    variant: str
+    round: int
+    value: float | None
+    error: str | None = None
+    raw: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A variant against the baseline, over all rounds."""
+
+    variant: str
+    median: float | None
+    ratio: float | None
+    """Median over rounds of (value / the baseline's value of the same round)."""
+    low: float | None
+    high: float | None
+    error: str | None = None
+
+    @property
+    def ratio_text(self) -> str:
+        """The ratio with its interval, and what went wrong, if anything did."""
+        ratio = None if self.ratio is None else f"{self.ratio:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        return "; ".join(part for part in (ratio, self.error) if part) or "no baseline to compare with"
+
+
+class Result(BaseModel):
+    """One benchmark, run once: everything that its table was made of."""
+
+    name: str
+    date: str
+    machine: dict[str, Any]
+    settings: dict[str, Any]
+    data: list[dict[str, Any]]
+    table: str
+
+
+def interleave(
+    variants: Mapping[str, Callable[[], Measured]], rounds: int, say: Callable[[str], None] = print
+) -> list[Sample]:
+    """Run A B C, B C A, C A B …: what disturbs the machine, or follows from what ran before, hits all alike.
+
+    A variant that has only failed is not tried again, so that it does not cost a run in every round.
+    """
+    samples: list[Sample] = []
+    names = list(variants)
+    for number in range(rounds):
+        first = number % len(names)
+        for name in [*names[first:], *names[:first]]:
+            tried = [sample for sample in samples if sample.variant == name]
+            if tried and all(sample.error for sample in tried):
+                continue
+            samples.append(_sample(name, number, variants[name]))
+            say(f"round {number + 1} of {rounds}, {name}: {samples[-1].error or samples[-1].value}")
+    return samples
+
+
+def _sample(name: str, number: int, measure: Callable[[], Measured]) -> Sample:
+    try:
+        measured = measure()
+    except ProgramError as error:
+        return Sample(name, number, None, str(error))
+    except Exception as error:  # a peer may fail in any way, and its row says how
+        traceback.print_exc()
+        return Sample(name, number, None, f"{type(error).__name__}: {error}")
+    return Sample(name, number, measured.value, raw=measured.raw)
+
+
+def compare(samples: Iterable[Sample], baseline: str) -> list[Row]:
+    """Each variant's median, and the median and 95 % interval of its ratios to the baseline, in order of appearance."""
+    by_variant: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_variant.setdefault(sample.variant, []).append(sample)
+    base = {sample.round: sample.value for sample in by_variant.get(baseline, [])}
+    return [_row(variant, found, base) for variant, found in by_variant.items()]
+
+
+def _row(variant: str, samples: list[Sample], base: Mapping[int, float | None]) -> Row:
+    values = [sample.value for sample in samples if sample.value is not None]
+    error = next((sample.error for sample in samples if sample.error), None)
+    pairs = [(sample.value, base.get(sample.round)) for sample in samples]
+    ratios = [value / other for value, other in pairs if value is not None and other is not None]
+    median = float(np.median(values)) if values else None
+    if not ratios:
+        return Row(variant, median, None, None, None, error)
+    return Row(variant, median, float(np.median(ratios)), *bootstrap_interval(ratios), error)
+
+
+def bootstrap_interval(
+    values: Sequence[float], *, level: float = 0.95, draws: int = 10_000, seed: int = 0
+) -> tuple[float, float]:
+    """The percentile bootstrap interval of the median (Efron, 1979)."""
+    drawn = np.random.default_rng(seed).choice(values, (draws, len(values)))
+    low, high = np.quantile(np.median(drawn, axis=1), [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def ratio_table(rows: Sequence[Row], *, what: str, baseline: str) -> str:
+    """Markdown: the median of `what`, and the ratio with its interval."""
+    return markdown_table(
+        [
+            {
+                "program": row.variant,
+                f"{what}, median": None if row.median is None else f"{row.median:.4f}",
+                f"ratio to {baseline}, median [95 % interval]": row.ratio_text,
+            }
+            for row in rows
+        ]
+    )
+
+
+def markdown_table(records: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown of records; all their keys make the head, and what a record lacks is a dash."""
+    head = list(dict.fromkeys(key for record in records for key in record))
+    cells = [[_cell(record.get(key)) for key in head] for record in records]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *cells])
+
+
+def _cell(value: Any) -> str:
+    return "–" if value is None else " ".join(str(value).replace("|", "/").split())
+
+
+def write_result(
+    name: str, *, settings: Mapping[str, Any], data: Iterable[Any], table: str, folder: Path = RESULTS
+) -> Path:
+    """Write <date>-<name>.json with all data, and <name>.md with the newest table; the path of the JSON file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    now = datetime.now(UTC)
+    result = Result(
+        name=name,
+        date=now.isoformat(timespec="seconds"),
+        machine=describe_machine(),
+        settings=dict(settings),
+        data=[item if isinstance(item, dict) else asdict(item) for item in data],
+        table=table,
+    )
+    file = folder / f"{now:%Y-%m-%d}-{name}.json"
+    file.write_text(result.model_dump_json(indent=1) + "\n")
+    machine = result.machine
+    where = f"{machine['device'] or machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
+    foot = f"{result.date[:10]} · {where} · commit {machine['commit']} · raw data: `{file.name}`"
+    (folder / f"{name}.md").write_text(f"{table}\n\n{foot}\n")
+    print(f"{table}\n\n{foot}")
+    return file
+
+
+def command_line(description: str | None) -> argparse.ArgumentParser:
+    """The options that all benchmarks share."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--rounds", type=int, help="interleaved rounds")
+    parser.add_argument("--quick", action="store_true", help="one round of a toy size: shows that it runs")
+    parser.add_argument("--results", type=Path, help=f"folder for results ({RESULTS}; of a toy, a temporary one)")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, *, rounds: int = 10) -> argparse.Namespace:
+    """The arguments of this process, with `rounds` of them unless told otherwise, and one of a toy."""
+    arguments = parser.parse_args()
+    if arguments.rounds is None:
+        arguments.rounds = 1 if arguments.quick else rounds
+    if arguments.results is None:
+        # Figures of a toy must never stand where measured ones are looked for.
+        arguments.results = Path(tempfile.mkdtemp(prefix="trainshed-results-")) if arguments.quick else RESULTS
+    return arguments

@@ -1,0 +1,67 @@
+"""Our loop, and the peak memory of its second step: `torchrun -m benchmarks.memory_run OUT SPEC --run-dir DIR`.
+
+From the end of the first step, when weights, gradients and optimizer state are all there, to the second one's last
+gradient. On the CPU the peak is the kernel's (VmHWM, reset in between) over what was resident then (VmRSS); on a GPU
+the allocator's.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from train_loop import run
+
+
+class Peak:
+    """Watches from the first optimizer step to the second."""
+
+    def __init__(self) -> None:
+        self.before: int | None = None
+        self.bytes: int | None = None
+
+    def step_ended(self, *_: Any) -> None:
+        """Begin at the end of the first step."""
+        if self.before is None:
+            self.before = begin_peak()
+
+    def gradients_ready(self, *_: Any) -> None:
+        """End where the second step's gradients are about to be applied."""
+        if self.before is not None and self.bytes is None:
+            self.bytes = peak() - self.before
+
+
+def main() -> None:
+    """Run the loop, then write."""
+    out, watch = Path(sys.argv.pop(1)), Peak()
+    register_optimizer_step_post_hook(watch.step_ended)
+    register_optimizer_step_pre_hook(watch.gradients_ready)
+    run.main()
+    out.write_text(json.dumps({"peak_bytes": watch.bytes}))
+
+
+def begin_peak() -> int:
+    """Forget the peak so far; bytes in use now."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    Path("/proc/self/clear_refs").write_text("5")
+    return status_bytes("VmRSS")
+
+
+def peak() -> int:
+    """The most bytes that were in use since `begin_peak`."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else status_bytes("VmHWM")
+
+
+def status_bytes(field: str) -> int:
+    """A size that the kernel states of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    main()

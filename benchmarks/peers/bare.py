@@ -1,0 +1,48 @@
+"""The baseline: FSDP2 by hand, with nothing around it. The least that gives the same losses."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from transformers import get_cosine_schedule_with_warmup
+
+from benchmarks.trace import Trace, trace_under_torchrun
+from benchmarks.workload import Workload
+
+
+def train(workload: Workload, folder: Path) -> Trace:
+    """Train this rank's share; the process group must be there."""
+    model = workload.first_model(folder).train()
+    mesh = init_device_mesh("cpu", (workload.world,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=workload.learning_rate, weight_decay=0.0, fused=True)
+    scheduler = get_cosine_schedule_with_warmup(optimizer, 0, workload.steps)
+    trace = Trace()
+    for rows in workload.tokens(folder):
+        trace.step_ended(step(model, optimizer, rows[dist.get_rank()], workload.max_grad_norm))
+        scheduler.step()
+    return trace
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor, max_norm: float) -> float:
+    """One optimizer step on rows [B, T]; the loss over all ranks."""
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+    torch.autograd.backward(loss)
+    nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    mean = loss.detach()
+    dist.all_reduce(mean)
+    return mean.item() / dist.get_world_size()
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    trace_under_torchrun(train)

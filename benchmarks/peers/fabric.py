@@ -1,0 +1,50 @@
+"""Lightning Fabric with its FSDP2 strategy."""
+
+from pathlib import Path
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from transformers import get_cosine_schedule_with_warmup
+
+from benchmarks.trace import Trace, trace_under_torchrun
+from benchmarks.workload import Workload
+
+
+def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """FSDP2 as Fabric's guide writes it: each block, then the root."""
+    for layer in model.get_submodule("model.layers").children():
+        fully_shard(layer, mesh=mesh["data_parallel"])
+    fully_shard(model, mesh=mesh["data_parallel"])
+    return model
+
+
+def train(workload: Workload, folder: Path) -> Trace:
+    """Train this rank's share."""
+    strategy = ModelParallelStrategy(shard, data_parallel_size=workload.world, tensor_parallel_size=1)
+    fabric = Fabric(accelerator="cpu", devices=workload.world, strategy=strategy, precision="32-true")
+    fabric.launch()
+    model = fabric.setup(workload.first_model(folder).train())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=workload.learning_rate, weight_decay=0.0, fused=True)
+    optimizer = fabric.setup_optimizers(optimizer)
+    scheduler = get_cosine_schedule_with_warmup(optimizer, 0, workload.steps)
+    trace = Trace()
+    for rows in workload.tokens(folder):
+        ids = rows[fabric.global_rank]
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+        loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+        fabric.backward(loss)
+        fabric.clip_gradients(model, optimizer, max_norm=workload.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        trace.step_ended(fabric.all_reduce(loss.detach()).item())
+    return trace
+
+
+if __name__ == "__main__":
+    trace_under_torchrun(train)

@@ -1,0 +1,87 @@
+"""Hugging Face's Trainer with Accelerate's FSDP2."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from benchmarks.trace import Trace, trace_under_torchrun
+from benchmarks.workload import Workload
+
+
+class Rows(Dataset[dict[str, Tensor]]):
+    """Token rows in memory."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens = tokens.flatten(0, 2)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+
+
+class Watch(TrainerCallback):  # type: ignore[misc]
+    """Notes every step as the Trainer logs it, which is where it has its loss."""
+
+    def __init__(self) -> None:
+        self.trace = Trace()
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """A step's loss, or the summary at the end, which has none."""
+        if "loss" in kwargs["logs"]:
+            self.trace.step_ended(float(kwargs["logs"]["loss"]))
+
+
+def train(workload: Workload, folder: Path) -> Trace:
+    """Train this rank's share."""
+    watch = Watch()
+    with tempfile.TemporaryDirectory() as output:
+        trainer = Trainer(
+            model=workload.first_model(folder),
+            args=arguments(workload, output),
+            train_dataset=Rows(workload.tokens(folder)),
+            data_collator=collate,
+            callbacks=[watch],
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    return watch.trace
+
+
+def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Rows as a batch; nothing to pad."""
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def arguments(workload: Workload, output: str) -> TrainingArguments:
+    """FSDP2 as its guide sets it up, a fused optimizer, and nothing that costs time beside the loss of every step."""
+    return TrainingArguments(
+        output_dir=output,
+        use_cpu=True,
+        fsdp=True,
+        fsdp_config={"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": True},
+        per_device_train_batch_size=workload.rows_per_rank,
+        max_steps=workload.steps,
+        train_sampling_strategy="sequential",
+        learning_rate=workload.learning_rate,
+        lr_scheduler_type="cosine",
+        optim="adamw_torch_fused",
+        weight_decay=0.0,
+        max_grad_norm=workload.max_grad_norm,
+        seed=workload.seed,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+
+
+if __name__ == "__main__":
+    trace_under_torchrun(train)

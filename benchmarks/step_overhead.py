@@ -1,0 +1,101 @@
+"""Seconds per optimizer step: our loop, under torchrun and through POST /jobs, against a bare FSDP2 loop and peers.
+
+`python -m benchmarks.step_overhead [--rounds N] [--quick] [--only NAME ...]`. Every run is a start of its own; the time
+of starting is not counted.
+"""
+
+import functools
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+
+from benchmarks.harness import Measured, command_line, compare, interleave, parse, ratio_table, write_result
+from benchmarks.launch import ProgramError, metrics, run_loop, run_module
+from benchmarks.trace import Trace, measure
+from benchmarks.workload import TOY, Workload
+from examples.demo import service
+from train_loop.run_dir import RunDir
+
+BARE = "bare FSDP2 loop"
+PEERS = {
+    BARE: "benchmarks.peers.bare",
+    "Hugging Face Trainer, Accelerate FSDP2": "benchmarks.peers.hf_trainer",
+    "Lightning Fabric FSDP2": "benchmarks.peers.fabric",
+}
+RAY = "Ray TorchTrainer around the bare loop"
+OURS = "Trainshed, torchrun"
+SERVICE = "Trainshed, POST /jobs"
+POLL_SECONDS = 1.0
+
+
+def main() -> None:
+    """Run the comparison and write its table."""
+    parser = command_line(__doc__)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="programs whose names contain one of these")
+    arguments = parse(parser)
+    workload = Workload(config=TOY, sequence_length=32, steps=8) if arguments.quick else Workload()
+    with tempfile.TemporaryDirectory(prefix="trainshed-benchmark-") as root:
+        workload.write(Path(root, "workload"))
+        chosen = {
+            name: program
+            for name, program in programs(workload, Path(root)).items()
+            if name == BARE or arguments.only is None or any(part in name for part in arguments.only)
+        }
+        samples = interleave(chosen, arguments.rounds)
+    rows = compare(samples, BARE)
+    write_result(
+        "step-overhead",
+        settings=workload.model_dump() | {"rounds": arguments.rounds, "quick": arguments.quick},
+        data=samples,
+        table=ratio_table(rows, what="seconds a step", baseline=BARE),
+        folder=arguments.results,
+    )
+
+
+def programs(workload: Workload, root: Path) -> dict[str, Callable[[], Measured]]:
+    """What is compared, the baseline first; each call is one run in a folder of its own."""
+    folder = root / "workload"
+
+    def measured(run: Callable[[Path], Trace]) -> Measured:
+        here = Path(tempfile.mkdtemp(dir=root))
+        try:
+            return measure(run(here), workload, root / "first.json")
+        finally:
+            shutil.rmtree(here, ignore_errors=True)
+
+    def peer(module: str, ranks: int | None, here: Path) -> Trace:
+        run_module(module, folder, here / "trace.json", log=here / "log", ranks=ranks)
+        return Trace.read(here / "trace.json")
+
+    def ours(here: Path) -> Trace:
+        return Trace.of_metrics(run_loop(workload.spec(folder), here / "run", ranks=workload.world))
+
+    runs: dict[str, Callable[[Path], Trace]] = {
+        name: functools.partial(peer, module, workload.world) for name, module in PEERS.items()
+    }
+    runs[RAY] = functools.partial(peer, "benchmarks.peers.ray_trainer", None)
+    runs |= {OURS: ours, SERVICE: functools.partial(through_service, workload, folder)}
+    return {name: functools.partial(measured, run) for name, run in runs.items()}
+
+
+def through_service(workload: Workload, folder: Path, here: Path) -> Trace:
+    """One job on a service of its own with embedded Ray, asked for its state once a second."""
+    data = here / "runs" / "data"
+    data.mkdir(parents=True)
+    shutil.copy(folder / "tokens.parquet", data)
+    with service(here) as (client, _):
+        job = client.submit(yaml.safe_dump(workload.spec(data)))
+        while not job.state.terminal:
+            time.sleep(POLL_SECONDS)
+            job = client.job(job.id)
+    if job.state != "SUCCEEDED":
+        raise ProgramError(f"the job ended as {job.state}: {job.reason}")
+    return Trace.of_metrics(metrics(RunDir.at(job.run_dir).root))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""Our loop with a stopwatch on its all-to-alls: `torchrun -m benchmarks.stopwatch_run OUT SPEC --run-dir DIR`.
+
+Every rank writes OUT.RANK: one [unix seconds when it ended, seconds it took] for each. A collective on the CPU returns
+when it is done, so that waiting for the slower rank counts as well.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from train_loop import run
+
+
+def main() -> None:
+    """Run the loop, then write."""
+    out, exchange, taken = Path(sys.argv.pop(1)), dist.all_to_all_single, []
+
+    def timed(*arguments: Any, **named: Any) -> Any:
+        began = time.perf_counter()
+        done = exchange(*arguments, **named)
+        taken.append((time.time(), time.perf_counter() - began))
+        return done
+
+    dist.all_to_all_single = timed
+    run.main()
+    out.with_suffix(f".{os.environ['RANK']}").write_text(json.dumps(taken))
+
+
+if __name__ == "__main__":
+    main()

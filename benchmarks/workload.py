@@ -1,0 +1,117 @@
+"""What every program of a comparison trains: one model, one set of tokens, one set of first weights, in a folder."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from pydantic import BaseModel, ConfigDict
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from train_loop.model.build import build_model, materialise
+from train_loop.spec import parse
+
+SMALL = {
+    "model_type": "qwen3",
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+TOY = SMALL | {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+
+
+class Workload(BaseModel):
+    """A small run on CPU ranks: fp32, AdamW, cosine, gradients clipped, every row of the same length."""
+
+    model_config = ConfigDict(frozen=True)
+
+    config: dict[str, Any] = SMALL
+    world: int = 2
+    sequence_length: int = 512
+    rows_per_rank: int = 1
+    steps: int = 24
+    first_counted: int = 5
+    """Steps before it warm up."""
+    learning_rate: float = 3e-4
+    max_grad_norm: float = 1.0
+    seed: int = 0
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences per optimizer step."""
+        return self.world * self.rows_per_rank
+
+    def write(self, folder: Path) -> None:
+        """Draw tokens and first weights, once for all programs."""
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = self.steps * self.global_batch
+        write_tokens(folder / "tokens.parquet", rows=rows, length=self.sequence_length, config=self.config)
+        model_spec = parse(self.spec(folder)).model
+        model, blueprint = build_model(model_spec), build_model(model_spec)
+        materialise(model, blueprint, seed=self.seed, device=torch.device("cpu"))
+        save_file(
+            {name: weight.contiguous() for name, weight in model.state_dict().items()}, folder / "first.safetensors"
+        )
+        (folder / "workload.json").write_text(self.model_dump_json(indent=2))
+
+    @classmethod
+    def read(cls, folder: Path) -> "Workload":
+        """The inverse of `write`."""
+        return cls.model_validate_json((folder / "workload.json").read_bytes())
+
+    def spec(self, folder: Path, **parts: dict[str, Any]) -> dict[str, Any]:
+        """The same as a job spec, whose order of data is the file's; parts of it can be overridden."""
+        base: dict[str, dict[str, Any]] = {
+            "model": {"config": self.config, "dtype": "fp32", "gradient_checkpointing": "none"},
+            "data": {
+                "train": {"path": f"file://{folder}/tokens.parquet"},
+                "columns": {"input_ids": "ids"},
+                "sequence_length": self.sequence_length,
+                "packing": False,
+                "shuffle": False,
+            },
+            "training": {
+                "learning_rate": self.learning_rate,
+                "lr_scheduler_type": "cosine",
+                "per_device_train_batch_size": self.rows_per_rank,
+                "max_steps": self.steps,
+                "max_grad_norm": self.max_grad_norm,
+                "seed": self.seed,
+            },
+            "checkpoint": {"every_steps": None, "save_final": False},
+            "scaling": {"num_workers": self.world, "resources_per_worker": {"CPU": 0.5}},
+        }
+        return {"name": "benchmark"} | {name: base.get(name, {}) | parts.get(name, {}) for name in base | parts}
+
+    def first_model(self, folder: Path) -> PreTrainedModel:
+        """The model as every program begins with it, whole, in this process."""
+        config = AutoConfig.for_model(**self.config)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, attn_implementation="sdpa", dtype=torch.float32
+        )
+        model.load_state_dict(load_file(folder / "first.safetensors"))
+        return model
+
+    def tokens(self, folder: Path) -> Tensor:
+        """All rows [steps, world, rows_per_rank, T]: a step takes the next `global_batch` of them, rank by rank."""
+        column = pq.read_table(folder / "tokens.parquet")["ids"].combine_chunks()
+        flat = torch.from_numpy(column.flatten().to_numpy().astype(np.int64))
+        return flat.view(self.steps, self.world, self.rows_per_rank, self.sequence_length)
+
+
+def write_tokens(path: Path, *, rows: int, length: int, config: dict[str, Any]) -> None:
+    """A Parquet file of random token rows of one length."""
+    drawn = np.random.default_rng(0).integers(0, config["vocab_size"], rows * length, dtype=np.int32)
+    ids = pa.ListArray.from_arrays(np.arange(0, rows * length + 1, length, dtype=np.int32), pa.array(drawn))
+    # Groups of a few megabytes, because a row is read with all of its group.
+    pq.write_table(pa.table({"ids": ids}), path, row_group_size=max(1, 2**20 // length))

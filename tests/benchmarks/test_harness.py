@@ -1,0 +1,120 @@
+"""What the harness makes of known numbers."""
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.gpu import stall, window_seconds
+from benchmarks.harness import (
+    Measured,
+    Sample,
+    bootstrap_interval,
+    compare,
+    interleave,
+    markdown_table,
+    ratio_table,
+    write_result,
+)
+from benchmarks.launch import ProgramError
+from benchmarks.trace import Trace, measure
+from benchmarks.ulysses import exchange_share
+from benchmarks.workload import Workload
+
+
+def test_every_round_runs_each_program_once_and_begins_with_another() -> None:
+    ran: list[str] = []
+
+    def program(name: str) -> Callable[[], Measured]:
+        def run() -> Measured:
+            ran.append(name)
+            return Measured(1.0)
+
+        return run
+
+    interleave({name: program(name) for name in "abc"}, 3, say=lambda _: None)
+    assert ran == [*"abc", *"bca", *"cab"]
+
+
+def test_a_program_that_fails_keeps_its_row_and_is_not_tried_again() -> None:
+    tries = itertools.count()
+
+    def broken() -> Measured:
+        next(tries)
+        raise ProgramError("it needs a GPU")
+
+    samples = interleave({"bare": lambda: Measured(2.0), "peer": broken}, 3, say=lambda _: None)
+    assert next(tries) == 1
+    assert "| peer | – | it needs a GPU |" in ratio_table(compare(samples, "bare"), what="seconds", baseline="bare")
+
+
+def test_a_program_that_failed_once_keeps_its_figures_and_tells() -> None:
+    samples = [Sample("bare", 0, 1.0), Sample("bare", 1, 1.0), Sample("ours", 0, 1.5), Sample("ours", 1, None, "a | b")]
+    table = ratio_table(compare(samples, "bare"), what="seconds", baseline="bare")
+    assert "| ours | 1.5000 | 1.500 [1.500, 1.500]; a / b |" in table
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    # The machine was ten times slower in the second round, and the programs stood as before.
+    values = {"bare": [1.0, 10.0, 2.0], "ours": [1.1, 11.0, 2.2]}
+    samples = [Sample(name, number, value) for name, found in values.items() for number, value in enumerate(found)]
+    bare, ours = compare(samples, "bare")
+    assert (bare.ratio, bare.low, bare.high) == (1.0, 1.0, 1.0)
+    assert ours.median == 2.2
+    assert (ours.ratio, ours.low, ours.high) == pytest.approx((1.1, 1.1, 1.1))
+
+
+def test_a_round_without_baseline_gives_no_ratio() -> None:
+    (row,) = compare([Sample("ours", 0, 1.0)], "bare")
+    assert row.ratio is None
+
+
+def test_the_interval_of_a_median_covers_it_as_often_as_it_says() -> None:
+    draw = np.random.default_rng(7)
+    intervals = [bootstrap_interval(draw.normal(1.0, 0.1, 15).tolist(), draws=500) for _ in range(300)]
+    assert 0.90 < np.mean([low <= 1.0 <= high for low, high in intervals]) <= 1.0
+
+
+def test_what_a_record_lacks_is_a_dash() -> None:
+    assert markdown_table([{"case": "a", "MFU": "40%"}, {"case": "b"}]).splitlines()[2:] == ["| a | 40% |", "| b | – |"]
+
+
+def test_results_keep_raw_data_machine_and_versions(tmp_path: Path) -> None:
+    sample = Sample("bare", 0, 1.5, raw={"ends": [1.0, 2.5]})
+    file = write_result("some", settings={"steps": 2}, data=[sample], table="| a |", folder=tmp_path)
+    found = json.loads(file.read_text())
+    assert found["data"][0]["raw"] == {"ends": [1.0, 2.5]}
+    assert found["machine"]["versions"]["torch"]
+    assert found["machine"]["cores"] >= 1
+    assert found["date"][:10] in file.name
+    assert (tmp_path / "some.md").read_text().startswith("| a |\n\n")
+
+
+def test_seconds_a_step_are_those_of_the_window_after_warm_up() -> None:
+    assert Trace(ends=[0.0, 9.0, 10.0, 11.0, 13.0], losses=[1.0] * 5).step_seconds(2) == pytest.approx(4 / 3)
+
+
+def test_a_program_with_other_losses_is_no_comparison(tmp_path: Path) -> None:
+    workload = Workload(steps=2, first_counted=1)
+    measure(Trace(ends=[1.0, 2.0], losses=[5.0, 4.0]), workload, tmp_path / "first.json")
+    with pytest.raises(ProgramError, match=r"up to 2\.5e-01 off the baseline's"):
+        measure(Trace(ends=[1.0, 2.0], losses=[5.0, 3.0]), workload, tmp_path / "first.json")
+
+
+def test_a_save_costs_what_its_window_took_beyond_plain_steps() -> None:
+    # Steps of one second; the save of step 2 slows steps 3 and 4 by half a second each, and commits within step 4.
+    ends = {1: 1.0, 2: 2.0, 3: 3.5, 4: 5.0, 5: 6.0}
+    lines = [{"step": step, "time": at} for step, at in ends.items()]
+    cost = stall(lines, {"step": 2, "time": 4.2}, plain=window_seconds(lines, 1, 2))
+    assert cost == {"step": 2, "steps": 2, "lost": pytest.approx(1.0), "durable_after": pytest.approx(2.2)}
+    assert stall(lines, {"step": 4, "time": 7.0}, plain=1.0) is None
+
+
+def test_the_share_in_all_to_alls_counts_those_of_the_window(tmp_path: Path) -> None:
+    trace = Trace(ends=[10.0, 20.0, 30.0], losses=[1.0] * 3)
+    (tmp_path / "exchanges.0").write_text(json.dumps([[5.0, 3.0], [15.0, 2.0], [25.0, 2.0]]))
+    (tmp_path / "exchanges.1").write_text(json.dumps([[15.0, 1.0], [25.0, 1.0]]))
+    assert exchange_share(trace, 1, list(tmp_path.glob("exchanges.*"))) == pytest.approx(0.15)

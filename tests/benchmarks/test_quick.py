@@ -1,0 +1,89 @@
+"""Every benchmark runs at toy size, and its programs do the same training."""
+
+import json
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import gpu, memory, step_overhead, ulysses
+from benchmarks.workload import TOY
+
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a benchmark's command line; the result that it wrote."""
+
+    def call(main: Callable[[], None], *arguments: str) -> dict[str, Any]:
+        monkeypatch.setattr(sys, "argv", ["benchmark", *arguments, "--results", str(tmp_path)])
+        main()
+        (file,) = tmp_path.glob("*.json")
+        result: dict[str, Any] = json.loads(file.read_text())
+        return result
+
+    return call
+
+
+def agreed(result: dict[str, Any]) -> set[str]:
+    """The programs that ran and had the baseline's losses."""
+    for sample in result["data"]:
+        assert sample["error"] is None, sample
+        assert sample["raw"]["loss_difference"] < 1e-5
+    return {sample["variant"] for sample in result["data"]}
+
+
+def test_bare_loop_and_ours_train_the_same(run: Run) -> None:
+    result = run(step_overhead.main, "--quick", "--only", step_overhead.OURS)
+    assert agreed(result) == {step_overhead.BARE, step_overhead.OURS}
+
+
+def test_ray_around_the_bare_loop_and_a_job_of_the_service_train_the_same(run: Run) -> None:
+    result = run(step_overhead.main, "--quick", "--only", step_overhead.RAY, step_overhead.SERVICE)
+    assert agreed(result) == {step_overhead.BARE, step_overhead.RAY, step_overhead.SERVICE}
+
+
+@pytest.mark.parametrize(("package", "name"), [("accelerate", "Hugging Face"), ("lightning", "Lightning")])
+def test_a_peer_trains_the_same(run: Run, package: str, name: str) -> None:
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: it comes with the extra `bench`, which make bench installs")
+    assert len(agreed(run(step_overhead.main, "--quick", "--only", name))) == 2
+
+
+def test_ulysses_trains_the_same_and_states_its_share(run: Run) -> None:
+    result = run(ulysses.main, "--quick")
+    assert agreed(result) == set(ulysses.VARIANTS)
+    shares = {sample["variant"]: sample["raw"]["all_to_all_share"] for sample in result["data"]}
+    assert shares.pop(ulysses.BASELINE) == 0
+    assert all(0 < share < 1 for share in shares.values())
+
+
+def test_memory_has_a_row_for_every_way(run: Run) -> None:
+    result = run(memory.main, "--quick")
+    found = {one["way"]: one for one in result["data"]}
+    assert found["plain"]["peak_bytes"] > 0
+    assert all(one["peak_bytes"] or one["error"] for one in found.values())
+    assert all(f"| {way} |" in result["table"] for way in memory.WAYS)
+
+
+def test_a_way_that_the_spec_refuses_is_told_in_its_words() -> None:
+    found = memory.measure(TOY, memory.PLAIN | {"gradient_checkpointing": "sometimes"}, 64)
+    assert found["peak_bytes"] is None
+    assert "/model/gradient_checkpointing" in found["error"]
+
+
+@pytest.mark.parametrize("what", gpu.MEASURES)
+def test_the_gpu_benchmark_runs_a_toy_on_the_cpu(run: Run, what: str) -> None:
+    (record,) = run(gpu.main, what, "toy")["data"]
+    assert "note" not in record
+    assert record["raw"]["metrics"]
+
+
+def test_an_unknown_case_is_refused_with_the_known_ones(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(gpu.main, "speed", "qwen5")
+    assert "qwen3-0.6b-4k" in capsys.readouterr().err
