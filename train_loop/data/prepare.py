@@ -4,6 +4,7 @@ A prepared dataset is keyed by a fingerprint of all that decides its content and
 same. It appears under its final name by one rename, so that it is whole or not there.
 """
 
+import logging
 import os
 import shutil
 import uuid
@@ -69,6 +70,9 @@ def _commit(work: Path, folder: Path) -> None:
 
 
 def _build(work: Path, folder: Path, spec: JobSpec, files: list[SourceFile]) -> Dataset:
+    if not ray.is_initialized():
+        # By itself, and not in a job: the cluster that RAY_ADDRESS names, or one for as long as this process lives.
+        ray.init(logging_level=logging.WARNING)
     ordered_context()
     rows = _read(files, spec)
     tokenizer, eos = None, 0

@@ -4,7 +4,7 @@ from train_loop.plan.shape import ModelShape
 from train_loop.spec import JobSpec
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-CHUNK_BYTES = 2**30
+CHUNK_BYTES = 2**29
 """What the logits of a chunk may take, their gradient included."""
 
 
