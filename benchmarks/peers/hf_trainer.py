@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import DistributedType
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -49,6 +50,9 @@ def train(workload: Workload, folder: Path) -> Trace:
             data_collator=collate,
             callbacks=[watch],
         )
+        if not trainer.is_fsdp_enabled or trainer.accelerator.distributed_type != DistributedType.FSDP:
+            # It says nothing and wraps the model in DistributedDataParallel, which moves other bytes.
+            raise RuntimeError(f"Accelerate has no FSDP here: it chose {trainer.accelerator.distributed_type}")
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     return watch.trace

@@ -47,11 +47,21 @@ def test_ray_around_the_bare_loop_and_a_job_of_the_service_train_the_same(run: R
     assert agreed(result) == {step_overhead.BARE, step_overhead.RAY, step_overhead.SERVICE}
 
 
-@pytest.mark.parametrize(("package", "name"), [("accelerate", "Hugging Face"), ("lightning", "Lightning")])
-def test_a_peer_trains_the_same(run: Run, package: str, name: str) -> None:
+def needs(package: str) -> None:
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed: it comes with the extra `bench`, which make bench installs")
-    assert len(agreed(run(step_overhead.main, "--quick", "--only", name))) == 2
+
+
+def test_fabric_trains_the_same(run: Run) -> None:
+    needs("lightning")
+    assert len(agreed(run(step_overhead.main, "--quick", "--only", "Lightning"))) == 2
+
+
+def test_a_peer_that_cannot_run_here_keeps_its_row_with_the_reason(run: Run) -> None:
+    needs("accelerate")
+    result = run(step_overhead.main, "--quick", "--only", "Hugging Face")
+    (error,) = {sample["error"] for sample in result["data"] if "Hugging Face" in sample["variant"]}
+    assert "Accelerate has no FSDP here: it chose DistributedType.MULTI_CPU" in error
 
 
 def test_ulysses_trains_the_same_and_states_its_share(run: Run) -> None:
