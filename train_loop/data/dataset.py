@@ -153,11 +153,17 @@ def _take(path: str, columns: tuple[str, ...], local: Ids) -> tuple[pa.Table, Id
     ends = np.cumsum([metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)])
     group_of = np.searchsorted(ends, local, side="right")
     groups = np.unique(group_of)
-    table = file.read_row_groups([int(g) for g in groups], columns=list(columns)).combine_chunks()
+    table = pa.concat_tables([_group(path, int(g), columns) for g in groups]).combine_chunks()
     sizes = np.array([metadata.row_group(int(g)).num_rows for g in groups])
     begins = np.cumsum(sizes) - sizes
     index = np.searchsorted(groups, group_of)
     return table, begins[index] + local - (ends[group_of] - sizes[index])
+
+
+@lru_cache(maxsize=2)
+def _group(path: str, group: int, columns: tuple[str, ...]) -> pa.Table:
+    # Kept, because files with a million rows to a group are common, and a step in file order takes a few of them.
+    return _open(path).read_row_group(group, columns=list(columns))
 
 
 @lru_cache(maxsize=64)
