@@ -23,7 +23,7 @@ from train_loop.run_dir import RunDir
 BARE = "bare FSDP2 loop"
 PEERS = {
     BARE: "benchmarks.peers.bare",
-    "Hugging Face Trainer, Accelerate FSDP2": "benchmarks.peers.hf_trainer",
+    "Hugging Face Trainer, Accelerate FSDP2 (by hand: Accelerate ignores it on CPUs)": "benchmarks.peers.hf_trainer",
     "Lightning Fabric FSDP2": "benchmarks.peers.fabric",
 }
 RAY = "Ray TorchTrainer around the bare loop"

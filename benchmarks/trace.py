@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 from pydantic import BaseModel
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from benchmarks.harness import Measured
 from benchmarks.launch import ProgramError
@@ -62,6 +64,13 @@ def measure(trace: Trace, workload: Workload, reference: Path) -> Measured:
     if off > LOSS_TOLERANCE:
         raise ProgramError(f"its losses are up to {off:.1e} off the baseline's, more than {LOSS_TOLERANCE:.0e}")
     return Measured(trace.step_seconds(workload.first_counted), trace.model_dump() | {"loss_difference": off})
+
+
+def check_sharded(model: nn.Module) -> None:
+    """Raise RuntimeError where a parameter is whole: what does not shard saves itself the communication."""
+    whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    if whole:
+        raise RuntimeError(f"it trains without FSDP2: {whole[0]} and {len(whole) - 1} other parameters are not sharded")
 
 
 def trace_under_torchrun(train: Callable[[Workload, Path], Trace]) -> None:

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from transformers import get_cosine_schedule_with_warmup
 
-from benchmarks.trace import Trace, trace_under_torchrun
+from benchmarks.trace import Trace, check_sharded, trace_under_torchrun
 from benchmarks.workload import Workload
 
 
@@ -21,6 +21,7 @@ def train(workload: Workload, folder: Path) -> Trace:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    check_sharded(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=workload.learning_rate, weight_decay=0.0, fused=True)
     scheduler = get_cosine_schedule_with_warmup(optimizer, 0, workload.steps)
     trace = Trace()

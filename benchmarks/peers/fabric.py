@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from transformers import get_cosine_schedule_with_warmup
 
-from benchmarks.trace import Trace, trace_under_torchrun
+from benchmarks.trace import Trace, check_sharded, trace_under_torchrun
 from benchmarks.workload import Workload
 
 
@@ -29,6 +29,7 @@ def train(workload: Workload, folder: Path) -> Trace:
     fabric = Fabric(accelerator="cpu", devices=workload.world, strategy=strategy, precision="32-true")
     fabric.launch()
     model = fabric.setup(workload.first_model(folder).train())
+    check_sharded(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=workload.learning_rate, weight_decay=0.0, fused=True)
     optimizer = fabric.setup_optimizers(optimizer)
     scheduler = get_cosine_schedule_with_warmup(optimizer, 0, workload.steps)

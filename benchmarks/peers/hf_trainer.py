@@ -1,16 +1,20 @@
-"""Hugging Face's Trainer with Accelerate's FSDP2."""
+"""Hugging Face's Trainer with Accelerate's FSDP2.
+
+Accelerate 1.15 knows FSDP for GPUs alone: on CPU ranks it passes over the plugin without a word and trains with DDP,
+which shards nothing and is no comparison. `switch_on_fsdp` sets what it would have set on a GPU.
+"""
 
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import DistributedType
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from benchmarks.trace import Trace, trace_under_torchrun
+from benchmarks.trace import Trace, check_sharded, trace_under_torchrun
 from benchmarks.workload import Workload
 
 
@@ -50,12 +54,19 @@ def train(workload: Workload, folder: Path) -> Trace:
             data_collator=collate,
             callbacks=[watch],
         )
-        if not trainer.is_fsdp_enabled or trainer.accelerator.distributed_type != DistributedType.FSDP:
-            # It says nothing and wraps the model in DistributedDataParallel, which moves other bytes.
-            raise RuntimeError(f"Accelerate has no FSDP here: it chose {trainer.accelerator.distributed_type}")
         trainer.remove_callback(PrinterCallback)
+        switch_on_fsdp(trainer)
         trainer.train()
+        check_sharded(trainer.model)
     return watch.trace
+
+
+def switch_on_fsdp(trainer: Trainer) -> None:
+    """Have Accelerate take the path that the arguments ask for."""
+    state = trainer.accelerator.state
+    state.distributed_type = DistributedType.FSDP
+    state.fsdp_plugin = FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args)
+    trainer.is_fsdp_enabled = True
 
 
 def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from torch import nn
 
 from benchmarks.gpu import stall, window_seconds
 from benchmarks.harness import (
@@ -20,7 +21,7 @@ from benchmarks.harness import (
     write_result,
 )
 from benchmarks.launch import ProgramError
-from benchmarks.trace import Trace, measure
+from benchmarks.trace import Trace, check_sharded, measure
 from benchmarks.ulysses import exchange_share
 from benchmarks.workload import Workload
 
@@ -102,6 +103,11 @@ def test_a_program_with_other_losses_is_no_comparison(tmp_path: Path) -> None:
     measure(Trace(ends=[1.0, 2.0], losses=[5.0, 4.0]), workload, tmp_path / "first.json")
     with pytest.raises(ProgramError, match=r"up to 2\.5e-01 off the baseline's"):
         measure(Trace(ends=[1.0, 2.0], losses=[5.0, 3.0]), workload, tmp_path / "first.json")
+
+
+def test_a_program_that_does_not_shard_is_no_comparison() -> None:
+    with pytest.raises(RuntimeError, match="trains without FSDP2: weight and 1 other"):
+        check_sharded(nn.Linear(2, 2))
 
 
 def test_a_save_costs_what_its_window_took_beyond_plain_steps() -> None:
