@@ -79,4 +79,6 @@ def trace_under_torchrun(train: Callable[[Workload, Path], Trace]) -> None:
     trace = train(Workload.read(folder), folder)
     if dist.get_rank() == 0:
         trace.write(out)
+    # A rank that closes its connections while another still uses them can end that one without a traceback.
+    dist.barrier()
     dist.destroy_process_group()
