@@ -63,7 +63,9 @@ def _wishes_not_granted(model: PreTrainedModel, spec: JobSpec) -> list[Problem]:
     checks["/model/freeze_module_prefix"] = lambda: freeze(model, spec.model.freeze_module_prefix)
     if strategy.apply_tiled_mlp:
         tiles = strategy.tiled_num_shards
-        checks["/strategy/apply_tiled_mlp"] = lambda: apply_tiled_mlp(decoder_layers(model), tiles=tiles)
+        checks["/strategy/apply_tiled_mlp"] = lambda: apply_tiled_mlp(
+            decoder_layers(model, strategy.wrap_policy), tiles=tiles
+        )
     return [Problem(pointer, fault) for pointer, check in checks.items() if (fault := _fault(check))]
 
 

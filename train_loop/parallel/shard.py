@@ -22,7 +22,7 @@ def parallelize(model: PreTrainedModel, mesh: Mesh, spec: JobSpec) -> Ulysses | 
     """Make a model on the meta device parallel, in place. Raises ModelError."""
     mode, strategy = spec.model.gradient_checkpointing, spec.strategy
     ulysses = apply_ulysses(model, mesh.sp)
-    layers = decoder_layers(model)
+    layers = decoder_layers(model, strategy.wrap_policy)
     if strategy.apply_tiled_mlp:
         apply_tiled_mlp(layers, tiles=strategy.tiled_num_shards)
     if mode != "none":

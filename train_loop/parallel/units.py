@@ -9,9 +9,13 @@ from train_loop.errors import ModelError
 from train_loop.spec import WrapPolicySpec
 
 
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules that the model itself says must not be split, in their order. Raises ModelError if it names none."""
-    layers = modules_of(model, model._no_split_modules or ())
+def decoder_layers(model: PreTrainedModel, policy: WrapPolicySpec) -> list[nn.Module]:
+    """The modules that the model itself says must not be split, or else the policy's, in their order.
+
+    Raises ModelError where neither names any.
+    """
+    own = modules_of(model, model._no_split_modules or ())
+    layers = own or modules_of(model, policy.transformer_layer_cls_to_wrap)
     if not layers:
         raise ModelError(
             f"{type(model).__name__} names no layers in _no_split_modules; name their class in "
@@ -26,7 +30,7 @@ def find_units(model: PreTrainedModel, policy: WrapPolicySpec) -> list[list[nn.M
     Raises ModelError for a class name that matches nothing.
     """
     check_names(model, policy)
-    layers = modules_of(model, policy.transformer_layer_cls_to_wrap) or decoder_layers(model)
+    layers = modules_of(model, policy.transformer_layer_cls_to_wrap) or decoder_layers(model, policy)
     # Children come after their parents in module order, and must be sharded before them.
     return [[module] for module in reversed(layers)] + _outer_units(model, policy)
 

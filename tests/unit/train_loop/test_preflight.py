@@ -9,9 +9,12 @@ import pytest
 
 from tests.support.folders import write_model, write_tokenizer
 from tests.support.specs import TINY, raw_spec
+from train_loop.errors import ModelError
+from train_loop.model.build import build_model
 from train_loop.model_folder import model_shape
+from train_loop.parallel.units import decoder_layers
 from train_loop.preflight import check_data, check_model
-from train_loop.spec import JobSpec, parse
+from train_loop.spec import JobSpec, WrapPolicySpec, parse
 
 
 def problems(root: Path, **data: Any) -> dict[str, str]:
@@ -258,3 +261,11 @@ def test_a_model_whose_attention_bypasses_the_registry_is_refused_for_ulysses_on
     assert problem.pointer == "/strategy/ulysses_size"
     assert "which 0 of the 2 layers of FalconForCausalLM use; choose ulysses_size: 1" in problem.message
     assert check_model(parse(raw_spec(model={"config": FALCON})), [])[1] == []
+
+
+def test_a_model_that_names_no_layers_takes_those_of_the_spec() -> None:
+    model = build_model(parse(raw_spec()).model)
+    model._no_split_modules = None
+    with pytest.raises(ModelError, match="transformer_layer_cls_to_wrap, for example Qwen3Model, Qwen3DecoderLayer"):
+        decoder_layers(model, WrapPolicySpec())
+    assert len(decoder_layers(model, WrapPolicySpec(transformer_layer_cls_to_wrap=("Qwen3DecoderLayer",)))) == 2
