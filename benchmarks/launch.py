@@ -1,6 +1,7 @@
 """Starting what is measured: each program in processes of its own, one thread a rank."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -72,9 +73,13 @@ def end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def last_words(log: Path) -> str:
-    """The last line of a log that names an error, or else the last line."""
+    """The last line of a log that names an error or a signal, or else the last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
+    errors = [
+        line
+        for line in lines
+        if re.search(r"Error|terminate called|SIG(?!TERM)", line) and "ChildFailedError" not in line
+    ]
     return (errors or lines or ["it said nothing"])[-1][:300]
 
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.harness import Measured
 from benchmarks.launch import ProgramError
 from benchmarks.workload import Workload
+from train_loop.leave import leave
 
 LOSS_TOLERANCE = 1e-4
 """Relative; another order of summation moves an fp32 loss by less over these few steps."""
@@ -82,3 +83,4 @@ def trace_under_torchrun(train: Callable[[Workload, Path], Trace]) -> None:
     # A rank that closes its connections while another still uses them can end that one without a traceback.
     dist.barrier()
     dist.destroy_process_group()
+    leave()

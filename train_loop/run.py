@@ -14,6 +14,7 @@ import torch.distributed as dist
 from train_loop.data.cache import default_cache, evaluation_spec, find_dataset, pinned_dataset
 from train_loop.data.dataset import Dataset
 from train_loop.data.reader import local_stream
+from train_loop.leave import leave
 from train_loop.logs import log_to
 from train_loop.run_dir import RunDir, write_durably
 from train_loop.session import Session
@@ -35,6 +36,7 @@ def main() -> None:
         run(spec, _session(spec, RunDir.at(arguments.run_dir)), arguments.cache)
     finally:
         dist.destroy_process_group()
+    leave()
 
 
 def run(spec: JobSpec, session: Session, cache: Path) -> None:

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch.multiprocessing import Queue, get_context
 from torch.multiprocessing.spawn import spawn
 
+from train_loop.leave import leave
+
 
 def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Call `function(*arguments)` on every rank of a gloo group; what each rank returned, by rank.
@@ -50,6 +52,7 @@ def ranks_that_stay(world: int) -> Iterator[Callable[..., Any]]:
 def _rank(rank: int, world: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     with _group(rank, world, folder):
         torch.save(function(*arguments), Path(folder, f"{rank}.pt"))
+    leave()
 
 
 def _answer(rank: int, world: int, folder: str, asked: "list[Queue[Any]]", answers: "Queue[Any]") -> None:
@@ -62,6 +65,9 @@ def _answer(rank: int, world: int, folder: str, asked: "list[Queue[Any]]", answe
                 answer = traceback.format_exc(), None
             if rank == 0 or answer[0]:
                 answers.put(answer)
+    answers.close()
+    answers.join_thread()
+    leave()
 
 
 @contextmanager

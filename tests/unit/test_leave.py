@@ -1,0 +1,26 @@
+"""A rank that is done ends as done."""
+
+import subprocess
+import sys
+
+PROGRAM = """
+import atexit, logging, os, sys
+from train_loop.leave import leave
+
+class Abort:
+    def __del__(self):
+        os.abort()  # what threads of gloo do to an interpreter that is being finalized
+
+atexit.register(os.abort)
+abort = Abort()
+logging.basicConfig(stream=sys.stdout)
+logging.warning("logged")
+sys.stdout.write("said")  # stays in the buffer: no end of line
+leave()
+"""
+
+
+def test_a_rank_leaves_with_all_it_said_and_without_finalization() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("logged\nsaid")
