@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.ranks import on_ranks
 from tests.support.specs import TINY, spec
@@ -218,6 +219,18 @@ def test_frozen_parameters_stay_and_have_no_moments(runs: Any) -> None:
         assert torch.equal(final["model"][name], weight) == (name in frozen), name
         assert (name in final["optimizer"]["state"]) == (name not in frozen), name
         assert (name in final["ema"]) == (name not in frozen), name
+
+
+def test_the_averages_of_a_checkpoint_become_a_hugging_face_folder(runs: Any, tmp_path: Path) -> None:
+    final = load_checkpoint(runs[0] / "frozen fsdp", STEPS)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**UNEVEN))
+    model.load_state_dict(final["model"])
+    # Over the weights: frozen ones have no average.
+    assert model.load_state_dict(final["ema"], strict=False).unexpected_keys == []
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    for name, weight in final["model"].items():
+        assert torch.equal(loaded[name], final["ema"].get(name, weight)), name
 
 
 def test_gradients_beside_frozen_parameters_equal_one_rank(runs: Any) -> None:

@@ -22,6 +22,13 @@ BIT_EQUAL: dict[str, Parts] = {
     "reshard false": {"strategy": {"reshard_after_forward": False}},
     "reshard to 2": {"strategy": {"reshard_after_forward": 2}},
     "prefetch": {"strategy": {"forward_prefetch": 2, "backward_prefetch": 3}},
+    "prefetch of finer units": {
+        "strategy": {
+            "forward_prefetch": 2,
+            "backward_prefetch": 2,
+            "wrap_policy": {"transformer_layer_cls_to_wrap": ["Qwen3Attention", "Qwen3MLP"]},
+        }
+    },
     "offload": {"strategy": {"offload_policy": True}},
     "no recomputation": {"model": {"gradient_checkpointing": "none"}},
     "offloaded activations": {"model": {"gradient_checkpointing": "offload"}},

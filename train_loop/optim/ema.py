@@ -13,7 +13,6 @@ class Ema:
     def __init__(self, model: nn.Module, decay: float) -> None:
         # Held, because a module shows whole parameters instead of these while FSDP has them gathered.
         self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         self._average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         self.averages: dict[str, Tensor] = {
             name: weight.detach().to(torch.float32, copy=True) for name, weight in self._weights.items()
@@ -28,7 +27,3 @@ class Ema:
         """Take over saved averages."""
         for name, average in self.averages.items():
             average.copy_(averages[name])
-
-    def weights(self) -> dict[str, Tensor]:
-        """What to export: every parameter's average by name, and frozen parameters as they are; sharded."""
-        return self.averages | {name: p.detach() for name, p in self._frozen.items()}

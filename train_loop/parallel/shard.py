@@ -14,7 +14,7 @@ from train_loop.parallel.mesh import Mesh
 from train_loop.parallel.prefetch import apply_prefetch
 from train_loop.parallel.recompute import apply_checkpointing
 from train_loop.parallel.ulysses import Ulysses, apply_ulysses
-from train_loop.parallel.units import decoder_layers, find_units, norms
+from train_loop.parallel.units import decoder_layers, find_units, norms, wrapped_layers
 from train_loop.spec import JobSpec, StrategySpec
 
 
@@ -29,8 +29,10 @@ def parallelize(model: PreTrainedModel, mesh: Mesh, spec: JobSpec) -> Ulysses | 
         apply_checkpointing(layers, offload=mode == "offload", pin_memory=mesh.device.type == "cuda")
     if spec.model.compile:
         apply_compile(layers)
+    # Asked before FSDP2 changes the names of their classes.
+    wrapped = wrapped_layers(model, strategy.wrap_policy)
     apply_fsdp(model, mesh, strategy)
-    units = [layer for layer in layers if isinstance(layer, FSDPModule)]
+    units = [layer for layer in wrapped if isinstance(layer, FSDPModule)]
     apply_prefetch(units, forward=strategy.forward_prefetch, backward=strategy.backward_prefetch)
     return ulysses
 

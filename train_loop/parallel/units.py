@@ -30,9 +30,13 @@ def find_units(model: PreTrainedModel, policy: WrapPolicySpec) -> list[list[nn.M
     Raises ModelError for a class name that matches nothing.
     """
     check_names(model, policy)
-    layers = modules_of(model, policy.transformer_layer_cls_to_wrap) or decoder_layers(model, policy)
     # Children come after their parents in module order, and must be sharded before them.
-    return [[module] for module in reversed(layers)] + _outer_units(model, policy)
+    return [[module] for module in reversed(wrapped_layers(model, policy))] + _outer_units(model, policy)
+
+
+def wrapped_layers(model: PreTrainedModel, policy: WrapPolicySpec) -> list[nn.Module]:
+    """The layers that become units, in the order in which they run. Raises ModelError as `decoder_layers`."""
+    return modules_of(model, policy.transformer_layer_cls_to_wrap) or decoder_layers(model, policy)
 
 
 def check_names(model: PreTrainedModel, policy: WrapPolicySpec) -> None:

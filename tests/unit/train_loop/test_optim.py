@@ -86,9 +86,9 @@ def test_adafactor_is_that_of_transformers() -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_an_average_follows_the_trained_weights_and_exports_the_frozen_ones() -> None:
-    frozen, trained = nn.Linear(2, 2), nn.Linear(2, 2)
-    model = nn.Sequential(frozen.requires_grad_(False), trained)
+def test_an_average_follows_the_trained_weights() -> None:
+    trained = nn.Linear(2, 2)
+    model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), trained)
     start = trained.weight.detach().clone()
     ema = Ema(model, 0.75)
     with torch.no_grad():
@@ -96,5 +96,3 @@ def test_an_average_follows_the_trained_weights_and_exports_the_frozen_ones() ->
     ema.update()
     torch.testing.assert_close(ema.averages["1.weight"], start + 0.25)
     assert ema.averages.keys() == {"1.weight", "1.bias"}
-    assert ema.weights().keys() == dict(model.named_parameters()).keys()
-    assert torch.equal(ema.weights()["0.weight"], frozen.weight)
