@@ -14,6 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from train_loop import run
+from train_loop.leave import leave
 
 
 class Peak:
@@ -65,3 +66,4 @@ def status_bytes(field: str) -> int:
 
 if __name__ == "__main__":
     main()
+    leave()

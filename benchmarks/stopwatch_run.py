@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from train_loop import run
+from train_loop.leave import leave
 
 
 def main() -> None:
@@ -33,3 +34,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

@@ -22,7 +22,6 @@ from train_loop.optim import Ema, build_optimizers, build_scheduler
 from train_loop.parallel.compile import CompileWatch
 from train_loop.parallel.mesh import Mesh, build_mesh, local_device
 from train_loop.parallel.shard import parallelize, place_buffers
-from train_loop.parallel.ulysses import Ulysses
 from train_loop.plan import BatchPlan, Plan, chunk_rows, plan_job, plan_samples, plan_steps
 from train_loop.session import Session
 from train_loop.spec import JobSpec
@@ -43,7 +42,6 @@ class Run:
     """Optimizer steps of the whole run; an estimate where it ends by tokens."""
     state: TrainState
     loss: TokenLoss
-    ulysses: Ulysses | None
     flops: Flops
     watch: CompileWatch | None
     """What torch.compile has done; None where it is not asked for."""
@@ -65,7 +63,6 @@ class Sharded:
 
     model: PreTrainedModel
     loss: TokenLoss
-    ulysses: Ulysses | None
 
 
 def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset | None = None) -> Run:
@@ -85,7 +82,6 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
         steps=steps,
         state=build_state(sharded.model, spec, mesh, steps=steps),
         loss=sharded.loss,
-        ulysses=sharded.ulysses,
         flops=count_flops(
             sharded.model,
             sequence_length=dataset.sequence_length,
@@ -107,11 +103,11 @@ def build_sharded(spec: JobSpec, plan: Plan, mesh: Mesh) -> Sharded:
     apply_attention(model, spec, mesh.device)
     freeze(model, spec.model.freeze_module_prefix)
     blueprint = copy.deepcopy(model)
-    ulysses = parallelize(model, mesh, spec)
+    parallelize(model, mesh, spec)
     home = torch.device("cpu") if spec.strategy.offload_policy else mesh.device
     give_weights(model, blueprint, spec.model, seed=spec.training.seed, device=home)
     place_buffers(model, mesh.device)
-    return Sharded(model, _loss(model, spec, plan, head_is_last=seen.head_is_last), ulysses)
+    return Sharded(model, _loss(model, spec, plan, head_is_last=seen.head_is_last))
 
 
 def build_state(model: PreTrainedModel, spec: JobSpec, mesh: Mesh, *, steps: int) -> TrainState:

@@ -36,7 +36,6 @@ def main() -> None:
         run(spec, _session(spec, RunDir.at(arguments.run_dir)), arguments.cache)
     finally:
         dist.destroy_process_group()
-    leave()
 
 
 def run(spec: JobSpec, session: Session, cache: Path) -> None:
@@ -81,3 +80,4 @@ def _session(spec: JobSpec, run_dir: RunDir) -> Session:
 
 if __name__ == "__main__":
     main()
+    leave()

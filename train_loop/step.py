@@ -42,7 +42,8 @@ def train_step(
     norm = clip_gradients(state.model, max_grad_norm)
     # Both numbers are the same on every rank, so that all of them skip or none does.
     finite = bool(torch.isfinite(mean) & torch.isfinite(norm))
-    overflow = not finite and scaler.get_scale() > 1
+    # The loss knows nothing of the scaler's factor: what is not finite in it is the run's own.
+    overflow = bool(torch.isfinite(mean)) and not finite and scaler.get_scale() > 1
     lr = state.lr
     if finite:
         state.apply_gradients()

@@ -91,8 +91,6 @@ def next_batch(run: Run, rows: Iterator[Rows | None], clock: StepClock) -> StepB
 
 def prove(run: Run, result: StepResult) -> None:
     """Hold the step that was just done against what it must have been."""
-    if run.ulysses is not None:
-        run.ulysses.check_active(sequence_length=run.dataset.sequence_length)
     count_skips(run, result)
     # A graph that breaks or is compiled again and again is slow in silence.
     if run.watch is not None and (news := run.watch.news()):

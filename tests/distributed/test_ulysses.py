@@ -5,12 +5,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.amp import GradScaler
 
+from tests.support.gradients import build, my_share, random_rows, trained_tokens
 from tests.support.ranks import on_ranks
 from tests.support.specs import TINY, spec
+from train_loop.batch import micro_batches
 from train_loop.errors import ModelError
 from train_loop.model.build import build_model
 from train_loop.parallel.ulysses import apply_ulysses, heads_to_seq, seq_to_heads
+from train_loop.step import accumulate
 
 
 def exchange() -> dict[str, bool]:
@@ -39,6 +43,25 @@ def facts() -> list[dict[str, bool]]:
 @pytest.mark.parametrize("fact", ["whole sequence, some heads", "there and back", "gradients come back too"])
 def test_the_exchange(facts: list[dict[str, bool]], fact: str) -> None:
     assert [rank[fact] for rank in facts] == [True, True]
+
+
+def partly_frozen(checkpointing: str) -> float:
+    """The loss of a step whose lower layer has no backward pass, and so exchanges less than the others."""
+    parts = {
+        "config": TINY | {"num_hidden_layers": 3},
+        "freeze_module_prefix": ["model.embed_tokens", "model.layers.0"],
+        "gradient_checkpointing": checkpointing,
+    }
+    job = spec(model=parts, data={"sequence_length": 32}, strategy={"ulysses_size": 2}, scaling={"num_workers": 2})
+    model, loss, mesh = build(job)
+    batch = my_share(random_rows(4, 32, vocab=TINY["vocab_size"], packed=True), mesh)
+    micro = micro_batches(batch, job.training.per_device_train_batch_size, model, mesh)
+    return accumulate(loss, micro, trained_tokens(batch, mesh), GradScaler(enabled=False)).item()
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_layers_without_a_backward_pass_are_no_bypass(checkpointing: str) -> None:
+    assert all(loss > 0 for loss in on_ranks(2, partly_frozen, checkpointing))
 
 
 def bypassed() -> str:

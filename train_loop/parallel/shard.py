@@ -13,15 +13,15 @@ from train_loop.parallel.compile import apply_compile
 from train_loop.parallel.mesh import Mesh
 from train_loop.parallel.prefetch import apply_prefetch
 from train_loop.parallel.recompute import apply_checkpointing
-from train_loop.parallel.ulysses import Ulysses, apply_ulysses
+from train_loop.parallel.ulysses import apply_ulysses
 from train_loop.parallel.units import decoder_layers, find_units, norms, wrapped_layers
 from train_loop.spec import JobSpec, StrategySpec
 
 
-def parallelize(model: PreTrainedModel, mesh: Mesh, spec: JobSpec) -> Ulysses | None:
+def parallelize(model: PreTrainedModel, mesh: Mesh, spec: JobSpec) -> None:
     """Make a model on the meta device parallel, in place. Raises ModelError."""
     mode, strategy = spec.model.gradient_checkpointing, spec.strategy
-    ulysses = apply_ulysses(model, mesh.sp)
+    apply_ulysses(model, mesh.sp)
     layers = decoder_layers(model, strategy.wrap_policy)
     if strategy.apply_tiled_mlp:
         apply_tiled_mlp(layers, tiles=strategy.tiled_num_shards)
@@ -34,7 +34,6 @@ def parallelize(model: PreTrainedModel, mesh: Mesh, spec: JobSpec) -> Ulysses | 
     apply_fsdp(model, mesh, strategy)
     units = [layer for layer in wrapped if isinstance(layer, FSDPModule)]
     apply_prefetch(units, forward=strategy.forward_prefetch, backward=strategy.backward_prefetch)
-    return ulysses
 
 
 def apply_fsdp(model: PreTrainedModel, mesh: Mesh, strategy: StrategySpec) -> None:

@@ -23,7 +23,7 @@ Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 class Ulysses:
-    """The wrapped attention of one model, and what it has exchanged."""
+    """The wrapped attention of one model, and what it has exchanged in the forward pass at work or last done."""
 
     def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup, inner: Attention) -> None:
         self.config = model.config.get_text_config()
@@ -32,6 +32,8 @@ class Ulysses:
         self.inner = inner
         self.exchanged: Counter[tuple[int, ...]] = Counter()
         _LISTENING[group.group_name] = self
+        model.register_forward_pre_hook(lambda _model, _inputs: self.exchanged.clear())
+        model.register_forward_hook(self._check_forward, with_kwargs=True)
 
     def __call__(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any
@@ -46,16 +48,22 @@ class Ulysses:
         return heads_to_seq(out.transpose(1, 2), self.group).transpose(1, 2), weights
 
     def check_active(self, *, sequence_length: int) -> None:
-        """Raise ModelError unless every layer's attention saw [T, H/P]: one that bypasses the registry does not."""
+        """Raise ModelError unless every layer's attention saw [T, H/P]: one that bypasses the registry does not.
+
+        Called when a forward pass is done: in backward, frozen layers exchange nothing.
+        """
         heads, layers = self.config.num_attention_heads // self.ranks, self.config.num_hidden_layers
         queries = {(shape[3] * self.ranks, shape[2]) for shape in self.exchanged}
-        # Queries, keys, values and outputs of every layer, forward, backward and recomputed alike.
-        if (sequence_length, heads) not in queries or self.exchanged.total() % (4 * layers):
+        # Queries, keys, values and outputs of every layer.
+        if (sequence_length, heads) not in queries or self.exchanged.total() != 4 * layers:
             raise ModelError(
                 f"Ulysses is not in force: {self.exchanged.total()} exchanges of (sequence, heads) {sorted(queries)}, "
                 f"where 4 in each of {layers} layers with {(sequence_length, heads)} are right; this model does not "
                 "use the transformers attention registry in all layers, so choose ulysses_size: 1"
             )
+
+    def _check_forward(self, model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        self.check_active(sequence_length=named["input_ids"].shape[1] * self.ranks)
 
 
 _LISTENING: WeakValueDictionary[str, Ulysses] = WeakValueDictionary()

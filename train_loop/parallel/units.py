@@ -66,9 +66,9 @@ def norms(model: nn.Module) -> list[nn.Module]:
 
 
 def modules_of(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
-    """The modules whose class has one of the names."""
+    """The modules below the root whose class has one of the names."""
     wanted = set(names)
-    return [module for module in model.modules() if type(module).__name__ in wanted]
+    return [module for module in model.modules() if module is not model and type(module).__name__ in wanted]
 
 
 def _outer_units(model: PreTrainedModel, policy: WrapPolicySpec) -> list[list[nn.Module]]:
