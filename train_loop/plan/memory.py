@@ -25,18 +25,19 @@ def estimate_memory(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> tuple[M
     micro-batch on 1/sp of the sequence.
     """
     shard = -(-shape.parameters // mesh.fsdp)
+    master = DTYPE_BYTES[spec.model.master_dtype]
     compute = DTYPE_BYTES[spec.strategy.param_dtype]
     gathered = max(2 * shape.layer_parameters, shape.embedding_parameters) if mesh.fsdp > 1 else 0
     tokens = spec.training.per_device_train_batch_size * spec.data.sequence_length // mesh.sp
     return (
-        MemoryTerm("parameters", 4 * shard, "4 bytes x parameters / fsdp"),
+        MemoryTerm("parameters", master * shard, f"{master} bytes x parameters / fsdp"),
         MemoryTerm(
             "gathered_parameters",
             compute * gathered,
             f"{compute} bytes x the larger of two layers and the embeddings, gathered for use",
         ),
-        MemoryTerm("gradients", 4 * shard, "4 bytes x parameters / fsdp"),
-        _optimizer(spec, shape, mesh),
+        MemoryTerm("gradients", master * shard, f"{master} bytes x parameters / fsdp"),
+        _optimizer(spec, shape, mesh, master),
         MemoryTerm("ema", 4 * shard if spec.training.ema_decay else 0, "4 bytes x parameters / fsdp, where asked for"),
         _activations(spec, shape, tokens, compute),
         MemoryTerm(
@@ -58,13 +59,16 @@ def _logits(spec: JobSpec, shape: ModelShape, tokens: int) -> MemoryTerm:
     )
 
 
-def _optimizer(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> MemoryTerm:
+def _optimizer(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, master: int) -> MemoryTerm:
     total, in_layers = shape.parameters, shape.layers * shape.layer_parameters
     size, formula = {
-        "adamw": (8 * total, "2 Adam moments x 4 bytes x parameters / fsdp"),
+        "adamw": (2 * master * total, f"2 Adam moments x {master} bytes x parameters / fsdp"),
         "adamw_8bit": (2 * total, "2 Adam moments x 1 byte x parameters / fsdp"),
-        "sgd": (4 * total, "1 momentum x 4 bytes x parameters / fsdp"),
-        "muon": (8 * total - 4 * in_layers, "4 bytes x (1 momentum of layers + 2 Adam moments of the rest) / fsdp"),
+        "sgd": (master * total, f"1 momentum x {master} bytes x parameters / fsdp"),
+        "muon": (
+            master * (2 * total - in_layers),
+            f"{master} bytes x (1 momentum of layers + 2 Adam moments of the rest) / fsdp",
+        ),
         "adafactor": (8 * total // shape.hidden, "4 bytes x means of rows and columns, about 2 parameters / hidden"),
     }[spec.training.optimizer]
     # Means of columns are on every rank.

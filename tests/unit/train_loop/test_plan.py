@@ -215,6 +215,21 @@ def test_nothing_starves_where_no_cluster_is_known_or_no_cpu_is_asked_for() -> N
     assert "2 workers x 0 CPU take 0 of the cluster's 0 CPUs" in problem.message
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+def test_a_bf16_master_halves_weights_gradients_and_moments(optimizer: str) -> None:
+    whole, half = (
+        {term.name: term.bytes for term in a_plan(model={"master_dtype": m}, training={"optimizer": optimizer}).memory}
+        for m in ("fp32", "bf16")
+    )
+    for name in ("parameters", "gradients", "optimizer"):
+        assert half[name] * 2 == whole[name], name
+    assert {n: b for n, b in half.items() if b == whole[n]}.keys() == whole.keys() - {
+        "parameters",
+        "gradients",
+        "optimizer",
+    }
+
+
 @pytest.mark.parametrize(
     ("optimizer", "per_parameter"), [("adamw", 8), ("adamw_8bit", 2), ("sgd", 4), ("muon", 4 + 4 * 24608 / 40128)]
 )
