@@ -1,0 +1,89 @@
+"""What the strategy's settings make of FSDP2: units, and what each gathers, keeps and offloads."""
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+from tests.support.gradients import build
+from tests.support.ranks import on_ranks
+from tests.support.specs import TINY, spec
+
+LAYERS = [f"model.layers.{n}" for n in range(2)]
+HALVES = [f"{layer}.{half}" for layer in LAYERS for half in ("self_attn", "mlp")]
+EMBEDDINGS, HEAD = "model.embed_tokens", "lm_head"
+FINER = {"transformer_layer_cls_to_wrap": ["Qwen3Attention", "Qwen3MLP"]}
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "prefetch": {"forward_prefetch": 2, "backward_prefetch": 2},
+    "prefetch finer": {"forward_prefetch": 2, "backward_prefetch": 2, "wrap_policy": FINER},
+    "reshard true": {"reshard_after_forward": True},
+    "reshard false": {"reshard_after_forward": False},
+    "reshard to 2": {"reshard_after_forward": 2},
+    "offload": {"offload_policy": True},
+    "embeddings": {"wrap_policy": {"wrap_embeddings": True}},
+    "head": {"wrap_policy": {"wrap_lm_output": True}},
+}
+
+
+def describe(strategy: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Every unit by name, with what FSDP2 has been told of it, for which it has no public question."""
+    config = TINY | {"tie_word_embeddings": False}
+    model, *_ = build(spec(model={"config": config}, strategy=strategy, scaling={"num_workers": dist.get_world_size()}))
+    states = {n: m._get_fsdp_state() for n, m in model.named_modules() if isinstance(m, FSDPModule)}
+    names = {state: name for name, state in states.items()}
+    found = {}
+    for name, state in states.items():
+        group = state._fsdp_param_group
+        assert group is not None
+        kept = group.post_forward_mesh_info
+        found[name] = {
+            "forward": [names[s] for s in state._states_to_forward_prefetch],
+            "backward": [names[s] for s in state._states_to_backward_prefetch],
+            "spread after forward over": None if kept is None else kept.shard_mesh_size,
+            "offloaded": isinstance(group.offload_policy, CPUOffloadPolicy),
+        }
+    return found
+
+
+def all_cases() -> dict[str, dict[str, dict[str, Any]]]:
+    return {name: describe(strategy) for name, strategy in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, dict[str, Any]]]:
+    described: dict[str, dict[str, dict[str, Any]]] = on_ranks(4, all_cases)[0]
+    return described
+
+
+@pytest.mark.parametrize(
+    ("case", "units"),
+    [
+        ("plain", ["", *LAYERS]),
+        ("prefetch finer", ["", *HALVES]),
+        ("embeddings", ["", EMBEDDINGS, *LAYERS]),
+        ("head", ["", *LAYERS, HEAD]),
+    ],
+)
+def test_units_are_what_the_wrap_policy_says(found: Any, case: str, units: list[str]) -> None:
+    assert list(found[case]) == units
+
+
+@pytest.mark.parametrize(("case", "units"), [("prefetch", LAYERS), ("prefetch finer", HALVES)])
+def test_each_unit_gathers_the_next_two_ahead_whatever_the_units_are(found: Any, case: str, units: list[str]) -> None:
+    for place, name in enumerate(units):
+        assert found[case][name]["forward"] == units[place + 1 : place + 3]
+        assert found[case][name]["backward"] == units[max(place - 2, 0) : place][::-1]
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks"), [("plain", 4), ("reshard true", 4), ("reshard false", None), ("reshard to 2", 2)]
+)
+def test_layers_stay_gathered_after_forward_as_asked(found: Any, case: str, ranks: int | None) -> None:
+    assert {found[case][layer]["spread after forward over"] for layer in LAYERS} == {ranks}
+
+
+@pytest.mark.parametrize(("case", "offloaded"), [("plain", False), ("offload", True)])
+def test_every_unit_is_offloaded_or_none(found: Any, case: str, offloaded: bool) -> None:
+    assert {unit["offloaded"] for unit in found[case].values()} == {offloaded}
