@@ -59,7 +59,7 @@ def accumulate(loss: TokenLoss, batches: Iterable[MicroBatch], trained_tokens: i
     factor there is.
     """
     root: FSDPModule = loss.model
-    # The first unit's parameters travel while masks are made.
+    # The root's own parameters, which the forward pass needs first, travel while masks are made.
     root.unshard(async_op=True)
     total = torch.zeros(())
     for batch in batches:

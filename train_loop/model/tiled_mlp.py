@@ -1,7 +1,7 @@
 """MLPs that work through their tokens in tiles, so that only one tile's wide tensors exist at a time.
 
-Bekman et al., "Arctic Long Sequence Training" (2025). An FSDP unit is a whole layer here, gathered once around all
-tiles, so that ranks may have different numbers of them and gradients are reduced once.
+Bekman et al., "Arctic Long Sequence Training" (2025). The FSDP unit is the MLP or holds it, and is gathered once
+around all tiles, so that ranks may have different numbers of them and gradients are reduced once.
 """
 
 import functools

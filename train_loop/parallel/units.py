@@ -40,8 +40,13 @@ def wrapped_layers(model: PreTrainedModel, policy: WrapPolicySpec) -> list[nn.Mo
 
 
 def check_names(model: PreTrainedModel, policy: WrapPolicySpec) -> None:
-    """Raise ModelError for a class to wrap that the model has no module of."""
+    """Raise ModelError for a class to wrap that the model has no module of, or that is no layer's."""
+    ends = {"wrap_embeddings": model.get_input_embeddings(), "wrap_lm_output": model.get_output_embeddings()}
     for name in policy.transformer_layer_cls_to_wrap:
+        for field, module in ends.items():
+            if type(module).__name__ == name:
+                # A module cannot be a unit twice, and tied weights must stay one parameter.
+                raise ModelError(f"transformer_layer_cls_to_wrap={name} names no layer; choose {field}: true instead")
         if not modules_of(model, [name]):
             raise ModelError(
                 f"transformer_layer_cls_to_wrap={name} matches no module of {type(model).__name__}; "

@@ -232,6 +232,16 @@ OPT = {"model_type": "opt", "vocab_size": 384, "hidden_size": 32, "ffn_dim": 48,
             "matches no module of Qwen3ForCausalLM; choose among Qwen3Model, Qwen3DecoderLayer,",
         ),
         (
+            {"strategy": {"wrap_policy": {"transformer_layer_cls_to_wrap": ["Qwen3ForCausalLM"]}}},
+            "/strategy/wrap_policy/transformer_layer_cls_to_wrap",
+            "matches no module of Qwen3ForCausalLM; choose among Qwen3Model, Qwen3DecoderLayer,",
+        ),
+        (
+            {"strategy": {"wrap_policy": {"transformer_layer_cls_to_wrap": ["Embedding"], "wrap_embeddings": True}}},
+            "/strategy/wrap_policy/transformer_layer_cls_to_wrap",
+            "transformer_layer_cls_to_wrap=Embedding names no layer; choose wrap_embeddings: true instead",
+        ),
+        (
             {"model": {"config": OPT}, "strategy": {"apply_tiled_mlp": True}},
             "/strategy/apply_tiled_mlp",
             "OPTDecoderLayer has no child whose class ends with MLP",
