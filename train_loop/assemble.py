@@ -70,8 +70,9 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
     plan = plan_job(spec, model_shape(spec.model))
     mesh = build_mesh(plan.mesh, local_device(session.local_rank), timeout=session.timeout)
     sharded = build_sharded(spec, plan, mesh)
-    tokens = dataset.tokens or dataset.samples * dataset.sequence_length
-    steps = plan_steps(spec.training, samples=dataset.samples, tokens=tokens, global_batch=plan.batch.global_batch)
+    steps = plan_steps(
+        spec.training, samples=dataset.samples, tokens=dataset.tokens, global_batch=plan.batch.global_batch
+    )
     return Run(
         spec=spec,
         session=session,

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 
 from train_loop.data.dataset import IGNORE, Rows
 from train_loop.data.order import Ids
+from train_loop.errors import DataError
 from train_loop.model.attention import attention_inputs
 from train_loop.parallel.mesh import Mesh
 
@@ -77,6 +79,22 @@ def micro_batches(batch: StepBatch, size: int, model: PreTrainedModel, mesh: Mes
             attention_inputs(model, batch.position_ids[rows]),
             last=start + size >= len(batch.samples),
         )
+
+
+def check_vocabulary(rows: Rows | None, model: PreTrainedModel) -> None:
+    """Raise DataError for a token that the model has no embedding for, which a GPU would only call an assertion."""
+    if rows is None:
+        return
+    vocab = model.get_input_embeddings().num_embeddings
+    trained = np.where(rows.labels == IGNORE, 0, rows.labels)
+    for name, ids in (("token", rows.input_ids), ("label", trained)):
+        strange = np.argwhere((ids < 0) | (ids >= vocab))
+        if len(strange):
+            row, place = strange[0]
+            raise DataError(
+                f"sample {rows.samples[row]} has {name} {ids[row, place]} at position {place}, outside the model's "
+                f"vocabulary of {vocab}; tokenise with the model's own tokenizer, or correct the model's vocab_size"
+            )
 
 
 def check_samples(batch: StepBatch, expected: Ids) -> None:

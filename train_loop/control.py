@@ -1,6 +1,5 @@
 """What all ranks know and decide together."""
 
-import logging
 import os
 import socket
 from dataclasses import dataclass
@@ -15,8 +14,6 @@ from train_loop.parallel.mesh import Mesh
 from train_loop.plan import MeshPlan, groups_across_hosts
 from train_loop.run_dir import RunDir, Stop
 from train_loop.vitals import StepClock, Vitals
-
-log = logging.getLogger(__name__)
 
 _STOPS = [None, *(Stop(mode=mode, checkpoint=keep) for mode in ("pause", "cancel", "resize") for keep in (True, False))]
 
@@ -47,12 +44,10 @@ def warn_of_hosts(mesh: MeshPlan, workers: list[dict[str, Any]], journal: Journa
     found = groups_across_hosts(mesh, [worker["host"] for worker in workers])
     if found:
         named = "; ".join(f"ranks {group[0]}-{group[-1]} on {', '.join(hosts)}" for group, hosts in found.items())
-        message = (
+        journal.warn(
             f"Ulysses groups lie on several hosts, where their all-to-all is slow: {named}; "
             f"give each host a multiple of ulysses_size={mesh.sp} workers, or choose a smaller ulysses_size"
         )
-        log.warning(message)
-        journal.event("warning", message=message)
 
 
 def agree(batch: StepBatch, clock: StepClock, run_dir: RunDir, mesh: Mesh) -> Agreement:

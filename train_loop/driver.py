@@ -8,7 +8,6 @@ import logging
 import math
 import os
 import sys
-import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from train_loop.data.cache import evaluation_spec, pinned_dataset
 from train_loop.data.dataset import Dataset
 from train_loop.data.prepare import prepare
 from train_loop.data.stream import ray_stream
-from train_loop.errors import FencedError, UserError
+from train_loop.failure import failed, failure_told, reason
 from train_loop.journal import Journal
 from train_loop.logs import log_to
 from train_loop.run_dir import AttemptDir, Outcome, RunDir, read_lines, write_durably
@@ -46,7 +45,7 @@ class TellOfLosses(UserCallback):  # type: ignore[misc]
         # Peers of a dead worker fail of lost connections; the dead one is the news.
         dead = [rank for rank, error in worker_exceptions.items() if hasattr(error, "health_check_failure")]
         ranks = sorted(dead or worker_exceptions)
-        self.journal.event("workers_lost", ranks=ranks, error=_reason(worker_exceptions[ranks[0]]))
+        self.journal.event("workers_lost", ranks=ranks, error=reason(worker_exceptions[ranks[0]]))
 
 
 def main() -> None:
@@ -84,7 +83,7 @@ def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outco
         return Outcome(result="failed", code="interrupted", reason="the driver was interrupted", retryable=True)
     except Exception as error:
         log.exception("the attempt failed")
-        return failure(error)
+        return failed(error)
 
 
 def _prepare(spec: JobSpec, run_dir: RunDir, journal: Journal) -> None:
@@ -104,15 +103,6 @@ def _dataset(spec: JobSpec, pointer: Path, cache: Path, journal: Journal) -> Dat
         dataset = prepare(spec, cache, journal.event)
         write_durably(pointer, dataset.model_dump_json(indent=2))
     return dataset
-
-
-def failure(error: BaseException) -> Outcome:
-    """What went wrong, and whether trying again can help."""
-    cause = _cause(error)
-    if isinstance(cause, UserError):
-        # Ray Data appends advice of its own to what our functions raise.
-        return Outcome(result="failed", code=cause.code, reason=str(cause).partition("\n")[0])
-    return Outcome(result="failed", code="worker_failure", reason=_reason(error), retryable=True)
 
 
 def fit(spec: JobSpec, run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> None:
@@ -160,15 +150,8 @@ def _work(config: dict[str, Any]) -> None:
     if _last_word(attempt) is not None:
         # Ray Train starts the group again after any error. This one will not go away: there is nothing to do.
         return
-    try:
+    with failure_told(session):
         train(spec, session, _prepared(run_dir.data), _prepared(run_dir.eval_data) if spec.data.eval else None)
-    except (UserError, FencedError) as error:
-        log.exception("rank %d failed", session.rank)
-        Journal(attempt).event("training_ended", result="failed", code=error.code, reason=str(error).partition("\n")[0])
-        raise
-    except Exception:
-        log.exception("rank %d failed", session.rank)
-        raise
 
 
 def _prepared(pointer: Path) -> Dataset:
@@ -179,21 +162,6 @@ def _last_word(attempt: AttemptDir) -> dict[str, Any] | None:
     """How the workers said that training ended; None while they have not."""
     ends = [line for line in read_lines(attempt.events) if line.get("event") == "training_ended"]
     return ends[0] if ends else None
-
-
-def _reason(error: BaseException) -> str:
-    """The cause in one line; its traceback is in the logs."""
-    return "".join(traceback.format_exception_only(_cause(error))).strip().partition("\n")[0]
-
-
-def _cause(error: BaseException) -> BaseException:
-    """What a user would call the cause: Ray wraps it in errors of its own."""
-    failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
-    # A user's mistake on one rank makes its peers fail of lost connections: the mistake is the cause.
-    causes = sorted(map(_cause, failures.values()), key=lambda e: not isinstance(e, UserError))
-    wrapped = (getattr(error, name, None) for name in ("health_check_failure", "_base_exc", "cause", "__cause__"))
-    inner = next(filter(None, [*causes[:1], *wrapped]), None)
-    return _cause(inner) if isinstance(inner, BaseException) and inner is not error else error
 
 
 if __name__ == "__main__":

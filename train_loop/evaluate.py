@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from train_loop.batch import MicroBatch, micro_batches, share_rows
+from train_loop.batch import MicroBatch, check_vocabulary, micro_batches, share_rows
 from train_loop.data.dataset import IGNORE, Dataset
 from train_loop.data.order import Order, StepOrder
 from train_loop.data.reader import StreamPlan, local_stream
@@ -58,5 +58,6 @@ def _batches(loss: TokenLoss, dataset: Dataset, mesh: Mesh, per_device: int) -> 
     order = Order(dataset.samples, seed=0, shuffle=False, dataset=dataset.fingerprint, end=dataset.samples)
     deal = StepOrder(order, mesh.plan.dp, per_device)
     for rows in local_stream(StreamPlan(dataset, deal, 0, deal.steps_left(0)), mesh.plan, mesh.rank):
+        check_vocabulary(rows, loss.model)
         batch = share_rows(rows, count=per_device, length=dataset.sequence_length, mesh=mesh)
         yield from micro_batches(batch, per_device, loss.model, mesh)

@@ -1,8 +1,11 @@
 """What a run tells the world: events and metrics in the run directory, written by rank 0 or the driver."""
 
+import logging
 from typing import Any
 
 from train_loop.run_dir import AttemptDir, JsonLines
+
+log = logging.getLogger(__name__)
 
 
 class Journal:
@@ -17,6 +20,12 @@ class Journal:
         """Say that something happened."""
         if self._speaks:
             self._events.append(event=name, **fields)
+
+    def warn(self, message: str) -> None:
+        """Say, in the log too, what the user should know although the run goes on."""
+        if self._speaks:
+            log.warning(message)
+            self.event("warning", message=message)
 
     def metrics(self, **fields: Any) -> None:
         """Write one optimizer step's numbers."""

@@ -35,6 +35,9 @@ def record_start(run: Run, workers: list[dict[str, Any]]) -> None:
         mfu=run.flops.stated(),
     )
     warn_of_hosts(run.mesh.plan, workers, run.journal)
+    late = [step for step in run.spec.training.profile_steps if step > run.steps]
+    if late:
+        run.journal.warn(f"profile_steps={late} lie beyond the {run.steps} steps of the run, and will not be profiled")
 
 
 def record_step(

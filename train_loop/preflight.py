@@ -18,10 +18,10 @@ from train_loop.errors import DataError, ModelError
 from train_loop.model.build import build_model
 from train_loop.model.freeze import freeze
 from train_loop.model.load import match_folder
-from train_loop.model.probe import check_attention, check_head, probe
+from train_loop.model.probe import Seen, check_attention, check_head, probe
 from train_loop.model.tiled_mlp import apply_tiled_mlp
 from train_loop.model_folder import model_folder, model_shape, tokenizer_folder
-from train_loop.parallel.units import check_names, decoder_layers
+from train_loop.parallel.units import decoder_layers, find_units
 from train_loop.plan import ModelShape
 from train_loop.spec import DataSpec, JobSpec, Problem, SourceSpec, parse
 
@@ -39,7 +39,7 @@ def check_model(spec: JobSpec, roots: Sequence[str]) -> tuple[ModelShape | None,
 
     It is built on the meta device, which takes no memory, and held against its folder's file headers.
     """
-    shape = None
+    shape, pointer = None, "/model/config" if spec.model.path is None else "/model/path"
     try:
         if spec.model.path is not None:
             check_folder(spec.model.path, roots)
@@ -47,34 +47,33 @@ def check_model(spec: JobSpec, roots: Sequence[str]) -> tuple[ModelShape | None,
         model, folder = build_model(spec.model), model_folder(spec.model)
         if folder is not None:
             match_folder(model, folder)
+        seen = probe(model)
     except (ValueError, OSError) as error:
-        return shape, [Problem("/model/config" if spec.model.path is None else "/model/path", str(error))]
-    return shape, _tokenizer_problems(spec, roots, shape) + _wishes_not_granted(model, spec)
+        return shape, [Problem(pointer, str(error))]
+    return shape, _tokenizer_problems(spec, roots, shape) + _wishes_not_granted(model, seen, spec)
 
 
-def _wishes_not_granted(model: PreTrainedModel, spec: JobSpec) -> list[Problem]:
+def _wishes_not_granted(model: PreTrainedModel, seen: Seen, spec: JobSpec) -> list[Problem]:
     """What the spec asks of a model that such a model does not allow."""
-    seen, strategy = probe(model), spec.strategy
-    checks: dict[str, Callable[[], None]] = {
-        "/strategy/ulysses_size": lambda: check_attention(seen, spec),
-        "/strategy/wrap_policy/transformer_layer_cls_to_wrap": lambda: check_names(model, strategy.wrap_policy),
-        "/training/chunked_loss": lambda: check_head(seen, spec),
-    }
-    checks["/model/freeze_module_prefix"] = lambda: freeze(model, spec.model.freeze_module_prefix)
+    strategy, policy = spec.strategy, spec.strategy.wrap_policy
+    checks: list[tuple[str, Callable[[], object]]] = [
+        ("/strategy/ulysses_size", lambda: check_attention(seen, spec)),
+        ("/strategy/wrap_policy/transformer_layer_cls_to_wrap", lambda: find_units(model, policy)),
+        ("/training/chunked_loss", lambda: check_head(seen, spec)),
+        ("/model/freeze_module_prefix", lambda: freeze(model, spec.model.freeze_module_prefix)),
+    ]
     if strategy.apply_tiled_mlp:
         tiles = strategy.tiled_num_shards
-        checks["/strategy/apply_tiled_mlp"] = lambda: apply_tiled_mlp(
-            decoder_layers(model, strategy.wrap_policy), tiles=tiles
+        checks.append(
+            ("/strategy/apply_tiled_mlp", lambda: apply_tiled_mlp(decoder_layers(model, policy), tiles=tiles))
         )
-    return [Problem(pointer, fault) for pointer, check in checks.items() if (fault := _fault(check))]
-
-
-def _fault(check: Callable[[], None]) -> str | None:
-    try:
-        check()
-    except ModelError as error:
-        return str(error)
-    return None
+    problems = []
+    for pointer, check in checks:
+        try:
+            check()
+        except ModelError as error:
+            problems.append(Problem(pointer, str(error)))
+    return problems
 
 
 def _source_problems(source: SourceSpec, pointer: str, data: DataSpec, roots: Sequence[str]) -> list[Problem]:

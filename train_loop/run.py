@@ -14,9 +14,10 @@ import torch.distributed as dist
 from train_loop.data.cache import default_cache, evaluation_spec, find_dataset, pinned_dataset
 from train_loop.data.dataset import Dataset
 from train_loop.data.reader import local_stream
+from train_loop.failure import failed, failure_told
 from train_loop.leave import leave
 from train_loop.logs import log_to
-from train_loop.run_dir import RunDir, write_durably
+from train_loop.run_dir import Outcome, RunDir, write_durably
 from train_loop.session import Session
 from train_loop.spec import JobSpec, parse_text
 from train_loop.worker import train
@@ -39,9 +40,26 @@ def main() -> None:
 
 
 def run(spec: JobSpec, session: Session, cache: Path) -> None:
-    """Train, log as in the product, and acknowledge the end."""
+    """Train, log as in the product, and acknowledge the end, whatever it is."""
+    attempt = session.run_dir.attempt(session.attempt)
+    log_to(attempt.rank_log(session.rank))
+    try:
+        with failure_told(session):
+            outcome = _train(spec, session, cache)
+    except Exception as error:
+        outcome = failed(error)
+        # Peers of a rank that failed fail of lost connections: what trying again cannot help has the last word.
+        if not outcome.retryable or attempt.outcome() is None:
+            attempt.write_outcome(outcome)
+        raise
+    if session.rank == 0:
+        attempt.write_outcome(outcome)
+        # Obeyed and acknowledged: the next start on this directory goes on.
+        session.run_dir.stop_file.unlink(missing_ok=True)
+
+
+def _train(spec: JobSpec, session: Session, cache: Path) -> Outcome:
     run_dir = session.run_dir
-    log_to(run_dir.attempt(session.attempt).rank_log(session.rank))
     dataset = pinned_dataset(spec, run_dir.data) or find_dataset(spec, cache)
     other, evaluation = evaluation_spec(spec, dataset), None
     if other is not None:
@@ -52,11 +70,7 @@ def run(spec: JobSpec, session: Session, cache: Path) -> None:
         _pin(dataset, run_dir.data)
         if evaluation is not None:
             _pin(evaluation, run_dir.eval_data)
-    outcome = train(spec, session, dataset, evaluation)
-    if session.rank == 0:
-        run_dir.attempt(session.attempt).write_outcome(outcome)
-        # Obeyed and acknowledged: the next start on this directory goes on.
-        run_dir.stop_file.unlink(missing_ok=True)
+    return train(spec, session, dataset, evaluation)
 
 
 def _pin(dataset: Dataset, pointer: Path) -> None:
@@ -67,6 +81,8 @@ def _session(spec: JobSpec, run_dir: RunDir) -> Session:
     rank = dist.get_rank()
     if rank == 0:
         run_dir.write_spec(spec)
+        # Run again on the same directory, it has not ended yet.
+        run_dir.attempt(1).outcome_file.unlink(missing_ok=True)
     return Session(
         rank=rank,
         world=dist.get_world_size(),

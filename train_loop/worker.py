@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator
 
 from train_loop.assemble import Run, build_run
-from train_loop.batch import StepBatch, check_samples, micro_batches, share_rows
+from train_loop.batch import StepBatch, check_samples, check_vocabulary, micro_batches, share_rows
 from train_loop.checkpoint.contents import draft_manifest, tensors_to_save
 from train_loop.checkpoint.load import restore
 from train_loop.checkpoint.save import Saver
@@ -83,6 +83,7 @@ def loop(run: Run, saver: Saver) -> Stop | None:
 def next_batch(run: Run, rows: Iterator[Rows | None], clock: StepClock) -> StepBatch:
     """This data rank's samples of the next step, the same on all ranks of a Ulysses group."""
     read = next(rows)
+    check_vocabulary(read, run.state.model)
     with clock.waiting():
         batch = share_rows(read, count=run.order.per_rank, length=run.dataset.sequence_length, mesh=run.mesh)
     check_samples(batch, run.order.step(run.state.consumed)[run.mesh.data_rank])

@@ -82,6 +82,8 @@ def _progress(attempts: Sequence[AttemptDir], of: int | None) -> Progress | None
     step = _number(newest, "step") if newest else None
     if newest is None or step is None:
         return None
+    # A run that ends by tokens has an estimate for its steps, and may need more of them.
+    of = of and max(of, int(step))
     seconds = _number(newest, "step_seconds")
     eta = None if of is None or seconds is None else max(of - step, 0) * seconds
     loss, speed, mfu = (_number(newest, name) for name in ("loss", "tokens_per_second", "mfu"))

@@ -51,6 +51,7 @@ def packed(folder: Path, samples: int) -> Dataset:
         sequence_length=LENGTH,
         labels="labels",
         documents="documents",
+        tokens=sum(map(len, ids)),
     )
 
 

@@ -100,7 +100,13 @@ def all_runs(folder: Path) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flops, "peak_flops", lambda device, dtype: 1e12)
         run(data, folder / "plain")
-    run(data, folder / "profiled", profile_steps=list(PROFILED))
+    run(
+        data,
+        folder / "profiled",
+        profile_steps=[*PROFILED, STEPS + 1],
+        num_train_epochs=STEPS * BATCH / 40,
+        max_steps=None,
+    )
     run(without, folder / "without", max_steps=STEPS - 1)
     with pytest.MonkeyPatch.context() as patch:
         automatic = stall(patch)
@@ -202,6 +208,11 @@ def test_profiled_steps_leave_trace_and_memory_of_every_rank_and_change_no_loss(
         assert any(e.get("name") == "aten::mm" for e in json.loads(trace.read_text())["traceEvents"])
         assert "aten::" in trace.with_name(trace.name.replace("trace.json", "memory.txt")).read_text()
     assert not (RunDir(runs / "plain").attempt(1).root / "profile").exists()
+
+
+def test_a_step_to_profile_that_will_not_come_is_warned_of(runs: Path) -> None:
+    (warning,) = events(runs / "profiled", "warning")
+    assert warning["message"] == "profile_steps=[7] lie beyond the 6 steps of the run, and will not be profiled"
 
 
 def test_a_skipped_step_is_as_if_its_samples_had_never_been(runs: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support import torchrun
 from tests.support.specs import TINY, raw_spec
+from train_loop.run_dir import Outcome, RunDir, read_lines
 
 ABSENT = ("ray", "fastapi", "uvicorn", "sqlalchemy", "alembic", "starlette", "service")
 # Python runs it at its start, before anything of ours: every finder of modules goes blind for some names.
@@ -50,3 +51,18 @@ def test_the_loop_needs_neither_ray_nor_the_service(tmp_path: Path) -> None:
     )
     torchrun.run(spec, tmp_path / "run", 2)
     assert [line["step"] for line in torchrun.lines(tmp_path / "run")] == [1, 2]
+
+
+def test_a_run_that_trying_again_cannot_help_says_so_where_others_look(tmp_path: Path) -> None:
+    torchrun.write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=2 * TINY["vocab_size"])
+    spec = raw_spec(
+        data={"train": {"path": str(tmp_path / "d.parquet")}, "columns": {"input_ids": "ids"}, "packing": False},
+        training={"max_steps": 2, "global_batch_size": 4},
+        scaling={"num_workers": 2},
+    )
+    assert torchrun.start(spec, tmp_path / "run", 2).wait(timeout=240) == 1
+    attempt = RunDir(tmp_path / "run").attempt(1)
+    reasons = {str(line["reason"]) for line in read_lines(attempt.events) if line["event"] == "training_ended"}
+    assert attempt.outcome() in [Outcome(result="failed", code="data_error", reason=reason) for reason in reasons]
+    for reason in reasons:
+        assert "outside the model's vocabulary of 384; tokenise with the model's own tokenizer" in reason

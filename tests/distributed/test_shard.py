@@ -12,8 +12,14 @@ from tests.support.specs import TINY, spec
 
 LAYERS = [f"model.layers.{n}" for n in range(2)]
 HALVES = [f"{layer}.{half}" for layer in LAYERS for half in ("self_attn", "mlp")]
+NORMS = [
+    f"{layer}{norm}"
+    for layer in LAYERS
+    for norm in ("", ".self_attn.q_norm", ".self_attn.k_norm", ".input_layernorm", ".post_attention_layernorm")
+]
 EMBEDDINGS, HEAD = "model.embed_tokens", "lm_head"
 FINER = {"transformer_layer_cls_to_wrap": ["Qwen3Attention", "Qwen3MLP"]}
+NORM = "Qwen3RMSNorm"
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "prefetch": {"forward_prefetch": 2, "backward_prefetch": 2},
@@ -21,6 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "reshard true": {"reshard_after_forward": True},
     "reshard false": {"reshard_after_forward": False},
     "reshard to 2": {"reshard_after_forward": 2},
+    "norms": {"norm_dtype": "fp32", "wrap_policy": {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer", NORM]}},
     "offload": {"offload_policy": True},
     "embeddings": {"wrap_policy": {"wrap_embeddings": True}},
     "head": {"wrap_policy": {"wrap_lm_output": True}},
@@ -64,6 +71,7 @@ def found() -> dict[str, dict[str, dict[str, Any]]]:
         ("prefetch finer", ["", *HALVES]),
         ("embeddings", ["", EMBEDDINGS, *LAYERS]),
         ("head", ["", *LAYERS, HEAD]),
+        ("norms", ["", *NORMS, "model.norm"]),
     ],
 )
 def test_units_are_what_the_wrap_policy_says(found: Any, case: str, units: list[str]) -> None:

@@ -22,8 +22,8 @@ from train_loop.data.prepare import prepare
 from train_loop.data.reader import StreamPlan
 from train_loop.data.stream import by_step, open_splits
 from train_loop.data.tokenizer import load_tokenizer
-from train_loop.driver import failure
 from train_loop.errors import DataError
+from train_loop.failure import failed
 from train_loop.spec import JobSpec
 
 
@@ -157,7 +157,7 @@ def test_bad_text_is_a_data_error_that_names_the_file(tmp_path: Path, content: b
     (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(DataError, match=message) as caught:
         prepare(text_spec(tmp_path / "a.txt"), tmp_path / "_cache", heard()[1])
-    outcome = failure(caught.value)
+    outcome = failed(caught.value)
     assert (outcome.code, outcome.retryable) == ("data_error", False)
     assert str(tmp_path / "a.txt") in str(outcome.reason)
     assert list((tmp_path / "_cache").iterdir()) == [], "a torn cache was left behind"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from train_loop.data.dataset import Dataset, ShardFile
-from train_loop.data.sources import SourceFile, list_files, parquet_rows
+from train_loop.data.sources import SourceFile, list_files, parquet_rows, parquet_values
 from train_loop.errors import DataError
 from train_loop.model_folder import model_shape, tokenizer_folder
 from train_loop.spec import JobSpec
@@ -90,6 +90,7 @@ def ready_made(spec: JobSpec, files: list[SourceFile]) -> Dataset | None:
         sequence_length=data.sequence_length,
         input_ids=data.columns.input_ids,
         labels=data.columns.labels,
+        tokens=sum(parquet_values(file.path, data.columns.input_ids) for file in files),
     )
 
 

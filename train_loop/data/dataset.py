@@ -38,8 +38,8 @@ class Dataset(BaseModel):
     documents: str | None = None
     """Column with the lengths of the documents in a sample, in order; without it a sample is one document."""
     pad_token: int = 0
-    tokens: int | None = None
-    """Tokens in all samples, padding not counted; None where nobody counted."""
+    tokens: int
+    """Tokens in all samples, padding not counted."""
     tokenizer: str | None = None
 
     @property
@@ -134,8 +134,12 @@ def _fill(rows: Rows, dataset: Dataset, file: ShardFile, places: Ids, local: Ids
 
 
 def _positions(documents: Any, length: int) -> Tokens:
-    """Positions that restart with every document; what is left over is padding and a document of its own."""
-    starts = np.concatenate([[0], np.cumsum(documents)]).astype(np.int64)
+    """Positions that restart with every document.
+
+    Padding goes on where the last one ends, which sees nothing of what follows it: a row of one document then needs no
+    mask to be kept from its padding.
+    """
+    starts = (np.cumsum(documents) - documents).astype(np.int64)
     starts = starts[starts < length]
     restart = np.zeros(length, np.int64)
     restart[starts] = starts

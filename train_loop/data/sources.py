@@ -95,6 +95,14 @@ def parquet_rows(path: str) -> int:
         raise DataError(f"{path} is no readable Parquet file: {error}; write it again or leave it out") from error
 
 
+def parquet_values(path: str, column: str) -> int:
+    """Values in all lists of a Parquet file's column, from its footer; an empty list counts for one."""
+    metadata = pq.read_metadata(path)
+    groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
+    chunks = (group.column(place) for group in groups for place in range(group.num_columns))
+    return sum(chunk.num_values for chunk in chunks if f"{chunk.path_in_schema}.".startswith(f"{column}."))
+
+
 def _match(pattern: str) -> list[Path]:
     path = _local(pattern)
     fixed = _fixed_part(path)

@@ -1,9 +1,9 @@
 """A Hugging Face model without memory, and its random weights, the same at every world size."""
 
-import copy
 import difflib
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -87,8 +87,9 @@ def allocate(model: PreTrainedModel, blueprint: PreTrainedModel, *, device: torc
     buffers = dict(model.named_buffers(remove_duplicate=False))
     for name, module in blueprint.named_modules():
         if any(True for _ in module.buffers(recurse=False)):
-            for leaf, buffer in _initialised(blueprint, module, name).named_buffers(recurse=False):
-                buffers[_join(name, leaf)].copy_(buffer)
+            with _initialised(blueprint, name, seed=name):
+                for leaf, buffer in module.named_buffers(recurse=False):
+                    buffers[_join(name, leaf)].copy_(buffer)
 
 
 def draw_weights(model: PreTrainedModel, blueprint: PreTrainedModel, names: Collection[str], *, seed: int) -> None:
@@ -101,21 +102,32 @@ def draw_weights(model: PreTrainedModel, blueprint: PreTrainedModel, names: Coll
     for name, module in blueprint.named_modules():
         leaves = [leaf for leaf, _ in module.named_parameters(recurse=False) if _join(name, leaf) in names]
         if leaves:
-            full = _initialised(blueprint, module, f"{seed}/{name}")
-            for leaf in leaves:
-                mine, part = own_part(parameters[_join(name, leaf)])
-                mine.copy_(full.get_parameter(leaf).detach()[part])
+            with _initialised(blueprint, name, seed=f"{seed}/{name}"):
+                for leaf in leaves:
+                    mine, part = own_part(parameters[_join(name, leaf)])
+                    mine.copy_(module.get_parameter(leaf).detach()[part])
 
 
-def _initialised(model: PreTrainedModel, module: nn.Module, seed: str) -> nn.Module:
-    """A copy of one module, without its children, with the weights that the model's own rule gives it."""
-    alone = copy.copy(module)
-    alone._modules = {}
-    alone = copy.deepcopy(alone).to_empty(device="cpu")
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "little", signed=True))
-        model._init_weights(alone)
-    return alone
+@contextmanager
+def _initialised(blueprint: PreTrainedModel, name: str, *, seed: str) -> Iterator[None]:
+    """Give one module of a model on meta, for a while, the weights of its own that the model's rules give it.
+
+    First by its own rule, then by those of the modules that hold it: GPT-2's draw some weights of their children anew.
+    """
+    module, parts = blueprint.get_submodule(name), name.split(".")
+    parameters, buffers = dict(module._parameters), dict(module._buffers)
+    real = {leaf: torch.empty_like(t, device="cpu") for leaf, t in (parameters | buffers).items() if t is not None}
+    module._parameters.update({leaf: nn.Parameter(real[leaf]) for leaf in parameters.keys() & real.keys()})
+    module._buffers.update({leaf: real[leaf] for leaf in buffers.keys() & real.keys()})
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "little", signed=True))
+            for holder in dict.fromkeys(".".join(parts[:depth]) for depth in range(len(parts), -1, -1)):
+                blueprint._init_weights(blueprint.get_submodule(holder))
+        yield
+    finally:
+        module._parameters.update(parameters)
+        module._buffers.update(buffers)
 
 
 def own_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:

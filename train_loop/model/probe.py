@@ -29,7 +29,7 @@ class Seen:
 
 
 def probe(model: PreTrainedModel) -> Seen:
-    """Call a model that is still on the meta device once."""
+    """Call a model that is still on the meta device once. Raises ModelError for one that cannot be called as we do."""
     key, modules, heads = model.config._attn_implementation, set[nn.Module](), list[Tensor]()
 
     def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
@@ -44,6 +44,11 @@ def probe(model: PreTrainedModel) -> Seen:
         mask = torch.ones(1, 1, _LENGTH, _LENGTH, dtype=torch.bool, device="meta")
         with torch.no_grad():
             logits = model(input_ids=tokens, position_ids=tokens, attention_mask=mask, use_cache=False).logits
+    except Exception as error:  # what a forward pass can raise has no common class
+        raise ModelError(
+            f"{type(model).__name__} cannot be called with input_ids, position_ids and an attention mask of "
+            f"[1, 1, T, T], as this loop does: {' '.join(str(error).split())}; choose another model or config"
+        ) from error
     finally:
         ALL_ATTENTION_FUNCTIONS[key] = registered
         hook.remove()

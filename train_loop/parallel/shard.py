@@ -47,14 +47,17 @@ def apply_fsdp(model: PreTrainedModel, mesh: Mesh, strategy: StrategySpec) -> No
         reshard = strategy.reshard_after_forward
         fully_shard(module, mesh=mesh.fsdp, mp_policy=mixed, offload_policy=offload, reshard_after_forward=reshard)
 
+    # Asked before the classes of norms, which may be units themselves, have other names.
+    units = find_units(model, strategy.wrap_policy)
     if strategy.norm_dtype is not None:
         keep = MixedPrecisionPolicy(
             DTYPES[strategy.norm_dtype], policy.reduce_dtype, output_dtype=policy.param_dtype, cast_forward_inputs=False
         )
         for norm in norms(model):
             shard([norm], keep)
-    for unit in find_units(model, strategy.wrap_policy):
-        shard(unit, policy)
+    for unit in units:
+        if not isinstance(unit[0], FSDPModule):
+            shard(unit, policy)
     shard([model], replace(policy, output_dtype=strategy.output_dtype and DTYPES[strategy.output_dtype]))
     for module in model.modules():
         if isinstance(module, FSDPModule):

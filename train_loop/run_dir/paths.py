@@ -51,13 +51,18 @@ class AttemptDir:
         """The log of the driver: preparing data, starting and restarting workers."""
         return self.logs / "driver.log"
 
+    @property
+    def outcome_file(self) -> Path:
+        """Where it is said how the attempt ended."""
+        return self.root / "outcome.json"
+
     def outcome(self) -> Outcome | None:
         """How the attempt ended; None while it has not said so."""
-        return _read(self.root / "outcome.json", Outcome)
+        return _read(self.outcome_file, Outcome)
 
     def write_outcome(self, outcome: Outcome) -> None:
         """Say how the attempt ended, durably."""
-        write_durably(self.root / "outcome.json", outcome.model_dump_json(indent=2))
+        write_durably(self.outcome_file, outcome.model_dump_json(indent=2))
 
 
 @dataclass(frozen=True)

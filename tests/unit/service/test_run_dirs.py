@@ -56,6 +56,14 @@ def test_progress_is_that_of_the_newest_line(run_dir: RunDir) -> None:
     assert (progress.step, progress.of, progress.loss, progress.eta_seconds) == (3, 10, 1.5, 14.0)
 
 
+def test_progress_of_a_run_that_needs_more_steps_than_it_was_thought_to_is_not_beyond_its_end(run_dir: RunDir) -> None:
+    event(run_dir, "training_started")
+    JsonLines(run_dir.attempt(1).metrics, attempt=1).append(step=12, step_seconds=2.0)
+    progress = LocalRunDirs().story(uri(run_dir)).progress
+    assert progress is not None
+    assert (progress.step, progress.of, progress.eta_seconds) == (12, 12, 0.0)
+
+
 def test_last_line_is_found_behind_one_longer_than_the_window(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_WINDOW", 16)
     JsonLines(run_dir.attempt(1).metrics, attempt=1).append(step=4, samples=list(range(100)))

@@ -26,7 +26,9 @@ def dataset(tmp_path: Path) -> Dataset:
         path = tmp_path / f"{first}.parquet"
         pq.write_table(table, path, row_group_size=2)
         files.append(ShardFile(path=str(path), rows=rows))
-    return Dataset(fingerprint="x", files=tuple(files), sequence_length=4, documents="documents", pad_token=99)
+    return Dataset(
+        fingerprint="x", files=tuple(files), sequence_length=4, documents="documents", pad_token=99, tokens=0
+    )
 
 
 def test_samples_come_in_the_order_asked_for(dataset: Dataset) -> None:
@@ -42,9 +44,9 @@ def test_short_samples_are_padded_and_padding_is_not_trained(dataset: Dataset) -
     assert rows.labels.tolist() == [[0, IGNORE, IGNORE, IGNORE], [2, 2, 2, IGNORE]]
 
 
-def test_positions_restart_with_every_document_and_with_padding(dataset: Dataset) -> None:
+def test_positions_restart_with_every_document_and_go_on_in_padding(dataset: Dataset) -> None:
     rows = read_rows(dataset, np.array([0, 2, 3]))
-    assert rows.position_ids.tolist() == [[0, 0, 1, 2], [0, 1, 0, 0], [0, 1, 0, 1]]
+    assert rows.position_ids.tolist() == [[0, 1, 2, 3], [0, 1, 0, 1], [0, 1, 0, 1]]
 
 
 def test_padding_rows_have_nothing_to_train(dataset: Dataset) -> None:

@@ -273,6 +273,12 @@ def test_a_model_whose_attention_bypasses_the_registry_is_refused_for_ulysses_on
     assert check_model(parse(raw_spec(model={"config": FALCON})), [])[1] == []
 
 
+def test_a_model_that_cannot_be_called_as_the_loop_does_is_refused() -> None:
+    _, (problem,) = check_model(parse(raw_spec(model={"config": FALCON | {"alibi": True}})), [])
+    assert problem.pointer == "/model/config"
+    assert "FalconForCausalLM cannot be called with input_ids, position_ids and an attention mask" in problem.message
+
+
 def test_a_model_that_names_no_layers_takes_those_of_the_spec() -> None:
     model = build_model(parse(raw_spec()).model)
     model._no_split_modules = None

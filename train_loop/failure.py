@@ -1,0 +1,50 @@
+"""What is said of a run that fails: in the log, in the events, in the outcome."""
+
+import logging
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from train_loop.errors import FencedError, UserError
+from train_loop.journal import Journal
+from train_loop.run_dir import Outcome
+from train_loop.session import Session
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def failure_told(session: Session) -> Iterator[None]:
+    """Log what ends a rank, and say once and for all in the events what trying again cannot help."""
+    try:
+        yield
+    except Exception as error:
+        log.exception("rank %d failed", session.rank)
+        if isinstance(error, (UserError, FencedError)):
+            journal = Journal(session.run_dir.attempt(session.attempt))
+            journal.event("training_ended", result="failed", code=error.code, reason=str(error).partition("\n")[0])
+        raise
+
+
+def failed(error: BaseException) -> Outcome:
+    """What went wrong, and whether trying again can help."""
+    found = cause(error)
+    if isinstance(found, UserError):
+        # Ray Data appends advice of its own to what our functions raise.
+        return Outcome(result="failed", code=found.code, reason=str(found).partition("\n")[0])
+    return Outcome(result="failed", code="worker_failure", reason=reason(error), retryable=True)
+
+
+def reason(error: BaseException) -> str:
+    """The cause in one line; its traceback is in the logs."""
+    return "".join(traceback.format_exception_only(cause(error))).strip().partition("\n")[0]
+
+
+def cause(error: BaseException) -> BaseException:
+    """What a user would call the cause: Ray wraps it in errors of its own."""
+    failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
+    # A user's mistake on one rank makes its peers fail of lost connections: the mistake is the cause.
+    causes = sorted(map(cause, failures.values()), key=lambda e: not isinstance(e, UserError))
+    wrapped = (getattr(error, name, None) for name in ("health_check_failure", "_base_exc", "cause", "__cause__"))
+    inner = next(filter(None, [*causes[:1], *wrapped]), None)
+    return cause(inner) if isinstance(inner, BaseException) and inner is not error else error
