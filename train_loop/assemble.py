@@ -26,6 +26,7 @@ from train_loop.plan import BatchPlan, Plan, chunk_rows, plan_job, plan_samples,
 from train_loop.session import Session
 from train_loop.spec import JobSpec
 from train_loop.state import TrainState
+from train_loop.vitals import ComputeTimer
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Run:
     state: TrainState
     loss: TokenLoss
     flops: Flops
+    timer: ComputeTimer
     watch: CompileWatch | None
     """What torch.compile has done; None where it is not asked for."""
     journal: Journal
@@ -63,6 +65,7 @@ class Sharded:
 
     model: PreTrainedModel
     loss: TokenLoss
+    timer: ComputeTimer
 
 
 def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset | None = None) -> Run:
@@ -89,6 +92,7 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
             dtype=spec.strategy.param_dtype,
             device=mesh.device,
         ),
+        timer=sharded.timer,
         watch=CompileWatch() if spec.model.compile else None,
         journal=Journal(session.run_dir.attempt(session.attempt), rank=session.rank),
         evaluation=evaluation,
@@ -104,11 +108,11 @@ def build_sharded(spec: JobSpec, plan: Plan, mesh: Mesh) -> Sharded:
     apply_attention(model, spec, mesh.device)
     freeze(model, spec.model.freeze_module_prefix)
     blueprint = copy.deepcopy(model)
-    parallelize(model, mesh, spec)
+    timer = parallelize(model, mesh, spec)
     home = torch.device("cpu") if spec.strategy.offload_policy else mesh.device
     give_weights(model, blueprint, spec.model, seed=spec.training.seed, device=home)
     place_buffers(model, mesh.device)
-    return Sharded(model, _loss(model, spec, plan, head_is_last=seen.head_is_last))
+    return Sharded(model, _loss(model, spec, plan, head_is_last=seen.head_is_last), timer)
 
 
 def build_state(model: PreTrainedModel, spec: JobSpec, mesh: Mesh, *, steps: int) -> TrainState:

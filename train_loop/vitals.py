@@ -12,22 +12,83 @@ import torch
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
+Moment = float | torch.cuda.Event
+
+
 class Vitals(NamedTuple):
     """A rank's state at a step, in whole numbers, as ranks tell them each other."""
 
     own_nanoseconds: int
-    """Since the ranks last agreed, without what it waited for its Ulysses peers."""
+    """Since the ranks last agreed, without what it waited for others."""
     device_bytes: int
     """Most memory that tensors took on the GPU; 0 without one."""
     host_bytes: int
     """Most memory that the process took."""
 
 
+class ComputeTimer:
+    """Adds up what a rank computes in training steps, between the points where it may wait for others.
+
+    On a GPU by events in its stream: the host runs ahead of it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._since: Moment | None = None
+        self._spans: list[tuple[Moment, Moment]] = []
+
+    def start(self) -> None:
+        """The rank computes from here."""
+        self._since = self._now()
+
+    def drop(self) -> None:
+        """What was started last, and not stopped since, does not count."""
+        self._since = None
+
+    def stop(self) -> None:
+        """The rank may wait from here."""
+        if self._since is not None:
+            self._spans.append((self._since, self._now()))
+            self._since = None
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The rank waits for others amid what it computes."""
+        computing = self._since is not None
+        self.stop()
+        yield
+        if computing:
+            self.start()
+
+    def take(self) -> float:
+        """Seconds since this was asked last. On a GPU, what was timed must be done."""
+        self.drop()
+        spans, self._spans = self._spans, []
+        return sum(map(_seconds, spans))
+
+    def _now(self) -> Moment:
+        if not self._on_gpu:
+            return perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+def _seconds(span: tuple[Moment, Moment]) -> float:
+    match span:
+        case (float() as start, float() as end):
+            return end - start
+        case (torch.cuda.Event() as start, torch.cuda.Event() as end):
+            return float(start.elapsed_time(end)) / 1e3
+    raise TypeError(span)
+
+
 class StepClock:
     """Times the steps of one rank.
 
     All ranks leave an agreement at once, and the last one to come to the next is the one that the others wait for, so
-    that its time between the two names it: whether data, logging, garbage, a checkpoint or the host kept it.
+    that its time between the two names it: whether data, computing, logging, garbage, a checkpoint or the host kept it.
+    What it waits for others in between is not counted.
     """
 
     def __init__(self) -> None:
@@ -49,6 +110,13 @@ class StepClock:
         started = perf_counter()
         yield
         self._agreed += perf_counter() - started
+
+    @contextmanager
+    def training(self, timer: ComputeTimer) -> Iterator[None]:
+        """The ranks train together: what this one computes is its own, and the rest is waiting."""
+        with self.waiting():
+            yield
+        self._agreed -= timer.take()
 
     @property
     def seconds(self) -> float:

@@ -59,7 +59,7 @@ def loop(run: Run, saver: Saver) -> Stop | None:
             break
 
         # ------------------------------------------------------------------------------------------ the hot part
-        with profiled(run):
+        with profiled(run), clock.training(run.timer):
             micro = micro_batches(batch, run.batch.per_device, state.model, run.mesh)
             result = train_step(state, run.loss, micro, agreed.trained_tokens, run.spec.training.max_grad_norm)
         state.advance(tokens=agreed.tokens, samples=run.order.global_batch)

@@ -27,21 +27,30 @@ from train_loop.run_dir import RunDir, read_lines
 from train_loop.session import Session
 
 STEPS, BATCH, LENGTH = 6, 4, 32
-POISONED, PROFILED, STALL = 3, (2, 5), 0.6
+POISONED, PROFILED, STALL, LAG = 3, (2, 5), 0.6, 0.15
+ULYSSES = {"ulysses_size": 2}
+LAGGING: dict[str, dict[str, Any]] = {
+    "lagging": {},
+    "lagging, Ulysses": {"strategy": ULYSSES},
+    # Units within units, whose gathers are within what the outer ones compute.
+    "lagging, fp32 norms": {"strategy": {"norm_dtype": "fp32"}},
+    "lagging, replicas": {"strategy": {"sharding_strategy": "NO_SHARD"}},
+    "lagging, recomputed": {"model": {"gradient_checkpointing": "full"}},
+}
 
 
 def run(
-    data: Path, folder: Path, *, sp: int = 1, dtype: str = "fp32", slow: Any = local_stream, **training: Any
+    data: Path, folder: Path, *, slow: Any = local_stream, model: Any = None, strategy: Any = None, **training: Any
 ) -> None:
     """A run in a folder."""
     job = spec(
-        model={"config": TINY, "dtype": dtype, "gradient_checkpointing": "none"},
+        model={"config": TINY, "dtype": "fp32", "gradient_checkpointing": "none"} | (model or {}),
         data={"train": {"path": str(data)}, "columns": {"input_ids": "ids"}, "packing": False, "shuffle": False},
         training={"max_steps": STEPS, "global_batch_size": BATCH, "audit_samples": True, "weight_decay": 0.1}
         # A schedule that depends on the steps done, and not on those to come.
         | {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3}
         | training,
-        strategy={"ulysses_size": sp},
+        strategy=strategy or {},
         checkpoint={"every_steps": 3},
         scaling={"num_workers": dist.get_world_size()},
     )
@@ -71,6 +80,30 @@ def slow_stream(left: StreamPlan, mesh: MeshPlan, rank: int) -> Iterator[Rows | 
         if rank == 0 and step == 2:
             time.sleep(STALL)
         yield rows
+
+
+def lag(patch: pytest.MonkeyPatch) -> None:
+    """Let the MLPs of rank 1 compute slowly in the second step's forward, and in the fourth one's backward."""
+    build = assemble.build_run
+
+    def build_lagging(*arguments: Any) -> Run:
+        run = build(*arguments)
+
+        def sleep_in_backward(gradient: torch.Tensor) -> None:
+            time.sleep(LAG)
+
+        def slow_down(module: Any, inputs: Any, output: torch.Tensor) -> None:
+            step = run.state.step + 1
+            if run.mesh.rank == 1 and step == 2:
+                time.sleep(LAG)
+            if run.mesh.rank == 1 and step == 4:
+                output.register_hook(sleep_in_backward)  # type: ignore[no-untyped-call]
+
+        for layer in run.state.model.model.layers:
+            layer.mlp.register_forward_hook(slow_down)
+        return run
+
+    patch.setattr(worker, "build_run", build_lagging)
 
 
 def stall(patch: pytest.MonkeyPatch) -> list[bool]:
@@ -110,14 +143,18 @@ def all_runs(folder: Path) -> dict[str, Any]:
     run(without, folder / "without", max_steps=STEPS - 1)
     with pytest.MonkeyPatch.context() as patch:
         automatic = stall(patch)
-        run(data, folder / "slow", sp=2, slow=slow_stream)
+        run(data, folder / "slow", strategy=ULYSSES, slow=slow_stream)
+    for name, parts in LAGGING.items():
+        with pytest.MonkeyPatch.context() as patch:
+            lag(patch)
+            run(data, folder / name, **parts)
     with pytest.MonkeyPatch.context() as patch:
         poison(patch, first=POISONED, last=POISONED)
         run(data, folder / "poisoned", max_consecutive_skips=2)
     with pytest.MonkeyPatch.context() as patch:
         poison(patch, first=3, last=99)
         failing = [
-            said_by_endless_skips(data, folder / f"failing {dtype}", dtype=dtype, on_nonfinite="fail")
+            said_by_endless_skips(data, folder / f"failing {dtype}", model={"dtype": dtype}, on_nonfinite="fail")
             for dtype in ("fp32", "fp16")
         ]
         first = said_by_endless_skips(data, folder / "endless", max_consecutive_skips=3, max_steps=4)
@@ -189,6 +226,18 @@ def test_the_rank_that_others_wait_for_is_named(runs: Path) -> None:
         assert line["slowest_rank_seconds"] == line["rank_seconds"][slowest] > STALL
         assert line["rank_seconds"][1 - slowest] < line["rank_seconds"][slowest] - STALL / 2
     assert found[2]["data_wait_seconds"] > STALL
+
+
+@pytest.mark.parametrize("name", LAGGING)
+def test_the_rank_that_computes_slowly_is_named_although_others_wait_for_it_inside_the_step(
+    runs: Path, name: str
+) -> None:
+    told = {line["step"]: line for line in lines(runs / name)}
+    # A line tells how ranks came to its step: of what they did since the one before.
+    for step in (3, 5):
+        slow, other = told[step]["rank_seconds"][1], told[step]["rank_seconds"][0]
+        assert told[step]["slowest_rank"] == 1
+        assert slow - other > 2 * LAG, told[step]["rank_seconds"]
 
 
 def test_no_rank_collects_garbage_on_its_own(ranks: list[dict[str, Any]]) -> None:

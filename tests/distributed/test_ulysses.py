@@ -15,6 +15,7 @@ from train_loop.errors import ModelError
 from train_loop.model.build import build_model
 from train_loop.parallel.ulysses import apply_ulysses, heads_to_seq, seq_to_heads
 from train_loop.step import accumulate
+from train_loop.vitals import ComputeTimer
 
 
 def exchange() -> dict[str, bool]:
@@ -68,7 +69,7 @@ def bypassed() -> str:
     """What the check says of a model whose attention never came through the exchange."""
     group = dist.group.WORLD
     assert group is not None
-    ulysses = apply_ulysses(build_model(spec(model={"config": TINY}).model), group)
+    ulysses = apply_ulysses(build_model(spec(model={"config": TINY}).model), group, ComputeTimer(torch.device("cpu")))
     assert ulysses is not None
     try:
         ulysses.check_active(sequence_length=32)

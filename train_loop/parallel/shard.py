@@ -13,15 +13,17 @@ from train_loop.parallel.compile import apply_compile
 from train_loop.parallel.mesh import Mesh
 from train_loop.parallel.prefetch import apply_prefetch
 from train_loop.parallel.recompute import apply_checkpointing
+from train_loop.parallel.timing import time_units
 from train_loop.parallel.ulysses import apply_ulysses
 from train_loop.parallel.units import decoder_layers, find_units, norms, wrapped_layers
 from train_loop.spec import JobSpec, StrategySpec
+from train_loop.vitals import ComputeTimer
 
 
-def parallelize(model: PreTrainedModel, mesh: Mesh, spec: JobSpec) -> None:
-    """Make a model on the meta device parallel, in place. Raises ModelError."""
-    mode, strategy = spec.model.gradient_checkpointing, spec.strategy
-    apply_ulysses(model, mesh.sp)
+def parallelize(model: PreTrainedModel, mesh: Mesh, spec: JobSpec) -> ComputeTimer:
+    """Make a model on the meta device parallel, in place; what it computes is timed from now on. Raises ModelError."""
+    mode, strategy, timer = spec.model.gradient_checkpointing, spec.strategy, ComputeTimer(mesh.device)
+    apply_ulysses(model, mesh.sp, timer)
     layers = decoder_layers(model, strategy.wrap_policy)
     if strategy.apply_tiled_mlp:
         apply_tiled_mlp(layers, tiles=strategy.tiled_num_shards)
@@ -34,6 +36,8 @@ def parallelize(model: PreTrainedModel, mesh: Mesh, spec: JobSpec) -> None:
     apply_fsdp(model, mesh, strategy)
     units = [layer for layer in wrapped if isinstance(layer, FSDPModule)]
     apply_prefetch(units, forward=strategy.forward_prefetch, backward=strategy.backward_prefetch)
+    time_units(model, timer)
+    return timer
 
 
 def apply_fsdp(model: PreTrainedModel, mesh: Mesh, strategy: StrategySpec) -> None:

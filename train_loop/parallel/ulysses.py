@@ -7,6 +7,7 @@ B batch, T sequence, H query heads, K kv heads, D head size, P ranks in the grou
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from train_loop.errors import ModelError
+from train_loop.vitals import ComputeTimer
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -25,11 +27,12 @@ Attention = Callable[..., tuple[Tensor, Tensor | None]]
 class Ulysses:
     """The wrapped attention of one model, and what it has exchanged in the forward pass at work or last done."""
 
-    def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup, inner: Attention) -> None:
+    def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup, inner: Attention, timer: ComputeTimer) -> None:
         self.config = model.config.get_text_config()
         self.group = group
         self.ranks = dist.get_world_size(group)
         self.inner = inner
+        self.timer = timer
         self.exchanged: Counter[tuple[int, ...]] = Counter()
         _LISTENING[group.group_name] = self
         model.register_forward_pre_hook(lambda _model, _inputs: self.exchanged.clear())
@@ -70,14 +73,17 @@ _LISTENING: WeakValueDictionary[str, Ulysses] = WeakValueDictionary()
 """Who counts the exchanges of a group; by name, because a compiled graph knows of groups by name only."""
 
 
-def apply_ulysses(model: PreTrainedModel, group: dist.ProcessGroup) -> Ulysses | None:
-    """Route the model's attention through the group; None where the group is this rank alone."""
+def apply_ulysses(model: PreTrainedModel, group: dist.ProcessGroup, timer: ComputeTimer) -> Ulysses | None:
+    """Route the model's attention through the group; None where the group is this rank alone.
+
+    The timer stands still while ranks wait for each other in exchanges.
+    """
     ranks = dist.get_world_size(group)
     if ranks == 1:
         return None
     key = model.config._attn_implementation
     inner = ALL_ATTENTION_FUNCTIONS[key]
-    ulysses = Ulysses(model, group, inner.inner if isinstance(inner, Ulysses) else inner)
+    ulysses = Ulysses(model, group, inner.inner if isinstance(inner, Ulysses) else inner, timer)
     ALL_ATTENTION_FUNCTIONS[key] = ulysses
     config = model.config.get_text_config()
     for module in model.modules():
@@ -113,10 +119,12 @@ def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 @torch.library.custom_op("trainshed::all_to_all", mutates_args=())
 def all_to_all(x: Tensor, group: str) -> Tensor:
     """Slice i of the first axis goes to rank i; an operator, so that compiled graphs need no break for it."""
-    if group in _LISTENING:
-        _LISTENING[group].exchanged[tuple(x.shape)] += 1
+    ulysses = _LISTENING.get(group)
+    if ulysses is not None:
+        ulysses.exchanged[tuple(x.shape)] += 1
     out = torch.empty_like(x)
-    dist.all_to_all_single(out, x, group=_resolve_process_group(group))  # type: ignore[arg-type]  # a str by another name
+    with ulysses.timer.waiting() if ulysses is not None else nullcontext():
+        dist.all_to_all_single(out, x, group=_resolve_process_group(group))  # type: ignore[arg-type]  # a str, renamed
     return out
 
 
