@@ -59,8 +59,10 @@ def accumulate(loss: TokenLoss, batches: Iterable[MicroBatch], trained_tokens: i
     factor there is.
     """
     root: FSDPModule = loss.model
-    # The root's own parameters, which the forward pass needs first, travel while masks are made.
-    root.unshard(async_op=True)
+    # What the forward pass needs first travels while masks are made.
+    for module in (loss.model, loss.model.get_input_embeddings()):
+        if isinstance(module, FSDPModule):
+            module.unshard(async_op=True)
     total = torch.zeros(())
     for batch in batches:
         # Gradients of every micro-batch are reduced to shards, because whole ones would not fit; replicas of a shard

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from tests.support.gradients import Gradients, one_step, random_rows
 from tests.support.ranks import on_ranks
@@ -11,37 +12,65 @@ from tests.support.specs import TINY, spec
 from train_loop.parallel.compile import CompileWatch
 
 Result = tuple[float, Gradients]
+FINER = {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer", "Qwen3MLP"]}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "Ulysses": {"ulysses_size": 2},
+    "offload": {"offload_policy": True},
+    "finer units": {"wrap_policy": FINER},
+}
 
 
-def eager_and_compiled() -> tuple[list[Result], dict[str, Any]]:
-    """A step of two ranks that share each sequence, both ways, and what the watch tells of it."""
-    rows, watch, results = random_rows(4, 32, vocab=TINY["vocab_size"], packed=True), CompileWatch(), []
-    for translate in (False, True):
-        job = spec(
-            model={"config": TINY, "gradient_checkpointing": "full", "compile": translate},
-            training={"per_device_train_batch_size": 4},
-            strategy={"ulysses_size": 2},
-            scaling={"num_workers": 2},
-        )
-        results.append(one_step(job, rows))
-    return results, watch.news()
+def eager_and_compiled() -> dict[str, tuple[list[Result], dict[str, Any]]]:
+    """A step of two ranks, both ways, and what the watch tells of it, for each strategy."""
+    rows, found = random_rows(4, 32, vocab=TINY["vocab_size"], packed=True), {}
+    for name, strategy in STRATEGIES.items():
+        watch, results = CompileWatch(), []
+        for translate in (False, True):
+            torch._dynamo.reset()
+            counters.clear()
+            job = spec(
+                model={"config": TINY, "gradient_checkpointing": "full", "compile": translate},
+                training={"per_device_train_batch_size": 4 if name == "Ulysses" else 2},
+                strategy=strategy,
+                scaling={"num_workers": 2},
+            )
+            results.append(one_step(job, rows))
+        found[name] = results, watch.news()
+    return found
 
 
 @pytest.fixture(scope="module")
-def found() -> tuple[list[Result], dict[str, Any]]:
-    result: tuple[list[Result], dict[str, Any]] = on_ranks(2, eager_and_compiled)[0]
+def found() -> dict[str, tuple[list[Result], dict[str, Any]]]:
+    result: dict[str, tuple[list[Result], dict[str, Any]]] = on_ranks(2, eager_and_compiled)[0]
     return result
 
 
-def test_compiled_layers_compute_the_same(found: Any) -> None:
-    (expected_loss, expected), (loss, gradients) = found[0]
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_compiled_layers_compute_the_same(found: Any, strategy: str) -> None:
+    (expected_loss, expected), (loss, gradients) = found[strategy][0]
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     for name, value in expected.items():
         assert (gradients[name] - value).norm() <= 1e-5 * value.norm(), name
 
 
-def test_one_graph_serves_all_layers_without_a_break(found: Any) -> None:
-    assert found[1] == {"graphs": 1, "graph_breaks": {}}
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_graph_serves_all_layers_without_a_break(found: Any, strategy: str) -> None:
+    assert found[strategy][1] == {"graphs": 1, "graph_breaks": {}}
+
+
+def test_a_function_that_is_compiled_until_the_compiler_gives_up_is_told() -> None:
+    watch = CompileWatch()
+    watch.news()
+
+    def scaled(x: torch.Tensor, by: int) -> torch.Tensor:
+        return x * by + 1
+
+    compiled = torch.compile(scaled, backend="eager", dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for by in range(3, 7):
+            compiled(torch.ones(2), by)
+    news: Any = watch.news()
+    assert any("recompile limit" in reason for reason in news["graph_breaks"])
 
 
 def test_a_graph_break_is_told_once_with_its_reason() -> None:

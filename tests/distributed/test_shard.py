@@ -1,14 +1,18 @@
 """What the strategy's settings make of FSDP2: units, and what each gathers, keeps and offloads."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.amp import GradScaler
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-from tests.support.gradients import build
+from tests.support.gradients import build, my_share, random_rows
 from tests.support.ranks import on_ranks
 from tests.support.specs import TINY, spec
+from train_loop.batch import MicroBatch, micro_batches
+from train_loop.step import accumulate
 
 LAYERS = [f"model.layers.{n}" for n in range(2)]
 HALVES = [f"{layer}.{half}" for layer in LAYERS for half in ("self_attn", "mlp")]
@@ -56,6 +60,33 @@ def describe(strategy: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def all_cases() -> dict[str, dict[str, dict[str, Any]]]:
     return {name: describe(strategy) for name, strategy in CASES.items()}
+
+
+def on_their_way(policy: dict[str, bool]) -> list[str]:
+    """The units whose parameters are being gathered when a step asks for its first micro-batch."""
+    job = spec(strategy={"wrap_policy": policy}, scaling={"num_workers": dist.get_world_size()})
+    model, loss, mesh = build(job)
+    batch = my_share(random_rows(2, 32, vocab=TINY["vocab_size"], packed=True), mesh)
+    found = []
+
+    def watched() -> Iterator[MicroBatch]:
+        for name, module in model.named_modules():
+            if isinstance(module, FSDPModule) and getattr(
+                module._get_fsdp_state()._fsdp_param_group, "_all_gather_result", None
+            ):
+                found.append(name)
+        yield from micro_batches(batch, 1, model, mesh)
+
+    accumulate(loss, watched(), 1, GradScaler(enabled=False))
+    return found
+
+
+def both_policies() -> list[list[str]]:
+    return [on_their_way({}), on_their_way({"wrap_embeddings": True})]
+
+
+def test_what_a_forward_pass_needs_first_is_gathered_while_its_masks_are_made() -> None:
+    assert on_ranks(2, both_policies)[0] == [[""], ["", EMBEDDINGS]]
 
 
 @pytest.fixture(scope="module")

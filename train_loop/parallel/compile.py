@@ -8,10 +8,10 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 
-def apply_compile(layers: Sequence[nn.Module]) -> None:
-    """Compile what each layer computes, inside its call, so that FSDP's hooks stay outside the graphs."""
-    for layer in layers:
-        layer.forward = torch.compile(layer.forward)
+def apply_compile(units: Sequence[nn.Module]) -> None:
+    """Compile what each unit computes, inside its call, so that FSDP's hooks, also of other units, stay outside."""
+    for unit in units:
+        unit.forward = torch.compile(unit.forward)
 
 
 @dataclass
@@ -22,8 +22,12 @@ class CompileWatch:
     breaks: dict[str, int] = field(default_factory=dict)
 
     def news(self) -> dict[str, object]:
-        """Graphs so far and every reason for a graph break with its count, where one of them has changed."""
-        graphs, breaks = counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+        """Graphs so far, and every reason for which code was left to Python with its count, where that has changed.
+
+        Among the reasons is the limit of compiling one function again and again.
+        """
+        graphs = counters["stats"]["unique_graphs"]
+        breaks = {**counters["unimplemented"], **counters["graph_break"]}
         if (graphs, breaks) == (self.graphs, self.breaks):
             return {}
         self.graphs, self.breaks = graphs, breaks

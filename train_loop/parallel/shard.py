@@ -15,7 +15,7 @@ from train_loop.parallel.prefetch import apply_prefetch
 from train_loop.parallel.recompute import apply_checkpointing
 from train_loop.parallel.timing import time_units
 from train_loop.parallel.ulysses import apply_ulysses
-from train_loop.parallel.units import decoder_layers, find_units, norms, wrapped_layers
+from train_loop.parallel.units import decoder_layers, find_units, innermost, norms, wrapped_layers
 from train_loop.spec import JobSpec, StrategySpec
 from train_loop.vitals import ComputeTimer
 
@@ -29,10 +29,10 @@ def parallelize(model: PreTrainedModel, mesh: Mesh, spec: JobSpec) -> ComputeTim
         apply_tiled_mlp(layers, tiles=strategy.tiled_num_shards)
     if mode != "none":
         apply_checkpointing(layers, offload=mode == "offload", pin_memory=mesh.device.type == "cuda")
-    if spec.model.compile:
-        apply_compile(layers)
     # Asked before FSDP2 changes the names of their classes.
     wrapped = wrapped_layers(model, strategy.wrap_policy)
+    if spec.model.compile:
+        apply_compile(innermost(wrapped))
     apply_fsdp(model, mesh, strategy)
     units = [layer for layer in wrapped if isinstance(layer, FSDPModule)]
     apply_prefetch(units, forward=strategy.forward_prefetch, backward=strategy.backward_prefetch)

@@ -1,6 +1,6 @@
 """Which modules become FSDP units of their own. Every parameter belongs to the innermost unit that holds it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -37,6 +37,16 @@ def find_units(model: PreTrainedModel, policy: WrapPolicySpec) -> list[list[nn.M
 def wrapped_layers(model: PreTrainedModel, policy: WrapPolicySpec) -> list[nn.Module]:
     """The layers that become units, in the order in which they run. Raises ModelError as `decoder_layers`."""
     return modules_of(model, policy.transformer_layer_cls_to_wrap) or decoder_layers(model, policy)
+
+
+def innermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those that hold none of the others."""
+    others = set(modules)
+    return [
+        module
+        for module in modules
+        if not others.intersection(child for child in module.modules() if child is not module)
+    ]
 
 
 def check_names(model: PreTrainedModel, policy: WrapPolicySpec) -> None:

@@ -74,3 +74,14 @@ class JobSpec(SpecModel):
                 "remove one or make them equal"
             )
         return strategy
+
+    @field_validator("strategy")
+    @classmethod
+    def _compiled_layers_are_whole(cls, strategy: StrategySpec, info: ValidationInfo) -> StrategySpec:
+        model = info.data.get("model")
+        if model is not None and model.compile and strategy.norm_dtype is not None:
+            raise ValueError(
+                f"norm_dtype={strategy.norm_dtype} makes each norm an FSDP unit of its own, which breaks the graph of "
+                "the layer that holds it, and model.compile would do nothing; remove one of the two"
+            )
+        return strategy

@@ -41,7 +41,7 @@ class ModelSpec(SpecModel):
         default=(), description="modules, by the beginning of their names, whose parameters are not trained"
     )
     lora: Annotated[LoraSpec | None, only(None)] = None
-    compile: bool = Field(default=False, description="torch.compile, layer by layer")
+    compile: bool = Field(default=False, description="torch.compile, FSDP unit by FSDP unit")
 
     @model_validator(mode="after")
     def _exactly_one_source(self) -> "ModelSpec":

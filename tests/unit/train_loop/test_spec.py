@@ -113,6 +113,11 @@ def test_the_compute_dtype_has_one_value_in_its_two_homes() -> None:
     assert found["/strategy"].startswith("param_dtype=bf16 contradicts model.dtype=fp32")
 
 
+def test_layers_that_are_compiled_hold_no_units_of_their_own_for_norms() -> None:
+    found = problems(raw_spec(model={"compile": True}, strategy={"norm_dtype": "fp32"}))
+    assert found["/strategy"].endswith("and model.compile would do nothing; remove one of the two")
+
+
 @pytest.mark.parametrize(
     ("pointer", "value"),
     [

@@ -1,0 +1,73 @@
+"""What a strategy moves about changes no bit of a run: clipping, optimizer steps, averages and checkpoints included."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.ranks import on_ranks
+from tests.support.specs import TINY, spec
+from tests.support.torchrun import load_checkpoint, write_tokens
+from train_loop.data.cache import find_dataset
+from train_loop.data.reader import local_stream
+from train_loop.run_dir import RunDir, read_lines
+from train_loop.session import Session
+from train_loop.worker import train
+
+STEPS = 3
+OPTIMIZERS = ("adamw", "sgd", "adafactor", "muon")
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "offload": {"offload_policy": True},
+    "prefetch": {"forward_prefetch": 2, "backward_prefetch": 2},
+    "kept": {"reshard_after_forward": False},
+}
+CASES = [(optimizer, "offload") for optimizer in OPTIMIZERS] + [("adamw", "prefetch"), ("adamw", "kept")]
+
+
+def train_all(folder: Path) -> None:
+    for optimizer, strategy in CASES + [(optimizer, "plain") for optimizer in OPTIMIZERS]:
+        job = spec(
+            data={"train": {"path": str(folder / "d.parquet")}, "columns": {"input_ids": "ids"}, "packing": False},
+            # Every step is clipped.
+            training={"optimizer": optimizer, "max_steps": STEPS, "global_batch_size": 8, "max_grad_norm": 0.3}
+            | {"weight_decay": 0.1, "ema_decay": 0.9},
+            strategy=STRATEGIES[strategy],
+            scaling={"num_workers": dist.get_world_size()},
+        )
+        run_dir = RunDir(folder / f"{optimizer} {strategy}")
+        session = Session(dist.get_rank(), dist.get_world_size(), 0, 1, run_dir, local_stream)
+        train(job, session, find_dataset(job, folder))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    write_tokens(folder / "d.parquet", rows=40, length=(9, 32), vocab=TINY["vocab_size"])
+    on_ranks(2, train_all, folder)
+    return folder
+
+
+def numbers(folder: Path) -> list[tuple[float, ...]]:
+    lines = read_lines(RunDir(folder).attempt(1).metrics)
+    return [(line["step"], line["loss"], line["grad_norm"], line["lr"]) for line in lines]
+
+
+def flat(values: Any, name: str = "") -> dict[str, Any]:
+    if not isinstance(values, dict):
+        return {name: values}
+    return {leaf: v for key, value in values.items() for leaf, v in flat(value, f"{name}/{key}").items()}
+
+
+@pytest.mark.parametrize(("optimizer", "strategy"), CASES)
+def test_every_step_and_all_that_is_saved_is_the_same(runs: Path, optimizer: str, strategy: str) -> None:
+    plain, moved = runs / f"{optimizer} plain", runs / f"{optimizer} {strategy}"
+    assert len(numbers(plain)) == STEPS
+    assert min(norm for _, _, norm, _ in numbers(plain)) > 0.3, "a step was not clipped"
+    assert numbers(moved) == numbers(plain)
+    expected, found = (flat(load_checkpoint(folder, STEPS)) for folder in (plain, moved))
+    tensors = {name for name, value in expected.items() if isinstance(value, torch.Tensor)}
+    assert {part for name in tensors for part in name.split("/")[1:2]} >= {"model", "optimizer", "ema"}
+    assert [name for name in sorted(tensors) if not torch.equal(found[name], expected[name])] == []
