@@ -1,7 +1,8 @@
 """What goes over the wire: one model per answer, built from the domain."""
 
+from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Annotated, Generic, TypeVar
+from typing import Annotated, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, Field, JsonValue, PlainSerializer
 
@@ -202,12 +203,14 @@ class MemoryTermOut(BaseModel):
     name: str
     bytes: int
     formula: str
+    place: Literal["device", "host"]
 
 
 class MemoryOut(BaseModel):
     """Estimated memory per worker at the peak of a step."""
 
-    total_bytes: int
+    total_bytes: int = Field(description="where the model computes")
+    host_bytes: int = Field(description="what waits in host memory, beside a GPU")
     terms: list[MemoryTermOut]
 
 
@@ -231,7 +234,7 @@ class PlanOut(BaseModel):
     def of(cls, view: PlanView) -> "PlanOut":
         """From what the use cases answer."""
         spec, plan = view.spec, view.plan
-        terms = [MemoryTermOut(name=term.name, bytes=term.bytes, formula=term.formula) for term in plan.memory]
+        terms = [MemoryTermOut(**asdict(term)) for term in plan.memory]
         return cls(
             name=spec.name,
             world=plan.mesh.world,
@@ -243,7 +246,7 @@ class PlanOut(BaseModel):
             tokens_per_step=plan.batch.global_batch * spec.data.sequence_length,
             steps=spec.training.max_steps,
             parameters=plan.shape.parameters,
-            memory=MemoryOut(total_bytes=plan.memory_bytes, terms=terms),
+            memory=MemoryOut(total_bytes=plan.memory_bytes, host_bytes=plan.host_memory_bytes, terms=terms),
             warnings=list(view.warnings),
         )
 

@@ -1,11 +1,14 @@
 """Parameters → bytes per worker, each term with the formula it comes from."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from train_loop.plan.head import DTYPE_BYTES, chunk_rows, logits_row_bytes
 from train_loop.plan.mesh import MeshPlan
 from train_loop.plan.shape import ModelShape
 from train_loop.spec import JobSpec
+
+Place = Literal["device", "host"]
 
 
 @dataclass(frozen=True)
@@ -15,6 +18,8 @@ class MemoryTerm:
     name: str
     bytes: int
     formula: str
+    place: Place = "device"
+    """Where the model computes; or, beside a GPU, where things wait in host memory."""
 
 
 def estimate_memory(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> tuple[MemoryTerm, ...]:
@@ -24,22 +29,26 @@ def estimate_memory(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> tuple[M
     names are not known here; FSDP2 gathers one layer ahead of the one at work; activations are counted at one
     micro-batch on 1/sp of the sequence.
     """
+    beside: Place = "host" if spec.scaling.resources_per_worker.get("GPU") else "device"
+    home: Place = beside if spec.strategy.offload_policy else "device"
     shard = -(-shape.parameters // mesh.fsdp)
     master = DTYPE_BYTES[spec.model.master_dtype]
     compute = DTYPE_BYTES[spec.strategy.param_dtype]
     gathered = max(2 * shape.layer_parameters, shape.embedding_parameters) if mesh.fsdp > 1 else 0
     tokens = spec.training.per_device_train_batch_size * spec.data.sequence_length // mesh.sp
     return (
-        MemoryTerm("parameters", master * shard, f"{master} bytes x parameters / fsdp"),
+        MemoryTerm("parameters", master * shard, f"{master} bytes x parameters / fsdp", home),
         MemoryTerm(
             "gathered_parameters",
             compute * gathered,
             f"{compute} bytes x the larger of two layers and the embeddings, gathered for use",
         ),
-        MemoryTerm("gradients", master * shard, f"{master} bytes x parameters / fsdp"),
-        _optimizer(spec, shape, mesh, master),
-        MemoryTerm("ema", 4 * shard if spec.training.ema_decay else 0, "4 bytes x parameters / fsdp, where asked for"),
-        _activations(spec, shape, tokens, compute),
+        MemoryTerm("gradients", master * shard, f"{master} bytes x parameters / fsdp", home),
+        MemoryTerm("optimizer", *_optimizer(spec, shape, mesh, master), home),
+        MemoryTerm(
+            "ema", 4 * shard if spec.training.ema_decay else 0, "4 bytes x parameters / fsdp, where asked for", home
+        ),
+        *_activations(spec, shape, tokens=tokens, compute=compute, beside=beside),
         MemoryTerm(
             "attention_mask", _mask_bytes(spec), "1 byte x sequences x sequence_length^2, where documents share one"
         ),
@@ -59,7 +68,7 @@ def _logits(spec: JobSpec, shape: ModelShape, tokens: int) -> MemoryTerm:
     )
 
 
-def _optimizer(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, master: int) -> MemoryTerm:
+def _optimizer(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, master: int) -> tuple[int, str]:
     total, in_layers = shape.parameters, shape.layers * shape.layer_parameters
     size, formula = {
         "adamw": (2 * master * total, f"2 Adam moments x {master} bytes x parameters / fsdp"),
@@ -73,24 +82,29 @@ def _optimizer(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, master: int) ->
     }[spec.training.optimizer]
     # Means of columns are on every rank.
     ranks = 1 if spec.training.optimizer == "adafactor" else mesh.fsdp
-    return MemoryTerm("optimizer", -(-size // ranks), formula)
+    return -(-size // ranks), formula
 
 
 def _mask_bytes(spec: JobSpec) -> int:
-    return spec.training.per_device_train_batch_size * spec.data.sequence_length**2 if spec.data.packing else 0
+    masked = spec.data.packing and spec.model.attn_implementation in ("auto", "sdpa")
+    return spec.training.per_device_train_batch_size * spec.data.sequence_length**2 if masked else 0
 
 
-def _activations(spec: JobSpec, shape: ModelShape, tokens: int, compute: int) -> MemoryTerm:
-    # What one decoder layer keeps for its backward: norms' inputs, q, k, v, attention output, three MLP tensors.
-    layer = 4 * shape.hidden + 2 * (shape.heads + shape.kv_heads) * shape.head_dim + 3 * shape.intermediate
+def _activations(
+    spec: JobSpec, shape: ModelShape, *, tokens: int, compute: int, beside: Place
+) -> tuple[MemoryTerm, ...]:
+    """What layers keep for their backward, and what one of them takes beside while it is at work."""
+    # Norms' inputs, q, k, v and attention output; three MLP tensors, of which tiles are made one at a time.
+    kept = 4 * shape.hidden + 2 * (shape.heads + shape.kv_heads) * shape.head_dim
+    tiles = spec.strategy.tiled_num_shards if spec.strategy.apply_tiled_mlp else 1
+    wide, mlp = 3 * shape.intermediate, "3F" if tiles == 1 else f"3F / {tiles} tiles"
+    layer, inputs = f"(4H + 2(heads + kv_heads)head_dim + {mlp})", f"{compute} bytes x tokens x H x layers"
     if spec.model.gradient_checkpointing == "none":
-        return MemoryTerm(
-            "activations",
-            compute * tokens * layer * shape.layers,
-            f"{compute} bytes x tokens x (4H + 2(heads + kv_heads)head_dim + 3F) x layers",
-        )
-    return MemoryTerm(
-        "activations",
-        compute * tokens * (shape.hidden * shape.layers + layer),
-        f"{compute} bytes x tokens x (H x layers + one layer recomputed)",
-    )
+        size = (kept + wide) * shape.layers if tiles == 1 else kept * shape.layers + wide // tiles
+        return (MemoryTerm("activations", compute * tokens * size, f"{compute} bytes x tokens x {layer} x layers"),)
+    recomputed = compute * tokens * (kept + wide // tiles)
+    saved = compute * tokens * shape.hidden * shape.layers
+    formula = f"{compute} bytes x tokens x {layer} of the layer at work"
+    if spec.model.gradient_checkpointing == "full":
+        return (MemoryTerm("activations", saved + recomputed, f"{inputs} + {formula}"),)
+    return MemoryTerm("activations", recomputed, formula), MemoryTerm("offloaded_activations", saved, inputs, beside)

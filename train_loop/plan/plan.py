@@ -21,8 +21,13 @@ class Plan:
 
     @property
     def memory_bytes(self) -> int:
-        """Estimated bytes per worker, all terms together."""
-        return sum(term.bytes for term in self.memory)
+        """Estimated bytes per worker where the model computes, all terms together."""
+        return sum(term.bytes for term in self.memory if term.place == "device")
+
+    @property
+    def host_memory_bytes(self) -> int:
+        """Estimated bytes per worker that wait in host memory, beside a GPU."""
+        return sum(term.bytes for term in self.memory if term.place == "host")
 
 
 def plan_job(spec: JobSpec, shape: ModelShape) -> Plan:

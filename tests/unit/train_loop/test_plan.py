@@ -188,6 +188,44 @@ def test_memory_is_stated_by_term_and_shrinks_with_the_mesh() -> None:
     assert shrunk["logits"] * 2 == terms["logits"]
 
 
+ON_GPU = {"resources_per_worker": {"CPU": 1.0, "GPU": 1.0}}
+
+
+def test_what_is_offloaded_counts_where_it_waits() -> None:
+    offload: dict[str, Any] = {"model": {"gradient_checkpointing": "offload"}, "strategy": {"offload_policy": True}}
+    kept = a_plan(model={"gradient_checkpointing": "full"}, scaling=ON_GPU)
+    moved, on_cpu = a_plan(**offload, scaling=ON_GPU), a_plan(**offload)
+    at_home = {"parameters", "gradients", "optimizer", "ema", "offloaded_activations"}
+    assert {term.name for term in moved.memory if term.place == "host"} == at_home
+    assert kept.host_memory_bytes == 0 < moved.host_memory_bytes
+    assert moved.memory_bytes + moved.host_memory_bytes == kept.memory_bytes
+    # Without a GPU there is one memory.
+    assert (on_cpu.memory_bytes, on_cpu.host_memory_bytes) == (kept.memory_bytes, 0)
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_tiles_of_an_mlp_exist_one_at_a_time(mode: str) -> None:
+    whole, tiled = (
+        next(term.bytes for term in plan.memory if term.name == "activations")
+        for plan in (
+            a_plan(model={"gradient_checkpointing": mode}, strategy={"apply_tiled_mlp": tiles, "tiled_num_shards": 4})
+            for tiles in (False, True)
+        )
+    )
+    wide = 4 * 32 * 3 * TINY["intermediate_size"]
+    layers = TINY["num_hidden_layers"] if mode == "none" else 1
+    assert whole - tiled == wide * layers - wide // 4
+
+
+def test_attention_that_makes_no_mask_has_none_counted() -> None:
+    def mask(**model: str) -> int:
+        plan = a_plan(model={"dtype": "bf16"} | model)
+        return next(term.bytes for term in plan.memory if term.name == "attention_mask")
+
+    assert mask() == 32**2
+    assert mask(attn_implementation="flash_attention_2") == mask(attn_implementation="flex_attention") == 0
+
+
 def test_workers_that_no_node_can_hold_are_named_with_numbers() -> None:
     scaling = spec(scaling={"num_workers": 8, "resources_per_worker": {"CPU": 1.0, "GPU": 1.0}}).scaling
     assert too_big(scaling, {"CPU": 16.0, "GPU": 8.0}) is None
