@@ -19,7 +19,8 @@ from benchmarks.gpu_cases import CASES, Case
 from benchmarks.harness import RESULTS, markdown_table, write_result
 from benchmarks.launch import ProgramError, end, last_words, loop_arguments, metrics, run_loop, start_module
 from benchmarks.workload import write_tokens
-from train_loop.run_dir import RunDir, read_lines
+from train_loop.data.dataset import Dataset, ShardFile
+from train_loop.run_dir import RunDir, read_lines, write_durably
 
 Record = dict[str, Any]
 SAVE_STEPS, SAVE_EVERY = 60, 20
@@ -157,8 +158,19 @@ def look_again(process: "subprocess.Popen[bytes]", log: Path, deadline: float) -
 
 def spec(case: Case, root: Path, **parts: Record) -> Record:
     """The case's job spec, on tokens that are written for it; a run that is long reads them again."""
-    data = root / "tokens.parquet"
-    write_tokens(data, rows=case.rows * min(case.steps, SAVE_STEPS), length=case.sequence_length, config=case.config)
+    data, rows, length = root / "tokens.parquet", case.rows * min(case.steps, SAVE_STEPS), case.sequence_length
+    write_tokens(data, rows=rows, length=length, config=case.config, documents=case.documents)
+    if case.documents > 1:
+        # What prepare would have made with Ray, and the run begins with.
+        packed = Dataset(
+            fingerprint="random",
+            files=(ShardFile(path=str(data), rows=rows),),
+            sequence_length=length,
+            input_ids="ids",
+            documents="documents",
+            tokens=rows * length,
+        )
+        write_durably(RunDir(root / "run").data, packed.model_dump_json())
     return case.spec(data.as_uri(), **parts)
 
 

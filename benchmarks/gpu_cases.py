@@ -41,12 +41,14 @@ LLAMA3_8B: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model at a length; every row is full, so that no token is padding."""
+    """A model at a length; every sequence is full, so that no token is padding."""
 
     config: dict[str, Any]
     sequence_length: int
     rows: int = 1
     """Sequences a step, in one micro-batch."""
+    documents: int = 1
+    """Documents packed into a sequence, of random lengths, which do not see each other."""
     steps: int = 24
     first_counted: int = 8
     """Compilation and the allocator's first steps lie before it."""
@@ -62,7 +64,8 @@ class Case:
 
     def spec(self, data: str, **parts: dict[str, Any]) -> dict[str, Any]:
         """A job spec for one rank on the tokens at a path."""
-        columns = {"train": {"path": data}, "columns": {"input_ids": "ids"}, "packing": False, "shuffle": False}
+        columns = {"train": {"path": data}, "columns": {"input_ids": "ids"}, "shuffle": False}
+        columns["packing"] = self.documents > 1
         training = {"learning_rate": 1e-5, "max_steps": self.steps, "per_device_train_batch_size": self.rows}
         spec: dict[str, Any] = {
             "name": "gpu-benchmark",
@@ -80,12 +83,13 @@ _FAST: dict[str, Any] = {"compile": True, "gradient_checkpointing": "none"}
 _LARGE: dict[str, Any] = {"compile": True, "gradient_checkpointing": "full"}
 
 CASES = {
-    "qwen3-0.6b-4k": Case(QWEN3_06B, 4096, rows=8, model=_FAST),
-    "qwen3-1.7b-4k": Case(QWEN3_17B, 4096, rows=4, model=_FAST),
+    "qwen3-0.6b-4k": Case(QWEN3_06B, 4096, rows=8, documents=8, model=_FAST),
+    "qwen3-1.7b-4k": Case(QWEN3_17B, 4096, rows=4, documents=8, model=_FAST),
     # Weights and moments in bf16, because in fp32 they alone are 128 GB; batch and recomputation as in KempnerForge's.
-    "llama3-8b-4k": Case(LLAMA3_8B, 4096, rows=4, model=_LARGE | {"master_dtype": "bf16"}),
+    "llama3-8b-4k": Case(LLAMA3_8B, 4096, rows=4, documents=8, model=_LARGE | {"master_dtype": "bf16"}),
     "qwen3-4b-8k": Case(QWEN3_4B, 8192, rows=2, model=_LARGE),
     "qwen3-4b-32k": Case(QWEN3_4B, 32768, steps=8, first_counted=3, model=_LARGE),
     "qwen3-4b-128k": Case(QWEN3_4B, 131072, steps=3, first_counted=1, model=_LARGE),
     "toy": Case(TOY, 64, rows=2, steps=12, first_counted=4, dtype="fp32", model={"gradient_checkpointing": "none"}),
+    "toy-packed": Case(TOY, 64, rows=2, documents=3, steps=12, first_counted=4, dtype="fp32"),
 }

@@ -66,19 +66,11 @@ def measure(config: dict[str, Any], way: dict[str, Any], tokens: int) -> dict[st
 
 def job_spec(workload: Workload, folder: Path, way: dict[str, Any]) -> dict[str, Any]:
     """The spec of one cell. Raises SpecError where a way is refused."""
-    raw = workload.spec(folder)
-    model = raw["model"] | {"gradient_checkpointing": way["gradient_checkpointing"]}
-    spec = raw | {"model": model, "strategy": {"apply_tiled_mlp": way["apply_tiled_mlp"]}}
-    full = spec | {"training": raw["training"] | {"chunked_loss": way["chunked_loss"]}}
-    try:
-        parse_spec(full)
-    except SpecError:
-        if way["chunked_loss"]:
-            raise
-        # A loop without that field has the plain head alone.
-        parse_spec(spec)
-        return spec
-    return full
+    raw = workload.spec(folder, strategy={"apply_tiled_mlp": way["apply_tiled_mlp"]})
+    raw["model"] |= {"gradient_checkpointing": way["gradient_checkpointing"]}
+    raw["training"] |= {"chunked_loss": way["chunked_loss"]}
+    parse_spec(raw)
+    return raw
 
 
 def record(name: str, data: list[dict[str, Any]], lengths: tuple[int, ...]) -> dict[str, str | None]:

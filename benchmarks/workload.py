@@ -109,9 +109,13 @@ class Workload(BaseModel):
         return flat.view(self.steps, self.world, self.rows_per_rank, self.sequence_length)
 
 
-def write_tokens(path: Path, *, rows: int, length: int, config: dict[str, Any]) -> None:
-    """A Parquet file of random token rows of one length."""
+def write_tokens(path: Path, *, rows: int, length: int, config: dict[str, Any], documents: int = 1) -> None:
+    """A Parquet file of random token rows of one length, each of so many documents of random lengths."""
+    draw = np.random.default_rng(1)
+    cuts = [np.sort(draw.choice(np.arange(1, length), documents - 1, replace=False)) for _ in range(rows)]
+    lengths = [np.diff(cut, prepend=0, append=length).tolist() for cut in cuts]
     drawn = np.random.default_rng(0).integers(0, config["vocab_size"], rows * length, dtype=np.int32)
     ids = pa.ListArray.from_arrays(np.arange(0, rows * length + 1, length, dtype=np.int32), pa.array(drawn))
     # Groups of a few megabytes, because a row is read with all of its group.
-    pq.write_table(pa.table({"ids": ids}), path, row_group_size=max(1, 2**20 // length))
+    table = pa.table({"ids": ids, "documents": pa.array(lengths, pa.list_(pa.int32()))})
+    pq.write_table(table, path, row_group_size=max(1, 2**20 // length))

@@ -91,6 +91,12 @@ def test_the_gpu_benchmark_runs_a_toy_on_the_cpu(run: Run, what: str) -> None:
     assert record["raw"]["metrics"]
 
 
+def test_the_gpu_benchmark_keeps_packed_documents_apart(tmp_path: Path) -> None:
+    whole, packed = (gpu.measured("speed", case, str(tmp_path), 540)["raw"] for case in ("toy", "toy-packed"))
+    assert whole["metrics"][0]["tokens"] == packed["metrics"][0]["tokens"] == 128
+    assert whole["metrics"][0]["loss"] != packed["metrics"][0]["loss"]
+
+
 def test_an_unknown_case_is_refused_with_the_known_ones(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run(gpu.main, "speed", "qwen5")
