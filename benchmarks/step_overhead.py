@@ -36,8 +36,10 @@ def main() -> None:
     """Run the comparison and write its table."""
     parser = command_line(__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="programs whose names contain one of these")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks, each on a core of its own (%(default)s)")
     arguments = parse(parser)
-    workload = Workload(config=TOY, sequence_length=32, steps=8) if arguments.quick else Workload()
+    toy = Workload(config=TOY, sequence_length=32, steps=8, world=arguments.ranks)
+    workload = toy if arguments.quick else Workload(world=arguments.ranks)
     with tempfile.TemporaryDirectory(prefix="trainshed-benchmark-") as root:
         workload.write(Path(root, "workload"))
         chosen = {

@@ -20,6 +20,8 @@ from train_loop.run_dir import local_path
 
 log = structlog.get_logger(__name__)
 _CAPACITY_SECONDS = 2.0
+_RUNNING_SECONDS = 2.0
+"""For so long a driver that ran is taken to run: each question costs Ray's dashboard what the training could use."""
 _TIMEOUT_SECONDS = 10.0
 _NOT_TOTALS = ("node:", "object_store_memory")
 # What Ray raises when it was not reached, or answered with something else than was asked for.
@@ -66,6 +68,7 @@ class RayJobs:
         self._address = address
         self._python = python
         self._lock = threading.Lock()
+        self._ran: dict[str, float] = {}
         self._client: tuple[RayAddress, JobSubmissionClient] | None = None
         self._capacity: tuple[float, Mapping[str, float] | None] = (-_CAPACITY_SECONDS, None)
 
@@ -85,11 +88,15 @@ class RayJobs:
                 raise ClusterError(f"Ray did not take {launch.submission_id}: {_first_line(error)}") from error
 
     def status(self, submission_id: str) -> Submission:
-        """What became of a driver; UNKNOWN when the cluster does not answer."""
-        try:
-            return _STATUS[self._connect().get_job_status(submission_id)]
-        except _FAULTS as error:
-            return Submission.MISSING if _does_not_exist(error) else Submission.UNKNOWN
+        """What became of a driver; UNKNOWN when the cluster does not answer. That it runs is up to two seconds old."""
+        if time.monotonic() - self._ran.get(submission_id, -_RUNNING_SECONDS) < _RUNNING_SECONDS:
+            return Submission.RUNNING
+        found = self._ask_status(submission_id)
+        if found is Submission.RUNNING:
+            self._ran[submission_id] = time.monotonic()
+        else:
+            self._ran.pop(submission_id, None)
+        return found
 
     def stop(self, submission_id: str) -> None:
         """End a driver now; one that is gone is fine. Raises ClusterError."""
@@ -113,6 +120,12 @@ class RayJobs:
         if address is None:
             return None
         return f"{address.url}/#/jobs/{submission_id}" if submission_id else address.url
+
+    def _ask_status(self, submission_id: str) -> Submission:
+        try:
+            return _STATUS[self._connect().get_job_status(submission_id)]
+        except _FAULTS as error:
+            return Submission.MISSING if _does_not_exist(error) else Submission.UNKNOWN
 
     def _ask_capacity(self) -> Mapping[str, float] | None:
         try:
