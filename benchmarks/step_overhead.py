@@ -36,7 +36,7 @@ def main() -> None:
     """Run the comparison and write its table."""
     parser = command_line(__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="programs whose names contain one of these")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks, each on a core of its own (%(default)s)")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks (%(default)s)")
     arguments = parse(parser)
     toy = Workload(config=TOY, sequence_length=32, steps=8, world=arguments.ranks)
     workload = toy if arguments.quick else Workload(world=arguments.ranks)
@@ -50,7 +50,7 @@ def main() -> None:
         samples = interleave(chosen, arguments.rounds)
     rows = compare(samples, BARE)
     write_result(
-        "step-overhead",
+        "step-overhead" if arguments.ranks == 2 else f"step-overhead-ranks-{arguments.ranks}",
         settings=workload.model_dump() | {"rounds": arguments.rounds, "quick": arguments.quick},
         data=samples,
         table=ratio_table(rows, what="seconds a step", baseline=BARE),

@@ -18,7 +18,7 @@ from train_loop.model.freeze import freeze
 from train_loop.model.load import give_weights
 from train_loop.model.probe import check_attention, check_head, probe
 from train_loop.model_folder import model_shape
-from train_loop.optim import Ema, build_optimizers, build_scheduler
+from train_loop.optim import Ema, build_optimizers, build_scheduler, time_optimizers
 from train_loop.parallel.compile import CompileWatch
 from train_loop.parallel.mesh import Mesh, build_mesh, local_device
 from train_loop.parallel.shard import parallelize, place_buffers
@@ -73,9 +73,11 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
     plan = plan_job(spec, model_shape(spec.model))
     mesh = build_mesh(plan.mesh, local_device(session.local_rank), timeout=session.timeout)
     sharded = build_sharded(spec, plan, mesh)
-    steps = plan_steps(
-        spec.training, samples=dataset.samples, tokens=dataset.tokens, global_batch=plan.batch.global_batch
-    )
+    # A run that began when nobody counted goes on with the schedule that it has.
+    tokens = dataset.tokens or dataset.samples * dataset.sequence_length
+    steps = plan_steps(spec.training, samples=dataset.samples, tokens=tokens, global_batch=plan.batch.global_batch)
+    state = build_state(sharded.model, spec, mesh, steps=steps)
+    time_optimizers(state.optimizers, sharded.timer)
     return Run(
         spec=spec,
         session=session,
@@ -84,7 +86,7 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
         dataset=dataset,
         order=_order(spec, plan.batch, dataset),
         steps=steps,
-        state=build_state(sharded.model, spec, mesh, steps=steps),
+        state=state,
         loss=sharded.loss,
         flops=count_flops(
             sharded.model,

@@ -28,8 +28,6 @@ class Agreement:
     """Tokens of the whole step, padding not counted."""
     stop: Stop | None
     """What rank 0 was asked to do instead of this step."""
-    ranks: tuple[Vitals, ...]
-    """How every rank came here."""
 
 
 def who_works() -> list[dict[str, Any]]:
@@ -51,16 +49,21 @@ def warn_of_hosts(mesh: MeshPlan, workers: list[dict[str, Any]], journal: Journa
 
 
 def agree(batch: StepBatch, clock: StepClock, run_dir: RunDir, mesh: Mesh) -> Agreement:
-    """Hear from every rank its share of the step's tokens and its vitals, and from rank 0 whether to stop."""
+    """Hear from every rank its share of the step's tokens, and from rank 0 whether to stop."""
     # Ulysses peers hold the same samples, and tokens count once.
     tokens = torch.stack([batch.trained_tokens, batch.lengths.sum()]) * (mesh.sequence_rank == 0)
     stop = run_dir.stop() if mesh.rank == 0 else None
     code = _STOPS.index(stop and stop.model_copy(update={"deadline": None}))
-    words_WN = torch.zeros(mesh.plan.world, 6, dtype=torch.int64, device=mesh.device)
-    words_WN[mesh.rank, :2] = tokens
-    words_WN[mesh.rank, 2:] = torch.tensor([code, *clock.vitals(mesh.device)])
-    dist.all_reduce(words_WN)
-    words = words_WN.tolist()
-    clock.all_agreed()
-    trained, total, code, *_ = (sum(column) for column in zip(*words, strict=True))
-    return Agreement(trained, total, _STOPS[code], tuple(Vitals(*word[3:]) for word in words))
+    words = torch.cat([tokens, tokens.new_tensor([code])])
+    with clock.waiting():
+        dist.all_reduce(words)
+        trained, total, code = words.tolist()
+    return Agreement(trained, total, _STOPS[code])
+
+
+def share_vitals(mine: Vitals, mesh: Mesh) -> list[Vitals]:
+    """The state of every rank; a collective call."""
+    told_WN = torch.zeros(mesh.plan.world, len(mine), dtype=torch.int64, device=mesh.device)
+    told_WN[mesh.rank] = torch.tensor(mine)
+    dist.all_reduce(told_WN)
+    return [Vitals(*rank) for rank in told_WN.tolist()]

@@ -9,18 +9,20 @@ from train_loop.errors import FencedError, UserError
 from train_loop.journal import Journal
 from train_loop.run_dir import Outcome
 from train_loop.session import Session
+from train_loop.spec import SpecError
 
 log = logging.getLogger(__name__)
+_MISTAKES = (UserError, SpecError)
 
 
 @contextmanager
 def failure_told(session: Session) -> Iterator[None]:
-    """Log what ends a rank, and say once and for all in the events what trying again cannot help."""
+    """Log what ends a rank, and say in the events what trying again cannot help: then nobody tries."""
     try:
         yield
     except Exception as error:
         log.exception("rank %d failed", session.rank)
-        if isinstance(error, (UserError, FencedError)):
+        if isinstance(error, (*_MISTAKES, FencedError)):
             journal = Journal(session.run_dir.attempt(session.attempt))
             journal.event("training_ended", result="failed", code=error.code, reason=str(error).partition("\n")[0])
         raise
@@ -29,7 +31,7 @@ def failure_told(session: Session) -> Iterator[None]:
 def failed(error: BaseException) -> Outcome:
     """What went wrong, and whether trying again can help."""
     found = cause(error)
-    if isinstance(found, UserError):
+    if isinstance(found, _MISTAKES):
         # Ray Data appends advice of its own to what our functions raise.
         return Outcome(result="failed", code=found.code, reason=str(found).partition("\n")[0])
     return Outcome(result="failed", code="worker_failure", reason=reason(error), retryable=True)
@@ -44,7 +46,7 @@ def cause(error: BaseException) -> BaseException:
     """What a user would call the cause: Ray wraps it in errors of its own."""
     failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
     # A user's mistake on one rank makes its peers fail of lost connections: the mistake is the cause.
-    causes = sorted(map(cause, failures.values()), key=lambda e: not isinstance(e, UserError))
+    causes = sorted(map(cause, failures.values()), key=lambda e: not isinstance(e, _MISTAKES))
     wrapped = (getattr(error, name, None) for name in ("health_check_failure", "_base_exc", "cause", "__cause__"))
     inner = next(filter(None, [*causes[:1], *wrapped]), None)
     return cause(inner) if isinstance(inner, BaseException) and inner is not error else error

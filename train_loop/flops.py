@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 FORMULA = "(6·N + 12·L·d·s) · tokens/s per device ÷ peak"
 """Model FLOPs utilisation (Chowdhery et al., 2022): N all parameters, L layers, d heads x head_dim, s sequence length.
 
-Recomputed activations are not counted, and attention as if it were not causal.
+Recomputed activations are not counted, and attention as if it were neither causal nor of several documents: by the
+convention, which makes packed rows look better the shorter their documents are.
 """
 
 _HALF = ("bf16", "fp16")

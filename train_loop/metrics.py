@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from train_loop.assemble import Run
-from train_loop.control import Agreement, warn_of_hosts
+from train_loop.control import Agreement, share_vitals, warn_of_hosts
 from train_loop.data.order import PADDING
 from train_loop.evaluate import Evaluation
 from train_loop.optim import describe_groups
@@ -37,18 +37,23 @@ def record_start(run: Run, workers: list[dict[str, Any]]) -> None:
     warn_of_hosts(run.mesh.plan, workers, run.journal)
     late = [step for step in run.spec.training.profile_steps if step > run.steps]
     if late:
-        run.journal.warn(f"profile_steps={late} lie beyond the {run.steps} steps of the run, and will not be profiled")
+        about = "about " if run.spec.training.max_tokens else ""
+        run.journal.warn(
+            f"profile_steps={late} lie beyond the {about}{run.steps} steps of the run; later steps are not profiled"
+        )
 
 
 def record_step(
     run: Run, result: StepResult, clock: StepClock, agreed: Agreement, evaluation: Evaluation | None = None
 ) -> None:
-    """Write the metrics line of the step that has just been counted, if it is one that is logged."""
+    """Write the metrics line of the step that has just been counted, if it is one that is logged; a collective call."""
     state, training = run.state, run.spec.training
+    # The same on all ranks, which tell each other how they are.
     if state.step % training.logging_steps and not run.done and evaluation is None:
         return
     seconds = clock.seconds - (evaluation.seconds if evaluation else 0.0)
     per_worker = agreed.tokens / seconds / run.session.world
+    ranks = share_vitals(clock.take_vitals(run.mesh.device), run.mesh)
     log.info("step %d of %d: loss %.4f, %.2f s", state.step, run.steps, result.loss, seconds)
     run.journal.metrics(
         step=state.step,
@@ -62,8 +67,8 @@ def record_step(
         step_seconds=seconds,
         data_wait_seconds=clock.data_wait_seconds,
         checkpoint_blocked_seconds=clock.take_saving_seconds(),
-        **_ranks(agreed.ranks),
-        **_peaks([*agreed.ranks, clock.vitals(run.mesh.device)]),
+        **_ranks(ranks),
+        **_peaks(ranks),
         **({f"eval_{name}": value for name, value in asdict(evaluation).items()} if evaluation else {}),
         **({"loss_scale": state.scaler.get_scale()} if state.scaler.is_enabled() else {}),
         **({"samples": _samples_of_step(run)} if training.audit_samples else {}),
@@ -71,7 +76,7 @@ def record_step(
 
 
 def _ranks(ranks: Sequence[Vitals]) -> dict[str, Any]:
-    """The time of each rank, and the one that the others waited for."""
+    """The time of its own that each rank took since the line before, and the rank that the others waited for."""
     seconds = [round(rank.own_nanoseconds / 1e9, 6) for rank in ranks]
     slowest = seconds.index(max(seconds))
     return {"slowest_rank": slowest, "slowest_rank_seconds": seconds[slowest], "rank_seconds": seconds}

@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def run(spec: JobSpec, session: Session, cache: Path) -> None:
-    """Train, log as in the product, and acknowledge the end, whatever it is."""
+    """Train, log as in the product, and acknowledge the end, or the error that it ends with."""
     attempt = session.run_dir.attempt(session.attempt)
     log_to(attempt.rank_log(session.rank))
     try:
@@ -83,6 +83,8 @@ def _session(spec: JobSpec, run_dir: RunDir) -> Session:
         run_dir.write_spec(spec)
         # Run again on the same directory, it has not ended yet.
         run_dir.attempt(1).outcome_file.unlink(missing_ok=True)
+    # Nobody may write into a directory that turns out to be another run's.
+    dist.barrier()
     return Session(
         rank=rank,
         world=dist.get_world_size(),

@@ -13,13 +13,14 @@ _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
 Moment = float | torch.cuda.Event
+"""Seconds of the host's clock, or a place in the GPU's stream."""
 
 
 class Vitals(NamedTuple):
     """A rank's state at a step, in whole numbers, as ranks tell them each other."""
 
     own_nanoseconds: int
-    """Since the ranks last agreed, without what it waited for others."""
+    """Since it was told last, without what the rank waited for others."""
     device_bytes: int
     """Most memory that tensors took on the GPU; 0 without one."""
     host_bytes: int
@@ -86,13 +87,12 @@ def _seconds(span: tuple[Moment, Moment]) -> float:
 class StepClock:
     """Times the steps of one rank.
 
-    All ranks leave an agreement at once, and the last one to come to the next is the one that the others wait for, so
-    that its time between the two names it: whether data, computing, logging, garbage, a checkpoint or the host kept it.
-    What it waits for others in between is not counted.
+    Ranks wait for each other many times a step. The one that took most time of its own is the one that the others
+    waited for: whether data, computing, logging, garbage, a checkpoint or the host kept it.
     """
 
     def __init__(self) -> None:
-        self._start = self._agreed = perf_counter()
+        self._start = self._told = perf_counter()
         self.data_wait_seconds = 0.0
         self._saving = 0.0
 
@@ -109,32 +109,29 @@ class StepClock:
         """The rank waits for others, which is no time of its own."""
         started = perf_counter()
         yield
-        self._agreed += perf_counter() - started
+        self._told += perf_counter() - started
 
     @contextmanager
     def training(self, timer: ComputeTimer) -> Iterator[None]:
-        """The ranks train together: what this one computes is its own, and the rest is waiting."""
+        """The ranks train together: what the timer saw this one compute is its own, and the rest is waiting."""
         with self.waiting():
             yield
-        self._agreed -= timer.take()
+        self._told -= timer.take()
 
     @property
     def seconds(self) -> float:
         """Since the step began."""
         return perf_counter() - self._start
 
-    def vitals(self, device: torch.device) -> Vitals:
-        """This rank's state, on its way to an agreement."""
-        on_gpu = device.type == "cuda"
+    def take_vitals(self, device: torch.device) -> Vitals:
+        """This rank's state, to be told now."""
+        now, on_gpu = perf_counter(), device.type == "cuda"
+        own, self._told = now - self._told, now
         return Vitals(
-            own_nanoseconds=round((perf_counter() - self._agreed) * 1e9),
+            own_nanoseconds=round(own * 1e9),
             device_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else 0,
             host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT,
         )
-
-    def all_agreed(self) -> None:
-        """All ranks go on from here."""
-        self._agreed = perf_counter()
 
     @contextmanager
     def saving(self) -> Iterator[None]:

@@ -100,6 +100,7 @@ class RayJobs:
 
     def stop(self, submission_id: str) -> None:
         """End a driver now; one that is gone is fine. Raises ClusterError."""
+        self._ran.pop(submission_id, None)
         try:
             self._connect().stop_job(submission_id)
         except _FAULTS as error:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,30 +40,51 @@ def without_ray_and_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     )
 
 
+def a_spec(data: Path, **training: int) -> dict[str, Any]:
+    return raw_spec(
+        data={"train": {"path": str(data)}, "columns": {"input_ids": "ids"}, "packing": False},
+        training={"max_steps": 2, "global_batch_size": 4} | training,
+        scaling={"num_workers": 2},
+    )
+
+
 def test_the_loop_needs_neither_ray_nor_the_service(tmp_path: Path) -> None:
     for name in ABSENT:
         found = subprocess.run([sys.executable, "-c", f"import {name}"], capture_output=True, text=True, check=False)
         assert f"No module named '{name}'" in found.stderr
     torchrun.write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=TINY["vocab_size"])
-    spec = raw_spec(
-        data={"train": {"path": str(tmp_path / "d.parquet")}, "columns": {"input_ids": "ids"}, "packing": False},
-        training={"max_steps": 2, "global_batch_size": 4},
-        scaling={"num_workers": 2},
-    )
+    spec = a_spec(tmp_path / "d.parquet")
     torchrun.run(spec, tmp_path / "run", 2)
     assert [line["step"] for line in torchrun.lines(tmp_path / "run")] == [1, 2]
 
 
 def test_a_run_that_trying_again_cannot_help_says_so_where_others_look(tmp_path: Path) -> None:
     torchrun.write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=2 * TINY["vocab_size"])
-    spec = raw_spec(
-        data={"train": {"path": str(tmp_path / "d.parquet")}, "columns": {"input_ids": "ids"}, "packing": False},
-        training={"max_steps": 2, "global_batch_size": 4},
-        scaling={"num_workers": 2},
-    )
+    spec = a_spec(tmp_path / "d.parquet")
     assert torchrun.start(spec, tmp_path / "run", 2).wait(timeout=240) == 1
     attempt = RunDir(tmp_path / "run").attempt(1)
     reasons = {str(line["reason"]) for line in read_lines(attempt.events) if line["event"] == "training_ended"}
     assert attempt.outcome() in [Outcome(result="failed", code="data_error", reason=reason) for reason in reasons]
     for reason in reasons:
         assert "outside the model's vocabulary of 384; tokenise with the model's own tokenizer" in reason
+
+
+def test_a_run_in_the_directory_of_another_one_leaves_it_as_it_was(tmp_path: Path) -> None:
+    torchrun.write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=TINY["vocab_size"])
+    torchrun.write_tokens(tmp_path / "bad.parquet", rows=8, length=32, vocab=2 * TINY["vocab_size"])
+    torchrun.run(a_spec(tmp_path / "d.parquet"), tmp_path / "run", 2)
+    attempt = RunDir(tmp_path / "run").attempt(1)
+    before = attempt.outcome(), list(read_lines(attempt.events))
+    assert torchrun.start(a_spec(tmp_path / "bad.parquet"), tmp_path / "run", 2).wait(timeout=240) == 1
+    assert (
+        "holds another spec; a run directory belongs to one job, choose a new one" in (tmp_path / "run.log").read_text()
+    )
+    assert (attempt.outcome(), list(read_lines(attempt.events))) == before
+
+
+def test_another_number_of_ranks_than_the_spec_says_is_no_fault_to_try_again(tmp_path: Path) -> None:
+    torchrun.write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=TINY["vocab_size"])
+    assert torchrun.start(a_spec(tmp_path / "d.parquet"), tmp_path / "run", 1).wait(timeout=240) == 1
+    assert RunDir(tmp_path / "run").attempt(1).outcome() == Outcome(
+        result="failed", code="user_error", reason="num_workers=2 and 1 ranks started; start 2, or change the spec"
+    )

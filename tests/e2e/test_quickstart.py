@@ -22,7 +22,9 @@ STEPS = 24
 MESHES: dict[str, dict[str, Any]] = {
     "as shipped": {"fsdp_size": 4, "ulysses_size": 2},
     "fsdp": {"fsdp_size": 4},
+    "hsdp": {"fsdp_size": 2},
     "hsdp x sp": {"fsdp_size": 2, "ulysses_size": 2},
+    "replicas": {"sharding_strategy": "NO_SHARD"},
 }
 
 

@@ -67,8 +67,8 @@ def pinned_dataset(spec: JobSpec, pointer: Path) -> Dataset | None:
         return None
     if not all(Path(file.path).exists() for file in dataset.files):
         return None
-    now = ready_made(spec, list_files(spec.data.train))
-    if now is not None and now.fingerprint != dataset.fingerprint:
+    files = list_files(spec.data.train)
+    if _is_ready(spec, files) and fingerprint(spec, files) != dataset.fingerprint:
         raise DataError(
             f"the files of {', '.join(spec.data.train.paths)} have changed since the run began; put them back, or "
             "start a new run"
@@ -79,7 +79,7 @@ def pinned_dataset(spec: JobSpec, pointer: Path) -> Dataset | None:
 def ready_made(spec: JobSpec, files: list[SourceFile]) -> Dataset | None:
     """Tokenised Parquet that needs no packing is taken as it is: row i is sample i. Otherwise None."""
     data = spec.data
-    if data.columns.input_ids is None or data.packing or files[0].format != "parquet":
+    if data.columns.input_ids is None or not _is_ready(spec, files):
         return None
     shards = [ShardFile(path=file.path, rows=parquet_rows(file.path)) for file in files]
     if not sum(shard.rows for shard in shards):
@@ -92,6 +92,10 @@ def ready_made(spec: JobSpec, files: list[SourceFile]) -> Dataset | None:
         labels=data.columns.labels,
         tokens=sum(parquet_values(file.path, data.columns.input_ids) for file in files),
     )
+
+
+def _is_ready(spec: JobSpec, files: list[SourceFile]) -> bool:
+    return spec.data.columns.input_ids is not None and not spec.data.packing and files[0].format == "parquet"
 
 
 def fingerprint(spec: JobSpec, files: list[SourceFile]) -> str:

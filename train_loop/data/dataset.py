@@ -38,8 +38,11 @@ class Dataset(BaseModel):
     documents: str | None = None
     """Column with the lengths of the documents in a sample, in order; without it a sample is one document."""
     pad_token: int = 0
-    tokens: int
-    """Tokens in all samples, padding not counted."""
+    tokens: int | None = None
+    """Tokens in all samples, padding not counted; None in runs that began before they were counted.
+
+    For files that are read as they are, a sample without any counts as one.
+    """
     tokenizer: str | None = None
 
     @property

@@ -10,11 +10,10 @@ from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_p
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from train_loop.errors import ModelError
+from train_loop.plan import MASK_BYTES, mask_bytes
 from train_loop.spec import JobSpec
 
 _FLASH = {"flash_attention_3": is_flash_attn_3_available, "flash_attention_2": is_flash_attn_2_available}
-_MASK_BYTES = 2**30
-"""A dense mask of packed rows that takes more than this is left to flex_attention, which makes none."""
 
 
 def apply_attention(model: PreTrainedModel, spec: JobSpec, device: torch.device) -> None:
@@ -37,8 +36,7 @@ def _best(spec: JobSpec, device: torch.device) -> str:
     installed = [name for name, available in _FLASH.items() if spec.model.dtype != "fp32" and available()]
     if installed:
         return installed[0]
-    mask = spec.training.per_device_train_batch_size * spec.data.sequence_length**2
-    return "flex_attention" if spec.data.packing and mask > _MASK_BYTES else "sdpa"
+    return "flex_attention" if mask_bytes(spec) > MASK_BYTES else "sdpa"
 
 
 def attention_inputs(model: PreTrainedModel, position_ids: Tensor) -> dict[str, Any]:

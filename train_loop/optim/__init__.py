@@ -1,7 +1,7 @@
 """Optimizers, schedules, clipping and averages of sharded parameters."""
 
-from train_loop.optim.build import build_optimizers, clip_gradients, describe_groups
+from train_loop.optim.build import build_optimizers, clip_gradients, describe_groups, time_optimizers
 from train_loop.optim.ema import Ema
 from train_loop.optim.schedule import build_scheduler
 
-__all__ = ["Ema", "build_optimizers", "build_scheduler", "clip_gradients", "describe_groups"]
+__all__ = ["Ema", "build_optimizers", "build_scheduler", "clip_gradients", "describe_groups", "time_optimizers"]

@@ -12,6 +12,7 @@ from train_loop.optim.adafactor import Adafactor
 from train_loop.optim.eight_bit import adamw_8bit_class
 from train_loop.optim.muon import Muon
 from train_loop.spec import TrainingSpec
+from train_loop.vitals import ComputeTimer
 
 Group = dict[str, Any]
 
@@ -85,3 +86,11 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> torch.Tensor:
     if max_norm is not None:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, whole)
     return whole
+
+
+def time_optimizers(optimizers: Iterable[Optimizer], timer: ComputeTimer) -> None:
+    """Let what a rank computes in its optimizers count, too, but for those within which ranks wait for each other."""
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Muon | Adafactor):
+            optimizer.register_step_pre_hook(lambda *_: timer.start())
+            optimizer.register_step_post_hook(lambda *_: timer.stop())

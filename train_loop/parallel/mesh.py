@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from train_loop.errors import UserError
 from train_loop.plan import MeshPlan
 
 
@@ -44,9 +45,13 @@ def local_device(local_rank: int) -> torch.device:
 
 
 def build_mesh(plan: MeshPlan, device: torch.device, *, timeout: timedelta = timedelta(minutes=30)) -> Mesh:
-    """Build the groups of a plan over all ranks, whose collectives wait at most `timeout`; a collective call."""
-    if dist.get_world_size() != plan.world:
-        raise ValueError(f"the plan is for {plan.world} ranks and {dist.get_world_size()} started; start {plan.world}")
+    """Build the groups of a plan over all ranks, whose collectives wait at most `timeout`; a collective call.
+
+    Raises UserError where another number of them has started.
+    """
+    started = dist.get_world_size()
+    if started != plan.world:
+        raise UserError(f"num_workers={plan.world} and {started} ranks started; start {plan.world}, or change the spec")
     fsdp = init_device_mesh(device.type, plan.shape, mesh_dim_names=plan.names)
     data = init_device_mesh(device.type, (plan.dp, plan.sp), mesh_dim_names=("dp", "sp"))
     for group in (*fsdp.get_all_groups(), data["sp"].get_group()):

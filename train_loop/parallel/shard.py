@@ -1,4 +1,4 @@
-"""The order in which a model is made parallel: Ulysses → tiles → activation checkpointing → compile → FSDP2."""
+"""How a model is made parallel, in order: Ulysses → tiles → activation checkpointing → compile → FSDP2 → timing."""
 
 from dataclasses import replace
 

@@ -2,6 +2,7 @@
 
 from train_loop.plan.batch import BatchPlan, plan_batch, plan_samples, plan_steps
 from train_loop.plan.head import chunk_rows
+from train_loop.plan.mask import MASK_BYTES, mask_bytes
 from train_loop.plan.memory import MemoryTerm
 from train_loop.plan.mesh import MeshPlan, groups_across_hosts, plan_mesh
 from train_loop.plan.plan import Plan, plan_job
@@ -10,6 +11,7 @@ from train_loop.plan.shape import ModelShape, read_shape
 
 __all__ = [
     "DATA_CPUS",
+    "MASK_BYTES",
     "BatchPlan",
     "MemoryTerm",
     "MeshPlan",
@@ -18,6 +20,7 @@ __all__ = [
     "chunk_rows",
     "data_starves",
     "groups_across_hosts",
+    "mask_bytes",
     "needed",
     "plan_batch",
     "plan_job",

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from train_loop.plan.head import DTYPE_BYTES, chunk_rows, logits_row_bytes
+from train_loop.plan.mask import MASK_BYTES, mask_bytes
 from train_loop.plan.mesh import MeshPlan
 from train_loop.plan.shape import ModelShape
 from train_loop.spec import JobSpec
@@ -44,14 +45,12 @@ def estimate_memory(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> tuple[M
             f"{compute} bytes x the larger of two layers and the embeddings, gathered for use",
         ),
         MemoryTerm("gradients", master * shard, f"{master} bytes x parameters / fsdp", home),
-        MemoryTerm("optimizer", *_optimizer(spec, shape, mesh, master), home),
+        MemoryTerm("optimizer", *_optimizer(spec, shape, mesh, master), place=home),
         MemoryTerm(
             "ema", 4 * shard if spec.training.ema_decay else 0, "4 bytes x parameters / fsdp, where asked for", home
         ),
         *_activations(spec, shape, tokens=tokens, compute=compute, beside=beside),
-        MemoryTerm(
-            "attention_mask", _mask_bytes(spec), "1 byte x sequences x sequence_length^2, where documents share one"
-        ),
+        MemoryTerm("attention_mask", _mask(spec), "1 byte x sequences x sequence_length^2, where documents share one"),
         _logits(spec, shape, tokens),
     )
 
@@ -85,9 +84,10 @@ def _optimizer(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, master: int) ->
     return -(-size // ranks), formula
 
 
-def _mask_bytes(spec: JobSpec) -> int:
-    masked = spec.data.packing and spec.model.attn_implementation in ("auto", "sdpa")
-    return spec.training.per_device_train_batch_size * spec.data.sequence_length**2 if masked else 0
+def _mask(spec: JobSpec) -> int:
+    chosen, on_gpu = spec.model.attn_implementation, bool(spec.scaling.resources_per_worker.get("GPU"))
+    masked = chosen == "sdpa" or (chosen == "auto" and not (on_gpu and mask_bytes(spec) > MASK_BYTES))
+    return mask_bytes(spec) if masked else 0
 
 
 def _activations(

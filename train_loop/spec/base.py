@@ -25,6 +25,8 @@ class Problem:
 class SpecError(ValueError):
     """A spec that cannot run; `problems` says everything that is wrong with it, not only the first thing."""
 
+    code = "invalid_spec"
+
     def __init__(self, problems: list[Problem]) -> None:
         super().__init__("; ".join(f"{p.pointer}: {p.message}" for p in problems))
         self.problems = problems

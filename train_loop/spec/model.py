@@ -41,7 +41,7 @@ class ModelSpec(SpecModel):
         default=(), description="modules, by the beginning of their names, whose parameters are not trained"
     )
     lora: Annotated[LoraSpec | None, only(None)] = None
-    compile: bool = Field(default=False, description="torch.compile, FSDP unit by FSDP unit")
+    compile: bool = Field(default=False, description="torch.compile of each innermost unit of strategy.wrap_policy")
 
     @model_validator(mode="after")
     def _exactly_one_source(self) -> "ModelSpec":

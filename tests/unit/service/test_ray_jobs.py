@@ -1,0 +1,57 @@
+"""What is asked of Ray, and how often."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from service.adapters import ray_jobs
+from service.adapters.ray_jobs import RayJobs
+from service.domain.decide import Submission
+from service.errors import ClusterError
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Asked(RayJobs):
+    """Answers from a list, in the place of Ray's."""
+
+    def __init__(self, *answers: Submission) -> None:
+        super().__init__(lambda: None, python="python")
+        self.answers: Iterator[Submission] = iter(answers)
+
+    def _ask_status(self, submission_id: str) -> Submission:
+        return next(self.answers)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(ray_jobs, "time", clock)
+    return clock
+
+
+def test_a_driver_that_runs_is_asked_for_again_after_two_seconds(clock: Clock) -> None:
+    jobs = Asked(Submission.RUNNING, Submission.SUCCEEDED)
+    assert [jobs.status("job-1-1"), jobs.status("job-1-1")] == [Submission.RUNNING, Submission.RUNNING]
+    clock.now += 2
+    assert jobs.status("job-1-1") is Submission.SUCCEEDED
+
+
+@pytest.mark.parametrize("first", [answer for answer in Submission if answer is not Submission.RUNNING])
+def test_any_other_answer_is_asked_for_every_time(clock: Clock, first: Submission) -> None:
+    jobs = Asked(first, Submission.RUNNING)
+    assert [jobs.status("job-1-1"), jobs.status("job-1-1")] == [first, Submission.RUNNING]
+
+
+def test_drivers_are_told_apart_and_a_stopped_one_is_asked_for_at_once(clock: Clock) -> None:
+    jobs = Asked(Submission.RUNNING, Submission.PENDING, Submission.STOPPED)
+    assert [jobs.status("job-1-1"), jobs.status("job-2-1")] == [Submission.RUNNING, Submission.PENDING]
+    with pytest.raises(ClusterError):
+        jobs.stop("job-1-1")
+    assert jobs.status("job-1-1") is Submission.STOPPED
