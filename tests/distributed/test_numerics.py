@@ -25,7 +25,7 @@ from train_loop.spec import JobSpec
 from train_loop.step import accumulate
 
 VOCAB = TINY["vocab_size"]
-DRAWING_SECONDS = 20
+DRAWING_SECONDS = 10
 Result = tuple[float, Gradients]
 
 
