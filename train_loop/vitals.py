@@ -10,8 +10,6 @@ from typing import NamedTuple
 import torch
 
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
-
-
 Moment = float | torch.cuda.Event
 """Seconds of the host's clock, or a place in the GPU's stream."""
 

@@ -68,7 +68,7 @@ def pinned_dataset(spec: JobSpec, pointer: Path) -> Dataset | None:
     if not all(Path(file.path).exists() for file in dataset.files):
         return None
     files = list_files(spec.data.train)
-    if _is_ready(spec, files) and fingerprint(spec, files) != dataset.fingerprint:
+    if _ready_column(spec, files) is not None and fingerprint(spec, files) != dataset.fingerprint:
         raise DataError(
             f"the files of {', '.join(spec.data.train.paths)} have changed since the run began; put them back, or "
             "start a new run"
@@ -78,8 +78,8 @@ def pinned_dataset(spec: JobSpec, pointer: Path) -> Dataset | None:
 
 def ready_made(spec: JobSpec, files: list[SourceFile]) -> Dataset | None:
     """Tokenised Parquet that needs no packing is taken as it is: row i is sample i. Otherwise None."""
-    data = spec.data
-    if data.columns.input_ids is None or not _is_ready(spec, files):
+    data, column = spec.data, _ready_column(spec, files)
+    if column is None:
         return None
     shards = [ShardFile(path=file.path, rows=parquet_rows(file.path)) for file in files]
     if not sum(shard.rows for shard in shards):
@@ -88,14 +88,15 @@ def ready_made(spec: JobSpec, files: list[SourceFile]) -> Dataset | None:
         fingerprint=fingerprint(spec, files),
         files=tuple(shard for shard in shards if shard.rows),
         sequence_length=data.sequence_length,
-        input_ids=data.columns.input_ids,
+        input_ids=column,
         labels=data.columns.labels,
-        tokens=sum(parquet_values(file.path, data.columns.input_ids) for file in files),
+        tokens=sum(parquet_values(file.path, column) for file in files),
     )
 
 
-def _is_ready(spec: JobSpec, files: list[SourceFile]) -> bool:
-    return spec.data.columns.input_ids is not None and not spec.data.packing and files[0].format == "parquet"
+def _ready_column(spec: JobSpec, files: list[SourceFile]) -> str | None:
+    """The column of tokens that can be trained on as they are, if there is one."""
+    return None if spec.data.packing or files[0].format != "parquet" else spec.data.columns.input_ids
 
 
 def fingerprint(spec: JobSpec, files: list[SourceFile]) -> str:

@@ -41,12 +41,8 @@ def wrapped_layers(model: PreTrainedModel, policy: WrapPolicySpec) -> list[nn.Mo
 
 def innermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Those that hold none of the others."""
-    others = set(modules)
-    return [
-        module
-        for module in modules
-        if not others.intersection(child for child in module.modules() if child is not module)
-    ]
+    chosen = set(modules)
+    return [module for module in modules if chosen.intersection(module.modules()) == {module}]
 
 
 def check_names(model: PreTrainedModel, policy: WrapPolicySpec) -> None:

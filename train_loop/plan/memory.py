@@ -97,14 +97,16 @@ def _activations(
     # Norms' inputs, q, k, v and attention output; three MLP tensors, of which tiles are made one at a time.
     kept = 4 * shape.hidden + 2 * (shape.heads + shape.kv_heads) * shape.head_dim
     tiles = spec.strategy.tiled_num_shards if spec.strategy.apply_tiled_mlp else 1
-    wide, mlp = 3 * shape.intermediate, "3F" if tiles == 1 else f"3F / {tiles} tiles"
-    layer, inputs = f"(4H + 2(heads + kv_heads)head_dim + {mlp})", f"{compute} bytes x tokens x H x layers"
+    wide, each = 3 * shape.intermediate, f"{compute} bytes x tokens"
+    layer, mlp = "4H + 2(heads + kv_heads)head_dim", "3F" if tiles == 1 else f"3F / {tiles} tiles"
     if spec.model.gradient_checkpointing == "none":
+        # Each tile is computed again in backward, so that no layer keeps what is wide.
         size = (kept + wide) * shape.layers if tiles == 1 else kept * shape.layers + wide // tiles
-        return (MemoryTerm("activations", compute * tokens * size, f"{compute} bytes x tokens x {layer} x layers"),)
+        sizes = f"({layer} + {mlp}) x layers" if tiles == 1 else f"(({layer}) x layers + {mlp})"
+        return (MemoryTerm("activations", compute * tokens * size, f"{each} x {sizes}"),)
     recomputed = compute * tokens * (kept + wide // tiles)
-    saved = compute * tokens * shape.hidden * shape.layers
-    formula = f"{compute} bytes x tokens x {layer} of the layer at work"
+    saved, inputs = compute * tokens * shape.hidden * shape.layers, f"{each} x H x layers"
+    formula = f"{each} x ({layer} + {mlp}) of the layer at work"
     if spec.model.gradient_checkpointing == "full":
         return (MemoryTerm("activations", saved + recomputed, f"{inputs} + {formula}"),)
     return MemoryTerm("activations", recomputed, formula), MemoryTerm("offloaded_activations", saved, inputs, beside)
