@@ -1,33 +1,28 @@
-"""What a run tells of itself: speed, waiting, memory, profiles; and what it does with steps that are not finite."""
+"""What a run tells of itself: speed, waiting, memory, the slowest rank, profiles."""
 
 import gc
 import json
-import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.support.ranks import on_ranks
-from tests.support.specs import TINY, spec
-from tests.support.torchrun import load_checkpoint, write_tokens
+from tests.support.small_runs import BATCH, LENGTH, STEPS, events, lines, numbers, run
+from tests.support.specs import TINY
+from tests.support.torchrun import write_tokens
 from train_loop import assemble, flops, worker
 from train_loop.assemble import Run
-from train_loop.data.cache import find_dataset
 from train_loop.data.dataset import Rows
 from train_loop.data.reader import StreamPlan, local_stream
-from train_loop.errors import NonFiniteError
 from train_loop.plan import MeshPlan
-from train_loop.run_dir import RunDir, read_lines
-from train_loop.session import Session
+from train_loop.run_dir import RunDir
 
-STEPS, BATCH, LENGTH = 6, 4, 32
-POISONED, PROFILED, STALL, LAG = 3, (2, 5), 0.6, 0.15
+PROFILED, STALL, LAG = (2, 5), 0.6, 0.15
 ULYSSES = {"ulysses_size": 2}
 LAGGING: dict[str, dict[str, Any]] = {
     "lagging": {},
@@ -37,41 +32,6 @@ LAGGING: dict[str, dict[str, Any]] = {
     "lagging, replicas": {"strategy": {"sharding_strategy": "NO_SHARD"}},
     "lagging, recomputed": {"model": {"gradient_checkpointing": "full"}},
 }
-
-
-def run(
-    data: Path, folder: Path, *, slow: Any = local_stream, model: Any = None, strategy: Any = None, **training: Any
-) -> None:
-    """A run in a folder."""
-    job = spec(
-        model={"config": TINY, "dtype": "fp32", "gradient_checkpointing": "none"} | (model or {}),
-        data={"train": {"path": str(data)}, "columns": {"input_ids": "ids"}, "packing": False, "shuffle": False},
-        training={"max_steps": STEPS, "global_batch_size": BATCH, "audit_samples": True, "weight_decay": 0.1}
-        # A schedule that depends on the steps done, and not on those to come.
-        | {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3}
-        | training,
-        strategy=strategy or {},
-        checkpoint={"every_steps": 3},
-        scaling={"num_workers": dist.get_world_size()},
-    )
-    session = Session(dist.get_rank(), dist.get_world_size(), 0, 1, RunDir(folder), slow)
-    worker.train(job, session, find_dataset(job, folder))
-
-
-def poison(patch: pytest.MonkeyPatch, *, first: int, last: int) -> None:
-    """Let the embeddings of rank 1 give NaN in some steps."""
-    build = assemble.build_run
-
-    def build_poisoned(*arguments: Any) -> Run:
-        run = build(*arguments)
-
-        def spoil(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-            return output * math.nan if run.mesh.rank == 1 and first <= run.state.step + 1 <= last else output
-
-        run.state.model.get_input_embeddings().register_forward_hook(spoil)
-        return run
-
-    patch.setattr(worker, "build_run", build_poisoned)
 
 
 def slow_stream(left: StreamPlan, mesh: MeshPlan, rank: int) -> Iterator[Rows | None]:
@@ -124,17 +84,9 @@ def stall(patch: pytest.MonkeyPatch) -> list[bool]:
     return automatic
 
 
-def said_by_endless_skips(data: Path, folder: Path, **parts: Any) -> str:
-    try:
-        run(data, folder, **parts)
-    except NonFiniteError as error:
-        return str(error)
-    return ""
-
-
 def all_runs(folder: Path) -> dict[str, Any]:
     """Every run of this file on the same ranks, because starting ranks is what takes the time."""
-    data, without = folder / "d.parquet", folder / "without.parquet"
+    data = folder / "d.parquet"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flops, "peak_flops", lambda device, dtype: 1e12)
         run(data, folder / "plain")
@@ -145,58 +97,26 @@ def all_runs(folder: Path) -> dict[str, Any]:
         num_train_epochs=STEPS * BATCH / 40,
         max_steps=None,
     )
-    run(without, folder / "without", max_steps=STEPS - 1)
     with pytest.MonkeyPatch.context() as patch:
         automatic = stall(patch)
-        run(data, folder / "slow", strategy=ULYSSES, slow=slow_stream)
+        run(data, folder / "slow", strategy=ULYSSES, stream=slow_stream)
     for name, parts in LAGGING.items():
         with pytest.MonkeyPatch.context() as patch:
             lag(patch)
             run(data, folder / name, **parts)
-    with pytest.MonkeyPatch.context() as patch:
-        poison(patch, first=POISONED, last=POISONED)
-        run(data, folder / "poisoned", max_consecutive_skips=2)
-    with pytest.MonkeyPatch.context() as patch:
-        poison(patch, first=3, last=99)
-        failing = [
-            said_by_endless_skips(data, folder / f"failing {dtype}", model={"dtype": dtype}, on_nonfinite="fail")
-            for dtype in ("fp32", "fp16")
-        ]
-        first = said_by_endless_skips(data, folder / "endless", max_consecutive_skips=3, max_steps=4)
-        resumed = said_by_endless_skips(data, folder / "endless", max_consecutive_skips=3)
-    return {"automatic": automatic, "after": gc.isenabled(), "fail": failing, "first": first, "resumed": resumed}
+    return {"automatic": automatic, "after": gc.isenabled()}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     write_tokens(folder / "d.parquet", rows=40, length=LENGTH, vocab=TINY["vocab_size"])
-    rows = pq.read_table(folder / "d.parquet")
-    kept = [row for row in range(40) if row // BATCH != POISONED - 1]
-    pq.write_table(rows.take(kept), folder / "without.parquet")
     return folder
 
 
-@pytest.fixture(scope="module")
-def ranks(folder: Path) -> list[dict[str, Any]]:
-    return on_ranks(2, all_runs, folder)
-
-
-@pytest.fixture(scope="module")
-def runs(folder: Path, ranks: Any) -> Path:
-    return folder
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return list(read_lines(RunDir(folder).attempt(1).metrics))
-
-
-def events(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [line for line in read_lines(RunDir(folder).attempt(1).events) if line["event"] == name]
-
-
-def numbers(line: dict[str, Any]) -> list[Any]:
-    return [line[name] for name in ("loss", "grad_norm", "lr")]
+@pytest.fixture(scope="module", autouse=True)
+def ranks(runs: Path) -> list[dict[str, Any]]:
+    return on_ranks(2, all_runs, runs)
 
 
 def test_speed_is_told_per_worker_and_as_a_share_of_the_stated_peak(runs: Path) -> None:
@@ -266,38 +186,3 @@ def test_profiled_steps_leave_trace_and_memory_of_every_rank_and_change_no_loss(
 def test_a_step_to_profile_that_will_not_come_is_warned_of(runs: Path) -> None:
     (warning,) = events(runs / "profiled", "warning")
     assert warning["message"] == "profile_steps=[7] lie beyond the 6 steps of the run; later steps are not profiled"
-
-
-def test_a_skipped_step_is_as_if_its_samples_had_never_been(runs: Path) -> None:
-    found, expected = lines(runs / "poisoned"), lines(runs / "without")
-    assert found[POISONED - 1]["loss"] is None
-    kept = [line for line in found if line["step"] != POISONED]
-    assert list(map(numbers, kept)) == list(map(numbers, expected))
-    ours, theirs = load_checkpoint(runs / "poisoned", STEPS), load_checkpoint(runs / "without", STEPS - 1)
-    assert ours["scheduler"] == theirs["scheduler"]
-    for name, weight in theirs["model"].items():
-        assert torch.equal(ours["model"][name], weight), name
-        for moment, value in theirs["optimizer"]["state"][name].items():
-            assert torch.equal(ours["optimizer"]["state"][name][moment], value), (name, moment)
-
-
-def test_a_skipped_step_takes_its_samples_from_the_order(runs: Path) -> None:
-    for line in lines(runs / "poisoned"):
-        assert line["samples"] == list(range(BATCH * (line["step"] - 1), BATCH * line["step"]))
-        assert line["tokens"] == BATCH * LENGTH * line["step"]
-    (skipped,) = events(runs / "poisoned", "step_skipped")
-    assert (skipped["step"], skipped["loss"], skipped["in_a_row"]) == (POISONED, None, 1)
-
-
-def test_the_first_step_that_is_not_finite_can_fail_the_run(ranks: list[dict[str, Any]]) -> None:
-    said = "step=3, loss=nan, grad_norm=nan is not finite; lower learning_rate, or choose on_nonfinite: skip"
-    # A loss that is not finite is not for fp16's scaler to mend.
-    assert [rank["fail"] for rank in ranks] == [[said, said]] * 2
-
-
-def test_skips_in_a_row_fail_the_run_on_all_ranks_and_are_counted_across_a_restart(ranks: list[dict[str, Any]]) -> None:
-    assert {rank["first"] for rank in ranks} == {""}
-    assert {rank["resumed"] for rank in ranks} == {
-        "step=5, loss=nan, grad_norm=nan is not finite, and max_consecutive_skips=3 steps were skipped in a row; lower "
-        "learning_rate, look at the data of these steps, or start from weights that are finite"
-    }

@@ -1,0 +1,49 @@
+"""Small runs of the whole loop on the ranks that there are, and what their run directories say."""
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.support.specs import TINY, spec
+from train_loop import worker
+from train_loop.data.cache import find_dataset
+from train_loop.data.reader import local_stream
+from train_loop.run_dir import RunDir, read_lines
+from train_loop.session import Session
+
+STEPS, BATCH, LENGTH = 6, 4, 32
+
+
+def run(
+    data: Path, folder: Path, *, stream: Any = local_stream, model: Any = None, strategy: Any = None, **training: Any
+) -> None:
+    """A run in a folder, with parts of its spec overridden."""
+    job = spec(
+        model={"config": TINY, "dtype": "fp32", "gradient_checkpointing": "none"} | (model or {}),
+        data={"train": {"path": str(data)}, "columns": {"input_ids": "ids"}, "packing": False, "shuffle": False},
+        training={"max_steps": STEPS, "global_batch_size": BATCH, "audit_samples": True, "weight_decay": 0.1}
+        # A schedule that depends on the steps done, and not on those to come.
+        | {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3}
+        | training,
+        strategy=strategy or {},
+        checkpoint={"every_steps": 3},
+        scaling={"num_workers": dist.get_world_size()},
+    )
+    session = Session(dist.get_rank(), dist.get_world_size(), 0, 1, RunDir(folder), stream)
+    worker.train(job, session, find_dataset(job, folder))
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """The metrics lines of a run."""
+    return list(read_lines(RunDir(folder).attempt(1).metrics))
+
+
+def events(folder: Path, name: str) -> list[dict[str, Any]]:
+    """The events of a kind."""
+    return [line for line in read_lines(RunDir(folder).attempt(1).events) if line["event"] == name]
+
+
+def numbers(line: dict[str, Any]) -> list[Any]:
+    """What two runs of the same training have in common."""
+    return [line[name] for name in ("loss", "grad_norm", "lr")]
