@@ -54,6 +54,7 @@ def describe(strategy: dict[str, Any]) -> dict[str, dict[str, Any]]:
             "backward": [names[s] for s in state._states_to_backward_prefetch],
             "spread after forward over": None if kept is None else kept.shard_mesh_size,
             "offloaded": isinstance(group.offload_policy, CPUOffloadPolicy),
+            "gradients divided by": group.gradient_divide_factor,
         }
     return found
 
@@ -126,3 +127,9 @@ def test_layers_stay_gathered_after_forward_as_asked(found: Any, case: str, rank
 @pytest.mark.parametrize(("case", "offloaded"), [("plain", False), ("offload", True)])
 def test_every_unit_is_offloaded_or_none(found: Any, case: str, offloaded: bool) -> None:
     assert {unit["offloaded"] for unit in found[case].values()} == {offloaded}
+
+
+def test_a_rank_alone_is_spared_the_division_of_its_gradients_by_one(found: Any) -> None:
+    # FSDP2 divides them out of place where nothing is reduced and there is a factor.
+    assert {unit["gradients divided by"] for unit in on_ranks(1, describe, {})[0].values()} == {None}
+    assert {unit["gradients divided by"] for unit in found["plain"].values()} == {1.0}

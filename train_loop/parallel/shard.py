@@ -64,16 +64,15 @@ def apply_fsdp(model: PreTrainedModel, mesh: Mesh, strategy: StrategySpec) -> No
             shard(unit, policy)
     shard([model], replace(policy, output_dtype=strategy.output_dtype and DTYPES[strategy.output_dtype]))
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            _sum_gradients(module, mesh)
+        # A rank alone has nothing to sum, but would divide every gradient by the factor.
+        if isinstance(module, FSDPModule) and mesh.plan.world > 1:
+            _sum_gradients(module)
 
 
-def _sum_gradients(unit: FSDPModule, mesh: Mesh) -> None:
+def _sum_gradients(unit: FSDPModule) -> None:
     unit.set_gradient_divide_factor(1.0)
-    # A factor selects PREMUL_SUM, which gloo refuses and NCCL zeroes in bf16 (pytorch#190747); a rank alone has
-    # nothing to reduce and refuses the switch.
-    if mesh.plan.world > 1:
-        unit.set_force_sum_reduction_for_comms(True)
+    # A factor selects PREMUL_SUM, which gloo refuses and NCCL zeroes in bf16 (pytorch#190747).
+    unit.set_force_sum_reduction_for_comms(True)
 
 
 def place_buffers(model: nn.Module, device: torch.device) -> None:
