@@ -29,6 +29,7 @@ $(PEERS): $(INSTALLED)
 # BENCH=--quick shows in some minutes that all of it runs.
 bench: $(PEERS)
 	$(BIN)/python -m benchmarks.step_overhead $(BENCH)
+	$(BIN)/python -m benchmarks.turns $(BENCH)
 	$(BIN)/python -m benchmarks.ulysses $(BENCH)
 	$(BIN)/python -m benchmarks.memory $(BENCH)
 

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -61,10 +61,16 @@ def measure(trace: Trace, workload: Workload, reference: Path) -> Measured:
         raise ProgramError(f"{len(trace.losses)} steps were done, not {workload.steps}")
     if not reference.exists():
         trace.write(reference)
-    off = max(abs(a - b) / abs(b) for a, b in zip(trace.losses, Trace.read(reference).losses, strict=True))
+    off = loss_difference(trace.losses, Trace.read(reference).losses)
+    return Measured(trace.step_seconds(workload.first_counted), trace.model_dump() | {"loss_difference": off})
+
+
+def loss_difference(losses: Sequence[float], baseline: Sequence[float]) -> float:
+    """The largest relative difference. Raises ProgramError where it is one of more than summation's order."""
+    off = max(abs(a - b) / abs(b) for a, b in zip(losses, baseline, strict=True))
     if off > LOSS_TOLERANCE:
         raise ProgramError(f"its losses are up to {off:.1e} off the baseline's, more than {LOSS_TOLERANCE:.0e}")
-    return Measured(trace.step_seconds(workload.first_counted), trace.model_dump() | {"loss_difference": off})
+    return off
 
 
 def check_sharded(model: nn.Module) -> None:

@@ -1,5 +1,6 @@
 """The baseline: FSDP2 by hand, with nothing around it. The least that gives the same losses."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -16,6 +17,14 @@ from benchmarks.workload import Workload
 
 def train(workload: Workload, folder: Path) -> Trace:
     """Train this rank's share; the process group must be there."""
+    trace = Trace()
+    for loss in steps(workload, folder):
+        trace.step_ended(loss)
+    return trace
+
+
+def steps(workload: Workload, folder: Path) -> Iterator[float]:
+    """Train step by step; the loss of each over all ranks."""
     model = workload.first_model(folder).train()
     mesh = init_device_mesh("cpu", (workload.world,))
     for layer in model.model.layers:
@@ -24,11 +33,10 @@ def train(workload: Workload, folder: Path) -> Trace:
     check_sharded(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=workload.learning_rate, weight_decay=0.0, fused=True)
     scheduler = get_cosine_schedule_with_warmup(optimizer, 0, workload.steps)
-    trace = Trace()
     for rows in workload.tokens(folder):
-        trace.step_ended(step(model, optimizer, rows[dist.get_rank()], workload.max_grad_norm))
+        loss = step(model, optimizer, rows[dist.get_rank()], workload.max_grad_norm)
         scheduler.step()
-    return trace
+        yield loss
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor, max_norm: float) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu, memory, step_overhead, ulysses
+from benchmarks import gpu, memory, step_overhead, turns, ulysses
 from benchmarks.workload import TOY
 
 Run = Callable[..., dict[str, Any]]
@@ -60,6 +60,12 @@ def test_fabric_trains_the_same(run: Run) -> None:
 def test_hugging_face_trains_the_same(run: Run) -> None:
     needs("accelerate")
     assert len(agreed(run(step_overhead.main, "--quick", "--only", "Hugging Face"))) == 2
+
+
+def test_both_loops_take_turns_in_the_same_ranks(run: Run) -> None:
+    result = run(turns.main, "--quick")
+    assert agreed(result) == {turns.BARE, turns.OURS}
+    assert [sample["raw"]["ranks"] for sample in result["data"]] == [1, 1, 2, 2]
 
 
 def test_ulysses_trains_the_same_and_states_its_share(run: Run) -> None:

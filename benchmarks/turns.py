@@ -1,0 +1,64 @@
+"""What our loop adds to a step: a step of the bare FSDP2 loop and one of ours in turn, in the same processes.
+
+`python -m benchmarks.turns [--rounds STEPS] [--quick]`. Starts, neighbours and the machine's moods, which move whole
+runs by more than the loops differ, are the same for both; what a launcher or a service adds is not in it.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+
+from benchmarks.harness import Sample, command_line, compare, markdown_table, parse, write_result
+from benchmarks.launch import loop_arguments, metrics, run_module
+from benchmarks.trace import Trace, loss_difference
+from benchmarks.workload import TOY, Workload
+
+BARE, OURS = "bare FSDP2 loop", "Trainshed"
+RANKS = (1, 2)
+
+
+def main() -> None:
+    """Take turns on one rank and on two, and write the table."""
+    arguments = parse(command_line(__doc__), rounds=100)
+    toy = Workload(config=TOY, sequence_length=32)
+    workload = (toy if arguments.quick else Workload()).model_copy(update={"steps": 6 + arguments.rounds})
+    samples = {ranks: take_turns(workload.model_copy(update={"world": ranks})) for ranks in RANKS}
+    write_result(
+        "turns",
+        settings=workload.model_dump() | {"world": RANKS, "rounds": arguments.rounds, "quick": arguments.quick},
+        data=[sample for found in samples.values() for sample in found],
+        table=markdown_table([record(ranks, found) for ranks, found in samples.items()]),
+        folder=arguments.results,
+    )
+
+
+def take_turns(workload: Workload) -> list[Sample]:
+    """Two samples for each counted step but the last. Raises ProgramError."""
+    with tempfile.TemporaryDirectory(prefix="trainshed-benchmark-") as root:
+        folder, out, run_dir = (Path(root, name) for name in ("workload", "turns.json", "run"))
+        workload.write(folder)
+        arguments, log = loop_arguments(workload.spec(folder), run_dir)
+        run_module("benchmarks.turns_run", out, folder, *arguments, log=log, ranks=workload.world)
+        turns = json.loads(out.read_bytes())
+        losses = Trace.of_metrics(metrics(run_dir)).losses
+    off = loss_difference(losses[:-1], [loss for *_, loss in turns])
+    return [
+        Sample(name, number, seconds, raw={"ranks": workload.world, "loss_difference": off})
+        for number, turn in enumerate(turns[workload.first_counted :])
+        for name, seconds in zip((BARE, OURS), turn, strict=False)
+    ]
+
+
+def record(ranks: int, samples: list[Sample]) -> dict[str, object]:
+    """A row of the table."""
+    bare, ours = compare(samples, BARE)
+    return {
+        "ranks": ranks,
+        "bare FSDP2 loop, seconds a step, median": f"{bare.median:.4f}",
+        "Trainshed's loop": f"{ours.median:.4f}",
+        "ratio, median [95 % interval]": ours.ratio_text,
+    }
+
+
+if __name__ == "__main__":
+    main()
