@@ -1,12 +1,15 @@
 """What our loop adds to a step: a step of the bare FSDP2 loop and one of ours in turn, in the same processes.
 
-`python -m benchmarks.turns [--rounds STEPS] [--quick]`. Starts, neighbours and the machine's moods, which move whole
-runs by more than the loops differ, are the same for both; what a launcher or a service adds is not in it.
+`python -m benchmarks.turns [--rounds N] [--quick]`. Starts, neighbours and the machine's moods, which move whole runs by
+more than the loops differ, are the same for both; what a launcher or a service adds is not in it.
 """
 
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from benchmarks.harness import Sample, command_line, compare, markdown_table, parse, write_result
 from benchmarks.launch import loop_arguments, metrics, run_module
@@ -19,10 +22,13 @@ RANKS = (1, 2)
 
 def main() -> None:
     """Take turns on one rank and on two, and write the table."""
-    arguments = parse(command_line(__doc__), rounds=100)
-    toy = Workload(config=TOY, sequence_length=32)
-    workload = (toy if arguments.quick else Workload()).model_copy(update={"steps": 6 + arguments.rounds})
-    samples = {ranks: take_turns(workload.model_copy(update={"world": ranks})) for ranks in RANKS}
+    arguments = parse(command_line(__doc__))
+    workload = Workload(config=TOY, sequence_length=32, steps=8) if arguments.quick else Workload(steps=36)
+    samples: dict[int, list[Sample]] = {ranks: [] for ranks in RANKS}
+    for number in range(arguments.rounds):
+        for ranks, found in samples.items():
+            found += take_turns(workload.model_copy(update={"world": ranks}), number)
+            print(f"round {number + 1} of {arguments.rounds}, {ranks} ranks: {[one.value for one in found[-2:]]}")
     write_result(
         "turns",
         settings=workload.model_dump() | {"world": RANKS, "rounds": arguments.rounds, "quick": arguments.quick},
@@ -32,24 +38,24 @@ def main() -> None:
     )
 
 
-def take_turns(workload: Workload) -> list[Sample]:
-    """Two samples for each counted step but the last. Raises ProgramError."""
+def take_turns(workload: Workload, number: int) -> list[Sample]:
+    """The median counted step of both loops in one start, which cannot count its last one. Raises ProgramError."""
     with tempfile.TemporaryDirectory(prefix="trainshed-benchmark-") as root:
         folder, out, run_dir = (Path(root, name) for name in ("workload", "turns.json", "run"))
         workload.write(folder)
         arguments, log = loop_arguments(workload.spec(folder), run_dir)
         run_module("benchmarks.turns_run", out, folder, *arguments, log=log, ranks=workload.world)
-        turns = json.loads(out.read_bytes())
-        losses = Trace.of_metrics(metrics(run_dir)).losses
-    off = loss_difference(losses[:-1], [loss for *_, loss in turns])
-    return [
-        Sample(name, number, seconds, raw={"ranks": workload.world, "loss_difference": off})
-        for number, turn in enumerate(turns[workload.first_counted :])
-        for name, seconds in zip((BARE, OURS), turn, strict=False)
-    ]
+        bare, ours, losses = zip(*json.loads(out.read_bytes()), strict=True)
+        off = loss_difference(Trace.of_metrics(metrics(run_dir)).losses[:-1], losses)
+
+    def sample(name: str, seconds: tuple[float, ...]) -> Sample:
+        raw = {"ranks": workload.world, "seconds": seconds, "loss_difference": off}
+        return Sample(name, number, float(np.median(seconds[workload.first_counted :])), raw=raw)
+
+    return [sample(BARE, bare), sample(OURS, ours)]
 
 
-def record(ranks: int, samples: list[Sample]) -> dict[str, object]:
+def record(ranks: int, samples: list[Sample]) -> dict[str, Any]:
     """A row of the table."""
     bare, ours = compare(samples, BARE)
     return {
