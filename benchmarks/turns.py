@@ -1,7 +1,7 @@
 """What our loop adds to a step: a step of the bare FSDP2 loop and one of ours in turn, in the same processes.
 
-`python -m benchmarks.turns [--rounds N] [--quick]`. Starts, neighbours and the machine's moods, which move whole runs by
-more than the loops differ, are the same for both; what a launcher or a service adds is not in it.
+`python -m benchmarks.turns [--rounds N] [--quick]`. Starts, neighbours and the machine's moods, which move whole runs
+by more than the loops differ, are the same for both; what a launcher or a service adds is not in it.
 """
 
 import json
