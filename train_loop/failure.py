@@ -12,7 +12,8 @@ from train_loop.session import Session
 from train_loop.spec import SpecError
 
 log = logging.getLogger(__name__)
-_MISTAKES = (UserError, SpecError)
+MISTAKES = (UserError, SpecError)
+"""What a person must mend: no traceback says more than the message."""
 
 
 @contextmanager
@@ -21,8 +22,8 @@ def failure_told(session: Session) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        log.exception("rank %d failed", session.rank)
-        if isinstance(error, (*_MISTAKES, FencedError)):
+        log.error("rank %d failed: %s", session.rank, error, exc_info=not isinstance(error, MISTAKES))
+        if isinstance(error, (*MISTAKES, FencedError)):
             journal = Journal(session.run_dir.attempt(session.attempt))
             journal.event("training_ended", result="failed", code=error.code, reason=str(error).partition("\n")[0])
         raise
@@ -31,7 +32,7 @@ def failure_told(session: Session) -> Iterator[None]:
 def failed(error: BaseException) -> Outcome:
     """What went wrong, and whether trying again can help."""
     found = cause(error)
-    if isinstance(found, _MISTAKES):
+    if isinstance(found, MISTAKES):
         # Ray Data appends advice of its own to what our functions raise.
         return Outcome(result="failed", code=found.code, reason=str(found).partition("\n")[0])
     return Outcome(result="failed", code="worker_failure", reason=reason(error), retryable=True)
@@ -46,7 +47,7 @@ def cause(error: BaseException) -> BaseException:
     """What a user would call the cause: Ray wraps it in errors of its own."""
     failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
     # A user's mistake on one rank makes its peers fail of lost connections: the mistake is the cause.
-    causes = sorted(map(cause, failures.values()), key=lambda e: not isinstance(e, _MISTAKES))
+    causes = sorted(map(cause, failures.values()), key=lambda e: not isinstance(e, MISTAKES))
     wrapped = (getattr(error, name, None) for name in ("health_check_failure", "_base_exc", "cause", "__cause__"))
     inner = next(filter(None, [*causes[:1], *wrapped]), None)
     return cause(inner) if isinstance(inner, BaseException) and inner is not error else error

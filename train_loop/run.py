@@ -5,6 +5,7 @@ Run again on the same DIR, it resumes from the newest checkpoint that verifies.
 
 import argparse
 import os
+import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,12 +15,13 @@ import torch.distributed as dist
 from train_loop.data.cache import default_cache, evaluation_spec, find_dataset, pinned_dataset
 from train_loop.data.dataset import Dataset
 from train_loop.data.reader import local_stream
-from train_loop.failure import failed, failure_told
+from train_loop.errors import UserError
+from train_loop.failure import MISTAKES, failed, failure_told
 from train_loop.leave import leave
 from train_loop.logs import log_to
 from train_loop.run_dir import Outcome, RunDir, write_durably
 from train_loop.session import Session
-from train_loop.spec import JobSpec, parse_text
+from train_loop.spec import JobSpec, SpecError, parse_text
 from train_loop.worker import train
 
 
@@ -30,11 +32,16 @@ def main() -> None:
     parser.add_argument("--run-dir", required=True, metavar="DIR")
     parser.add_argument("--cache", type=Path, default=default_cache(), help="folder of prepared data (%(default)s)")
     arguments = parser.parse_args()
-    spec = parse_text(arguments.spec.read_bytes())
+    try:
+        spec = parse_text(arguments.spec.read_bytes())
+    except SpecError as error:
+        sys.exit(f"{arguments.spec}: {error}")
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=spec.failure.hang_timeout_seconds))
     try:
         run(spec, _session(spec, RunDir.at(arguments.run_dir)), arguments.cache)
+    except MISTAKES as error:
+        sys.exit(str(error))
     finally:
         dist.destroy_process_group()
 
@@ -79,12 +86,11 @@ def _pin(dataset: Dataset, pointer: Path) -> None:
 
 def _session(spec: JobSpec, run_dir: RunDir) -> Session:
     rank = dist.get_rank()
-    if rank == 0:
-        run_dir.write_spec(spec)
-        # Run again on the same directory, it has not ended yet.
-        run_dir.attempt(1).outcome_file.unlink(missing_ok=True)
     # Nobody may write into a directory that turns out to be another run's.
-    dist.barrier()
+    refused = [_claim(run_dir, spec) if rank == 0 else None]
+    dist.broadcast_object_list(refused, src=0)
+    if refused[0] is not None:
+        raise UserError(refused[0])
     return Session(
         rank=rank,
         world=dist.get_world_size(),
@@ -94,6 +100,17 @@ def _session(spec: JobSpec, run_dir: RunDir) -> Session:
         open_stream=local_stream,
         timeout=timedelta(seconds=spec.failure.hang_timeout_seconds),
     )
+
+
+def _claim(run_dir: RunDir, spec: JobSpec) -> str | None:
+    """Make the directory this run's; why it cannot be, or None."""
+    try:
+        run_dir.write_spec(spec)
+    except ValueError as error:
+        return str(error)
+    # Run again on the same directory, it has not ended yet.
+    run_dir.attempt(1).outcome_file.unlink(missing_ok=True)
+    return None
 
 
 if __name__ == "__main__":

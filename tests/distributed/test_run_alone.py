@@ -29,6 +29,8 @@ class Blind:
 
 sys.meta_path[:] = map(Blind, sys.meta_path)
 """
+OUR_TRACEBACK = 'train_loop/run.py", line'
+"""torchrun prints one of its own."""
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +71,17 @@ def test_a_run_that_trying_again_cannot_help_says_so_where_others_look(tmp_path:
         assert "outside the model's vocabulary of 384; tokenise with the model's own tokenizer" in reason
 
 
+def test_a_spec_that_is_wrong_is_answered_by_what_is_wrong(tmp_path: Path) -> None:
+    torchrun.write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=TINY["vocab_size"])
+    spec = a_spec(tmp_path / "d.parquet")
+    spec["training"] |= {"max_step": 6}
+    assert torchrun.start(spec, tmp_path / "run", 2).wait(timeout=240) == 1
+    said = (tmp_path / "run.log").read_text()
+    assert "/training/max_step: no such field" in said
+    assert OUR_TRACEBACK not in said
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_in_the_directory_of_another_one_leaves_it_as_it_was(tmp_path: Path) -> None:
     torchrun.write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=TINY["vocab_size"])
     torchrun.write_tokens(tmp_path / "bad.parquet", rows=8, length=32, vocab=2 * TINY["vocab_size"])
@@ -76,9 +89,9 @@ def test_a_run_in_the_directory_of_another_one_leaves_it_as_it_was(tmp_path: Pat
     attempt = RunDir(tmp_path / "run").attempt(1)
     before = attempt.outcome(), list(read_lines(attempt.events))
     assert torchrun.start(a_spec(tmp_path / "bad.parquet"), tmp_path / "run", 2).wait(timeout=240) == 1
-    assert (
-        "holds another spec; a run directory belongs to one job, choose a new one" in (tmp_path / "run.log").read_text()
-    )
+    said = (tmp_path / "run.log").read_text()
+    assert "holds another spec; a run directory belongs to one job, choose a new one" in said
+    assert OUR_TRACEBACK not in said
     assert (attempt.outcome(), list(read_lines(attempt.events))) == before
 
 

@@ -2,11 +2,12 @@
 
 import difflib
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -42,13 +43,24 @@ def build_model(spec: ModelSpec) -> PreTrainedModel:
 
 def _hf_config(config: dict[str, Any]) -> PretrainedConfig:
     """The config, held against its class: transformers itself keeps a misspelled field and trains the default."""
-    hf_config = AutoConfig.for_model(**config)
+    hf_config = _config_of_type(config)
     known = {*dir(type(hf_config)), *_UNDECLARED}
     for name in sorted(config.keys() - known):
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else "remove it"
-        raise ModelError(f"{type(hf_config).__name__} has no field {name}; {hint}")
+        raise ModelError(f"{type(hf_config).__name__} has no field {name}; {_near(name, known) or 'remove it'}")
     return hf_config
+
+
+def _config_of_type(config: dict[str, Any]) -> PretrainedConfig:
+    kind = config["model_type"]
+    if kind not in CONFIG_MAPPING:
+        remedy = _near(kind, CONFIG_MAPPING) or "choose one that it knows, for example qwen3 or llama"
+        raise ModelError(f"transformers {transformers.__version__} knows no model_type={kind}; {remedy}")
+    return AutoConfig.for_model(**config)
+
+
+def _near(name: str, known: Iterable[str]) -> str | None:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    return f"did you mean {near[0]}?" if near else None
 
 
 def _folder_config(spec: ModelSpec) -> PretrainedConfig:
@@ -62,7 +74,7 @@ def _folder_config(spec: ModelSpec) -> PretrainedConfig:
             f"{spec.path} needs code of its own (auto_map), and code that comes with weights is not run; choose a "
             "model that transformers knows"
         )
-    return AutoConfig.for_model(**config)
+    return _config_of_type(config)
 
 
 def _check_layers(model: PreTrainedModel) -> None:

@@ -130,7 +130,7 @@ def test_a_tokenizer_that_is_none(tmp_path: Path) -> None:
     ("config", "message"),
     [
         ({"hiden_size": 64}, "Qwen3Config has no field hiden_size; did you mean hidden_size?"),
-        ({"model_type": "qwen33"}, "builds no causal language model"),
+        ({"model_type": "qwen33"}, "knows no model_type=qwen33; did you mean qwen3?"),
         ({"hidden_size": 33, "model_type": "llama", "head_dim": None}, "builds no causal language model"),
     ],
 )
