@@ -13,7 +13,7 @@ from train_loop.spec import SpecError
 
 log = logging.getLogger(__name__)
 MISTAKES = (UserError, SpecError)
-"""What a person must mend: no traceback says more than the message."""
+"""What a person must mend; the message says what and how."""
 
 
 @contextmanager
@@ -22,7 +22,9 @@ def failure_told(session: Session) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        log.error("rank %d failed: %s", session.rank, error, exc_info=not isinstance(error, MISTAKES))
+        # Behind a mistake can be what a library raised, which may turn out to be no mistake of the user's.
+        traced = error.__cause__ if isinstance(error, MISTAKES) else error
+        log.error("rank %d failed: %s", session.rank, error, exc_info=traced)
         if isinstance(error, (*MISTAKES, FencedError)):
             journal = Journal(session.run_dir.attempt(session.attempt))
             journal.event("training_ended", result="failed", code=error.code, reason=str(error).partition("\n")[0])

@@ -13,6 +13,10 @@ from train_loop.spec import Problem, SpecError
 SPEC_ERROR = SpecError([Problem("/strategy/ulysses_size", "ulysses_size=3 does not divide")])
 
 
+def a_session(run_dir: Path) -> Session:
+    return Session(0, 1, 0, 1, RunDir(run_dir), lambda *_: iter(()))
+
+
 class WorkersFailed(Exception):
     """As Ray Train tells of them."""
 
@@ -57,9 +61,30 @@ def test_only_mistakes_are_not_worth_another_try(error: Exception, outcome: Outc
     ],
 )
 def test_events_tell_of_what_ends_a_run_for_good(tmp_path: Path, error: Exception, said: list[tuple[str, str]]) -> None:
-    run_dir = RunDir(tmp_path)
-    session = Session(0, 1, 0, 1, run_dir, lambda *_: iter(()))
-    with pytest.raises(type(error)), failure_told(session):
+    with pytest.raises(type(error)), failure_told(a_session(tmp_path)):
         raise error
-    ends = [line for line in read_lines(run_dir.attempt(1).events) if line["event"] == "training_ended"]
+    ends = [line for line in read_lines(RunDir(tmp_path).attempt(1).events) if line["event"] == "training_ended"]
     assert [(line["code"], line["reason"]) for line in ends] == said
+
+
+@pytest.mark.parametrize(
+    ("error", "behind", "traced"),
+    [
+        (DataError("no rows"), None, None),
+        (DataError("no rows"), KeyError("text"), KeyError),
+        (OSError("disk full"), None, OSError),
+    ],
+    ids=["a mistake", "a mistake that a library noticed", "a fault"],
+)
+def test_the_log_traces_what_a_message_does_not_tell(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+    behind: Exception | None,
+    traced: type[Exception] | None,
+) -> None:
+    with pytest.raises(type(error)), failure_told(a_session(tmp_path)):
+        raise error from behind
+    (record,) = caplog.records
+    assert str(error) in record.getMessage()
+    assert (record.exc_info and record.exc_info[0]) is traced
