@@ -19,7 +19,7 @@ from benchmarks.gpu_cases import CASES, Case
 from benchmarks.harness import RESULTS, markdown_table, write_result
 from benchmarks.launch import ProgramError, end, last_words, loop_arguments, metrics, run_loop, start_module
 from benchmarks.workload import write_tokens
-from train_loop.data.dataset import Dataset, ShardFile
+from train_loop.data.dataset import Dataset, Part, ShardFile
 from train_loop.run_dir import RunDir, read_lines, write_durably
 
 Record = dict[str, Any]
@@ -162,14 +162,14 @@ def spec(case: Case, root: Path, **parts: Record) -> Record:
     write_tokens(data, rows=rows, length=length, config=case.config, documents=case.documents)
     if case.documents > 1:
         # What prepare would have made with Ray, and the run begins with.
-        packed = Dataset(
+        part = Part(
             fingerprint="random",
-            files=(ShardFile(path=str(data), rows=rows),),
-            sequence_length=length,
+            files=(ShardFile(path=str(data), rows=rows, size=data.stat().st_size),),
             input_ids="ids",
             documents="documents",
             tokens=rows * length,
         )
+        packed = Dataset(fingerprint="random", parts=(part,), sequence_length=length)
         write_durably(RunDir(root / "run").data, packed.model_dump_json())
     return case.spec(data.as_uri(), **parts)
 

@@ -73,9 +73,12 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
     plan = plan_job(spec, model_shape(spec.model))
     mesh = build_mesh(plan.mesh, local_device(session.local_rank), timeout=session.timeout)
     sharded = build_sharded(spec, plan, mesh)
-    # A run that began when nobody counted goes on with the schedule that it has.
-    tokens = dataset.tokens or dataset.samples * dataset.sequence_length
-    steps = plan_steps(spec.training, samples=dataset.samples, tokens=tokens, global_batch=plan.batch.global_batch)
+    steps = plan_steps(
+        spec.training,
+        samples=dataset.epoch_samples,
+        tokens=dataset.epoch_tokens,
+        global_batch=plan.batch.global_batch,
+    )
     state = build_state(sharded.model, spec, mesh, steps=steps)
     time_optimizers(state.optimizers, sharded.timer)
     return Run(
@@ -136,6 +139,7 @@ def _loss(model: PreTrainedModel, spec: JobSpec, plan: Plan, *, head_is_last: bo
 
 
 def _order(spec: JobSpec, batch: BatchPlan, dataset: Dataset) -> StepOrder:
-    end = plan_samples(spec.training, samples=dataset.samples, global_batch=batch.global_batch)
-    order = Order(dataset.samples, spec.data.seed, spec.data.shuffle, dataset.fingerprint, end)
+    samples = dataset.epoch_samples
+    end = plan_samples(spec.training, samples=samples, global_batch=batch.global_batch)
+    order = Order(samples, spec.data.seed, spec.data.shuffle, dataset.fingerprint, end, dataset.mixture)
     return StepOrder(order, batch.dp, batch.per_data_rank)

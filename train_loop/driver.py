@@ -89,7 +89,16 @@ def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outco
 def _prepare(spec: JobSpec, run_dir: RunDir, journal: Journal) -> None:
     """Have the samples of the run ready, to train on and to evaluate on: those that its first attempt prepared."""
     dataset = _dataset(spec, run_dir.data, run_dir.cache, journal)
-    numbers = {"dataset": dataset.fingerprint, "samples": dataset.samples, "tokens": dataset.tokens}
+    numbers = {
+        "dataset": dataset.fingerprint,
+        "samples": dataset.samples,
+        "tokens": dataset.tokens,
+        "utilisation": round(dataset.utilisation, 4),
+        "bad_rows": sum(part.bad_rows for part in dataset.parts),
+        "sources": [
+            {"dataset": part.fingerprint, "samples": part.samples, "tokens": part.tokens} for part in dataset.parts
+        ],
+    }
     other = evaluation_spec(spec, dataset)
     if other is not None:
         evaluation = _dataset(other, run_dir.eval_data, run_dir.cache, journal)

@@ -12,7 +12,9 @@ from dataclasses import asdict
 
 from transformers import PreTrainedModel
 
-from train_loop.data.sources import check_allowed, check_columns, check_folder, is_empty, list_files
+from train_loop.data.chat import load_chat_template
+from train_loop.data.rows import check_columns, is_empty
+from train_loop.data.sources import check_allowed, check_folder, list_files
 from train_loop.data.tokenizer import load_tokenizer
 from train_loop.errors import DataError, ModelError
 from train_loop.model.build import build_model
@@ -23,14 +25,18 @@ from train_loop.model.tiled_mlp import apply_tiled_mlp
 from train_loop.model_folder import model_folder, model_shape, tokenizer_folder
 from train_loop.parallel.units import decoder_layers, find_units
 from train_loop.plan import ModelShape
-from train_loop.spec import DataSpec, JobSpec, Problem, SourceSpec, parse
+from train_loop.spec import ColumnsSpec, JobSpec, Problem, SourceSpec, parse
 
 
 def check_data(spec: JobSpec, roots: Sequence[str]) -> list[Problem]:
     """The problems with a spec's data: place, existence, columns, emptiness."""
-    problems = _source_problems(spec.data.train, "/data/train/path", spec.data, roots)
-    if spec.data.eval is not None:
-        problems += _source_problems(spec.data.eval, "/data/eval/path", spec.data, roots)
+    data = spec.data
+    problems = []
+    for name, written, sources in (("train", data.train, data.sources), ("eval", data.eval, data.eval_sources)):
+        for number, source in enumerate(sources):
+            place = f"/data/{name}/{number}" if isinstance(written, tuple) else f"/data/{name}"
+            columns = f"{place}/columns" if source.columns else "/data/columns"
+            problems += _source_problems(source, data.columns_of(source), roots, (f"{place}/path", columns))
     return problems
 
 
@@ -76,7 +82,10 @@ def _wishes_not_granted(model: PreTrainedModel, seen: Seen, spec: JobSpec) -> li
     return problems
 
 
-def _source_problems(source: SourceSpec, pointer: str, data: DataSpec, roots: Sequence[str]) -> list[Problem]:
+def _source_problems(
+    source: SourceSpec, columns: ColumnsSpec, roots: Sequence[str], pointers: tuple[str, str]
+) -> list[Problem]:
+    """The problems with one source; `pointers` are those of its path and of its columns."""
     try:
         for uri in source.paths:
             check_allowed(uri, roots)
@@ -84,16 +93,16 @@ def _source_problems(source: SourceSpec, pointer: str, data: DataSpec, roots: Se
         if all(is_empty(file) for file in files):
             raise DataError(f"{', '.join(source.paths)} holds no rows; an empty dataset cannot be trained on")
     except (DataError, OSError) as error:
-        return [Problem(pointer, str(error))]
+        return [Problem(pointers[0], str(error))]
     try:
-        check_columns(next(file for file in files if not is_empty(file)), data)
+        check_columns(next(file for file in files if not is_empty(file)), columns)
     except DataError as error:
-        return [Problem("/data/columns", str(error))]
+        return [Problem(pointers[1], str(error))]
     return []
 
 
 def _tokenizer_problems(spec: JobSpec, roots: Sequence[str], shape: ModelShape) -> list[Problem]:
-    if spec.data.columns.text is None:
+    if not spec.data.reads_text:
         return []
     try:
         if spec.model.tokenizer is not None:
@@ -101,6 +110,9 @@ def _tokenizer_problems(spec: JobSpec, roots: Sequence[str], shape: ModelShape) 
         folder = tokenizer_folder(spec)
         if folder is not None:
             load_tokenizer(str(folder)).check_fits(shape.vocab)
+            data = spec.data
+            if any(data.columns_of(source).messages for source in (*data.sources, *data.eval_sources)):
+                load_chat_template(str(folder))
     except (ValueError, OSError) as error:
         return [Problem("/model/tokenizer", str(error))]
     return []

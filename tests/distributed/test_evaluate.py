@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from tests.support.datasets import parquet_dataset
 from tests.support.ranks import on_ranks
 from tests.support.specs import TINY, spec
 from tests.support.torchrun import write_tokens
 from train_loop.data.cache import pinned_dataset
-from train_loop.data.dataset import Dataset, ShardFile
+from train_loop.data.dataset import Dataset
 from train_loop.data.reader import local_stream
 from train_loop.evaluate import Evaluation, evaluate
 from train_loop.loss import LossRule, TokenLoss
@@ -45,14 +46,7 @@ def packed(folder: Path, samples: int) -> Dataset:
     documents = [[len(row)] if i % 2 else [3, len(row) - 3] for i, row in enumerate(ids)]
     path = folder / f"{samples}.parquet"
     pq.write_table(pa.table({"input_ids": ids, "labels": labels, "documents": documents}), path)
-    return Dataset(
-        fingerprint="x",
-        files=(ShardFile(path=str(path), rows=samples),),
-        sequence_length=LENGTH,
-        labels="labels",
-        documents="documents",
-        tokens=sum(map(len, ids)),
-    )
+    return parquet_dataset(path, length=LENGTH, tokens=sum(map(len, ids)), labels="labels", documents="documents")
 
 
 def plainly(path: str) -> tuple[float, int]:

@@ -1,5 +1,6 @@
 """Preparing and streaming on real Ray: every sample exactly once, in order, from any start."""
 
+import itertools
 import json
 import tempfile
 from collections.abc import Iterator
@@ -16,9 +17,10 @@ import ray
 from tests.support.folders import write_model, write_tokenizer
 from tests.support.specs import spec
 from train_loop.data.cache import evaluation_spec, find_dataset
-from train_loop.data.dataset import Dataset, Rows, read_rows
+from train_loop.data.dataset import Dataset, Rows
 from train_loop.data.order import Order, StepOrder
 from train_loop.data.prepare import prepare
+from train_loop.data.read import read_rows
 from train_loop.data.reader import StreamPlan
 from train_loop.data.stream import by_step, open_splits
 from train_loop.data.tokenizer import load_tokenizer
@@ -47,6 +49,15 @@ def text_spec(path: Path, **data: Any) -> JobSpec:
     return spec(data={"train": {"path": str(path)}, "sequence_length": 16} | data)
 
 
+def documents(rows: Rows) -> list[list[int]]:
+    """The documents of rows, found by the places where positions restart."""
+    found = []
+    for ids, places, length in zip(rows.input_ids, rows.position_ids, rows.lengths, strict=True):
+        starts = [*np.flatnonzero(places[:length] == 0), length]
+        found += [ids[start:stop].tolist() for start, stop in itertools.pairwise(starts)]
+    return found
+
+
 def words(count: int) -> str:
     return " ".join(f"word{i % 97}" for i in range(count))
 
@@ -58,14 +69,11 @@ def test_no_token_of_any_file_is_lost_or_repeated(tmp_path: Path) -> None:
     dataset = prepare(text_spec(tmp_path / "*.txt"), tmp_path / "_cache", heard()[1])
     assert dataset.tokenizer is not None
     tokenizer = load_tokenizer(dataset.tokenizer)
-    expected = [token for ids in tokenizer.encode(texts) for token in ids]
-    rows = read_rows(dataset, np.arange(dataset.samples))
-    found = [token for ids, length in zip(rows.input_ids, rows.lengths, strict=True) for token in ids[:length].tolist()]
-    assert found == expected
-    assert dataset.tokens == len(expected)
-    starts = [i for i, place in enumerate(rows.position_ids.flatten()[: len(found)]) if place == 0 and i % 16]
-    ends = np.cumsum([len(ids) for ids in tokenizer.encode(texts)])[:-1]
-    assert starts == [end for end in ends if end % 16], "a document begins where none does, or sees the one before it"
+    expected = [ids[start : start + 16] for ids in tokenizer.encode(texts) for start in range(0, len(ids), 16)]
+    found = documents(read_rows(dataset, np.arange(dataset.samples)))
+    assert sorted(found) == sorted(expected), "a document is cut that fits, or sees the one before it"
+    assert dataset.tokens == sum(map(len, expected))
+    assert dataset.utilisation == dataset.tokens / (16 * dataset.samples)
 
 
 def test_jsonl_and_parquet_give_the_same_samples(tmp_path: Path) -> None:
@@ -88,7 +96,7 @@ def test_a_second_job_takes_what_the_first_has_prepared(tmp_path: Path) -> None:
     names, report = heard()
     first = prepare(text_spec(tmp_path / "a.txt"), tmp_path / "_cache", report)
     assert prepare(text_spec(tmp_path / "a.txt"), tmp_path / "_cache", report) == first
-    assert names == ["preparing"]
+    assert names == ["training_tokenizer", "preparing"]
     assert find_dataset(text_spec(tmp_path / "a.txt"), tmp_path / "_cache") == first
     longer = prepare(text_spec(tmp_path / "a.txt", sequence_length=8), tmp_path / "_cache", report)
     assert longer.fingerprint != first.fingerprint
@@ -131,25 +139,25 @@ def test_tokenised_parquet_is_taken_as_it_is(tmp_path: Path) -> None:
     pq.write_table(pa.table({"ids": [[1] * 16, [2] * 16, [3] * 9]}), tmp_path / "a.parquet")
     plain = text_spec(tmp_path / "a.parquet", columns={"input_ids": "ids"}, packing=False)
     dataset = prepare(plain, tmp_path / "_cache", heard()[1])
-    assert [file.path for file in dataset.files] == [str(tmp_path / "a.parquet")]
+    assert [file.path for part in dataset.parts for file in part.files] == [str(tmp_path / "a.parquet")]
     assert read_rows(dataset, np.arange(3)).input_ids[:, 0].tolist() == [1, 2, 3]
     assert not (tmp_path / "_cache").exists()
 
 
 def test_tokenised_rows_are_packed_with_their_labels(tmp_path: Path) -> None:
-    table = pa.table({"ids": [[1] * 10, [2] * 10], "targets": [[-100] * 10, [2] * 10]})
+    table = pa.table({"ids": [[1] * 10, [2] * 6, [3] * 9], "targets": [[-100] * 10, [2] * 6, [3] * 9]})
     pq.write_table(table, tmp_path / "a.parquet")
     packed = text_spec(tmp_path / "a.parquet", columns={"input_ids": "ids", "labels": "targets"})
     rows = read_rows(prepare(packed, tmp_path / "_cache", heard()[1]), np.arange(2))
     assert rows.input_ids[0].tolist() == [1] * 10 + [2] * 6
     assert rows.labels[0].tolist() == [-100] * 10 + [2] * 6
-    assert rows.labels[1].tolist() == [2] * 4 + [-100] * 12
+    assert rows.labels[1].tolist() == [3] * 9 + [-100] * 7
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"good \xff bad", "is no UTF-8 text"),
+        (b"good \xff bad", "a.txt: no UTF-8 text: .* correct the row, or set on_bad_rows: skip"),
         (b"", "holds no tokens; an empty dataset cannot be trained on"),
     ],
 )
@@ -160,7 +168,8 @@ def test_bad_text_is_a_data_error_that_names_the_file(tmp_path: Path, content: b
     outcome = failed(caught.value)
     assert (outcome.code, outcome.retryable) == ("data_error", False)
     assert str(tmp_path / "a.txt") in str(outcome.reason)
-    assert list((tmp_path / "_cache").iterdir()) == [], "a torn cache was left behind"
+    left = [path.name for path in (tmp_path / "_cache").iterdir() if path.suffix != ".lock"]
+    assert all(name.startswith("tokenizer-") and ".tmp-" not in name for name in left), "a torn cache was left behind"
 
 
 def test_a_model_folder_brings_its_tokenizer(tmp_path: Path) -> None:

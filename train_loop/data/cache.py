@@ -1,19 +1,41 @@
-"""Which prepared dataset a spec means, and finding it, without Ray."""
+"""Which prepared datasets a spec means, and finding them, without Ray."""
 
 import hashlib
 import json
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from train_loop.data.dataset import Dataset, ShardFile
-from train_loop.data.sources import SourceFile, list_files, parquet_rows, parquet_values
+from pydantic import ValidationError
+
+from train_loop.data.dataset import Dataset, Part, ShardFile
+from train_loop.data.order import mix
+from train_loop.data.rows import parquet_groups, parquet_metadata
+from train_loop.data.sources import SourceFile, list_files
+from train_loop.data.tokenizer import load_tokenizer
 from train_loop.errors import DataError
 from train_loop.model_folder import model_shape, tokenizer_folder
-from train_loop.spec import JobSpec
+from train_loop.spec import ColumnsSpec, JobSpec, SourceSpec
 
-FORMAT = 1
+FORMAT = 2
 """Raise it when the same input would be prepared differently, so that old caches are not taken for new ones."""
+
+_GROUP_BYTES = 64 * 2**20
+"""Row groups up to this size are read as they are; larger ones would cost too much for the few rows of a step."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source with the files that it has now."""
+
+    spec: SourceSpec
+    columns: ColumnsSpec
+    files: tuple[SourceFile, ...]
+
+    def __str__(self) -> str:
+        return ", ".join(self.spec.paths)
 
 
 def default_cache() -> Path:
@@ -21,16 +43,54 @@ def default_cache() -> Path:
     return Path(os.environ.get("TRAINSHED_HOME", "~/.trainshed")).expanduser() / "runs" / "_cache"
 
 
+def list_sources(spec: JobSpec) -> list[Source]:
+    """The sources of a spec's training data. Raises DataError."""
+    return [Source(source, spec.data.columns_of(source), tuple(list_files(source))) for source in spec.data.sources]
+
+
 def find_dataset(spec: JobSpec, cache: Path) -> Dataset:
     """The samples of a spec where no preparing is needed any more. Raises DataError."""
-    files = list_files(spec.data.train)
-    found = ready_made(spec, files) or load(cache / fingerprint(spec, files))
-    if found is None:
-        raise DataError(
-            f"{', '.join(spec.data.train.paths)} is not prepared in {cache}; "
-            "run .venv/bin/python -m train_loop.prepare with the same spec first"
-        )
-    return found
+    sources = list_sources(spec)
+    tokenizer = tokenizer_home(spec, sources, cache)
+    parts = []
+    for source in sources:
+        part = find_part(spec, source, tokenizer, cache)
+        if part is None:
+            raise DataError(
+                f"{source} is not prepared in {cache}; run .venv/bin/python -m train_loop.prepare with the same spec "
+                "first"
+            )
+        parts.append(part)
+    return join(spec, parts, tokenizer)
+
+
+def find_part(spec: JobSpec, source: Source, tokenizer: Path | None, cache: Path) -> Part | None:
+    """The samples of one source, taken as they are or prepared before; None where they must be prepared."""
+    return _ready_made(spec, source) or load_part(cache / fingerprint(spec, source, tokenizer))
+
+
+def load_part(folder: Path) -> Part | None:
+    """The prepared samples in a folder of the cache, if they were committed and are whole."""
+    try:
+        part = Part.model_validate_json((folder / "dataset.json").read_bytes())
+    except FileNotFoundError:
+        return None
+    return part if all(_is_whole(file) for file in part.files) else None
+
+
+def join(spec: JobSpec, parts: Sequence[Part], tokenizer: Path | None) -> Dataset:
+    """The sources of a spec as one dataset. Raises DataError."""
+    weights = [source.weight for source in spec.data.sources if source.weight is not None]
+    # One source is known by its own name, whatever its weight.
+    names = [part.fingerprint for part in parts]
+    return Dataset(
+        fingerprint=names[0] if len(names) == 1 else _digest([names, weights]),
+        parts=tuple(parts),
+        sequence_length=spec.data.sequence_length,
+        mixture=mix(weights, [part.samples for part in parts]) if len(weights) > 1 else None,
+        pad_token=load_tokenizer(str(tokenizer)).eos if tokenizer else 0,
+        tokenizer=tokenizer and str(tokenizer),
+    )
 
 
 def evaluation_spec(spec: JobSpec, train: Dataset) -> JobSpec | None:
@@ -48,14 +108,6 @@ def evaluation_spec(spec: JobSpec, train: Dataset) -> JobSpec | None:
     )
 
 
-def load(folder: Path) -> Dataset | None:
-    """The prepared dataset in a folder of the cache, if it was committed."""
-    try:
-        return Dataset.model_validate_json((folder / "dataset.json").read_bytes())
-    except FileNotFoundError:
-        return None
-
-
 def pinned_dataset(spec: JobSpec, pointer: Path) -> Dataset | None:
     """The samples that a run has begun with, by its pointer to them; None where it has none, or the cache lost them.
 
@@ -65,57 +117,97 @@ def pinned_dataset(spec: JobSpec, pointer: Path) -> Dataset | None:
         dataset = Dataset.model_validate_json(pointer.read_bytes())
     except FileNotFoundError:
         return None
-    if not all(Path(file.path).exists() for file in dataset.files):
+    except ValidationError as error:
+        raise DataError(f"{pointer} was written by another version of Trainshed; start a new run") from error
+    if not all(_is_whole(file) for part in dataset.parts if part.index for file in part.files):
         return None
-    files = list_files(spec.data.train)
-    if _ready_column(spec, files) is not None and fingerprint(spec, files) != dataset.fingerprint:
-        raise DataError(
-            f"the files of {', '.join(spec.data.train.paths)} have changed since the run began; put them back, or "
-            "start a new run"
-        )
+    if all(part.index for part in dataset.parts):
+        # The run has samples of its own: its sources may have gone or changed.
+        return dataset
+    for source, part in zip(list_sources(spec), dataset.parts, strict=True):
+        if not part.index and fingerprint(spec, source, None) != part.fingerprint:
+            raise DataError(
+                f"the files of {source} have changed since the run began; put them back, or start a new run"
+            )
     return dataset
 
 
-def ready_made(spec: JobSpec, files: list[SourceFile]) -> Dataset | None:
-    """Tokenised Parquet that needs no packing is taken as it is: row i is sample i. Otherwise None."""
-    data, column = spec.data, _ready_column(spec, files)
-    if column is None:
+def tokenizer_home(spec: JobSpec, sources: Sequence[Source], cache: Path) -> Path | None:
+    """The folder of the tokenizer of a spec's text; of one that is trained on the data, where it lies or will lie."""
+    if all(source.columns.tokenised for source in sources):
         return None
-    shards = [ShardFile(path=file.path, rows=parquet_rows(file.path)) for file in files]
-    if not sum(shard.rows for shard in shards):
-        raise DataError(f"{', '.join(data.train.paths)} holds no rows; an empty dataset cannot be trained on")
-    return Dataset(
-        fingerprint=fingerprint(spec, files),
-        files=tuple(shard for shard in shards if shard.rows),
-        sequence_length=data.sequence_length,
-        input_ids=column,
-        labels=data.columns.labels,
-        tokens=sum(parquet_values(file.path, column) for file in files),
+    folder = tokenizer_folder(spec)
+    if folder is not None:
+        return folder
+    seen = [[_described(source), source.columns.model_dump()] for source in sources]
+    return cache / f"tokenizer-{_digest([FORMAT, model_shape(spec.model).vocab, seen])}"
+
+
+def fingerprint(spec: JobSpec, source: Source, tokenizer: Path | None) -> str:
+    """SHA-256 of all that decides what is prepared: files, shape of rows, tokenizer, length, packing, our format."""
+    columns, data = source.columns, spec.data
+    return _digest(
+        {
+            "format": FORMAT,
+            "files": _described(source),
+            "columns": columns.model_dump(),
+            "system_prompt": data.system_prompt if columns.messages else None,
+            "on_bad_rows": data.on_bad_rows,
+            "sequence_length": data.sequence_length,
+            "packing": data.packing,
+            "tokenizer": None if columns.tokenised or tokenizer is None else _identity(tokenizer),
+        }
     )
 
 
-def _ready_column(spec: JobSpec, files: list[SourceFile]) -> str | None:
-    """The column of tokens that can be trained on as they are, if there is one."""
-    return None if spec.data.packing or files[0].format != "parquet" else spec.data.columns.input_ids
-
-
-def fingerprint(spec: JobSpec, files: list[SourceFile]) -> str:
-    """SHA-256 of all that decides what is prepared: files, columns, tokenizer, length, packing, this code's format."""
-    content = {
-        "format": FORMAT,
-        "files": [[file.path, file.format, file.size, file.mtime_ns] for file in files],
-        "columns": spec.data.columns.model_dump(),
-        "sequence_length": spec.data.sequence_length,
-        "packing": spec.data.packing,
-        "tokenizer": _tokenizer_identity(spec),
-    }
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _tokenizer_identity(spec: JobSpec) -> list[Any] | None:
-    if spec.data.columns.text is None:
+def _ready_made(spec: JobSpec, source: Source) -> Part | None:
+    """Tokenised Parquet that needs no packing is taken as it is: row i is sample i. Otherwise None."""
+    columns = source.columns
+    if columns.input_ids is None or spec.data.packing or source.files[0].format != "parquet":
         return None
-    folder = tokenizer_folder(spec)
-    if folder is None:
-        return ["byte-level bpe", model_shape(spec.model).vocab]
-    return ["file", hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()]
+    if any(size > _GROUP_BYTES for file in source.files for size in parquet_groups(file)):
+        return None
+    files = [(file, parquet_metadata(file)) for file in source.files]
+    if not sum(metadata.num_rows for _, metadata in files):
+        raise DataError(f"{source} holds no rows; an empty dataset cannot be trained on")
+    return Part(
+        fingerprint=fingerprint(spec, source, None),
+        files=tuple(
+            ShardFile(path=file.uri, rows=metadata.num_rows, size=file.size)
+            for file, metadata in files
+            if metadata.num_rows
+        ),
+        input_ids=columns.input_ids,
+        labels=columns.labels,
+        weights=columns.weight,
+        tokens=sum(_values(metadata, columns.input_ids) for _, metadata in files),
+    )
+
+
+def _values(metadata: Any, column: str) -> int:
+    """Values in all lists of a Parquet file's column, from its footer; an empty list counts for one."""
+    groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
+    chunks = (group.column(place) for group in groups for place in range(group.num_columns))
+    return sum(chunk.num_values for chunk in chunks if f"{chunk.path_in_schema}.".startswith(f"{column}."))
+
+
+def _is_whole(file: ShardFile) -> bool:
+    path = Path(file.path)
+    return path.is_file() and path.stat().st_size == file.size
+
+
+def _described(source: Source) -> list[list[Any]]:
+    return [[file.uri, file.format, file.size, file.version] for file in source.files]
+
+
+def _identity(tokenizer: Path) -> list[str]:
+    if tokenizer.name.startswith("tokenizer-"):
+        # Trained on the data, and named by what it was trained on.
+        return [tokenizer.name]
+    names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+    files = [tokenizer / name for name in names]
+    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()]
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,54 +1,117 @@
-"""Prepared samples on storage: what they are, and reading any of them by index. Needs pyarrow alone."""
+"""What samples are: on storage, and as the loop takes them."""
 
 from dataclasses import dataclass, fields
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
-from train_loop.data.order import PADDING, Ids
-from train_loop.errors import DataError
+from train_loop.data.files import File
+from train_loop.data.order import Ids, Mixture
 
 Tokens = NDArray[np.int32]
+Weights = NDArray[np.float32]
 IGNORE = -100
 """A label that is not trained on."""
 
 
 class ShardFile(BaseModel):
-    """A Parquet file of samples."""
+    """A Parquet file of samples, as it was when it was taken in."""
 
     model_config = ConfigDict(frozen=True)
     path: str
     rows: int
+    size: int
+    """Bytes."""
+    columns: dict[str, int] = {}
+    """Byte at which the values of a column begin, where they lie one after the other as they are."""
+
+    @property
+    def file(self) -> File:
+        """What reads it."""
+        return File(self.path, self.size, version="")
 
 
-class Dataset(BaseModel):
-    """data/dataset.json: the samples of a run, sample i being row i of the files in their order."""
+class Part(BaseModel):
+    """The samples of one source: sample i is row i of the files in their order."""
 
     model_config = ConfigDict(frozen=True)
     fingerprint: str
     files: tuple[ShardFile, ...]
-    sequence_length: int
     input_ids: str = "input_ids"
     labels: str | None = None
     documents: str | None = None
     """Column with the lengths of the documents in a sample, in order; without it a sample is one document."""
-    pad_token: int = 0
-    tokens: int | None = None
-    """Tokens in all samples, padding not counted; None in runs that began before they were counted.
-
-    For files that are read as they are, a sample without any counts as one.
-    """
-    tokenizer: str | None = None
+    weights: str | None = None
+    """Column with the weight of the row, or of each of its documents."""
+    index: str | None = None
+    """File that says where in the shards each sample lies; without it whole row groups are read."""
+    tokens: int
+    """Tokens in all samples, padding not counted; for files read as they are, a sample without any counts as one."""
+    bad_rows: int = 0
+    """Rows of the source that were skipped."""
 
     @property
     def samples(self) -> int:
         """Number of samples."""
         return sum(file.rows for file in self.files)
+
+
+class Dataset(BaseModel):
+    """data/dataset.json: the samples of a run, the sources one after the other."""
+
+    model_config = ConfigDict(frozen=True)
+    fingerprint: str
+    parts: tuple[Part, ...]
+    sequence_length: int
+    mixture: Mixture | None = None
+    """How the sources are mixed; without it an epoch is all of them."""
+    pad_token: int = 0
+    tokenizer: str | None = None
+
+    @property
+    def samples(self) -> int:
+        """Number of different samples."""
+        return sum(part.samples for part in self.parts)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all samples, padding not counted."""
+        return sum(part.tokens for part in self.parts)
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples in an epoch; of a mixture, until every source has been seen whole."""
+        return self.mixture.epoch if self.mixture else self.samples
+
+    @property
+    def epoch_tokens(self) -> int:
+        """Tokens in an epoch; of a mixture, an estimate."""
+        if self.mixture is None:
+            return self.tokens
+        taken = [self.mixture.epoch * quota / sum(self.mixture.quotas) for quota in self.mixture.quotas]
+        return round(sum(part.tokens * n / part.samples for part, n in zip(self.parts, taken, strict=True)))
+
+    @property
+    def weighted(self) -> bool:
+        """Whether rows have weights."""
+        return any(part.weights for part in self.parts)
+
+    @property
+    def utilisation(self) -> float:
+        """The share of sequence_length that holds tokens."""
+        return self.tokens / (self.samples * self.sequence_length)
+
+
+class Cells(NamedTuple):
+    """One sample as it is stored."""
+
+    input_ids: NDArray[Any]
+    labels: NDArray[Any] | None = None
+    documents: NDArray[Any] | None = None
+    weights: NDArray[Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -63,13 +126,15 @@ class Rows:
     input_ids: Tokens  # [n, T]
     labels: Tokens  # [n, T]
     position_ids: Tokens  # [n, T]
+    weights: Weights | None = None  # [n, T] of the token at that place; None where every token counts for one
 
     def to_arrow(self) -> pa.Table:
         """The rows as a table that travels through Ray Data."""
         columns: dict[str, Any] = {"sample": self.samples, "length": self.lengths}
-        for name in ("input_ids", "labels", "position_ids"):
+        for name in ("input_ids", "labels", "position_ids", "weights"):
             values = getattr(self, name)
-            columns[name] = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
+            if values is not None:
+                columns[name] = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
         return pa.table(columns)
 
     @classmethod
@@ -78,106 +143,15 @@ class Rows:
         table = table.combine_chunks()
         samples = table["sample"].to_numpy()
 
-        def matrix(name: str) -> Tokens:
-            flat: Tokens = table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+        def matrix(name: str) -> NDArray[Any]:
+            flat: NDArray[Any] = table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
             return flat.reshape(len(samples), -1)
 
-        return cls(samples, table["length"].to_numpy(), matrix("input_ids"), matrix("labels"), matrix("position_ids"))
+        weights = matrix("weights") if "weights" in table.column_names else None
+        ids, labels, positions = (matrix(name) for name in ("input_ids", "labels", "position_ids"))
+        return cls(samples, table["length"].to_numpy(), ids, labels, positions, weights)
 
     def slice(self, start: int, stop: int) -> "Rows":
         """Rows start to stop."""
-        return Rows(*(getattr(self, field.name)[start:stop] for field in fields(self)))
-
-
-def read_rows(dataset: Dataset, samples: Ids) -> Rows:
-    """Read samples by index, in the given order; PADDING gives rows without a token to train on.
-
-    Raises DataError for a row that does not fit the sequence length.
-    """
-    n, length = len(samples), dataset.sequence_length
-    rows = Rows(
-        samples.astype(np.int64),
-        np.zeros(n, np.int32),
-        np.full((n, length), dataset.pad_token, np.int32),
-        np.full((n, length), IGNORE, np.int32),
-        np.tile(np.arange(length, dtype=np.int32), (n, 1)),
-    )
-    ends = np.cumsum([file.rows for file in dataset.files])
-    if n and samples.max(initial=PADDING) >= ends[-1]:
-        raise IndexError(f"sample {samples.max()} of a dataset of {ends[-1]}")
-    file_of = np.searchsorted(ends, samples, side="right")
-    for number in np.unique(file_of[samples != PADDING]):
-        file = dataset.files[number]
-        places = np.flatnonzero((file_of == number) & (samples != PADDING))
-        local = samples[places] - (ends[number] - file.rows)
-        _fill(rows, dataset, file, places, local)
-    return rows
-
-
-def _fill(rows: Rows, dataset: Dataset, file: ShardFile, places: Ids, local: Ids) -> None:
-    table, index = _take(file.path, tuple(_columns(dataset)), local)
-    for place, row in zip(places, index, strict=True):
-        ids = _values(table[dataset.input_ids], row)
-        if len(ids) > dataset.sequence_length:
-            raise DataError(
-                f"{file.path}: sample {rows.samples[place]} has {len(ids)} tokens, more than "
-                f"sequence_length={dataset.sequence_length}; raise it, or set packing: true"
-            )
-        labels = _values(table[dataset.labels], row) if dataset.labels else ids
-        if len(labels) != len(ids):
-            raise DataError(
-                f"{file.path}: sample {rows.samples[place]} has {len(ids)} tokens and {len(labels)} labels; "
-                "they must be aligned"
-            )
-        rows.lengths[place] = len(ids)
-        rows.input_ids[place, : len(ids)] = ids
-        rows.labels[place, : len(ids)] = labels
-        documents = _values(table[dataset.documents], row) if dataset.documents else [len(ids)]
-        rows.position_ids[place] = _positions(documents, dataset.sequence_length)
-
-
-def _positions(documents: Any, length: int) -> Tokens:
-    """Positions that restart with every document.
-
-    Padding goes on where the last one ends, which sees nothing of what follows it: a row of one document then needs no
-    mask to be kept from its padding.
-    """
-    starts = (np.cumsum(documents) - documents).astype(np.int64)
-    starts = starts[starts < length]
-    restart = np.zeros(length, np.int64)
-    restart[starts] = starts
-    return (np.arange(length) - np.maximum.accumulate(restart)).astype(np.int32)
-
-
-def _columns(dataset: Dataset) -> list[str]:
-    return [name for name in (dataset.input_ids, dataset.labels, dataset.documents) if name is not None]
-
-
-def _take(path: str, columns: tuple[str, ...], local: Ids) -> tuple[pa.Table, Ids]:
-    """The row groups that hold the wanted rows, and where in them each row stands."""
-    file = _open(path)
-    metadata = file.metadata
-    ends = np.cumsum([metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)])
-    group_of = np.searchsorted(ends, local, side="right")
-    groups = np.unique(group_of)
-    table = pa.concat_tables([_group(path, int(g), columns) for g in groups]).combine_chunks()
-    sizes = np.array([metadata.row_group(int(g)).num_rows for g in groups])
-    begins = np.cumsum(sizes) - sizes
-    index = np.searchsorted(groups, group_of)
-    return table, begins[index] + local - (ends[group_of] - sizes[index])
-
-
-@lru_cache(maxsize=2)
-def _group(path: str, group: int, columns: tuple[str, ...]) -> pa.Table:
-    # Kept, because files with a million rows to a group are common, and a step in file order takes a few of them.
-    return _open(path).read_row_group(group, columns=list(columns))
-
-
-@lru_cache(maxsize=64)
-def _open(path: str) -> pq.ParquetFile:
-    return pq.ParquetFile(path)
-
-
-def _values(column: pa.ChunkedArray, row: int) -> NDArray[np.int64]:
-    values: NDArray[np.int64] = column[int(row)].values.to_numpy(zero_copy_only=False)
-    return values
+        values: list[Any] = [getattr(self, field.name) for field in fields(self)]
+        return Rows(*(None if value is None else value[start:stop] for value in values))  # type: ignore[arg-type]

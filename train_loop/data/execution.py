@@ -3,14 +3,17 @@
 from ray.data import DataContext
 
 
-def ordered_context() -> DataContext:
-    """The process's Ray Data context, set to keep order, to be quiet, and to raise what our functions raise."""
+def ordered_context(*, block_bytes: int | None = None) -> DataContext:
+    """The process's Ray Data context, set to keep order, to be quiet, and to raise what our functions raise.
+
+    What a task yields is cut into blocks of `block_bytes`, or stays whole: a block that Ray Data cut in two would break
+    the order in which blocks are dealt out.
+    """
     context = DataContext.get_current()
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    # A block that Ray Data cut in two would break the order in which blocks are dealt out.
-    context.target_max_block_size = None
+    context.target_max_block_size = block_bytes
     # What is wrong with somebody's data must arrive as what it is, and not as a function that failed.
     context.raise_original_map_exception = True
     return context

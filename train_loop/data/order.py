@@ -2,14 +2,20 @@
 
 A run takes positions 0, 1, 2 …; position p is the p mod N-th sample of epoch p // N. Shuffling is a keyed permutation
 computed for the asked positions alone, so that starting at any position costs the same and holds nothing in memory.
+
+Sources with weights are mixed by a pattern that repeats every 10,000 positions, and each source goes through epochs of
+its own: none of its samples comes again before all of them have come.
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from train_loop.errors import DataError
 from train_loop.run_dir import DataPosition
 
 Ids = NDArray[np.int64]
@@ -20,33 +26,105 @@ _ROUNDS = 6
 _U64 = np.uint64
 
 
+CYCLE = 10_000
+"""Positions over which the shares of mixed sources are exact, wherever one begins to count."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """How many of every 10,000 samples come from each source."""
+
+    sizes: tuple[int, ...]
+    """Samples of each source."""
+    quotas: tuple[int, ...]
+
+    @property
+    def epoch(self) -> int:
+        """Positions until every source has been seen whole."""
+        last = np.array(self.sizes) - 1
+        cycles, places = np.divmod(last, np.array(self.quotas))
+        pattern, before = _pattern(self.quotas)
+        return 1 + max(
+            int(cycles[source]) * CYCLE + int(np.flatnonzero((pattern == source) & (before == places[source]))[0])
+            for source in range(len(self.sizes))
+        )
+
+    def at(self, positions: Ids) -> tuple[Ids, Ids]:
+        """The source of each position, and how many of that source came before it."""
+        pattern, before = _pattern(self.quotas)
+        cycles, places = np.divmod(positions, CYCLE)
+        sources = pattern[places]
+        return sources, cycles * np.array(self.quotas)[sources] + before[places]
+
+
+def mix(weights: Sequence[float], sizes: Sequence[int]) -> Mixture:
+    """The mixture of sources in proportion to their weights, rounded to one in 10,000 (largest remainders).
+
+    Raises DataError for a weight too small to be ever served.
+    """
+    shares = np.array(weights) * (CYCLE / sum(weights))
+    quotas = np.floor(shares).astype(np.int64)
+    quotas[np.argsort(quotas - shares, kind="stable")[: CYCLE - quotas.sum()]] += 1
+    if not quotas.all():
+        lost = int(np.flatnonzero(quotas == 0)[0])
+        raise DataError(
+            f"source {lost} has weight {weights[lost]:g} of {sum(weights):g} together, less than one sample in "
+            f"{CYCLE}; raise its weight or leave it out"
+        )
+    return Mixture(tuple(sizes), tuple(quotas.tolist()))
+
+
+@lru_cache(maxsize=4)
+def _pattern(quotas: tuple[int, ...]) -> tuple[Ids, Ids]:
+    """The source of each position of a cycle, evenly spread, and how many of that source came before in it."""
+    sources = np.repeat(np.arange(len(quotas)), quotas)
+    before = np.concatenate([np.arange(quota) for quota in quotas])
+    ideal = (before + 0.5) / np.array(quotas)[sources]
+    spread = np.lexsort((sources, ideal))
+    return sources[spread], before[spread]
+
+
 @dataclass(frozen=True)
 class Order:
     """The order of a dataset's samples, endless; `end` cuts it."""
 
     samples: int
+    """Positions in an epoch: all samples, or until all sources of a mixture have been seen whole."""
     seed: int
     shuffle: bool
     dataset: str
     """Fingerprint of the prepared data."""
     end: int
     """Positions from here on are padding."""
+    mixture: Mixture | None = None
 
     def at(self, positions: Ids) -> Ids:
         """Sample ids at the given positions, PADDING past the end. Shape in = shape out."""
-        ids = np.full(positions.shape, PADDING, np.int64)
-        epochs, places = np.divmod(positions, self.samples)
-        for epoch in np.unique(epochs):
-            chosen = (epochs == epoch) & (positions < self.end)
-            ids[chosen] = self._epoch(int(epoch), places[chosen])
+        if self.mixture is None:
+            ids = self._shuffled(positions, self.samples, self.dataset)
+        else:
+            ids = self._mixed(positions, self.mixture)
+        return np.where(positions < self.end, ids, PADDING)
+
+    def _mixed(self, positions: Ids, mixture: Mixture) -> Ids:
+        ids = np.empty(positions.shape, np.int64)
+        sources, counts = mixture.at(positions)
+        for source in np.unique(sources):
+            chosen, first = sources == source, sum(mixture.sizes[:source])
+            ids[chosen] = first + self._shuffled(counts[chosen], mixture.sizes[source], f"{self.dataset}/{source}")
         return ids
 
-    def _epoch(self, epoch: int, places: Ids) -> Ids:
+    def _shuffled(self, counts: Ids, size: int, name: str) -> Ids:
+        """The n-th sample of `size` samples that are gone through again and again, for each count n."""
+        epochs, places = np.divmod(counts, size)
         if not self.shuffle:
             return places
-        seed = f"{self.seed}/{epoch}/{self.dataset}".encode()
-        keys = np.frombuffer(hashlib.sha256(seed).digest() + hashlib.sha256(seed + b"+").digest(), _U64)[:_ROUNDS]
-        return permute(places, self.samples, keys)
+        ids = np.empty(counts.shape, np.int64)
+        for epoch in np.unique(epochs):
+            seed = f"{self.seed}/{epoch}/{name}".encode()
+            keys = np.frombuffer(hashlib.sha256(seed).digest() + hashlib.sha256(seed + b"+").digest(), _U64)[:_ROUNDS]
+            ids[epochs == epoch] = permute(places[epochs == epoch], size, keys)
+        return ids
 
     def position(self, consumed: int) -> DataPosition:
         """Where in the data a run stands that has taken this many samples."""

@@ -1,19 +1,20 @@
-"""Documents → samples of sequence_length tokens; no token is lost, repeated or reordered."""
+"""Documents → samples of at most sequence_length tokens; no token is lost or repeated."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from train_loop.data.dataset import Tokens
+from train_loop.data.dataset import Tokens, Weights
 
 
 @dataclass(frozen=True)
 class Document:
-    """Tokens of one document and, where the data says what is trained on, a label for each."""
+    """Tokens of one document and, where the data says so, their labels and how much they count."""
 
     input_ids: Tokens
     labels: Tokens | None = None
+    weight: float | None = None
 
 
 @dataclass(frozen=True)
@@ -22,42 +23,85 @@ class Sample:
 
     input_ids: Tokens
     labels: Tokens | None
+    weights: Weights | None  # of each document
     documents: list[int]
 
 
+WINDOW_SAMPLES = 1024
+WINDOW_TOKENS = 4 * 2**20
+"""Documents that are packed with each other: as many as fill the samples, or as many tokens if that is fewer."""
+
+
 def pack(documents: Iterable[Document], length: int) -> Iterator[Sample]:
-    """Lay documents end to end and cut every `length` tokens; only the last sample may be shorter."""
-    pieces: list[Document] = []
-    room = length
+    """Put documents together so that samples of `length` tokens are full, among documents that follow each other.
+
+    Best-fit decreasing (Johnson, 1973; for training by Ding et al., "Fewer truncations improve language modeling",
+    2024): the longest document first, each into the fullest sample that still has room for it. Only a document longer
+    than `length` is split. Samples of a window come in the order of their first documents.
+    """
+    room = max(min(WINDOW_SAMPLES * length, WINDOW_TOKENS), 8 * length)
+    window: list[Document] = []
+    tokens = 0
     for document in documents:
-        rest = document
-        while len(rest.input_ids) >= room:
-            pieces.append(_cut(rest, 0, room))
-            yield _join(pieces)
-            rest, pieces, room = _cut(rest, room, None), [], length
-        if len(rest.input_ids):
-            pieces.append(rest)
-            room -= len(rest.input_ids)
-    if pieces:
-        yield _join(pieces)
+        for piece in _split(document, length):
+            window.append(piece)
+            tokens += len(piece.input_ids)
+        if tokens >= room:
+            yield from _pack_window(window, length)
+            window, tokens = [], 0
+    yield from _pack_window(window, length)
 
 
 def one_per_sample(documents: Iterable[Document], length: int) -> Iterator[Sample]:
     """A sample for every document; a document longer than `length` goes on in samples of its own."""
     for document in documents:
-        for start in range(0, len(document.input_ids), length):
-            yield _join([_cut(document, start, start + length)])
+        for piece in _split(document, length):
+            yield _join([piece])
 
 
-def _cut(document: Document, start: int, stop: int | None) -> Document:
-    labels = None if document.labels is None else document.labels[start:stop]
-    return Document(document.input_ids[start:stop], labels)
+def best_fit(sizes: list[int], room: int) -> list[list[int]]:
+    """Which of the sizes, all at most `room`, share a bin: indices, rising within a bin, bins by their first index."""
+    bins: list[list[int]] = []
+    by_room: list[list[int]] = [[] for _ in range(room + 1)]
+    # Bit r is set where a bin has room for r more: the fullest bin that fits is the lowest bit from a size on.
+    open_rooms = 0
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        size = sizes[index]
+        fitting = open_rooms >> size
+        if fitting:
+            left = size + (fitting & -fitting).bit_length() - 1
+            chosen = by_room[left].pop()
+            if not by_room[left]:
+                open_rooms ^= 1 << left
+            bins[chosen].append(index)
+        else:
+            left, chosen = room, len(bins)
+            bins.append([index])
+        left -= size
+        if left:
+            by_room[left].append(chosen)
+            open_rooms |= 1 << left
+    return sorted((sorted(members) for members in bins), key=lambda members: members[0])
+
+
+def _pack_window(window: list[Document], length: int) -> Iterator[Sample]:
+    for members in best_fit([len(document.input_ids) for document in window], length):
+        yield _join([window[member] for member in members])
+
+
+def _split(document: Document, length: int) -> Iterator[Document]:
+    for start in range(0, len(document.input_ids), length):
+        part = slice(start, start + length)
+        labels = None if document.labels is None else document.labels[part]
+        yield Document(document.input_ids[part], labels, document.weight)
 
 
 def _join(pieces: list[Document]) -> Sample:
     labels = [piece.labels for piece in pieces if piece.labels is not None]
+    weights = [piece.weight for piece in pieces if piece.weight is not None]
     return Sample(
         np.concatenate([piece.input_ids for piece in pieces]),
         np.concatenate(labels) if labels else None,
+        np.array(weights, np.float32) if weights else None,
         [len(piece.input_ids) for piece in pieces],
     )

@@ -1,182 +1,233 @@
-"""Raw files → prepared samples in the cache: read and tokenise with Ray Data, pack, write Parquet, commit.
+"""Raw files → prepared samples in the cache: read and tokenise with Ray Data, pack, write shards, commit.
 
-A prepared dataset is keyed by a fingerprint of all that decides its content and shared by every job that asks for the
+A prepared source is keyed by a fingerprint of all that decides its content and shared by every job that asks for the
 same. It appears under its final name by one rename, so that it is whole or not there.
 """
 
 import logging
-import os
-import shutil
-import uuid
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import ray
+from numpy.typing import NDArray
 
-from train_loop.data.cache import find_dataset, fingerprint, load, ready_made
-from train_loop.data.dataset import Dataset, ShardFile
+from train_loop.data.build_once import build_once
+from train_loop.data.cache import Source, find_part, fingerprint, join, list_sources, load_part, tokenizer_home
+from train_loop.data.dataset import Dataset, Part
+from train_loop.data.encode import BadRow, encode_rows
 from train_loop.data.execution import ordered_context
-from train_loop.data.pack import Document, Sample, one_per_sample, pack
-from train_loop.data.sources import SourceFile, list_files
+from train_loop.data.pack import Document, one_per_sample, pack
+from train_loop.data.progress import Progress, Report
+from train_loop.data.rows import Piece, cut, locate, read_piece
+from train_loop.data.shards import INDEX, write_shards
 from train_loop.data.tokenizer import load_tokenizer, train_tokenizer
 from train_loop.errors import DataError
-from train_loop.model_folder import model_shape, tokenizer_folder
-from train_loop.run_dir import sync, write_durably
-from train_loop.spec import JobSpec
+from train_loop.model_folder import model_shape
+from train_loop.run_dir import write_durably
+from train_loop.spec import ColumnsSpec, JobSpec
 
-_SHARD_ROWS = 16_384
-_GROUP_ROWS = 64
+_TASK_BYTES = (2**20, 32 * 2**20)
+"""A task reads at least and at most about as much."""
+_BLOCK_BYTES = 32 * 2**20
+"""What a task hands on at once, however much it reads."""
 _TOKENIZER_TEXT = 64 * 2**20
 """Characters that a tokenizer is trained on; more changes its merges little and its time much."""
-
-Report = Callable[..., None]
 
 
 def prepare(spec: JobSpec, cache: Path, report: Report) -> Dataset:
     """The samples of a spec, prepared now or by an earlier job. Raises DataError."""
-    files = list_files(spec.data.train)
-    folder = cache / fingerprint(spec, files)
-    dataset = ready_made(spec, files) or load(folder)
-    if dataset is not None:
-        return dataset
-    _prepare_into(folder, spec, files, report)
-    return find_dataset(spec, cache)
+    sources = list_sources(spec)
+    tokenizer = _tokenizer(spec, sources, cache, report)
+    parts = [_part(spec, source, tokenizer, cache, report) for source in sources]
+    return join(spec, parts, tokenizer)
 
 
-def _prepare_into(folder: Path, spec: JobSpec, files: list[SourceFile], report: Report) -> None:
-    report("preparing", files=len(files), bytes=sum(file.size for file in files))
-    work = folder.with_name(f"{folder.name}.tmp-{uuid.uuid4().hex}")
-    work.mkdir(parents=True)
-    try:
-        dataset = _build(work, folder, spec, files)
-        write_durably(work / "dataset.json", dataset.model_dump_json(indent=2))
-        _commit(work, folder)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+def _part(spec: JobSpec, source: Source, tokenizer: Path | None, cache: Path, report: Report) -> Part:
+    part = find_part(spec, source, tokenizer, cache)
+    if part is not None:
+        return part
+    folder = cache / fingerprint(spec, source, tokenizer)
+
+    def build(work: Path) -> None:
+        report("preparing", source=str(source), files=len(source.files), bytes=sum(f.size for f in source.files))
+        made = _build(work, folder, spec, source, tokenizer, report)
+        write_durably(work / "dataset.json", made.model_dump_json(indent=2))
+
+    build_once(folder, build, is_whole=lambda: load_part(folder) is not None, report=report)
+    part = load_part(folder)
+    assert part is not None, f"{folder} was just committed"
+    return part
 
 
-def _commit(work: Path, folder: Path) -> None:
-    try:
-        work.rename(folder)
-    except OSError:
-        # Another job prepared the same thing meanwhile: one is as good as the other.
-        if not (folder / "dataset.json").exists():
-            raise
-    sync(folder.parent)
+def _build(work: Path, folder: Path, spec: JobSpec, source: Source, tokenizer: Path | None, report: Report) -> Part:
+    tasks = _tasks(source)
+    progress = Progress(report, [sum(piece.bytes for piece in task) for task in tasks])
+    documents = _documents(tasks, spec, source.columns, tokenizer, progress)
+    put_together = pack if spec.data.packing else one_per_sample
+    shards, tokens = write_shards(work, put_together(documents, spec.data.sequence_length))
+    progress.finish()
+    if not shards:
+        raise DataError(f"{source} holds no tokens; an empty dataset cannot be trained on")
+    columns = source.columns
+    masked = columns.labels or columns.messages or columns.response
+    return Part(
+        fingerprint=folder.name,
+        files=tuple(shard.model_copy(update={"path": str(folder / shard.path)}) for shard in shards),
+        labels="labels" if masked else None,
+        documents="documents",
+        weights="weights" if columns.weight else None,
+        index=str(folder / INDEX),
+        tokens=tokens,
+        bad_rows=progress.bad_rows,
+    )
 
 
-def _build(work: Path, folder: Path, spec: JobSpec, files: list[SourceFile]) -> Dataset:
+def _tasks(source: Source) -> list[list[Piece]]:
+    """Pieces that are read by one task: many small files, or a part of a large one."""
+    _start_ray()
+    least, most = _TASK_BYTES
+    total, cpus = sum(file.size for file in source.files), int(ray.cluster_resources().get("CPU", 1))
+    size = max(least, min(most, total // (8 * cpus)))
+    tasks: list[list[Piece]] = []
+    room = 0
+    for piece in cut(source.files, size):
+        if piece.bytes > room:
+            tasks.append([])
+            room = size
+        tasks[-1].append(piece)
+        room -= piece.bytes
+    return tasks
+
+
+def _start_ray() -> None:
     if not ray.is_initialized():
         # By itself, and not in a job: the cluster that RAY_ADDRESS names, or one for as long as this process lives.
         ray.init(logging_level=logging.WARNING)
-    ordered_context()
-    rows = _read(files, spec)
-    tokenizer, eos = None, 0
-    if spec.data.columns.text is not None:
-        tokenizer = _tokenizer(rows, work, spec)
-        eos = load_tokenizer(tokenizer).eos
-        rows = rows.map_batches(
-            _tokenise, batch_format="pyarrow", fn_kwargs={"column": spec.data.columns.text, "tokenizer": tokenizer}
-        )
-    cut = pack if spec.data.packing else one_per_sample
-    shards = list(_write(work, cut(_documents(rows, spec), spec.data.sequence_length)))
-    if not shards:
-        raise DataError(f"{', '.join(spec.data.train.paths)} holds no tokens; an empty dataset cannot be trained on")
-    return Dataset(
-        fingerprint=folder.name,
-        files=tuple(ShardFile(path=str(folder / name), rows=rows) for name, rows, _ in shards),
-        sequence_length=spec.data.sequence_length,
-        labels="labels" if spec.data.columns.labels else None,
-        documents="documents",
-        pad_token=eos,
-        tokens=sum(tokens for _, _, tokens in shards),
-        tokenizer=tokenizer and tokenizer.replace(str(work), str(folder)),
-    )
 
 
-def _read(files: list[SourceFile], spec: JobSpec) -> ray.data.Dataset:
-    paths = [file.path for file in files]
-    if files[0].format == "parquet":
-        return ray.data.read_parquet(paths).select_columns(list(spec.data.columns.names))
-    if files[0].format == "jsonl":
-        return ray.data.read_json(paths, lines=True)
-    # A task for every small file would spend more on tasks than on files.
-    blocks = max(1, min(len(files), 4 * int(ray.cluster_resources().get("CPU", 1))))
-    return ray.data.read_binary_files(paths, include_paths=True, override_num_blocks=blocks).map_batches(
-        _decode, batch_format="pyarrow"
-    )
-
-
-def _decode(batch: pa.Table) -> pa.Table:
-    texts = []
-    for path, content in zip(batch["path"].to_pylist(), batch["bytes"].to_pylist(), strict=True):
-        try:
-            texts.append(content.decode())
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path} is no UTF-8 text: {error}; convert it, or leave it out of the glob") from error
-    return pa.table({"text": pa.array(texts, pa.large_string())})
-
-
-def _tokenizer(rows: ray.data.Dataset, work: Path, spec: JobSpec) -> str:
-    """The folder of the tokenizer to use; one trained on the data lies beside the samples."""
-    folder, vocab = tokenizer_folder(spec), model_shape(spec.model).vocab
-    if folder is None:
-        folder = work / "tokenizer"
-        texts = _some_text(rows, str(spec.data.columns.text))
-        train_tokenizer(texts, vocab_size=vocab, folder=folder)
-    load_tokenizer(str(folder)).check_fits(vocab)
-    return str(folder)
-
-
-def _some_text(rows: ray.data.Dataset, column: str) -> Iterator[str]:
-    taken = 0
-    for batch in rows.iter_batches(batch_format="pyarrow", batch_size=None):
-        for text in filter(None, batch[column].to_pylist()):
-            yield text
-            taken += len(text)
-            if taken > _TOKENIZER_TEXT:
-                return
-
-
-def _tokenise(batch: pa.Table, column: str, tokenizer: str) -> pa.Table:
-    texts = [text for text in batch[column].to_pylist() if text]
-    ids = load_tokenizer(tokenizer).encode(texts)
-    return pa.table({"input_ids": pa.array(ids, pa.large_list(pa.int32()))})
-
-
-def _documents(rows: ray.data.Dataset, spec: JobSpec) -> Iterator[Document]:
-    ids = spec.data.columns.input_ids or "input_ids"
-    labels = spec.data.columns.labels
-    for batch in rows.iter_batches(batch_format="pyarrow", batch_size=None):
-        columns = [batch[name] for name in (ids, labels) if name is not None]
-        for cells in zip(*columns, strict=True):
-            yield Document(*(np.asarray(cell.values, np.int32) for cell in cells))
-
-
-def _write(work: Path, samples: Iterable[Sample]) -> Iterator[tuple[str, int, int]]:
-    """Write shards; name, rows and tokens of each."""
-    samples = iter(samples)
-    number = 0
-    while chunk := list(islice(samples, _SHARD_ROWS)):
-        name = f"part-{number:05d}.parquet"
-        _write_shard(work / name, chunk)
-        yield name, len(chunk), sum(len(sample.input_ids) for sample in chunk)
-        number += 1
-
-
-def _write_shard(path: Path, samples: list[Sample]) -> None:
-    kind = pa.list_(pa.int32())
-    columns = {
-        "input_ids": pa.array([sample.input_ids for sample in samples], kind),
-        "documents": pa.array([sample.documents for sample in samples], kind),
+def _documents(
+    tasks: list[list[Piece]], spec: JobSpec, columns: ColumnsSpec, tokenizer: Path | None, progress: Progress
+) -> Iterator[Document]:
+    """All documents in the order of the files, read and tokenised by Ray Data."""
+    if not tasks:
+        return
+    ordered_context(block_bytes=_BLOCK_BYTES)
+    options = {
+        "tasks": tasks,
+        "columns": columns,
+        "tokenizer": tokenizer and str(tokenizer),
+        "system_prompt": spec.data.system_prompt,
+        "skip": spec.data.on_bad_rows == "skip",
     }
-    if samples[0].labels is not None:
-        columns["labels"] = pa.array([sample.labels for sample in samples], kind)
-    with path.open("wb") as file:
-        pq.write_table(pa.table(columns), file, row_group_size=_GROUP_ROWS)
-        file.flush()
-        os.fsync(file.fileno())
+    blocks = ray.data.range(len(tasks), override_num_blocks=len(tasks)).map_batches(
+        _encode_task, batch_size=None, fn_kwargs=options
+    )
+    for table in blocks.iter_batches(batch_format="pyarrow", batch_size=None):
+        yield from _from_table(table.combine_chunks(), tasks, progress)
+
+
+def _encode_task(
+    batch: dict[str, NDArray[np.int64]],
+    tasks: list[list[Piece]],
+    columns: ColumnsSpec,
+    tokenizer: str | None,
+    system_prompt: str | None,
+    skip: bool,
+) -> Iterator[pa.Table]:
+    """The documents of a task's pieces, a table for some rows at a time."""
+    for task in batch["id"].tolist():
+        yield _to_table([], task, 0)
+        for number, piece in enumerate(tasks[task]):
+            for rows in read_piece(piece, columns):
+                encoded = encode_rows(rows, columns, tokenizer, system_prompt)
+                bad = next((row for row in encoded if isinstance(row, BadRow)), None)
+                if bad is not None and not skip:
+                    raise DataError(
+                        f"{locate(piece.file, bad.place)}: {bad.reason}; correct the row, or set on_bad_rows: skip"
+                    )
+                yield _to_table(encoded, task, number)
+
+
+def _to_table(encoded: Sequence[Document | BadRow], task: int, piece: int) -> pa.Table:
+    nothing = np.empty(0, np.int32)
+    documents = [row if isinstance(row, Document) else Document(nothing) for row in encoded]
+    labels = [nothing if document.labels is None else document.labels for document in documents]
+    return pa.table(
+        {
+            "task": pa.array([task] * len(encoded), pa.int32()),
+            "piece": pa.array([piece] * len(encoded), pa.int32()),
+            "place": pa.array([getattr(row, "place", None) for row in encoded], pa.int64()),
+            "reason": pa.array([getattr(row, "reason", None) for row in encoded], pa.string()),
+            "input_ids": _lists([document.input_ids for document in documents]),
+            "labels": _lists(labels),
+            "weight": pa.array([document.weight for document in documents], pa.float32()),
+        }
+    )
+
+
+def _lists(values: list[NDArray[np.int32]]) -> pa.Array:
+    offsets = np.cumsum([0, *map(len, values)], dtype=np.int64)
+    flat = np.concatenate(values) if values else np.empty(0, np.int32)
+    return pa.LargeListArray.from_arrays(offsets, pa.array(flat, pa.int32()))
+
+
+def _from_table(table: pa.Table, tasks: list[list[Piece]], progress: Progress) -> Iterator[Document]:
+    for task, piece, place, reason in zip(
+        *(table[name].to_pylist() for name in ("task", "piece", "place", "reason")), strict=True
+    ):
+        if reason is not None:
+            progress.skipped(partial(locate, tasks[task][piece].file, place), reason)
+    ids, labels = (_arrays(table[name]) for name in ("input_ids", "labels"))
+    for number, weight in enumerate(table["weight"].to_pylist()):
+        if len(ids[number]):
+            yield Document(ids[number], labels[number] if len(labels[number]) else None, weight)
+    if len(ids):
+        progress.rows(len(ids), tokens=sum(map(len, ids)), task=table["task"][-1].as_py())
+
+
+def _arrays(column: pa.ChunkedArray) -> list[NDArray[np.int32]]:
+    array = column.combine_chunks()
+    offsets, flat = array.offsets.to_numpy(), array.values.to_numpy()
+    return [flat[start:stop] for start, stop in pairwise(offsets)]
+
+
+def _tokenizer(spec: JobSpec, sources: list[Source], cache: Path, report: Report) -> Path | None:
+    """The folder of the tokenizer to use, which is trained on the data where the spec names none."""
+    folder = tokenizer_home(spec, sources, cache)
+    if folder is None:
+        return None
+    vocab = model_shape(spec.model).vocab
+
+    def train(work: Path) -> None:
+        report("training_tokenizer", vocab_size=vocab)
+        train_tokenizer(_some_text(sources), vocab_size=vocab, folder=work)
+
+    if folder.parent == cache:
+        build_once(folder, train, is_whole=(folder / "tokenizer_config.json").is_file, report=report)
+    load_tokenizer(str(folder)).check_fits(vocab)
+    return folder
+
+
+def _some_text(sources: list[Source]) -> Iterator[str]:
+    """Text of each source, at most as much of one as of another."""
+    for source in sources:
+        left = _TOKENIZER_TEXT // len(sources)
+        for text in _texts(source):
+            yield text[:left]
+            left -= len(text)
+            if left <= 0:
+                break
+
+
+def _texts(source: Source) -> Iterator[str]:
+    columns = source.columns
+    for piece in cut(source.files, _TASK_BYTES[1]):
+        for rows in read_piece(piece, columns):
+            for row in rows:
+                cells = (row.values.get(name) for name in (columns.text, columns.prompt, columns.response) if name)
+                # What is no text is told of, with its place, when it is tokenised.
+                yield from (cell for cell in cells if isinstance(cell, str))

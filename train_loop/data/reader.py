@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from train_loop.data.dataset import Dataset, Rows, read_rows
+from train_loop.data.dataset import Dataset, Rows
 from train_loop.data.order import StepOrder
+from train_loop.data.read import read_rows
 from train_loop.plan import MeshPlan
 
 

@@ -1,20 +1,16 @@
 """URIs and globs → the files behind them, in name order, inside the roots that the operator allows."""
 
-import itertools
-import json
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
+from train_loop.data.files import File, file_system, is_local
 from train_loop.errors import DataError
 from train_loop.run_dir import local_path
-from train_loop.spec import DataSpec, SourceSpec
+from train_loop.spec import SourceSpec
 
 STDLIB = "stdlib://"
 """Python's own sources: real text that every machine has."""
@@ -25,22 +21,22 @@ _ENDINGS: dict[str, Format] = {
     **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
     **dict.fromkeys((".txt", ".text", ".md", ".rst", ".py"), "text"),
 }
+_CODECS = {".gz": "gzip", ".zst": "zstd"}
 
 
 @dataclass(frozen=True)
-class SourceFile:
+class SourceFile(File):
     """One file of training data, as it was when it was listed."""
 
-    path: str
     format: Format
-    size: int
-    mtime_ns: int
+    codec: str | None
+    """What it is compressed with as a whole."""
 
 
 def list_files(source: SourceSpec) -> list[SourceFile]:
     """The files of a source in name order. Raises DataError for a path that matches nothing."""
-    paths = sorted({path for pattern in source.paths for path in _match(pattern)}, key=str)
-    files = [_describe(path, source.format) for path in paths]
+    found = {file.uri: file for pattern in source.paths for file in _match(pattern)}
+    files = [_describe(found[uri], source.format) for uri in sorted(found)]
     formats = sorted({file.format for file in files})
     if len(formats) > 1:
         raise DataError(
@@ -52,129 +48,101 @@ def list_files(source: SourceSpec) -> list[SourceFile]:
 
 def check_allowed(uri: str, roots: Iterable[str]) -> None:
     """Raise DataError unless a path and all that it matches, links followed, lie under one of the roots."""
-    allowed = [_stdlib_root()] if uri.startswith(STDLIB) else [local_path(root).resolve() for root in roots]
-    # Before anything is listed: what lies outside is not even counted for a stranger.
-    for place in itertools.chain([_fixed_part(_local(uri))], _match_lazily(uri)):
+    if not is_local(_absolute(uri)):
+        _check_remote(uri, roots)
+        return
+    local = [root for root in roots if is_local(root)]
+    allowed = [_stdlib_root()] if uri.startswith(STDLIB) else [local_path(root).resolve() for root in local]
+
+    def check(place: Path) -> None:
         if not any(place.resolve().is_relative_to(root) for root in allowed):
-            raise DataError(
-                f"{uri} lies outside the allowed storage roots ({', '.join(map(str, allowed))}); move the data under "
-                "one of them, or have the operator add its folder to TRAINSHED_STORAGE_ROOTS"
-            )
+            raise _outside(uri, map(str, allowed))
+
+    # Before anything is listed: what lies outside is not even counted for a stranger.
+    check(Path(_fixed_part(_absolute(uri))))
+    for file in _match(uri):
+        check(Path(file.uri))
 
 
 def check_folder(uri: str, roots: Iterable[str]) -> None:
     """Raise DataError unless a URI names a folder, no glob, that lies with all its files under one of the roots."""
-    path = _local(uri)
+    path = _absolute(uri)
     if uri.startswith(STDLIB) or _fixed_part(path) != path:
         raise DataError(f"{uri} is no plain folder; give the file:// URI of one folder, without wildcards")
+    try:
+        local_path(uri)
+    except ValueError as error:
+        raise DataError(str(error)) from error
     check_allowed(uri, roots)
 
 
-def _match_lazily(uri: str) -> Iterator[Path]:
-    yield from _match(uri)
+def _check_remote(uri: str, roots: Iterable[str]) -> None:
+    remote = [root for root in roots if not is_local(root)]
+    if not any(f"{_fixed_part(uri)}/".startswith(f"{root.rstrip('/')}/") for root in remote):
+        raise _outside(uri, roots)
 
 
-def check_columns(file: SourceFile, data: DataSpec) -> None:
-    """Raise DataError where a file lacks a column that the spec names, going by its schema or its first rows."""
-    present = _columns_of(file)
-    for name in data.columns.names:
-        if name not in present:
-            raise DataError(f"{file.path} has no column {name!r}; it has {', '.join(present)}; correct data.columns")
+def _outside(uri: str, allowed: Iterable[str]) -> DataError:
+    return DataError(
+        f"{uri} lies outside the allowed storage roots ({', '.join(allowed)}); move the data under "
+        "one of them, or have the operator add its folder to TRAINSHED_STORAGE_ROOTS"
+    )
 
 
-def is_empty(file: SourceFile) -> bool:
-    """Whether a file holds no rows at all. Raises DataError for a file that is not what its name says."""
-    return not file.size or (file.format == "parquet" and parquet_rows(file.path) == 0)
-
-
-def parquet_rows(path: str) -> int:
-    """Rows of a Parquet file, from its footer. Raises DataError."""
-    try:
-        return int(pq.read_metadata(path).num_rows)
-    except pa.ArrowException as error:
-        raise DataError(f"{path} is no readable Parquet file: {error}; write it again or leave it out") from error
-
-
-def parquet_values(path: str, column: str) -> int:
-    """Values in all lists of a Parquet file's column, from its footer; an empty list counts for one."""
-    metadata = pq.read_metadata(path)
-    groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
-    chunks = (group.column(place) for group in groups for place in range(group.num_columns))
-    return sum(chunk.num_values for chunk in chunks if f"{chunk.path_in_schema}.".startswith(f"{column}."))
-
-
-def _match(pattern: str) -> list[Path]:
-    path = _local(pattern)
-    fixed = _fixed_part(path)
-    if fixed != path:
-        found = [p for p in fixed.glob(str(path.relative_to(fixed))) if p.is_file()]
-    elif path.is_dir():
-        found = [p for p in path.rglob("*") if p.is_file() and not p.name.startswith((".", "_"))]
+def _match(pattern: str) -> list[File]:
+    path = _absolute(pattern)
+    system = file_system(path)
+    if _fixed_part(path) != path:
+        found = system.glob(path)
+    elif (folder := system.find(path)) and not (len(folder) == 1 and folder[0].uri == path):
+        found = [file for file in folder if not file.name.startswith((".", "_"))]
     else:
-        found = [path] if path.is_file() else []
+        found = folder
     if pattern.startswith(STDLIB):
         # Installed packages lie in the same folder, and are no part of the standard library.
-        found = [p for p in found if p.suffix == ".py" and "site-packages" not in p.parts]
+        found = [file for file in found if file.name.endswith(".py") and "/site-packages/" not in file.uri]
     if not found:
         raise DataError(f"{pattern} matches no file; check the path, which must be visible from service and workers")
     return found
 
 
-def _local(uri: str) -> Path:
+def _absolute(uri: str) -> str:
+    """A URI of remote storage as it is, anything else as an absolute path."""
     if ".." in Path(uri).parts:
         raise DataError(f"{uri} goes up by '..'; write the path that it comes to")
+    if "::" in uri:
+        raise DataError(
+            f"{uri} chains file systems by '::', which could lead anywhere; give the URI of the data itself"
+        )
     if uri.startswith(STDLIB):
-        return _stdlib_root() / uri.removeprefix(STDLIB)
+        return str(_stdlib_root() / uri.removeprefix(STDLIB))
     if "://" not in uri and not os.path.isabs(uri):
         raise DataError(
             f"{uri} is a relative path, and service and workers have different folders; use an absolute one"
         )
-    try:
-        return local_path(uri)
-    except ValueError as error:
-        raise DataError(str(error)) from error
+    return str(local_path(uri)) if is_local(uri) else uri.rstrip("/")
 
 
 def _stdlib_root() -> Path:
     return Path(sysconfig.get_path("stdlib")).resolve()
 
 
-def _fixed_part(path: Path) -> Path:
+def _fixed_part(path: str) -> str:
     """The part of a glob before its first wildcard."""
-    fixed = Path(path.anchor)
-    for part in path.parts[1:]:
-        if any(wildcard in part for wildcard in "*?["):
-            break
-        fixed /= part
-    return fixed
+    steps = path.split("/")
+    wild = next((place for place, step in enumerate(steps) if any(w in step for w in "*?[")), len(steps))
+    return "/".join(steps[:wild]) or "/"
 
 
-def _describe(path: Path, wanted: str) -> SourceFile:
-    kind = _ENDINGS.get(path.suffix.lower()) if wanted == "auto" else wanted
+def _describe(file: File, wanted: str) -> SourceFile:
+    stem, ending = os.path.splitext(file.name.lower())
+    codec = _CODECS.get(ending)
+    kind: Any = _ENDINGS.get(os.path.splitext(stem)[1] if codec else ending) if wanted == "auto" else wanted
     if kind is None:
         raise DataError(
-            f"{path} has none of the endings that say what it is ({', '.join(_ENDINGS)}); set its format field, or "
-            "leave it out of the glob"
+            f"{file.uri} has none of the endings that say what it is ({', '.join(_ENDINGS)}; {', '.join(_CODECS)} "
+            "after one of them); set its format field, or leave it out of the glob"
         )
-    stat = path.stat()
-    return SourceFile(str(path), kind, stat.st_size, stat.st_mtime_ns)  # type: ignore[arg-type]
-
-
-def _columns_of(file: SourceFile) -> list[str]:
-    if file.format == "text":
-        return ["text"]
-    try:
-        if file.format == "parquet":
-            return list(pq.read_schema(file.path).names)
-        return _jsonl_columns(file.path)
-    except (pa.ArrowException, ValueError, OSError) as error:
-        raise DataError(f"{file.path} is no readable {file.format} file: {error}; write it again") from error
-
-
-def _jsonl_columns(path: str) -> list[str]:
-    with open(path, "rb") as lines:
-        first = next((line for line in lines if line.strip()), b"{}")
-    row = json.loads(first)
-    if not isinstance(row, dict):
-        raise ValueError("its first line is not a JSON object")
-    return list(row)
+    if codec and kind == "parquet":
+        raise DataError(f"{file.uri} is Parquet inside {codec}; unpack it, Parquet is compressed by itself")
+    return SourceFile(file.uri, file.size, file.version, kind, codec)

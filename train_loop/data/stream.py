@@ -17,8 +17,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from ray.data import DataIterator, ExecutionResources
 
-from train_loop.data.dataset import Rows, read_rows
+from train_loop.data.dataset import Rows
 from train_loop.data.execution import ordered_context
+from train_loop.data.read import read_rows
 from train_loop.data.reader import StreamPlan
 from train_loop.plan import MeshPlan
 

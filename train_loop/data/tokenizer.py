@@ -3,11 +3,12 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from train_loop.data.dataset import IGNORE
 from train_loop.errors import DataError
 from train_loop.run_dir import write_durably
 
@@ -25,6 +26,32 @@ class TextTokenizer:
         """Token ids of each text."""
         encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [[*encoding.ids, self.eos] for encoding in encodings]
+
+    def encode_responses(self, pairs: list[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
+        """Token ids and labels of prompts with their responses, of which only the response and EOS are trained.
+
+        The two are tokenised as one text; a token that reaches into the response belongs to it.
+        """
+        encodings = self.tokenizer.encode_batch(
+            [prompt + response for prompt, response in pairs], add_special_tokens=False
+        )
+        rows = []
+        for (prompt, _), encoding in zip(pairs, encodings, strict=True):
+            ids = [*encoding.ids, self.eos]
+            untrained = sum(stop <= len(prompt) for _, stop in encoding.offsets)
+            rows.append((ids, [IGNORE] * untrained + ids[untrained:]))
+        return rows
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids of one text, without EOS, and the characters [start, stop) that each stands for."""
+        encoding = self.tokenizer.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
+    @cached_property
+    def special_tokens(self) -> dict[int, str]:
+        """The texts of the special tokens, by id."""
+        added = self.tokenizer.get_added_tokens_decoder()
+        return {number: token.content for number, token in added.items() if token.special}
 
     def check_fits(self, vocab: int) -> None:
         """Raise DataError for a tokenizer with words that a model of `vocab` words does not know."""
@@ -48,6 +75,8 @@ def load_tokenizer(folder: str) -> TextTokenizer:
         ) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    # Special tokens are never asked of it, and all else that it does is to take spaces out of the tokens' offsets.
+    tokenizer.post_processor = None
     named = config.get("eos_token")
     word = named["content"] if isinstance(named, dict) else named
     eos = tokenizer.token_to_id(word) if word else None

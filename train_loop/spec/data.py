@@ -1,10 +1,50 @@
 """`data:` what it is trained on."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from train_loop.spec.base import SpecModel, only
+
+
+class ColumnsSpec(SpecModel):
+    """Which columns hold what; exactly one shape of row."""
+
+    text: str | None = None
+    input_ids: str | None = Field(default=None, description="tokens of an already tokenised row")
+    labels: str | None = Field(default=None, description="aligned with input_ids, not shifted; -100 is not trained")
+    messages: str | None = Field(
+        default=None, description="a conversation for the tokenizer's chat template; only assistant turns are trained"
+    )
+    prompt: str | None = Field(default=None, description="text in front of the response, not trained")
+    response: str | None = Field(default=None, description="text that is trained, after its prompt")
+    weight: str | None = Field(default=None, description="how much each token of the row counts in the loss")
+    image: Annotated[str | None, only(None)] = None
+
+    @model_validator(mode="after")
+    def _one_shape(self) -> "ColumnsSpec":
+        if (self.prompt is None) != (self.response is None):
+            raise ValueError("columns.prompt and columns.response go together; name both, or neither")
+        shapes = [self.text, self.input_ids, self.messages, self.prompt]
+        if sum(shape is not None for shape in shapes) != 1:
+            raise ValueError(
+                "columns name exactly one of text, input_ids, messages, and prompt with response, for example "
+                "columns: {text: text}"
+            )
+        if self.labels is not None and self.input_ids is None:
+            raise ValueError("columns.labels goes with columns.input_ids; name both, or remove labels")
+        return self
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns that every row must have."""
+        every = (self.text, self.input_ids, self.labels, self.messages, self.prompt, self.response, self.weight)
+        return tuple(name for name in every if name is not None)
+
+    @property
+    def tokenised(self) -> bool:
+        """Whether rows hold tokens, and no text."""
+        return self.input_ids is not None
 
 
 class SourceSpec(SpecModel):
@@ -14,6 +54,10 @@ class SourceSpec(SpecModel):
     format: Literal["auto", "parquet", "jsonl", "text"] = Field(
         default="auto", description="auto goes by the file's ending; text is one document per file"
     )
+    weight: float | None = Field(
+        default=None, gt=0, description="share of the samples, relative to the weights of the other sources"
+    )
+    columns: ColumnsSpec | None = Field(default=None, description="where they differ from data.columns")
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -21,40 +65,69 @@ class SourceSpec(SpecModel):
         return (self.path,) if isinstance(self.path, str) else self.path
 
 
-class ColumnsSpec(SpecModel):
-    """Which columns hold what; exactly one shape of row."""
+def _one_or_several(value: Any) -> str:
+    return "list" if isinstance(value, list | tuple) else "source"
 
-    text: str | None = None
-    input_ids: str | None = Field(default=None, description="tokens of an already tokenised row")
-    labels: str | None = Field(default=None, description="aligned with input_ids, not shifted; -100 is not trained")
-    messages: Annotated[str | None, only(None)] = None
-    prompt: Annotated[str | None, only(None)] = None
-    response: Annotated[str | None, only(None)] = None
-    image: Annotated[str | None, only(None)] = None
 
-    @model_validator(mode="after")
-    def _one_shape(self) -> "ColumnsSpec":
-        if (self.text is None) == (self.input_ids is None):
-            raise ValueError("columns name exactly one of text and input_ids, for example columns: {text: text}")
-        if self.labels is not None and self.input_ids is None:
-            raise ValueError("columns.labels goes with columns.input_ids; name both, or remove labels")
-        return self
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The columns that every row must have."""
-        return tuple(name for name in (self.text, self.input_ids, self.labels) if name is not None)
+Sources = Annotated[
+    Annotated[SourceSpec, Tag("source")] | Annotated[tuple[SourceSpec, ...], Tag("list")],
+    Discriminator(_one_or_several),
+]
 
 
 class DataSpec(SpecModel):
     """The training data, its shape and its order."""
 
-    train: SourceSpec
-    eval: SourceSpec | None = Field(
+    train: Sources = Field(description="a source or a list of them; with weights they are mixed in these proportions")
+    eval: Sources | None = Field(
         default=None, description="held-out rows of the same shape, evaluated every training.eval_steps steps"
     )
     columns: ColumnsSpec = ColumnsSpec(text="text")
+    system_prompt: str | None = Field(
+        default=None, description="put in front of every conversation that has no system message of its own"
+    )
+    on_bad_rows: Literal["fail", "skip"] = "fail"
     sequence_length: int = Field(default=4096, ge=2, description="tokens per sample")
     packing: bool = Field(default=True, description="several documents share a sample and never see each other")
     shuffle: bool = True
     seed: int = Field(default=0, ge=0)
+
+    @property
+    def sources(self) -> tuple[SourceSpec, ...]:
+        """The sources that are trained on, one or several."""
+        return (self.train,) if isinstance(self.train, SourceSpec) else self.train
+
+    @property
+    def eval_sources(self) -> tuple[SourceSpec, ...]:
+        """The sources that are evaluated on, if any."""
+        return (self.eval,) if isinstance(self.eval, SourceSpec) else self.eval or ()
+
+    def columns_of(self, source: SourceSpec) -> ColumnsSpec:
+        """The columns of a source's rows."""
+        return source.columns or self.columns
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether anything has to be tokenised."""
+        return not all(self.columns_of(source).tokenised for source in (*self.sources, *self.eval_sources))
+
+    @model_validator(mode="after")
+    def _weights_for_all_or_none(self) -> "DataSpec":
+        if not self.sources:
+            raise ValueError("data.train names no source; give at least one")
+        weighted = [source.weight is not None for source in self.sources]
+        if any(weighted) and not all(weighted):
+            raise ValueError(
+                f"{sum(weighted)} of {len(weighted)} sources have a weight; give every source one, or none, and "
+                "they are read one after the other"
+            )
+        if any(source.weight is not None for source in self.eval_sources):
+            raise ValueError("data.eval is evaluated whole, so that a weight would do nothing; remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _system_prompt_has_messages(self) -> "DataSpec":
+        shapes = [self.columns_of(source) for source in (*self.sources, *self.eval_sources)]
+        if self.system_prompt is not None and not any(shape.messages for shape in shapes):
+            raise ValueError("system_prompt goes with columns.messages; name the column, or remove system_prompt")
+        return self

@@ -43,10 +43,21 @@ class JobSpec(SpecModel):
 
     @model_validator(mode="after")
     def _tokenizer_has_text(self) -> "JobSpec":
-        if self.model.tokenizer is not None and self.data.columns.text is None:
+        if self.model.tokenizer is not None and not self.data.reads_text:
             raise ValueError(
                 "model.tokenizer would do nothing, because columns.input_ids names rows that are tokenised already; "
                 "remove one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _conversations_have_a_template(self) -> "JobSpec":
+        data, model = self.data, self.model
+        shapes = [data.columns_of(source) for source in (*data.sources, *data.eval_sources)]
+        if any(shape.messages for shape in shapes) and model.tokenizer is None and model.path is None:
+            raise ValueError(
+                "columns.messages needs the chat template of a tokenizer, and one trained on the data has none; name "
+                "a tokenizer in model.tokenizer"
             )
         return self
 

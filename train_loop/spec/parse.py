@@ -83,7 +83,7 @@ def _pointer(loc: tuple[int | str, ...]) -> str:
     steps = [
         str(step)
         for step in loc
-        if not re.fullmatch(r"(str|int|float|bool|tuple|constrained)\W.*|str|int|bool|\w+Range", str(step))
+        if not re.fullmatch(r"(str|int|float|bool|tuple|constrained)\W.*|str|int|bool|source|list|\w+Range", str(step))
     ]
     return "".join("/" + step.replace("~", "~0").replace("/", "~1") for step in steps)
 

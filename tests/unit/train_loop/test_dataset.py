@@ -7,7 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from train_loop.data.dataset import IGNORE, Dataset, Rows, ShardFile, read_rows
+from tests.support.datasets import parquet_dataset
+from train_loop.data.dataset import IGNORE, Dataset, Rows
+from train_loop.data.read import read_rows
 from train_loop.errors import DataError
 
 
@@ -25,10 +27,8 @@ def dataset(tmp_path: Path) -> Dataset:
         )
         path = tmp_path / f"{first}.parquet"
         pq.write_table(table, path, row_group_size=2)
-        files.append(ShardFile(path=str(path), rows=rows))
-    return Dataset(
-        fingerprint="x", files=tuple(files), sequence_length=4, documents="documents", pad_token=99, tokens=0
-    )
+        files.append(path)
+    return parquet_dataset(*files, length=4, documents="documents").model_copy(update={"pad_token": 99})
 
 
 def test_samples_come_in_the_order_asked_for(dataset: Dataset) -> None:
@@ -63,7 +63,7 @@ def test_rows_survive_the_way_through_arrow(dataset: Dataset) -> None:
 
 
 def test_a_sample_longer_than_the_sequence_is_refused_by_name(dataset: Dataset) -> None:
-    short = dataset.model_copy(update={"sequence_length": 3, "documents": None})
+    short = dataset.model_copy(update={"sequence_length": 3})
     with pytest.raises(DataError, match="sample 4 has 4 tokens, more than sequence_length=3; raise it"):
         read_rows(short, np.array([4]))
 

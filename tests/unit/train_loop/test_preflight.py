@@ -73,9 +73,9 @@ def test_a_relative_path(tmp_path: Path) -> None:
     assert "use an absolute one" in problems(tmp_path, train={"path": "data/x.parquet"})["/data/train/path"]
 
 
-def test_storage_that_is_not_supported_yet(tmp_path: Path) -> None:
+def test_remote_storage_outside_the_allowed_roots(tmp_path: Path) -> None:
     message = problems(tmp_path, train={"path": "s3://bucket/x.parquet"})["/data/train/path"]
-    assert "only file:// storage is supported yet" in message
+    assert message.startswith("s3://bucket/x.parquet lies outside the allowed storage roots (")
 
 
 def test_a_column_that_is_not_in_the_file(tmp_path: Path, parquet: Path) -> None:

@@ -69,7 +69,8 @@ def test_exactly_one_of_model_path_and_config() -> None:
 def test_columns_name_one_shape_of_row() -> None:
     found = problems(raw_spec(data={"columns": {"text": "t", "input_ids": "i"}}))
     assert found == {
-        "/data/columns": "columns name exactly one of text and input_ids, for example columns: {text: text}"
+        "/data/columns": "columns name exactly one of text, input_ids, messages, and prompt with response, for example "
+        "columns: {text: text}"
     }
 
 

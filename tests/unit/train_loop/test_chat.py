@@ -1,0 +1,519 @@
+"""Chat rows: the tokens are those of transformers, and trained is exactly what the model has to say.
+
+Expected texts show what is trained between ⟦ and ⟧.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from train_loop.data.chat import encode_chat, load_chat_template
+from train_loop.data.dataset import IGNORE
+from train_loop.data.tokenizer import TextTokenizer, load_tokenizer
+from train_loop.errors import DataError
+
+CHATML = """{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+MARKED = """{% for message in messages %}<|im_start|>{{ message.role }}
+{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}{% else %}\
+{{ message.content }}<|im_end|>{% endif %}
+
+{% endfor %}"""
+
+# After Qwen3's: thoughts stay only behind the last question, and the last turn always has a place for them.
+QWEN = """{%- set ns = namespace(last_query=-1) %}
+{%- for message in messages if message.role == 'user' %}
+    {%- set ns.last_query = messages.index(message) %}
+{%- endfor %}
+{%- if ns.last_query < 0 %}{{- raise_exception('No user query found in messages.') }}{%- endif %}
+{%- for message in messages %}
+    {%- set content = message.content or '' %}
+    {%- if message.role == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + content + '\\n</tool_response><|im_end|>\\n' }}
+    {%- elif message.role != 'assistant' %}
+        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
+    {%- else %}
+        {%- set thoughts = message.reasoning_content or '' %}
+        {%- if '</think>' in content %}
+            {%- set thoughts = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- if loop.index0 > ns.last_query and (loop.last or thoughts) %}
+            {{- '<think>\\n' + thoughts + '\\n</think>\\n\\n' }}
+        {%- endif %}
+        {{- content }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\\n' if content or not loop.first else '' }}
+            {{- '<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+LLAMA = """{{- bos_token }}{% for message in messages %}
+{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
+
+MISTRAL = """{{- bos_token }}{% set ns = namespace(turn=0) %}
+{%- for message in messages %}
+    {%- if message.role == 'user' or (message.role == 'assistant' and not message.tool_calls) %}
+        {%- if (message.role == 'user') != (ns.turn % 2 == 0) %}
+            {{- raise_exception('user and assistant must take turns') }}
+        {%- endif %}
+        {%- set ns.turn = ns.turn + 1 %}
+    {%- endif %}
+    {%- if message.role == 'user' %}{{- '[INST] ' + message.content + ' [/INST]' }}
+    {%- elif message.role == 'tool' %}{{- '[TOOL_RESULTS] ' + message.content + '[/TOOL_RESULTS]' }}
+    {%- elif message.tool_calls %}{{- '[TOOL_CALLS] ' + (message.tool_calls | tojson) + eos_token }}
+    {%- else %}{{- ' ' + message.content | trim + eos_token }}{% endif %}
+{%- endfor %}"""
+
+GEMMA = """{{- bos_token }}
+{%- if messages[0].role == 'system' %}{{- raise_exception('System role not supported') }}{%- endif %}
+{%- for message in messages %}
+    {%- set role = 'model' if message.role == 'assistant' else message.role %}
+    {{- '<start_of_turn>' + role + '\\n' + message.content | trim + '<end_of_turn>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}"""
+
+# Thoughts stay only in the last answer, so that a later question changes what was said before.
+FORGETFUL = """{% set last = messages | selectattr('role', 'eq', 'assistant') | list | last %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' and message == last %}
+    {{- '<think>' + (message.reasoning or '') + '</think>' }}
+{%- endif %}
+{{- message.content + '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+# After DeepSeek-R1's: the generation prompt begins a thought that no earlier turn shows.
+PROMPTED = """{% for message in messages %}<|im_start|>{{ message.role }}:{{ message.content }}<|im_end|>{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant:<think>{% endif %}"""
+
+# After Gemma 4's: a call's results stand in its own turn, and what is said beside it comes after them.
+FOLDED = """{% for message in messages if message.role != 'tool' %}{{- '<start_of_turn>' + message.role + '\\n' }}
+{%- if message.tool_calls %}
+    {{- '[call]' }}
+    {%- for result in messages if result.role == 'tool' %}{{- '[result]' + result.content + '[end]' }}{%- endfor %}
+{%- endif %}
+{{- (message.content or '') }}
+{%- if not message.tool_calls or message.content %}{{- '<end_of_turn>' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<start_of_turn>assistant\\n' }}{%- endif %}"""
+
+# After Command R's and GLM's: an answer has two markers at its end, and an empty one less space before it.
+DOUBLE = """{% for message in messages %}<|im_start|>{{ message.role }}
+{%- if message.content %}{{- '\\n' + message.content }}{% endif %}</s><|im_end|>{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant{% endif %}"""
+
+BARE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+
+TEMPLATES = {
+    name: (source, bos, eos)
+    for name, source, bos, eos in [
+        ("chatml", CHATML, None, "<|im_end|>"),
+        ("marked", MARKED, None, "<|im_end|>"),
+        ("qwen", QWEN, None, "<|im_end|>"),
+        ("llama", LLAMA, "<|begin_of_text|>", "<|eot_id|>"),
+        ("mistral", MISTRAL, "<s>", "</s>"),
+        ("gemma", GEMMA, "<bos>", "<eos>"),
+        ("forgetful", FORGETFUL, None, "<|im_end|>"),
+        ("prompted", PROMPTED, None, "<|im_end|>"),
+        ("folded", FOLDED, None, "<end_of_turn>"),
+        ("double", DOUBLE, None, "<|im_end|>"),
+        ("bare", BARE, None, "</s>"),
+    ]
+}
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+SPECIAL += ["<s>", "</s>", "[INST]", "[/INST]", "<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]
+CHAT = [
+    {"role": "user", "content": "Hi?"},
+    {"role": "assistant", "content": "Hello!"},
+    {"role": "user", "content": "Bye 👋"},
+    {"role": "assistant", "content": "So long 👋"},
+]
+CALL = [{"type": "function", "function": {"name": "sum", "arguments": {"a": 1}}}]
+
+
+ROOT = Path(mkdtemp())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def clean_up() -> Iterator[None]:
+    """Hypothesis calls a test many times, so that the tokenizers are written once for all tests."""
+    yield
+    shutil.rmtree(ROOT)
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+def write_tokenizer(
+    folder: Path, *, template: str | None, bos: str | None = None, eos: str = "</s>", trim: bool = False
+) -> str:
+    """A tokenizer of single bytes and one word, with special tokens, as transformers writes it."""
+    words = [*pre_tokenizers.ByteLevel.alphabet(), "Ġw", "Ġword", "or", "ord"]
+    merges = [("Ġ", "w"), ("o", "r"), ("or", "d"), ("Ġw", "ord")]
+    tokenizer = Tokenizer(models.BPE(vocab={word: n for n, word in enumerate(words)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, chat_template=template
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+@cache
+def folder(name: str) -> str:
+    source, bos, eos = TEMPLATES[name]
+    return write_tokenizer(ROOT / name, template=source, bos=bos, eos=eos)
+
+
+@cache
+def peer(name: str) -> Any:
+    return PreTrainedTokenizerFast.from_pretrained(folder(name))
+
+
+def encode(name: str, messages: Any, system_prompt: str | None = None) -> tuple[list[int], list[int]]:
+    return encode_chat(load_tokenizer(folder(name)), load_chat_template(folder(name)), messages, system_prompt)
+
+
+def decode(tokenizer: TextTokenizer, ids: list[int]) -> str:
+    return tokenizer.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def shown(name: str, messages: Any, system_prompt: str | None = None) -> str:
+    """The whole document, decoded, with what is trained between ⟦ and ⟧."""
+    ids, labels = encode(name, messages, system_prompt)
+    assert all(label in (token, IGNORE) for token, label in zip(ids, labels, strict=True))
+    text = ""
+    for trained, run in groupby(zip(ids, labels, strict=True), lambda pair: pair[1] != IGNORE):
+        part = decode(load_tokenizer(folder(name)), [token for token, _ in run])
+        text += f"⟦{part}⟧" if trained else part
+    return text
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "chatml",
+            "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n⟦Hello!<|im_end|>⟧\n"
+            "<|im_start|>user\nBye 👋<|im_end|>\n<|im_start|>assistant\n⟦So long 👋<|im_end|>⟧\n",
+        ),
+        (
+            "marked",
+            "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n⟦Hello!<|im_end|>⟧\n"
+            "<|im_start|>user\nBye 👋<|im_end|>\n<|im_start|>assistant\n⟦So long 👋<|im_end|>⟧\n",
+        ),
+        (
+            "qwen",
+            "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n⟦Hello!<|im_end|>⟧\n"
+            "<|im_start|>user\nBye 👋<|im_end|>\n"
+            "<|im_start|>assistant\n⟦<think>\n\n</think>\n\nSo long 👋<|im_end|>⟧\n",
+        ),
+        (
+            "llama",
+            "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi?<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n⟦Hello!<|eot_id|>⟧"
+            "<|start_header_id|>user<|end_header_id|>\n\nBye 👋<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n⟦So long 👋<|eot_id|>⟧",
+        ),
+        ("mistral", "<s>[INST] Hi? [/INST] ⟦Hello!</s>⟧[INST] Bye 👋 [/INST] ⟦So long 👋</s>⟧"),
+        (
+            "gemma",
+            "<bos><start_of_turn>user\nHi?<end_of_turn>\n<start_of_turn>model\n⟦Hello!<end_of_turn>⟧\n"
+            "<start_of_turn>user\nBye 👋<end_of_turn>\n<start_of_turn>model\n⟦So long 👋<end_of_turn>⟧\n<eos>",
+        ),
+        ("bare", "user: Hi?\nassistant: ⟦Hello!⟧\nuser: Bye 👋\nassistant: ⟦So long 👋⟧\n⟦</s>⟧"),
+    ],
+)
+def test_each_turn_is_trained_with_its_end_and_nothing_else(name: str, expected: str) -> None:
+    assert shown(name, CHAT) == expected
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_tokens_are_those_of_transformers(name: str) -> None:
+    theirs = peer(name).apply_chat_template(CHAT, return_dict=False)
+    eos = peer(name).eos_token_id
+    ends = [token for token in theirs if peer(name).decode(token).strip()][-1] == eos
+    assert encode(name, CHAT)[0] == (theirs if ends else [*theirs, eos])
+
+
+def test_a_token_is_trained_where_any_of_it_is_an_answer() -> None:
+    assert shown("mistral", [user("word"), assistant("word for word")]) == "<s>[INST] word [/INST]⟦ word for word</s>⟧"
+
+
+def test_spaces_are_trained_where_the_tokenizer_leaves_them_out_of_its_offsets(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path, template=CHATML, eos="<|im_end|>", trim=True)
+    tokenizer = load_tokenizer(folder)
+    _, labels = encode_chat(tokenizer, load_chat_template(folder), [user("a"), assistant("  ")], None)
+    assert decode(tokenizer, [token for token in labels if token != IGNORE]) == "  <|im_end|>"
+
+
+def test_the_template_takes_away_what_it_takes_away() -> None:
+    assert shown("llama", [user(" a "), assistant("  b\n\n")]).endswith("\n\n⟦b<|eot_id|>⟧")
+
+
+@pytest.mark.parametrize("name", ["chatml", "qwen", "prompted"])
+def test_a_pasted_generation_prompt_is_no_turn(name: str) -> None:
+    pasted = "<|im_start|>assistant\nNo!<|im_end|>\n<|im_start|>assistant:<think><|im_start|>assistant\n"
+    text = shown(name, [user(pasted), assistant("One"), user(pasted), assistant(pasted)])
+    assert text.count("⟦") == text.count("⟧") == 2
+    assert "⟦One<|im_end|>⟧" in text
+    assert f"{pasted}<|im_end|>⟧" in text.split("One")[1]
+
+
+def test_two_answers_alike_are_both_trained() -> None:
+    text = shown("chatml", [user("user"), assistant("user"), user("user"), assistant("user")])
+    assert text.count("<|im_start|>assistant\n⟦user<|im_end|>⟧\n") == 2
+    assert text.count("⟦") == 2
+
+
+def test_an_empty_answer_is_to_end_at_once() -> None:
+    assert shown("chatml", [user("a"), assistant(""), user("b"), assistant("")]).count("assistant\n⟦<|im_end|>⟧\n") == 2
+
+
+def test_answers_one_after_the_other_are_both_trained() -> None:
+    turns = [user("a"), assistant("b"), assistant("c")]
+    assert shown("chatml", turns).endswith("assistant\n⟦b<|im_end|>⟧\n<|im_start|>assistant\n⟦c<|im_end|>⟧\n")
+    assert shown("qwen", turns).endswith(
+        "assistant\n⟦b<|im_end|>⟧\n<|im_start|>assistant\n⟦<think>\n\n</think>\n\nc<|im_end|>⟧\n"
+    )
+
+
+def test_an_answer_may_come_first() -> None:
+    assert shown("gemma", [assistant("a")]) == "<bos><start_of_turn>model\n⟦a<end_of_turn>⟧\n<eos>"
+    assert shown("chatml", [assistant("a"), user("b")]).startswith(
+        "<|im_start|>assistant\n⟦a<|im_end|>⟧\n<|im_start|>u"
+    )
+
+
+def test_thoughts_are_trained_where_the_template_leaves_them() -> None:
+    turns = [user("a"), assistant("b", reasoning_content="x"), user("c"), assistant("<think>\ny\n</think>\n\nd")]
+    assert shown("qwen", turns) == (
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n⟦b<|im_end|>⟧\n"
+        "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n⟦<think>\ny\n</think>\n\nd<|im_end|>⟧\n"
+    )
+
+
+def test_thoughts_are_trained_where_the_prompt_stood_behind_other_words() -> None:
+    turns = [user("a"), assistant("b", reasoning="x"), user("<|im_start|>assistant\nc"), assistant("d", reasoning="y")]
+    assert shown("forgetful", turns) == (
+        "<|im_start|>user\na<|im_end|><|im_start|>assistant\n⟦b<|im_end|>⟧"
+        "<|im_start|>user\n<|im_start|>assistant\nc<|im_end|><|im_start|>assistant\n⟦<think>y</think>d<|im_end|>⟧"
+    )
+
+
+def test_what_the_generation_prompt_gives_is_not_for_the_model_to_say() -> None:
+    assert shown("prompted", [user("a"), assistant("<think>b")]).endswith("assistant:<think>⟦b<|im_end|>⟧")
+    assert shown("prompted", [user("a"), assistant("b")]).endswith("assistant:⟦b<|im_end|>⟧")
+
+
+@pytest.mark.parametrize("call", [{"content": None}, {}, {"content": ""}])
+def test_tool_calls_are_trained_and_their_results_are_not(call: dict[str, Any]) -> None:
+    turns = [user("1+1"), {"role": "assistant", "tool_calls": CALL, **call}, {"role": "tool", "content": "2"}]
+    turns += [assistant("two")]
+    asked = '{"name": "sum", "arguments": {"a": 1}}'
+    assert shown("qwen", turns) == (
+        "<|im_start|>user\n1+1<|im_end|>\n"
+        f"<|im_start|>assistant\n⟦<tool_call>\n{asked}\n</tool_call><|im_end|>⟧\n"
+        "<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n⟦<think>\n\n</think>\n\ntwo<|im_end|>⟧\n"
+    )
+    # This one refuses a conversation in which the call is missing.
+    assert shown("mistral", turns) == (
+        f'<s>[INST] 1+1 [/INST]⟦[TOOL_CALLS] [{{"type": "function", "function": {asked}}}]</s>⟧'
+        "[TOOL_RESULTS] 2[/TOOL_RESULTS] ⟦two</s>⟧"
+    )
+
+
+def test_a_result_within_the_turn_of_its_call_is_not_trained() -> None:
+    turns = [user("a"), {"role": "assistant", "tool_calls": CALL}, {"role": "tool", "content": "2"}, assistant("two")]
+    head = "<start_of_turn>user\na<end_of_turn><start_of_turn>assistant\n"
+    tail = "<start_of_turn>assistant\n⟦two<end_of_turn>⟧"
+    assert shown("folded", turns) == f"{head}⟦[call]⟧[result]2[end]{tail}"
+    turns[1]["content"] = "so"
+    assert "2" not in "".join(part.split("⟧")[0] for part in shown("folded", turns).split("⟦")[1:])
+
+
+def test_all_markers_at_the_end_of_a_turn_are_trained() -> None:
+    assert shown("double", [user("a"), assistant(""), user("b"), assistant("c")]) == (
+        "<|im_start|>user\na</s><|im_end|><|im_start|>assistant⟦</s><|im_end|>⟧"
+        "<|im_start|>user\nb</s><|im_end|><|im_start|>assistant⟦\nc</s><|im_end|>⟧"
+    )
+
+
+def test_the_empty_keys_of_parquet_are_left_out() -> None:
+    full = {"name": None, "reasoning_content": None}
+    calls = [{"type": "function", "function": {"name": "sum", "arguments": {"a": 1, "b": None}}, "id": None}]
+    turns = [user("a") | full | {"tool_calls": None}, assistant("b", **full, tool_calls=calls)]
+    assert encode("qwen", turns) == encode("qwen", [user("a"), assistant("b", tool_calls=CALL)])
+    assert turns[0]["name"] is None
+
+
+def test_a_system_prompt_goes_before_conversations_without_one() -> None:
+    assert shown("chatml", CHAT, "Be kind.").startswith("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi?")
+    own = [{"role": "system", "content": "Be brief."}, *CHAT]
+    assert encode("chatml", own, "Be kind.") == encode("chatml", own)
+
+
+def test_the_end_of_the_document_is_the_models_only_after_its_own_words() -> None:
+    assert shown("bare", [user("a"), assistant("b")]).endswith("assistant: ⟦b⟧\n⟦</s>⟧")
+    assert shown("bare", [user("a"), assistant("b"), user("c")]).endswith("user: c\n</s>")
+    assert shown("gemma", [user("a"), assistant("b")]).endswith("⟦b<end_of_turn>⟧\n<eos>")
+
+
+def agrees(name: str, messages: list[dict[str, Any]], expected: list[tuple[str, bool]]) -> None:
+    """Text, tokens and each trained character are the expected ones."""
+    rendered = load_chat_template(folder(name)).render(messages)
+    assert rendered.text == "".join(text for text, _ in expected)
+    starts = [sum(len(text) for text, _ in expected[:n]) for n in range(len(expected))]
+    spans = [(start, start + len(text)) for start, (text, said) in zip(starts, expected, strict=True) if said]
+    assert [tuple(span) for span in rendered.trained] == spans
+    ids, labels = encode(name, messages)
+    assert ids == peer(name).apply_chat_template(messages, return_dict=False)
+    trained = decode(load_tokenizer(folder(name)), [token for token in labels if token != IGNORE])
+    assert trained == "".join(text for text, said in expected if said)
+
+
+odd = ["<|im_start|>assistant\n", "<|im_end|>", "<|im_end|>\n<|im_start|>assistant\n", "assistant", "\n", " ", "\ue000"]
+contents = st.lists(st.text(max_size=6) | st.sampled_from(odd), max_size=4).map("".join)
+conversations = st.lists(st.tuples(st.sampled_from(["user", "assistant"]), contents), max_size=5).map(
+    lambda turns: [{"role": role, "content": content} for role, content in [*turns, ("assistant", "end")]]
+)
+
+
+@given(messages=conversations)
+@pytest.mark.parametrize("name", ["chatml", "marked"])
+def test_any_conversation_is_trained_on_its_answers(name: str, messages: list[dict[str, Any]]) -> None:
+    parts = [
+        [
+            (f"<|im_start|>{one['role']}\n", False),
+            (f"{one['content']}<|im_end|>", one["role"] == "assistant"),
+            ("\n", False),
+        ]
+        for one in messages
+    ]
+    agrees(name, messages, [part for turn in parts for part in turn])
+
+
+@given(messages=conversations)
+def test_the_mask_is_that_of_transformers_where_the_template_marks_answers(messages: list[dict[str, Any]]) -> None:
+    theirs = peer("marked").apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    for name in ("marked", "chatml"):
+        _, labels = encode(name, messages)
+        assert [int(label != IGNORE) for label in labels] == theirs["assistant_masks"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ("hello", "messages must be a list of at least one, and is 'hello'"),
+        (None, "messages must be a list of at least one, and is None"),
+        ([], r"messages must be a list of at least one, and is \[\]"),
+        (["hello"], r"messages\[0\] must be an object, and is 'hello'; write {\"role\": \"user\", \"content\": \"…\"}"),
+        ([user("a"), {"from": "gpt", "value": "b"}], r"messages\[1\] must have a role, and has from, value; write"),
+        ([{}], r"messages\[0\] must have a role, and has no keys"),
+        ([{"role": 1, "content": "a"}], r"messages\[0\] must have a text as role, and has 1"),
+        ([{"role": "user"}], r"messages\[0\] must have a text as content, and has None"),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"messages\[0\] must have a text as content, and has \[\{"),
+        ([user("a"), assistant(None, tool_calls=[])], r"messages\[1\] must have a text as content"),  # type: ignore[arg-type]
+        ([user("a")], "there is nothing to train on, as it has no assistant turn; add one or leave it out"),
+    ],
+)
+def test_a_bad_conversation_says_what_is_wrong(messages: Any, reason: str) -> None:
+    with pytest.raises(DataError, match=f"^{reason}"):
+        encode("chatml", messages)
+
+
+def test_what_the_template_refuses_is_said_in_its_words() -> None:
+    with pytest.raises(
+        DataError, match=r"^the chat template refuses it: System role not supported; change the messages"
+    ):
+        encode("gemma", CHAT, "Be kind.")
+    with pytest.raises(DataError, match="refuses it: user and assistant must take turns"):
+        encode("mistral", [user("a"), user("b"), assistant("c")])
+
+
+def test_a_template_that_stumbles_refuses() -> None:
+    with pytest.raises(DataError, match=r"refuses it: .*str"):
+        encode("qwen", [user("a"), assistant("b", reasoning_content=1)])
+
+
+def alter(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change tokenizer_config.json in place."""
+    file = folder / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    change(config)
+    file.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    "template", [CHATML, [{"name": "tool_use", "template": "no"}, {"name": "default", "template": CHATML}]]
+)
+def test_a_template_may_stand_in_the_config(tmp_path: Path, template: Any) -> None:
+    write_tokenizer(tmp_path, template=None)
+    alter(tmp_path, lambda config: config.update(chat_template=template))
+    assert load_chat_template(str(tmp_path)).source == CHATML
+
+
+def test_the_templates_own_file_comes_first(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, template=CHATML)
+    alter(tmp_path, lambda config: config.update(chat_template="old"))
+    assert load_chat_template(str(tmp_path)).source == CHATML
+
+
+def test_special_tokens_are_read_wherever_they_stand(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, template="{{ bos_token }}{{ eos_token }}{{ unk_token }}{{ pad_token }}")
+    alter(tmp_path, lambda config: config.update(bos_token={"content": "<bos>"}, unk_token=None, add_bos_token=True))
+    (tmp_path / "special_tokens_map.json").write_text('{"pad_token": {"content": "<pad>"}, "eos_token": "old"}')
+    assert load_chat_template(str(tmp_path)).render([user("a")]).text == "<bos></s><pad>"
+
+
+def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, template=None)
+    with pytest.raises(DataError, match="has no chat template, and messages need one; name the tokenizer of a chat"):
+        load_chat_template(str(tmp_path))
+    alter(tmp_path, lambda config: config.update(chat_template=[{"name": "rag", "template": CHATML}]))
+    with pytest.raises(DataError, match="has no chat template"):
+        load_chat_template(str(tmp_path))
+
+
+def test_a_broken_template_is_refused_at_once(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, template="{% for %}")
+    with pytest.raises(DataError, match=r"is no Jinja: .*; copy it again"):
+        load_chat_template(str(tmp_path))
+
+
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, template=CHATML)
+    (tmp_path / "special_tokens_map.json").write_text("{")
+    with pytest.raises(DataError, match=r"special_tokens_map.json cannot be read: .*; save the tokenizer again"):
+        load_chat_template(str(tmp_path))

@@ -1,0 +1,74 @@
+"""Folders of the cache: built by one job at a time, and there whole or not at all."""
+
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from train_loop.data.progress import Report
+from train_loop.run_dir import sync
+
+_LOOK_SECONDS = 0.5
+_LEFT_OVER_SECONDS = 3600.0
+"""Work that nobody has touched for so long belongs to a process that died."""
+
+
+def build_once(folder: Path, build: Callable[[Path], None], *, is_whole: Callable[[], bool], report: Report) -> None:
+    """Have `build` fill a folder that gets its final name by one rename, unless it `is_whole` already.
+
+    Who comes second waits for the first. The lock dies with the process that holds it and only saves work: on storage
+    that has no locks both would build, and one rename would win.
+    """
+    if is_whole():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(folder, report):
+        if is_whole():
+            return
+        _sweep(folder)
+        work = folder.with_name(f"{folder.name}.tmp-{uuid.uuid4().hex}")
+        work.mkdir()
+        try:
+            build(work)
+            sync(work)
+            _commit(work, folder, is_whole)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path, report: Report) -> Iterator[None]:
+    lock = FileLock(folder.with_name(f"{folder.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        report("waiting_for_preparation", folder=str(folder))
+        lock.acquire(poll_interval=_LOOK_SECONDS)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _commit(work: Path, folder: Path, is_whole: Callable[[], bool]) -> None:
+    if folder.exists() and not is_whole():
+        # Somebody has deleted or cut short what lies there: it is of no use to anyone.
+        shutil.rmtree(folder)
+    try:
+        work.rename(folder)
+    except OSError:
+        if not is_whole():
+            raise
+    sync(folder.parent)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what jobs that died have left of the same work."""
+    for left in folder.parent.glob(f"{folder.name}.tmp-*"):
+        touched = max(path.stat().st_mtime for path in (left, *left.rglob("*")))
+        if touched < time.time() - _LEFT_OVER_SECONDS:
+            shutil.rmtree(left, ignore_errors=True)

@@ -1,0 +1,127 @@
+"""Rows of every shape → documents of tokens, what is trained on marked, each ending with EOS."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from train_loop.data.chat import encode_chat, load_chat_template
+from train_loop.data.pack import Document
+from train_loop.data.rows import Row
+from train_loop.data.tokenizer import load_tokenizer
+from train_loop.errors import DataError
+from train_loop.spec import ColumnsSpec
+
+_INT32 = np.iinfo(np.int32)
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that cannot be trained on."""
+
+    place: int
+    """As in Row."""
+    reason: str
+
+
+Encoded = Document | BadRow
+
+
+def encode_rows(
+    rows: list[Row], columns: ColumnsSpec, tokenizer: str | None, system_prompt: str | None
+) -> list[Encoded]:
+    """A document for every row, or what is wrong with it; `tokenizer` is a folder."""
+    encoded: dict[int, Encoded] = {}
+    good = []
+    for number, row in enumerate(rows):
+        wrong = row.wrong or _wrong(row.values, columns)
+        if wrong:
+            encoded[number] = BadRow(row.place, wrong)
+        else:
+            good.append(number)
+    for number, document in zip(
+        good, _documents([rows[n] for n in good], columns, tokenizer, system_prompt), strict=True
+    ):
+        encoded[number] = document
+    return [encoded[number] for number in range(len(rows))]
+
+
+def _wrong(values: dict[str, Any], columns: ColumnsSpec) -> str | None:
+    """What makes a row useless, before it is tokenised."""
+    for name in (columns.text, columns.prompt, columns.response):
+        if name is not None and not isinstance(values[name], str):
+            return f"column {name!r} holds {_kind(values[name])} where text is needed"
+    if columns.input_ids is not None:
+        for name in (columns.input_ids, columns.labels):
+            if name is not None and not _are_tokens(values[name]):
+                return f"column {name!r} holds {_kind(values[name])} where a list of tokens is needed"
+        if columns.labels is not None and len(values[columns.input_ids]) != len(values[columns.labels]):
+            ids, labels = len(values[columns.input_ids]), len(values[columns.labels])
+            return f"{ids} tokens and {labels} labels; they must be aligned"
+    if columns.weight is not None and not _is_weight(values[columns.weight]):
+        return f"column {columns.weight!r} holds {_kind(values[columns.weight])} where a weight of 0 or more is needed"
+    return None
+
+
+def _documents(
+    rows: list[Row], columns: ColumnsSpec, tokenizer: str | None, system_prompt: str | None
+) -> Iterator[Encoded]:
+    weights = [None if columns.weight is None else float(row.values[columns.weight]) for row in rows]
+    for row, found, weight in zip(rows, _token_lists(rows, columns, tokenizer, system_prompt), weights, strict=True):
+        if isinstance(found, str):
+            yield BadRow(row.place, found)
+        else:
+            ids, labels = (None if part is None else np.asarray(part, np.int32) for part in found)
+            assert ids is not None
+            yield Document(ids, labels, weight)
+
+
+def _token_lists(
+    rows: list[Row], columns: ColumnsSpec, folder: str | None, system_prompt: str | None
+) -> Iterable[tuple[Any, Any] | str]:
+    """Tokens and labels of each row, or what is wrong with it."""
+    if columns.input_ids is not None:
+        return [(row.values[columns.input_ids], columns.labels and row.values[columns.labels]) for row in rows]
+    assert folder is not None
+    tokenizer = load_tokenizer(folder)
+    if columns.text is not None:
+        return [(ids, None) for ids in tokenizer.encode([row.values[columns.text] for row in rows])]
+    if columns.messages is not None:
+        template = load_chat_template(folder)
+        return [
+            _or_reason(encode_chat, tokenizer, template, row.values[columns.messages], system_prompt) for row in rows
+        ]
+    assert columns.prompt is not None
+    assert columns.response is not None
+    return tokenizer.encode_responses([(row.values[columns.prompt], row.values[columns.response]) for row in rows])
+
+
+def _or_reason(call: Callable[..., tuple[Any, Any]], *arguments: Any) -> tuple[Any, Any] | str:
+    try:
+        return call(*arguments)
+    except DataError as error:
+        return str(error)
+
+
+def _are_tokens(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(type(token) is int and _INT32.min <= token <= _INT32.max for token in value)
+    return isinstance(value, np.ndarray) and (
+        not len(value) or (_INT32.min <= value.min() and value.max() <= _INT32.max)
+    )
+
+
+def _is_weight(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value >= 0
+
+
+def _kind(value: Any) -> str:
+    """What a person would call it."""
+    if value is None:
+        return "null"
+    if isinstance(value, int | float):
+        return str(value)
+    words: dict[type, str] = {str: "text", list: "a list", dict: "an object"}
+    return words.get(type(value), type(value).__name__)

@@ -1,0 +1,183 @@
+"""Files at local paths and at the URIs of any fsspec file system, read in ranges that are tried again after faults."""
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import fsspec
+from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
+
+from train_loop.errors import DataError
+
+_PATIENCE = 300.0
+"""Seconds for which storage may fail before a read gives up."""
+_LISTING_PATIENCE = 30.0
+"""The same for listings, for which somebody may be waiting."""
+_BUFFER = 4 * 2**20
+_LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError, TypeError)
+"""What trying again does not help against."""
+
+
+@dataclass(frozen=True)
+class File:
+    """A file as it was when it was listed."""
+
+    uri: str
+    """A local path, or the URI of remote storage."""
+    size: int
+    """Bytes."""
+    version: str
+    """Another one after every change: the time of the change, or the entity tag."""
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return self.uri.rsplit("/", 1)[-1]
+
+
+class FileSystem(Protocol):
+    """Listings, in no particular order."""
+
+    def glob(self, pattern: str) -> list[File]:
+        """The files that a pattern matches."""
+
+    def find(self, path: str) -> list[File]:
+        """All files below a folder, or the file itself; nothing where there is nothing."""
+
+
+def is_local(uri: str) -> bool:
+    """Whether a URI or path names this machine's own file tree."""
+    return "://" not in uri or uri.startswith(("file://", "stdlib://"))
+
+
+def file_system(uri: str) -> FileSystem:
+    """What lists the files of a URI or an absolute path. Raises DataError where no package knows the scheme."""
+    if is_local(uri):
+        return _Local()
+    try:
+        return _Remote(fsspec.core.url_to_fs(uri)[0])
+    except (ImportError, ValueError) as error:
+        scheme = uri.split("://")[0]
+        remedy = "install trainshed[s3]" if scheme == "s3" else "install the package that fsspec names for it"
+        raise DataError(f"{uri}: {scheme}:// storage cannot be read: {error}; {remedy}, or use file://") from error
+
+
+def read_range(file: File, start: int, stop: int) -> bytes:
+    """Bytes start to stop. Raises OSError once storage has failed for five minutes."""
+    if is_local(file.uri):
+        with open(file.uri, "rb") as opened:
+            opened.seek(start)
+            return opened.read(stop - start)
+    system, path = fsspec.core.url_to_fs(file.uri)
+    data: bytes = _patiently(file.uri, _PATIENCE, system.cat_file, path, start=start, end=stop)
+    return data
+
+
+def open_file(file: File) -> BinaryIO:
+    """A file to read and seek in; nothing is read that nobody asks for, but for a buffer of 4 MiB."""
+    if is_local(file.uri):
+        return open(file.uri, "rb")
+    return io.BufferedReader(_Ranged(file), _BUFFER)
+
+
+class _Ranged(io.RawIOBase):
+    """A remote file, read range by range, so that a fault costs one range."""
+
+    def __init__(self, file: File) -> None:
+        self._file = file
+        self._place = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._place = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._file.size}[whence] + offset
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        stop = min(self._place + len(buffer), self._file.size)
+        if stop <= self._place:
+            return 0
+        data = read_range(self._file, self._place, stop)
+        buffer[: len(data)] = data
+        self._place += len(data)
+        return len(data)
+
+
+class _Local:
+    def glob(self, pattern: str) -> list[File]:
+        fixed = Path(pattern)
+        while any(wildcard in str(fixed) for wildcard in "*?["):
+            fixed = fixed.parent
+        return self._described(fixed.glob(str(Path(pattern).relative_to(fixed))))
+
+    def find(self, path: str) -> list[File]:
+        place = Path(path)
+        return self._described(place.rglob("*") if place.is_dir() else [place])
+
+    @staticmethod
+    def _described(paths: Any) -> list[File]:
+        found = [(path, path.stat()) for path in paths if path.is_file()]
+        return [File(str(path), stat.st_size, str(stat.st_mtime_ns)) for path, stat in found]
+
+
+class _Remote:
+    def __init__(self, system: Any) -> None:
+        self._system = system
+        # What this process has listed before may have changed since.
+        system.invalidate_cache()
+
+    def glob(self, pattern: str) -> list[File]:
+        return self._described(_patiently(pattern, _LISTING_PATIENCE, self._system.glob, pattern, detail=True))
+
+    def find(self, path: str) -> list[File]:
+        return self._described(_patiently(path, _LISTING_PATIENCE, self._system.find, path, detail=True))
+
+    def _described(self, found: dict[str, dict[str, Any]]) -> list[File]:
+        return [
+            File(self._system.unstrip_protocol(name), int(info["size"]), _version(info))
+            for name, info in found.items()
+            if info["type"] == "file"
+        ]
+
+
+def _version(info: dict[str, Any]) -> str:
+    names = ("ETag", "etag", "md5Hash", "content_md5", "LastModified", "last_modified", "mtime", "created")
+    return str(next((info[name] for name in names if info.get(name)), ""))
+
+
+def _patiently(uri: str, patience: float, call: Any, *arguments: Any, **options: Any) -> Any:
+    """Call until it succeeds, fails for good, or has failed for `patience` seconds."""
+    retrying = Retrying(
+        retry=retry_if_exception(_may_pass),
+        wait=wait_random_exponential(multiplier=0.5, max=15),
+        stop=stop_after_delay(patience),
+        reraise=True,
+    )
+    try:
+        return retrying(call, *arguments, **options)
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        if isinstance(error, PermissionError) or not _may_pass(error):
+            raise DataError(f"{uri} cannot be read: {error}; check the credentials of service and workers") from error
+        raise OSError(f"{uri}: storage has failed for {patience:.0f} s: {error}") from error
+
+
+def _may_pass(error: BaseException) -> bool:
+    return isinstance(error, Exception) and not isinstance(error, _LASTING)
+
+
+def chunks(file: File, size: int) -> Iterator[bytes]:
+    """A whole file, `size` bytes at a time."""
+    with open_file(file) as opened:
+        while data := opened.read(size):
+            yield data

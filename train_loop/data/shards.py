@@ -1,0 +1,148 @@
+"""Prepared samples: written as Parquet that anything can read, and read by us without touching what lies around them.
+
+The values of a column are stored plain, in one page, so that they lie one after the other in the file; an index says
+where each sample's begin. Reading samples in any order then costs their own bytes and no more.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from train_loop.data.dataset import Cells, Part, ShardFile
+from train_loop.data.order import Ids
+from train_loop.data.pack import Sample
+
+INDEX = "index.bin"
+_RECORD = np.dtype([(name, "<u4") for name in ("shard", "token", "tokens", "document", "documents")])
+"""Of each sample: its shard, and where in the shard's tokens and documents it begins and how many are its own."""
+_SHARD_TOKENS = 16 * 2**20
+_KINDS = {"input_ids": pa.int32(), "labels": pa.int32(), "documents": pa.int32(), "weights": pa.float32()}
+
+
+def write_shards(folder: Path, samples: Iterable[Sample]) -> tuple[list[ShardFile], int]:
+    """Write samples into a folder, durably; the shards, their paths relative to it, and the number of tokens."""
+    samples, shards, tokens = iter(samples), [], 0
+    with (folder / INDEX).open("wb") as index:
+        for number in range(2**32):
+            chunk = list(_next_shard(samples))
+            if not chunk:
+                break
+            shards.append(_write_shard(folder / f"part-{number:05d}.parquet", chunk))
+            records = _records(number, chunk)
+            index.write(records.tobytes())
+            tokens += int(records["tokens"].sum())
+        index.flush()
+        os.fsync(index.fileno())
+    return shards, tokens
+
+
+def read_shards(part: Part, local: Ids) -> Iterator[Cells]:
+    """Samples of prepared data by index, in the order asked for."""
+    assert part.index is not None
+    index = _open(part.index)
+    for sample in local.tolist():
+        record = np.frombuffer(index.read(_RECORD.itemsize, sample * _RECORD.itemsize), _RECORD)
+        shard, token, tokens, document, documents = record.item()
+        file = part.files[shard]
+        yield Cells(
+            _values(file, part.input_ids, token, tokens),
+            _values(file, part.labels, token, tokens) if part.labels else None,
+            _values(file, part.documents, document, documents) if part.documents else None,
+            _values(file, part.weights, document, documents) if part.weights else None,
+        )
+
+
+def _values(file: ShardFile, column: str, start: int, count: int) -> NDArray[Any]:
+    kind = np.dtype(_KINDS[column].to_pandas_dtype())
+    place = file.columns[column] + start * kind.itemsize
+    return np.frombuffer(_open(file.path).read(count * kind.itemsize, place), kind)
+
+
+class _Opened:
+    """A file to read anywhere in; closed when the last one who reads lets go of it."""
+
+    def __init__(self, path: str) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY)
+
+    def read(self, count: int, place: int) -> bytes:
+        return os.pread(self._descriptor, count, place)
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+
+
+_open = lru_cache(maxsize=256)(_Opened)
+
+
+def _next_shard(samples: Iterator[Sample]) -> Iterator[Sample]:
+    tokens = 0
+    for sample in samples:
+        yield sample
+        tokens += len(sample.input_ids)
+        if tokens >= _SHARD_TOKENS:
+            return
+
+
+def _write_shard(path: Path, samples: list[Sample]) -> ShardFile:
+    lists: dict[str, list[Any]] = {
+        "input_ids": [sample.input_ids for sample in samples],
+        "documents": [np.asarray(sample.documents, np.int32) for sample in samples],
+    }
+    if samples[0].labels is not None:
+        lists["labels"] = [sample.labels for sample in samples]
+    if samples[0].weights is not None:
+        lists["weights"] = [sample.weights for sample in samples]
+    flat = {name: np.concatenate(values) for name, values in lists.items()}
+    columns = {name: _list_array(values, flat[name], _KINDS[name]) for name, values in lists.items()}
+    with path.open("wb") as file:
+        # One plain page for each column, whatever its size.
+        pq.write_table(
+            pa.table(columns),
+            file,
+            row_group_size=len(samples),
+            max_rows_per_page=len(samples),
+            data_page_size=2**30,
+            compression="none",
+            use_dictionary=False,
+            write_statistics=False,
+        )
+        file.flush()
+        os.fsync(file.fileno())
+    return ShardFile(path=path.name, rows=len(samples), size=path.stat().st_size, columns=_places(path, flat))
+
+
+def _list_array(values: list[Any], flat: NDArray[Any], kind: pa.DataType) -> pa.Array:
+    offsets = np.cumsum([0, *map(len, values)], dtype=np.int32)
+    return pa.ListArray.from_arrays(offsets, pa.array(flat, kind), type=pa.list_(pa.field("element", kind, False)))
+
+
+def _places(path: Path, flat: dict[str, NDArray[Any]]) -> dict[str, int]:
+    """Where the values of each column begin: they are the end of its only page."""
+    group = pq.read_metadata(path).row_group(0)
+    chunks = {chunk.path_in_schema.split(".")[0]: chunk for chunk in map(group.column, range(group.num_columns))}
+    places = {}
+    for name, values in flat.items():
+        chunk = chunks[name]
+        place = chunk.data_page_offset + chunk.total_compressed_size - values.nbytes
+        written = np.fromfile(path, values.dtype, len(values), offset=place)
+        # Our own files, by the format's rules: another layout would be a change of the library.
+        assert np.array_equal(written, values), f"{path}: the values of {name} do not lie in one plain page"
+        places[name] = place
+    return places
+
+
+def _records(shard: int, samples: list[Sample]) -> NDArray[Any]:
+    records = np.zeros(len(samples), _RECORD)
+    records["shard"] = shard
+    records["tokens"] = [len(sample.input_ids) for sample in samples]
+    records["documents"] = [len(sample.documents) for sample in samples]
+    for start, count in (("token", "tokens"), ("document", "documents")):
+        records[start] = np.cumsum(records[count]) - records[count]
+    return records
