@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from train_loop.data.dataset import IGNORE, Rows
+from train_loop.data.dataset import IGNORE, Dataset, Rows
 from train_loop.data.order import Ids
 from train_loop.errors import DataError
 from train_loop.model.attention import attention_inputs
@@ -25,12 +27,13 @@ class StepBatch:
     lengths: Tensor  # [n] tokens that are not padding
     input_ids: Tensor  # [n, T]
     labels: Tensor  # [n, T] label t is what position t must predict
+    weights: Tensor | None  # [n, T] what label t counts, 0 where it is IGNORE; None where each counts one
     position_ids: Tensor  # [n, T]
 
     @property
-    def trained_tokens(self) -> Tensor:
-        """How many positions have something to predict."""
-        return (self.labels != IGNORE).sum()
+    def divisor(self) -> Tensor:
+        """Its share of what the loss is divided by."""
+        return total_weight(self.labels, self.weights)
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class MicroBatch:
 
     input_ids: Tensor  # [B, T/P]
     labels: Tensor  # [B, T/P]
+    weights: Tensor | None  # [B, T/P]
     position_ids: Tensor  # [B, T/P]
     attention: dict[str, Any]
     """What keeps documents apart in the full sequence, by the model's argument names."""
@@ -46,17 +50,31 @@ class MicroBatch:
     """Whether it is the last of its step on this rank."""
 
 
-def share_rows(rows: Rows | None, *, count: int, length: int, mesh: Mesh) -> StepBatch:
+def share_rows(rows: Rows | None, *, count: int, dataset: Dataset, mesh: Mesh) -> StepBatch:
     """Give a Ulysses group the rows that its first rank read, labels shifted; a collective call over the group."""
-    packed = torch.empty(count, 3 * length + 2, dtype=torch.int64)
+    weighted = dataset.weighted
+    packed = torch.empty(count, 2 + (3 + weighted) * dataset.sequence_length, dtype=torch.int64)
     if rows is not None:
-        parts = (rows.samples[:, None], rows.lengths[:, None], rows.input_ids, rows.labels, rows.position_ids)
-        packed = torch.cat([torch.from_numpy(part.copy()).long() for part in parts], dim=1)
+        packed = _pack(rows, weighted=weighted)
     packed = packed.to(mesh.device)
     if mesh.plan.sp > 1:
         dist.broadcast(packed, group=mesh.sp, group_src=0)
-    input_ids, labels, positions = torch.split(packed[:, 2:], length, dim=1)
-    return StepBatch(packed[:, 0], packed[:, 1], input_ids, shift_labels(labels, positions), positions)
+    input_ids, labels, positions, *bits = torch.split(packed[:, 2:], dataset.sequence_length, dim=1)
+    labels, weights = shift_labels(labels, positions), None
+    if weighted:
+        weights = shift_weights(bits[0].int().view(torch.float32), labels)
+        labels = labels.masked_fill(weights == 0, IGNORE)
+    return StepBatch(packed[:, 0], packed[:, 1], input_ids, labels, weights, positions)
+
+
+def _pack(rows: Rows, *, weighted: bool) -> Tensor:
+    """One tensor for one broadcast; weights go as the integers that have their bits."""
+    parts: list[NDArray[Any]] = [rows.samples[:, None], rows.lengths[:, None]]
+    parts += [rows.input_ids, rows.labels, rows.position_ids]
+    if weighted:
+        assert rows.weights is not None, "rows of a dataset with weights have them"
+        parts.append(rows.weights.view(np.int32))
+    return torch.cat([torch.from_numpy(part.copy()).long() for part in parts], dim=1)
 
 
 def shift_labels(labels: Tensor, position_ids: Tensor) -> Tensor:
@@ -66,19 +84,41 @@ def shift_labels(labels: Tensor, position_ids: Tensor) -> Tensor:
     return shifted
 
 
+def shift_weights(weights: Tensor, shifted_labels: Tensor) -> Tensor:
+    """Move weights as labels were: a prediction counts what its token does, and where there is none 0. [n, T] both."""
+    return F.pad(weights[:, 1:], (0, 1)).masked_fill(shifted_labels == IGNORE, 0.0)
+
+
+def total_weight(labels: Tensor, weights: Tensor | None) -> Tensor:
+    """How many positions have something to predict; with weights what they count together, in float64."""
+    if weights is None:
+        return (labels != IGNORE).sum()
+    # Meshes add in different orders, and are to find the same.
+    return weights.sum(dtype=torch.float64)
+
+
 def micro_batches(batch: StepBatch, size: int, model: PreTrainedModel, mesh: Mesh) -> Iterator[MicroBatch]:
     """Cut a step's rows into micro-batches of `size` and keep this rank's slice of the sequence."""
     width = batch.input_ids.shape[1] // mesh.plan.sp
     mine = slice(mesh.sequence_rank * width, (mesh.sequence_rank + 1) * width)
+    weights = _weights_that_matter(batch)
     for start in range(0, len(batch.samples), size):
         rows = slice(start, start + size)
         yield MicroBatch(
             batch.input_ids[rows, mine],
             batch.labels[rows, mine],
+            None if weights is None else weights[rows, mine],
             batch.position_ids[rows, mine],
             attention_inputs(model, batch.position_ids[rows]),
             last=start + size >= len(batch.samples),
         )
+
+
+def _weights_that_matter(batch: StepBatch) -> Tensor | None:
+    """None where all are one: the loss is then added up in the order that it has without weights, equal to the bit."""
+    if batch.weights is None or torch.equal(batch.weights, (batch.labels != IGNORE).float()):
+        return None
+    return batch.weights
 
 
 def check_vocabulary(rows: Rows | None, model: PreTrainedModel) -> None:

@@ -22,8 +22,8 @@ _STOPS = [None, *(Stop(mode=mode, checkpoint=keep) for mode in ("pause", "cancel
 class Agreement:
     """The same on every rank."""
 
-    trained_tokens: int
-    """Positions of the whole step that have something to predict: what the loss is divided by."""
+    divisor: float
+    """What the step's loss is divided by: how many positions have something to predict, or the sum of their weights."""
     tokens: int
     """Tokens of the whole step, padding not counted."""
     stop: Stop | None
@@ -51,14 +51,16 @@ def warn_of_hosts(mesh: MeshPlan, workers: list[dict[str, Any]], journal: Journa
 def agree(batch: StepBatch, clock: StepClock, run_dir: RunDir, mesh: Mesh) -> Agreement:
     """Hear from every rank its share of the step's tokens, and from rank 0 whether to stop."""
     # Ulysses peers hold the same samples, and tokens count once.
-    tokens = torch.stack([batch.trained_tokens, batch.lengths.sum()]) * (mesh.sequence_rank == 0)
+    divisor = batch.divisor
+    # A sum of weights makes float64 of all three words, which holds the other two exactly.
+    mine = torch.stack([divisor, batch.lengths.sum().to(divisor.dtype)]) * (mesh.sequence_rank == 0)
     stop = run_dir.stop() if mesh.rank == 0 else None
     code = _STOPS.index(stop and stop.model_copy(update={"deadline": None}))
-    words = torch.cat([tokens, tokens.new_tensor([code])])
+    words = torch.cat([mine, mine.new_tensor([code])])
     with clock.waiting():
         dist.all_reduce(words)
-        trained, total, code = words.tolist()
-    return Agreement(trained, total, _STOPS[code])
+        whole, tokens, code = words.tolist()
+    return Agreement(whole, int(tokens), _STOPS[int(code)])
 
 
 def share_vitals(mine: Vitals, mesh: Mesh) -> list[Vitals]:

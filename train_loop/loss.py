@@ -1,4 +1,7 @@
-"""The one loss rule: token cross entropies of a whole optimizer step, summed, over its number of valid tokens."""
+"""The one loss rule: token cross entropies of a whole optimizer step, summed, over its number of valid tokens.
+
+Where the data weighs tokens, each counts its weight, above and below: the loss is their weighted mean.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,16 +24,17 @@ class LossRule:
     z_loss: float = 0.0
     """Weight of log(Z)^2, which keeps the softmax's denominator Z near 1 (PaLM, Chowdhery et al., 2022)."""
 
-    def sum(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Sum in fp32 over the labels that count; logits [..., V], labels [...] already shifted."""
+    def sum(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Sum in fp32 over the labels that count; logits [..., V], labels and weights [...] already shifted."""
         rows, targets = logits.float().flatten(0, -2), labels.flatten()
+        reduction = "sum" if weights is None else "none"
         loss = F.cross_entropy(
-            rows, targets, ignore_index=IGNORE, reduction="sum", label_smoothing=self.label_smoothing
+            rows, targets, ignore_index=IGNORE, reduction=reduction, label_smoothing=self.label_smoothing
         )
         if self.z_loss:
-            log_z = rows.logsumexp(-1).masked_fill(targets == IGNORE, 0.0)
-            loss = loss + self.z_loss * log_z.square().sum()
-        return loss
+            squares = rows.logsumexp(-1).masked_fill(targets == IGNORE, 0.0).square()
+            loss = loss + self.z_loss * (squares.sum() if weights is None else squares)
+        return loss if weights is None else (loss * weights.flatten()).sum()
 
 
 CROSS_ENTROPY = LossRule()
@@ -48,7 +52,7 @@ class TokenLoss:
         self.model = model
         self.rule = rule
         self._chunk_rows = chunk_rows
-        self._due: tuple[LossRule, Tensor] | None = None
+        self._due: tuple[LossRule, MicroBatch] | None = None
         if chunk_rows is not None:
             self._head: nn.Linear = model.get_output_embeddings()
             self._head.forward = self._chunked_head
@@ -56,29 +60,44 @@ class TokenLoss:
     def __call__(self, batch: MicroBatch, *, rule: LossRule | None = None) -> Tensor:
         """Sum of the token losses of this rank's slice, by the rule of training unless another is given."""
         chosen = rule or self.rule
-        self._due = (chosen, batch.labels)
+        self._due = (chosen, batch)
         out: Tensor = self.model(
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **batch.attention
         ).logits
-        return out if self._chunk_rows else chosen.sum(out, batch.labels)
+        return out if self._chunk_rows else chosen.sum(out, batch.labels, batch.weights)
 
     def _chunked_head(self, hidden: Tensor) -> Tensor:
         """[B, T, H] → the loss, without ever making [B * T, V]."""
         assert self._due is not None
         assert self._chunk_rows is not None
-        rule, labels = self._due
-        head = self._head
-        return chunked_sum(rule, hidden.flatten(0, 1), head.weight, head.bias, labels.flatten(), self._chunk_rows)
+        rule, batch = self._due
+        head, labels = self._head, batch.labels.flatten()
+        label_weights = None if batch.weights is None else batch.weights.flatten()
+        return chunked_sum(rule, hidden.flatten(0, 1), head.weight, head.bias, labels, self._chunk_rows, label_weights)
 
 
 def chunked_sum(
-    rule: LossRule, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, rows: int
+    rule: LossRule,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    rows: int,
+    label_weights: Tensor | None = None,
 ) -> Tensor:
-    """`rule.sum` of the logits of hidden [N, H] under weight [V, H], bias [V] and labels [N], `rows` at a time."""
+    """`rule.sum` of the logits of hidden [N, H] under weight [V, H], bias [V] and labels [N], `rows` at a time.
+
+    `label_weights` [N] is what each label counts, if not one.
+    """
     if torch.is_grad_enabled():
-        loss: Tensor = _ChunkedSum.apply(rule, hidden, weight, bias, labels, rows)  # type: ignore[no-untyped-call]
+        loss: Tensor = _ChunkedSum.apply(  # type: ignore[no-untyped-call]
+            rule, hidden, weight, bias, labels, rows, label_weights
+        )
         return loss
-    parts = (rule.sum(F.linear(hidden[part], weight, bias), labels[part]) for part in _chunks(len(hidden), rows))
+    parts = (
+        rule.sum(F.linear(hidden[part], weight, bias), labels[part], _part(label_weights, part))
+        for part in _chunks(len(hidden), rows)
+    )
     return torch.stack(list(parts)).sum()
 
 
@@ -87,7 +106,14 @@ class _ChunkedSum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rule: LossRule, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, rows: int
+        ctx: Any,
+        rule: LossRule,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        rows: int,
+        label_weights: Tensor | None,
     ) -> Tensor:
         total = hidden.new_zeros((), dtype=torch.float32)
         d_hidden = torch.empty_like(hidden)
@@ -95,7 +121,9 @@ class _ChunkedSum(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and bias.requires_grad else None
         for part in _chunks(len(hidden), rows):
-            loss, d_logits = _loss_and_gradient(rule, F.linear(hidden[part], weight, bias), labels[part])
+            loss, d_logits = _loss_and_gradient(
+                rule, F.linear(hidden[part], weight, bias), labels[part], _part(label_weights, part)
+            )
             total += loss
             torch.mm(d_logits, weight, out=d_hidden[part])
             if d_weight is not None:
@@ -110,15 +138,21 @@ class _ChunkedSum(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_weight, d_bias = ctx.saved_tensors
         weighed = [d if d is None else d.mul_(grad).to(ctx.dtype) for d in (d_weight, d_bias)]
-        return None, d_hidden.mul_(grad), *weighed, None, None
+        return None, d_hidden.mul_(grad), *weighed, None, None, None
 
 
-def _loss_and_gradient(rule: LossRule, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def _loss_and_gradient(
+    rule: LossRule, logits: Tensor, labels: Tensor, label_weights: Tensor | None
+) -> tuple[Tensor, Tensor]:
     with torch.enable_grad():
         leaf = logits.detach().requires_grad_()
-        loss = rule.sum(leaf, labels)
+        loss = rule.sum(leaf, labels, label_weights)
     (gradient,) = torch.autograd.grad(loss, leaf)
     return loss.detach(), gradient
+
+
+def _part(label_weights: Tensor | None, part: slice) -> Tensor | None:
+    return None if label_weights is None else label_weights[part]
 
 
 def _chunks(count: int, rows: int) -> Iterator[slice]:

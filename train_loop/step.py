@@ -20,7 +20,7 @@ class StepResult:
     """The same on every rank."""
 
     loss: float
-    """Loss per trained token, before the step."""
+    """Loss per trained token, or per unit of their weight, before the step."""
     grad_norm: float
     """Before clipping."""
     lr: float
@@ -32,11 +32,11 @@ class StepResult:
 
 
 def train_step(
-    state: TrainState, loss: TokenLoss, batches: Iterable[MicroBatch], trained_tokens: int, max_grad_norm: float | None
+    state: TrainState, loss: TokenLoss, batches: Iterable[MicroBatch], divisor: float, max_grad_norm: float | None
 ) -> StepResult:
-    """Forward, backward, clip and apply. `trained_tokens` counts the whole step, all ranks and micro-batches."""
+    """Forward, backward, clip and apply. `divisor` is the loss's of the whole step, all ranks and micro-batches."""
     scaler = state.scaler
-    mean = accumulate(loss, batches, trained_tokens, scaler)
+    mean = accumulate(loss, batches, divisor, scaler)
     for optimizer in state.optimizers:
         scaler.unscale_(optimizer)
     norm = clip_gradients(state.model, max_grad_norm)
@@ -52,10 +52,10 @@ def train_step(
     return StepResult(mean.item(), norm.item(), lr, finite, overflow)
 
 
-def accumulate(loss: TokenLoss, batches: Iterable[MicroBatch], trained_tokens: int, scaler: GradScaler) -> Tensor:
+def accumulate(loss: TokenLoss, batches: Iterable[MicroBatch], divisor: float, scaler: GradScaler) -> Tensor:
     """Gradients of a whole step in the parameters, times the scaler's factor, and its loss over all ranks.
 
-    FSDP sums gradients over ranks, so that dividing each micro-batch's summed loss by the step's tokens is the only
+    FSDP sums gradients over ranks, so that dividing each micro-batch's summed loss by the step's divisor is the only
     factor there is.
     """
     root: FSDPModule = loss.model
@@ -69,7 +69,7 @@ def accumulate(loss: TokenLoss, batches: Iterable[MicroBatch], trained_tokens: i
         # hear of each other once.
         root.set_requires_all_reduce(batch.last)
         # A step without any trained token is legal: its loss and gradients are zero.
-        mean = loss(batch) / max(trained_tokens, 1)
+        mean = loss(batch) / (divisor or 1)
         torch.autograd.backward(scaler.scale(mean))
         total = total.to(mean.device) + mean.detach()
     dist.all_reduce(total)

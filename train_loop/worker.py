@@ -61,7 +61,7 @@ def loop(run: Run, saver: Saver) -> Stop | None:
         # ------------------------------------------------------------------------------------------ the hot part
         with profiled(run), clock.training(run.timer):
             micro = micro_batches(batch, run.batch.per_device, state.model, run.mesh)
-            result = train_step(state, run.loss, micro, agreed.trained_tokens, run.spec.training.max_grad_norm)
+            result = train_step(state, run.loss, micro, agreed.divisor, run.spec.training.max_grad_norm)
         state.advance(tokens=agreed.tokens, samples=run.order.global_batch)
         # --------------------------------------------------------------------------------------------------------
 
@@ -85,7 +85,7 @@ def next_batch(run: Run, rows: Iterator[Rows | None], clock: StepClock) -> StepB
     read = next(rows)
     check_vocabulary(read, run.state.model)
     with clock.waiting():
-        batch = share_rows(read, count=run.order.per_rank, length=run.dataset.sequence_length, mesh=run.mesh)
+        batch = share_rows(read, count=run.order.per_rank, dataset=run.dataset, mesh=run.mesh)
     check_samples(batch, run.order.step(run.state.consumed)[run.mesh.data_rank])
     return batch
 

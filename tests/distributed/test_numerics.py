@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tests.support.gradients import Gradients, build, my_share, one_step, random_rows, trained_tokens
+from tests.support.gradients import Gradients, build, divisor, my_share, one_step, random_rows, weigh
 from tests.support.ranks import on_ranks, ranks_that_stay
 from tests.support.reference import reference
 from tests.support.specs import TINY, spec
@@ -83,7 +83,8 @@ def shapes(draw: st.DrawFn) -> tuple[JobSpec, Rows]:
             "tiled_num_shards": draw(st.integers(1, 9)),
         },
     )
-    return job, random_rows(count, length, vocab=VOCAB, packed=draw(st.booleans()), seed=draw(st.integers(0, 99)))
+    rows = random_rows(count, length, vocab=VOCAB, packed=draw(st.booleans()), seed=draw(st.integers(0, 99)))
+    return job, weigh(rows) if draw(st.booleans()) else rows
 
 
 def test_any_shape_at_any_mesh_equals_float64(four: Callable[..., Any]) -> None:
@@ -118,9 +119,9 @@ def count_all_reduces(job: JobSpec, rows: Rows) -> int:
     """Collectives that sum over replicas in one accumulated step, the loss's included."""
     model, loss, mesh = build(job)
     batch = my_share(rows, mesh)
-    tokens = trained_tokens(batch, mesh)
+    whole = divisor(batch, mesh)
     with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as spy:
-        accumulate(loss, micro_batches(batch, 1, model, mesh), tokens, torch.amp.GradScaler(enabled=False))
+        accumulate(loss, micro_batches(batch, 1, model, mesh), whole, torch.amp.GradScaler(enabled=False))
     return spy.call_count
 
 

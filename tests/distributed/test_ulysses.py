@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
 
-from tests.support.gradients import build, my_share, random_rows, trained_tokens
+from tests.support.gradients import build, divisor, my_share, random_rows
 from tests.support.ranks import on_ranks
 from tests.support.specs import TINY, spec
 from train_loop.batch import micro_batches
@@ -57,7 +57,7 @@ def partly_frozen(checkpointing: str) -> float:
     model, loss, mesh = build(job)
     batch = my_share(random_rows(4, 32, vocab=TINY["vocab_size"], packed=True), mesh)
     micro = micro_batches(batch, job.training.per_device_train_batch_size, model, mesh)
-    return accumulate(loss, micro, trained_tokens(batch, mesh), GradScaler(enabled=False)).item()
+    return accumulate(loss, micro, divisor(batch, mesh), GradScaler(enabled=False)).item()
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])

@@ -1,5 +1,6 @@
 """One accumulated step of a spec on the ranks that there are: its loss and every gradient, whole."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 
 from train_loop.assemble import build_sharded
 from train_loop.batch import StepBatch, micro_batches, share_rows
-from train_loop.data.dataset import IGNORE, Rows
+from train_loop.data.dataset import IGNORE, Dataset, Part, Rows
 from train_loop.loss import TokenLoss
 from train_loop.model_folder import model_shape
 from train_loop.parallel.mesh import Mesh, build_mesh
@@ -38,6 +39,13 @@ def random_rows(count: int, length: int, *, vocab: int, packed: bool, seed: int 
     return Rows(np.arange(count), np.full(count, length, np.int32), ids, labels, positions)
 
 
+def weigh(rows: Rows) -> Rows:
+    """The rows with a weight for every token, the same for a sample wherever it is read."""
+    length = rows.input_ids.shape[1]
+    drawn = [np.random.default_rng(sample + 1).choice([0, 0.25, 0.7, 1, 3], length) for sample in rows.samples]
+    return replace(rows, weights=np.array(drawn, np.float32))
+
+
 def build(job: JobSpec) -> tuple[PreTrainedModel, TokenLoss, Mesh]:
     """The model of a spec on its mesh, with its weights, and its loss."""
     mesh = mesh_of(job)
@@ -50,7 +58,7 @@ def one_step(job: JobSpec, rows: Rows) -> tuple[float, Gradients]:
     model, loss, mesh = build(job)
     batch = my_share(rows, mesh)
     micro = micro_batches(batch, job.training.per_device_train_batch_size, model, mesh)
-    mean = accumulate(loss, micro, trained_tokens(batch, mesh), GradScaler(enabled=False))
+    mean = accumulate(loss, micro, divisor(batch, mesh), GradScaler(enabled=False))
     return mean.item(), {name: whole(p.grad) for name, p in model.named_parameters()}
 
 
@@ -67,14 +75,22 @@ def my_share(rows: Rows, mesh: Mesh) -> StepBatch:
     count = len(rows.samples) // mesh.plan.dp
     mine = rows.slice(mesh.data_rank * count, (mesh.data_rank + 1) * count)
     leads = mesh.sequence_rank == 0
-    return share_rows(mine if leads else None, count=count, length=rows.input_ids.shape[1], mesh=mesh)
+    dataset = dataset_of(rows)
+    return share_rows(mine if leads else None, count=count, dataset=dataset, mesh=mesh)
 
 
-def trained_tokens(batch: StepBatch, mesh: Mesh) -> int:
-    """Tokens of all ranks that have something to predict."""
-    tokens = batch.trained_tokens.clone() if mesh.sequence_rank == 0 else torch.zeros((), dtype=torch.int64)
-    dist.all_reduce(tokens)
-    return int(tokens)
+def dataset_of(rows: Rows) -> Dataset:
+    """What a loop is told of data whose rows are these."""
+    weights = None if rows.weights is None else "weight"
+    part = Part(fingerprint="x", files=(), tokens=0, weights=weights)
+    return Dataset(fingerprint="x", parts=(part,), sequence_length=rows.input_ids.shape[1])
+
+
+def divisor(batch: StepBatch, mesh: Mesh) -> float:
+    """What the loss of all ranks is divided by."""
+    share = batch.divisor * (mesh.sequence_rank == 0)
+    dist.all_reduce(share)
+    return share.item()
 
 
 def whole(gradient: Tensor | None) -> Tensor:

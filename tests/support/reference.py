@@ -3,6 +3,7 @@
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -15,17 +16,23 @@ Weights = dict[str, Tensor]
 
 
 def reference(job: JobSpec, rows: Rows) -> tuple[float, Weights]:
-    """Loss over all rows of a Qwen3 drawn from seed 0, and its gradients by parameter name."""
+    """Loss over all rows of a Qwen3 drawn from seed 0, and its gradients by parameter name.
+
+    Without weights every token counts one.
+    """
+    counts = np.ones(rows.labels.shape) if rows.weights is None else rows.weights
     weights, config = float64_weights(job), job.model.config or {}
-    total, tokens = torch.zeros((), dtype=torch.float64), 0
-    for ids, labels, positions in zip(rows.input_ids, rows.labels, rows.position_ids, strict=True):
+    total, counted = torch.zeros((), dtype=torch.float64), 0.0
+    for ids, labels, positions, count in zip(rows.input_ids, rows.labels, rows.position_ids, counts, strict=True):
         bounds = [*(i for i, p in enumerate(positions) if p == 0), len(positions)]
         for start, end in pairwise(bounds):
             document, targets = (torch.tensor(x[start:end]).long() for x in (ids, labels))
             logits = forward(weights, config, document)
-            total = total + F.cross_entropy(logits[:-1], targets[1:], ignore_index=IGNORE, reduction="sum")
-            tokens += int((targets[1:] != IGNORE).sum())
-    mean = total / max(tokens, 1)
+            losses = F.cross_entropy(logits[:-1], targets[1:], ignore_index=IGNORE, reduction="none")
+            each = torch.tensor(count[start:end]).double()[1:]
+            total = total + (losses * each).sum()
+            counted += each[targets[1:] != IGNORE].sum().item()
+    mean = total / (counted or 1.0)
     torch.autograd.backward(mean)
     return mean.item(), {name: w.grad for name, w in weights.items() if w.grad is not None}
 

@@ -70,6 +70,8 @@ def _fill(rows: Rows, place: Any, cells: Cells) -> None:
     rows.labels[place, : len(ids)] = labels
     rows.position_ids[place] = _positions(documents, length)
     if rows.weights is not None and cells.weights is not None:
+        if not (np.isfinite(cells.weights) & (cells.weights >= 0)).all():
+            raise ValueError(f"has weight {cells.weights[0]}; weights are 0 or more")
         rows.weights[place, : len(ids)] = np.repeat(cells.weights, documents)
 
 

@@ -77,8 +77,8 @@ def _read_block(batch: dict[str, NDArray[np.int64]], plan: StreamPlan, start: in
 
 
 def block_steps(plan: StreamPlan) -> int:
-    """Steps whose rows of one rank make up a block: three int32 a token."""
-    step_bytes = 12 * plan.order.per_rank * plan.dataset.sequence_length
+    """Steps whose rows of one rank make up a block: three int32 a token, and a float32 where they have weights."""
+    step_bytes = (16 if plan.dataset.weighted else 12) * plan.order.per_rank * plan.dataset.sequence_length
     return max(1, min(_BLOCK_STEPS, _BLOCK_BYTES // step_bytes))
 
 

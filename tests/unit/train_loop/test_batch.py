@@ -1,16 +1,26 @@
-"""Rows are held against the model before they reach it."""
+"""Rows are held against the model before they reach it; weights go with the labels that they weigh."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import PreTrainedModel
 
-from tests.support.gradients import random_rows
+from tests.support.gradients import dataset_of, random_rows, weigh
 from tests.support.specs import TINY, spec
-from train_loop.batch import check_vocabulary
+from train_loop.batch import StepBatch, check_vocabulary, micro_batches, share_rows
+from train_loop.data.dataset import IGNORE, Rows
 from train_loop.errors import DataError
 from train_loop.model.build import build_model
+from train_loop.plan import plan_mesh
 
 VOCAB = int(TINY["vocab_size"])
+ONE_RANK: Any = SimpleNamespace(
+    plan=plan_mesh(world=1, fsdp_size=0, ulysses_size=1), device=torch.device("cpu"), sequence_rank=0
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,3 +45,41 @@ def test_a_token_outside_the_vocabulary_is_named(model: PreTrainedModel, field: 
     values[1, 5] = value
     with pytest.raises(DataError, match=f"sample 1 has {said} at position 5, outside the model's vocabulary of 384"):
         check_vocabulary(rows, model)
+
+
+def batch_of(rows: Rows) -> StepBatch:
+    return share_rows(rows, count=len(rows.samples), dataset=dataset_of(rows), mesh=ONE_RANK)
+
+
+def test_a_weight_goes_with_the_token_that_is_predicted() -> None:
+    ids, positions = np.array([[5, 6, 7, 8, 9]], np.int32), np.array([[0, 1, 2, 0, 1]], np.int32)
+    # The first token of a document is predicted by none, whatever it weighs.
+    weights = np.array([[9, 2, 0.1, 7, 3]], np.float32)
+    batch = batch_of(Rows(np.array([0]), np.array([5], np.int32), ids, ids, positions, weights))
+    assert batch.labels.tolist() == [[6, 7, IGNORE, 9, IGNORE]]
+    assert batch.weights is not None
+    assert torch.equal(batch.weights, torch.tensor([[2, 0.1, 0, 3, 0]]))
+    assert batch.divisor == pytest.approx(5.1)
+
+
+def test_a_weight_of_zero_is_a_label_that_is_not_trained() -> None:
+    rows = weigh(random_rows(4, 16, vocab=VOCAB, packed=True))
+    assert rows.weights is not None
+    masked = replace(rows, weights=None, labels=np.where(rows.weights == 0, IGNORE, rows.labels))
+    assert torch.equal(batch_of(rows).labels, batch_of(masked).labels)
+
+
+def test_without_weights_the_divisor_counts_tokens() -> None:
+    divisor = batch_of(random_rows(1, 16, vocab=VOCAB, packed=False)).divisor
+    assert not divisor.is_floating_point()
+
+
+@pytest.mark.parametrize(("others", "told"), [(1.0, False), (2.0, True)])
+def test_weights_that_are_all_one_are_not_told(model: PreTrainedModel, others: float, told: bool) -> None:
+    rows = random_rows(4, 16, vocab=VOCAB, packed=True)
+    weights = np.ones(rows.labels.shape, np.float32)
+    weights[-1, -1] = others
+    # What is not trained weighs nothing, whatever the data says.
+    weights[rows.labels == IGNORE] = 5
+    micro = list(micro_batches(batch_of(replace(rows, weights=weights)), 2, model, ONE_RANK))
+    assert [batch.weights is not None for batch in micro] == [told, told]

@@ -1,5 +1,6 @@
 """Prepared samples: read by index from any file and row group, padded, with positions that restart."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +61,15 @@ def test_rows_survive_the_way_through_arrow(dataset: Dataset) -> None:
     rows = read_rows(dataset, np.array([3, 1]))
     back = Rows.from_arrow(rows.to_arrow())
     assert all(np.array_equal(getattr(back, name), getattr(rows, name)) for name in vars(rows))
+
+
+def test_weights_travel_with_their_rows(dataset: Dataset) -> None:
+    weights = np.array([[0.1, 0.2, 0.3, 0.4], [1, 2, 3, 4]], np.float32)
+    rows = replace(read_rows(dataset, np.array([3, 1])), weights=weights)
+    found = Rows.from_arrow(rows.to_arrow()).slice(1, 2).weights
+    assert found is not None
+    assert found.dtype == np.float32
+    assert np.array_equal(found, weights[1:])
 
 
 def test_a_sample_longer_than_the_sequence_is_refused_by_name(dataset: Dataset) -> None:

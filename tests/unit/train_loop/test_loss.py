@@ -25,20 +25,21 @@ def draw(tokens: int, vocab: int, *, bias: bool) -> tuple[Tensor, Tensor, Tensor
 
 
 @pytest.mark.parametrize("rule", RULES)
-@given(tokens=st.integers(1, 20), rows=st.integers(1, 25), bias=st.booleans())
+@given(tokens=st.integers(1, 20), rows=st.integers(1, 25), bias=st.booleans(), weighted=st.booleans())
 def test_chunks_give_the_value_and_gradients_of_whole_logits(
-    rule: LossRule, tokens: int, rows: int, bias: bool
+    rule: LossRule, tokens: int, rows: int, bias: bool, weighted: bool
 ) -> None:
     *tensors, labels = draw(tokens, 50, bias=bias)
+    weights = torch.rand(tokens) if weighted else None
     results = []
     for chunked in (True, False):
         hidden, weight, b = (None if t is None else t.clone().requires_grad_() for t in tensors)
         assert hidden is not None
         assert weight is not None
         if chunked:
-            loss = chunked_sum(rule, hidden, weight, b, labels, rows)
+            loss = chunked_sum(rule, hidden, weight, b, labels, rows, weights)
         else:
-            loss = rule.sum(F.linear(hidden, weight, b), labels)
+            loss = rule.sum(F.linear(hidden, weight, b), labels, weights)
         torch.autograd.backward(loss / 3)
         results.append([loss.detach(), *(t.grad for t in (hidden, weight, b) if t is not None)])
     for one, other in zip(*results, strict=True):
@@ -50,9 +51,10 @@ def test_chunks_give_the_value_and_gradients_of_whole_logits(
 def test_without_gradients_chunks_give_the_value_alone() -> None:
     hidden, weight, _, labels = draw(9, 50, bias=False)
     with torch.no_grad():
-        loss = chunked_sum(LossRule(), hidden, weight.requires_grad_(), None, labels, 4)
-    assert not loss.requires_grad
-    assert loss == pytest.approx(LossRule().sum(F.linear(hidden, weight), labels).item(), rel=1e-6)
+        for weights in (None, torch.rand(9)):
+            loss = chunked_sum(LossRule(), hidden, weight.requires_grad_(), None, labels, 4, weights)
+            assert not loss.requires_grad
+            assert loss == pytest.approx(LossRule().sum(F.linear(hidden, weight), labels, weights).item(), rel=1e-6)
 
 
 def test_a_frozen_head_gets_no_gradient() -> None:
@@ -62,13 +64,29 @@ def test_a_frozen_head_gets_no_gradient() -> None:
     assert hidden.grad is not None
 
 
-def test_smoothing_and_z_loss_are_what_their_papers_say() -> None:
+@pytest.mark.parametrize("weights", [None, torch.tensor([0.5, 9.0, 1.0, 0.0, 2.5])])
+def test_smoothing_and_z_loss_are_what_their_papers_say_of_every_token(weights: Tensor | None) -> None:
     logits, labels = torch.randn(5, 7), torch.tensor([1, IGNORE, 3, 0, 6])
     kept = labels != IGNORE
     log_p, log_z = logits.log_softmax(-1)[kept], logits.logsumexp(-1)[kept]
     true = -log_p[torch.arange(4), labels[kept]]
-    expected = (0.9 * true - 0.1 * log_p.mean(-1)).sum() + 0.01 * log_z.square().sum()
-    assert LossRule(label_smoothing=0.1, z_loss=0.01).sum(logits, labels) == pytest.approx(expected.item(), rel=1e-6)
+    each = 0.9 * true - 0.1 * log_p.mean(-1) + 0.01 * log_z.square()
+    expected = (each if weights is None else each * weights[kept]).sum().item()
+    found = LossRule(label_smoothing=0.1, z_loss=0.01).sum(logits, labels, weights)
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_token_of_weight_zero_is_one_that_is_not_trained(rule: LossRule) -> None:
+    logits, labels, weights = torch.randn(2, 6, 50), torch.randint(0, 50, (2, 6)), torch.rand(2, 6)
+    weights[:, ::2] = 0
+    results = []
+    for targets, counts in ((labels, weights), (labels.where(weights > 0, IGNORE), weights.where(weights > 0, 1.0))):
+        leaf = logits.clone().requires_grad_()
+        loss = rule.sum(leaf, targets, counts)
+        results.append((loss.detach(), *torch.autograd.grad(loss, leaf)))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
 
 
 def rows_of(*, vocab: int, tokens: int, wanted: bool | None = None) -> int | None:
