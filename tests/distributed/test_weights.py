@@ -93,7 +93,7 @@ def test_every_mesh_trains_the_same_weighted_run(runs: Path, mesh: str) -> None:
 def test_weights_change_what_is_learned_and_not_what_was_seen(runs: Path) -> None:
     for weighed, plain in zip(lines(runs / "one rank"), lines(runs / "one rank, plain"), strict=True):
         assert weighed["tokens"] == plain["tokens"]
-        assert weighed["loss"] != pytest.approx(plain["loss"], rel=1e-4)
+        assert weighed["grad_norm"] != pytest.approx(plain["grad_norm"], rel=1e-2)
 
 
 def test_weights_that_are_all_alike_change_nothing(runs: Path) -> None:
