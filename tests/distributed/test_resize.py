@@ -1,0 +1,164 @@
+"""A run that goes on with other numbers of ranks is the run that stayed at one: 4 → 2 → 1 → 4 ranks."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.support.ranks import on_ranks
+from tests.support.specs import TINY, spec
+from tests.support.torchrun import load_checkpoint, write_tokens
+from train_loop.data.cache import find_dataset
+from train_loop.data.dataset import Rows
+from train_loop.data.reader import StreamPlan, local_stream
+from train_loop.plan import MeshPlan
+from train_loop.run_dir import RunDir, Stop, read_lines
+from train_loop.session import Session
+from train_loop.worker import train
+
+SAMPLES, EPOCHS, BATCH = 21, 4, 8
+STEPS = 11
+"""The last of which is short: 4 x 21 samples are ten batches of 8 and half a one."""
+
+
+@dataclass(frozen=True)
+class Leg:
+    """What is trained between two changes of size: one attempt, in processes of its own."""
+
+    world: int
+    fsdp_size: int
+    sp: int
+    mesh: dict[str, int]
+    stops_at: int = STEPS
+    """The step that is the last of this leg; at STEPS it ends by itself."""
+    checkpoint: bool = True
+    """Whether it stops with a checkpoint, or leaves steps behind that the next leg does again."""
+
+
+ALONE = Leg(1, 0, 1, {"fsdp": 1, "sp": 1})
+LEGS = (
+    Leg(4, 0, 1, {"fsdp": 4, "sp": 1}, stops_at=2),
+    Leg(2, 0, 2, {"fsdp": 2, "sp": 2}, stops_at=5),
+    Leg(1, 0, 1, {"fsdp": 1, "sp": 1}, stops_at=8, checkpoint=False),
+    Leg(4, 2, 2, {"ddp": 2, "fsdp": 2, "sp": 2}),
+)
+STARTS = [0, 2, 5, 7]
+"""The third leg leaves the checkpoint of step 7 and an eighth step that no checkpoint holds."""
+
+
+def train_leg(data: Path, folder: Path, attempt: int, leg: Leg) -> None:
+    """One leg's share of the run in a folder, from its newest checkpoint on."""
+    job = spec(
+        model={"config": TINY, "dtype": "fp32"},
+        data={"train": {"path": str(data)}, "columns": {"input_ids": "ids"}, "packing": False, "shuffle": True},
+        training={"max_steps": None, "num_train_epochs": EPOCHS, "global_batch_size": BATCH, "audit_samples": True}
+        # What is clipped depends on all ranks, and the rate of every step on how many there are.
+        | {"max_grad_norm": 0.3, "weight_decay": 0.1, "ema_decay": 0.9, "lr_scheduler_type": "cosine"},
+        strategy={"fsdp_size": leg.fsdp_size, "ulysses_size": leg.sp},
+        checkpoint={"every_steps": 7},
+        scaling={"num_workers": leg.world},
+    )
+    run_dir = RunDir(folder)
+
+    def stopped_stream(plan: StreamPlan, mesh: MeshPlan, rank: int) -> Iterator[Rows | None]:
+        """The rows of every step; whoever asks for those after the leg's last step is told to stop."""
+        for step, rows in enumerate(local_stream(plan, mesh, rank), start=plan.start // BATCH):
+            if step == leg.stops_at and rank == 0:
+                run_dir.write_stop(Stop(mode="resize", checkpoint=leg.checkpoint))
+            yield rows
+
+    session = Session(dist.get_rank(), dist.get_world_size(), 0, attempt, run_dir, stopped_stream)
+    outcome = train(job, session, find_dataset(job, folder))
+    assert (outcome.result, outcome.step) == ("resized" if leg.stops_at < STEPS else "succeeded", leg.stops_at)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    # Rows shorter than the sequence, so that data ranks differ in the tokens they train.
+    write_tokens(folder / "d.parquet", rows=SAMPLES, length=(9, 32), vocab=TINY["vocab_size"])
+    on_ranks(1, train_leg, folder / "d.parquet", folder / "undisturbed", 1, ALONE)
+    return folder / "undisturbed"
+
+
+@pytest.fixture(scope="module")
+def resized(undisturbed: Path) -> Path:
+    folder = undisturbed.with_name("resized")
+    for attempt, leg in enumerate(LEGS, start=1):
+        RunDir(folder).write_fence(attempt)
+        on_ranks(leg.world, train_leg, undisturbed.with_name("d.parquet"), folder, attempt, leg)
+        # Obeyed: the next attempt is not asked to stop.
+        RunDir(folder).stop_file.unlink(missing_ok=True)
+    return folder
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """The metrics lines of all attempts, in the order in which they were written."""
+    return [line for attempt in RunDir(folder).attempts() for line in read_lines(attempt.metrics)]
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    """The steps of which the trained model is made: of one that was done again, its last time."""
+    return list({line["step"]: line for line in lines(folder)}.values())
+
+
+def test_every_leg_resumes_where_the_one_before_left_a_checkpoint(resized: Path) -> None:
+    events = [event for attempt in RunDir(resized).attempts() for event in read_lines(attempt.events)]
+    starts = [event for event in events if event["event"] == "training_started"]
+    assert [start["mesh"] for start in starts] == [leg.mesh for leg in LEGS]
+    assert [start["resumed_from"] for start in starts] == STARTS
+    assert [start["replayed"] for start in starts] == [0, 0, 0, 1]
+    assert [start * BATCH % SAMPLES for start in STARTS] == [0, 16, 19, 14], "not in the middle of an epoch"
+    assert [start * BATCH // SAMPLES for start in STARTS] == [0, 0, 1, 2], "not in epochs of their own"
+
+
+def test_every_step_takes_the_samples_of_the_undisturbed_run(undisturbed: Path, resized: Path) -> None:
+    expected = {line["step"]: line["samples"] for line in lines(undisturbed)}
+    assert sorted(expected) == list(range(1, STEPS + 1))
+    assert [line["step"] for line in lines(resized)] == [*range(1, 9), *range(8, STEPS + 1)]
+    assert expected[1] != list(range(BATCH)), "they were not shuffled"
+    for line in lines(resized):
+        assert line["samples"] == expected[line["step"]], f"step {line['step']} of attempt {line['attempt']}"
+
+
+def test_no_sample_is_taken_again_before_all_have_been_taken(resized: Path) -> None:
+    """After p samples each has been taken p // 21 times or once more: so does every epoch take each exactly once."""
+    taken: Counter[int] = Counter()
+    for line in history(resized):
+        taken.update(line["samples"])
+        epochs, more = divmod(taken.total(), SAMPLES)
+        counts = Counter(taken[sample] for sample in range(SAMPLES))
+        assert counts == Counter({epochs: SAMPLES - more, epochs + 1: more}), f"step {line['step']}"
+    assert taken == Counter(dict.fromkeys(range(SAMPLES), EPOCHS))
+
+
+def test_every_step_trains_as_in_the_undisturbed_run(undisturbed: Path, resized: Path) -> None:
+    expected = {line["step"]: line for line in lines(undisturbed)}
+    for line in lines(resized):
+        one = expected[line["step"]]
+        assert (line["tokens"], line["lr"]) == (one["tokens"], one["lr"])
+        assert line["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert line["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+
+
+def test_weights_moments_and_average_end_as_in_the_undisturbed_run(undisturbed: Path, resized: Path) -> None:
+    expected, found = (tensors(load_checkpoint(folder, STEPS)) for folder in (undisturbed, resized))
+    assert {name.split("/")[1] for name in expected} == {"model", "optimizer", "ema"}
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        off = (found[name] - value).norm() / value.norm().clamp(min=1e-12)
+        assert off < 1e-4, name
+
+
+def tensors(values: Any, name: str = "") -> dict[str, Tensor]:
+    """The tensors of a checkpoint by the way that leads to each."""
+    if isinstance(values, Tensor):
+        return {name: values}
+    if not isinstance(values, dict):
+        return {}
+    return {leaf: v for key, value in values.items() for leaf, v in tensors(value, f"{name}/{key}").items()}
