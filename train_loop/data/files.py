@@ -4,7 +4,7 @@ import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import fsspec
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
@@ -17,7 +17,13 @@ _LISTING_PATIENCE = 30.0
 """The same for listings, for which somebody may be waiting."""
 _BUFFER = 4 * 2**20
 _LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError, TypeError)
-"""What trying again does not help against."""
+_LASTING_NAMES = {"FileExpired", "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
+"""What trying again does not help against; by name, what belongs to packages that need not be installed."""
+
+# One request at a time of ours: botocore's own attempts, times those of s3fs, would make a silent server take hours.
+fsspec.config.conf.setdefault("s3", {}).setdefault(
+    "config_kwargs", {"retries": {"total_max_attempts": 1}, "connect_timeout": 10, "read_timeout": 30}
+)
 
 
 @dataclass(frozen=True)
@@ -75,11 +81,11 @@ def read_range(file: File, start: int, stop: int) -> bytes:
     return data
 
 
-def open_file(file: File) -> BinaryIO:
-    """A file to read and seek in; nothing is read that nobody asks for, but for a buffer of 4 MiB."""
+def open_file(file: File, *, buffer: int = _BUFFER) -> Any:
+    """A file to read and seek in; of a remote one nothing is read that nobody asks for, but for a buffer."""
     if is_local(file.uri):
         return open(file.uri, "rb")
-    return io.BufferedReader(_Ranged(file), _BUFFER)
+    return io.BufferedReader(_Ranged(file), buffer) if buffer else _Ranged(file)
 
 
 class _Ranged(io.RawIOBase):
@@ -173,7 +179,8 @@ def _patiently(uri: str, patience: float, call: Any, *arguments: Any, **options:
 
 
 def _may_pass(error: BaseException) -> bool:
-    return isinstance(error, Exception) and not isinstance(error, _LASTING)
+    lasting = isinstance(error, _LASTING) or type(error).__name__ in _LASTING_NAMES
+    return isinstance(error, Exception) and not lasting
 
 
 def chunks(file: File, size: int) -> Iterator[bytes]:

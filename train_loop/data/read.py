@@ -133,4 +133,4 @@ def _group_ends(file: File) -> NDArray[np.int64]:
 
 @lru_cache(maxsize=64)
 def _open(file: File) -> pq.ParquetFile:
-    return pq.ParquetFile(open_file(file))
+    return pq.ParquetFile(open_file(file, buffer=0))

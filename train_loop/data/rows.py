@@ -99,7 +99,7 @@ def parquet_groups(file: SourceFile) -> list[int]:
 def parquet_metadata(file: SourceFile) -> Any:
     """The footer of a Parquet file. Raises DataError."""
     try:
-        with open_file(file) as opened:
+        with open_file(file, buffer=0) as opened:
             return pq.ParquetFile(opened, page_checksum_verification=True).metadata
     except pa.ArrowException as error:
         raise _unreadable(file, error) from error
@@ -111,7 +111,7 @@ def column_names(file: SourceFile) -> list[str]:
         return ["text"]
     try:
         if file.format == "parquet":
-            with open_file(file) as opened:
+            with open_file(file, buffer=0) as opened:
                 return list(pq.ParquetFile(opened, page_checksum_verification=True).schema_arrow.names)
         first = next((line for _, line in _lines(Piece(file, 0, file.size, file.size)) if line.strip()), b"{}")
         row = json.loads(first)
@@ -142,7 +142,7 @@ def _unreadable(file: SourceFile, error: Exception) -> DataError:
 
 def _parquet_rows(piece: Piece, columns: ColumnsSpec) -> Iterator[list[Row]]:
     check_columns(piece.file, columns)
-    with open_file(piece.file) as opened:
+    with open_file(piece.file, buffer=0) as opened:
         file = pq.ParquetFile(opened, page_checksum_verification=True)
         place = sum(file.metadata.row_group(n).num_rows for n in range(piece.start))
         groups = list(range(piece.start, piece.stop))

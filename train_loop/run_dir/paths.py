@@ -124,12 +124,19 @@ class RunDir:
         return parse_text((self.root / "spec.json").read_bytes())
 
     def write_spec(self, spec: JobSpec) -> None:
-        """Write the resolved spec, once; the same one again is no change. Raises ValueError for another one."""
+        """Write the resolved spec, once; the same run again, if at another size, is no change.
+
+        Raises ValueError for another run.
+        """
         path = self.root / "spec.json"
         if not path.exists():
             write_durably(path, dump(spec))
-        elif self.spec() != spec:
-            raise ValueError(f"{path} holds another spec; a run directory belongs to one job, choose a new one")
+        elif self.spec().at_any_size() != spec.at_any_size():
+            raise ValueError(
+                f"{path} holds another spec; a run directory belongs to one job, choose a new one (a run goes on at "
+                "another size where training.global_batch_size is given and only scaling, strategy.fsdp_size, "
+                "strategy.ulysses_size and training.per_device_train_batch_size differ)"
+            )
 
     def fence(self) -> int:
         """The attempt that may commit; 0 where none was set."""

@@ -41,6 +41,18 @@ class JobSpec(SpecModel):
     scaling: ScalingSpec = ScalingSpec()
     failure: FailureSpec = FailureSpec()
 
+    def at_any_size(self) -> "JobSpec":
+        """The spec without what may change when a run goes on: its size, where the global batch does not follow it."""
+        if self.training.global_batch_size is None:
+            return self
+        return self.model_copy(
+            update={
+                "scaling": ScalingSpec(),
+                "strategy": self.strategy.model_copy(update={"fsdp_size": 0, "ulysses_size": 1}),
+                "training": self.training.model_copy(update={"per_device_train_batch_size": 1}),
+            }
+        )
+
     @model_validator(mode="after")
     def _tokenizer_has_text(self) -> "JobSpec":
         if self.model.tokenizer is not None and not self.data.reads_text:

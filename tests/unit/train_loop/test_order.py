@@ -1,10 +1,12 @@
 """The order of samples: a permutation per epoch, the same at every world size, the same from any start."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train_loop.data.order import PADDING, Order, StepOrder
+from train_loop.data.order import CYCLE, PADDING, Mixture, Order, StepOrder, mix
+from train_loop.errors import DataError
 
 sizes = st.integers(1, 3000)
 
@@ -37,6 +39,82 @@ def test_a_shuffle_leaves_no_trace_of_file_order() -> None:
     ids = order(20_000).at(np.arange(20_000))
     assert abs(np.corrcoef(np.arange(20_000), ids)[0, 1]) < 0.03
     assert (np.abs(np.diff(ids)) == 1).mean() < 0.001
+
+
+@pytest.mark.parametrize("samples", [97, 1000, 4096])
+def test_a_shuffle_is_as_even_as_chance(samples: int) -> None:
+    """Over 400 epochs every sample comes to every tenth of an epoch equally often, and so do pairs of neighbours.
+
+    Chi-square of 10 x 10 cells has 81 degrees of freedom here; 1 in 10,000 fair shuffles would exceed 134.
+    """
+    epochs = np.stack([order(samples, seed=seed).at(np.arange(samples)) for seed in range(400)])
+    tenth = np.arange(samples) * 10 // samples
+    seen = np.zeros((10, 10))
+    np.add.at(seen, (tenth[None, :].repeat(400, 0), tenth[epochs]), 1)
+    expected = np.bincount(tenth)[:, None] * np.bincount(tenth)[None, :] * 400 / samples
+    assert ((seen - expected) ** 2 / expected).sum() < 134
+    pairs = np.zeros((10, 10))
+    np.add.at(pairs, (tenth[epochs[:, :-1]], tenth[epochs[:, 1:]]), 1)
+    fair = pairs.sum() / 100 if samples % 10 == 0 else None
+    if fair:
+        assert np.abs(pairs / fair - 1).max() < 0.06
+    # A fair permutation leaves one sample in its place on average.
+    assert (epochs == np.arange(samples)).sum(1).mean() == pytest.approx(1, abs=0.25)
+
+
+weights = st.lists(st.floats(0.01, 100), min_size=1, max_size=6).filter(lambda w: min(w) / sum(w) > 1e-3)
+
+
+@given(weights=weights, start=st.integers(0, 10**12), data=st.data())
+def test_shares_of_a_mixture_are_exact_over_any_window(weights: list[float], start: int, data: st.DataObject) -> None:
+    mixture = mix(weights, [data.draw(st.integers(1, 10**6)) for _ in weights])
+    sources, _ = mixture.at(np.arange(start, start + CYCLE))
+    assert np.bincount(sources, minlength=len(weights)).tolist() == list(mixture.quotas)
+    assert np.abs(np.array(mixture.quotas) / CYCLE - np.array(weights) / sum(weights)).max() <= 1 / CYCLE
+    small, _ = mixture.at(np.arange(start, start + 100))
+    off = np.bincount(small, minlength=len(weights)) - 100 * np.array(mixture.quotas) / CYCLE
+    assert np.abs(off).max() < len(weights), "a source comes in bunches"
+
+
+@given(sizes=st.lists(st.integers(1, 300), min_size=1, max_size=4), weights=weights, shuffle=st.booleans())
+def test_no_sample_of_a_source_comes_again_before_all_have_come(
+    sizes: list[int], weights: list[float], shuffle: bool
+) -> None:
+    count = min(len(sizes), len(weights))
+    mixture = mix(weights[:count], sizes[:count])
+    ids = Order(mixture.epoch, 0, shuffle, "x", 2**62, mixture).at(np.arange(4000))
+    first = 0
+    for size in mixture.sizes:
+        own = ids[(ids >= first) & (ids < first + size)] - first
+        whole = own[: len(own) // size * size].reshape(-1, size)
+        assert (np.sort(whole) == np.arange(size)).all()
+        if not shuffle:
+            assert (whole == np.arange(size)).all()
+        first += size
+
+
+@given(sizes=st.lists(st.integers(1, 500), min_size=2, max_size=4), weights=weights)
+def test_an_epoch_of_a_mixture_is_over_when_every_source_was_seen(sizes: list[int], weights: list[float]) -> None:
+    count = min(len(sizes), len(weights))
+    mixture = mix(weights[:count], sizes[:count])
+    _, before = mixture.at(np.arange(mixture.epoch))
+    sources, _ = mixture.at(np.arange(mixture.epoch))
+    seen = np.bincount(sources, minlength=count)
+    assert (seen >= mixture.sizes).all()
+    last = sources[-1]
+    assert before[-1] == mixture.sizes[last] - 1, "it could have ended earlier"
+
+
+def test_epochs_of_a_mixed_source_differ() -> None:
+    mixture = Mixture((1000, 10), (5000, 5000))
+    ids = Order(mixture.epoch, 0, True, "x", 2**62, mixture).at(np.arange(4000))
+    own = ids[ids < 1000]
+    assert not np.array_equal(own[:1000], own[1000:2000])
+
+
+def test_a_weight_too_small_to_be_served_is_refused() -> None:
+    with pytest.raises(DataError, match="source 1 has weight 1e-06 of 1 together, less than one sample in 10000"):
+        mix([1, 1e-6], [5, 5])
 
 
 def test_without_shuffling_it_is_file_order_again_and_again() -> None:

@@ -22,6 +22,20 @@ def test_a_run_directory_belongs_to_one_spec(tmp_path: Path) -> None:
         run_dir.write_spec(spec(training={"seed": 1}))
 
 
+def test_a_run_goes_on_at_another_size_only_if_its_batches_stay(tmp_path: Path) -> None:
+    fixed, following = RunDir(tmp_path / "fixed"), RunDir(tmp_path / "following")
+    batch = {"training": {"global_batch_size": 8}}
+    fixed.write_spec(spec(**batch))
+    other = {"scaling": {"num_workers": 2}, "strategy": {"ulysses_size": 2}}
+    fixed.write_spec(spec(**batch, **other))
+    assert fixed.spec() == spec(**batch), "the spec of a run is written once"
+    with pytest.raises(ValueError, match="holds another spec"):
+        fixed.write_spec(spec(training={"global_batch_size": 4}, **other))
+    following.write_spec(spec())
+    with pytest.raises(ValueError, match=r"where training.global_batch_size is given"):
+        following.write_spec(spec(**other))
+
+
 def test_control_files_and_outcome_are_read_back(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     assert (run_dir.stop(), run_dir.fence(), run_dir.attempt(1).outcome()) == (None, 0, None)

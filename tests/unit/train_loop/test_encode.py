@@ -1,0 +1,118 @@
+"""Rows of every shape become documents that end with EOS, with what is trained marked; bad rows say why."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.folders import write_tokenizer
+from train_loop.data.encode import BadRow, encode_rows
+from train_loop.data.pack import Document
+from train_loop.data.rows import Row
+from train_loop.data.tokenizer import load_tokenizer
+from train_loop.spec import ColumnsSpec
+
+CHATML = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tokenizer of single bytes with a chat template."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(CHATML)
+    return str(folder)
+
+
+def encode(folder: str | None, columns: dict[str, str], *values: dict[str, Any], system: str | None = None) -> Any:
+    rows = [Row(place, value) for place, value in enumerate(values)]
+    return encode_rows(rows, ColumnsSpec(**columns), folder, system)
+
+
+def texts(folder: str, document: Document) -> tuple[str, str]:
+    """The text of a document, and what of it is trained; EOS is written as $."""
+    tokenizer = load_tokenizer(folder)
+
+    def decode(ids: Any) -> str:
+        names = [str(tokenizer.tokenizer.id_to_token(i)) for i in ids]
+        return "".join({"<end>": "$", "Ġ": " ", "Ċ": "\n"}.get(name, name) for name in names)
+
+    assert document.labels is not None
+    kept = document.labels != -100
+    assert np.array_equal(document.labels[kept], document.input_ids[kept])
+    return decode(document.input_ids), decode(document.labels[kept])
+
+
+def test_text_ends_with_eos_and_is_trained_whole(folder: str) -> None:
+    first, empty = encode(folder, {"text": "t"}, {"t": "ab"}, {"t": ""})
+    eos = load_tokenizer(folder).eos
+    assert first.input_ids[-1] == eos
+    assert len(first.input_ids) == 3
+    assert first.labels is None
+    assert empty.input_ids.tolist() == [eos]
+
+
+def test_of_a_prompt_with_its_response_only_the_response_is_trained(folder: str) -> None:
+    columns = {"prompt": "q", "response": "a"}
+    found = encode(folder, columns, {"q": "Why? ", "a": "So."}, {"q": "", "a": "é"}, {"q": "x", "a": ""})
+    assert [texts(folder, document)[1] for document in found][0::2] == ["So.$", "$"]
+    assert texts(folder, found[0])[0] == "Why? So.$"
+    assert (found[1].labels != -100).all()
+
+
+def test_of_a_conversation_only_the_assistant_is_trained(folder: str) -> None:
+    talk = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "and?"},
+        {"role": "assistant", "content": "no"},
+    ]
+    (document,) = encode(folder, {"messages": "m"}, {"m": talk}, system="Be short.")
+    whole, trained = texts(folder, document)
+    assert whole == "<|system|>Be short.\n<|user|>hi\n<|assistant|>yes\n<|user|>and?\n<|assistant|>no\n$"
+    assert trained == "yesno$"
+
+
+def test_tokens_are_taken_as_they_are_with_labels_and_weights() -> None:
+    columns = {"input_ids": "i", "labels": "l", "weight": "w"}
+    (document,) = encode(None, columns, {"i": np.array([5, 6]), "l": [-100, 6], "w": 0.5})
+    assert document.input_ids.tolist() == [5, 6]
+    assert document.labels.tolist() == [-100, 6]
+    assert document.weight == 0.5
+
+
+@pytest.mark.parametrize(
+    ("columns", "values", "reason"),
+    [
+        ({"text": "t"}, {"t": None}, "column 't' holds null where text is needed"),
+        ({"text": "t"}, {"t": 3}, "column 't' holds 3 where text is needed"),
+        ({"prompt": "q", "response": "a"}, {"q": "x", "a": ["y"]}, "column 'a' holds a list where text is needed"),
+        ({"input_ids": "i"}, {"i": [1, "x"]}, "column 'i' holds a list where a list of tokens is needed"),
+        ({"input_ids": "i"}, {"i": [2**40]}, "column 'i' holds a list where a list of tokens is needed"),
+        ({"input_ids": "i", "labels": "l"}, {"i": [1, 2], "l": [1]}, "2 tokens and 1 labels; they must be aligned"),
+        (
+            {"text": "t", "weight": "w"},
+            {"t": "a", "w": -1},
+            "column 'w' holds -1 where a weight of 0 or more is needed",
+        ),
+        ({"messages": "m"}, {"m": [{"role": "user", "content": "a"}]}, "there is nothing to train on"),
+        ({"messages": "m"}, {"m": "hello"}, "messages"),
+    ],
+)
+def test_a_bad_row_says_what_is_wrong_and_the_others_go_on(
+    folder: str, columns: dict[str, str], values: dict[str, Any], reason: str
+) -> None:
+    good = {"t": "a", "w": 1, "q": "a", "a": "b", "i": [1], "l": [1], "m": [{"role": "assistant", "content": "x"}]}
+    first, bad, last = encode(folder, columns, good, values, good)
+    assert isinstance(bad, BadRow)
+    assert bad.place == 1
+    assert reason in bad.reason
+    assert np.array_equal(first.input_ids, last.input_ids)
+
+
+def test_a_row_that_could_not_be_read_stays_what_it_is(folder: str) -> None:
+    (bad,) = encode_rows([Row(7, {}, "no JSON: x")], ColumnsSpec(text="t"), folder, None)
+    assert bad == BadRow(7, "no JSON: x")

@@ -1,0 +1,119 @@
+"""Reading raw files: every row once however files are cut, and what is wrong with one in the words of its file."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from train_loop.data.rows import Row, column_names, cut, locate, read_piece
+from train_loop.data.sources import SourceFile, list_files
+from train_loop.errors import DataError
+from train_loop.spec import ColumnsSpec, SourceSpec
+
+TEXT = ColumnsSpec(text="text")
+lines = st.lists(st.one_of(st.text(max_size=30).map(lambda text: json.dumps({"text": text})), st.just("")), max_size=20)
+
+
+def one_file(path: Path) -> SourceFile:
+    (file,) = list_files(SourceSpec(path=str(path)))
+    return file
+
+
+def rows(path: Path, columns: ColumnsSpec = TEXT, *, size: int = 2**20) -> list[Row]:
+    return [row for piece in cut([one_file(path)], size) for some in read_piece(piece, columns) for row in some]
+
+
+def zstd(content: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(content)
+    packed: bytes = sink.getvalue().to_pybytes()
+    return packed
+
+
+@given(lines=lines, size=st.integers(1, 60), ended=st.booleans())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_line_is_read_once_wherever_a_file_is_cut(
+    tmp_path: Path, lines: list[str], size: int, ended: bool
+) -> None:
+    content = "\n".join(lines) + ("\n" if ended and lines else "")
+    (tmp_path / "a.jsonl").write_text(content)
+    found = rows(tmp_path / "a.jsonl", size=size)
+    assert [row.values for row in found] == [json.loads(line) for line in lines if line]
+    written = content.encode()
+    assert all(json.loads(written[row.place :].split(b"\n")[0]) == row.values for row in found)
+
+
+@pytest.mark.parametrize(("ending", "pack"), [("", bytes), (".gz", gzip.compress), (".zst", zstd)])
+def test_what_is_wrong_with_a_line_is_told_with_its_number(tmp_path: Path, ending: str, pack: Any) -> None:
+    content = b'{"text": "a"}\n\nnot json\n[1]\n{"body": 1}\n{"text": "\xff"}\n{"text": "z"}'
+    path = tmp_path / f"a.jsonl{ending}"
+    path.write_bytes(pack(content))
+    found = rows(path, size=10)
+    told = [f"{locate(one_file(path), row.place)}: {row.wrong}" for row in found if row.wrong]
+    assert [line.removeprefix(f"{path}, ").split("; it has")[0].split(":")[0:2] for line in told] == [
+        ["line 3", " no JSON"],
+        ["line 4", " no JSON object"],
+        ["line 5", " no column 'text'"],
+        ["line 6", " no JSON"],
+    ]
+    assert [row.values for row in found if not row.wrong] == [{"text": "a"}, {"text": "z"}]
+
+
+def test_compressed_text_is_one_document(tmp_path: Path) -> None:
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one\ntwo"))
+    assert [row.values for row in rows(tmp_path / "a.txt.gz")] == [{"text": "one\ntwo"}]
+    (tmp_path / "b.txt.zst").write_bytes(zstd(b"three"))
+    assert [row.values for row in rows(tmp_path / "b.txt.zst")] == [{"text": "three"}]
+
+
+def test_rows_of_parquet_keep_their_number_over_row_groups(tmp_path: Path) -> None:
+    table = pa.table({"text": [f"row {n}" for n in range(25)], "other": list(range(25))})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=10)
+    found = rows(tmp_path / "a.parquet")
+    assert len(cut([one_file(tmp_path / "a.parquet")], 1)) == 3
+    assert [(row.place, row.values) for row in found] == [(n, {"text": f"row {n}"}) for n in range(25)]
+    assert locate(one_file(tmp_path / "a.parquet"), 17) == f"{tmp_path}/a.parquet, row 17"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.parquet", b"not parquet", "is no readable Parquet file"),
+        ("a.jsonl.gz", b"not gzip", "is no readable JSON lines file: .*incorrect header"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}' * 99)[:-9], "is no readable JSON lines file: Truncated"),
+        ("a.txt.zst", zstd(b"some text" * 99)[:-3], "is no readable text file: Truncated"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=f"{name} {message}"):
+        rows(tmp_path / name)
+
+
+def test_a_file_without_a_column_is_named(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"body": ["x"]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a.parquet has no column 'text'; it has body; correct data.columns"):
+        rows(tmp_path / "a.parquet")
+
+
+def test_damage_within_parquet_is_found_by_its_checksums(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    plain = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    pq.write_table(pa.table({"text": ["abc" * 500]}), path, write_page_checksum=True, **plain)
+    content = bytearray(path.read_bytes())
+    content[800:810] = b"x" * 10
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"is no readable Parquet file: .*CRC checksum"):
+        rows(path)
+
+
+def test_columns_of_compressed_lines_are_found(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'\n{"body": "x", "n": 1}\n'))
+    assert column_names(one_file(tmp_path / "a.jsonl.gz")) == ["body", "n"]

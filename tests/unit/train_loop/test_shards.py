@@ -1,0 +1,91 @@
+"""Prepared shards: what is written comes back from any index, and reading it touches little else."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from train_loop.data import shards
+from train_loop.data.dataset import Cells, Part
+from train_loop.data.pack import Sample
+from train_loop.data.shards import INDEX, read_shards, write_shards
+
+
+def a_sample(number: int, documents: Sequence[int], *, full: bool) -> Sample:
+    """A sample whose tokens, labels and weights can be told from every other's."""
+    ids = np.arange(sum(documents), dtype=np.int32) + 1000 * number
+    weights = np.arange(len(documents), dtype=np.float32) + number / 4
+    return Sample(ids, -ids if full else None, weights if full else None, list(documents))
+
+
+def write(folder: Path, samples: list[Sample]) -> Part:
+    files, tokens = write_shards(folder, samples)
+    return Part(
+        fingerprint="x",
+        files=tuple(file.model_copy(update={"path": str(folder / file.path)}) for file in files),
+        labels="labels" if samples[0].labels is not None else None,
+        weights="weights" if samples[0].weights is not None else None,
+        documents="documents",
+        index=str(folder / INDEX),
+        tokens=tokens,
+    )
+
+
+def assert_same(cells: Cells, sample: Sample) -> None:
+    assert cells.input_ids.tolist() == sample.input_ids.tolist()
+    assert cells.documents is not None
+    assert cells.documents.tolist() == sample.documents
+    for found, expected in ((cells.labels, sample.labels), (cells.weights, sample.weights)):
+        assert (found is None) == (expected is None)
+        if found is not None and expected is not None:
+            assert found.tolist() == expected.tolist()
+
+
+@given(
+    sizes=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=30),
+    full=st.booleans(),
+    data=st.data(),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_sample_comes_back_from_any_shard(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[list[int]], full: bool, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("shards")
+    samples = [a_sample(number, documents, full=full) for number, documents in enumerate(sizes)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "_SHARD_TOKENS", 50)
+        part = write(folder, samples)
+    assert part.samples == len(samples)
+    assert part.tokens == sum(map(sum, sizes))
+    asked = data.draw(st.lists(st.integers(0, len(samples) - 1), max_size=10))
+    for cells, sample in zip(read_shards(part, np.array(asked, np.int64)), asked, strict=True):
+        assert_same(cells, samples[sample])
+
+
+def test_anything_that_reads_parquet_reads_shards(tmp_path: Path) -> None:
+    write(tmp_path, [a_sample(n, [3, n + 1], full=True) for n in range(5)])
+    table = pq.read_table(tmp_path / "part-00000.parquet")
+    assert table["documents"].to_pylist() == [[3, n + 1] for n in range(5)]
+    assert table["input_ids"][2].as_py() == list(range(2000, 2006))
+
+
+def test_a_shuffled_read_touches_hardly_more_than_its_own_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read amplification, 1.2 at most: bytes read from files for each byte of the samples asked for."""
+    samples = [a_sample(n, [50, 78], full=False) for n in range(4000)]
+    part = write(tmp_path, samples)
+    read: list[int] = []
+    pread = os.pread
+
+    def counting(descriptor: int, count: int, place: int) -> bytes:
+        read.append(count)
+        return pread(descriptor, count, place)
+
+    monkeypatch.setattr(os, "pread", counting)
+    asked = np.random.default_rng(0).permutation(4000)[:300]
+    own = sum(cells.input_ids.nbytes for cells in read_shards(part, asked))
+    assert sum(read) <= 1.2 * own
