@@ -1,31 +1,45 @@
 """`python -m train_loop.prepare SPEC.yaml`: prepare a spec's data with Ray Data, for a run without the service."""
 
 import argparse
+import sys
 from pathlib import Path
 
 from train_loop.data.cache import default_cache, evaluation_spec
 from train_loop.data.dataset import Dataset
 from train_loop.data.prepare import prepare
-from train_loop.spec import JobSpec, parse_text
+from train_loop.errors import UserError
+from train_loop.spec import JobSpec, SpecError, parse_text
 
 
 def main() -> None:
-    """Prepare, and print where the samples are."""
+    """Prepare, say on standard error how it goes, and print where the samples are."""
     parser = argparse.ArgumentParser(prog="python -m train_loop.prepare", description=__doc__)
     parser.add_argument("spec", type=Path, metavar="SPEC.yaml")
     parser.add_argument("--cache", type=Path, default=default_cache(), help="folder of prepared data (%(default)s)")
     arguments = parser.parse_args()
-    spec = parse_text(arguments.spec.read_bytes())
-    dataset = _prepare(spec, arguments.cache)
-    other = evaluation_spec(spec, dataset)
-    if other is not None:
-        _prepare(other, arguments.cache)
+    try:
+        spec = parse_text(arguments.spec.read_bytes())
+        dataset = _prepare(spec, arguments.cache)
+        other = evaluation_spec(spec, dataset)
+        if other is not None:
+            _prepare(other, arguments.cache)
+    except UserError as error:
+        sys.exit(str(error))
+    except SpecError as error:
+        sys.exit(f"{arguments.spec}: {error}")
 
 
 def _prepare(spec: JobSpec, cache: Path) -> Dataset:
-    dataset = prepare(spec, cache, report=lambda *_, **__: None)
-    print(f"{dataset.samples} samples of {dataset.sequence_length} tokens: {cache / dataset.fingerprint}")
+    dataset = prepare(spec, cache, _tell)
+    full = f"{dataset.tokens:,} tokens, {dataset.utilisation:.1%} full"
+    print(f"{dataset.samples} samples of {dataset.sequence_length} ({full}):")
+    for part in dataset.parts:
+        print(f"  {cache / part.fingerprint if part.index else 'the files as they are'}: {part.samples} samples")
     return dataset
+
+
+def _tell(event: str, **fields: object) -> None:
+    print(event, *(f"{name}={value}" for name, value in fields.items()), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

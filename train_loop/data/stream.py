@@ -27,6 +27,10 @@ _BLOCK_STEPS = 8
 """Steps in one block, at most: a task for every step would spend more on tasks than on rows."""
 _BLOCK_BYTES = 32 * 2**20
 """A block is no larger than this, unless a single step is."""
+_BLOCKS_QUEUED = 4
+"""Blocks of a data rank that may wait in the execution."""
+BLOCKS_HELD = 8
+"""Blocks of a data rank in memory, at most, with those on the way to it and in its hands: 256 MiB."""
 _PLAN_BLOCKS = 512
 """Blocks per rank in one plan; a longer run is several plans, so that none grows with the run."""
 
@@ -57,8 +61,9 @@ def _share_splits(plan: StreamPlan, start: int, steps: int, rank: int) -> list[D
 def open_splits(plan: StreamPlan, start: int, steps: int) -> list[DataIterator]:
     """Start reading `steps` steps from a position: an iterator of blocks for each data rank, to be drained together."""
     # What the workers hold is taken; Ray Data would count it as its own and start tasks that never run.
-    free = ExecutionResources(cpu=max(ray.available_resources().get("CPU", 0), 1))
-    ordered_context().execution_options.resource_limits = free
+    free = max(ray.available_resources().get("CPU", 0), 1)
+    queued = _BLOCKS_QUEUED * plan.order.dp * block_bytes(plan)
+    ordered_context().execution_options.resource_limits = ExecutionResources(cpu=free, object_store_memory=queued)
     blocks = math.ceil(steps / block_steps(plan)) * plan.order.dp
     data = ray.data.range(blocks, override_num_blocks=blocks).map_batches(
         _read_block, batch_size=None, fn_kwargs={"plan": plan, "start": start}
@@ -77,9 +82,18 @@ def _read_block(batch: dict[str, NDArray[np.int64]], plan: StreamPlan, start: in
 
 
 def block_steps(plan: StreamPlan) -> int:
-    """Steps whose rows of one rank make up a block: three int32 a token, and a float32 where they have weights."""
-    step_bytes = (16 if plan.dataset.weighted else 12) * plan.order.per_rank * plan.dataset.sequence_length
-    return max(1, min(_BLOCK_STEPS, _BLOCK_BYTES // step_bytes))
+    """Steps whose rows of one rank make up a block."""
+    return max(1, min(_BLOCK_STEPS, _BLOCK_BYTES // _step_bytes(plan)))
+
+
+def block_bytes(plan: StreamPlan) -> int:
+    """Bytes of a block in the object store."""
+    return block_steps(plan) * _step_bytes(plan)
+
+
+def _step_bytes(plan: StreamPlan) -> int:
+    """One rank's rows of a step: three int32 a token, and a float32 where they have weights."""
+    return (16 if plan.dataset.weighted else 12) * plan.order.per_rank * plan.dataset.sequence_length
 
 
 def by_step(split: DataIterator, per_rank: int) -> Iterator[Rows]:

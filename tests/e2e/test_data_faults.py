@@ -1,0 +1,242 @@
+"""Preparing and streaming on real Ray while storage and processes fail: still every sample exactly once."""
+
+import gzip
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray
+import yaml
+from ray._private.internal_api import memory_summary
+
+from tests.support.s3 import S3Server, s3_server
+from tests.support.specs import raw_spec, spec
+from tests.support.waiting import wait_for
+from train_loop.data.cache import find_dataset
+from train_loop.data.dataset import Dataset, Rows
+from train_loop.data.order import Order, StepOrder
+from train_loop.data.prepare import prepare
+from train_loop.data.read import read_rows
+from train_loop.data.reader import StreamPlan
+from train_loop.data.stream import BLOCKS_HELD, block_bytes, by_step, open_splits
+from train_loop.spec import JobSpec, parse
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3Server]:
+    with s3_server() as server:
+        server.bucket("data")
+        yield server
+
+
+@pytest.fixture(scope="module", autouse=True)
+def address(s3: S3Server) -> Iterator[str]:
+    """A Ray of our own, whose workers find the S3 server; its folder needs a short path."""
+    with tempfile.TemporaryDirectory(prefix="shed-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        for name, value in s3.environment().items():
+            patch.setenv(name, value)
+        context = ray.init(
+            address="local", num_cpus=2, object_store_memory=200_000_000, _temp_dir=folder, log_to_driver=False
+        )
+        yield context.address_info["gcs_address"]
+        ray.shutdown()
+
+
+def silent(event: str, **fields: object) -> None:
+    """Reports to nobody."""
+
+
+def texts(count: int) -> list[str]:
+    return [f"document {n} " + " ".join(f"word{(n * i) % 97}" for i in range(n % 40)) for n in range(count)]
+
+
+def json_lines(count: int) -> bytes:
+    return "\n".join(json.dumps({"text": text}) for text in texts(count)).encode()
+
+
+def text_spec(path: object) -> JobSpec:
+    return spec(data={"train": {"path": str(path)}, "columns": {"text": "text"}, "sequence_length": 64})
+
+
+def assert_same_samples(one: Dataset, other: Dataset) -> None:
+    first, second = (read_rows(dataset, np.arange(dataset.samples)) for dataset in (one, other))
+    assert np.array_equal(first.input_ids, second.input_ids)
+    assert np.array_equal(first.position_ids, second.position_ids)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """What the text gives that lies on no other storage than the local disk."""
+    folder = tmp_path_factory.mktemp("local")
+    (folder / "a.jsonl").write_bytes(json_lines(400))
+    return prepare(text_spec(folder / "a.jsonl"), folder / "_cache", silent)
+
+
+def test_storage_that_refuses_for_a_while_changes_nothing(s3: S3Server, tmp_path: Path, expected: Dataset) -> None:
+    s3.put("data/text/a.jsonl.gz", gzip.compress(json_lines(400)))
+    before = s3.refused
+    with ThreadPoolExecutor(1) as pool:
+        with s3.refuse():
+            found = pool.submit(prepare, text_spec("s3://data/text/*.jsonl.gz"), tmp_path, silent)
+            wait_for(lambda: s3.refused > before + 3, "requests that were refused")
+        assert_same_samples(found.result(timeout=120), expected)
+
+
+def prepare_alone(job: Path, cache: Path, address: str) -> "subprocess.Popen[str]":
+    """`python -m train_loop.prepare` on our Ray, in a process of its own."""
+    command = [sys.executable, "-m", "train_loop.prepare", str(job), "--cache", str(cache)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"RAY_ADDRESS": address}, text=True
+    )
+
+
+def written(folder: Path, path: object) -> Path:
+    """A file with the spec of the text at a path."""
+    job = raw_spec(data={"train": {"path": str(path)}, "columns": {"text": "text"}, "sequence_length": 64})
+    (folder / "spec.yaml").write_text(yaml.safe_dump(job))
+    return folder / "spec.yaml"
+
+
+def test_two_jobs_that_prepare_the_same_do_the_work_once(address: str, tmp_path: Path, expected: Dataset) -> None:
+    (tmp_path / "a.jsonl").write_bytes(json_lines(400))
+    job = written(tmp_path, tmp_path / "a.jsonl")
+    both = [prepare_alone(job, tmp_path / "_cache", address) for _ in range(2)]
+    told = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], told
+    events = [line.split()[0] for _, errors in told for line in errors.splitlines() if "=" in line]
+    assert events.count("preparing") == events.count("training_tokenizer") == 1, told
+    assert told[0][0] == told[1][0]
+    assert_same_samples(find_dataset(parse(yaml.safe_load(job.read_text())), tmp_path / "_cache"), expected)
+
+
+def test_preparing_that_was_killed_leaves_nothing_that_is_read(
+    s3: S3Server, address: str, tmp_path: Path, expected: Dataset
+) -> None:
+    s3.put("data/killed/a.jsonl", json_lines(400))
+    # The tokenizer is there, so that it is the samples in the middle of which it dies.
+    job = text_spec("s3://data/killed/a.jsonl")
+    assert expected.tokenizer is not None
+    job = job.model_copy(update={"model": job.model.model_copy(update={"tokenizer": expected.tokenizer})})
+    (tmp_path / "spec.json").write_text(job.model_dump_json())
+    before = s3.refused
+    process = prepare_alone(tmp_path / "spec.json", tmp_path / "_cache", address)
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith("preparing")
+    with s3.refuse():
+        wait_for(lambda: s3.refused > before or process.poll() is not None, "a read that is waiting")
+        process.kill()
+        process.communicate(timeout=30)
+    left = [path for path in (tmp_path / "_cache").iterdir() if path.is_dir()]
+    assert all(".tmp-" in path.name for path in left), "killed in the middle, it has committed"
+    assert left
+    assert_same_samples(prepare(job, tmp_path / "_cache", silent), expected)
+
+
+@pytest.fixture(scope="module")
+def numbered(s3: S3Server) -> Dataset:
+    """200 samples in small row groups on S3; sample i holds the number i."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"ids": [[i] * 4 for i in range(200)]}), sink, row_group_size=16)
+    s3.put("data/numbered/rows.parquet", sink.getvalue().to_pybytes())
+    data = {"train": {"path": "s3://data/numbered/"}, "columns": {"input_ids": "ids"}}
+    return find_dataset(spec(data=data | {"packing": False, "sequence_length": 4}), Path("/nowhere"))
+
+
+def drain_all(plan: StreamPlan) -> "list[Future[list[Rows]]]":
+    """The rows of every data rank, drained side by side."""
+    splits = open_splits(plan, plan.start, plan.steps)
+    pool = ThreadPoolExecutor(len(splits))
+    futures = [pool.submit(list, by_step(split, plan.order.per_rank)) for split in splits]
+    pool.shutdown(wait=False)
+    return futures
+
+
+def assert_exact(plan: StreamPlan, futures: "list[Future[list[Rows]]]") -> None:
+    for rank, future in enumerate(futures):
+        stream = future.result(timeout=120)[: plan.steps]
+        assert len(stream) == plan.steps
+        for step, rows in enumerate(stream):
+            ids = plan.order.step(plan.start + step * plan.order.global_batch)[rank]
+            assert rows.samples.tolist() == ids.tolist()
+            assert rows.input_ids[:, 0].tolist() == ids.tolist()
+
+
+def reading_workers() -> list[psutil.Process]:
+    """Processes of Ray that are reading blocks at this moment."""
+    family = psutil.Process().children(recursive=True)
+    return [process for process in family if "_read_block" in " ".join(_command(process))]
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.cmdline())
+    except psutil.NoSuchProcess:
+        return []
+
+
+def test_a_data_worker_that_is_slow_and_dies_costs_no_sample(s3: S3Server, numbered: Dataset) -> None:
+    deal = StepOrder(Order(200, 0, shuffle=True, dataset="x", end=10**6), 2, 4)
+    plan = StreamPlan(numbered, deal, 40, 48)
+    before = s3.refused
+    with s3.refuse():
+        futures = drain_all(plan)
+        wait_for(lambda: s3.refused > before, "a Data worker that waits for storage")
+        (victim, *_) = wait_for(reading_workers, "a Data worker that reads")
+        victim.kill()
+        wait_for(lambda: not victim.is_running() or victim.status() == psutil.STATUS_ZOMBIE, "its death")
+        assert not any(future.done() for future in futures)
+    assert_exact(plan, futures)
+
+
+def plasma_bytes() -> float:
+    """What Ray's object store holds."""
+    (line,) = [line for line in memory_summary(stats_only=True).splitlines() if line.startswith("Plasma memory usage")]
+    return float(line.split()[3]) * 2**20
+
+
+def resting_bytes() -> float:
+    """What the object store holds once it holds the same for a second."""
+    seen = [plasma_bytes()]
+
+    def rests() -> bool:
+        seen.append(plasma_bytes())
+        return len(seen) > 20 and len(set(seen[-20:])) == 1
+
+    wait_for(rests, "an object store that no longer grows")
+    return seen[-1]
+
+
+def test_what_is_read_ahead_is_bounded_however_much_there_is(tmp_path: Path) -> None:
+    """Data more than ten times larger than what may wait for two ranks that take their time."""
+    rows, length = 4096, 2048
+    table = pa.table({"ids": np.arange(rows * length, dtype=np.int32).reshape(rows, length).tolist()})
+    pq.write_table(table, tmp_path / "rows.parquet", row_group_size=64)
+    columns: dict[str, Any] = {"columns": {"input_ids": "ids"}, "packing": False, "sequence_length": length}
+    dataset = find_dataset(spec(data={"train": {"path": str(tmp_path / "rows.parquet")}} | columns), tmp_path)
+    deal = StepOrder(Order(rows, 0, shuffle=False, dataset="x", end=10**9), 2, 2)
+    plan = StreamPlan(dataset, deal, 0, rows // 4)
+    bound = 2 * BLOCKS_HELD * block_bytes(plan)
+    assert rows * length * 12 > 10 * bound
+    ranks = [by_step(split, 2) for split in open_splits(plan, 0, plan.steps)]
+    with ThreadPoolExecutor(2) as pool:
+
+        def take(steps: int) -> None:
+            list(pool.map(lambda rank: list(itertools.islice(rank, steps)), ranks))
+
+        for _ in range(3):
+            take(64)
+            assert resting_bytes() <= bound
+        take(plan.steps)
