@@ -194,6 +194,70 @@ def test_a_vocabulary_too_small_for_bytes_says_so(tmp_path: Path) -> None:
         prepare(small, tmp_path / "_cache", heard()[1])
 
 
+def test_bad_rows_are_refused_by_line_or_left_out_and_listed(tmp_path: Path) -> None:
+    rows = [json.dumps({"text": words(n)}) for n in (5, 9, 3)]
+    (tmp_path / "a.jsonl").write_text("\n".join([rows[0], "oops", "", rows[1], '{"text": null}', rows[2]]))
+    with pytest.raises(DataError, match=r"a.jsonl, line 2: no JSON: .*; correct the row, or set on_bad_rows: skip"):
+        prepare(text_spec(tmp_path / "a.jsonl"), tmp_path / "_cache", heard()[1])
+    told: list[dict[str, Any]] = []
+    skipping = text_spec(tmp_path / "a.jsonl", on_bad_rows="skip")
+    dataset = prepare(skipping, tmp_path / "_cache", lambda name, **fields: told.append({"event": name} | fields))
+    (skipped,) = [event for event in told if event["event"] == "bad_rows_skipped"]
+    assert skipped["count"] == dataset.parts[0].bad_rows == 2
+    assert skipped["rows"][0].startswith(f"{tmp_path}/a.jsonl, line 2: no JSON: ")
+    assert skipped["rows"][1] == f"{tmp_path}/a.jsonl, line 5: column 'text' holds null where text is needed"
+    assert dataset.tokenizer is not None
+    expected = load_tokenizer(dataset.tokenizer).encode([words(n) for n in (5, 9, 3)])
+    assert dataset.tokens == sum(map(len, expected))
+
+
+def test_sources_of_different_shapes_are_mixed_and_each_is_prepared_once(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(words(300))
+    (tmp_path / "b.jsonl").write_text("\n".join(json.dumps({"q": words(3), "a": words(9), "w": 2}) for _ in range(40)))
+    answers = {"path": str(tmp_path / "b.jsonl"), "columns": {"prompt": "q", "response": "a", "weight": "w"}}
+
+    def mixed(*weights: float) -> JobSpec:
+        sources: list[dict[str, Any]] = [{"path": str(tmp_path / "a.txt")}, answers]
+        return spec(
+            data={
+                "train": [source | {"weight": w} for source, w in zip(sources, weights, strict=True)],
+                "sequence_length": 48,
+            }
+        )
+
+    names, report = heard()
+    dataset = prepare(mixed(1, 3), tmp_path / "_cache", report)
+    assert names == ["training_tokenizer", "preparing", "preparing"]
+    assert dataset.mixture is not None
+    assert dataset.mixture.quotas == (2500, 7500)
+    text, _ = dataset.parts
+    order = Order(dataset.epoch_samples, 0, True, dataset.fingerprint, 10**9, dataset.mixture)
+    rows = read_rows(dataset, order.at(np.arange(8)))
+    assert (rows.samples < text.samples).sum() == 2
+    assert rows.weights is not None
+    for row in range(8):
+        whole = rows.samples[row] < text.samples
+        length = rows.lengths[row]
+        assert (rows.labels[row][:length] == -100).any() != whole
+        assert set(rows.weights[row][:length].tolist()) == ({1.0} if whole else {2.0})
+    # Other weights are another run of the same samples.
+    again = prepare(mixed(1, 1), tmp_path / "_cache", report)
+    assert len(names) == 3
+    assert again.parts == dataset.parts
+    assert again.fingerprint != dataset.fingerprint
+    assert find_dataset(mixed(1, 3), tmp_path / "_cache") == dataset
+
+
+def test_a_cache_that_somebody_has_damaged_is_made_again(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(words(40))
+    first = prepare(text_spec(tmp_path / "a.txt"), tmp_path / "_cache", heard()[1])
+    Path(first.parts[0].files[0].path).write_bytes(b"cut short")
+    names, report = heard()
+    assert prepare(text_spec(tmp_path / "a.txt"), tmp_path / "_cache", report) == first
+    assert names == ["preparing"]
+    assert read_rows(first, np.arange(1)).lengths[0] > 0
+
+
 @pytest.fixture(scope="module")
 def numbered(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     """200 samples; sample i holds the number i."""

@@ -1,5 +1,7 @@
 """Jobs over HTTP on real Ray, with everything killed that can be killed."""
 
+import gzip
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,9 @@ import pytest
 
 from service.client import ApiError
 from service.domain.job import JobState
+from tests.support.folders import write_tokenizer
 from tests.support.live import LiveService
+from tests.support.s3 import S3Server, s3_server
 from tests.support.waiting import wait_for
 from train_loop.checkpoint.manifest import newest_verified
 
@@ -18,8 +22,16 @@ STEPS = 40
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
-    service = LiveService(tmp_path_factory.mktemp("home"))
+def s3() -> Iterator[S3Server]:
+    with s3_server() as server:
+        server.bucket("corpus")
+        yield server
+
+
+@pytest.fixture(scope="module")
+def service(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
+    home = tmp_path_factory.mktemp("home")
+    service = LiveService(home, environment=s3.environment(), roots=("s3://corpus/open",))
     try:
         service.start()
         yield service
@@ -72,11 +84,37 @@ def test_a_job_on_text_is_evaluated_and_ends_by_tokens(service: LiveService) -> 
     )
     job = service.wait_for_state(job_id, JobState.SUCCEEDED)
     lines = service.metrics(job_id)
-    assert [line["tokens"] for line in lines][-2:] == [7 * 4 * 32, 8 * 4 * 32]
-    assert [line["step"] for line in lines if "eval_loss" in line] == [5, 8]
+    assert lines[-2]["tokens"] < 1000 <= lines[-1]["tokens"]
+    assert [line["step"] for line in lines if "eval_loss" in line] == [5, len(lines)]
     assert lines[-1]["eval_loss"] < lines[4]["eval_loss"]
     assert job.progress is not None
-    assert job.progress.of == 8
+    assert job.progress.of == len(lines)
+    assert all(event["utilisation"] > 0.9 for event in service.events(job_id, "prepared"))
+
+
+def test_conversations_on_s3_are_mixed_with_local_text(service: LiveService, s3: S3Server) -> None:
+    folder = service.home / "data" / "chat"
+    write_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
+    talk = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "It is said."}]
+    lines = [json.dumps({"messages": talk}), "no JSON"] * 40
+    s3.put("corpus/open/talks/a.jsonl.gz", gzip.compress("\n".join(lines).encode()))
+    talks = {"path": "s3://corpus/open/talks/", "columns": {"messages": "messages"}, "weight": 3}
+    text = {"path": "stdlib://json/*.py", "weight": 1}
+    data = {"columns": {"text": "text"}, "packing": True, "on_bad_rows": "skip", "system_prompt": "Be brief."}
+    model = {"tokenizer": folder.as_uri()}
+    with pytest.raises(ApiError) as refused:
+        service.submit(data=data | {"train": [{**talks, "path": "s3://corpus/closed/"}, text]}, model=model)
+    assert [error.pointer for error in refused.value.problem.errors or []] == ["/data/train/0/path"]
+    job_id = service.submit(data=data | {"train": [talks, text]}, model=model, training={"max_steps": 20})
+    service.wait_for_state(job_id, JobState.SUCCEEDED)
+    (skipped,) = service.events(job_id, "bad_rows_skipped")
+    assert skipped["count"] == 40
+    assert skipped["rows"][0].startswith("s3://corpus/open/talks/a.jsonl.gz, line 2: no JSON")
+    (prepared,) = service.events(job_id, "prepared")
+    (conversations, _) = prepared["sources"]
+    for line in service.metrics(job_id):
+        assert sum(sample < conversations["samples"] for sample in line["samples"]) == 3, "of the 4 samples of a step"
 
 
 def test_a_job_runs_to_its_end_and_its_traces_are_served(service: LiveService, reference: list[dict[str, Any]]) -> None:

@@ -50,6 +50,8 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     subprocess.run(
         prepare, check=True, capture_output=True, timeout=180, env=os.environ | {"RAY_AUTH_MODE": "disabled"}
     )
+    packed = find_dataset(parse(quickstart({}, world=4)), folder / "cache")
+    assert packed.utilisation >= 0.97, "samples that are filled up with padding"
     on_ranks(1, learn, folder, {"one rank": {}})
     on_ranks(4, learn, folder, MESHES)
     return {

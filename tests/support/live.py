@@ -21,10 +21,15 @@ from train_loop.run_dir import RunDir, read_lines
 
 
 class LiveService:
-    """A service on a home of its own. Its Ray survives `kill` and not `stop`."""
+    """A service on a home of its own, with more environment and storage roots if need be.
 
-    def __init__(self, home: Path) -> None:
+    Its Ray survives `kill` and not `stop`.
+    """
+
+    def __init__(self, home: Path, *, environment: dict[str, str] | None = None, roots: tuple[str, ...] = ()) -> None:
         self.home = home
+        self._environment = environment or {}
+        self._roots = (f"file://{home}/data", *roots)
         self._process: subprocess.Popen[bytes] | None = None
         self._client: Client | None = None
 
@@ -41,13 +46,13 @@ class LiveService:
         environment |= {
             "TRAINSHED_HOME": str(self.home),
             "TRAINSHED_PORT": "0",
-            "TRAINSHED_STORAGE_ROOTS": f"file://{self.home}/data",
+            "TRAINSHED_STORAGE_ROOTS": ",".join(self._roots),
             "TRAINSHED_RETRY_SECONDS": "0.5",
             "TRAINSHED_RECONCILE_SECONDS": "0.1",
             "TRAINSHED_RAY_CPUS": "3",
             "RAY_AUTH_MODE": "token",
             "OMP_NUM_THREADS": "1",
-        }
+        } | self._environment
         with (self.home / "service.log").open("ab") as log:
             command = [sys.executable, "-m", "service.serve"]
             self._process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)

@@ -1,0 +1,102 @@
+"""A folder of the cache is built by one process at a time, and is there whole or not at all."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.waiting import wait_for
+from train_loop.data.build_once import build_once
+from train_loop.data.progress import Progress
+
+SLOW = """
+import sys, time
+from pathlib import Path
+from train_loop.data.build_once import build_once
+folder = Path(sys.argv[1])
+def build(work):
+    (work / "half").write_text("x")
+    while not (folder.parent / "go").exists():
+        time.sleep(0.01)
+    (work / "whole").write_text("slow")
+build_once(folder, build, is_whole=(folder / "whole").exists, report=print)
+"""
+
+
+def slowly(folder: Path) -> "subprocess.Popen[bytes]":
+    """A process that is in the middle of building the folder, until a file named go lies beside it."""
+    process = subprocess.Popen([sys.executable, "-c", SLOW, str(folder)], stdout=subprocess.DEVNULL)
+    wait_for(lambda: list(folder.parent.glob("*.tmp-*/half")), "a half-built folder")
+    return process
+
+
+def quickly(folder: Path, heard: list[str]) -> None:
+    def build(work: Path) -> None:
+        (work / "whole").write_text("quick")
+
+    build_once(folder, build, is_whole=(folder / "whole").exists, report=lambda event, **_: heard.append(event))
+
+
+def test_who_comes_second_waits_and_takes_what_is_there(tmp_path: Path) -> None:
+    folder, heard = tmp_path / "made", list[str]()
+    process = slowly(folder)
+
+    def release(event: str, **fields: Any) -> None:
+        heard.append(event)
+        (tmp_path / "go").touch()
+
+    build_once(folder, lambda work: pytest.fail("twice"), is_whole=(folder / "whole").exists, report=release)
+    assert heard == ["waiting_for_preparation"]
+    assert (folder / "whole").read_text() == "slow"
+    assert process.wait(timeout=30) == 0
+
+
+def test_a_process_that_is_killed_leaves_the_work_to_the_next(tmp_path: Path) -> None:
+    folder, heard = tmp_path / "made", list[str]()
+    process = slowly(folder)
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=30)
+    assert not folder.exists()
+    quickly(folder, heard)
+    assert (folder / "whole").read_text() == "quick"
+    assert heard == []
+
+
+def test_old_leftovers_are_swept_and_young_ones_are_somebodys(tmp_path: Path) -> None:
+    old, young = tmp_path / "made.tmp-old", tmp_path / "made.tmp-young"
+    for left in (old, young):
+        left.mkdir()
+        (left / "half").touch()
+    for path in (old / "half", old):
+        os.utime(path, (0, 0))
+    quickly(tmp_path / "made", [])
+    assert not old.exists()
+    assert young.exists()
+
+
+def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    def fail(work: Path) -> None:
+        (work / "half").touch()
+        raise ValueError("bad data")
+
+    with pytest.raises(ValueError, match="bad data"):
+        build_once(tmp_path / "made", fail, is_whole=lambda: False, report=print)
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
+def test_progress_is_told_now_and_then_with_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, told = [0.0], list[dict[str, Any]]()
+    monkeypatch.setattr("train_loop.data.progress.monotonic", lambda: now[0])
+    progress = Progress(lambda event, **fields: told.append({"event": event} | fields), [100, 300, 600])
+    for task, seconds in ((0, 1), (1, 6), (1, 8), (2, 12)):
+        now[0] = seconds
+        progress.rows(10, tokens=50, task=task)
+    names = ("event", "rows", "tokens", "percent", "eta_seconds")
+    assert [tuple(event[name] for name in names) for event in told] == [
+        ("prepare_progress", 20, 100, 10.0, 54),
+        ("prepare_progress", 40, 200, 40.0, 18),
+    ]
