@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from train_loop.data.dataset import Dataset, Part, ShardFile
 from train_loop.data.order import mix
-from train_loop.data.rows import parquet_groups, parquet_metadata
+from train_loop.data.rows import parquet_footers
 from train_loop.data.sources import SourceFile, list_files
 from train_loop.data.tokenizer import load_tokenizer
 from train_loop.errors import DataError
@@ -165,28 +165,31 @@ def _ready_made(spec: JobSpec, source: Source) -> Part | None:
     columns = source.columns
     if columns.input_ids is None or spec.data.packing or source.files[0].format != "parquet":
         return None
-    if any(size > _GROUP_BYTES for file in source.files for size in parquet_groups(file)):
+    files = list(zip(source.files, parquet_footers(source.files), strict=True))
+    if any(_largest_group(footer) > _GROUP_BYTES for _, footer in files):
         return None
-    files = [(file, parquet_metadata(file)) for file in source.files]
-    if not sum(metadata.num_rows for _, metadata in files):
+    if not sum(footer.num_rows for _, footer in files):
         raise DataError(f"{source} holds no rows; an empty dataset cannot be trained on")
     return Part(
         fingerprint=fingerprint(spec, source, None),
         files=tuple(
-            ShardFile(path=file.uri, rows=metadata.num_rows, size=file.size)
-            for file, metadata in files
-            if metadata.num_rows
+            ShardFile(path=file.uri, rows=footer.num_rows, size=file.size) for file, footer in files if footer.num_rows
         ),
         input_ids=columns.input_ids,
         labels=columns.labels,
         weights=columns.weight,
-        tokens=sum(_values(metadata, columns.input_ids) for _, metadata in files),
+        tokens=sum(_values(footer, columns.input_ids) for _, footer in files),
     )
 
 
-def _values(metadata: Any, column: str) -> int:
+def _largest_group(footer: Any) -> int:
+    """Bytes, unpacked."""
+    return max((footer.row_group(n).total_byte_size for n in range(footer.num_row_groups)), default=0)
+
+
+def _values(footer: Any, column: str) -> int:
     """Values in all lists of a Parquet file's column, from its footer; an empty list counts for one."""
-    groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
+    groups = (footer.row_group(number) for number in range(footer.num_row_groups))
     chunks = (group.column(place) for group in groups for place in range(group.num_columns))
     return sum(chunk.num_values for chunk in chunks if f"{chunk.path_in_schema}.".startswith(f"{column}."))
 

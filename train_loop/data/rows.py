@@ -6,6 +6,7 @@ place, so that what is wrong with one can be said in the words of its file.
 
 import json
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from train_loop.spec import ColumnsSpec
 _CHUNK = 4 * 2**20
 """Bytes of rows that are handed on together."""
 _PARQUET_ROWS = 1024
+_FOOTERS_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
@@ -44,13 +46,16 @@ class Row:
 
 def cut(files: Sequence[SourceFile], size: int) -> list[Piece]:
     """Pieces of about `size` bytes, in file order. Raises DataError for Parquet that is none."""
+    if files and files[0].format == "parquet":
+        return [
+            Piece(file, n, n + 1, footer.row_group(n).total_byte_size)
+            for file, footer in zip(files, parquet_footers(files), strict=True)
+            for n in range(footer.num_row_groups)
+        ]
     return [piece for file in files for piece in _cut(file, size)]
 
 
 def _cut(file: SourceFile, size: int) -> list[Piece]:
-    if file.format == "parquet":
-        groups = parquet_groups(file)
-        return [Piece(file, n, n + 1, size) for n, size in enumerate(groups)]
     if file.format == "text" or file.codec:
         return [Piece(file, 0, file.size, file.size)] if file.size else []
     starts = range(0, file.size, size)
@@ -90,14 +95,13 @@ def locate(file: SourceFile, place: int) -> str:
     return f"{file.uri}, line {line}"
 
 
-def parquet_groups(file: SourceFile) -> list[int]:
-    """Bytes of each row group, unpacked. Raises DataError."""
-    metadata = parquet_metadata(file)
-    return [metadata.row_group(n).total_byte_size for n in range(metadata.num_row_groups)]
+def parquet_footers(files: Sequence[SourceFile]) -> list[Any]:
+    """The footers of Parquet files, some of them at a time. Raises DataError."""
+    with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
+        return list(pool.map(_footer, files))
 
 
-def parquet_metadata(file: SourceFile) -> Any:
-    """The footer of a Parquet file. Raises DataError."""
+def _footer(file: SourceFile) -> Any:
     try:
         with open_file(file, buffer=0) as opened:
             return pq.ParquetFile(opened, page_checksum_verification=True).metadata
@@ -124,7 +128,7 @@ def column_names(file: SourceFile) -> list[str]:
 
 def is_empty(file: SourceFile) -> bool:
     """Whether a file holds no rows at all. Raises DataError for a file that is not what its name says."""
-    return not file.size or (file.format == "parquet" and parquet_metadata(file).num_rows == 0)
+    return not file.size or (file.format == "parquet" and _footer(file).num_rows == 0)
 
 
 def check_columns(file: SourceFile, columns: ColumnsSpec) -> None:
