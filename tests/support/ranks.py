@@ -6,13 +6,14 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing import Queue, get_context
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 from train_loop.leave import leave
 
@@ -23,14 +24,14 @@ def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[
     The function must be importable, and what it returns must pickle. Raises what the first failing rank raised.
     """
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_rank, (world, folder, function, arguments), nprocs=world)  # type: ignore[no-untyped-call]
+        _join(_start(_rank, world, (dict(os.environ), world, folder, function, arguments)))
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world)]
 
 
 @contextmanager
 def ranks_that_stay(world: int) -> Iterator[Callable[..., Any]]:
     """Ranks that answer one call after another, for tests that draw their cases as they go; rank 0's answers count."""
-    context = get_context("spawn")
+    context = get_context("forkserver")
     asked, answers = [context.Queue() for _ in range(world)], context.Queue()
 
     def ask(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -42,21 +43,41 @@ def ranks_that_stay(world: int) -> Iterator[Callable[..., Any]]:
         return answer
 
     with tempfile.TemporaryDirectory() as folder:
-        ranks = spawn(_answer, (world, folder, asked, answers), nprocs=world, join=False)  # type: ignore[no-untyped-call]
+        ranks = _start(_answer, world, (dict(os.environ), world, folder, asked, answers))
         yield ask
         for queue in asked:
             queue.put(None)
-        ranks.join()
+        _join(ranks)
 
 
-def _rank(rank: int, world: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    with _group(rank, world, folder):
+def _join(ranks: Any) -> None:
+    while not ranks.join():
+        pass
+
+
+def _start(function: Callable[..., None], world: int, arguments: tuple[Any, ...]) -> Any:
+    """Processes that are forked from one that has imported already what takes seconds to import."""
+    set_forkserver_preload(["tests.support.preload"])
+    return start_processes(function, arguments, nprocs=world, join=False, start_method="forkserver")  # type: ignore[no-untyped-call]
+
+
+def _rank(
+    rank: int,
+    environment: dict[str, str],
+    world: int,
+    folder: str,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    with _group(rank, environment, world, folder):
         torch.save(function(*arguments), Path(folder, f"{rank}.pt"))
     leave()
 
 
-def _answer(rank: int, world: int, folder: str, asked: "list[Queue[Any]]", answers: "Queue[Any]") -> None:
-    with _group(rank, world, folder):
+def _answer(
+    rank: int, environment: dict[str, str], world: int, folder: str, asked: "list[Queue[Any]]", answers: "Queue[Any]"
+) -> None:
+    with _group(rank, environment, world, folder):
         while (question := asked[rank].get()) is not None:
             function, arguments = question
             try:
@@ -71,7 +92,10 @@ def _answer(rank: int, world: int, folder: str, asked: "list[Queue[Any]]", answe
 
 
 @contextmanager
-def _group(rank: int, world: int, folder: str) -> Iterator[None]:
+def _group(rank: int, environment: dict[str, str], world: int, folder: str) -> Iterator[None]:
+    # The process that it was forked from has the environment of another time.
+    os.environ.clear()
+    os.environ.update(environment)
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     dist.init_process_group(
