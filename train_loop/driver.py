@@ -16,14 +16,14 @@ import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback, get_context
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from train_loop.data.cache import evaluation_spec, pinned_dataset
+from train_loop.data.cache import evaluation_spec, pin, pinned_dataset
 from train_loop.data.dataset import Dataset
 from train_loop.data.prepare import prepare
 from train_loop.data.stream import ray_stream
 from train_loop.failure import failed, failure_told, reason
 from train_loop.journal import Journal
 from train_loop.logs import log_to
-from train_loop.run_dir import AttemptDir, Outcome, RunDir, read_lines, write_durably
+from train_loop.run_dir import AttemptDir, Outcome, RunDir, read_lines
 from train_loop.session import Session
 from train_loop.spec import JobSpec
 from train_loop.worker import train
@@ -94,6 +94,7 @@ def _prepare(spec: JobSpec, run_dir: RunDir, journal: Journal) -> None:
         "samples": dataset.samples,
         "tokens": dataset.tokens,
         "utilisation": round(dataset.utilisation, 4),
+        "rows": sum(part.rows for part in dataset.parts),
         "bad_rows": sum(part.bad_rows for part in dataset.parts),
         "sources": [
             {"dataset": part.fingerprint, "samples": part.samples, "tokens": part.tokens} for part in dataset.parts
@@ -110,7 +111,7 @@ def _dataset(spec: JobSpec, pointer: Path, cache: Path, journal: Journal) -> Dat
     dataset = pinned_dataset(spec, pointer)
     if dataset is None:
         dataset = prepare(spec, cache, journal.event)
-        write_durably(pointer, dataset.model_dump_json(indent=2))
+        pin(dataset, pointer)
     return dataset
 
 

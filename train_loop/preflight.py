@@ -36,7 +36,9 @@ def check_data(spec: JobSpec, roots: Sequence[str]) -> list[Problem]:
         for number, source in enumerate(sources):
             place = f"/data/{name}/{number}" if isinstance(written, tuple) else f"/data/{name}"
             columns = f"{place}/columns" if source.columns else "/data/columns"
-            problems += _source_problems(source, data.columns_of(source), roots, (f"{place}/path", columns))
+            pointers = (f"{place}/path", columns)
+            skip = data.on_bad_rows == "skip"
+            problems += _source_problems(source, data.columns_of(source), roots, pointers, skip=skip)
     return problems
 
 
@@ -83,7 +85,7 @@ def _wishes_not_granted(model: PreTrainedModel, seen: Seen, spec: JobSpec) -> li
 
 
 def _source_problems(
-    source: SourceSpec, columns: ColumnsSpec, roots: Sequence[str], pointers: tuple[str, str]
+    source: SourceSpec, columns: ColumnsSpec, roots: Sequence[str], pointers: tuple[str, str], *, skip: bool
 ) -> list[Problem]:
     """The problems with one source; `pointers` are those of its path and of its columns."""
     try:
@@ -92,10 +94,10 @@ def _source_problems(
         files = list_files(source)
         if all(is_empty(file) for file in files):
             raise DataError(f"{', '.join(source.paths)} holds no rows; an empty dataset cannot be trained on")
-    except (DataError, OSError) as error:
+    except (ValueError, OSError) as error:
         return [Problem(pointers[0], str(error))]
     try:
-        check_columns(next(file for file in files if not is_empty(file)), columns)
+        check_columns(next(file for file in files if not is_empty(file)), columns, skip=skip)
     except DataError as error:
         return [Problem(pointers[1], str(error))]
     return []

@@ -12,14 +12,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from train_loop.data.cache import default_cache, evaluation_spec, find_dataset, pinned_dataset
-from train_loop.data.dataset import Dataset
+from train_loop.data.cache import default_cache, evaluation_spec, find_dataset, pin, pinned_dataset
 from train_loop.data.reader import local_stream
 from train_loop.errors import UserError
 from train_loop.failure import MISTAKES, failed, failure_told
 from train_loop.leave import leave
 from train_loop.logs import log_to
-from train_loop.run_dir import Outcome, RunDir, write_durably
+from train_loop.run_dir import Outcome, RunDir
 from train_loop.session import Session
 from train_loop.spec import JobSpec, SpecError, parse_text
 from train_loop.worker import train
@@ -74,14 +73,10 @@ def _train(spec: JobSpec, session: Session, cache: Path) -> Outcome:
     # Nobody may look for the pointer after somebody has written it: all ranks read the same samples.
     dist.barrier()
     if session.rank == 0:
-        _pin(dataset, run_dir.data)
+        pin(dataset, run_dir.data)
         if evaluation is not None:
-            _pin(evaluation, run_dir.eval_data)
+            pin(evaluation, run_dir.eval_data)
     return train(spec, session, dataset, evaluation)
-
-
-def _pin(dataset: Dataset, pointer: Path) -> None:
-    write_durably(pointer, dataset.model_dump_json(indent=2))
 
 
 def _session(spec: JobSpec, run_dir: RunDir) -> Session:

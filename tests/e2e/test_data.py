@@ -96,7 +96,7 @@ def test_a_second_job_takes_what_the_first_has_prepared(tmp_path: Path) -> None:
     names, report = heard()
     first = prepare(text_spec(tmp_path / "a.txt"), tmp_path / "_cache", report)
     assert prepare(text_spec(tmp_path / "a.txt"), tmp_path / "_cache", report) == first
-    assert names == ["training_tokenizer", "preparing"]
+    assert names == ["training_tokenizer", "preparing", "prepare_progress"]
     assert find_dataset(text_spec(tmp_path / "a.txt"), tmp_path / "_cache") == first
     longer = prepare(text_spec(tmp_path / "a.txt", sequence_length=8), tmp_path / "_cache", report)
     assert longer.fingerprint != first.fingerprint
@@ -109,7 +109,7 @@ def test_a_cache_that_was_never_committed_is_not_read(tmp_path: Path) -> None:
     folder.rename(folder.with_name(f"{folder.name}.tmp-dead"))
     names, report = heard()
     assert prepare(text_spec(tmp_path / "a.txt"), tmp_path / "_cache", report) == first
-    assert names == ["preparing"]
+    assert names == ["preparing", "prepare_progress"]
 
 
 def test_eval_data_are_tokenised_as_the_training_data(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_sources_of_different_shapes_are_mixed_and_each_is_prepared_once(tmp_pat
 
     names, report = heard()
     dataset = prepare(mixed(1, 3), tmp_path / "_cache", report)
-    assert names == ["training_tokenizer", "preparing", "preparing"]
+    assert names == ["training_tokenizer", *["preparing", "prepare_progress"] * 2]
     assert dataset.mixture is not None
     assert dataset.mixture.quotas == (2500, 7500)
     text, _ = dataset.parts
@@ -242,10 +242,22 @@ def test_sources_of_different_shapes_are_mixed_and_each_is_prepared_once(tmp_pat
         assert set(rows.weights[row][:length].tolist()) == ({1.0} if whole else {2.0})
     # Other weights are another run of the same samples.
     again = prepare(mixed(1, 1), tmp_path / "_cache", report)
-    assert len(names) == 3
+    assert len(names) == 5
     assert again.parts == dataset.parts
     assert again.fingerprint != dataset.fingerprint
     assert find_dataset(mixed(1, 3), tmp_path / "_cache") == dataset
+
+
+def test_a_file_that_changes_while_it_is_prepared_is_under_no_name(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": words(9)}))
+
+    def report(event: str, **fields: Any) -> None:
+        if event == "preparing":
+            (tmp_path / "a.jsonl").write_text(json.dumps({"text": words(8)}))
+
+    with pytest.raises(DataError, match=r"a.jsonl has changed while it was prepared; start again"):
+        prepare(text_spec(tmp_path / "a.jsonl"), tmp_path / "_cache", report)
+    assert not list((tmp_path / "_cache").glob("*/dataset.json"))
 
 
 def test_a_cache_that_somebody_has_damaged_is_made_again(tmp_path: Path) -> None:
@@ -254,7 +266,7 @@ def test_a_cache_that_somebody_has_damaged_is_made_again(tmp_path: Path) -> None
     Path(first.parts[0].files[0].path).write_bytes(b"cut short")
     names, report = heard()
     assert prepare(text_spec(tmp_path / "a.txt"), tmp_path / "_cache", report) == first
-    assert names == ["preparing"]
+    assert names == ["preparing", "prepare_progress"]
     assert read_rows(first, np.arange(1)).lengths[0] > 0
 
 

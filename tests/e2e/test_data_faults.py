@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -25,11 +24,13 @@ from tests.support.s3 import S3Server, s3_server
 from tests.support.specs import raw_spec, spec
 from tests.support.waiting import wait_for
 from train_loop.data.cache import find_dataset
-from train_loop.data.dataset import Dataset, Rows
+from train_loop.data.dataset import Dataset, Part, Rows
 from train_loop.data.order import Order, StepOrder
+from train_loop.data.pack import Sample
 from train_loop.data.prepare import prepare
 from train_loop.data.read import read_rows
 from train_loop.data.reader import StreamPlan
+from train_loop.data.shards import INDEX, write_shards
 from train_loop.data.stream import BLOCKS_HELD, block_bytes, by_step, open_splits
 from train_loop.spec import JobSpec, parse
 
@@ -219,14 +220,18 @@ def resting_bytes() -> float:
     return seen[-1]
 
 
-def test_what_is_read_ahead_is_bounded_however_much_there_is(tmp_path: Path) -> None:
+def test_what_is_read_ahead_is_bounded_however_much_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Data more than ten times larger than what may wait for two ranks that take their time."""
     rows, length = 4096, 2048
-    table = pa.table({"ids": np.arange(rows * length, dtype=np.int32).reshape(rows, length).tolist()})
-    pq.write_table(table, tmp_path / "rows.parquet", row_group_size=64)
-    columns: dict[str, Any] = {"columns": {"input_ids": "ids"}, "packing": False, "sequence_length": length}
-    dataset = find_dataset(spec(data={"train": {"path": str(tmp_path / "rows.parquet")}} | columns), tmp_path)
-    deal = StepOrder(Order(rows, 0, shuffle=False, dataset="x", end=10**9), 2, 2)
+    # Small blocks, so that there are many of them.
+    monkeypatch.setattr("train_loop.data.stream._BLOCK_STEPS", 8)
+    draw = np.random.default_rng(0)
+    samples = (Sample(draw.integers(0, 99, length, np.int32), None, None, [length]) for _ in range(rows))
+    files, tokens = write_shards(tmp_path, samples)
+    shards = tuple(file.model_copy(update={"path": str(tmp_path / file.path)}) for file in files)
+    part = Part(fingerprint="x", files=shards, documents="documents", index=str(tmp_path / INDEX), tokens=tokens)
+    dataset = Dataset(fingerprint="x", parts=(part,), sequence_length=length)
+    deal = StepOrder(Order(rows, 0, shuffle=True, dataset="x", end=10**9), 2, 2)
     plan = StreamPlan(dataset, deal, 0, rows // 4)
     bound = 2 * BLOCKS_HELD * block_bytes(plan)
     assert rows * length * 12 > 10 * bound

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
 from werkzeug.serving import make_server
@@ -119,7 +120,7 @@ class S3Server:
         # moto looks for a signature and does not check it; without one, nobody may put an object twice.
         signature = f"AWS4-HMAC-SHA256 Credential={_KEY}/20260101/us-east-1/s3/aws4_request, Signature=none"
         headers = {"Content-Type": "application/octet-stream", "Authorization": signature, _NEVER_REFUSED: "yes"}
-        request = urllib.request.Request(f"{self.endpoint}/{path}", content, headers, method="PUT")
+        request = urllib.request.Request(f"{self.endpoint}/{quote(path)}", content, headers, method="PUT")
         with urllib.request.urlopen(request, timeout=30):
             pass
 

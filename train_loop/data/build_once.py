@@ -1,7 +1,8 @@
 """Folders of the cache: built by one job at a time, and there whole or not at all."""
 
+import errno
 import shutil
-import time
+import socket
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,24 +14,24 @@ from train_loop.data.progress import Report
 from train_loop.run_dir import sync
 
 _LOOK_SECONDS = 0.5
-_LEFT_OVER_SECONDS = 3600.0
-"""Work that nobody has touched for so long belongs to a process that died."""
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
 def build_once(folder: Path, build: Callable[[Path], None], *, is_whole: Callable[[], bool], report: Report) -> None:
     """Have `build` fill a folder that gets its final name by one rename, unless it `is_whole` already.
 
     Who comes second waits for the first. The lock dies with the process that holds it and only saves work: on storage
-    that has no locks both would build, and one rename would win.
+    that has no locks both build, and one rename wins.
     """
     if is_whole():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder, report):
+    with _locked(folder, report) as locked:
         if is_whole():
             return
-        _sweep(folder)
-        work = folder.with_name(f"{folder.name}.tmp-{uuid.uuid4().hex}")
+        if locked:
+            _sweep(folder)
+        work = folder.with_name(f"{folder.name}.tmp-{socket.gethostname()}-{uuid.uuid4().hex}")
         work.mkdir()
         try:
             build(work)
@@ -41,15 +42,22 @@ def build_once(folder: Path, build: Callable[[Path], None], *, is_whole: Callabl
 
 
 @contextmanager
-def _locked(folder: Path, report: Report) -> Iterator[None]:
-    lock = FileLock(folder.with_name(f"{folder.name}.lock"))
+def _locked(folder: Path, report: Report) -> Iterator[bool]:
+    """Whether nobody else holds the lock; False where the storage has none."""
+    # Without its fallback to a file that would outlive a killed process.
+    lock = FileLock(folder.with_name(f"{folder.name}.lock"), fallback_to_soft=False)
     try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        report("waiting_for_preparation", folder=str(folder))
-        lock.acquire(poll_interval=_LOOK_SECONDS)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            report("waiting_for_preparation", folder=str(folder))
+            lock.acquire(poll_interval=_LOOK_SECONDS)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        report("warning", message=f"{folder.parent} has no file locks: jobs that prepare the same both do the work")
     try:
-        yield
+        yield lock.is_locked
     finally:
         lock.release()
 
@@ -67,8 +75,6 @@ def _commit(work: Path, folder: Path, is_whole: Callable[[], bool]) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what jobs that died have left of the same work."""
-    for left in folder.parent.glob(f"{folder.name}.tmp-*"):
-        touched = max(path.stat().st_mtime for path in (left, *left.rglob("*")))
-        if touched < time.time() - _LEFT_OVER_SECONDS:
-            shutil.rmtree(left, ignore_errors=True)
+    """Remove what killed processes of this host have left of the same work: they held the lock that is ours now."""
+    for left in folder.parent.glob(f"{folder.name}.tmp-{socket.gethostname()}-*"):
+        shutil.rmtree(left, ignore_errors=True)

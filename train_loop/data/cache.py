@@ -8,22 +8,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from pydantic import ValidationError
 
 from train_loop.data.dataset import Dataset, Part, ShardFile
 from train_loop.data.order import mix
 from train_loop.data.rows import parquet_footers
+from train_loop.data.shards import RECORD_BYTES
 from train_loop.data.sources import SourceFile, list_files
 from train_loop.data.tokenizer import load_tokenizer
 from train_loop.errors import DataError
 from train_loop.model_folder import model_shape, tokenizer_folder
+from train_loop.run_dir import write_durably
 from train_loop.spec import ColumnsSpec, JobSpec, SourceSpec
 
 FORMAT = 2
 """Raise it when the same input would be prepared differently, so that old caches are not taken for new ones."""
 
-_GROUP_BYTES = 64 * 2**20
-"""Row groups up to this size are read as they are; larger ones would cost too much for the few rows of a step."""
+_AS_IT_IS_BYTES = 64 * 2**20
+"""Parquet is read as it is where all of it is no larger unpacked, or each row group where rows come in file order.
+
+Anything else would be read again and again for the few rows of a step.
+"""
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,11 @@ def default_cache() -> Path:
 
 def list_sources(spec: JobSpec) -> list[Source]:
     """The sources of a spec's training data. Raises DataError."""
-    return [Source(source, spec.data.columns_of(source), tuple(list_files(source))) for source in spec.data.sources]
+    return [_list_source(spec, source) for source in spec.data.sources]
+
+
+def _list_source(spec: JobSpec, source: SourceSpec) -> Source:
+    return Source(source, spec.data.columns_of(source), tuple(list_files(source)))
 
 
 def find_dataset(spec: JobSpec, cache: Path) -> Dataset:
@@ -73,9 +83,9 @@ def load_part(folder: Path) -> Part | None:
     """The prepared samples in a folder of the cache, if they were committed and are whole."""
     try:
         part = Part.model_validate_json((folder / "dataset.json").read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, ValidationError):
         return None
-    return part if all(_is_whole(file) for file in part.files) else None
+    return part if _is_whole(part) else None
 
 
 def join(spec: JobSpec, parts: Sequence[Part], tokenizer: Path | None) -> Dataset:
@@ -103,7 +113,7 @@ def evaluation_spec(spec: JobSpec, train: Dataset) -> JobSpec | None:
     return spec.model_copy(
         update={
             "data": spec.data.model_copy(update={"train": spec.data.eval, "eval": None}),
-            "model": spec.model.model_copy(update={"tokenizer": train.tokenizer}),
+            "model": spec.model.model_copy(update={"tokenizer": train.tokenizer or spec.model.tokenizer}),
         }
     )
 
@@ -119,17 +129,30 @@ def pinned_dataset(spec: JobSpec, pointer: Path) -> Dataset | None:
         return None
     except ValidationError as error:
         raise DataError(f"{pointer} was written by another version of Trainshed; start a new run") from error
-    if not all(_is_whole(file) for part in dataset.parts if part.index for file in part.files):
+    if not all(_is_whole(part) for part in dataset.parts if part.index):
         return None
-    if all(part.index for part in dataset.parts):
-        # The run has samples of its own: its sources may have gone or changed.
-        return dataset
-    for source, part in zip(list_sources(spec), dataset.parts, strict=True):
-        if not part.index and fingerprint(spec, source, None) != part.fingerprint:
+    for written, part in zip(spec.data.sources, dataset.parts, strict=True):
+        # Where the run has samples of its own, their source may have gone or changed.
+        if part.index is None and fingerprint(spec, _list_source(spec, written), None) != part.fingerprint:
             raise DataError(
-                f"the files of {source} have changed since the run began; put them back, or start a new run"
+                f"the files of {', '.join(written.paths)} have changed since the run began; put them back, or start a "
+                "new run"
             )
     return dataset
+
+
+def pin(dataset: Dataset, pointer: Path) -> None:
+    """Make a dataset the one that a run goes on with. Raises DataError where it began with another."""
+    try:
+        began = Dataset.model_validate_json(pointer.read_bytes()).fingerprint
+    except FileNotFoundError:
+        began = dataset.fingerprint
+    if began != dataset.fingerprint:
+        raise DataError(
+            f"the cache has lost the samples that the run began with ({began[:12]}), and its sources give others now "
+            f"({dataset.fingerprint[:12]}); put the files back, or start a new run"
+        )
+    write_durably(pointer, dataset.model_dump_json(indent=2))
 
 
 def tokenizer_home(spec: JobSpec, sources: Sequence[Source], cache: Path) -> Path | None:
@@ -162,11 +185,15 @@ def fingerprint(spec: JobSpec, source: Source, tokenizer: Path | None) -> str:
 
 def _ready_made(spec: JobSpec, source: Source) -> Part | None:
     """Tokenised Parquet that needs no packing is taken as it is: row i is sample i. Otherwise None."""
-    columns = source.columns
-    if columns.input_ids is None or spec.data.packing or source.files[0].format != "parquet":
+    columns, data = source.columns, spec.data
+    if columns.input_ids is None or data.packing or data.on_bad_rows == "skip" or source.files[0].format != "parquet":
         return None
     files = list(zip(source.files, parquet_footers(source.files), strict=True))
-    if any(_largest_group(footer) > _GROUP_BYTES for _, footer in files):
+    groups = [size for _, footer in files for size in _group_sizes(footer)]
+    small = sum(groups) <= _AS_IT_IS_BYTES
+    if not small and (data.shuffle or max(groups) > _AS_IT_IS_BYTES):
+        return None
+    if not all(_holds_tokens(footer.schema.to_arrow_schema(), columns) for _, footer in files):
         return None
     if not sum(footer.num_rows for _, footer in files):
         raise DataError(f"{source} holds no rows; an empty dataset cannot be trained on")
@@ -178,13 +205,27 @@ def _ready_made(spec: JobSpec, source: Source) -> Part | None:
         input_ids=columns.input_ids,
         labels=columns.labels,
         weights=columns.weight,
+        small=small,
         tokens=sum(_values(footer, columns.input_ids) for _, footer in files),
     )
 
 
-def _largest_group(footer: Any) -> int:
+def _holds_tokens(schema: pa.Schema, columns: ColumnsSpec) -> bool:
+    """Whether the columns are there and of types that are tokens and weights without a second look at each row."""
+    lists = [schema.field(name).type for name in (columns.input_ids, columns.labels) if name in schema.names]
+    tokens = [kind for kind in lists if _is_list(kind) and pa.types.is_integer(kind.value_type)]
+    weights = [schema.field(name).type for name in (columns.weight,) if name in schema.names]
+    numbers = [kind for kind in weights if pa.types.is_floating(kind) or pa.types.is_integer(kind)]
+    return len(tokens) == 1 + (columns.labels is not None) and len(numbers) == (columns.weight is not None)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+
+
+def _group_sizes(footer: Any) -> list[int]:
     """Bytes, unpacked."""
-    return max((footer.row_group(n).total_byte_size for n in range(footer.num_row_groups)), default=0)
+    return [footer.row_group(n).total_byte_size for n in range(footer.num_row_groups)]
 
 
 def _values(footer: Any, column: str) -> int:
@@ -194,9 +235,11 @@ def _values(footer: Any, column: str) -> int:
     return sum(chunk.num_values for chunk in chunks if f"{chunk.path_in_schema}.".startswith(f"{column}."))
 
 
-def _is_whole(file: ShardFile) -> bool:
-    path = Path(file.path)
-    return path.is_file() and path.stat().st_size == file.size
+def _is_whole(part: Part) -> bool:
+    """Whether nobody has deleted or cut short what was prepared."""
+    assert part.index is not None
+    sizes = {file.path: file.size for file in part.files} | {part.index: part.samples * RECORD_BYTES}
+    return all(Path(path).is_file() and Path(path).stat().st_size == size for path, size in sizes.items())
 
 
 def _described(source: Source) -> list[list[Any]]:
@@ -204,9 +247,6 @@ def _described(source: Source) -> list[list[Any]]:
 
 
 def _identity(tokenizer: Path) -> list[str]:
-    if tokenizer.name.startswith("tokenizer-"):
-        # Trained on the data, and named by what it was trained on.
-        return [tokenizer.name]
     names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
     files = [tokenizer / name for name in names]
     return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()]

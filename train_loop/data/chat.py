@@ -154,6 +154,8 @@ def encode_chat(
         raise DataError(f"the chat template refuses it: {error}; change the messages or the template") from error
     if not rendered.trained:
         raise DataError("there is nothing to train on, as it has no assistant turn; add one or leave it out")
+    # Half of a character, which JSON can write, is told here; the tokenizer would only name a type.
+    rendered.text.encode()
     ids, labels, ended = _encode(tokenizer, rendered)
     if not ended:
         # To end is for the model to say after its own last words, where no end-of-turn marker says so already.

@@ -47,11 +47,15 @@ class Part(BaseModel):
     weights: str | None = None
     """Column with the weight of the row, or of each of its documents."""
     index: str | None = None
-    """File that says where in the shards each sample lies; without it whole row groups are read."""
+    """File that says where in the shards each sample lies; without it the files are read as they are."""
+    small: bool = False
+    """Read as they are, the files are kept in memory whole, and not by row groups."""
     tokens: int
     """Tokens in all samples, padding not counted; for files read as they are, a sample without any counts as one."""
+    rows: int = 0
+    """Rows that were read to prepare it."""
     bad_rows: int = 0
-    """Rows of the source that were skipped."""
+    """Those of them that were skipped."""
 
     @property
     def samples(self) -> int:

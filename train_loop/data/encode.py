@@ -1,6 +1,5 @@
 """Rows of every shape → documents of tokens, what is trained on marked, each ending with EOS."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +10,10 @@ from train_loop.data.chat import encode_chat, load_chat_template
 from train_loop.data.pack import Document
 from train_loop.data.rows import Row
 from train_loop.data.tokenizer import load_tokenizer
-from train_loop.errors import DataError
 from train_loop.spec import ColumnsSpec
 
 _INT32 = np.iinfo(np.int32)
+_HEAVIEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -51,12 +50,12 @@ def encode_rows(
 def _wrong(values: dict[str, Any], columns: ColumnsSpec) -> str | None:
     """What makes a row useless, before it is tokenised."""
     for name in (columns.text, columns.prompt, columns.response):
-        if name is not None and not isinstance(values[name], str):
+        if name is not None and not _is_text(values[name]):
             return f"column {name!r} holds {_kind(values[name])} where text is needed"
     if columns.input_ids is not None:
         for name in (columns.input_ids, columns.labels):
             if name is not None and not _are_tokens(values[name]):
-                return f"column {name!r} holds {_kind(values[name])} where a list of tokens is needed"
+                return f"column {name!r} holds {_kind(values[name])} where a list of 32-bit numbers is needed"
         if columns.labels is not None and len(values[columns.input_ids]) != len(values[columns.labels]):
             ids, labels = len(values[columns.input_ids]), len(values[columns.labels])
             return f"{ids} tokens and {labels} labels; they must be aligned"
@@ -101,8 +100,16 @@ def _token_lists(
 def _or_reason(call: Callable[..., tuple[Any, Any]], *arguments: Any) -> tuple[Any, Any] | str:
     try:
         return call(*arguments)
-    except DataError as error:
+    except ValueError as error:
         return str(error)
+
+
+def _is_text(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        # JSON can write half of a character.
+        return False
 
 
 def _are_tokens(value: Any) -> bool:
@@ -114,7 +121,7 @@ def _are_tokens(value: Any) -> bool:
 
 
 def _is_weight(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value >= 0
+    return type(value) in (int, float) and 0 <= value <= _HEAVIEST
 
 
 def _kind(value: Any) -> str:
@@ -123,5 +130,11 @@ def _kind(value: Any) -> str:
         return "null"
     if isinstance(value, int | float):
         return str(value)
-    words: dict[type, str] = {str: "text", list: "a list", dict: "an object"}
+    words: dict[type, str] = {
+        str: "text that is no Unicode",
+        bytes: "bytes that are no UTF-8",
+        list: "a list",
+        np.ndarray: "numbers out of range",
+        dict: "an object",
+    }
     return words.get(type(value), type(value).__name__)

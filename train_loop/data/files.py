@@ -1,7 +1,7 @@
 """Files at local paths and at the URIs of any fsspec file system, read in ranges that are tried again after faults."""
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -70,12 +70,8 @@ def file_system(uri: str) -> FileSystem:
         raise DataError(f"{uri}: {scheme}:// storage cannot be read: {error}; {remedy}, or use file://") from error
 
 
-def read_range(file: File, start: int, stop: int) -> bytes:
-    """Bytes start to stop. Raises OSError once storage has failed for five minutes."""
-    if is_local(file.uri):
-        with open(file.uri, "rb") as opened:
-            opened.seek(start)
-            return opened.read(stop - start)
+def _read_range(file: File, start: int, stop: int) -> bytes:
+    """Bytes start to stop of a remote file. Raises OSError once storage has failed for five minutes."""
     system, path = fsspec.core.url_to_fs(file.uri)
     data: bytes = _patiently(file.uri, _PATIENCE, system.cat_file, path, start=start, end=stop)
     return data
@@ -112,7 +108,7 @@ class _Ranged(io.RawIOBase):
         stop = min(self._place + len(buffer), self._file.size)
         if stop <= self._place:
             return 0
-        data = read_range(self._file, self._place, stop)
+        data = _read_range(self._file, self._place, stop)
         buffer[: len(data)] = data
         self._place += len(data)
         return len(data)
@@ -127,10 +123,17 @@ class _Local:
 
     def find(self, path: str) -> list[File]:
         place = Path(path)
-        return self._described(place.rglob("*") if place.is_dir() else [place])
+        below = list(place.rglob("*")) if place.is_dir() else [place]
+        lost = next((link for link in below if link.is_symlink() and not link.is_file()), None)
+        if lost is not None:
+            raise DataError(
+                f"{lost} is a link to a folder or to nothing, which is not followed; name what it leads to as a "
+                "source of its own, or remove it"
+            )
+        return self._described(below)
 
     @staticmethod
-    def _described(paths: Any) -> list[File]:
+    def _described(paths: Iterable[Path]) -> list[File]:
         found = [(path, path.stat()) for path in paths if path.is_file()]
         return [File(str(path), stat.st_size, str(stat.st_mtime_ns)) for path, stat in found]
 
@@ -145,13 +148,19 @@ class _Remote:
         return self._described(_patiently(pattern, _LISTING_PATIENCE, self._system.glob, pattern, detail=True))
 
     def find(self, path: str) -> list[File]:
-        return self._described(_patiently(path, _LISTING_PATIENCE, self._system.find, path, detail=True))
+        try:
+            return self._described(_patiently(path, _LISTING_PATIENCE, self._system.find, path, detail=True))
+        except FileNotFoundError:
+            return []
 
     def _described(self, found: dict[str, dict[str, Any]]) -> list[File]:
+        # A name that ends with a slash is what consoles make of an empty folder.
+        files = {name: info for name, info in found.items() if info["type"] == "file" and not name.endswith("/")}
+        chained = next((name for name in files if "::" in name), None)
+        if chained is not None:
+            raise DataError(f"{chained} has '::' in its name, which would chain file systems; rename it")
         return [
-            File(self._system.unstrip_protocol(name), int(info["size"]), _version(info))
-            for name, info in found.items()
-            if info["type"] == "file"
+            File(self._system.unstrip_protocol(name), int(info["size"]), _version(info)) for name, info in files.items()
         ]
 
 
@@ -170,10 +179,10 @@ def _patiently(uri: str, patience: float, call: Any, *arguments: Any, **options:
     )
     try:
         return retrying(call, *arguments, **options)
-    except FileNotFoundError:
-        raise
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{uri} is not there, or not there any more") from error
     except Exception as error:
-        if isinstance(error, PermissionError) or not _may_pass(error):
+        if not _may_pass(error):
             raise DataError(f"{uri} cannot be read: {error}; check the credentials of service and workers") from error
         raise OSError(f"{uri}: storage has failed for {patience:.0f} s: {error}") from error
 

@@ -15,19 +15,17 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from train_loop.errors import DataError
 from train_loop.run_dir import DataPosition
+from train_loop.spec.data import CYCLE
 
 Ids = NDArray[np.int64]
 PADDING = -1
 """The sample id of a row that fills up the last, short step: it has no token to train on."""
 
 _ROUNDS = 6
+_FEW = 4096
+"""Up to so many places are sorted by hashes: a network of few bits is no fair shuffle."""
 _U64 = np.uint64
-
-
-CYCLE = 10_000
-"""Positions over which the shares of mixed sources are exact, wherever one begins to count."""
 
 
 @dataclass(frozen=True)
@@ -58,19 +56,11 @@ class Mixture:
 
 
 def mix(weights: Sequence[float], sizes: Sequence[int]) -> Mixture:
-    """The mixture of sources in proportion to their weights, rounded to one in 10,000 (largest remainders).
-
-    Raises DataError for a weight too small to be ever served.
-    """
+    """The mixture of sources in proportion to their weights, rounded to one in 10,000 (largest remainders)."""
     shares = np.array(weights) * (CYCLE / sum(weights))
     quotas = np.floor(shares).astype(np.int64)
     quotas[np.argsort(quotas - shares, kind="stable")[: CYCLE - quotas.sum()]] += 1
-    if not quotas.all():
-        lost = int(np.flatnonzero(quotas == 0)[0])
-        raise DataError(
-            f"source {lost} has weight {weights[lost]:g} of {sum(weights):g} together, less than one sample in "
-            f"{CYCLE}; raise its weight or leave it out"
-        )
+    assert quotas.all(), "the spec refuses weights that would never be served"
     return Mixture(tuple(sizes), tuple(quotas.tolist()))
 
 
@@ -170,6 +160,10 @@ def permute(places: Ids, size: int, keys: NDArray[_U64]) -> Ids:
     Black and Rogaway, "Ciphers with arbitrary finite domains" (2002): the network permutes the next power of four, and
     a place whose image falls outside the range is mapped on, so that the range is permuted among itself.
     """
+    if size <= _FEW:
+        hashes = _mix(_mix(np.arange(size, dtype=_U64) ^ keys[0]) ^ keys[1])
+        shuffled: Ids = np.argsort(hashes, kind="stable")[places]
+        return shuffled
     half = _U64(max((max(size - 1, 1).bit_length() + 1) // 2, 1))
     mask = (_U64(1) << half) - _U64(1)
     values = places.astype(_U64)

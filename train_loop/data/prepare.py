@@ -6,7 +6,6 @@ same. It appears under its final name by one rename, so that it is whole or not 
 
 import logging
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from train_loop.data.pack import Document, one_per_sample, pack
 from train_loop.data.progress import Progress, Report
 from train_loop.data.rows import Piece, cut, locate, read_piece
 from train_loop.data.shards import INDEX, write_shards
+from train_loop.data.sources import list_files
 from train_loop.data.tokenizer import load_tokenizer, train_tokenizer
 from train_loop.errors import DataError
 from train_loop.model_folder import model_shape
@@ -55,6 +55,9 @@ def _part(spec: JobSpec, source: Source, tokenizer: Path | None, cache: Path, re
     def build(work: Path) -> None:
         report("preparing", source=str(source), files=len(source.files), bytes=sum(f.size for f in source.files))
         made = _build(work, folder, spec, source, tokenizer, report)
+        if tuple(list_files(source.spec)) != source.files:
+            # What was made of files in between must not be found under the name of either.
+            raise DataError(f"{source} has changed while it was prepared; start again when nobody writes to it")
         write_durably(work / "dataset.json", made.model_dump_json(indent=2))
 
     build_once(folder, build, is_whole=lambda: load_part(folder) is not None, report=report)
@@ -82,6 +85,7 @@ def _build(work: Path, folder: Path, spec: JobSpec, source: Source, tokenizer: P
         weights="weights" if columns.weight else None,
         index=str(folder / INDEX),
         tokens=tokens,
+        rows=progress.rows,
         bad_rows=progress.bad_rows,
     )
 
@@ -140,26 +144,28 @@ def _encode_task(
 ) -> Iterator[pa.Table]:
     """The documents of a task's pieces, a table for some rows at a time."""
     for task in batch["id"].tolist():
-        yield _to_table([], task, 0)
+        # A task without any row has columns all the same.
+        yield _to_table([], task=task, piece=0, read=0)
+        before = 0
         for number, piece in enumerate(tasks[task]):
-            for rows in read_piece(piece, columns):
-                encoded = encode_rows(rows, columns, tokenizer, system_prompt)
+            for chunk in read_piece(piece, columns):
+                encoded = encode_rows(chunk.rows, columns, tokenizer, system_prompt)
                 bad = next((row for row in encoded if isinstance(row, BadRow)), None)
                 if bad is not None and not skip:
-                    raise DataError(
-                        f"{locate(piece.file, bad.place)}: {bad.reason}; correct the row, or set on_bad_rows: skip"
-                    )
-                yield _to_table(encoded, task, number)
+                    (where,) = locate([(piece.file, bad.place)])
+                    raise DataError(f"{where}: {bad.reason}; correct the row, or set on_bad_rows: skip")
+                yield _to_table(encoded, task=task, piece=number, read=before + chunk.read)
+            before += piece.bytes
 
 
-def _to_table(encoded: Sequence[Document | BadRow], task: int, piece: int) -> pa.Table:
+def _to_table(encoded: Sequence[Document | BadRow], **numbers: int) -> pa.Table:
+    """A row for each document or bad row; the numbers are the same in all of them."""
     nothing = np.empty(0, np.int32)
     documents = [row if isinstance(row, Document) else Document(nothing) for row in encoded]
     labels = [nothing if document.labels is None else document.labels for document in documents]
     return pa.table(
         {
-            "task": pa.array([task] * len(encoded), pa.int32()),
-            "piece": pa.array([piece] * len(encoded), pa.int32()),
+            **{name: pa.array([number] * len(encoded), pa.int64()) for name, number in numbers.items()},
             "place": pa.array([getattr(row, "place", None) for row in encoded], pa.int64()),
             "reason": pa.array([getattr(row, "reason", None) for row in encoded], pa.string()),
             "input_ids": _lists([document.input_ids for document in documents]),
@@ -180,13 +186,14 @@ def _from_table(table: pa.Table, tasks: list[list[Piece]], progress: Progress) -
         *(table[name].to_pylist() for name in ("task", "piece", "place", "reason")), strict=True
     ):
         if reason is not None:
-            progress.skipped(partial(locate, tasks[task][piece].file, place), reason)
+            progress.skipped(tasks[task][piece].file, place, reason)
     ids, labels = (_arrays(table[name]) for name in ("input_ids", "labels"))
     for number, weight in enumerate(table["weight"].to_pylist()):
         if len(ids[number]):
             yield Document(ids[number], labels[number] if len(labels[number]) else None, weight)
     if len(ids):
-        progress.rows(len(ids), tokens=sum(map(len, ids)), task=table["task"][-1].as_py())
+        task, read = (table[name][-1].as_py() for name in ("task", "read"))
+        progress.advance(len(ids), tokens=sum(map(len, ids)), task=task, read=read)
 
 
 def _arrays(column: pa.ChunkedArray) -> list[NDArray[np.int32]]:
@@ -226,8 +233,8 @@ def _some_text(sources: list[Source]) -> Iterator[str]:
 def _texts(source: Source) -> Iterator[str]:
     columns = source.columns
     for piece in cut(source.files, _TASK_BYTES[1]):
-        for rows in read_piece(piece, columns):
-            for row in rows:
+        for chunk in read_piece(piece, columns):
+            for row in chunk.rows:
                 cells = (row.values.get(name) for name in (columns.text, columns.prompt, columns.response) if name)
                 # What is no text is told of, with its place, when it is tokenised.
                 yield from (cell for cell in cells if isinstance(cell, str))

@@ -4,6 +4,9 @@ from collections.abc import Callable
 from itertools import accumulate
 from time import monotonic
 
+from train_loop.data.rows import locate
+from train_loop.data.sources import SourceFile
+
 Report = Callable[..., None]
 """Writes an event: its name, and its fields by keyword."""
 
@@ -16,37 +19,41 @@ class Progress:
     """Rows, tokens and bytes so far; `task_bytes` are what each task reads, in the order in which their rows come."""
 
     def __init__(self, report: Report, task_bytes: list[int]) -> None:
-        self.bad_rows = 0
+        self.rows = self.tokens = self.bad_rows = 0
         self._report = report
         self._before = [0, *accumulate(task_bytes)]
-        self._rows = self._tokens = 0
-        self._listed: list[str] = []
+        self._listed: list[tuple[SourceFile, int, str]] = []
         self._started = self._told = monotonic()
 
-    def rows(self, count: int, *, tokens: int, task: int) -> None:
-        """Some rows of a task, all earlier tasks being done."""
-        self._rows += count
-        self._tokens += tokens
-        now = monotonic()
-        if now - self._told >= _EVERY_SECONDS:
-            self._told = now
-            done, total = self._before[task], self._before[-1]
-            left = (now - self._started) * (total - done) / done if done else None
-            self._report(
-                "prepare_progress",
-                rows=self._rows,
-                tokens=self._tokens,
-                percent=round(100 * done / total, 1),
-                eta_seconds=None if left is None else round(left),
-            )
+    def advance(self, rows: int, *, tokens: int, task: int, read: int) -> None:
+        """Some rows of a task, which has read so many bytes by now; all earlier tasks are done."""
+        self.rows += rows
+        self.tokens += tokens
+        if monotonic() - self._told >= _EVERY_SECONDS:
+            self._tell(self._before[task] + read)
 
-    def skipped(self, where: Callable[[], str], reason: str) -> None:
-        """A row that cannot be trained on; `where` may have to read the file again."""
+    def skipped(self, file: SourceFile, place: int, reason: str) -> None:
+        """A row that cannot be trained on."""
         self.bad_rows += 1
         if len(self._listed) < _LISTED:
-            self._listed.append(f"{where()}: {reason}")
+            self._listed.append((file, place, reason))
 
     def finish(self) -> None:
-        """Tell what was left out."""
+        """Tell the end of it, and what was left out."""
+        self._tell(self._before[-1])
         if self.bad_rows:
-            self._report("bad_rows_skipped", count=self.bad_rows, rows=self._listed)
+            places = locate([(file, place) for file, place, _ in self._listed])
+            told = [f"{where}: {reason}" for where, (_, _, reason) in zip(places, self._listed, strict=True)]
+            self._report("bad_rows_skipped", count=self.bad_rows, rows=told)
+
+    def _tell(self, done: int) -> None:
+        self._told = now = monotonic()
+        total = max(self._before[-1], 1)
+        left = (now - self._started) * (total - done) / done if done else None
+        self._report(
+            "prepare_progress",
+            rows=self.rows,
+            tokens=self.tokens,
+            percent=round(100 * done / total, 1),
+            eta_seconds=None if left is None else round(left),
+        )

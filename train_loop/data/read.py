@@ -1,6 +1,6 @@
 """Reading any samples of a dataset by index. Needs pyarrow alone."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -15,6 +15,8 @@ from train_loop.data.files import File, open_file
 from train_loop.data.order import PADDING, Ids
 from train_loop.data.shards import read_shards
 from train_loop.errors import DataError
+
+_INT32 = np.iinfo(np.int32)
 
 
 def read_rows(dataset: Dataset, samples: Ids) -> Rows:
@@ -39,16 +41,13 @@ def read_rows(dataset: Dataset, samples: Ids) -> Rows:
         part = dataset.parts[number]
         places = np.flatnonzero((part_of == number) & (samples != PADDING))
         local = samples[places] - (ends[number] - part.samples)
-        for place, cells in zip(places, _read(part, local), strict=True):
+        cells = read_shards(part, local) if part.index else _read_as_it_is(part, local)
+        for place in places:
             try:
-                _fill(rows, place, cells)
+                _fill(rows, place, next(cells))
             except ValueError as error:
                 raise DataError(f"{_path(part, local[places == place][0])}: sample {samples[place]} {error}") from error
     return rows
-
-
-def _read(part: Part, local: Ids) -> Iterable[Cells]:
-    return read_shards(part, local) if part.index else _read_as_it_is(part, local)
 
 
 def _path(part: Part, local: int) -> str:
@@ -88,30 +87,44 @@ def _positions(documents: NDArray[Any], length: int) -> Tokens:
     return (np.arange(length) - np.maximum.accumulate(restart)).astype(np.int32)
 
 
-def _read_as_it_is(part: Part, local: Ids) -> list[Cells]:
-    """Rows of somebody's own Parquet files, for which whole row groups are read."""
+def _read_as_it_is(part: Part, local: Ids) -> Iterator[Cells]:
+    """Rows of somebody's own Parquet files, for which whole row groups are read, or all of a small file."""
     ends = np.cumsum([file.rows for file in part.files])
-    file_of = np.searchsorted(ends, local, side="right")
-    found: dict[int, Cells] = {}
-    for number in np.unique(file_of):
-        file, places = part.files[number], np.flatnonzero(file_of == number)
-        rows = local[places] - (ends[number] - file.rows)
-        group_ends = _group_ends(file.file)
-        group_of = np.searchsorted(group_ends, rows, side="right")
-        for group in np.unique(group_of):
-            table, first = _group(file.file, int(group), _columns(part)), int(group_ends[group])
-            first -= table.num_rows
-            for place, row in zip(places[group_of == group], rows[group_of == group], strict=True):
-                found[int(place)] = _cells(part, table, int(row) - first)
-    return [found[place] for place in range(len(local))]
+    for number, sample in zip(np.searchsorted(ends, local, side="right"), local, strict=True):
+        file = part.files[number]
+        yield _cells(part, *_table_of(part, file.file, int(sample - ends[number]) + file.rows))
+
+
+def _table_of(part: Part, file: File, row: int) -> tuple[pa.Table, int]:
+    """A table that holds a row of a file, and where in it the row stands."""
+    if part.small:
+        return _whole(file, _columns(part)), row
+    ends = _group_ends(file)
+    group = int(np.searchsorted(ends, row, side="right"))
+    table = _group(file, group, _columns(part))
+    return table, row - (int(ends[group]) - table.num_rows)
 
 
 def _cells(part: Part, table: pa.Table, row: int) -> Cells:
-    def values(name: str | None) -> Any:
-        return None if name is None else table[name][row].values.to_numpy(zero_copy_only=False)
+    """Raises ValueError for a row that cannot be trained on."""
 
-    weight = None if part.weights is None else np.array([table[part.weights][row].as_py()], np.float32)
-    return Cells(values(part.input_ids), values(part.labels), values(part.documents), weight)
+    def values(name: str | None) -> Any:
+        return None if name is None else _tokens(table[name][row], name)
+
+    weight = None if part.weights is None else table[part.weights][row].as_py()
+    if part.weights is not None and weight is None:
+        raise ValueError(f"has null in column {part.weights!r} where a weight is needed")
+    weights = None if weight is None else np.array([weight], np.float32)
+    return Cells(values(part.input_ids), values(part.labels), values(part.documents), weights)
+
+
+def _tokens(cell: Any, name: str) -> NDArray[Any]:
+    if not cell.is_valid or cell.values.null_count:
+        raise ValueError(f"has null in column {name!r} where a list of tokens is needed")
+    values: NDArray[Any] = cell.values.to_numpy(zero_copy_only=False)
+    if len(values) and values.dtype != np.int32 and not (_INT32.min <= values.min() and values.max() <= _INT32.max):
+        raise ValueError(f"has a token outside 32 bits in column {name!r}")
+    return values
 
 
 def _columns(part: Part) -> tuple[str, ...]:
@@ -119,10 +132,15 @@ def _columns(part: Part) -> tuple[str, ...]:
     return tuple(name for name in names if name is not None)
 
 
+@lru_cache(maxsize=1024)
+def _whole(file: File, columns: tuple[str, ...]) -> pa.Table:
+    return _open(file).read(columns=list(columns)).combine_chunks()
+
+
 @lru_cache(maxsize=2)
 def _group(file: File, group: int, columns: tuple[str, ...]) -> pa.Table:
     # Kept, because a step in file order takes a few rows of the same group as the one before.
-    return _open(file).read_row_group(group, columns=list(columns))
+    return _open(file).read_row_group(group, columns=list(columns)).combine_chunks()
 
 
 @lru_cache(maxsize=64)

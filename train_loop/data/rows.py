@@ -4,6 +4,7 @@ A file is cut into pieces that can be read by themselves, so that one large file
 place, so that what is wrong with one can be said in the words of its file.
 """
 
+import io
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -44,8 +45,17 @@ class Row:
     wrong: str | None = None
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """Some rows of a piece, and how many of its bytes have been read for them and those before."""
+
+    rows: list[Row]
+    read: int
+
+
 def cut(files: Sequence[SourceFile], size: int) -> list[Piece]:
     """Pieces of about `size` bytes, in file order. Raises DataError for Parquet that is none."""
+    files = [file for file in files if file.size]
     if files and files[0].format == "parquet":
         return [
             Piece(file, n, n + 1, footer.row_group(n).total_byte_size)
@@ -57,12 +67,12 @@ def cut(files: Sequence[SourceFile], size: int) -> list[Piece]:
 
 def _cut(file: SourceFile, size: int) -> list[Piece]:
     if file.format == "text" or file.codec:
-        return [Piece(file, 0, file.size, file.size)] if file.size else []
+        return [Piece(file, 0, file.size, file.size)]
     starts = range(0, file.size, size)
     return [Piece(file, start, min(start + size, file.size), min(size, file.size - start)) for start in starts]
 
 
-def read_piece(piece: Piece, columns: ColumnsSpec) -> Iterator[list[Row]]:
+def read_piece(piece: Piece, columns: ColumnsSpec) -> Iterator[Chunk]:
     """The rows of a piece, some at a time. Raises DataError where the file itself cannot be read."""
     try:
         if piece.file.format == "parquet":
@@ -70,7 +80,8 @@ def read_piece(piece: Piece, columns: ColumnsSpec) -> Iterator[list[Row]]:
         elif piece.file.format == "jsonl":
             yield from _json_rows(piece, columns)
         else:
-            yield [_text_row(piece.file)]
+            _check_names(piece.file, ["text"], columns)
+            yield Chunk([_text_row(piece.file)], piece.bytes)
     except (pa.ArrowException, EOFError) as error:
         raise _unreadable(piece.file, error) from error
     except OSError as error:
@@ -80,19 +91,30 @@ def read_piece(piece: Piece, columns: ColumnsSpec) -> Iterator[list[Row]]:
         raise _unreadable(piece.file, error) from error
 
 
-def locate(file: SourceFile, place: int) -> str:
-    """A row's file and place in the words of its format."""
-    if file.format == "text":
-        return file.uri
-    if file.format == "parquet":
-        return f"{file.uri}, row {place}"
-    line, seen = 1, 0
-    for data in _plain_bytes(file):
+def locate(places: Sequence[tuple[SourceFile, int]]) -> list[str]:
+    """Files and places of rows in the words of their formats, each file being read once at most."""
+    lines: dict[tuple[str, int], int] = {}
+    for file in {file for file, _ in places if file.format == "jsonl"}:
+        wanted = sorted({place for other, place in places if other == file})
+        lines |= {(file.uri, place): line for place, line in zip(wanted, _line_numbers(file, wanted), strict=True)}
+    words = {"text": "", "parquet": ", row {place}", "jsonl": ", line {line}"}
+    return [
+        file.uri + words[file.format].format(place=place, line=lines.get((file.uri, place))) for file, place in places
+    ]
+
+
+def _line_numbers(file: SourceFile, places: list[int]) -> Iterator[int]:
+    """The number of the line that begins at each byte, of rising bytes."""
+    line, seen, chunks = 1, 0, _plain_bytes(file)
+    data = b""
+    for place in places:
+        while seen + len(data) < place:
+            line += data.count(b"\n")
+            seen += len(data)
+            data = next(chunks)
         line += data[: place - seen].count(b"\n")
-        seen += len(data)
-        if seen >= place:
-            break
-    return f"{file.uri}, line {line}"
+        data, seen = data[place - seen :], place
+        yield line
 
 
 def parquet_footers(files: Sequence[SourceFile]) -> list[Any]:
@@ -109,31 +131,33 @@ def _footer(file: SourceFile) -> Any:
         raise _unreadable(file, error) from error
 
 
-def column_names(file: SourceFile) -> list[str]:
-    """The columns of a file, by its schema or its first row. Raises DataError."""
-    if file.format == "text":
-        return ["text"]
-    try:
-        if file.format == "parquet":
-            with open_file(file, buffer=0) as opened:
-                return list(pq.ParquetFile(opened, page_checksum_verification=True).schema_arrow.names)
-        first = next((line for _, line in _lines(Piece(file, 0, file.size, file.size)) if line.strip()), b"{}")
-        row = json.loads(first)
-        if not isinstance(row, dict):
-            raise ValueError("its first line is not a JSON object")
-        return list(row)
-    except (pa.ArrowException, ValueError, EOFError) as error:
-        raise _unreadable(file, error) from error
-
-
 def is_empty(file: SourceFile) -> bool:
     """Whether a file holds no rows at all. Raises DataError for a file that is not what its name says."""
-    return not file.size or (file.format == "parquet" and _footer(file).num_rows == 0)
+    if not file.size or file.format == "text":
+        return not file.size
+    if file.format == "parquet":
+        return bool(_footer(file).num_rows == 0)
+    return not any(chunk.rows for chunk in read_piece(Piece(file, 0, file.size, file.size), ColumnsSpec(text="")))
 
 
-def check_columns(file: SourceFile, columns: ColumnsSpec) -> None:
-    """Raise DataError where a file lacks a column that the spec names, going by its schema or its first row."""
-    present = column_names(file)
+def check_columns(file: SourceFile, columns: ColumnsSpec, *, skip: bool = False) -> None:
+    """Raise DataError where a file lacks a column that the spec names, going by its schema or its first rows.
+
+    Where bad rows are skipped, one good row among the first is enough.
+    """
+    if file.format == "text":
+        _check_names(file, ["text"], columns)
+    elif file.format == "parquet":
+        _check_names(file, _footer(file).schema.to_arrow_schema().names, columns)
+    else:
+        first = next(read_piece(Piece(file, 0, file.size, file.size), columns), Chunk([], 0)).rows
+        bad = next((row for row in first if row.wrong), None)
+        if bad is not None and (bad is first[0] or skip) and not (skip and any(not row.wrong for row in first)):
+            (where,) = locate([(file, bad.place)])
+            raise DataError(f"{where}: {bad.wrong}; correct the row, or data.columns, or set on_bad_rows: skip")
+
+
+def _check_names(file: SourceFile, present: list[str], columns: ColumnsSpec) -> None:
     for name in columns.names:
         if name not in present:
             raise DataError(f"{file.uri} has no column {name!r}; it has {', '.join(present)}; correct data.columns")
@@ -144,26 +168,46 @@ def _unreadable(file: SourceFile, error: Exception) -> DataError:
     return DataError(f"{file.uri} is no readable {name} file: {error}; write it again or leave it out")
 
 
-def _parquet_rows(piece: Piece, columns: ColumnsSpec) -> Iterator[list[Row]]:
-    check_columns(piece.file, columns)
+def _parquet_rows(piece: Piece, columns: ColumnsSpec) -> Iterator[Chunk]:
+    names = list(columns.names)
     with open_file(piece.file, buffer=0) as opened:
         file = pq.ParquetFile(opened, page_checksum_verification=True)
-        place = sum(file.metadata.row_group(n).num_rows for n in range(piece.start))
-        groups = list(range(piece.start, piece.stop))
-        for batch in file.iter_batches(_PARQUET_ROWS, row_groups=groups, columns=list(columns.names)):
-            values = [_cells(batch[name]) for name in columns.names]
-            rows = [dict(zip(columns.names, cells, strict=True)) for cells in zip(*values, strict=True)]
-            yield [Row(place + n, row) for n, row in enumerate(rows)]
+        _check_names(piece.file, file.schema_arrow.names, columns)
+        groups = [file.metadata.row_group(n).num_rows for n in range(piece.stop)]
+        first, count = sum(groups[: piece.start]), sum(groups[piece.start :])
+        place = first
+        for batch in file.iter_batches(_PARQUET_ROWS, row_groups=list(range(piece.start, piece.stop)), columns=names):
+            values = [_cells(batch[name]) for name in names]
+            rows = [
+                Row(place + n, dict(zip(names, row, strict=True))) for n, row in enumerate(zip(*values, strict=True))
+            ]
             place += len(rows)
+            yield Chunk(rows, piece.bytes * (place - first) // count)
 
 
 def _cells(column: pa.Array) -> list[Any]:
     kind = column.type
     if (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and pa.types.is_integer(kind.value_type):
         # As arrays: a Python number for every token would cost more than all the rest.
-        return [cell.values.to_numpy(zero_copy_only=False) if cell.is_valid else None for cell in column]
-    cells: list[Any] = column.to_pylist()
+        return [_array(cell) for cell in column]
+    try:
+        cells: list[Any] = column.to_pylist()
+    except UnicodeDecodeError:
+        return [_decoded(cell) for cell in column]
     return cells
+
+
+def _array(cell: Any) -> Any:
+    if not cell.is_valid or cell.values.null_count:
+        return cell.as_py()
+    return cell.values.to_numpy(zero_copy_only=False)
+
+
+def _decoded(cell: Any) -> Any:
+    try:
+        return cell.as_py()
+    except UnicodeDecodeError:
+        return cell.as_buffer().to_pybytes()
 
 
 def _text_row(file: SourceFile) -> Row:
@@ -174,24 +218,24 @@ def _text_row(file: SourceFile) -> Row:
         return Row(0, {}, f"no UTF-8 text: {error}")
 
 
-def _json_rows(piece: Piece, columns: ColumnsSpec) -> Iterator[list[Row]]:
+def _json_rows(piece: Piece, columns: ColumnsSpec) -> Iterator[Chunk]:
     rows, size = [], 0
-    for place, line in _lines(piece):
+    for place, line, read in _lines(piece):
         if not line.strip():
             continue
         rows.append(_json_row(place, line, columns))
         size += len(line)
         if size > _CHUNK:
-            yield rows
+            yield Chunk(rows, read)
             rows, size = [], 0
     if rows:
-        yield rows
+        yield Chunk(rows, piece.bytes)
 
 
 def _json_row(place: int, line: bytes, columns: ColumnsSpec) -> Row:
     try:
         values = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return Row(place, {}, f"no JSON: {error}")
     if not isinstance(values, dict):
         return Row(place, {}, "no JSON object")
@@ -201,26 +245,33 @@ def _json_row(place: int, line: bytes, columns: ColumnsSpec) -> Row:
     return Row(place, values)
 
 
-def _lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
-    """The lines that begin in a piece and where each begins; the last one is read to its end."""
-    file, place = piece.file, piece.start
-    if file.codec:
-        rest = b""
-        for data in _plain_bytes(file):
-            *whole, rest = (rest + data).split(b"\n")
-            for line in whole:
-                yield place, line
-                place += len(line) + 1
-        yield place, rest
-        return
-    with open_file(file) as opened:
+def _lines(piece: Piece) -> Iterator[tuple[int, bytes, int]]:
+    """The lines that begin in a piece, where each begins, and the bytes of the piece that have been read by then.
+
+    The last line is read to its end, which may lie behind the piece.
+    """
+    with open_file(piece.file) as opened:
+        if piece.file.codec:
+            # Positions are those in the text; what has been read is counted packed.
+            lines = _unpacked_lines(opened, piece.file.codec)
+            place = 0
+            for line in lines:
+                yield place, line, opened.tell()
+                place += len(line)
+            return
+        place = piece.start
         if place:
             # The line that goes on here began before, unless the byte before this one ended it.
             opened.seek(place - 1)
             place += len(opened.readline()) - 1
         while place < piece.stop and (line := opened.readline()):
-            yield place, line
+            yield place, line, min(place + len(line), piece.stop) - piece.start
             place += len(line)
+
+
+def _unpacked_lines(opened: Any, codec: str) -> Iterator[bytes]:
+    with pa.CompressedInputStream(opened, codec) as stream, io.BufferedReader(stream, _CHUNK) as plain:
+        yield from plain
 
 
 def _plain_bytes(file: SourceFile) -> Iterator[bytes]:

@@ -7,6 +7,7 @@ where each sample's begin. Reading samples in any order then costs their own byt
 import os
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,10 @@ from train_loop.data.pack import Sample
 INDEX = "index.bin"
 _RECORD = np.dtype([(name, "<u4") for name in ("shard", "token", "tokens", "document", "documents")])
 """Of each sample: its shard, and where in the shard's tokens and documents it begins and how many are its own."""
+RECORD_BYTES = _RECORD.itemsize
 _SHARD_TOKENS = 16 * 2**20
+_SHARD_ROWS = 16_384
+"""Fewer than Parquet's writer puts into a page."""
 _KINDS = {"input_ids": pa.int32(), "labels": pa.int32(), "documents": pa.int32(), "weights": pa.float32()}
 
 
@@ -48,7 +52,7 @@ def read_shards(part: Part, local: Ids) -> Iterator[Cells]:
     assert part.index is not None
     index = _open(part.index)
     for sample in local.tolist():
-        record = np.frombuffer(index.read(_RECORD.itemsize, sample * _RECORD.itemsize), _RECORD)
+        record = np.frombuffer(index.read(RECORD_BYTES, sample * RECORD_BYTES), _RECORD)
         shard, token, tokens, document, documents = record.item()
         file = part.files[shard]
         yield Cells(
@@ -69,10 +73,15 @@ class _Opened:
     """A file to read anywhere in; closed when the last one who reads lets go of it."""
 
     def __init__(self, path: str) -> None:
+        self._path = path
         self._descriptor = os.open(path, os.O_RDONLY)
 
     def read(self, count: int, place: int) -> bytes:
-        return os.pread(self._descriptor, count, place)
+        data = os.pread(self._descriptor, count, place)
+        if len(data) != count:
+            # Fewer tokens would look like a shorter sample.
+            raise OSError(f"{self._path} ends at byte {place + len(data)}, and {place + count} were written to it")
+        return data
 
     def __del__(self) -> None:
         os.close(self._descriptor)
@@ -83,7 +92,7 @@ _open = lru_cache(maxsize=256)(_Opened)
 
 def _next_shard(samples: Iterator[Sample]) -> Iterator[Sample]:
     tokens = 0
-    for sample in samples:
+    for sample in islice(samples, _SHARD_ROWS):
         yield sample
         tokens += len(sample.input_ids)
         if tokens >= _SHARD_TOKENS:
@@ -107,7 +116,6 @@ def _write_shard(path: Path, samples: list[Sample]) -> ShardFile:
             pa.table(columns),
             file,
             row_group_size=len(samples),
-            max_rows_per_page=len(samples),
             data_page_size=2**30,
             compression="none",
             use_dictionary=False,

@@ -1,6 +1,7 @@
 """URIs and globs → the files behind them, in name order, inside the roots that the operator allows."""
 
 import os
+import re
 import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -83,27 +84,44 @@ def _check_remote(uri: str, roots: Iterable[str]) -> None:
 
 
 def _outside(uri: str, allowed: Iterable[str]) -> DataError:
+    # A root may hold a user and a password for its storage, which are not everybody's.
+    told = ", ".join(re.sub(r"(?<=://)[^/@]*@", "", root) for root in allowed)
     return DataError(
-        f"{uri} lies outside the allowed storage roots ({', '.join(allowed)}); move the data under "
+        f"{uri} lies outside the allowed storage roots ({told}); move the data under "
         "one of them, or have the operator add its folder to TRAINSHED_STORAGE_ROOTS"
     )
 
 
 def _match(pattern: str) -> list[File]:
     path = _absolute(pattern)
-    system = file_system(path)
-    if _fixed_part(path) != path:
-        found = system.glob(path)
-    elif (folder := system.find(path)) and not (len(folder) == 1 and folder[0].uri == path):
-        found = [file for file in folder if not file.name.startswith((".", "_"))]
-    else:
-        found = folder
+    try:
+        found = _find(path)
+    except ValueError as error:
+        raise error if isinstance(error, DataError) else DataError(f"{pattern} is no pattern: {error}") from error
     if pattern.startswith(STDLIB):
         # Installed packages lie in the same folder, and are no part of the standard library.
         found = [file for file in found if file.name.endswith(".py") and "/site-packages/" not in file.uri]
     if not found:
         raise DataError(f"{pattern} matches no file; check the path, which must be visible from service and workers")
     return found
+
+
+def _find(path: str) -> list[File]:
+    system = file_system(path)
+    below = system.find(path)
+    if [file.uri for file in below] == [path]:
+        # A file, even if its name looks like a pattern.
+        return below
+    if below:
+        # Of a folder, what is hidden or begins with _ is no data: _SUCCESS, _temporary …
+        return [file for file in below if not _hides(file.uri.removeprefix(path), (".", "_"))]
+    fixed = _fixed_part(path)
+    found = system.glob(path) if fixed != path else []
+    return [file for file in found if "/." in path or not _hides(file.uri.removeprefix(fixed), (".",))]
+
+
+def _hides(below: str, marks: tuple[str, ...]) -> bool:
+    return any(step.startswith(marks) for step in below.split("/"))
 
 
 def _absolute(uri: str) -> str:

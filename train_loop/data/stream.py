@@ -23,8 +23,8 @@ from train_loop.data.read import read_rows
 from train_loop.data.reader import StreamPlan
 from train_loop.plan import MeshPlan
 
-_BLOCK_STEPS = 8
-"""Steps in one block, at most: a task for every step would spend more on tasks than on rows."""
+_BLOCK_STEPS = 128
+"""Steps in one block, at most: each block costs some 30 ms of Ray Data's, whatever is in it."""
 _BLOCK_BYTES = 32 * 2**20
 """A block is no larger than this, unless a single step is."""
 _BLOCKS_QUEUED = 4
@@ -66,24 +66,24 @@ def open_splits(plan: StreamPlan, start: int, steps: int) -> list[DataIterator]:
     ordered_context().execution_options.resource_limits = ExecutionResources(cpu=free, object_store_memory=queued)
     blocks = math.ceil(steps / block_steps(plan)) * plan.order.dp
     data = ray.data.range(blocks, override_num_blocks=blocks).map_batches(
-        _read_block, batch_size=None, fn_kwargs={"plan": plan, "start": start}
+        _read_block, batch_size=None, fn_kwargs={"plan": plan, "start": start, "steps": block_steps(plan)}
     )
     splits: list[DataIterator] = data.streaming_split(plan.order.dp, equal=False)
     return splits
 
 
-def _read_block(batch: dict[str, NDArray[np.int64]], plan: StreamPlan, start: int) -> pa.Table:
-    """Block k holds the rows of data rank k mod dp for the k div dp-th run of steps."""
+def _read_block(batch: dict[str, NDArray[np.int64]], plan: StreamPlan, start: int, steps: int) -> pa.Table:
+    """Block k holds the rows of data rank k mod dp for the k div dp-th run of so many steps."""
     (block,) = batch["id"]
     run, data_rank = divmod(int(block), plan.order.dp)
-    first = start + run * block_steps(plan) * plan.order.global_batch
-    ids = plan.order.rank_steps(first, block_steps(plan), data_rank)
+    first = start + run * steps * plan.order.global_batch
+    ids = plan.order.rank_steps(first, steps, data_rank)
     return read_rows(plan.dataset, ids.reshape(-1)).to_arrow()
 
 
 def block_steps(plan: StreamPlan) -> int:
     """Steps whose rows of one rank make up a block."""
-    return max(1, min(_BLOCK_STEPS, _BLOCK_BYTES // _step_bytes(plan)))
+    return max(1, min(_BLOCK_STEPS, plan.steps, _BLOCK_BYTES // _step_bytes(plan)))
 
 
 def block_bytes(plan: StreamPlan) -> int:

@@ -6,6 +6,9 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from train_loop.spec.base import SpecModel, only
 
+CYCLE = 10_000
+"""Samples in a row over which the shares of mixed sources are exact, wherever one begins to count."""
+
 
 class ColumnsSpec(SpecModel):
     """Which columns hold what; exactly one shape of row."""
@@ -55,9 +58,15 @@ class SourceSpec(SpecModel):
         default="auto", description="auto goes by the file's ending; text is one document per file"
     )
     weight: float | None = Field(
-        default=None, gt=0, description="share of the samples, relative to the weights of the other sources"
+        default=None, gt=0, le=1e9, description="share of the samples, relative to the weights of the other sources"
     )
     columns: ColumnsSpec | None = Field(default=None, description="where they differ from data.columns")
+
+    @model_validator(mode="after")
+    def _names_something(self) -> "SourceSpec":
+        if not all(self.paths or ("",)):
+            raise ValueError("path names no file; give a URI, a glob, or a list of them")
+        return self
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -121,6 +130,13 @@ class DataSpec(SpecModel):
                 f"{sum(weighted)} of {len(weighted)} sources have a weight; give every source one, or none, and "
                 "they are read one after the other"
             )
+        together = sum(source.weight or 0 for source in self.sources)
+        for number, source in enumerate(self.sources):
+            if source.weight is not None and not CYCLE * source.weight >= together:
+                raise ValueError(
+                    f"source {number} has weight {source.weight:g} of {together:g} together, less than one sample in "
+                    f"{CYCLE}; raise its weight, or leave it out"
+                )
         if any(source.weight is not None for source in self.eval_sources):
             raise ValueError("data.eval is evaluated whole, so that a weight would do nothing; remove it")
         return self

@@ -1,6 +1,6 @@
 """A folder of the cache is built by one process at a time, and is there whole or not at all."""
 
-import os
+import errno
 import signal
 import subprocess
 import sys
@@ -66,16 +66,25 @@ def test_a_process_that_is_killed_leaves_the_work_to_the_next(tmp_path: Path) ->
     assert heard == []
 
 
-def test_old_leftovers_are_swept_and_young_ones_are_somebodys(tmp_path: Path) -> None:
-    old, young = tmp_path / "made.tmp-old", tmp_path / "made.tmp-young"
-    for left in (old, young):
-        left.mkdir()
-        (left / "half").touch()
-    for path in (old / "half", old):
-        os.utime(path, (0, 0))
-    quickly(tmp_path / "made", [])
-    assert not old.exists()
-    assert young.exists()
+def test_leftovers_of_this_host_are_swept_and_those_of_others_are_theirs(tmp_path: Path) -> None:
+    folder, heard = tmp_path / "made", list[str]()
+    process = slowly(folder)
+    process.kill()
+    process.wait(timeout=30)
+    (tmp_path / "made.tmp-another-host-1").mkdir()
+    quickly(folder, heard)
+    assert [path.name for path in tmp_path.glob("*.tmp-*")] == ["made.tmp-another-host-1"]
+
+
+def test_storage_without_locks_builds_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_lock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr("filelock._unix.UnixFileLock._acquire", no_lock)
+    heard: list[str] = []
+    quickly(tmp_path / "made", heard)
+    assert (tmp_path / "made" / "whole").exists()
+    assert heard == ["warning"]
 
 
 def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
@@ -92,11 +101,14 @@ def test_progress_is_told_now_and_then_with_the_time_that_is_left(monkeypatch: p
     now, told = [0.0], list[dict[str, Any]]()
     monkeypatch.setattr("train_loop.data.progress.monotonic", lambda: now[0])
     progress = Progress(lambda event, **fields: told.append({"event": event} | fields), [100, 300, 600])
-    for task, seconds in ((0, 1), (1, 6), (1, 8), (2, 12)):
+    for task, read, seconds in ((0, 50, 1), (1, 0, 6), (1, 200, 8), (2, 100, 12)):
         now[0] = seconds
-        progress.rows(10, tokens=50, task=task)
+        progress.advance(10, tokens=50, task=task, read=read)
+    now[0] = 20
+    progress.finish()
     names = ("event", "rows", "tokens", "percent", "eta_seconds")
     assert [tuple(event[name] for name in names) for event in told] == [
         ("prepare_progress", 20, 100, 10.0, 54),
-        ("prepare_progress", 40, 200, 40.0, 18),
+        ("prepare_progress", 40, 200, 50.0, 12),
+        ("prepare_progress", 40, 200, 100.0, 0),
     ]

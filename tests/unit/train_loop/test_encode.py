@@ -89,9 +89,13 @@ def test_tokens_are_taken_as_they_are_with_labels_and_weights() -> None:
     [
         ({"text": "t"}, {"t": None}, "column 't' holds null where text is needed"),
         ({"text": "t"}, {"t": 3}, "column 't' holds 3 where text is needed"),
-        ({"prompt": "q", "response": "a"}, {"q": "x", "a": ["y"]}, "column 'a' holds a list where text is needed"),
-        ({"input_ids": "i"}, {"i": [1, "x"]}, "column 'i' holds a list where a list of tokens is needed"),
-        ({"input_ids": "i"}, {"i": [2**40]}, "column 'i' holds a list where a list of tokens is needed"),
+        ({"prompt": "q", "response": "a"}, {"q": "x", "a": ["y"]}, "column 'a' holds a list where text"),
+        ({"text": "t"}, {"t": "\ud800"}, "column 't' holds text that is no Unicode where text is needed"),
+        ({"text": "t"}, {"t": b"\xff"}, "column 't' holds bytes that are no UTF-8 where text is needed"),
+        ({"input_ids": "i"}, {"i": [1, "x"]}, "holds a list where a list of 32-bit numbers"),
+        ({"input_ids": "i"}, {"i": np.array([2**40])}, "holds numbers out of range where a list of 32-bit numbers"),
+        ({"messages": "m"}, {"m": [{"role": "assistant", "content": "\ud800"}]}, "surrogates not allowed"),
+        ({"text": "t", "weight": "w"}, {"t": "a", "w": 1e300}, "where a weight of 0 or more is needed"),
         ({"input_ids": "i", "labels": "l"}, {"i": [1, 2], "l": [1]}, "2 tokens and 1 labels; they must be aligned"),
         (
             {"text": "t", "weight": "w"},

@@ -59,6 +59,10 @@ def test_a_path_outside_the_allowed_roots(tmp_path: Path, path: str) -> None:
     assert message.endswith("or have the operator add its folder to TRAINSHED_STORAGE_ROOTS")
 
 
+def test_a_path_that_no_file_can_have(tmp_path: Path) -> None:
+    assert "null byte" in problems(tmp_path, train={"path": f"{tmp_path}/\0x"})["/data/train/path"]
+
+
 @pytest.mark.parametrize("path", ["stdlib://../../../../../etc/hostname", "file:///tmp/../etc/hostname"])
 def test_a_path_that_goes_up(tmp_path: Path, path: str) -> None:
     assert "goes up by '..'" in problems(tmp_path, train={"path": path})["/data/train/path"]
@@ -87,7 +91,10 @@ def test_a_column_that_is_not_in_the_file(tmp_path: Path, parquet: Path) -> None
 def test_a_column_that_is_not_in_the_first_json_line(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('\n{"body": "x"}\n')
-    assert "has no column 'text'; it has body" in problems(tmp_path, train={"path": str(path)})["/data/columns"]
+    assert (
+        "rows.jsonl, line 2: no column 'text'; it has body; correct"
+        in problems(tmp_path, train={"path": str(path)})["/data/columns"]
+    )
 
 
 def test_an_empty_dataset(tmp_path: Path) -> None:

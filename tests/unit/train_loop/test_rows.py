@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from train_loop.data.rows import Row, column_names, cut, locate, read_piece
+from train_loop.data.rows import Row, check_columns, cut, is_empty, locate, read_piece
 from train_loop.data.sources import SourceFile, list_files
 from train_loop.errors import DataError
 from train_loop.spec import ColumnsSpec, SourceSpec
@@ -26,7 +26,7 @@ def one_file(path: Path) -> SourceFile:
 
 
 def rows(path: Path, columns: ColumnsSpec = TEXT, *, size: int = 2**20) -> list[Row]:
-    return [row for piece in cut([one_file(path)], size) for some in read_piece(piece, columns) for row in some]
+    return [row for piece in cut([one_file(path)], size) for chunk in read_piece(piece, columns) for row in chunk.rows]
 
 
 def zstd(content: bytes) -> bytes:
@@ -56,7 +56,9 @@ def test_what_is_wrong_with_a_line_is_told_with_its_number(tmp_path: Path, endin
     path = tmp_path / f"a.jsonl{ending}"
     path.write_bytes(pack(content))
     found = rows(path, size=10)
-    told = [f"{locate(one_file(path), row.place)}: {row.wrong}" for row in found if row.wrong]
+    bad = [row for row in found if row.wrong]
+    places = locate([(one_file(path), row.place) for row in bad])
+    told = [f"{place}: {row.wrong}" for place, row in zip(places, bad, strict=True)]
     assert [line.removeprefix(f"{path}, ").split("; it has")[0].split(":")[0:2] for line in told] == [
         ["line 3", " no JSON"],
         ["line 4", " no JSON object"],
@@ -79,7 +81,7 @@ def test_rows_of_parquet_keep_their_number_over_row_groups(tmp_path: Path) -> No
     found = rows(tmp_path / "a.parquet")
     assert len(cut([one_file(tmp_path / "a.parquet")], 1)) == 3
     assert [(row.place, row.values) for row in found] == [(n, {"text": f"row {n}"}) for n in range(25)]
-    assert locate(one_file(tmp_path / "a.parquet"), 17) == f"{tmp_path}/a.parquet, row 17"
+    assert locate([(one_file(tmp_path / "a.parquet"), 17)]) == [f"{tmp_path}/a.parquet, row 17"]
 
 
 @pytest.mark.parametrize(
@@ -114,6 +116,51 @@ def test_damage_within_parquet_is_found_by_its_checksums(tmp_path: Path) -> None
         rows(path)
 
 
-def test_columns_of_compressed_lines_are_found(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'\n{"body": "x", "n": 1}\n'))
-    assert column_names(one_file(tmp_path / "a.jsonl.gz")) == ["body", "n"]
+def test_bytes_that_are_no_text_spoil_their_row_alone(tmp_path: Path) -> None:
+    column = pa.array([b"good", b"\xff\xfe", b"fine"]).view(pa.string())
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    assert [row.values["text"] for row in rows(tmp_path / "a.parquet")] == ["good", b"\xff\xfe", "fine"]
+
+
+def test_json_too_deep_to_read_is_a_bad_row(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": ' + "[" * 100_000 + "\n" + '{"text": "a"}')
+    first, second = rows(tmp_path / "a.jsonl")
+    assert str(first.wrong).startswith("no JSON")
+    assert second.values == {"text": "a"}
+
+
+def test_what_has_been_read_of_a_piece_only_grows_to_its_size(tmp_path: Path) -> None:
+    lines = b"".join(json.dumps({"text": "x" * 1000, "n": n}).encode() + b"\n" for n in range(12_000))
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    (tmp_path / "b.jsonl.zst").write_bytes(zstd(lines))
+    pq.write_table(pa.table({"text": ["x"] * 5000}), tmp_path / "c.parquet")
+    for path in tmp_path.iterdir():
+        (piece,) = cut([one_file(path)], 2**30)
+        read = [chunk.read for chunk in read_piece(piece, TEXT)]
+        assert len(read) > 2
+        assert read == sorted(read)
+        assert 0 < read[0] <= read[-1] == piece.bytes
+
+
+def test_rows_are_there_if_any_line_holds_something(tmp_path: Path) -> None:
+    for name, content in {"a.jsonl": b"\n \n", "b.jsonl.gz": gzip.compress(b""), "c.txt": b""}.items():
+        (tmp_path / name).write_bytes(content)
+        assert is_empty(one_file(tmp_path / name))
+    (tmp_path / "d.jsonl").write_bytes(b"\n\nx")
+    assert not is_empty(one_file(tmp_path / "d.jsonl"))
+
+
+def test_files_without_a_byte_among_others_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").touch()
+    pq.write_table(pa.table({"text": ["x"]}), tmp_path / "b.parquet")
+    pieces = cut(list_files(SourceSpec(path=str(tmp_path))), 100)
+    assert [piece.file.name for piece in pieces] == ["b.parquet"]
+
+
+def test_the_first_row_must_be_good_unless_bad_ones_are_skipped(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'\noops\n{"text": "x"}\n'))
+    with pytest.raises(DataError, match=r"a.jsonl.gz, line 2: no JSON: .*; correct the row, or data.columns"):
+        check_columns(one_file(tmp_path / "a.jsonl.gz"), TEXT)
+    check_columns(one_file(tmp_path / "a.jsonl.gz"), TEXT, skip=True)
+    with pytest.raises(DataError, match="line 2: no JSON"):
+        check_columns(one_file(tmp_path / "a.jsonl.gz"), ColumnsSpec(text="body"), skip=True)

@@ -1,0 +1,187 @@
+"""Which prepared samples a spec means: never another's, and never damaged ones."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.support.folders import write_tokenizer
+from tests.support.specs import spec
+from train_loop.data.cache import (
+    evaluation_spec,
+    find_dataset,
+    fingerprint,
+    join,
+    list_sources,
+    load_part,
+    pin,
+    pinned_dataset,
+    tokenizer_home,
+)
+from train_loop.data.dataset import Dataset, Part
+from train_loop.data.pack import Sample
+from train_loop.data.read import read_rows
+from train_loop.data.shards import INDEX, write_shards
+from train_loop.errors import DataError
+from train_loop.spec import JobSpec
+
+TOKENS = {"columns": {"input_ids": "ids"}, "packing": False, "shuffle": False, "sequence_length": 16}
+
+
+def text_job(folder: Path, **parts: Any) -> JobSpec:
+    """A job on a line of text, with a tokenizer folder of its own."""
+    if not (folder / "tokenizer-v1").exists():
+        (folder / "a.jsonl").write_text(json.dumps({"text": "x"}))
+        write_tokenizer(folder / "tokenizer-v1")
+    data = {"train": {"path": str(folder / "a.jsonl")}} | parts.pop("data", {})
+    return spec(data=data, model={"tokenizer": str(folder / "tokenizer-v1")}, **parts)
+
+
+def name_of(job: JobSpec) -> str:
+    (source,) = list_sources(job)
+    return fingerprint(job, source, tokenizer_home(job, [source], Path("/cache")))
+
+
+def prepared(folder: Path) -> Part:
+    """Samples in a folder of the cache, committed."""
+    folder.mkdir(parents=True)
+    shards, tokens = write_shards(folder, [Sample(np.arange(5, dtype=np.int32), None, None, [5])] * 3)
+    files = tuple(shard.model_copy(update={"path": str(folder / shard.path)}) for shard in shards)
+    part = Part(fingerprint=folder.name, files=files, documents="documents", index=str(folder / INDEX), tokens=tokens)
+    (folder / "dataset.json").write_text(part.model_dump_json())
+    return part
+
+
+def test_a_tokenizer_is_known_by_what_it_holds_and_not_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    one = text_job(tmp_path / "one")
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    copied = one.model_copy(
+        update={"model": one.model.model_copy(update={"tokenizer": f"{tmp_path}/copy/tokenizer-v1"})}
+    )
+    assert name_of(one) == name_of(copied)
+    write_tokenizer(tmp_path / "one" / "tokenizer-v1", words=301)
+    assert name_of(one) != name_of(copied)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sequence_length": 33},
+        {"packing": False},
+        {"on_bad_rows": "skip"},
+        {"columns": {"text": "text", "weight": "w"}},
+    ],
+)
+def test_what_decides_the_samples_decides_their_name(tmp_path: Path, change: dict[str, Any]) -> None:
+    assert name_of(text_job(tmp_path)) != name_of(text_job(tmp_path, data=change))
+    assert name_of(text_job(tmp_path)) == name_of(text_job(tmp_path, data={"seed": 3, "shuffle": False}))
+
+
+def test_text_to_evaluate_on_keeps_its_tokenizer_where_training_needs_none(tmp_path: Path) -> None:
+    sources = {"train": {"path": "/a.parquet", "columns": {"input_ids": "ids"}}, "eval": {"path": "/b.jsonl"}}
+    job = text_job(tmp_path, data=sources, training={"eval_steps": 1})
+    other = evaluation_spec(job, join(job, [Part(fingerprint="x", files=(), tokens=0)], None))
+    assert other is not None
+    assert other.model.tokenizer == job.model.tokenizer
+
+
+@pytest.mark.parametrize("damage", ["part-00000.parquet", INDEX])
+def test_damaged_samples_are_as_good_as_none(tmp_path: Path, damage: str) -> None:
+    part = prepared(tmp_path / "cache" / "abc")
+    assert load_part(tmp_path / "cache" / "abc") == part
+    file = tmp_path / "cache" / "abc" / damage
+    file.write_bytes(file.read_bytes()[:-1])
+    assert load_part(tmp_path / "cache" / "abc") is None
+    (tmp_path / "cache" / "abc" / "dataset.json").write_text("")
+    assert load_part(tmp_path / "cache" / "abc") is None
+
+
+def test_a_shard_that_is_cut_short_under_a_run_is_an_error_and_no_shorter_sample(tmp_path: Path) -> None:
+    part = prepared(tmp_path / "abc")
+    dataset = Dataset(fingerprint="x", parts=(part,), sequence_length=5)
+    shard = Path(part.files[0].path)
+    with shard.open("r+b") as file:
+        file.truncate(part.files[0].columns["input_ids"] + 22)
+    with pytest.raises(OSError, match=r"part-00000.parquet ends at byte"):
+        read_rows(dataset, np.array([1]))
+
+
+def as_it_is(folder: Path, ids: pa.Array, **data: Any) -> JobSpec:
+    pq.write_table(pa.table({"ids": ids}), folder / "a.parquet")
+    return spec(data={"train": {"path": str(folder / "a.parquet")}} | TOKENS | data)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (pa.array([[1], None]), "sample 1 has null in column 'ids' where a list of tokens is needed"),
+        (pa.array([[1], [2, None]]), "sample 1 has null in column 'ids'"),
+        (pa.array([[1], [2**40]]), "sample 1 has a token outside 32 bits in column 'ids'"),
+        (pa.array([[1], [1] * 17]), "sample 1 has 17 tokens, more than sequence_length=16"),
+    ],
+)
+def test_a_bad_row_of_files_read_as_they_are_is_told_by_file_and_number(
+    tmp_path: Path, ids: pa.Array, message: str
+) -> None:
+    dataset = find_dataset(as_it_is(tmp_path, ids), tmp_path)
+    with pytest.raises(DataError, match=rf"{tmp_path}/a.parquet: {message}"):
+        read_rows(dataset, np.arange(2))
+
+
+@pytest.mark.parametrize(
+    ("ids", "data"),
+    [
+        (pa.array([[1.5], [2.5]]), {}),
+        (pa.array([[True], [False]]), {}),
+        (pa.array(["a", "b"]), {}),
+        (pa.array([[1], [2]]), {"on_bad_rows": "skip"}),
+    ],
+)
+def test_files_whose_rows_need_a_second_look_are_not_read_as_they_are(
+    tmp_path: Path, ids: pa.Array, data: dict[str, Any]
+) -> None:
+    with pytest.raises(DataError, match="is not prepared in"):
+        find_dataset(as_it_is(tmp_path, ids, **data), tmp_path)
+
+
+def test_large_files_are_read_as_they_are_in_their_own_order_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train_loop.data.cache._AS_IT_IS_BYTES", 1000)
+    ids = pa.array([[n] * 16 for n in range(200)], pa.list_(pa.int32()))
+    pq.write_table(pa.table({"ids": ids}), tmp_path / "a.parquet", row_group_size=5, use_dictionary=False)
+    source = {"train": {"path": str(tmp_path / "a.parquet")}}
+    assert not find_dataset(spec(data=source | TOKENS), tmp_path).parts[0].small
+    with pytest.raises(DataError, match="is not prepared in"):
+        find_dataset(spec(data=source | TOKENS | {"shuffle": True}), tmp_path)
+
+
+def test_a_run_whose_samples_were_lost_does_not_go_on_with_others(tmp_path: Path) -> None:
+    one, other = (
+        Dataset(fingerprint=part.fingerprint, parts=(part,), sequence_length=5)
+        for part in (prepared(tmp_path / "one"), prepared(tmp_path / "other"))
+    )
+    pin(one, tmp_path / "pointer.json")
+    pin(one, tmp_path / "pointer.json")
+    with pytest.raises(
+        DataError, match=r"lost the samples that the run began with \(one\), and its sources give others"
+    ):
+        pin(other, tmp_path / "pointer.json")
+    assert Dataset.model_validate_json((tmp_path / "pointer.json").read_bytes()) == one
+
+
+def test_only_sources_that_are_read_as_they_are_must_still_be_there(tmp_path: Path) -> None:
+    job = as_it_is(tmp_path, pa.array([[1], [2]]))
+    (mine,) = find_dataset(job, tmp_path).parts
+    sources = [*job.data.sources, job.data.sources[0].model_copy(update={"path": "/gone.jsonl"})]
+    both = job.model_copy(update={"data": job.data.model_copy(update={"train": tuple(sources)})})
+    pin(join(both, [mine, prepared(tmp_path / "abc")], None), tmp_path / "pointer.json")
+    found = pinned_dataset(both, tmp_path / "pointer.json")
+    assert found is not None
+    assert found.samples == 5

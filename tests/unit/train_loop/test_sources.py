@@ -1,0 +1,112 @@
+"""Which files a source names, on local disks and on S3."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from tests.support.s3 import S3Server, s3_server
+from train_loop.data.rows import cut, read_piece
+from train_loop.data.sources import check_allowed, list_files
+from train_loop.errors import DataError
+from train_loop.spec import ColumnsSpec, SourceSpec
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3Server]:
+    with s3_server() as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment().items():
+            patch.setenv(name, value)
+        server.bucket("corpus")
+        for key in ("", "a.txt", "deep/b b.txt", "deep/ü%20#?.txt", "_temporary/0/c.txt", "deep/.hidden", "d[1].txt"):
+            server.put(f"corpus/text/{key}", key.encode())
+        yield server
+
+
+def names(*paths: str) -> list[str]:
+    """What a source holds, by the text of its files."""
+    files = list_files(SourceSpec(path=paths, format="text"))
+    chunks = (chunk for piece in cut(files, 100) for chunk in read_piece(piece, ColumnsSpec(text="text")))
+    return [str(row.values["text"]) for chunk in chunks for row in chunk.rows]
+
+
+FOLDER = ["a.txt", "d[1].txt", "deep/b b.txt", "deep/ü%20#?.txt"]
+
+
+@pytest.mark.parametrize(
+    ("below", "found"),
+    [
+        ("", FOLDER),
+        ("/", FOLDER),
+        ("/*.txt", ["a.txt", "d[1].txt"]),
+        ("/d[1].txt", ["d[1].txt"]),
+        ("/a.txt", ["a.txt"]),
+    ],
+)
+def test_a_folder_a_glob_and_a_file_name_the_same_on_disk_and_on_s3(
+    s3: S3Server, tmp_path: Path, below: str, found: list[str]
+) -> None:
+    for name in (*FOLDER, "_temporary/0/c.txt", "deep/.hidden"):
+        (tmp_path / "text" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "text" / name).write_text(name)
+    assert names(f"{tmp_path}/text{below}") == found
+    assert names(f"s3://corpus/text{below}") == found
+
+
+def test_files_are_named_once_and_in_order(s3: S3Server) -> None:
+    assert names("s3://corpus/text/d*", "s3://corpus/text/a.txt", "s3://corpus/text/*.txt") == ["a.txt", "d[1].txt"]
+
+
+def test_an_object_that_was_written_again_is_another_version(s3: S3Server) -> None:
+    versions = []
+    for content in (b"one", b"two"):
+        s3.put("corpus/changing/a.txt", content)
+        (file,) = list_files(SourceSpec(path="s3://corpus/changing/"))
+        versions.append(file.version)
+    assert versions[0] != versions[1]
+
+
+@pytest.mark.parametrize(
+    ("uri", "message"),
+    [
+        ("s3://corpus/none/", "matches no file"),
+        ("s3://nobodys-bucket/x", "matches no file"),
+        ("s3://corpus/../other", r"goes up by '\.\.'"),
+        ("simplecache::s3://corpus/text", "chains file systems by '::'"),
+        ("nosuch://corpus/text", "nosuch:// storage cannot be read"),
+        ("/data/**.jsonl", r"/data/\*\*.jsonl is no pattern"),
+    ],
+)
+def test_a_source_that_names_nothing_says_why(s3: S3Server, uri: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        list_files(SourceSpec(path=uri))
+
+
+def test_missing_credentials_are_told_at_once(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    fsspec.filesystem("s3").clear_instance_cache()
+    with pytest.raises(DataError, match=r"s3://corpus/text cannot be read: .*; check the credentials"):
+        list_files(SourceSpec(path="s3://corpus/text"))
+    fsspec.filesystem("s3").clear_instance_cache()
+
+
+@pytest.mark.parametrize(
+    "uri", ["s3://corpus-evil/x", "s3://corpus/textile", "s3://corp*/x", "/data", "gs://corpus/text"]
+)
+def test_what_lies_beside_a_root_lies_outside(uri: str) -> None:
+    roots = ["s3://corpus/text", "sftp://user:secret@host/data", "file:///elsewhere"]
+    with pytest.raises(DataError, match=r"lies outside the allowed storage roots \(") as refused:
+        check_allowed(uri, roots)
+    assert "secret" not in str(refused.value)
+    check_allowed("s3://corpus/text/a.txt", roots)
+
+
+def test_a_link_to_nothing_in_a_folder_is_not_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    os.symlink(tmp_path / "gone.txt", tmp_path / "b.txt")
+    with pytest.raises(DataError, match=r"b.txt is a link to a folder or to nothing"):
+        list_files(SourceSpec(path=str(tmp_path)))
