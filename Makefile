@@ -32,6 +32,9 @@ bench: $(PEERS)
 	$(BIN)/python -m benchmarks.turns $(BENCH)
 	$(BIN)/python -m benchmarks.ulysses $(BENCH)
 	$(BIN)/python -m benchmarks.memory $(BENCH)
+	$(BIN)/python -m benchmarks.prepare $(BENCH)
+	$(BIN)/python -m benchmarks.resume $(BENCH)
+	$(BIN)/python -m benchmarks.data_wait $(BENCH)
 
 serve: $(INSTALLED)
 	@exec $(BIN)/trainshed serve

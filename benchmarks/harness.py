@@ -4,7 +4,7 @@ import argparse
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,18 @@ def _row(variant: str, samples: list[Sample], base: Mapping[int, float | None]) 
     if not ratios:
         return Row(variant, median, None, None, None, error)
     return Row(variant, median, float(np.median(ratios)), *bootstrap_interval(ratios), error)
+
+
+def taken(samples: Iterable[Sample], name: str) -> list[Sample]:
+    """The same samples with another of their raw numbers as the value; those without it have none."""
+    return [replace(sample, value=sample.raw.get(name)) for sample in samples]
+
+
+def ratios_of(variant: str, samples: Sequence[Sample]) -> dict[str, str]:
+    """One variant's ratio to each of the others, where there is one to tell."""
+    others = dict.fromkeys(sample.variant for sample in samples if sample.variant != variant)
+    rows = {other: row for other in others for row in compare(samples, other) if row.variant == variant}
+    return {other: row.ratio_text for other, row in rows.items() if row.ratio is not None}
 
 
 def bootstrap_interval(

@@ -1,5 +1,6 @@
 """Starting what is measured: each program in processes of its own, one thread a rank."""
 
+import json
 import os
 import re
 import subprocess
@@ -37,6 +38,16 @@ def run_module(
         raise ProgramError(f"{module} did not end within {seconds:g} s: {last_words(log)}") from None
     if code:
         raise ProgramError(f"{module} ended with {code}: {last_words(log)}")
+
+
+def ask_module(
+    module: str, *arguments: object, here: Path, variables: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Run a Python module to its end; the JSON that it writes to its first argument. Raises ProgramError."""
+    out = here / "found.json"
+    run_module(module, out, *arguments, log=here / "log", variables=variables)
+    found: dict[str, Any] = json.loads(out.read_bytes())
+    return found
 
 
 def start_module(

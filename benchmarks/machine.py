@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import torch
 
-_PACKAGES = ("torch", "transformers", "ray", "accelerate", "lightning", "numpy", "pyarrow")
+_PACKAGES = ("torch", "transformers", "ray", "accelerate", "lightning", "datasets", "tokenizers", "numpy", "pyarrow")
 
 
 def describe_machine() -> dict[str, Any]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from torch import nn
 
+from benchmarks.data_wait import wait_share
 from benchmarks.gpu import stall, window_seconds
 from benchmarks.harness import (
     Measured,
@@ -18,10 +19,14 @@ from benchmarks.harness import (
     interleave,
     markdown_table,
     ratio_table,
+    ratios_of,
+    taken,
     write_result,
 )
 from benchmarks.launch import ProgramError
+from benchmarks.streams import rate
 from benchmarks.trace import Trace, check_sharded, measure
+from benchmarks.two_places import in_turn
 from benchmarks.ulysses import exchange_share
 from benchmarks.workload import Workload
 
@@ -124,3 +129,37 @@ def test_the_share_in_all_to_alls_counts_those_of_the_window(tmp_path: Path) -> 
     (tmp_path / "exchanges.0").write_text(json.dumps([[5.0, 3.0], [15.0, 2.0], [25.0, 2.0]]))
     (tmp_path / "exchanges.1").write_text(json.dumps([[15.0, 1.0], [25.0, 1.0]]))
     assert exchange_share(trace, 1, list(tmp_path.glob("exchanges.*"))) == pytest.approx(0.15)
+
+
+def test_one_variant_is_held_against_each_of_the_others_that_ran() -> None:
+    samples = [Sample("ours", 0, 3.0), Sample("a", 0, 2.0), Sample("b", 0, None, "it needs a GPU")]
+    assert ratios_of("ours", samples) == {"a": "1.500 [1.500, 1.500]"}
+
+
+def test_another_number_of_the_same_samples_can_be_compared() -> None:
+    samples = [Sample("a", 0, 1.0, raw={"first": 4.0}), Sample("b", 0, 1.0)]
+    assert [sample.value for sample in taken(samples, "first")] == [4.0, None]
+
+
+def test_places_are_opened_in_turn_and_the_first_opening_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.two_places.sleep", lambda _: None)
+    opened: list[int] = []
+
+    def seconds_at(place: int) -> float:
+        opened.append(place)
+        return float(place)
+
+    found = in_turn(seconds_at, 1, 9, pairs=2)
+    assert opened == [0, 1, 9, 9, 1]
+    assert (found["early"], found["late"]) == (1.0, 9.0)
+
+
+def test_the_share_of_waiting_is_that_of_all_steps_together() -> None:
+    steps = [{"step_seconds": 1.0, "data_wait_seconds": 0.5}, {"step_seconds": 9.0, "data_wait_seconds": 0.5}]
+    assert wait_share(steps) == pytest.approx(0.1)
+
+
+def test_a_stream_that_stops_short_has_no_rate() -> None:
+    assert rate([4] * 10, of=40) > 0
+    with pytest.raises(AssertionError, match="36 rows came of 40"):
+        rate([4] * 9, of=40)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu, memory, step_overhead, turns, ulysses
+from benchmarks import data_wait, gpu, memory, prepare, resume, step_overhead, turns, ulysses
 from benchmarks.workload import TOY
 
 Run = Callable[..., dict[str, Any]]
@@ -74,6 +74,31 @@ def test_ulysses_trains_the_same_and_states_its_share(run: Run) -> None:
     shares = {sample["variant"]: sample["raw"]["all_to_all_share"] for sample in result["data"]}
     assert shares.pop(ulysses.BASELINE) == 0
     assert all(0 < share < 1 for share in shares.values())
+
+
+def test_all_make_the_same_number_of_tokens_of_a_corpus(run: Run) -> None:
+    needs("datasets")
+    result = run(prepare.main, "--quick")
+    assert not [sample["error"] for sample in result["data"] if sample["error"]]
+    assert len({sample["raw"]["tokens"] for sample in result["data"]}) == 1
+    assert {sample["variant"] for sample in result["data"]} == {prepare.OURS, prepare.LOOP, prepare.DATASETS}
+
+
+def test_every_way_to_resume_opens_at_both_places(run: Run) -> None:
+    needs("datasets")
+    needs("accelerate")
+    result = run(resume.main, "--quick")
+    assert not [sample["error"] for sample in result["data"] if sample["error"]]
+    assert {sample["variant"] for sample in result["data"]} == set(resume.PROGRAMS)
+
+
+def test_waits_for_data_are_told_of_both_models_and_rows_of_every_reader(run: Run) -> None:
+    needs("datasets")
+    result = run(data_wait.main, "--quick")
+    assert not [sample["error"] for sample in result["data"] if sample["error"]]
+    values = {sample["variant"]: sample["value"] for sample in result["data"]}
+    assert values.keys() == data_wait.JOBS.keys() | data_wait.DRAINS.keys()
+    assert all(0 < values[job] < 1 for job in data_wait.JOBS)
 
 
 def test_memory_has_a_row_for_every_way(run: Run) -> None:

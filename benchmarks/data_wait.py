@@ -1,0 +1,173 @@
+"""How long training waits for data: the share of a step, and how many rows/s there are to be had without a model.
+
+`python -m benchmarks.data_wait [--rounds N] [--quick]`. The share is that of rank 0 in the quickstart as users run it,
+through `POST /jobs`, and with a model a tenth of its size; all jobs are of one service, which prepares their data once.
+The rows are a shuffled epoch's, against a map-style `datasets` with torch's DataLoader, which gives token ids alone.
+"""
+
+import functools
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from benchmarks.harness import (
+    Measured,
+    Sample,
+    bootstrap_interval,
+    command_line,
+    compare,
+    interleave,
+    markdown_table,
+    parse,
+    ratios_of,
+    write_result,
+)
+from benchmarks.launch import ProgramError, ask_module, metrics
+from benchmarks.prepare import OFFLINE
+from benchmarks.step_overhead import POLL_SECONDS
+from benchmarks.streams import write_samples
+from examples.demo import SPEC, service
+from service.client import Client
+from train_loop.run_dir import RunDir
+
+TENTH = {"hidden_size": 40, "intermediate_size": 112, "head_dim": 8}
+"""Of the quickstart's model: 240 thousand parameters, two thirds of them words."""
+JOBS: dict[str, dict[str, int]] = {"the quickstart": {}, "with a model a tenth of the size": TENTH}
+FIRST_COUNTED = 5
+"""Steps before it warm up."""
+OURS, RAY = "Trainshed, torchrun", "Trainshed, Ray Data"
+DRAINS: dict[str, tuple[str, list[str]]] = {
+    OURS: ("benchmarks.drain_run", ["local"]),
+    RAY: ("benchmarks.drain_run", ["ray"]),
+    "`datasets`, DataLoader with two workers": ("benchmarks.peers.hf_drain", []),
+}
+BATCH = 8
+EPOCHS = {256: 32_768, 2048: 8_192}
+"""Rows by sequence length."""
+
+
+def main() -> None:
+    """Run the jobs, then the drains, and write their tables."""
+    arguments = parse(command_line(__doc__))
+    quick = arguments.quick
+    epochs = dict.fromkeys(EPOCHS, 1024) if quick else EPOCHS
+    with tempfile.TemporaryDirectory(prefix="trainshed-benchmark-") as root:
+        waits = run_jobs(Path(root), arguments.rounds, quick=quick)
+        drains = {
+            length: drain(Path(root, f"{length}"), length, rows, arguments.rounds) for length, rows in epochs.items()
+        }
+    write_result(
+        "data-wait",
+        settings={"quickstart": quickstart(quick=quick), "tenth": TENTH, "first_counted": FIRST_COUNTED}
+        | {"epochs": epochs, "batch": BATCH, "rounds": arguments.rounds, "quick": quick},
+        data=[*waits, *(sample for found in drains.values() for sample in found)],
+        table=f"{wait_table(waits)}\n\n{drain_table(drains)}",
+        folder=arguments.results,
+    )
+
+
+def quickstart(*, quick: bool) -> dict[str, Any]:
+    """The quickstart; of a toy, few steps on few files."""
+    spec: dict[str, Any] = yaml.safe_load(SPEC.read_text())
+    if quick:
+        spec["training"] |= {"max_steps": 2 * FIRST_COUNTED, "warmup_steps": 1}
+        spec["data"]["train"]["path"] = "stdlib://json/*.py"
+    return spec
+
+
+def run_jobs(root: Path, rounds: int, *, quick: bool) -> list[Sample]:
+    """The share of waiting in each job."""
+    home = root / "service"
+    home.mkdir()
+    with service(home) as (client, _):
+        runs = {}
+        for name, smaller in JOBS.items():
+            spec = quickstart(quick=quick)
+            spec["model"]["config"] |= smaller
+            runs[name] = functools.partial(one_job, client, yaml.safe_dump(spec))
+        return interleave(runs, rounds)
+
+
+def one_job(client: Client, spec: str) -> Measured:
+    """The share of its steps that a job waits for data. Raises ProgramError."""
+    job = client.submit(spec)
+    while not job.state.terminal:
+        time.sleep(POLL_SECONDS)
+        job = client.job(job.id)
+    if job.state != "SUCCEEDED":
+        raise ProgramError(f"the job ended as {job.state}: {job.reason}")
+    steps = [
+        {name: line[name] for name in ("step", "step_seconds", "data_wait_seconds")}
+        for line in metrics(RunDir.at(job.run_dir).root)
+    ]
+    return Measured(wait_share(steps[FIRST_COUNTED:]), {"steps": steps})
+
+
+def wait_share(steps: Sequence[dict[str, float]]) -> float:
+    """The share of all their time together, as a mean of shares would count short steps like long ones."""
+    return sum(step["data_wait_seconds"] for step in steps) / sum(step["step_seconds"] for step in steps)
+
+
+def drain(folder: Path, length: int, rows: int, rounds: int) -> list[Sample]:
+    """Rows/s of every program at one length."""
+    write_samples(folder, samples=rows, length=length)
+    runs = {name: functools.partial(one_drain, folder, length, *program) for name, program in DRAINS.items()}
+    found = interleave(runs, rounds)
+    shutil.rmtree(folder)
+    return found
+
+
+def one_drain(folder: Path, length: int, module: str, way: list[str]) -> Measured:
+    """Rows/s of one start. Raises ProgramError."""
+    with tempfile.TemporaryDirectory(dir=folder.parent) as here:
+        variables = OFFLINE | {"HF_HOME": here}
+        found = ask_module(module, folder, *way, BATCH, here=Path(here), variables=variables)
+    return Measured(found["rows_per_second"], found | {"sequence_length": length})
+
+
+def wait_table(samples: Sequence[Sample]) -> str:
+    """Markdown: the share of waiting, and what it is of."""
+    records: list[dict[str, Any]] = []
+    for name in JOBS:
+        mine = [sample for sample in samples if sample.variant == name]
+        shares = [sample.value for sample in mine if sample.value is not None]
+        if not shares:
+            records.append({"job": name, "waits for data": mine[0].error})
+            continue
+        steps = [step["step_seconds"] for sample in mine for step in sample.raw.get("steps", [])[FIRST_COUNTED:]]
+        low, high = bootstrap_interval(shares)
+        share = f"{np.median(shares):.2%} [{low:.2%}, {high:.2%}]"
+        records.append(
+            {
+                "job": name,
+                "waits for data, share of a step, median [95 % interval]": share,
+                "seconds a step, median": f"{np.median(steps):.4f}",
+            }
+        )
+    return markdown_table(records)
+
+
+def drain_table(drains: dict[int, list[Sample]]) -> str:
+    """Markdown: rows/s at each length, and ours against the peer."""
+    return markdown_table(
+        [
+            {
+                "sequence_length": length,
+                "program": row.variant,
+                "rows/s, median": row.error if row.median is None else f"{row.median:,.0f}",
+                **{f"{ours} ÷ it": ratios_of(ours, samples).get(row.variant) for ours in (OURS, RAY)},
+            }
+            for length, samples in drains.items()
+            for row in compare(samples, OURS)
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""The library `tokenizers` in a plain loop, on all cores: `-m benchmarks.peers.tokenizers_loop OUT FOLDER LENGTH`.
+
+Documents that follow each other are cut into rows wherever these end, and nothing is kept or written.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from benchmarks.corpus import CORPUS, TOKENIZER, WARM, texts
+from train_loop.data.tokenizer import END_OF_TEXT
+
+_DOCUMENTS = 1000
+"""Documents that are tokenised at once, among all cores."""
+
+
+def main() -> None:
+    """Warm up on a little text, then tokenise the corpus."""
+    out, folder, length = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    tokenizer = Tokenizer.from_file(str(folder / TOKENIZER / "tokenizer.json"))
+    sum(len(rows) for rows in packed(tokenizer, folder / WARM, length))
+    began = perf_counter()
+    tokens = sum(rows.size for rows in packed(tokenizer, folder / CORPUS, length))
+    out.write_text(json.dumps({"tokens": tokens, "seconds": perf_counter() - began}))
+
+
+def packed(tokenizer: Tokenizer, file: Path, length: int) -> Iterator[NDArray[np.int32]]:
+    """Rows of tokens, some at a time; the last ones may not fill theirs."""
+    end = np.array([tokenizer.token_to_id(END_OF_TEXT)], np.int32)
+    documents, rest = texts(file), np.empty(0, np.int32)
+    while some := list(islice(documents, _DOCUMENTS)):
+        pieces = [rest]
+        for encoding in tokenizer.encode_batch_fast(some, add_special_tokens=False):
+            pieces += [np.array(encoding.ids, np.int32), end]
+        tokens = np.concatenate(pieces)
+        whole = len(tokens) // length * length
+        yield tokens[:whole].reshape(-1, length)
+        rest = tokens[whole:]
+    yield rest
+
+
+if __name__ == "__main__":
+    main()

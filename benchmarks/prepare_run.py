@@ -1,0 +1,48 @@
+"""Our preparing of a corpus, on a Ray that is up: `-m benchmarks.prepare_run OUT FOLDER CACHE LENGTH BATCH`.
+
+OUT gets the seconds until the samples were durable, and from the same start until the first batch of their order was
+in hand: read by this process as under torchrun, and through Ray Data as in the service.
+"""
+
+import json
+import sys
+from pathlib import Path
+from time import perf_counter
+
+from benchmarks.corpus import CORPUS, WARM, corpus_spec
+from benchmarks.streams import local_rows, plan_of, ray_rows, start_ray
+from train_loop.data.dataset import Dataset
+from train_loop.data.prepare import prepare
+
+
+def main() -> None:
+    """Warm up on a little text, then prepare the corpus."""
+    out, folder, cache = map(Path, sys.argv[1:4])
+    length, batch = map(int, sys.argv[4:])
+    start_ray()
+    first_batches(tokenised(folder, WARM, cache / "warm", length), batch)
+    began = perf_counter()
+    dataset = tokenised(folder, CORPUS, cache / "corpus", length)
+    seconds = perf_counter() - began
+    local, through = first_batches(dataset, batch)
+    found = {"tokens": dataset.tokens, "seconds": seconds, "first_batch": seconds + local}
+    out.write_text(json.dumps(found | {"first_batch_through_ray": seconds + through, "rows": dataset.samples}))
+
+
+def tokenised(folder: Path, file: str, cache: Path, length: int) -> Dataset:
+    """A file's samples, prepared in an empty cache."""
+    return prepare(corpus_spec(folder, file, length=length), cache, report=lambda *_, **__: None)
+
+
+def first_batches(dataset: Dataset, batch: int) -> tuple[float, float]:
+    """Seconds to the first step's rows, read here and through Ray Data."""
+    plan = plan_of(dataset, batch=batch)
+    began = perf_counter()
+    next(local_rows(plan))
+    read = perf_counter()
+    next(ray_rows(plan))
+    return read - began, perf_counter() - read
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Seconds from opening the data to the first batch when a run resumes far into it, against near its beginning.
+
+`python -m benchmarks.resume [--rounds N] [--quick]`. Ours, what Hugging Face offers, and the order of samples alone.
+Every round starts every program once, which opens both places in turn, several times; files are in the page cache.
+"""
+
+import functools
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.harness import (
+    Measured,
+    Row,
+    Sample,
+    command_line,
+    compare,
+    interleave,
+    markdown_table,
+    parse,
+    ratios_of,
+    taken,
+    write_result,
+)
+from benchmarks.launch import ask_module
+from benchmarks.prepare import OFFLINE
+from benchmarks.streams import write_samples
+
+OURS, RAY = "Trainshed, torchrun", "Trainshed, Ray Data"
+ORDER = "Trainshed, a step's sample ids alone"
+PROGRAMS = {
+    OURS: ("benchmarks.resume_run", "local"),
+    RAY: ("benchmarks.resume_run", "ray"),
+    ORDER: ("benchmarks.resume_run", "order"),
+    "`datasets`, streaming, shuffled, skip(n)": ("benchmarks.peers.hf_resume", "skip"),
+    "`datasets`, streaming, shuffled, load_state_dict": ("benchmarks.peers.hf_resume", "state"),
+    "Hugging Face Trainer's skip_first_batches": ("benchmarks.peers.hf_resume", "trainer"),
+}
+STEPS = (100, 10_000)
+SAMPLES = (10, 10_000_000)
+"""The places of the order alone."""
+BATCH, LENGTH = 8, 64
+_STEPS_LEFT = 4200
+"""After the late place: more than Ray Data is given to plan at once."""
+PAIRS = 3
+"""Of openings in one start."""
+
+
+def main() -> None:
+    """Run the comparison and write its table."""
+    arguments = parse(command_line(__doc__))
+    steps = (10, 100) if arguments.quick else STEPS
+    pairs = 1 if arguments.quick else PAIRS
+    count = (steps[1] + (100 if arguments.quick else _STEPS_LEFT)) * BATCH
+    with tempfile.TemporaryDirectory(prefix="trainshed-benchmark-") as root:
+        write_samples(Path(root, "samples"), samples=count, length=LENGTH)
+        runs = {
+            name: functools.partial(one_run, Path(root), *program, SAMPLES if name == ORDER else steps, pairs)
+            for name, program in PROGRAMS.items()
+        }
+        samples = interleave(runs, arguments.rounds)
+    write_result(
+        "resume",
+        settings={"steps": steps, "samples_of_order": SAMPLES, "samples": count, "sequence_length": LENGTH}
+        | {"batch": BATCH, "pairs": pairs, "rounds": arguments.rounds, "quick": arguments.quick},
+        data=samples,
+        table=table(samples, steps),
+        folder=arguments.results,
+    )
+
+
+def one_run(root: Path, module: str, way: str, places: tuple[int, int], pairs: int) -> Measured:
+    """Seconds at the late place. Raises ProgramError."""
+    here = Path(tempfile.mkdtemp(dir=root))
+    variables = OFFLINE | {"HF_HOME": str(root / "hf")}
+    try:
+        found = ask_module(module, root / "samples", way, BATCH, pairs, *places, here=here, variables=variables)
+    finally:
+        shutil.rmtree(here, ignore_errors=True)
+    return Measured(found["late"], found)
+
+
+def table(samples: Sequence[Sample], steps: tuple[int, int]) -> str:
+    """Markdown: seconds at both places, their ratio, and how the service's stand to each of the others at the late."""
+    service = ratios_of(RAY, [sample for sample in samples if sample.variant not in (OURS, ORDER)])
+    torchrun = ratios_of(OURS, [sample for sample in samples if sample.variant not in (RAY, ORDER)])
+    return markdown_table(
+        [
+            {
+                "program": name,
+                f"seconds to the first batch at step {steps[0]:,}": seconds(early.median),
+                f"at step {steps[1]:,}": seconds(late.median),
+                "ratio, median [95 % interval]": late.ratio_text,
+                f"{OURS} ÷ it, at step {steps[1]:,}": torchrun.get(name),
+                f"{RAY} ÷ it": service.get(name),
+            }
+            for name in PROGRAMS
+            for early, late in [both_places(samples, name)]
+        ]
+    )
+
+
+def both_places(samples: Sequence[Sample], name: str) -> tuple[Row, Row]:
+    """The early and the late place of one program, the late against the early."""
+    found = [sample for sample in samples if sample.variant == name]
+    places = [replace(sample, variant=place) for place in ("early", "late") for sample in taken(found, place)]
+    early, late = compare(places, "early")
+    return early, late
+
+
+def seconds(value: float | None) -> str | None:
+    """Seconds, or microseconds of what is that short."""
+    if value is None:
+        return None
+    return f"{value:.3f}" if value > 1e-3 else f"{value * 1e6:.0f} µs"
+
+
+if __name__ == "__main__":
+    main()
