@@ -44,7 +44,7 @@ SAMPLES = (10, 10_000_000)
 BATCH, LENGTH = 8, 64
 _STEPS_LEFT = 4200
 """After the late place: more than Ray Data is given to plan at once."""
-PAIRS = 3
+PAIRS = 5
 """Of openings in one start."""
 
 
