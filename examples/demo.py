@@ -167,7 +167,8 @@ def tell(event: Line) -> str | None:
         case "preparing":
             return f"preparing {event['files']} files, {event['bytes'] / 1e6:.1f} MB of Python's own sources"
         case "prepared":
-            return f"prepared {event['samples']} samples, {event['tokens']:,} tokens"
+            full = f"{event['utilisation']:.1%} full"
+            return f"prepared {event['samples']} samples, {full}: {event['tokens']:,} tokens of {event['rows']} files"
         case "training_started":
             return f"training on {event['world']} workers from step {event['resumed_from']} of {event['steps']}"
         case "checkpoint_committed":

@@ -8,6 +8,7 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +75,7 @@ def _cut(file: SourceFile, size: int) -> list[Piece]:
 
 def read_piece(piece: Piece, columns: ColumnsSpec) -> Iterator[Chunk]:
     """The rows of a piece, some at a time. Raises DataError where the file itself cannot be read."""
-    try:
+    with _damage_told(piece.file):
         if piece.file.format == "parquet":
             yield from _parquet_rows(piece, columns)
         elif piece.file.format == "jsonl":
@@ -82,13 +83,6 @@ def read_piece(piece: Piece, columns: ColumnsSpec) -> Iterator[Chunk]:
         else:
             _check_names(piece.file, ["text"], columns)
             yield Chunk([_text_row(piece.file)], piece.bytes)
-    except (pa.ArrowException, EOFError) as error:
-        raise _unreadable(piece.file, error) from error
-    except OSError as error:
-        # Arrow calls a damaged file an input/output error; storage that fails names a number, or has been named.
-        if error.errno is not None or piece.file.uri in str(error):
-            raise
-        raise _unreadable(piece.file, error) from error
 
 
 def locate(places: Sequence[tuple[SourceFile, int]]) -> list[str]:
@@ -105,13 +99,12 @@ def locate(places: Sequence[tuple[SourceFile, int]]) -> list[str]:
 
 def _line_numbers(file: SourceFile, places: list[int]) -> Iterator[int]:
     """The number of the line that begins at each byte, of rising bytes."""
-    line, seen, chunks = 1, 0, _plain_bytes(file)
-    data = b""
+    line, seen, data, parts = 1, 0, b"", _plain_bytes(file)
     for place in places:
         while seen + len(data) < place:
             line += data.count(b"\n")
             seen += len(data)
-            data = next(chunks)
+            data = next(parts)
         line += data[: place - seen].count(b"\n")
         data, seen = data[place - seen :], place
         yield line
@@ -124,11 +117,8 @@ def parquet_footers(files: Sequence[SourceFile]) -> list[Any]:
 
 
 def _footer(file: SourceFile) -> Any:
-    try:
-        with open_file(file, buffer=0) as opened:
-            return pq.ParquetFile(opened, page_checksum_verification=True).metadata
-    except pa.ArrowException as error:
-        raise _unreadable(file, error) from error
+    with _damage_told(file), open_file(file, buffer=0) as opened:
+        return pq.ParquetFile(opened).metadata
 
 
 def is_empty(file: SourceFile) -> bool:
@@ -137,7 +127,8 @@ def is_empty(file: SourceFile) -> bool:
         return not file.size
     if file.format == "parquet":
         return bool(_footer(file).num_rows == 0)
-    return not any(chunk.rows for chunk in read_piece(Piece(file, 0, file.size, file.size), ColumnsSpec(text="")))
+    with _damage_told(file):
+        return not any(line.strip() for _, line, _ in _lines(Piece(file, 0, file.size, file.size)))
 
 
 def check_columns(file: SourceFile, columns: ColumnsSpec, *, skip: bool = False) -> None:
@@ -151,10 +142,11 @@ def check_columns(file: SourceFile, columns: ColumnsSpec, *, skip: bool = False)
         _check_names(file, _footer(file).schema.to_arrow_schema().names, columns)
     else:
         first = next(read_piece(Piece(file, 0, file.size, file.size), columns), Chunk([], 0)).rows
-        bad = next((row for row in first if row.wrong), None)
-        if bad is not None and (bad is first[0] or skip) and not (skip and any(not row.wrong for row in first)):
-            (where,) = locate([(file, bad.place)])
-            raise DataError(f"{where}: {bad.wrong}; correct the row, or data.columns, or set on_bad_rows: skip")
+        judged = first if skip else first[:1]
+        if judged and all(row.wrong for row in judged):
+            (where,) = locate([(file, judged[0].place)])
+            remedy = "correct data.columns" if skip else "correct the row, or data.columns, or set on_bad_rows: skip"
+            raise DataError(f"{where}: {judged[0].wrong}; {remedy}")
 
 
 def _check_names(file: SourceFile, present: list[str], columns: ColumnsSpec) -> None:
@@ -163,9 +155,17 @@ def _check_names(file: SourceFile, present: list[str], columns: ColumnsSpec) -> 
             raise DataError(f"{file.uri} has no column {name!r}; it has {', '.join(present)}; correct data.columns")
 
 
-def _unreadable(file: SourceFile, error: Exception) -> DataError:
-    name = {"parquet": "Parquet", "jsonl": "JSON lines", "text": "text"}[file.format]
-    return DataError(f"{file.uri} is no readable {name} file: {error}; write it again or leave it out")
+@contextmanager
+def _damage_told(file: SourceFile) -> Iterator[None]:
+    """Raise DataError for what a library says of a file that is not what its name says."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        # Arrow calls damage an input/output error; storage that fails names a number, or has been named.
+        if isinstance(error, OSError) and (error.errno is not None or file.uri in str(error)):
+            raise
+        name = {"parquet": "Parquet", "jsonl": "JSON lines", "text": "text"}[file.format]
+        raise DataError(f"{file.uri} is no readable {name} file: {error}; write it again or leave it out") from error
 
 
 def _parquet_rows(piece: Piece, columns: ColumnsSpec) -> Iterator[Chunk]:
