@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 
 from benchmarks.gpu_cases import CASES, Case
 from benchmarks.harness import RESULTS, markdown_table, write_result
 from benchmarks.launch import ProgramError, end, last_words, loop_arguments, metrics, run_loop, start_module
 from benchmarks.workload import write_tokens
-from train_loop.data.dataset import Dataset, Part, ShardFile
+from train_loop.data.dataset import Dataset
+from train_loop.data.pack import Sample
+from train_loop.data.shards import write_part
 from train_loop.run_dir import RunDir, read_lines, write_durably
 
 Record = dict[str, Any]
@@ -162,14 +165,12 @@ def spec(case: Case, root: Path, **parts: Record) -> Record:
     write_tokens(data, rows=rows, length=length, config=case.config, documents=case.documents)
     if case.documents > 1:
         # What prepare would have made with Ray, and the run begins with.
-        part = Part(
-            fingerprint="random",
-            files=(ShardFile(path=str(data), rows=rows, size=data.stat().st_size),),
-            input_ids="ids",
-            documents="documents",
-            tokens=rows * length,
-        )
-        packed = Dataset(fingerprint="random", parts=(part,), sequence_length=length)
+        table = pq.read_table(data)
+        columns = (table["ids"].to_pylist(), table["documents"].to_pylist())
+        samples = (Sample(np.array(ids, np.int32), None, None, lengths) for ids, lengths in zip(*columns, strict=True))
+        (root / "packed").mkdir()
+        part = write_part(samples, root / "packed")
+        packed = Dataset(fingerprint=part.fingerprint, parts=(part,), sequence_length=length)
         write_durably(RunDir(root / "run").data, packed.model_dump_json())
     return case.spec(data.as_uri(), **parts)
 

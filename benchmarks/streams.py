@@ -12,11 +12,11 @@ import ray
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from train_loop.data.dataset import Dataset, Part, Rows
+from train_loop.data.dataset import Dataset, Rows
 from train_loop.data.order import Order, StepOrder
 from train_loop.data.pack import Sample
 from train_loop.data.reader import StreamPlan, local_stream
-from train_loop.data.shards import INDEX, write_shards
+from train_loop.data.shards import write_part
 from train_loop.data.stream import ray_stream
 from train_loop.plan import MeshPlan
 
@@ -33,15 +33,9 @@ def write_samples(folder: Path, *, samples: int, length: int) -> None:
     """Random tokens: as we prepare them, as an Arrow file that `datasets` maps, and as Parquet that it streams."""
     folder.mkdir(parents=True, exist_ok=True)
     ids = np.random.default_rng(0).integers(0, _VOCABULARY, (samples, length), dtype=np.int32)
-    files, tokens = write_shards(folder, (Sample(row, None, None, [length]) for row in ids))
-    part = Part(
-        fingerprint=f"{samples}x{length}",
-        files=tuple(file.model_copy(update={"path": str(folder / file.path)}) for file in files),
-        documents="documents",
-        index=str(folder / INDEX),
-        tokens=tokens,
-    )
-    dataset = Dataset(fingerprint=part.fingerprint, parts=(part,), sequence_length=length)
+    part = write_part((Sample(row, None, None, [length]) for row in ids), folder)
+    # Known by what it holds, so that every round takes the same order wherever it lies.
+    dataset = Dataset(fingerprint=f"{samples}x{length}", parts=(part,), sequence_length=length)
     (folder / DATASET).write_text(dataset.model_dump_json())
     table = _table(ids)
     with pa.OSFile(str(folder / ARROW), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:

@@ -24,13 +24,13 @@ from tests.support.s3 import S3Server, s3_server
 from tests.support.specs import raw_spec, spec
 from tests.support.waiting import wait_for
 from train_loop.data.cache import find_dataset
-from train_loop.data.dataset import Dataset, Part, Rows
+from train_loop.data.dataset import Dataset, Rows
 from train_loop.data.order import Order, StepOrder
 from train_loop.data.pack import Sample
 from train_loop.data.prepare import prepare
 from train_loop.data.read import read_rows
 from train_loop.data.reader import StreamPlan
-from train_loop.data.shards import INDEX, write_shards
+from train_loop.data.shards import write_part
 from train_loop.data.stream import BLOCKS_HELD, block_bytes, by_step, open_splits
 from train_loop.spec import JobSpec, parse
 
@@ -227,10 +227,7 @@ def test_what_is_read_ahead_is_bounded_however_much_there_is(tmp_path: Path, mon
     monkeypatch.setattr("train_loop.data.stream._BLOCK_STEPS", 8)
     draw = np.random.default_rng(0)
     samples = (Sample(draw.integers(0, 99, length, np.int32), None, None, [length]) for _ in range(rows))
-    files, tokens = write_shards(tmp_path, samples)
-    shards = tuple(file.model_copy(update={"path": str(tmp_path / file.path)}) for file in files)
-    part = Part(fingerprint="x", files=shards, documents="documents", index=str(tmp_path / INDEX), tokens=tokens)
-    dataset = Dataset(fingerprint="x", parts=(part,), sequence_length=length)
+    dataset = Dataset(fingerprint="x", parts=(write_part(samples, tmp_path),), sequence_length=length)
     deal = StepOrder(Order(rows, 0, shuffle=True, dataset="x", end=10**9), 2, 2)
     plan = StreamPlan(dataset, deal, 0, rows // 4)
     bound = 2 * BLOCKS_HELD * block_bytes(plan)

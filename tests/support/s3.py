@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+from s3fs import S3FileSystem
 from werkzeug.serving import make_server
 
 from tests.support.waiting import wait_for
@@ -132,8 +133,11 @@ def s3_server() -> Iterator[S3Server]:
         server = S3Server(Path(folder))
         try:
             server.start()
+            # fsspec keeps file systems, and with them the address of a server that was there before.
+            S3FileSystem.clear_instance_cache()
             yield server
         finally:
+            S3FileSystem.clear_instance_cache()
             server.stop()
 
 

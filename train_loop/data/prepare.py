@@ -22,7 +22,7 @@ from train_loop.data.execution import ordered_context
 from train_loop.data.pack import Document, one_per_sample, pack
 from train_loop.data.progress import Progress, Report
 from train_loop.data.rows import Piece, cut, locate, read_piece
-from train_loop.data.shards import INDEX, write_shards
+from train_loop.data.shards import write_part
 from train_loop.data.sources import list_files
 from train_loop.data.tokenizer import load_tokenizer, train_tokenizer
 from train_loop.errors import DataError
@@ -71,23 +71,11 @@ def _build(work: Path, folder: Path, spec: JobSpec, source: Source, tokenizer: P
     progress = Progress(report, [sum(piece.bytes for piece in task) for task in tasks])
     documents = _documents(tasks, spec, source.columns, tokenizer, progress)
     put_together = pack if spec.data.packing else one_per_sample
-    shards, tokens = write_shards(work, put_together(documents, spec.data.sequence_length))
+    part = write_part(put_together(documents, spec.data.sequence_length), work, home=folder)
     progress.finish()
-    if not shards:
+    if not part.files:
         raise DataError(f"{source} holds no tokens; an empty dataset cannot be trained on")
-    columns = source.columns
-    masked = columns.labels or columns.messages or columns.response
-    return Part(
-        fingerprint=folder.name,
-        files=tuple(shard.model_copy(update={"path": str(folder / shard.path)}) for shard in shards),
-        labels="labels" if masked else None,
-        documents="documents",
-        weights="weights" if columns.weight else None,
-        index=str(folder / INDEX),
-        tokens=tokens,
-        rows=progress.rows,
-        bad_rows=progress.bad_rows,
-    )
+    return part.model_copy(update={"rows": progress.rows, "bad_rows": progress.bad_rows})
 
 
 def _tasks(source: Source) -> list[list[Piece]]:

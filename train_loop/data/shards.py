@@ -20,7 +20,7 @@ from train_loop.data.dataset import Cells, Part, ShardFile
 from train_loop.data.order import Ids
 from train_loop.data.pack import Sample
 
-INDEX = "index.bin"
+_INDEX = "index.bin"
 _RECORD = np.dtype([(name, "<u4") for name in ("shard", "token", "tokens", "document", "documents")])
 """Of each sample: its shard, and where in the shard's tokens and documents it begins and how many are its own."""
 RECORD_BYTES = _RECORD.itemsize
@@ -30,21 +30,32 @@ _SHARD_ROWS = 16_384
 _KINDS = {"input_ids": pa.int32(), "labels": pa.int32(), "documents": pa.int32(), "weights": pa.float32()}
 
 
-def write_shards(folder: Path, samples: Iterable[Sample]) -> tuple[list[ShardFile], int]:
-    """Write samples into a folder, durably; the shards, their paths relative to it, and the number of tokens."""
-    samples, shards, tokens = iter(samples), [], 0
-    with (folder / INDEX).open("wb") as index:
+def write_part(samples: Iterable[Sample], folder: Path, *, home: Path | None = None) -> Part:
+    """Write samples into a folder, durably, which will be moved to `home`, by whose name they are known."""
+    home = home or folder
+    samples, shards, tokens = iter(samples), list[ShardFile](), 0
+    with (folder / _INDEX).open("wb") as index:
         for number in range(2**32):
             chunk = list(_next_shard(samples))
             if not chunk:
                 break
-            shards.append(_write_shard(folder / f"part-{number:05d}.parquet", chunk))
+            shard = _write_shard(folder / f"part-{number:05d}.parquet", chunk)
+            shards.append(shard.model_copy(update={"path": str(home / shard.path)}))
             records = _records(number, chunk)
             index.write(records.tobytes())
             tokens += int(records["tokens"].sum())
         index.flush()
         os.fsync(index.fileno())
-    return shards, tokens
+    columns = {name for shard in shards for name in shard.columns}
+    return Part(
+        fingerprint=home.name,
+        files=tuple(shards),
+        labels="labels" if "labels" in columns else None,
+        documents="documents",
+        weights="weights" if "weights" in columns else None,
+        index=str(home / _INDEX),
+        tokens=tokens,
+    )
 
 
 def read_shards(part: Part, local: Ids) -> Iterator[Cells]:

@@ -26,7 +26,7 @@ from train_loop.data.cache import (
 from train_loop.data.dataset import Dataset, Part
 from train_loop.data.pack import Sample
 from train_loop.data.read import read_rows
-from train_loop.data.shards import INDEX, write_shards
+from train_loop.data.shards import write_part
 from train_loop.errors import DataError
 from train_loop.spec import JobSpec
 
@@ -50,9 +50,7 @@ def name_of(job: JobSpec) -> str:
 def prepared(folder: Path) -> Part:
     """Samples in a folder of the cache, committed."""
     folder.mkdir(parents=True)
-    shards, tokens = write_shards(folder, [Sample(np.arange(5, dtype=np.int32), None, None, [5])] * 3)
-    files = tuple(shard.model_copy(update={"path": str(folder / shard.path)}) for shard in shards)
-    part = Part(fingerprint=folder.name, files=files, documents="documents", index=str(folder / INDEX), tokens=tokens)
+    part = write_part([Sample(np.arange(5, dtype=np.int32), None, None, [5])] * 3, folder)
     (folder / "dataset.json").write_text(part.model_dump_json())
     return part
 
@@ -91,7 +89,7 @@ def test_text_to_evaluate_on_keeps_its_tokenizer_where_training_needs_none(tmp_p
     assert other.model.tokenizer == job.model.tokenizer
 
 
-@pytest.mark.parametrize("damage", ["part-00000.parquet", INDEX])
+@pytest.mark.parametrize("damage", ["part-00000.parquet", "index.bin"])
 def test_damaged_samples_are_as_good_as_none(tmp_path: Path, damage: str) -> None:
     part = prepared(tmp_path / "cache" / "abc")
     assert load_part(tmp_path / "cache" / "abc") == part

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from train_loop.data import shards
-from train_loop.data.dataset import Cells, Part
+from train_loop.data.dataset import Cells
 from train_loop.data.pack import Sample
-from train_loop.data.shards import INDEX, read_shards, write_shards
+from train_loop.data.shards import read_shards, write_part
 
 
 def a_sample(number: int, documents: Sequence[int], *, full: bool) -> Sample:
@@ -21,19 +21,6 @@ def a_sample(number: int, documents: Sequence[int], *, full: bool) -> Sample:
     ids = np.arange(sum(documents), dtype=np.int32) + 1000 * number
     weights = np.arange(len(documents), dtype=np.float32) + number / 4
     return Sample(ids, -ids if full else None, weights if full else None, list(documents))
-
-
-def write(folder: Path, samples: list[Sample]) -> Part:
-    files, tokens = write_shards(folder, samples)
-    return Part(
-        fingerprint="x",
-        files=tuple(file.model_copy(update={"path": str(folder / file.path)}) for file in files),
-        labels="labels" if samples[0].labels is not None else None,
-        weights="weights" if samples[0].weights is not None else None,
-        documents="documents",
-        index=str(folder / INDEX),
-        tokens=tokens,
-    )
 
 
 def assert_same(cells: Cells, sample: Sample) -> None:
@@ -59,7 +46,7 @@ def test_any_sample_comes_back_from_any_shard(
     samples = [a_sample(number, documents, full=full) for number, documents in enumerate(sizes)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "_SHARD_TOKENS", 50)
-        part = write(folder, samples)
+        part = write_part(samples, folder)
     assert part.samples == len(samples)
     assert part.tokens == sum(map(sum, sizes))
     asked = data.draw(st.lists(st.integers(0, len(samples) - 1), max_size=10))
@@ -68,7 +55,7 @@ def test_any_sample_comes_back_from_any_shard(
 
 
 def test_anything_that_reads_parquet_reads_shards(tmp_path: Path) -> None:
-    write(tmp_path, [a_sample(n, [3, n + 1], full=True) for n in range(5)])
+    write_part([a_sample(n, [3, n + 1], full=True) for n in range(5)], tmp_path)
     table = pq.read_table(tmp_path / "part-00000.parquet")
     assert table["documents"].to_pylist() == [[3, n + 1] for n in range(5)]
     assert table["input_ids"][2].as_py() == list(range(2000, 2006))
@@ -77,7 +64,7 @@ def test_anything_that_reads_parquet_reads_shards(tmp_path: Path) -> None:
 def test_a_shuffled_read_touches_hardly_more_than_its_own_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read amplification, 1.2 at most: bytes read from files for each byte of the samples asked for."""
     samples = [a_sample(n, [50, 78], full=False) for n in range(4000)]
-    part = write(tmp_path, samples)
+    part = write_part(samples, tmp_path)
     read: list[int] = []
     pread = os.pread
 
