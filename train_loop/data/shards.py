@@ -4,10 +4,10 @@ The values of a column are stored plain, in one page, so that they lie one after
 where each sample's begin. Reading samples in any order then costs their own bytes and no more.
 """
 
+import itertools
 import os
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,11 @@ _INDEX = "index.bin"
 _RECORD = np.dtype([(name, "<u4") for name in ("shard", "token", "tokens", "document", "documents")])
 """Of each sample: its shard, and where in the shard's tokens and documents it begins and how many are its own."""
 RECORD_BYTES = _RECORD.itemsize
-_SHARD_TOKENS = 16 * 2**20
+_SHARD_TOKENS = (2**20, 16 * 2**20)
+"""Of the first shard, and of the largest; each has twice as many as the one before.
+
+What is little is then written while it is being tokenised, and what is much has few files.
+"""
 _SHARD_ROWS = 16_384
 """Fewer than Parquet's writer puts into a page."""
 _KINDS = {"input_ids": pa.int32(), "labels": pa.int32(), "documents": pa.int32(), "weights": pa.float32()}
@@ -35,8 +39,9 @@ def write_part(samples: Iterable[Sample], folder: Path, *, home: Path | None = N
     home = home or folder
     samples, shards, tokens = iter(samples), list[ShardFile](), 0
     with (folder / _INDEX).open("wb") as index:
-        for number in range(2**32):
-            chunk = list(_next_shard(samples))
+        for number in itertools.count():
+            first, most = _SHARD_TOKENS
+            chunk = list(_next_shard(samples, min(first << min(number, 30), most)))
             if not chunk:
                 break
             shard = _write_shard(folder / f"part-{number:05d}.parquet", chunk)
@@ -101,12 +106,12 @@ class _Opened:
 _open = lru_cache(maxsize=256)(_Opened)
 
 
-def _next_shard(samples: Iterator[Sample]) -> Iterator[Sample]:
+def _next_shard(samples: Iterator[Sample], enough: int) -> Iterator[Sample]:
     tokens = 0
-    for sample in islice(samples, _SHARD_ROWS):
+    for sample in itertools.islice(samples, _SHARD_ROWS):
         yield sample
         tokens += len(sample.input_ids)
-        if tokens >= _SHARD_TOKENS:
+        if tokens >= enough:
             return
 
 

@@ -45,7 +45,7 @@ def test_any_sample_comes_back_from_any_shard(
     folder = tmp_path_factory.mktemp("shards")
     samples = [a_sample(number, documents, full=full) for number, documents in enumerate(sizes)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards, "_SHARD_TOKENS", 50)
+        patch.setattr(shards, "_SHARD_TOKENS", (10, 50))
         part = write_part(samples, folder)
     assert part.samples == len(samples)
     assert part.tokens == sum(map(sum, sizes))
