@@ -184,16 +184,6 @@ def test_a_model_folder_brings_its_tokenizer(tmp_path: Path) -> None:
     assert read_rows(dataset, np.arange(1)).input_ids.tolist() == [tokens]
 
 
-def test_a_vocabulary_too_small_for_bytes_says_so(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("x")
-    small = spec(
-        model={"config": spec().model.config | {"vocab_size": 100}},  # type: ignore[operator]
-        data={"train": {"path": str(tmp_path / "a.txt")}},
-    )
-    with pytest.raises(DataError, match="vocab_size=100 is too small for a byte-level tokenizer; choose more than 256"):
-        prepare(small, tmp_path / "_cache", heard()[1])
-
-
 def test_bad_rows_are_refused_by_line_or_left_out_and_listed(tmp_path: Path) -> None:
     rows = [json.dumps({"text": words(n)}) for n in (5, 9, 3)]
     (tmp_path / "a.jsonl").write_text("\n".join([rows[0], "oops", "", rows[1], '{"text": null}', rows[2]]))

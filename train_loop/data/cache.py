@@ -188,7 +188,8 @@ def _ready_made(spec: JobSpec, source: Source) -> Part | None:
     columns, data = source.columns, spec.data
     if columns.input_ids is None or data.packing or data.on_bad_rows == "skip" or source.files[0].format != "parquet":
         return None
-    files = list(zip(source.files, parquet_footers(source.files), strict=True))
+    written = [file for file in source.files if file.size]
+    files = list(zip(written, parquet_footers(written), strict=True))
     groups = [size for _, footer in files for size in _group_sizes(footer)]
     small = sum(groups) <= _AS_IT_IS_BYTES
     if not small and (data.shuffle or max(groups) > _AS_IT_IS_BYTES):

@@ -3,9 +3,8 @@
 Expected texts show what is trained between ⟦ and ⟧.
 """
 
-import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -15,143 +14,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from tests.support.chats import CALL, CHAT, CHATML, TEMPLATES, assistant, user, write_tokenizer
 from train_loop.data.chat import encode_chat, load_chat_template
 from train_loop.data.dataset import IGNORE
 from train_loop.data.tokenizer import TextTokenizer, load_tokenizer
 from train_loop.errors import DataError
-
-CHATML = """{% for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-
-MARKED = """{% for message in messages %}<|im_start|>{{ message.role }}
-{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}{% else %}\
-{{ message.content }}<|im_end|>{% endif %}
-
-{% endfor %}"""
-
-# After Qwen3's: thoughts stay only behind the last question, and the last turn always has a place for them.
-QWEN = """{%- set ns = namespace(last_query=-1) %}
-{%- for message in messages if message.role == 'user' %}
-    {%- set ns.last_query = messages.index(message) %}
-{%- endfor %}
-{%- if ns.last_query < 0 %}{{- raise_exception('No user query found in messages.') }}{%- endif %}
-{%- for message in messages %}
-    {%- set content = message.content or '' %}
-    {%- if message.role == 'tool' %}
-        {{- '<|im_start|>user\\n<tool_response>\\n' + content + '\\n</tool_response><|im_end|>\\n' }}
-    {%- elif message.role != 'assistant' %}
-        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
-    {%- else %}
-        {%- set thoughts = message.reasoning_content or '' %}
-        {%- if '</think>' in content %}
-            {%- set thoughts = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
-            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
-        {%- endif %}
-        {{- '<|im_start|>assistant\\n' }}
-        {%- if loop.index0 > ns.last_query and (loop.last or thoughts) %}
-            {{- '<think>\\n' + thoughts + '\\n</think>\\n\\n' }}
-        {%- endif %}
-        {{- content }}
-        {%- for call in message.tool_calls or [] %}
-            {{- '\\n' if content or not loop.first else '' }}
-            {{- '<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-
-LLAMA = """{{- bos_token }}{% for message in messages %}
-{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content | trim + '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
-
-MISTRAL = """{{- bos_token }}{% set ns = namespace(turn=0) %}
-{%- for message in messages %}
-    {%- if message.role == 'user' or (message.role == 'assistant' and not message.tool_calls) %}
-        {%- if (message.role == 'user') != (ns.turn % 2 == 0) %}
-            {{- raise_exception('user and assistant must take turns') }}
-        {%- endif %}
-        {%- set ns.turn = ns.turn + 1 %}
-    {%- endif %}
-    {%- if message.role == 'user' %}{{- '[INST] ' + message.content + ' [/INST]' }}
-    {%- elif message.role == 'tool' %}{{- '[TOOL_RESULTS] ' + message.content + '[/TOOL_RESULTS]' }}
-    {%- elif message.tool_calls %}{{- '[TOOL_CALLS] ' + (message.tool_calls | tojson) + eos_token }}
-    {%- else %}{{- ' ' + message.content | trim + eos_token }}{% endif %}
-{%- endfor %}"""
-
-GEMMA = """{{- bos_token }}
-{%- if messages[0].role == 'system' %}{{- raise_exception('System role not supported') }}{%- endif %}
-{%- for message in messages %}
-    {%- set role = 'model' if message.role == 'assistant' else message.role %}
-    {{- '<start_of_turn>' + role + '\\n' + message.content | trim + '<end_of_turn>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}"""
-
-# Thoughts stay only in the last answer, so that a later question changes what was said before.
-FORGETFUL = """{% set last = messages | selectattr('role', 'eq', 'assistant') | list | last %}
-{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\\n' }}
-{%- if message.role == 'assistant' and message == last %}
-    {{- '<think>' + (message.reasoning or '') + '</think>' }}
-{%- endif %}
-{{- message.content + '<|im_end|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-
-# After DeepSeek-R1's: the generation prompt begins a thought that no earlier turn shows.
-PROMPTED = """{% for message in messages %}<|im_start|>{{ message.role }}:{{ message.content }}<|im_end|>{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant:<think>{% endif %}"""
-
-# After Gemma 4's: a call's results stand in its own turn, and what is said beside it comes after them.
-FOLDED = """{% for message in messages if message.role != 'tool' %}{{- '<start_of_turn>' + message.role + '\\n' }}
-{%- if message.tool_calls %}
-    {{- '[call]' }}
-    {%- for result in messages if result.role == 'tool' %}{{- '[result]' + result.content + '[end]' }}{%- endfor %}
-{%- endif %}
-{{- (message.content or '') }}
-{%- if not message.tool_calls or message.content %}{{- '<end_of_turn>' }}{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<start_of_turn>assistant\\n' }}{%- endif %}"""
-
-# After Command R's and GLM's: an answer has two markers at its end, and an empty one less space before it.
-DOUBLE = """{% for message in messages %}<|im_start|>{{ message.role }}
-{%- if message.content %}{{- '\\n' + message.content }}{% endif %}</s><|im_end|>{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant{% endif %}"""
-
-BARE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-
-TEMPLATES = {
-    name: (source, bos, eos)
-    for name, source, bos, eos in [
-        ("chatml", CHATML, None, "<|im_end|>"),
-        ("marked", MARKED, None, "<|im_end|>"),
-        ("qwen", QWEN, None, "<|im_end|>"),
-        ("llama", LLAMA, "<|begin_of_text|>", "<|eot_id|>"),
-        ("mistral", MISTRAL, "<s>", "</s>"),
-        ("gemma", GEMMA, "<bos>", "<eos>"),
-        ("forgetful", FORGETFUL, None, "<|im_end|>"),
-        ("prompted", PROMPTED, None, "<|im_end|>"),
-        ("folded", FOLDED, None, "<end_of_turn>"),
-        ("double", DOUBLE, None, "<|im_end|>"),
-        ("bare", BARE, None, "</s>"),
-    ]
-}
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-SPECIAL += ["<s>", "</s>", "[INST]", "[/INST]", "<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]
-CHAT = [
-    {"role": "user", "content": "Hi?"},
-    {"role": "assistant", "content": "Hello!"},
-    {"role": "user", "content": "Bye 👋"},
-    {"role": "assistant", "content": "So long 👋"},
-]
-CALL = [{"type": "function", "function": {"name": "sum", "arguments": {"a": 1}}}]
-
 
 ROOT = Path(mkdtemp())
 
@@ -161,32 +30,6 @@ def clean_up() -> Iterator[None]:
     """Hypothesis calls a test many times, so that the tokenizers are written once for all tests."""
     yield
     shutil.rmtree(ROOT)
-
-
-def user(content: str) -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
-def assistant(content: str, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content, **more}
-
-
-def write_tokenizer(
-    folder: Path, *, template: str | None, bos: str | None = None, eos: str = "</s>", trim: bool = False
-) -> str:
-    """A tokenizer of single bytes and one word, with special tokens, as transformers writes it."""
-    words = [*pre_tokenizers.ByteLevel.alphabet(), "Ġw", "Ġword", "or", "ord"]
-    merges = [("Ġ", "w"), ("o", "r"), ("or", "d"), ("Ġw", "ord")]
-    tokenizer = Tokenizer(models.BPE(vocab={word: n for n, word in enumerate(words)}, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(SPECIAL)
-    tokenizer.add_tokens(["<think>", "</think>"])
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, chat_template=template
-    ).save_pretrained(folder)
-    return str(folder)
 
 
 @cache
@@ -432,27 +275,6 @@ def test_the_mask_is_that_of_transformers_where_the_template_marks_answers(messa
         assert [int(label != IGNORE) for label in labels] == theirs["assistant_masks"]
 
 
-@pytest.mark.parametrize(
-    ("messages", "reason"),
-    [
-        ("hello", "messages must be a list of at least one, and is 'hello'"),
-        (None, "messages must be a list of at least one, and is None"),
-        ([], r"messages must be a list of at least one, and is \[\]"),
-        (["hello"], r"messages\[0\] must be an object, and is 'hello'; write {\"role\": \"user\", \"content\": \"…\"}"),
-        ([user("a"), {"from": "gpt", "value": "b"}], r"messages\[1\] must have a role, and has from, value; write"),
-        ([{}], r"messages\[0\] must have a role, and has no keys"),
-        ([{"role": 1, "content": "a"}], r"messages\[0\] must have a text as role, and has 1"),
-        ([{"role": "user"}], r"messages\[0\] must have a text as content, and has None"),
-        ([{"role": "user", "content": [{"type": "text"}]}], r"messages\[0\] must have a text as content, and has \[\{"),
-        ([user("a"), assistant(None, tool_calls=[])], r"messages\[1\] must have a text as content"),  # type: ignore[arg-type]
-        ([user("a")], "there is nothing to train on, as it has no assistant turn; add one or leave it out"),
-    ],
-)
-def test_a_bad_conversation_says_what_is_wrong(messages: Any, reason: str) -> None:
-    with pytest.raises(DataError, match=f"^{reason}"):
-        encode("chatml", messages)
-
-
 def test_what_the_template_refuses_is_said_in_its_words() -> None:
     with pytest.raises(
         DataError, match=r"^the chat template refuses it: System role not supported; change the messages"
@@ -465,55 +287,3 @@ def test_what_the_template_refuses_is_said_in_its_words() -> None:
 def test_a_template_that_stumbles_refuses() -> None:
     with pytest.raises(DataError, match=r"refuses it: .*str"):
         encode("qwen", [user("a"), assistant("b", reasoning_content=1)])
-
-
-def alter(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change tokenizer_config.json in place."""
-    file = folder / "tokenizer_config.json"
-    config = json.loads(file.read_text())
-    change(config)
-    file.write_text(json.dumps(config))
-
-
-@pytest.mark.parametrize(
-    "template", [CHATML, [{"name": "tool_use", "template": "no"}, {"name": "default", "template": CHATML}]]
-)
-def test_a_template_may_stand_in_the_config(tmp_path: Path, template: Any) -> None:
-    write_tokenizer(tmp_path, template=None)
-    alter(tmp_path, lambda config: config.update(chat_template=template))
-    assert load_chat_template(str(tmp_path)).source == CHATML
-
-
-def test_the_templates_own_file_comes_first(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path, template=CHATML)
-    alter(tmp_path, lambda config: config.update(chat_template="old"))
-    assert load_chat_template(str(tmp_path)).source == CHATML
-
-
-def test_special_tokens_are_read_wherever_they_stand(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path, template="{{ bos_token }}{{ eos_token }}{{ unk_token }}{{ pad_token }}")
-    alter(tmp_path, lambda config: config.update(bos_token={"content": "<bos>"}, unk_token=None, add_bos_token=True))
-    (tmp_path / "special_tokens_map.json").write_text('{"pad_token": {"content": "<pad>"}, "eos_token": "old"}')
-    assert load_chat_template(str(tmp_path)).render([user("a")]).text == "<bos></s><pad>"
-
-
-def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path, template=None)
-    with pytest.raises(DataError, match="has no chat template, and messages need one; name the tokenizer of a chat"):
-        load_chat_template(str(tmp_path))
-    alter(tmp_path, lambda config: config.update(chat_template=[{"name": "rag", "template": CHATML}]))
-    with pytest.raises(DataError, match="has no chat template"):
-        load_chat_template(str(tmp_path))
-
-
-def test_a_broken_template_is_refused_at_once(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path, template="{% for %}")
-    with pytest.raises(DataError, match=r"is no Jinja: .*; copy it again"):
-        load_chat_template(str(tmp_path))
-
-
-def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path, template=CHATML)
-    (tmp_path / "special_tokens_map.json").write_text("{")
-    with pytest.raises(DataError, match=r"special_tokens_map.json cannot be read: .*; save the tokenizer again"):
-        load_chat_template(str(tmp_path))

@@ -1,5 +1,6 @@
 """Rows of every shape become documents that end with EOS, with what is trained marked; bad rows say why."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,8 @@ from tests.support.folders import write_tokenizer
 from train_loop.data.encode import BadRow, encode_rows
 from train_loop.data.pack import Document
 from train_loop.data.rows import Row
-from train_loop.data.tokenizer import load_tokenizer
+from train_loop.data.tokenizer import load_tokenizer, train_tokenizer
+from train_loop.errors import DataError
 from train_loop.spec import ColumnsSpec
 
 CHATML = (
@@ -120,3 +122,8 @@ def test_a_bad_row_says_what_is_wrong_and_the_others_go_on(
 def test_a_row_that_could_not_be_read_stays_what_it_is(folder: str) -> None:
     (bad,) = encode_rows([Row(7, {}, "no JSON: x")], ColumnsSpec(text="t"), folder, None)
     assert bad == BadRow(7, "no JSON: x")
+
+
+def test_a_vocabulary_too_small_for_bytes_says_so(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="vocab_size=100 is too small for a byte-level tokenizer; choose more than 256"):
+        train_tokenizer(iter(["x"]), vocab_size=100, folder=tmp_path)

@@ -1,0 +1,87 @@
+"""The chat template of a tokenizer folder, wherever its files say it, and conversations that it cannot take."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.chats import CHATML, assistant, user, write_tokenizer
+from train_loop.data.chat import encode_chat, load_chat_template
+from train_loop.data.tokenizer import load_tokenizer
+from train_loop.errors import DataError
+
+
+def alter(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change tokenizer_config.json in place."""
+    file = folder / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    change(config)
+    file.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    "template", [CHATML, [{"name": "tool_use", "template": "no"}, {"name": "default", "template": CHATML}]]
+)
+def test_a_template_may_stand_in_the_config(tmp_path: Path, template: Any) -> None:
+    write_tokenizer(tmp_path, template=None)
+    alter(tmp_path, lambda config: config.update(chat_template=template))
+    assert load_chat_template(str(tmp_path)).source == CHATML
+
+
+def test_the_templates_own_file_comes_first(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, template=CHATML)
+    alter(tmp_path, lambda config: config.update(chat_template="old"))
+    assert load_chat_template(str(tmp_path)).source == CHATML
+
+
+def test_special_tokens_are_read_wherever_they_stand(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, template="{{ bos_token }}{{ eos_token }}{{ unk_token }}{{ pad_token }}")
+    alter(tmp_path, lambda config: config.update(bos_token={"content": "<bos>"}, unk_token=None, add_bos_token=True))
+    (tmp_path / "special_tokens_map.json").write_text('{"pad_token": {"content": "<pad>"}, "eos_token": "old"}')
+    assert load_chat_template(str(tmp_path)).render([user("a")]).text == "<bos></s><pad>"
+
+
+def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, template=None)
+    with pytest.raises(DataError, match="has no chat template, and messages need one; name the tokenizer of a chat"):
+        load_chat_template(str(tmp_path))
+    alter(tmp_path, lambda config: config.update(chat_template=[{"name": "rag", "template": CHATML}]))
+    with pytest.raises(DataError, match="has no chat template"):
+        load_chat_template(str(tmp_path))
+
+
+def test_a_broken_template_is_refused_at_once(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, template="{% for %}")
+    with pytest.raises(DataError, match=r"is no Jinja: .*; copy it again"):
+        load_chat_template(str(tmp_path))
+
+
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, template=CHATML)
+    (tmp_path / "special_tokens_map.json").write_text("{")
+    with pytest.raises(DataError, match=r"special_tokens_map.json cannot be read: .*; save the tokenizer again"):
+        load_chat_template(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ("hello", "messages must be a list of at least one, and is 'hello'"),
+        (None, "messages must be a list of at least one, and is None"),
+        ([], r"messages must be a list of at least one, and is \[\]"),
+        (["hello"], r"messages\[0\] must be an object, and is 'hello'; write {\"role\": \"user\", \"content\": \"…\"}"),
+        ([user("a"), {"from": "gpt", "value": "b"}], r"messages\[1\] must have a role, and has from, value; write"),
+        ([{}], r"messages\[0\] must have a role, and has no keys"),
+        ([{"role": 1, "content": "a"}], r"messages\[0\] must have a text as role, and has 1"),
+        ([{"role": "user"}], r"messages\[0\] must have a text as content, and has None"),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"messages\[0\] must have a text as content, and has \[\{"),
+        ([user("a"), assistant(None, tool_calls=[])], r"messages\[1\] must have a text as content"),  # type: ignore[arg-type]
+        ([user("a")], "there is nothing to train on, as it has no assistant turn; add one or leave it out"),
+    ],
+)
+def test_a_bad_conversation_says_what_is_wrong(tmp_path: Path, messages: Any, reason: str) -> None:
+    folder = write_tokenizer(tmp_path, template=CHATML)
+    with pytest.raises(DataError, match=f"^{reason}"):
+        encode_chat(load_tokenizer(folder), load_chat_template(folder), messages, None)
