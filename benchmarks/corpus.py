@@ -14,8 +14,8 @@ from train_loop.spec import JobSpec, parse
 
 VOCABULARY = 8192
 CORPUS, WARM, TOKENIZER = "corpus.jsonl", "warm.jsonl", "tokenizer"
-_WARM_BYTES = 3 * 2**20
-"""Enough for a task on each of two cores, so that all that starts on first use has started."""
+_WARM_BYTES = 12 * 2**20
+"""Enough that tasks on each of two cores still run when all that starts on first use has started."""
 _TRAINED_DOCUMENTS = 500
 
 

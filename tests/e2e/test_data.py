@@ -16,6 +16,7 @@ import ray
 
 from tests.support.folders import write_model, write_tokenizer
 from tests.support.specs import spec
+from train_loop.data import stream
 from train_loop.data.cache import evaluation_spec, find_dataset
 from train_loop.data.dataset import Dataset, Rows
 from train_loop.data.order import Order, StepOrder
@@ -282,11 +283,40 @@ def test_every_rank_gets_exactly_its_samples_in_order_from_any_start(
 
     with ThreadPoolExecutor(dp) as pool:
         streams = list(pool.map(drain, range(dp)))
-    for rank, stream in enumerate(streams):
-        assert len(stream) == steps
-        for step, rows in enumerate(stream):
+    for rank, received in enumerate(streams):
+        assert len(received) == steps
+        for step, rows in enumerate(received):
             expected = deal.step(start + step * 12)[rank]
             assert rows.samples.tolist() == expected.tolist()
             real = expected >= 0
             assert rows.input_ids[real, 0].tolist() == expected[real].tolist()
             assert rows.lengths.tolist() == np.where(real, 4, 0).tolist()
+
+
+def test_ranks_together_read_hardly_more_than_their_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read amplification, 1.2 at most: bytes that Data workers take from files for each byte of the samples."""
+    length, count, read_block = 4096, 512, stream._read_block
+    table = pa.table({"ids": [np.full(length, i, np.int32) for i in range(count)]})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    rows = text_spec(tmp_path / "rows.parquet", columns={"input_ids": "ids"}, sequence_length=length)
+    dataset = prepare(rows, tmp_path / "_cache", heard()[1])
+
+    def bytes_read() -> int:
+        (line,) = (line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("rchar"))
+        return int(line.split()[1])
+
+    def counting(batch: Any, **where: Any) -> pa.Table:
+        before = bytes_read()
+        block = read_block(batch, **where)
+        (tmp_path / f"block-{batch['id'][0]}").write_text(str(bytes_read() - before))
+        return block
+
+    monkeypatch.setattr(stream, "_read_block", counting)
+    plan = StreamPlan(dataset, StepOrder(Order(count, 0, True, "x", end=count // 2), dp=2, per_rank=4), 0, count // 16)
+    splits = open_splits(plan, 0, plan.steps)
+    with ThreadPoolExecutor(2) as pool:
+        taken = list(pool.map(lambda split: sum(len(rows.samples) for rows in by_step(split, 4)), splits))
+    assert sum(taken) == count // 2
+    own = count // 2 * length * 4
+    read = sum(int(path.read_text()) for path in tmp_path.glob("block-*"))
+    assert own <= read <= 1.2 * own

@@ -25,9 +25,9 @@ _RECORD = np.dtype([(name, "<u4") for name in ("shard", "token", "tokens", "docu
 """Of each sample: its shard, and where in the shard's tokens and documents it begins and how many are its own."""
 RECORD_BYTES = _RECORD.itemsize
 _SHARD_TOKENS = (2**20, 16 * 2**20)
-"""Of the first shard, and of the largest; each has twice as many as the one before.
+"""Of a shard, at least and at most; in between, an eighth of what has been written before it.
 
-What is little is then written while it is being tokenised, and what is much has few files.
+What is little is then written while it is being tokenised, but for a small rest, and what is much has few files.
 """
 _SHARD_ROWS = 16_384
 """Fewer than Parquet's writer puts into a page."""
@@ -40,8 +40,8 @@ def write_part(samples: Iterable[Sample], folder: Path, *, home: Path | None = N
     samples, shards, tokens = iter(samples), list[ShardFile](), 0
     with (folder / _INDEX).open("wb") as index:
         for number in itertools.count():
-            first, most = _SHARD_TOKENS
-            chunk = list(_next_shard(samples, min(first << min(number, 30), most)))
+            least, most = _SHARD_TOKENS
+            chunk = list(_next_shard(samples, max(least, min(most, tokens // 8))))
             if not chunk:
                 break
             shard = _write_shard(folder / f"part-{number:05d}.parquet", chunk)
