@@ -40,7 +40,10 @@ def tokenizer_folder(spec: JobSpec) -> Path | None:
     uri = spec.model.tokenizer or spec.model.path
     if uri is None:
         return None
-    folder = local_path(uri)
+    try:
+        folder = local_path(uri)
+    except ValueError as error:
+        raise DataError(str(error)) from error
     if not (folder / "tokenizer.json").is_file():
         remedy = "give the folder of a Hugging Face fast tokenizer"
         if spec.model.tokenizer is None:

@@ -246,9 +246,42 @@ def test_a_file_that_changes_while_it_is_prepared_is_under_no_name(tmp_path: Pat
         if event == "preparing":
             (tmp_path / "a.jsonl").write_text(json.dumps({"text": words(8)}))
 
-    with pytest.raises(DataError, match=r"a.jsonl has changed while it was prepared; start again"):
+    with pytest.raises(DataError, match=r"a.jsonl or its tokenizer has changed while it was prepared; start"):
         prepare(text_spec(tmp_path / "a.jsonl"), tmp_path / "_cache", report)
     assert not list((tmp_path / "_cache").glob("*/dataset.json"))
+
+
+def test_a_tokenizer_that_changes_while_it_is_used_is_under_no_name(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": words(9)}))
+
+    def report(event: str, **fields: Any) -> None:
+        if event == "preparing":
+            write_tokenizer(tmp_path / "tokenizer", words=301)
+
+    job = spec(data={"train": {"path": str(tmp_path / "a.jsonl")}}, model={"tokenizer": str(tmp_path / "tokenizer")})
+    with pytest.raises(DataError, match=r"a.jsonl or its tokenizer has changed while it was prepared; start again"):
+        prepare(job, tmp_path / "_cache", report)
+    assert not list((tmp_path / "_cache").glob("*/dataset.json"))
+
+
+def test_half_a_character_is_a_bad_row_to_a_tokenizer_too(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "\\ud800"}\n' + json.dumps({"text": words(9)}))
+    with pytest.raises(DataError, match=r"a.jsonl, line 1: column 'text' holds text that is no Unicode"):
+        prepare(text_spec(tmp_path / "a.jsonl", on_bad_rows="fail"), tmp_path / "_cache", heard()[1])
+    dataset = prepare(text_spec(tmp_path / "a.jsonl", on_bad_rows="skip"), tmp_path / "_cache", heard()[1])
+    assert dataset.parts[0].bad_rows == 1
+
+
+def test_tokenised_rows_are_treated_alike_whether_much_or_little(tmp_path: Path) -> None:
+    ids = [[1] * 16, [2] * 20, [], [3] * 9]
+    pq.write_table(pa.table({"ids": ids}), tmp_path / "a.parquet")
+    plain = text_spec(tmp_path / "a.parquet", columns={"input_ids": "ids"}, packing=False)
+    rows = read_rows(prepare(plain, tmp_path / "_cache", heard()[1]), np.arange(4))
+    assert rows.lengths.tolist() == [16, 16, 4, 9]
+    pq.write_table(pa.table({"ids": [[1], None]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a.parquet, row 1: column 'ids' holds null where a list of 32-bit numbers"):
+        prepare(plain, tmp_path / "_cache", heard()[1])
 
 
 def test_a_cache_that_somebody_has_damaged_is_made_again(tmp_path: Path) -> None:

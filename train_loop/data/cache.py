@@ -3,17 +3,18 @@
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 from pydantic import ValidationError
 
 from train_loop.data.dataset import Dataset, Part, ShardFile
+from train_loop.data.encode import BadRow, encode_rows
 from train_loop.data.order import mix
-from train_loop.data.rows import parquet_footers
+from train_loop.data.rows import cut, read_piece
 from train_loop.data.shards import RECORD_BYTES
 from train_loop.data.sources import SourceFile, list_files
 from train_loop.data.tokenizer import load_tokenizer
@@ -22,14 +23,11 @@ from train_loop.model_folder import model_shape, tokenizer_folder
 from train_loop.run_dir import write_durably
 from train_loop.spec import ColumnsSpec, JobSpec, SourceSpec
 
-FORMAT = 2
+FORMAT = 3
 """Raise it when the same input would be prepared differently, so that old caches are not taken for new ones."""
 
 _AS_IT_IS_BYTES = 64 * 2**20
-"""Parquet is read as it is where all of it is no larger unpacked, or each row group where rows come in file order.
-
-Anything else would be read again and again for the few rows of a step.
-"""
+"""Parquet is read as it is where all sources together are no larger unpacked: it is kept in memory whole."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +83,8 @@ def load_part(folder: Path) -> Part | None:
         part = Part.model_validate_json((folder / "dataset.json").read_bytes())
     except (FileNotFoundError, ValidationError):
         return None
+    # Wherever it was written, and however others may reach the same storage.
+    part = part.in_folder(folder)
     return part if _is_whole(part) else None
 
 
@@ -144,13 +144,21 @@ def pinned_dataset(spec: JobSpec, pointer: Path) -> Dataset | None:
 def pin(dataset: Dataset, pointer: Path) -> None:
     """Make a dataset the one that a run goes on with. Raises DataError where it began with another."""
     try:
-        began = Dataset.model_validate_json(pointer.read_bytes()).fingerprint
+        began = Dataset.model_validate_json(pointer.read_bytes())
     except FileNotFoundError:
-        began = dataset.fingerprint
-    if began != dataset.fingerprint:
+        began = dataset
+    if began.fingerprint != dataset.fingerprint:
         raise DataError(
-            f"the cache has lost the samples that the run began with ({began[:12]}), and its sources give others now "
-            f"({dataset.fingerprint[:12]}); put the files back, or start a new run"
+            f"the cache has lost the samples that the run began with ({began.fingerprint[:12]}), and its sources give "
+            f"others now ({dataset.fingerprint[:12]}); put the files back, or start a new run"
+        )
+    before, after = ([(part.samples, part.tokens) for part in found.parts] for found in (began, dataset))
+    if before != after:
+        # Libraries may have changed, or a chat template that writes the date.
+        raise DataError(
+            f"the cache has lost the samples that the run began with, and the same files came out differently now "
+            f"(samples and tokens {after}, and they were {before}); prepare them with the same versions as before, or "
+            "start a new run"
         )
     write_durably(pointer, dataset.model_dump_json(indent=2))
 
@@ -184,56 +192,34 @@ def fingerprint(spec: JobSpec, source: Source, tokenizer: Path | None) -> str:
 
 
 def _ready_made(spec: JobSpec, source: Source) -> Part | None:
-    """Tokenised Parquet that needs no packing is taken as it is: row i is sample i. Otherwise None."""
+    """Tokenised Parquet that is little and of which each row is a sample is taken as it is. Otherwise None.
+
+    Raises DataError for files that cannot be read or hold no rows; what is wrong with a row, preparing will tell.
+    """
     columns, data = source.columns, spec.data
     if columns.input_ids is None or data.packing or data.on_bad_rows == "skip" or source.files[0].format != "parquet":
         return None
-    written = [file for file in source.files if file.size]
-    files = list(zip(written, parquet_footers(written), strict=True))
-    groups = [size for _, footer in files for size in _group_sizes(footer)]
-    small = sum(groups) <= _AS_IT_IS_BYTES
-    if not small and (data.shuffle or max(groups) > _AS_IT_IS_BYTES):
+    pieces = cut(source.files, 0)
+    if sum(piece.bytes for piece in pieces) > _AS_IT_IS_BYTES // len(data.sources):
         return None
-    if not all(_holds_tokens(footer.schema.to_arrow_schema(), columns) for _, footer in files):
-        return None
-    if not sum(footer.num_rows for _, footer in files):
+    rows, tokens = Counter[SourceFile](), 0
+    for piece in pieces:
+        for chunk in read_piece(piece, columns):
+            for document in encode_rows(chunk.rows, columns, None, None):
+                if isinstance(document, BadRow) or not 1 <= len(document.input_ids) <= data.sequence_length:
+                    return None
+                rows[piece.file] += 1
+                tokens += len(document.input_ids)
+    if not rows:
         raise DataError(f"{source} holds no rows; an empty dataset cannot be trained on")
     return Part(
         fingerprint=fingerprint(spec, source, None),
-        files=tuple(
-            ShardFile(path=file.uri, rows=footer.num_rows, size=file.size) for file, footer in files if footer.num_rows
-        ),
+        files=tuple(ShardFile(path=file.uri, rows=count, size=file.size) for file, count in rows.items()),
         input_ids=columns.input_ids,
         labels=columns.labels,
         weights=columns.weight,
-        small=small,
-        tokens=sum(_values(footer, columns.input_ids) for _, footer in files),
+        tokens=tokens,
     )
-
-
-def _holds_tokens(schema: pa.Schema, columns: ColumnsSpec) -> bool:
-    """Whether the columns are there and of types that are tokens and weights without a second look at each row."""
-    lists = [schema.field(name).type for name in (columns.input_ids, columns.labels) if name in schema.names]
-    tokens = [kind for kind in lists if _is_list(kind) and pa.types.is_integer(kind.value_type)]
-    weights = [schema.field(name).type for name in (columns.weight,) if name in schema.names]
-    numbers = [kind for kind in weights if pa.types.is_floating(kind) or pa.types.is_integer(kind)]
-    return len(tokens) == 1 + (columns.labels is not None) and len(numbers) == (columns.weight is not None)
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
-
-
-def _group_sizes(footer: Any) -> list[int]:
-    """Bytes, unpacked."""
-    return [footer.row_group(n).total_byte_size for n in range(footer.num_row_groups)]
-
-
-def _values(footer: Any, column: str) -> int:
-    """Values in all lists of a Parquet file's column, from its footer; an empty list counts for one."""
-    groups = (footer.row_group(number) for number in range(footer.num_row_groups))
-    chunks = (group.column(place) for group in groups for place in range(group.num_columns))
-    return sum(chunk.num_values for chunk in chunks if f"{chunk.path_in_schema}.".startswith(f"{column}."))
 
 
 def _is_whole(part: Part) -> bool:

@@ -179,14 +179,14 @@ def _encode(tokenizer: TextTokenizer, rendered: Rendered) -> tuple[list[int], li
 
 
 def _checked(messages: Any) -> list[Message]:
-    """Messages without their empty keys, of which Parquet makes many. Raises DataError."""
+    """Messages without their own empty keys, which mean none. Raises DataError."""
     if not isinstance(messages, list) or not messages:
         raise DataError(f"messages must be a list of at least one, and is {messages!r:.60}; {_FORM}")
     for number, message in enumerate(messages):
         problem = _problem(message)
         if problem:
             raise DataError(f"messages[{number}] {problem}; {_FORM}")
-    return [_present(message) for message in messages]
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
 def _problem(message: Any) -> str | None:
@@ -200,12 +200,6 @@ def _problem(message: Any) -> str | None:
     if content is None and role == "assistant" and message.get("tool_calls"):
         return None
     return None if isinstance(content, str) else f"must have a text as content, and has {content!r:.60}"
-
-
-def _present(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _present(item) for key, item in value.items() if item is not None}
-    return [_present(item) for item in value] if isinstance(value, list) else value
 
 
 def _read(file: Path) -> dict[str, Any]:

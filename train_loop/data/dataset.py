@@ -1,6 +1,7 @@
 """What samples are: on storage, and as the loop takes them."""
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,10 +49,8 @@ class Part(BaseModel):
     """Column with the weight of the row, or of each of its documents."""
     index: str | None = None
     """File that says where in the shards each sample lies; without it the files are read as they are."""
-    small: bool = False
-    """Read as they are, the files are kept in memory whole, and not by row groups."""
     tokens: int
-    """Tokens in all samples, padding not counted; for files read as they are, a sample without any counts as one."""
+    """Tokens in all samples, padding not counted."""
     rows: int = 0
     """Rows that were read to prepare it."""
     bad_rows: int = 0
@@ -61,6 +60,12 @@ class Part(BaseModel):
     def samples(self) -> int:
         """Number of samples."""
         return sum(file.rows for file in self.files)
+
+    def in_folder(self, folder: Path) -> "Part":
+        """The same prepared samples, the files of which lie in a folder."""
+        assert self.index is not None
+        files = tuple(file.model_copy(update={"path": str(folder / Path(file.path).name)}) for file in self.files)
+        return self.model_copy(update={"files": files, "index": str(folder / Path(self.index).name)})
 
 
 class Dataset(BaseModel):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -50,7 +50,7 @@ def encode_rows(
 def _wrong(values: dict[str, Any], columns: ColumnsSpec) -> str | None:
     """What makes a row useless, before it is tokenised."""
     for name in (columns.text, columns.prompt, columns.response):
-        if name is not None and not _is_text(values[name]):
+        if name is not None and not is_text(values[name]):
             return f"column {name!r} holds {_kind(values[name])} where text is needed"
     if columns.input_ids is not None:
         for name in (columns.input_ids, columns.labels):
@@ -104,7 +104,8 @@ def _or_reason(call: Callable[..., tuple[Any, Any]], *arguments: Any) -> tuple[A
         return str(error)
 
 
-def _is_text(value: Any) -> bool:
+def is_text(value: Any) -> TypeGuard[str]:
+    """Whether a cell is text that can be written as UTF-8."""
     try:
         return isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:

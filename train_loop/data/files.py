@@ -1,12 +1,16 @@
 """Files at local paths and at the URIs of any fsspec file system, read in ranges that are tried again after faults."""
 
+import hashlib
 import io
+import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import fsspec
+import pyarrow as pa
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from train_loop.errors import DataError
@@ -63,7 +67,7 @@ def file_system(uri: str) -> FileSystem:
     if is_local(uri):
         return _Local()
     try:
-        return _Remote(fsspec.core.url_to_fs(uri)[0])
+        return _Remote(uri)
     except (ImportError, ValueError) as error:
         scheme = uri.split("://")[0]
         remedy = "install trainshed[s3]" if scheme == "s3" else "install the package that fsspec names for it"
@@ -82,6 +86,19 @@ def open_file(file: File, *, buffer: int = _BUFFER) -> Any:
     if is_local(file.uri):
         return open(file.uri, "rb")
     return io.BufferedReader(_Ranged(file), buffer) if buffer else _Ranged(file)
+
+
+@contextmanager
+def damage_told(uri: str, kind: str) -> Iterator[None]:
+    """Raise DataError for what a library says of a file that is not what its name says."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        # Arrow calls damage an input/output error; storage that fails names a number, or has been named.
+        if isinstance(error, OSError) and (error.errno is not None or uri in str(error)):
+            raise
+        name = {"parquet": "Parquet", "jsonl": "JSON lines"}.get(kind, kind)
+        raise DataError(f"{uri} is no readable {name} file: {error}; write it again or leave it out") from error
 
 
 class _Ranged(io.RawIOBase):
@@ -119,30 +136,49 @@ class _Local:
         fixed = Path(pattern)
         while any(wildcard in str(fixed) for wildcard in "*?["):
             fixed = fixed.parent
+        if "**" in pattern:
+            # It passes over links to folders, and over folders that it may not list, without a word.
+            self.find(str(fixed))
         return self._described(fixed.glob(str(Path(pattern).relative_to(fixed))))
 
     def find(self, path: str) -> list[File]:
-        place = Path(path)
-        below = list(place.rglob("*")) if place.is_dir() else [place]
-        lost = next((link for link in below if link.is_symlink() and not link.is_file()), None)
-        if lost is not None:
-            raise DataError(
-                f"{lost} is a link to a folder or to nothing, which is not followed; name what it leads to as a "
-                "source of its own, or remove it"
-            )
-        return self._described(below)
+        return self._described(_below(path) if os.path.isdir(path) else [Path(path)])
 
     @staticmethod
     def _described(paths: Iterable[Path]) -> list[File]:
-        found = [(path, path.stat()) for path in paths if path.is_file()]
-        return [File(str(path), stat.st_size, str(stat.st_mtime_ns)) for path, stat in found]
+        found = []
+        for path in paths:
+            if path.is_symlink() and not path.exists():
+                raise DataError(f"{path} is a link to nothing; put back what it leads to, or remove it")
+            if path.is_file():
+                stat = path.stat()
+                found.append(File(str(path), stat.st_size, str(stat.st_mtime_ns)))
+        return found
+
+
+def _below(folder: str) -> Iterator[Path]:
+    """All that lies in a folder and its folders. Raises DataError for what cannot be listed."""
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename} cannot be listed: {error.strerror}; let service and workers read it")
+
+    for place, folders, files in os.walk(folder, onerror=refuse):
+        for name in folders:
+            if os.path.islink(os.path.join(place, name)):
+                raise DataError(
+                    f"{os.path.join(place, name)} is a link to a folder, which is not followed; name what it leads to "
+                    "as a source of its own, or remove it"
+                )
+        yield from (Path(place, name) for name in files)
 
 
 class _Remote:
-    def __init__(self, system: Any) -> None:
-        self._system = system
+    def __init__(self, uri: str) -> None:
+        self._system, path = fsspec.core.url_to_fs(uri)
+        # Some systems leave host and user out of the names they list.
+        self._prefix = uri.removesuffix(path) if uri.endswith(path) else None
         # What this process has listed before may have changed since.
-        system.invalidate_cache()
+        self._system.invalidate_cache()
 
     def glob(self, pattern: str) -> list[File]:
         return self._described(_patiently(pattern, _LISTING_PATIENCE, self._system.glob, pattern, detail=True))
@@ -159,14 +195,17 @@ class _Remote:
         chained = next((name for name in files if "::" in name), None)
         if chained is not None:
             raise DataError(f"{chained} has '::' in its name, which would chain file systems; rename it")
-        return [
-            File(self._system.unstrip_protocol(name), int(info["size"]), _version(info)) for name, info in files.items()
-        ]
+        return [File(self._uri(name), int(info["size"]), _version(info)) for name, info in files.items()]
+
+    def _uri(self, name: str) -> str:
+        return str(self._system.unstrip_protocol(name)) if self._prefix is None else self._prefix + name
 
 
 def _version(info: dict[str, Any]) -> str:
     names = ("ETag", "etag", "md5Hash", "content_md5", "LastModified", "last_modified", "mtime", "created")
-    return str(next((info[name] for name in names if info.get(name)), ""))
+    known = next((info[name] for name in names if info.get(name)), None)
+    # Of a system with other names, all that it tells.
+    return hashlib.sha256(repr(sorted(info.items())).encode()).hexdigest() if known is None else str(known)
 
 
 def _patiently(uri: str, patience: float, call: Any, *arguments: Any, **options: Any) -> Any:

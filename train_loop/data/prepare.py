@@ -6,6 +6,7 @@ same. It appears under its final name by one rename, so that it is whole or not 
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from train_loop.data.build_once import build_once
 from train_loop.data.cache import Source, find_part, fingerprint, join, list_sources, load_part, tokenizer_home
 from train_loop.data.dataset import Dataset, Part
-from train_loop.data.encode import BadRow, encode_rows
+from train_loop.data.encode import BadRow, encode_rows, is_text
 from train_loop.data.execution import ordered_context
 from train_loop.data.pack import Document, one_per_sample, pack
 from train_loop.data.progress import Progress, Report
@@ -54,10 +55,13 @@ def _part(spec: JobSpec, source: Source, tokenizer: Path | None, cache: Path, re
 
     def build(work: Path) -> None:
         report("preparing", source=str(source), files=len(source.files), bytes=sum(f.size for f in source.files))
-        made = _build(work, folder, spec, source, tokenizer, report)
-        if tuple(list_files(source.spec)) != source.files:
+        made = _build(work, spec, source, tokenizer, report).model_copy(update={"fingerprint": folder.name})
+        now = replace(source, files=tuple(list_files(source.spec)))
+        if fingerprint(spec, now, tokenizer) != folder.name:
             # What was made of files in between must not be found under the name of either.
-            raise DataError(f"{source} has changed while it was prepared; start again when nobody writes to it")
+            raise DataError(
+                f"{source} or its tokenizer has changed while it was prepared; start again when nobody writes to it"
+            )
         write_durably(work / "dataset.json", made.model_dump_json(indent=2))
 
     build_once(folder, build, is_whole=lambda: load_part(folder) is not None, report=report)
@@ -66,12 +70,12 @@ def _part(spec: JobSpec, source: Source, tokenizer: Path | None, cache: Path, re
     return part
 
 
-def _build(work: Path, folder: Path, spec: JobSpec, source: Source, tokenizer: Path | None, report: Report) -> Part:
+def _build(work: Path, spec: JobSpec, source: Source, tokenizer: Path | None, report: Report) -> Part:
     tasks = _tasks(source)
     progress = Progress(report, [sum(piece.bytes for piece in task) for task in tasks])
     documents = _documents(tasks, spec, source.columns, tokenizer, progress)
     put_together = pack if spec.data.packing else one_per_sample
-    part = write_part(put_together(documents, spec.data.sequence_length), work, home=folder)
+    part = write_part(put_together(documents, spec.data.sequence_length), work)
     progress.finish()
     if not part.files:
         raise DataError(f"{source} holds no tokens; an empty dataset cannot be trained on")
@@ -225,4 +229,4 @@ def _texts(source: Source) -> Iterator[str]:
             for row in chunk.rows:
                 cells = (row.values.get(name) for name in (columns.text, columns.prompt, columns.response) if name)
                 # What is no text is told of, with its place, when it is tokenised.
-                yield from (cell for cell in cells if isinstance(cell, str))
+                yield from filter(is_text, cells)

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from train_loop.data.dataset import IGNORE, Cells, Dataset, Part, Rows, Tokens
-from train_loop.data.files import File, open_file
+from train_loop.data.dataset import IGNORE, Cells, Dataset, Part, Rows, ShardFile, Tokens
+from train_loop.data.files import File, damage_told, open_file
 from train_loop.data.order import PADDING, Ids
 from train_loop.data.shards import read_shards
 from train_loop.errors import DataError
@@ -46,13 +46,9 @@ def read_rows(dataset: Dataset, samples: Ids) -> Rows:
             try:
                 _fill(rows, place, next(cells))
             except ValueError as error:
-                raise DataError(f"{_path(part, local[places == place][0])}: sample {samples[place]} {error}") from error
+                ((file, row),) = _places(part, local[places == place])
+                raise DataError(f"{file.path}, row {row} {error}") from error
     return rows
-
-
-def _path(part: Part, local: int) -> str:
-    ends = np.cumsum([file.rows for file in part.files])
-    return part.files[int(np.searchsorted(ends, local, side="right"))].path
 
 
 def _fill(rows: Rows, place: Any, cells: Cells) -> None:
@@ -88,21 +84,17 @@ def _positions(documents: NDArray[Any], length: int) -> Tokens:
 
 
 def _read_as_it_is(part: Part, local: Ids) -> Iterator[Cells]:
-    """Rows of somebody's own Parquet files, for which whole row groups are read, or all of a small file."""
+    """Rows of somebody's own Parquet files."""
+    for file, row in _places(part, local):
+        yield _cells(part, _whole(file.file, _columns(part)), row)
+
+
+def _places(part: Part, local: Ids) -> Iterator[tuple[ShardFile, int]]:
+    """The file of each sample and its row there."""
     ends = np.cumsum([file.rows for file in part.files])
     for number, sample in zip(np.searchsorted(ends, local, side="right"), local, strict=True):
         file = part.files[number]
-        yield _cells(part, *_table_of(part, file.file, int(sample - ends[number]) + file.rows))
-
-
-def _table_of(part: Part, file: File, row: int) -> tuple[pa.Table, int]:
-    """A table that holds a row of a file, and where in it the row stands."""
-    if part.small:
-        return _whole(file, _columns(part)), row
-    ends = _group_ends(file)
-    group = int(np.searchsorted(ends, row, side="right"))
-    table = _group(file, group, _columns(part))
-    return table, row - (int(ends[group]) - table.num_rows)
+        yield file, int(sample - ends[number]) + file.rows
 
 
 def _cells(part: Part, table: pa.Table, row: int) -> Cells:
@@ -134,21 +126,5 @@ def _columns(part: Part) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1024)
 def _whole(file: File, columns: tuple[str, ...]) -> pa.Table:
-    return _open(file).read(columns=list(columns)).combine_chunks()
-
-
-@lru_cache(maxsize=2)
-def _group(file: File, group: int, columns: tuple[str, ...]) -> pa.Table:
-    # Kept, because a step in file order takes a few rows of the same group as the one before.
-    return _open(file).read_row_group(group, columns=list(columns)).combine_chunks()
-
-
-@lru_cache(maxsize=64)
-def _group_ends(file: File) -> NDArray[np.int64]:
-    metadata = _open(file).metadata
-    return np.cumsum([metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)])
-
-
-@lru_cache(maxsize=64)
-def _open(file: File) -> pq.ParquetFile:
-    return pq.ParquetFile(open_file(file, buffer=0))
+    with damage_told(file.uri, "parquet"), open_file(file, buffer=0) as opened:
+        return pq.ParquetFile(opened, page_checksum_verification=True).read(columns=list(columns)).combine_chunks()

@@ -8,14 +8,13 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from train_loop.data.files import chunks, open_file
+from train_loop.data.files import chunks, damage_told, open_file
 from train_loop.data.sources import SourceFile
 from train_loop.errors import DataError
 from train_loop.spec import ColumnsSpec
@@ -58,11 +57,13 @@ def cut(files: Sequence[SourceFile], size: int) -> list[Piece]:
     """Pieces of about `size` bytes, in file order. Raises DataError for Parquet that is none."""
     files = [file for file in files if file.size]
     if files and files[0].format == "parquet":
-        return [
-            Piece(file, n, n + 1, footer.row_group(n).total_byte_size)
-            for file, footer in zip(files, parquet_footers(files), strict=True)
-            for n in range(footer.num_row_groups)
-        ]
+        # Footers can be large: of each, no more is kept than the sizes of its row groups.
+        with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
+            return [
+                Piece(file, number, number + 1, size)
+                for file, sizes in zip(files, pool.map(_group_sizes, files), strict=True)
+                for number, size in enumerate(sizes)
+            ]
     return [piece for file in files for piece in _cut(file, size)]
 
 
@@ -75,7 +76,7 @@ def _cut(file: SourceFile, size: int) -> list[Piece]:
 
 def read_piece(piece: Piece, columns: ColumnsSpec) -> Iterator[Chunk]:
     """The rows of a piece, some at a time. Raises DataError where the file itself cannot be read."""
-    with _damage_told(piece.file):
+    with damage_told(piece.file.uri, piece.file.format):
         if piece.file.format == "parquet":
             yield from _parquet_rows(piece, columns)
         elif piece.file.format == "jsonl":
@@ -110,14 +111,14 @@ def _line_numbers(file: SourceFile, places: list[int]) -> Iterator[int]:
         yield line
 
 
-def parquet_footers(files: Sequence[SourceFile]) -> list[Any]:
-    """The footers of Parquet files, some of them at a time. Raises DataError."""
-    with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
-        return list(pool.map(_footer, files))
+def _group_sizes(file: SourceFile) -> list[int]:
+    """Bytes of each row group, unpacked."""
+    footer = _footer(file)
+    return [footer.row_group(number).total_byte_size for number in range(footer.num_row_groups)]
 
 
 def _footer(file: SourceFile) -> Any:
-    with _damage_told(file), open_file(file, buffer=0) as opened:
+    with damage_told(file.uri, file.format), open_file(file, buffer=0) as opened:
         return pq.ParquetFile(opened).metadata
 
 
@@ -127,7 +128,7 @@ def is_empty(file: SourceFile) -> bool:
         return not file.size
     if file.format == "parquet":
         return bool(_footer(file).num_rows == 0)
-    with _damage_told(file):
+    with damage_told(file.uri, file.format):
         return not any(line.strip() for _, line, _ in _lines(Piece(file, 0, file.size, file.size)))
 
 
@@ -155,19 +156,6 @@ def _check_names(file: SourceFile, present: list[str], columns: ColumnsSpec) -> 
             raise DataError(f"{file.uri} has no column {name!r}; it has {', '.join(present)}; correct data.columns")
 
 
-@contextmanager
-def _damage_told(file: SourceFile) -> Iterator[None]:
-    """Raise DataError for what a library says of a file that is not what its name says."""
-    try:
-        yield
-    except (pa.ArrowException, OSError) as error:
-        # Arrow calls damage an input/output error; storage that fails names a number, or has been named.
-        if isinstance(error, OSError) and (error.errno is not None or file.uri in str(error)):
-            raise
-        name = {"parquet": "Parquet", "jsonl": "JSON lines", "text": "text"}[file.format]
-        raise DataError(f"{file.uri} is no readable {name} file: {error}; write it again or leave it out") from error
-
-
 def _parquet_rows(piece: Piece, columns: ColumnsSpec) -> Iterator[Chunk]:
     names = list(columns.names)
     with open_file(piece.file, buffer=0) as opened:
@@ -177,12 +165,13 @@ def _parquet_rows(piece: Piece, columns: ColumnsSpec) -> Iterator[Chunk]:
         first, count = sum(groups[: piece.start]), sum(groups[piece.start :])
         place = first
         for batch in file.iter_batches(_PARQUET_ROWS, row_groups=list(range(piece.start, piece.stop)), columns=names):
-            values = [_cells(batch[name]) for name in names]
-            rows = [
-                Row(place + n, dict(zip(names, row, strict=True))) for n, row in enumerate(zip(*values, strict=True))
-            ]
-            place += len(rows)
-            yield Chunk(rows, piece.bytes * (place - first) // count)
+            some = max(1, _CHUNK * len(batch) // max(batch.nbytes, 1))
+            for start in range(0, len(batch), some):
+                values = [_cells(column) for column in batch.slice(start, some).select(names).columns]
+                cells = enumerate(zip(*values, strict=True), start=place)
+                rows = [Row(number, dict(zip(names, row, strict=True))) for number, row in cells]
+                place += len(rows)
+                yield Chunk(rows, piece.bytes * (place - first) // count)
 
 
 def _cells(column: pa.Array) -> list[Any]:
@@ -193,8 +182,11 @@ def _cells(column: pa.Array) -> list[Any]:
     try:
         cells: list[Any] = column.to_pylist()
     except UnicodeDecodeError:
-        return [_decoded(cell) for cell in column]
-    return cells
+        cells = [_decoded(cell) for cell in column]
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        # Text, by writers that do not say so.
+        return [_text_of(cell) for cell in cells]
+    return [_present(cell) for cell in cells] if pa.types.is_nested(kind) else cells
 
 
 def _array(cell: Any) -> Any:
@@ -207,7 +199,22 @@ def _decoded(cell: Any) -> Any:
     try:
         return cell.as_py()
     except UnicodeDecodeError:
-        return cell.as_buffer().to_pybytes()
+        # Bytes are what no column may hold, so that its row is told of.
+        return cell.as_buffer().to_pybytes() if isinstance(cell, pa.BinaryScalar) else b""
+
+
+def _text_of(cell: Any) -> Any:
+    try:
+        return cell.decode() if isinstance(cell, bytes) else cell
+    except UnicodeDecodeError:
+        return cell
+
+
+def _present(value: Any) -> Any:
+    """A nested cell without its empty keys: those that any row has, Parquet gives to all."""
+    if isinstance(value, dict):
+        return {key: _present(item) for key, item in value.items() if item is not None}
+    return [_present(item) for item in value] if isinstance(value, list) else value
 
 
 def _text_row(file: SourceFile) -> Row:

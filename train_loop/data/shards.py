@@ -34,9 +34,8 @@ _SHARD_ROWS = 16_384
 _KINDS = {"input_ids": pa.int32(), "labels": pa.int32(), "documents": pa.int32(), "weights": pa.float32()}
 
 
-def write_part(samples: Iterable[Sample], folder: Path, *, home: Path | None = None) -> Part:
-    """Write samples into a folder, durably, which will be moved to `home`, by whose name they are known."""
-    home = home or folder
+def write_part(samples: Iterable[Sample], folder: Path) -> Part:
+    """Write samples into a folder, durably; they are known by its name."""
     samples, shards, tokens = iter(samples), list[ShardFile](), 0
     with (folder / _INDEX).open("wb") as index:
         for number in itertools.count():
@@ -45,7 +44,7 @@ def write_part(samples: Iterable[Sample], folder: Path, *, home: Path | None = N
             if not chunk:
                 break
             shard = _write_shard(folder / f"part-{number:05d}.parquet", chunk)
-            shards.append(shard.model_copy(update={"path": str(home / shard.path)}))
+            shards.append(shard)
             records = _records(number, chunk)
             index.write(records.tobytes())
             tokens += int(records["tokens"].sum())
@@ -53,12 +52,12 @@ def write_part(samples: Iterable[Sample], folder: Path, *, home: Path | None = N
         os.fsync(index.fileno())
     columns = {name for shard in shards for name in shard.columns}
     return Part(
-        fingerprint=home.name,
+        fingerprint=folder.name,
         files=tuple(shards),
         labels="labels" if "labels" in columns else None,
         documents="documents",
         weights="weights" if "weights" in columns else None,
-        index=str(home / _INDEX),
+        index=str(folder / _INDEX),
         tokens=tokens,
     )
 
@@ -139,7 +138,7 @@ def _write_shard(path: Path, samples: list[Sample]) -> ShardFile:
         )
         file.flush()
         os.fsync(file.fileno())
-    return ShardFile(path=path.name, rows=len(samples), size=path.stat().st_size, columns=_places(path, flat))
+    return ShardFile(path=str(path), rows=len(samples), size=path.stat().st_size, columns=_places(path, flat))
 
 
 def _list_array(values: list[Any], flat: NDArray[Any], kind: pa.DataType) -> pa.Array:

@@ -138,7 +138,10 @@ def _absolute(uri: str) -> str:
         raise DataError(
             f"{uri} is a relative path, and service and workers have different folders; use an absolute one"
         )
-    return str(local_path(uri)) if is_local(uri) else uri.rstrip("/")
+    try:
+        return str(local_path(uri)) if is_local(uri) else uri.rstrip("/")
+    except ValueError as error:
+        raise DataError(str(error)) from error
 
 
 def _stdlib_root() -> Path:

@@ -3,14 +3,17 @@
 import os
 import time
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 
 def local_path(uri: str) -> Path:
-    """A file:// URI or plain path as an absolute path. Raises ValueError for another scheme."""
-    parts = urlsplit(uri)
-    if parts.scheme == "file":
-        return Path(unquote(parts.path))
+    """A file:// URI or plain path as an absolute path. Raises ValueError for another scheme, or another host."""
+    if uri.startswith("file://"):
+        # No query and no fragment: ? is a wildcard, and # a letter like others.
+        path = unquote(uri.removeprefix("file://").removeprefix("localhost"))
+        if not path.startswith("/"):
+            raise ValueError(f"{uri} names a host or a relative path; write file:/// and an absolute path")
+        return Path(path)
     if "://" in uri:
         raise ValueError(f"{uri}: only file:// storage is supported yet; choose a file:// URI or a path")
     return Path(os.path.abspath(uri))

@@ -73,6 +73,18 @@ class JobSpec(SpecModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _tokens_are_of_one_tokenizer(self) -> "JobSpec":
+        data, model = self.data, self.model
+        shapes = [data.columns_of(source) for source in (*data.sources, *data.eval_sources)]
+        mixed = data.reads_text and any(shape.tokenised for shape in shapes)
+        if mixed and model.tokenizer is None and model.path is None:
+            raise ValueError(
+                "columns.input_ids names rows that some tokenizer has made, and text beside them, or to evaluate on, "
+                "would get another one; name theirs in model.tokenizer"
+            )
+        return self
+
     @field_validator("training")
     @classmethod
     def _evaluates_something(cls, training: TrainingSpec, info: ValidationInfo) -> TrainingSpec:

@@ -116,29 +116,17 @@ def as_it_is(folder: Path, ids: pa.Array, **data: Any) -> JobSpec:
 
 
 @pytest.mark.parametrize(
-    ("ids", "message"),
-    [
-        (pa.array([[1], None]), "sample 1 has null in column 'ids' where a list of tokens is needed"),
-        (pa.array([[1], [2, None]]), "sample 1 has null in column 'ids'"),
-        (pa.array([[1], [2**40]]), "sample 1 has a token outside 32 bits in column 'ids'"),
-        (pa.array([[1], [1] * 17]), "sample 1 has 17 tokens, more than sequence_length=16"),
-    ],
-)
-def test_a_bad_row_of_files_read_as_they_are_is_told_by_file_and_number(
-    tmp_path: Path, ids: pa.Array, message: str
-) -> None:
-    dataset = find_dataset(as_it_is(tmp_path, ids), tmp_path)
-    with pytest.raises(DataError, match=rf"{tmp_path}/a.parquet: {message}"):
-        read_rows(dataset, np.arange(2))
-
-
-@pytest.mark.parametrize(
     ("ids", "data"),
     [
         (pa.array([[1.5], [2.5]]), {}),
         (pa.array([[True], [False]]), {}),
         (pa.array(["a", "b"]), {}),
         (pa.array([[1], [2]]), {"on_bad_rows": "skip"}),
+        (pa.array([[1], None]), {}),
+        (pa.array([[1], [2, None]]), {}),
+        (pa.array([[1], [2**40]]), {}),
+        (pa.array([[1], [1] * 17]), {}),
+        (pa.array([[1], []]), {}),
     ],
 )
 def test_files_whose_rows_need_a_second_look_are_not_read_as_they_are(
@@ -148,16 +136,50 @@ def test_files_whose_rows_need_a_second_look_are_not_read_as_they_are(
         find_dataset(as_it_is(tmp_path, ids, **data), tmp_path)
 
 
-def test_large_files_are_read_as_they_are_in_their_own_order_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("train_loop.data.cache._AS_IT_IS_BYTES", 1000)
-    ids = pa.array([[n] * 16 for n in range(200)], pa.list_(pa.int32()))
-    pq.write_table(pa.table({"ids": ids}), tmp_path / "a.parquet", row_group_size=5, use_dictionary=False)
-    source = {"train": {"path": str(tmp_path / "a.parquet")}}
-    assert not find_dataset(spec(data=source | TOKENS), tmp_path).parts[0].small
+def test_only_little_parquet_is_read_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = as_it_is(tmp_path, pa.array([[n] * 16 for n in range(200)], pa.list_(pa.int32())))
+    assert find_dataset(job, tmp_path).tokens == 3200
+    both = job.model_copy(update={"data": job.data.model_copy(update={"train": job.data.sources * 2})})
+    size = pq.read_metadata(tmp_path / "a.parquet").row_group(0).total_byte_size
+    monkeypatch.setattr("train_loop.data.cache._AS_IT_IS_BYTES", size * 3 // 2)
+    find_dataset(job, tmp_path)
     with pytest.raises(DataError, match="is not prepared in"):
-        find_dataset(spec(data=source | TOKENS | {"shuffle": True}), tmp_path)
+        find_dataset(both, tmp_path)
+
+
+def test_damage_to_files_that_are_read_as_they_are_is_told(tmp_path: Path) -> None:
+    job = as_it_is(tmp_path, pa.array([[1] * 16] * 100, pa.list_(pa.int32())))
+    path, plain = tmp_path / "a.parquet", {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    pq.write_table(pq.read_table(path), path, write_page_checksum=True, **plain)
+    dataset = find_dataset(job, tmp_path)
+    content = bytearray(path.read_bytes())
+    content[800] = 7
+    path.write_bytes(content)
+    for read in (lambda: read_rows(dataset, np.arange(2)), lambda: find_dataset(job, tmp_path)):
+        with pytest.raises(DataError, match=rf"{path} is no readable Parquet file: .*CRC checksum"):
+            read()
+
+
+def test_a_row_that_has_become_bad_under_a_run_is_told_by_its_file(tmp_path: Path) -> None:
+    job = as_it_is(tmp_path, pa.array([[1], [2]]))
+    pq.write_table(pa.table({"ids": [[1], [2]]}), tmp_path / "b.parquet")
+    sources = (job.data.sources[0].model_copy(update={"path": str(tmp_path / "*.parquet")}),)
+    dataset = find_dataset(job.model_copy(update={"data": job.data.model_copy(update={"train": sources})}), tmp_path)
+    pq.write_table(pa.table({"ids": [[1], [1] * 17]}), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=rf"{tmp_path}/b.parquet, row 1 has 17 tokens, more than sequence_length=16"):
+        read_rows(dataset, np.arange(4))
+
+
+def test_prepared_samples_are_found_wherever_their_storage_is_mounted(tmp_path: Path) -> None:
+    part = prepared(tmp_path / "here" / "abc")
+    (tmp_path / "here").rename(tmp_path / "there")
+    found = load_part(tmp_path / "there" / "abc")
+    assert found is not None
+    assert found.files[0].path == str(tmp_path / "there" / "abc" / "part-00000.parquet")
+    assert found.fingerprint == part.fingerprint
+    assert (
+        read_rows(Dataset(fingerprint="x", parts=(found,), sequence_length=5), np.arange(3)).lengths.tolist() == [5] * 3
+    )
 
 
 def test_a_run_whose_samples_were_lost_does_not_go_on_with_others(tmp_path: Path) -> None:
@@ -171,6 +193,9 @@ def test_a_run_whose_samples_were_lost_does_not_go_on_with_others(tmp_path: Path
         DataError, match=r"lost the samples that the run began with \(one\), and its sources give others"
     ):
         pin(other, tmp_path / "pointer.json")
+    short = one.model_copy(update={"parts": (one.parts[0].model_copy(update={"tokens": 14}),)})
+    with pytest.raises(DataError, match=r"the same files came out differently now \(samples and tokens \[\(3, 14\)\]"):
+        pin(short, tmp_path / "pointer.json")
     assert Dataset.model_validate_json((tmp_path / "pointer.json").read_bytes()) == one
 
 

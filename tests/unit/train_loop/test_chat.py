@@ -213,12 +213,13 @@ def test_all_markers_at_the_end_of_a_turn_are_trained() -> None:
     )
 
 
-def test_the_empty_keys_of_parquet_are_left_out() -> None:
+def test_empty_keys_of_a_message_are_left_out_and_empty_arguments_of_a_call_are_not() -> None:
     full = {"name": None, "reasoning_content": None}
-    calls = [{"type": "function", "function": {"name": "sum", "arguments": {"a": 1, "b": None}}, "id": None}]
-    turns = [user("a") | full | {"tool_calls": None}, assistant("b", **full, tool_calls=calls)]
+    turns = [user("a") | full | {"tool_calls": None}, assistant("b", **full, tool_calls=CALL)]
     assert encode("qwen", turns) == encode("qwen", [user("a"), assistant("b", tool_calls=CALL)])
     assert turns[0]["name"] is None
+    call = [{"type": "function", "function": {"name": "sum", "arguments": {"a": 1, "b": None}}}]
+    assert '"b": null' in shown("qwen", [user("a"), assistant("b", tool_calls=call)])
 
 
 def test_a_system_prompt_goes_before_conversations_without_one() -> None:

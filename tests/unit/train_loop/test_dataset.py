@@ -74,7 +74,7 @@ def test_weights_travel_with_their_rows(dataset: Dataset) -> None:
 
 def test_a_sample_longer_than_the_sequence_is_refused_by_name(dataset: Dataset) -> None:
     short = dataset.model_copy(update={"sequence_length": 3})
-    with pytest.raises(DataError, match="sample 4 has 4 tokens, more than sequence_length=3; raise it"):
+    with pytest.raises(DataError, match=r"0.parquet, row 4 has 4 tokens, more than sequence_length=3; raise it"):
         read_rows(short, np.array([4]))
 
 

@@ -122,6 +122,37 @@ def test_bytes_that_are_no_text_spoil_their_row_alone(tmp_path: Path) -> None:
     assert [row.values["text"] for row in rows(tmp_path / "a.parquet")] == ["good", b"\xff\xfe", "fine"]
 
 
+def test_a_conversation_with_bytes_that_are_no_text_is_a_bad_row(tmp_path: Path) -> None:
+    contents = pa.array([b"good", b"\xff\xfe"]).view(pa.string())
+    turns = pa.StructArray.from_arrays([pa.array(["user", "user"]), contents], ["role", "content"])
+    pq.write_table(pa.table({"talk": pa.ListArray.from_arrays([0, 1, 2], turns)}), tmp_path / "a.parquet")
+    good, bad = rows(tmp_path / "a.parquet", ColumnsSpec(messages="talk"))
+    assert good.values["talk"] == [{"role": "user", "content": "good"}]
+    assert isinstance(bad.values["talk"], bytes), "which is refused wherever a column is read"
+
+
+def test_text_that_is_not_called_text_is_text(tmp_path: Path) -> None:
+    for kind in (pa.binary(), pa.large_binary(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())):
+        pq.write_table(pa.table({"text": pa.array(["ü", None]).cast(kind)}), tmp_path / "a.parquet")
+        assert [row.values["text"] for row in rows(tmp_path / "a.parquet")] == ["ü", None]
+
+
+def test_keys_that_parquet_gives_to_every_row_are_left_out(tmp_path: Path) -> None:
+    calls = [{"name": "sum", "arguments": {"a": 1}}, {"name": "max", "arguments": {"b": 2}}]
+    talks = [[{"role": "assistant", "tool_calls": [call]}] for call in calls]
+    pq.write_table(pa.table({"talk": talks}), tmp_path / "a.parquet")
+    assert [row.values["talk"] for row in rows(tmp_path / "a.parquet", ColumnsSpec(messages="talk"))] == talks
+
+
+def test_long_rows_of_parquet_are_handed_on_a_few_at_a_time(tmp_path: Path) -> None:
+    texts = [str(n % 10) * 2**20 for n in range(20)]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")
+    (piece,) = cut([one_file(tmp_path / "a.parquet")], 1)
+    chunks = list(read_piece(piece, TEXT))
+    assert max(len(chunk.rows) for chunk in chunks) <= 4
+    assert [(row.place, row.values["text"]) for chunk in chunks for row in chunk.rows] == list(enumerate(texts))
+
+
 def test_json_too_deep_to_read_is_a_bad_row(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": ' + "[" * 100_000 + "\n" + '{"text": "a"}')
     first, second = rows(tmp_path / "a.jsonl")

@@ -1,11 +1,14 @@
 """Which files a source names, on local disks and on S3."""
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
+from fsspec import AbstractFileSystem
 
 from tests.support.s3 import S3Server, s3_server
 from train_loop.data.rows import cut, read_piece
@@ -105,8 +108,88 @@ def test_what_lies_beside_a_root_lies_outside(uri: str) -> None:
     check_allowed("s3://corpus/text/a.txt", roots)
 
 
-def test_a_link_to_nothing_in_a_folder_is_not_passed_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("below", ["", "/*.txt", "/**/*.txt"])
+def test_what_a_link_hides_is_not_passed_over(tmp_path: Path, below: str) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.txt").write_text("x")
+    link = tmp_path / "data" / "b.txt"
+    link.symlink_to(tmp_path / "other.txt")
+    with pytest.raises(DataError, match=r"b.txt is a link to nothing"):
+        names(f"{tmp_path}/data{below}")
+    (tmp_path / "other.txt").write_text("y")
+    assert names(f"{tmp_path}/data{below}") == ["x", "y"]
+    link.unlink()
+    link.symlink_to(tmp_path, target_is_directory=True)
+    if below != "/*.txt":
+        with pytest.raises(DataError, match=r"b.txt is a link to a folder, which is not followed"):
+            names(f"{tmp_path}/data{below}")
+
+
+@pytest.mark.parametrize("below", ["", "/**/*.txt"])
+def test_a_folder_that_cannot_be_listed_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: str
+) -> None:
     (tmp_path / "a.txt").write_text("x")
-    os.symlink(tmp_path / "gone.txt", tmp_path / "b.txt")
-    with pytest.raises(DataError, match=r"b.txt is a link to a folder or to nothing"):
-        list_files(SourceSpec(path=str(tmp_path)))
+    (tmp_path / "closed").mkdir()
+    scandir = os.scandir
+
+    def refusing(path: Any) -> Any:
+        # Whoever runs the tests as root may list everything.
+        if str(path).endswith("closed"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    with pytest.raises(DataError, match=r"/closed cannot be listed: Permission denied; let service and workers read"):
+        names(f"{tmp_path}{below}")
+
+
+def test_a_file_uri_holds_wildcards_and_any_letter(tmp_path: Path) -> None:
+    for name in ("a#1.txt", "a#2.txt", "b.txt", "b c%.txt"):
+        (tmp_path / name).write_text(name)
+    assert names(f"file://{tmp_path}/a#?.txt") == ["a#1.txt", "a#2.txt"]
+    assert names(f"file://localhost{tmp_path}/b%20c%25.txt") == ["b c%.txt"]
+    with pytest.raises(DataError, match=r"file://data/b.txt names a host or a relative path; write file:///"):
+        names("file://data/b.txt")
+
+
+class HostedFileSystem(AbstractFileSystem):  # type: ignore[misc]
+    """Files of a host that URIs name and listings leave out, as of sftp; their versions have a name of their own."""
+
+    protocol = "hosted"
+    cachable = False
+    files: ClassVar[dict[str, bytes]] = {}
+
+    def __init__(self, host: str, **options: Any) -> None:
+        super().__init__(**options)
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return path.removeprefix("hosted://user@box").rstrip("/")
+
+    @staticmethod
+    def _get_kwargs_from_urls(path: str) -> dict[str, Any]:
+        return {"host": "box"} if path.startswith("hosted://user@box/") else {}
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> list[Any]:
+        found = [
+            {"name": name, "size": len(content), "type": "file", "revision": content.hex()}
+            for name, content in self.files.items()
+            if self._strip_protocol(path) in (name, name.rpartition("/")[0])
+        ]
+        return found if detail else [info["name"] for info in found]
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
+        return self.files[path][start:end]
+
+
+def test_a_file_system_keeps_its_host_and_versions_by_any_name() -> None:
+    fsspec.register_implementation("hosted", HostedFileSystem, clobber=True)
+    HostedFileSystem.files |= {f"/data/{name}": name.encode() for name in ("a.txt", "b.txt")}
+    assert names("hosted://user@box/data") == names("hosted://user@box/data/*.txt") == ["a.txt", "b.txt"]
+    source = SourceSpec(path="hosted://user@box/data/a.txt")
+    (before,) = list_files(source)
+    assert before.uri == "hosted://user@box/data/a.txt"
+    HostedFileSystem.files["/data/a.txt"] = b"A.txt"
+    (after,) = list_files(source)
+    assert (before.size, before.version != after.version) == (after.size, True)

@@ -179,6 +179,20 @@ def test_settings_that_would_do_nothing_are_refused() -> None:
         ({"model": {"master_dtype": "fp16"}}, "/model/master_dtype", "choose fp32 or bf16"),
         ({"model": {"attn_implementation": "flash_attention_2"}}, "/model/attn_implementation", "choose sdpa"),
         ({"strategy": {"sharding_strategy": "NO_SHARD", "fsdp_size": 2}}, "/strategy", "asks for shards; remove one"),
+        ({"data": {"columns": {"messages": "m"}}}, "", "name a tokenizer in model.tokenizer"),
+        (
+            {"data": {"train": [{"path": "/a.parquet", "columns": {"input_ids": "ids"}}, {"path": "/b.txt"}]}},
+            "",
+            "text beside them, or to evaluate on, would get another one; name theirs in model.tokenizer",
+        ),
+        (
+            {
+                "data": {"train": {"path": "/a.parquet", "columns": {"input_ids": "i"}}, "eval": {"path": "/b.txt"}},
+                "training": {"eval_steps": 1},
+            },
+            "",
+            "text beside them, or to evaluate on, would get another one; name theirs in model.tokenizer",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other(parts: dict[str, Any], pointer: str, message: str) -> None:
