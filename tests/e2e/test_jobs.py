@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from service.client import ApiError
@@ -186,11 +188,14 @@ def test_a_cancelled_job_leaves_a_committed_checkpoint(service: LiveService) -> 
 
 
 def test_bad_data_fails_at_once_with_a_reason_a_user_can_act_on(service: LiveService) -> None:
-    job_id = service.submit(data={"sequence_length": 16}, failure={"max_failures": 0})
+    path = service.home / "data" / "bad.parquet"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({"ids": [[1] * 32] * 30 + [None]}), path)
+    job_id = service.submit(data={"train": {"path": path.as_uri()}})
     job = service.wait_for_state(job_id, JobState.FAILED)
     assert job.attempt == 1
     assert job.reason is not None
-    assert "has 32 tokens, more than sequence_length=16; raise it, or set packing: true" in job.reason
+    assert f"{path}, row 30: column 'ids' holds null where a list of 32-bit numbers is needed; correct" in job.reason
 
 
 def test_bad_input_is_refused_over_http_with_rule_value_and_remedy(service: LiveService, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from train_loop.session import Session
 from train_loop.spec import parse
 from train_loop.worker import train
 
-STEPS = 24
+STEPS = 16
 MESHES: dict[str, dict[str, Any]] = {
     "as shipped": {"fsdp_size": 4, "ulysses_size": 2},
     "fsdp": {"fsdp_size": 4},

@@ -136,7 +136,7 @@ def small_job(home: Path, **parts: dict[str, Any]) -> dict[str, Any]:
     """A job of some seconds: a tiny Qwen3 on random tokens, two workers, a checkpoint every ten steps."""
     data = home / "data" / "tokens.parquet"
     if not data.exists():
-        data.parent.mkdir(parents=True)
+        data.parent.mkdir(parents=True, exist_ok=True)
         write_tokens(data, rows=400, length=32, vocab=TINY["vocab_size"])
     base: dict[str, dict[str, Any]] = {
         "data": {"train": {"path": f"file://{data}"}, "columns": {"input_ids": "ids"}, "packing": False},
