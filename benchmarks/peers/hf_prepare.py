@@ -22,16 +22,19 @@ _PROCESSES = 2
 
 
 def main() -> None:
-    """Warm up on a little text, then prepare the corpus."""
+    """Warm up on a little text, then prepare the corpus twice."""
     out, folder, cache = map(Path, sys.argv[1:4])
     length, batch = map(int, sys.argv[4:])
     tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER)
     first_batch(prepared(tokenizer, folder / WARM, cache / "warm", length)[1], batch)
     began = perf_counter()
-    tokenised, rows = prepared(tokenizer, folder / CORPUS, cache / "corpus", length)
-    seconds = perf_counter() - began
+    prepared(tokenizer, folder / CORPUS, cache / "first", length)
+    again = perf_counter()
+    tokenised, rows = prepared(tokenizer, folder / CORPUS, cache / "again", length)
+    seconds = perf_counter() - again
     first_batch(rows, batch)
-    found = {"seconds": seconds, "first_batch": perf_counter() - began, "rows": len(rows)}
+    found = {"seconds": seconds, "first_seconds": again - began, "first_batch": perf_counter() - again}
+    found["rows"] = len(rows)
     out.write_text(json.dumps(found | {"tokens": pc.sum(pc.list_value_length(tokenised.data["input_ids"])).as_py()}))
 
 
