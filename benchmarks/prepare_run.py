@@ -1,7 +1,7 @@
 """Our preparing of a corpus, on a Ray that is up: `-m benchmarks.prepare_run OUT FOLDER CACHE LENGTH BATCH`.
 
 OUT gets the seconds until the samples were durable, the first time and again into another cache, and in the second from
-the start until the first batch of their order was in hand: read by this process, as under torchrun, and through Ray Data.
+the start until the first batch of their order was in hand: read by this process as under torchrun, and by Ray Data.
 """
 
 import json
