@@ -242,6 +242,9 @@ def _json_rows(piece: Piece, columns: ColumnsSpec) -> Iterator[Chunk]:
 def _json_row(place: int, line: bytes, columns: ColumnsSpec) -> Row:
     try:
         values = json.loads(line)
+    except json.JSONDecodeError as error:
+        # Its own text names a line, which is always the first.
+        return Row(place, {}, f"no JSON: {error.msg} at column {error.colno}")
     except (ValueError, RecursionError) as error:
         return Row(place, {}, f"no JSON: {error}")
     if not isinstance(values, dict):

@@ -162,7 +162,7 @@ def _describe(file: File, wanted: str) -> SourceFile:
     if kind is None:
         raise DataError(
             f"{file.uri} has none of the endings that say what it is ({', '.join(_ENDINGS)}; {', '.join(_CODECS)} "
-            "after one of them); set its format field, or leave it out of the glob"
+            "after one of them); set its format field, or name the others by a glob, such as /data/*.jsonl"
         )
     if codec and kind == "parquet":
         raise DataError(f"{file.uri} is Parquet inside {codec}; unpack it, Parquet is compressed by itself")
