@@ -97,7 +97,15 @@ def _prepare(spec: JobSpec, run_dir: RunDir, journal: Journal) -> None:
         "rows": sum(part.rows for part in dataset.parts),
         "bad_rows": sum(part.bad_rows for part in dataset.parts),
         "sources": [
-            {"dataset": part.fingerprint, "samples": part.samples, "tokens": part.tokens} for part in dataset.parts
+            {
+                "path": ", ".join(source.paths),
+                "dataset": part.fingerprint,
+                "rows": part.rows,
+                "samples": part.samples,
+                "tokens": part.tokens,
+                "utilisation": round(part.tokens / (part.samples * dataset.sequence_length), 4),
+            }
+            for source, part in zip(spec.data.sources, dataset.parts, strict=True)
         ],
     }
     other = evaluation_spec(spec, dataset)

@@ -114,7 +114,9 @@ def test_conversations_on_s3_are_mixed_with_local_text(service: LiveService, s3:
     assert skipped["count"] == 40
     assert skipped["rows"][0].startswith("s3://corpus/open/talks/a.jsonl.gz, line 2: no JSON")
     (prepared,) = service.events(job_id, "prepared")
-    (conversations, _) = prepared["sources"]
+    (conversations, texts) = prepared["sources"]
+    assert (conversations["path"], texts["path"]) == ("s3://corpus/open/talks/", "stdlib://json/*.py")
+    assert conversations["rows"] == 80
     for line in service.metrics(job_id):
         assert sum(sample < conversations["samples"] for sample in line["samples"]) == 3, "of the 4 samples of a step"
 

@@ -219,6 +219,7 @@ def _ready_made(spec: JobSpec, source: Source) -> Part | None:
         labels=columns.labels,
         weights=columns.weight,
         tokens=tokens,
+        rows=rows.total(),
     )
 
 

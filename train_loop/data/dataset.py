@@ -52,7 +52,7 @@ class Part(BaseModel):
     tokens: int
     """Tokens in all samples, padding not counted."""
     rows: int = 0
-    """Rows that were read to prepare it."""
+    """Rows that were read for it."""
     bad_rows: int = 0
     """Those of them that were skipped."""
 
