@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -16,10 +15,10 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import ray
 import yaml
 from ray._private.internal_api import memory_summary
 
+from tests.support.own_ray import own_ray
 from tests.support.s3 import S3Server, s3_server
 from tests.support.specs import raw_spec, spec
 from tests.support.waiting import wait_for
@@ -44,16 +43,9 @@ def s3() -> Iterator[S3Server]:
 
 @pytest.fixture(scope="module", autouse=True)
 def address(s3: S3Server) -> Iterator[str]:
-    """A Ray of our own, whose workers find the S3 server; its folder needs a short path."""
-    with tempfile.TemporaryDirectory(prefix="shed-") as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        for name, value in s3.environment().items():
-            patch.setenv(name, value)
-        context = ray.init(
-            address="local", num_cpus=2, object_store_memory=200_000_000, _temp_dir=folder, log_to_driver=False
-        )
-        yield context.address_info["gcs_address"]
-        ray.shutdown()
+    """A Ray whose workers find the S3 server."""
+    with own_ray(store_bytes=200_000_000, environment=s3.environment()) as address:
+        yield address
 
 
 def silent(event: str, **fields: object) -> None:

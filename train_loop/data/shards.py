@@ -43,8 +43,7 @@ def write_part(samples: Iterable[Sample], folder: Path) -> Part:
             chunk = list(_next_shard(samples, max(least, min(most, tokens // 8))))
             if not chunk:
                 break
-            shard = _write_shard(folder / f"part-{number:05d}.parquet", chunk)
-            shards.append(shard)
+            shards.append(_write_shard(folder / f"part-{number:05d}.parquet", chunk))
             records = _records(number, chunk)
             index.write(records.tobytes())
             tokens += int(records["tokens"].sum())

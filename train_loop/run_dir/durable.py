@@ -8,9 +8,9 @@ from urllib.parse import unquote
 
 def local_path(uri: str) -> Path:
     """A file:// URI or plain path as an absolute path. Raises ValueError for another scheme, or another host."""
-    if uri.startswith("file://"):
+    if uri.startswith("file:"):
         # No query and no fragment: ? is a wildcard, and # a letter like others.
-        path = unquote(uri.removeprefix("file://").removeprefix("localhost"))
+        path = unquote(uri.removeprefix("file:").removeprefix("//").removeprefix("localhost"))
         if not path.startswith("/"):
             raise ValueError(f"{uri} names a host or a relative path; write file:/// and an absolute path")
         return Path(path)
