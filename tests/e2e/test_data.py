@@ -270,9 +270,10 @@ def test_tokenised_rows_are_treated_alike_whether_much_or_little(tmp_path: Path)
     plain = text_spec(tmp_path / "a.parquet", columns={"input_ids": "ids"}, packing=False)
     rows = read_rows(prepare(plain, tmp_path / "_cache", heard()[1]), np.arange(4))
     assert rows.lengths.tolist() == [16, 16, 4, 9]
-    pq.write_table(pa.table({"ids": [[1], None]}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a.parquet, row 1: column 'ids' holds null where a list of 32-bit numbers"):
-        prepare(plain, tmp_path / "_cache", heard()[1])
+    for wrong, message in ((None, "null where a list of whole numbers"), ([2, 384], "384 at position 1, which is no")):
+        pq.write_table(pa.table({"ids": [[1], wrong]}), tmp_path / "a.parquet")
+        with pytest.raises(DataError, match=rf"a.parquet, row 1: column 'ids' holds {message}"):
+            prepare(plain, tmp_path / "_cache", heard()[1])
 
 
 def test_a_cache_that_somebody_has_damaged_is_made_again(tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ def test_bad_data_fails_at_once_with_a_reason_a_user_can_act_on(service: LiveSer
     job = service.wait_for_state(job_id, JobState.FAILED)
     assert job.attempt == 1
     assert job.reason is not None
-    assert f"{path}, row 30: column 'ids' holds null where a list of 32-bit numbers is needed; correct" in job.reason
+    assert f"{path}, row 30: column 'ids' holds null where a list of whole numbers is needed; correct" in job.reason
 
 
 def test_bad_input_is_refused_over_http_with_rule_value_and_remedy(service: LiveService, tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def tokenizer_home(spec: JobSpec, sources: Sequence[Source], cache: Path) -> Pat
 
 
 def fingerprint(spec: JobSpec, source: Source, tokenizer: Path | None) -> str:
-    """SHA-256 of all that decides what is prepared: files, shape of rows, tokenizer, length, packing, our format."""
+    """SHA-256 of all that decides what is prepared: files, shape of rows, words, length, packing, our format."""
     columns, data = source.columns, spec.data
     return _digest(
         {
@@ -187,6 +187,7 @@ def fingerprint(spec: JobSpec, source: Source, tokenizer: Path | None) -> str:
             "sequence_length": data.sequence_length,
             "packing": data.packing,
             "tokenizer": None if columns.tokenised or tokenizer is None else _identity(tokenizer),
+            "vocab": model_shape(spec.model).vocab if columns.tokenised else None,
         }
     )
 
@@ -202,10 +203,10 @@ def _ready_made(spec: JobSpec, source: Source) -> Part | None:
     pieces = cut(source.files, 0)
     if sum(piece.bytes for piece in pieces) > _AS_IT_IS_BYTES // len(data.sources):
         return None
-    rows, tokens = Counter[SourceFile](), 0
+    rows, tokens, vocab = Counter[SourceFile](), 0, model_shape(spec.model).vocab
     for piece in pieces:
         for chunk in read_piece(piece, columns):
-            for document in encode_rows(chunk.rows, columns, None, None):
+            for document in encode_rows(chunk.rows, columns, None, None, vocab):
                 if isinstance(document, BadRow) or not 1 <= len(document.input_ids) <= data.sequence_length:
                     return None
                 rows[piece.file] += 1

@@ -110,8 +110,8 @@ class Dataset(BaseModel):
 
     @property
     def utilisation(self) -> float:
-        """The share of sequence_length that holds tokens."""
-        return self.tokens / (self.samples * self.sequence_length)
+        """The share of what is trained that holds tokens, and no padding; of a mixture, an estimate."""
+        return self.epoch_tokens / (self.epoch_samples * self.sequence_length)
 
 
 class Cells(NamedTuple):

@@ -7,12 +7,12 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from train_loop.data.chat import encode_chat, load_chat_template
+from train_loop.data.dataset import IGNORE
 from train_loop.data.pack import Document
 from train_loop.data.rows import Row
 from train_loop.data.tokenizer import load_tokenizer
 from train_loop.spec import ColumnsSpec
 
-_INT32 = np.iinfo(np.int32)
 _HEAVIEST = float(np.finfo(np.float32).max)
 
 
@@ -29,13 +29,13 @@ Encoded = Document | BadRow
 
 
 def encode_rows(
-    rows: list[Row], columns: ColumnsSpec, tokenizer: str | None, system_prompt: str | None
+    rows: list[Row], columns: ColumnsSpec, tokenizer: str | None, system_prompt: str | None, vocab: int
 ) -> list[Encoded]:
-    """A document for every row, or what is wrong with it; `tokenizer` is a folder."""
+    """A document for every row, or what is wrong with it; `tokenizer` is a folder, and rows of tokens need none."""
     encoded: dict[int, Encoded] = {}
     good = []
     for number, row in enumerate(rows):
-        wrong = row.wrong or _wrong(row.values, columns)
+        wrong = row.wrong or _wrong(row.values, columns, vocab)
         if wrong:
             encoded[number] = BadRow(row.place, wrong)
         else:
@@ -47,15 +47,16 @@ def encode_rows(
     return [encoded[number] for number in range(len(rows))]
 
 
-def _wrong(values: dict[str, Any], columns: ColumnsSpec) -> str | None:
+def _wrong(values: dict[str, Any], columns: ColumnsSpec, vocab: int) -> str | None:
     """What makes a row useless, before it is tokenised."""
     for name in (columns.text, columns.prompt, columns.response):
         if name is not None and not is_text(values[name]):
             return f"column {name!r} holds {_kind(values[name])} where text is needed"
     if columns.input_ids is not None:
-        for name in (columns.input_ids, columns.labels):
-            if name is not None and not _are_tokens(values[name]):
-                return f"column {name!r} holds {_kind(values[name])} where a list of 32-bit numbers is needed"
+        for name in filter(None, (columns.input_ids, columns.labels)):
+            wrong = _wrong_tokens(name, values[name], vocab, ignored=name == columns.labels)
+            if wrong:
+                return wrong
         if columns.labels is not None and len(values[columns.input_ids]) != len(values[columns.labels]):
             ids, labels = len(values[columns.input_ids]), len(values[columns.labels])
             return f"{ids} tokens and {labels} labels; they must be aligned"
@@ -113,12 +114,20 @@ def is_text(value: Any) -> TypeGuard[str]:
         return False
 
 
-def _are_tokens(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(type(token) is int and _INT32.min <= token <= _INT32.max for token in value)
-    return isinstance(value, np.ndarray) and (
-        not len(value) or (_INT32.min <= value.min() and value.max() <= _INT32.max)
-    )
+def _wrong_tokens(name: str, value: Any, vocab: int, *, ignored: bool) -> str | None:
+    if not isinstance(value, np.ndarray) and not (
+        isinstance(value, list) and all(type(token) is int for token in value)
+    ):
+        return f"column {name!r} holds {_kind(value)} where a list of whole numbers is needed"
+    tokens = np.asarray(value)
+    strange = (tokens < 0) | (tokens >= vocab)
+    if ignored:
+        strange &= tokens != IGNORE
+    if not strange.any():
+        return None
+    place = int(strange.argmax())
+    token = f"{value[place]} at position {place}"
+    return f"column {name!r} holds {token}, which is no token of the model's vocabulary of {vocab}"
 
 
 def _is_weight(value: Any) -> bool:
@@ -135,7 +144,6 @@ def _kind(value: Any) -> str:
         str: "text that is no Unicode",
         bytes: "bytes that are no UTF-8",
         list: "a list",
-        np.ndarray: "numbers out of range",
         dict: "an object",
     }
     return words.get(type(value), type(value).__name__)

@@ -1,5 +1,7 @@
 """How every Ray Data execution of ours runs."""
 
+import logging
+
 from ray.data import DataContext
 
 
@@ -12,6 +14,8 @@ def ordered_context(*, block_bytes: int | None = None) -> DataContext:
     context = DataContext.get_current()
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
+    # It would warn that they are off.
+    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
     context.print_on_execution_start = False
     context.target_max_block_size = block_bytes
     # What is wrong with somebody's data must arrive as what it is, and not as a function that failed.

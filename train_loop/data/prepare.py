@@ -117,6 +117,7 @@ def _documents(
         "columns": columns,
         "tokenizer": tokenizer and str(tokenizer),
         "system_prompt": spec.data.system_prompt,
+        "vocab": model_shape(spec.model).vocab,
         "skip": spec.data.on_bad_rows == "skip",
     }
     blocks = ray.data.range(len(tasks), override_num_blocks=len(tasks)).map_batches(
@@ -132,6 +133,7 @@ def _encode_task(
     columns: ColumnsSpec,
     tokenizer: str | None,
     system_prompt: str | None,
+    vocab: int,
     skip: bool,
 ) -> Iterator[pa.Table]:
     """The documents of a task's pieces, a table for some rows at a time."""
@@ -141,7 +143,7 @@ def _encode_task(
         before = 0
         for number, piece in enumerate(tasks[task]):
             for chunk in read_piece(piece, columns):
-                encoded = encode_rows(chunk.rows, columns, tokenizer, system_prompt)
+                encoded = encode_rows(chunk.rows, columns, tokenizer, system_prompt, vocab)
                 bad = next((row for row in encoded if isinstance(row, BadRow)), None)
                 if bad is not None and not skip:
                     (where,) = locate([(piece.file, bad.place)])

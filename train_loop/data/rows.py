@@ -146,7 +146,9 @@ def check_columns(file: SourceFile, columns: ColumnsSpec, *, skip: bool = False)
         judged = first if skip else first[:1]
         if judged and all(row.wrong for row in judged):
             (where,) = locate([(file, judged[0].place)])
-            remedy = "correct data.columns" if skip else "correct the row, or data.columns, or set on_bad_rows: skip"
+            remedy = "correct the row, or data.columns"
+            if not all(row.wrong for row in first):
+                remedy += ", or set on_bad_rows: skip"
             raise DataError(f"{where}: {judged[0].wrong}; {remedy}")
 
 

@@ -1,8 +1,9 @@
 """Where everything of a run lies, and reading and writing its JSON files."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from train_loop.run_dir.durable import local_path, write_durably
 from train_loop.run_dir.formats import Fence, Format, Manifest, Outcome, Stop
@@ -131,11 +132,13 @@ class RunDir:
         path = self.root / "spec.json"
         if not path.exists():
             write_durably(path, dump(spec))
-        elif self.spec().at_any_size() != spec.at_any_size():
+            return
+        before, now = (known.at_any_size().model_dump(mode="json") for known in (self.spec(), spec))
+        if before != now:
             raise ValueError(
-                f"{path} holds another spec; a run directory belongs to one job, choose a new one (a run goes on at "
-                "another size where training.global_batch_size is given and only scaling, strategy.fsdp_size, "
-                "strategy.ulysses_size and training.per_device_train_batch_size differ)"
+                f"{path} holds another spec ({', '.join(_changed(before, now))}); a run directory belongs to one job, "
+                "choose a new one (a run goes on at another size where training.global_batch_size is given and only "
+                "scaling, strategy.fsdp_size, strategy.ulysses_size and training.per_device_train_batch_size differ)"
             )
 
     def fence(self) -> int:
@@ -159,6 +162,15 @@ class RunDir:
     def write_stop(self, stop: Stop) -> None:
         """Ask the running attempt to stop at its next step."""
         write_durably(self.stop_file, stop.model_dump_json())
+
+
+def _changed(before: Any, now: Any, pointer: str = "") -> Iterator[str]:
+    """JSON pointers to what differs."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in sorted(before.keys() | now.keys()):
+            yield from _changed(before.get(name), now.get(name), f"{pointer}/{name}")
+    elif before != now:
+        yield pointer
 
 
 def _read(path: Path, kind: type[T]) -> T | None:

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.support.folders import write_tokenizer
-from tests.support.specs import spec
+from tests.support.specs import TINY, spec
 from train_loop.data.cache import (
     evaluation_spec,
     find_dataset,
@@ -78,6 +78,7 @@ def test_a_tokenizer_is_known_by_what_it_holds_and_not_by_its_name(tmp_path: Pat
 )
 def test_what_decides_the_samples_decides_their_name(tmp_path: Path, change: dict[str, Any]) -> None:
     assert name_of(text_job(tmp_path)) != name_of(text_job(tmp_path, data=change))
+
     assert name_of(text_job(tmp_path)) == name_of(text_job(tmp_path, data={"seed": 3, "shuffle": False}))
 
 
@@ -124,6 +125,7 @@ def as_it_is(folder: Path, ids: pa.Array, **data: Any) -> JobSpec:
         (pa.array([[1], [2]]), {"on_bad_rows": "skip"}),
         (pa.array([[1], None]), {}),
         (pa.array([[1], [2, None]]), {}),
+        (pa.array([[1], [384]]), {}),
         (pa.array([[1], [2**40]]), {}),
         (pa.array([[1], [1] * 17]), {}),
         (pa.array([[1], []]), {}),
@@ -134,6 +136,15 @@ def test_files_whose_rows_need_a_second_look_are_not_read_as_they_are(
 ) -> None:
     with pytest.raises(DataError, match="is not prepared in"):
         find_dataset(as_it_is(tmp_path, ids, **data), tmp_path)
+
+
+def test_a_vocabulary_decides_which_rows_of_tokens_are_bad(tmp_path: Path) -> None:
+    job = as_it_is(tmp_path, pa.array([[1], [383]]))
+    assert find_dataset(job, tmp_path).samples == 2
+    smaller = job.model_copy(update={"model": job.model.model_copy(update={"config": TINY | {"vocab_size": 383}})})
+    assert name_of(job) != name_of(smaller)
+    with pytest.raises(DataError, match="is not prepared in"):
+        find_dataset(smaller, tmp_path)
 
 
 def test_only_little_parquet_is_read_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.support.datasets import parquet_dataset
-from train_loop.data.dataset import IGNORE, Dataset, Rows
+from train_loop.data.dataset import IGNORE, Dataset, Part, Rows, ShardFile
+from train_loop.data.order import mix
 from train_loop.data.read import read_rows
 from train_loop.errors import DataError
 
@@ -81,3 +82,13 @@ def test_a_sample_longer_than_the_sequence_is_refused_by_name(dataset: Dataset) 
 def test_a_sample_that_is_not_there_is_an_error(dataset: Dataset) -> None:
     with pytest.raises(IndexError):
         read_rows(dataset, np.array([8]))
+
+
+def test_how_full_a_mixture_is_goes_by_what_is_taken_of_each_source() -> None:
+    def of_ten(tokens: int) -> Part:
+        return Part(fingerprint="x", files=(ShardFile(path="a", rows=10, size=1),), tokens=tokens)
+
+    dataset = Dataset(fingerprint="x", parts=(of_ten(40), of_ten(20)), sequence_length=4)
+    assert dataset.utilisation == 0.75
+    mixed = dataset.model_copy(update={"mixture": mix([3.0, 1.0], [10, 10])})
+    assert mixed.utilisation == pytest.approx(0.75 * 1 + 0.25 * 0.5, rel=0.01)

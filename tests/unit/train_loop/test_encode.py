@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def encode(folder: str | None, columns: dict[str, str], *values: dict[str, Any], system: str | None = None) -> Any:
     rows = [Row(place, value) for place, value in enumerate(values)]
-    return encode_rows(rows, ColumnsSpec(**columns), folder, system)
+    return encode_rows(rows, ColumnsSpec(**columns), folder, system, 300)
 
 
 def texts(folder: str, document: Document) -> tuple[str, str]:
@@ -94,8 +94,16 @@ def test_tokens_are_taken_as_they_are_with_labels_and_weights() -> None:
         ({"prompt": "q", "response": "a"}, {"q": "x", "a": ["y"]}, "column 'a' holds a list where text"),
         ({"text": "t"}, {"t": "\ud800"}, "column 't' holds text that is no Unicode where text is needed"),
         ({"text": "t"}, {"t": b"\xff"}, "column 't' holds bytes that are no UTF-8 where text is needed"),
-        ({"input_ids": "i"}, {"i": [1, "x"]}, "holds a list where a list of 32-bit numbers"),
-        ({"input_ids": "i"}, {"i": np.array([2**40])}, "holds numbers out of range where a list of 32-bit numbers"),
+        ({"input_ids": "i"}, {"i": [1, "x"]}, "holds a list where a list of whole numbers is needed"),
+        (
+            {"input_ids": "i"},
+            {"i": np.array([1, 299, 2**40])},
+            "column 'i' holds 1099511627776 at position 2, which is no token of the model's vocabulary of 300",
+        ),
+        ({"input_ids": "i"}, {"i": [300]}, "column 'i' holds 300 at position 0, which is no token"),
+        ({"input_ids": "i"}, {"i": [1, 2**70]}, f"column 'i' holds {2**70} at position 1, which is no token"),
+        ({"input_ids": "i"}, {"i": [-100]}, "column 'i' holds -100 at position 0, which is no token"),
+        ({"input_ids": "i", "labels": "l"}, {"i": [1, 2], "l": [-100, -1]}, "column 'l' holds -1 at position 1"),
         ({"messages": "m"}, {"m": [{"role": "assistant", "content": "\ud800"}]}, "surrogates not allowed"),
         ({"text": "t", "weight": "w"}, {"t": "a", "w": 1e300}, "where a weight of 0 or more is needed"),
         ({"input_ids": "i", "labels": "l"}, {"i": [1, 2], "l": [1]}, "2 tokens and 1 labels; they must be aligned"),
@@ -120,7 +128,7 @@ def test_a_bad_row_says_what_is_wrong_and_the_others_go_on(
 
 
 def test_a_row_that_could_not_be_read_stays_what_it_is(folder: str) -> None:
-    (bad,) = encode_rows([Row(7, {}, "no JSON: x")], ColumnsSpec(text="t"), folder, None)
+    (bad,) = encode_rows([Row(7, {}, "no JSON: x")], ColumnsSpec(text="t"), folder, None, 300)
     assert bad == BadRow(7, "no JSON: x")
 
 

@@ -92,7 +92,7 @@ def test_a_column_that_is_not_in_the_first_json_line(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('\n{"body": "x"}\n')
     assert (
-        "rows.jsonl, line 2: no column 'text'; it has body; correct"
+        "rows.jsonl, line 2: no column 'text'; it has body; correct the row, or data.columns"
         in problems(tmp_path, train={"path": str(path)})["/data/columns"]
     )
 

@@ -190,7 +190,9 @@ def test_files_without_a_byte_among_others_are_left_out(tmp_path: Path) -> None:
 
 def test_the_first_row_must_be_good_unless_bad_ones_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'\noops\n{"text": "x"}\n'))
-    with pytest.raises(DataError, match=r"a.jsonl.gz, line 2: no JSON: .*; correct the row, or data.columns"):
+    with pytest.raises(
+        DataError, match=r"a.jsonl.gz, line 2: no JSON: .*; correct the row, or data.columns, or set on_bad_rows: skip"
+    ):
         check_columns(one_file(tmp_path / "a.jsonl.gz"), TEXT)
     check_columns(one_file(tmp_path / "a.jsonl.gz"), TEXT, skip=True)
     with pytest.raises(DataError, match="line 2: no JSON"):

@@ -18,8 +18,8 @@ def test_a_run_directory_belongs_to_one_spec(tmp_path: Path) -> None:
     run_dir.write_spec(spec())
     run_dir.write_spec(spec())
     assert run_dir.spec() == spec()
-    with pytest.raises(ValueError, match="holds another spec"):
-        run_dir.write_spec(spec(training={"seed": 1}))
+    with pytest.raises(ValueError, match=r"holds another spec \(/data/columns/input_ids, /data/columns/text, /name\);"):
+        run_dir.write_spec(spec(data={"columns": {"input_ids": "ids"}}).model_copy(update={"name": "other"}))
 
 
 def test_a_run_goes_on_at_another_size_only_if_its_batches_stay(tmp_path: Path) -> None:
