@@ -175,7 +175,7 @@ def tokenizer_home(spec: JobSpec, sources: Sequence[Source], cache: Path) -> Pat
 
 
 def fingerprint(spec: JobSpec, source: Source, tokenizer: Path | None) -> str:
-    """SHA-256 of all that decides what is prepared: files, shape of rows, words, length, packing, our format."""
+    """SHA-256 of all that decides what is prepared: files, shape of rows, vocabulary, length, packing, our format."""
     columns, data = source.columns, spec.data
     return _digest(
         {

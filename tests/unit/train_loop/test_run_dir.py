@@ -10,7 +10,7 @@ from tests.support.specs import spec
 from train_loop.checkpoint.manifest import describe_file, newest_verified, verify
 from train_loop.checkpoint.retention import keep_newest, remove_leftovers
 from train_loop.checkpoint.save import commit
-from train_loop.run_dir import DataPosition, JsonLines, Manifest, Outcome, RunDir, Stop, read_lines
+from train_loop.run_dir import DataPosition, JsonLines, Manifest, Outcome, RunDir, Stop, local_path, read_lines
 
 
 def test_a_run_directory_belongs_to_one_spec(tmp_path: Path) -> None:
@@ -164,3 +164,14 @@ def test_a_step_trained_again_replaces_the_checkpoint_that_was_rejected(tmp_path
     newest, rejected = newest_verified(run_dir)
     assert newest is not None
     assert (newest.step, rejected) == (10, {})
+
+
+@pytest.mark.parametrize("uri", ["/a/b c?#", "file:/a/b%20c?#", "file:///a/b%20c?#", "file://localhost/a/b%20c?#"])
+def test_a_local_path_is_a_file_uri_too(uri: str) -> None:
+    assert local_path(uri) == Path("/a/b c?#")
+
+
+@pytest.mark.parametrize("uri", ["file://host/a", "file:a"])
+def test_a_file_uri_of_another_host_is_refused(uri: str) -> None:
+    with pytest.raises(ValueError, match=f"{uri} names a host or a relative path; write file:///"):
+        local_path(uri)
