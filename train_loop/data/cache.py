@@ -206,7 +206,7 @@ def _ready_made(spec: JobSpec, source: Source) -> Part | None:
     rows, tokens, vocab = Counter[SourceFile](), 0, model_shape(spec.model).vocab
     for piece in pieces:
         for chunk in read_piece(piece, columns):
-            for document in encode_rows(chunk.rows, columns, None, None, vocab):
+            for document in encode_rows(chunk.rows, columns, vocab=vocab):
                 if isinstance(document, BadRow) or not 1 <= len(document.input_ids) <= data.sequence_length:
                     return None
                 rows[piece.file] += 1

@@ -29,7 +29,7 @@ Encoded = Document | BadRow
 
 
 def encode_rows(
-    rows: list[Row], columns: ColumnsSpec, tokenizer: str | None, system_prompt: str | None, vocab: int
+    rows: list[Row], columns: ColumnsSpec, *, vocab: int, tokenizer: str | None = None, system_prompt: str | None = None
 ) -> list[Encoded]:
     """A document for every row, or what is wrong with it; `tokenizer` is a folder, and rows of tokens need none."""
     encoded: dict[int, Encoded] = {}

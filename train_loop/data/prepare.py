@@ -6,8 +6,9 @@ same. It appears under its final name by one rename, so that it is whole or not 
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,11 +20,11 @@ from numpy.typing import NDArray
 from train_loop.data.build_once import build_once
 from train_loop.data.cache import Source, find_part, fingerprint, join, list_sources, load_part, tokenizer_home
 from train_loop.data.dataset import Dataset, Part
-from train_loop.data.encode import BadRow, encode_rows, is_text
+from train_loop.data.encode import BadRow, Encoded, encode_rows, is_text
 from train_loop.data.execution import ordered_context
 from train_loop.data.pack import Document, one_per_sample, pack
 from train_loop.data.progress import Progress, Report
-from train_loop.data.rows import Piece, cut, locate, read_piece
+from train_loop.data.rows import Piece, Row, cut, locate, read_piece
 from train_loop.data.shards import write_part
 from train_loop.data.sources import list_files
 from train_loop.data.tokenizer import load_tokenizer, train_tokenizer
@@ -114,14 +115,14 @@ def _documents(
     if not tasks:
         return
     ordered_context(block_bytes=_BLOCK_BYTES)
-    options = {
-        "tasks": tasks,
-        "columns": columns,
-        "tokenizer": tokenizer and str(tokenizer),
-        "system_prompt": spec.data.system_prompt,
-        "vocab": model_shape(spec.model).vocab,
-        "skip": spec.data.on_bad_rows == "skip",
-    }
+    encode = partial(
+        encode_rows,
+        columns=columns,
+        vocab=model_shape(spec.model).vocab,
+        tokenizer=None if tokenizer is None else str(tokenizer),
+        system_prompt=spec.data.system_prompt,
+    )
+    options = {"tasks": tasks, "columns": columns, "encode": encode, "skip": spec.data.on_bad_rows == "skip"}
     blocks = ray.data.range(len(tasks), override_num_blocks=len(tasks)).map_batches(
         _encode_task, batch_size=None, fn_kwargs=options
     )
@@ -133,9 +134,7 @@ def _encode_task(
     batch: dict[str, NDArray[np.int64]],
     tasks: list[list[Piece]],
     columns: ColumnsSpec,
-    tokenizer: str | None,
-    system_prompt: str | None,
-    vocab: int,
+    encode: Callable[[list[Row]], list[Encoded]],
     skip: bool,
 ) -> Iterator[pa.Table]:
     """The documents of a task's pieces, a table for some rows at a time."""
@@ -147,7 +146,7 @@ def _encode_task(
         before = 0
         for number, piece in enumerate(tasks[task]):
             for chunk in read_piece(piece, columns):
-                encoded = encode_rows(chunk.rows, columns, tokenizer, system_prompt, vocab)
+                encoded = encode(chunk.rows)
                 bad = next((row for row in encoded if isinstance(row, BadRow)), None)
                 if bad is not None and not skip:
                     (where,) = locate([(piece.file, bad.place)])

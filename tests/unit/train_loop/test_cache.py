@@ -78,7 +78,6 @@ def test_a_tokenizer_is_known_by_what_it_holds_and_not_by_its_name(tmp_path: Pat
 )
 def test_what_decides_the_samples_decides_their_name(tmp_path: Path, change: dict[str, Any]) -> None:
     assert name_of(text_job(tmp_path)) != name_of(text_job(tmp_path, data=change))
-
     assert name_of(text_job(tmp_path)) == name_of(text_job(tmp_path, data={"seed": 3, "shuffle": False}))
 
 

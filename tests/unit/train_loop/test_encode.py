@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def encode(folder: str | None, columns: dict[str, str], *values: dict[str, Any], system: str | None = None) -> Any:
     rows = [Row(place, value) for place, value in enumerate(values)]
-    return encode_rows(rows, ColumnsSpec(**columns), folder, system, 300)
+    return encode_rows(rows, ColumnsSpec(**columns), vocab=300, tokenizer=folder, system_prompt=system)
 
 
 def texts(folder: str, document: Document) -> tuple[str, str]:
@@ -128,7 +128,7 @@ def test_a_bad_row_says_what_is_wrong_and_the_others_go_on(
 
 
 def test_a_row_that_could_not_be_read_stays_what_it_is(folder: str) -> None:
-    (bad,) = encode_rows([Row(7, {}, "no JSON: x")], ColumnsSpec(text="t"), folder, None, 300)
+    (bad,) = encode_rows([Row(7, {}, "no JSON: x")], ColumnsSpec(text="t"), vocab=300, tokenizer=folder)
     assert bad == BadRow(7, "no JSON: x")
 
 
