@@ -1,5 +1,6 @@
 """What all ranks know and decide together."""
 
+import logging
 import os
 import socket
 from dataclasses import dataclass
@@ -13,9 +14,27 @@ from train_loop.journal import Journal
 from train_loop.parallel.mesh import Mesh
 from train_loop.plan import MeshPlan, groups_across_hosts
 from train_loop.run_dir import RunDir, Stop
+from train_loop.session import Session
 from train_loop.vitals import StepClock, Vitals
 
-_STOPS = [None, *(Stop(mode=mode, checkpoint=keep) for mode in ("pause", "cancel", "resize") for keep in (True, False))]
+log = logging.getLogger(__name__)
+# By urgency: of several, the first is done.
+_STOPS = [Stop(mode=mode, checkpoint=keep) for mode in ("cancel", "pause", "resize") for keep in (True, False)]
+_PAUSE = Stop(mode="pause")
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What one rank has to say before a step."""
+
+    stop: Stop | None = None
+    """What the run was asked to do instead; rank 0's counts."""
+    save: bool = False
+    """By its clock a checkpoint is due."""
+    look: bool = False
+    """By its clock it is time to ask for pre-emptions."""
+    trouble: bool = False
+    """It has heard of what must end the run."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +46,13 @@ class Agreement:
     tokens: int
     """Tokens of the whole step, padding not counted."""
     stop: Stop | None
-    """What rank 0 was asked to do instead of this step."""
+    """What to do instead of this step."""
+    save: bool
+    """A checkpoint follows this step, whatever its number."""
+    look: bool
+    """All ranks ask for pre-emptions after this step."""
+    trouble: bool
+    """Some rank has heard of what must end the run."""
 
 
 def who_works() -> list[dict[str, Any]]:
@@ -48,19 +73,38 @@ def warn_of_hosts(mesh: MeshPlan, workers: list[dict[str, Any]], journal: Journa
         )
 
 
-def agree(batch: StepBatch, clock: StepClock, run_dir: RunDir, mesh: Mesh) -> Agreement:
-    """Hear from every rank its share of the step's tokens, and from rank 0 whether to stop."""
+def wishes(session: Session, *, save: bool, look: bool, trouble: bool) -> Wishes:
+    """What this rank has to say: clocks and the run directory are read on rank 0 alone."""
+    if session.rank:
+        return Wishes(_PAUSE if session.told_to_end() else None, trouble=trouble)
+    stop = _PAUSE if session.told_to_end() else _asked_to_stop(session.run_dir)
+    return Wishes(stop, save, look, trouble)
+
+
+def _asked_to_stop(run_dir: RunDir) -> Stop | None:
+    try:
+        return run_dir.stop()
+    except OSError as error:
+        # Storage may come back; whoever asked will ask again, or end us.
+        log.warning("nobody can ask this run to stop: %s", error)
+        return None
+
+
+def agree(batch: StepBatch, clock: StepClock, mine: Wishes, mesh: Mesh) -> Agreement:
+    """Hear every rank: its share of the step's tokens, and what it wishes. What one rank wishes, all do."""
     # Ulysses peers hold the same samples, and tokens count once.
     divisor = batch.divisor
     # A sum of weights makes float64 of all three words, which holds the other two exactly.
-    mine = torch.stack([divisor, batch.lengths.sum().to(divisor.dtype)]) * (mesh.sequence_rank == 0)
-    stop = run_dir.stop() if mesh.rank == 0 else None
-    code = _STOPS.index(stop and stop.model_copy(update={"deadline": None}))
-    words = torch.cat([mine, mine.new_tensor([code])])
+    counts = torch.stack([divisor, batch.lengths.sum().to(divisor.dtype)]) * (mesh.sequence_rank == 0)
+    stops = [0] * len(_STOPS)
+    if mine.stop is not None:
+        stops[_STOPS.index(mine.stop.model_copy(update={"deadline": None}))] = 1
+    words = torch.cat([counts, counts.new_tensor([mine.save, mine.look, mine.trouble, *stops])])
     with clock.waiting():
         dist.all_reduce(words)
-        whole, tokens, code = words.tolist()
-    return Agreement(whole, int(tokens), _STOPS[int(code)])
+        whole, tokens, save, look, trouble, *asked = words.tolist()
+    stop = next((stop for stop, times in zip(_STOPS, asked, strict=True) if times), None)
+    return Agreement(whole, int(tokens), stop, bool(save), bool(look), bool(trouble))
 
 
 def share_vitals(mine: Vitals, mesh: Mesh) -> list[Vitals]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback, get_context
+from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback, get_context, get_preemption_info
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from train_loop.data.cache import evaluation_spec, pin, pinned_dataset
@@ -24,7 +24,7 @@ from train_loop.failure import failed, failure_told, reason
 from train_loop.journal import Journal
 from train_loop.logs import log_to
 from train_loop.run_dir import AttemptDir, Outcome, RunDir, read_lines
-from train_loop.session import Session
+from train_loop.session import Preemption, Session
 from train_loop.spec import JobSpec
 from train_loop.worker import train
 
@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 # A dead worker is noticed within about this many seconds; Ray's default is 2.
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "1")
+# A node that is drained may be gone in half a minute; Ray's default is 5.
+os.environ.setdefault("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "1")
 
 
 class TellOfLosses(UserCallback):  # type: ignore[misc]
@@ -162,6 +164,7 @@ def _work(config: dict[str, Any]) -> None:
         run_dir=run_dir,
         open_stream=ray_stream,
         timeout=timedelta(seconds=spec.failure.hang_timeout_seconds),
+        preemption=_preemption,
     )
     attempt = run_dir.attempt(session.attempt)
     log_to(attempt.rank_log(session.rank))
@@ -170,6 +173,15 @@ def _work(config: dict[str, Any]) -> None:
         return
     with failure_told(session):
         train(spec, session, _prepared(run_dir.data), _prepared(run_dir.eval_data) if spec.data.eval else None)
+
+
+def _preemption() -> Preemption | None:
+    """What Ray knows of nodes that will be drained; a collective call of some milliseconds."""
+    found = get_preemption_info()
+    if found is None:
+        return None
+    deadline = found.deadline_ms / 1000 if found.deadline_ms else None
+    return Preemption(tuple(found.preempted_ranks), deadline)
 
 
 def _prepared(pointer: Path) -> Dataset:

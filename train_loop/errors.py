@@ -7,6 +7,12 @@ class FencedError(RuntimeError):
     code = "fenced"
 
 
+class CheckpointError(RuntimeError):
+    """A checkpoint that the run cannot do without was not committed; another attempt may find better storage."""
+
+    code = "checkpoint_failed"
+
+
 class UserError(ValueError):
     """Something in the spec, the model or the data is wrong; the message says rule, value and remedy."""
 

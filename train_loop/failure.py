@@ -5,7 +5,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from train_loop.errors import FencedError, UserError
+from train_loop.errors import CheckpointError, FencedError, UserError
 from train_loop.journal import Journal
 from train_loop.run_dir import Outcome
 from train_loop.session import Session
@@ -25,19 +25,24 @@ def failure_told(session: Session) -> Iterator[None]:
         # Behind a mistake can be what a library raised, which may turn out to be no mistake of the user's.
         traced = error.__cause__ if isinstance(error, MISTAKES) else error
         log.error("rank %d failed: %s", session.rank, error, exc_info=traced)
-        if isinstance(error, (*MISTAKES, FencedError)):
+        if isinstance(error, (*MISTAKES, FencedError, CheckpointError)):
             journal = Journal(session.run_dir.attempt(session.attempt))
-            journal.event("training_ended", result="failed", code=error.code, reason=str(error).partition("\n")[0])
+            journal.event("training_ended", **_named(error).model_dump(exclude_none=True))
         raise
 
 
 def failed(error: BaseException) -> Outcome:
     """What went wrong, and whether trying again can help."""
     found = cause(error)
-    if isinstance(found, MISTAKES):
-        # Ray Data appends advice of its own to what our functions raise.
-        return Outcome(result="failed", code=found.code, reason=str(found).partition("\n")[0])
+    if isinstance(found, (*MISTAKES, CheckpointError)):
+        return _named(found)
     return Outcome(result="failed", code="worker_failure", reason=reason(error), retryable=True)
+
+
+def _named(error: UserError | SpecError | FencedError | CheckpointError) -> Outcome:
+    # Ray Data appends advice of its own to what our functions raise.
+    said, retryable = str(error).partition("\n")[0], isinstance(error, CheckpointError)
+    return Outcome(result="failed", code=error.code, reason=said, retryable=retryable)
 
 
 def reason(error: BaseException) -> str:

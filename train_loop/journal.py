@@ -1,19 +1,27 @@
 """What a run tells the world: events and metrics in the run directory, written by rank 0 or the driver."""
 
 import logging
+import threading
+import time
+from collections import deque
 from typing import Any
 
 from train_loop.run_dir import AttemptDir, JsonLines
 
 log = logging.getLogger(__name__)
+_MOST_LATE = 100_000
+"""Lines that wait for storage to come back; a run that goes on longer without any loses the oldest."""
 
 
 class Journal:
-    """events.jsonl and metrics.jsonl of an attempt; silent on every rank but 0."""
+    """events.jsonl and metrics.jsonl of an attempt; silent on every rank but 0.
+
+    Storage that fails ends no run: its lines are written, in order, with the first that can be.
+    """
 
     def __init__(self, attempt: AttemptDir, *, rank: int = 0) -> None:
-        self._events = JsonLines(attempt.events, attempt=attempt.number)
-        self._metrics = JsonLines(attempt.metrics, attempt=attempt.number)
+        self._events = _Patient(JsonLines(attempt.events, attempt=attempt.number))
+        self._metrics = _Patient(JsonLines(attempt.metrics, attempt=attempt.number))
         self._speaks = rank == 0
 
     def event(self, name: str, **fields: Any) -> None:
@@ -31,3 +39,25 @@ class Journal:
         """Write one optimizer step's numbers."""
         if self._speaks:
             self._metrics.append(**fields)
+
+
+class _Patient:
+    """Lines of which those that cannot be written wait for the next."""
+
+    def __init__(self, lines: JsonLines) -> None:
+        self._lines = lines
+        self._late: deque[dict[str, Any]] = deque(maxlen=_MOST_LATE)
+        # The loop and the thread that saves both write.
+        self._lock = threading.Lock()
+
+    def append(self, **fields: Any) -> None:
+        """Add a line, after those that wait."""
+        with self._lock:
+            self._late.append({"time": time.time()} | fields)
+            try:
+                while self._late:
+                    self._lines.append(**self._late[0])
+                    self._late.popleft()
+            except OSError as error:
+                if len(self._late) == 1:
+                    log.warning("%s cannot be written to, and its lines wait: %s", self._lines.path, error)

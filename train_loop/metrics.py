@@ -75,6 +75,14 @@ def record_step(
     )
 
 
+def measure(result: StepResult, evaluation: Evaluation | None) -> dict[str, float]:
+    """What checkpoints of a step are compared by."""
+    measured = {"loss": result.loss, "grad_norm": result.grad_norm}
+    if evaluation is None:
+        return measured
+    return measured | {"eval_loss": evaluation.loss, "eval_perplexity": evaluation.perplexity}
+
+
 def _ranks(ranks: Sequence[Vitals]) -> dict[str, Any]:
     """The time of its own that each rank took since the line before, and the rank that the others waited for."""
     seconds = [round(rank.own_nanoseconds / 1e9, 6) for rank in ranks]

@@ -5,7 +5,10 @@ Run again on the same DIR, it resumes from the newest checkpoint that verifies.
 
 import argparse
 import os
+import signal
 import sys
+import threading
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -35,10 +38,11 @@ def main() -> None:
         spec = parse_text(arguments.spec.read_bytes())
     except SpecError as error:
         sys.exit(f"{arguments.spec}: {error}")
+    told_to_end = _watch_signals()
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=spec.failure.hang_timeout_seconds))
     try:
-        run(spec, _session(spec, RunDir.at(arguments.run_dir)), arguments.cache)
+        run(spec, _session(spec, RunDir.at(arguments.run_dir), told_to_end), arguments.cache)
     except MISTAKES as error:
         sys.exit(str(error))
     finally:
@@ -79,7 +83,15 @@ def _train(spec: JobSpec, session: Session, cache: Path) -> Outcome:
     return train(spec, session, dataset, evaluation)
 
 
-def _session(spec: JobSpec, run_dir: RunDir) -> Session:
+def _watch_signals() -> Callable[[], bool]:
+    """Take SIGTERM and SIGINT as a wish to end after the step at work, with a checkpoint; whether one has come."""
+    came = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: came.set())
+    return came.is_set
+
+
+def _session(spec: JobSpec, run_dir: RunDir, told_to_end: Callable[[], bool]) -> Session:
     rank = dist.get_rank()
     # Nobody may write into a directory that turns out to be another run's.
     refused = [_claim(run_dir, spec) if rank == 0 else None]
@@ -94,6 +106,7 @@ def _session(spec: JobSpec, run_dir: RunDir) -> Session:
         run_dir=run_dir,
         open_stream=local_stream,
         timeout=timedelta(seconds=spec.failure.hang_timeout_seconds),
+        told_to_end=told_to_end,
     )
 
 

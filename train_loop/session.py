@@ -3,11 +3,21 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 from train_loop.data.dataset import Rows
 from train_loop.data.reader import StreamPlan
 from train_loop.plan import MeshPlan
 from train_loop.run_dir import RunDir
+
+
+class Preemption(NamedTuple):
+    """Word that the hosts of some ranks will be taken away."""
+
+    ranks: tuple[int, ...]
+    deadline: float | None
+    """Unix seconds; None where nobody said."""
+
 
 OpenStream = Callable[[StreamPlan, MeshPlan, int], Iterator[Rows | None]]
 
@@ -24,3 +34,7 @@ class Session:
     open_stream: OpenStream
     timeout: timedelta = timedelta(minutes=30)
     """How long a collective may wait."""
+    told_to_end: Callable[[], bool] = lambda: False
+    """Whether this process was asked by a signal to end."""
+    preemption: Callable[[], Preemption | None] | None = None
+    """Asks for the newest word of a pre-emption, the same on all ranks; a collective call. None: nobody would know."""

@@ -8,13 +8,16 @@ from train_loop.batch import StepBatch, check_samples, check_vocabulary, micro_b
 from train_loop.checkpoint.contents import draft_manifest, tensors_to_save
 from train_loop.checkpoint.load import restore
 from train_loop.checkpoint.save import Saver
-from train_loop.control import agree, who_works
+from train_loop.checkpoint.times import SaveTimes
+from train_loop.control import agree, who_works, wishes
 from train_loop.data.dataset import Dataset, Rows
 from train_loop.data.reader import StreamPlan
+from train_loop.errors import CheckpointError
 from train_loop.evaluate import Evaluation, evaluate
 from train_loop.garbage import collect_garbage, no_garbage_collection
-from train_loop.metrics import record_start, record_step
+from train_loop.metrics import measure, record_start, record_step
 from train_loop.nonfinite import count_skips
+from train_loop.preemption import PreemptionWatch
 from train_loop.profiling import profiled
 from train_loop.run_dir import Outcome, Stop
 from train_loop.session import Session
@@ -30,22 +33,21 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
     model = spec.model.path or (spec.model.config or {})["model_type"]
     log.info("rank %d of %d: building %s", session.rank, session.world, model)
     run = build_run(spec, session, dataset, evaluation)
-    saver = Saver(session, run.journal, spec.checkpoint.keep_last, asynchronous=spec.strategy.async_save_ckpt)
+    saver = Saver(session, run.journal, spec.checkpoint, spec.strategy.save_mode)
     restore(run)
     record_start(run, who_works())
     with no_garbage_collection():
         stop = loop(run, saver)
-    saver.close()
-    outcome = Outcome(result=stop.result if stop else "succeeded", step=run.state.step)
-    run.journal.event("training_ended", result=outcome.result, step=outcome.step)
+    outcome = Outcome(result=stop.result if stop else "succeeded", step=run.state.step, reason=close(saver, stop))
+    run.journal.event("training_ended", **outcome.model_dump(exclude_none=True))
     log.info("%s at step %d", outcome.result, outcome.step)
     return outcome
 
 
 def loop(run: Run, saver: Saver) -> Stop | None:
     """Step until the run is done, or asked to stop, which is returned; its last checkpoint may still be in flight."""
-    state, every = run.state, run.spec.checkpoint.every_steps
-    saved, stop = state.step, None
+    state, stop, measured = run.state, None, dict[str, float]()
+    times, watch = SaveTimes(run.spec.checkpoint, step=state.step), PreemptionWatch(run.session)
     left = StreamPlan(run.dataset, run.order, state.consumed, run.order.steps_left(state.consumed))
     rows = run.session.open_stream(left, run.mesh.plan, run.mesh.rank)
     clock = StepClock()
@@ -53,8 +55,11 @@ def loop(run: Run, saver: Saver) -> Stop | None:
         clock.begin()
         batch = next_batch(run, rows, clock)
         clock.data_arrived()
-        agreed = agree(batch, clock, run.session.run_dir, run.mesh)
+        mine = wishes(run.session, save=times.overdue, look=watch.overdue, trouble=saver.in_trouble)
+        agreed = agree(batch, clock, mine, run.mesh)
         stop = agreed.stop
+        if agreed.trouble:
+            saver.raise_trouble()
         if stop is not None:
             break
 
@@ -70,13 +75,14 @@ def loop(run: Run, saver: Saver) -> Stop | None:
         with clock.waiting():
             evaluation = evaluate_if_due(run)
         record_step(run, result, clock, agreed, evaluation)
+        measured = measure(result, evaluation)
         collect_garbage(state.step)
-        # Once in a while: a checkpoint. Every rank saves or none does: a DCP save is collective.
-        if every and state.step % every == 0:
+        # Once in a while: a checkpoint. Every rank saves or none does: a save is collective.
+        if times.due(state.step) or agreed.save or (agreed.look and watch.sees_news(run.journal)):
             with clock.saving():
-                saved = save(run, saver)
-    if saved < state.step and (stop.checkpoint if stop else run.spec.checkpoint.save_final):
-        save(run, saver)
+                save(run, saver, times, measured)
+    if times.saved < state.step and (stop.checkpoint if stop else run.spec.checkpoint.save_final):
+        save(run, saver, times, measured)
     return stop
 
 
@@ -109,8 +115,19 @@ def evaluate_if_due(run: Run) -> Evaluation | None:
     return found
 
 
-def save(run: Run, saver: Saver) -> int:
+def save(run: Run, saver: Saver, times: SaveTimes, measured: dict[str, float]) -> None:
     """Start saving a checkpoint of this step."""
-    saver.save(tensors_to_save(run), draft_manifest(run))
+    saver.save(tensors_to_save(run), draft_manifest(run, measured))
+    times.begin(run.state.step)
     log.info("saving a checkpoint of step %d", run.state.step)
-    return run.state.step
+
+
+def close(saver: Saver, stop: Stop | None) -> str | None:
+    """Wait for the last save. One that failed is an error, but for whom was to be cancelled, who is told."""
+    try:
+        saver.close()
+    except CheckpointError as error:
+        if stop is None or stop.mode != "cancel":
+            raise
+        return str(error)
+    return None

@@ -1,6 +1,8 @@
 """Saving beside the loop: a checkpoint holds the values of its step, whatever training does meanwhile."""
 
-import errno
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,17 @@ from tests.support.ranks import on_ranks
 from tests.support.specs import spec
 from tests.support.torchrun import write_tokens
 from train_loop.assemble import Run, build_run
+from train_loop.checkpoint import save
 from train_loop.checkpoint.contents import draft_manifest, tensors_to_save
 from train_loop.checkpoint.load import restore
-from train_loop.checkpoint.save import SaveError, Saver
+from train_loop.checkpoint.retention import put_aside
+from train_loop.checkpoint.save import Saver
 from train_loop.data.cache import find_dataset
 from train_loop.data.reader import local_stream
+from train_loop.errors import CheckpointError
 from train_loop.run_dir import RunDir, read_lines
 from train_loop.session import Session
+from train_loop.spec import SaveMode
 
 
 def a_run(folder: Path) -> Run:
@@ -33,8 +39,8 @@ def a_run(folder: Path) -> Run:
     return build_run(job, session, find_dataset(job, folder))
 
 
-def a_saver(run: Run, *, asynchronous: bool = True) -> Saver:
-    return Saver(run.session, run.journal, 2, asynchronous=asynchronous)
+def a_saver(run: Run, mode: SaveMode = "thread") -> Saver:
+    return Saver(run.session, run.journal, run.spec.checkpoint, mode)
 
 
 def whole(run: Run) -> dict[str, Tensor]:
@@ -43,66 +49,75 @@ def whole(run: Run) -> dict[str, Tensor]:
     return {name: p.full_tensor().clone() if isinstance(p, DTensor) else p.clone() for name, p in parameters}
 
 
-def save_and_train_on(folder: Path) -> bool:
+def save_at(run: Run, saver: Saver, step: int) -> None:
+    run.state.step = step
+    saver.save(tensors_to_save(run), draft_manifest(run, {"loss": float(step)}))
+
+
+def save_and_train_on(folder: Path, mode: SaveMode) -> bool:
     run = a_run(folder)
     before = whole(run)
-    saver = a_saver(run)
-    run.state.step = 7
-    saver.save(tensors_to_save(run), draft_manifest(run))
+    saver = a_saver(run, mode)
+    save_at(run, saver, 7)
     with torch.no_grad():
         for parameter in run.state.model.parameters():
             parameter.zero_()
+    # The second save fills the same memory again.
+    save_at(run, saver, 8)
     saver.close()
-    other = a_run(folder)
+    zeroed, other = a_run(folder), a_run(folder)
+    restore(zeroed)
+    assert zeroed.state.step == 8
+    assert all(not weight.any() for weight in whole(zeroed).values())
+    dist.barrier()
+    if dist.get_rank() == 0:
+        put_aside(run.session.run_dir.checkpoint(8), 1)
+    dist.barrier()
     restore(other)
     return other.state.step == 7 and all(torch.equal(whole(other)[name], weight) for name, weight in before.items())
 
 
-def test_a_checkpoint_holds_the_step_it_was_taken_at(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["sync", "thread", "process"])
+def test_a_checkpoint_holds_the_step_it_was_taken_at(tmp_path: Path, mode: SaveMode) -> None:
     write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=384)
-    assert on_ranks(2, save_and_train_on, tmp_path) == [True, True]
+    assert on_ranks(2, save_and_train_on, tmp_path, mode) == [True, True]
 
 
-def save_on_a_full_disk(folder: Path, asynchronous: bool) -> list[Any]:
-    """One rank's disk is full at the first save; what the second save and the end say."""
+def save_on_a_full_disk(folder: Path, mode: SaveMode) -> list[Any]:
+    """Rank 1 may write no large files at the first save and the third; what the second save and the end say."""
     run = a_run(folder)
-    saver = a_saver(run, asynchronous=asynchronous)
-    tensors = tensors_to_save(run)
-    if dist.get_rank() == 1:
-        tensors["fault"] = _Unwritable()
-    run.state.step = 1
-    saver.save(tensors, draft_manifest(run))
-    first = saver.wait()
-    run.state.step = 2
-    saver.save(tensors_to_save(run), draft_manifest(run))
-    second = saver.wait()
-    run.state.step = 3
-    saver.save(tensors, draft_manifest(run))
+    saver = a_saver(run, mode)
+    save.PATIENCE = 0.0
+    found = []
+    for step, full in ((1, True), (2, False), (3, True)):
+        with _no_large_files() if full and dist.get_rank() == 1 else nullcontext():
+            save_at(run, saver, step)
+            found.append(saver.wait())
     try:
         saver.close()
-    except SaveError as error:
-        return [first, second, str(error)]
-    return [first, second, None]
+    except CheckpointError as error:
+        return [*found, str(error)]
+    return [*found, None]
 
 
-class _Unwritable:
-    """A value whose writing fails as on a full disk."""
+@contextmanager
+def _no_large_files() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
-    def __reduce__(self) -> Any:
-        raise OSError(errno.ENOSPC, "No space left on device")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Unwritable":
-        return self
-
-
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_failed_save_is_told_on_every_rank_and_the_next_one_succeeds(tmp_path: Path, asynchronous: bool) -> None:
+@pytest.mark.parametrize("mode", ["sync", "thread"])
+def test_a_failed_save_is_told_on_every_rank_and_the_next_one_succeeds(tmp_path: Path, mode: SaveMode) -> None:
     write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=384)
-    for first, second, last in on_ranks(2, save_on_a_full_disk, tmp_path, asynchronous):
-        assert "checkpoint of step 1 was not committed" in first
-        assert "No space left on device" in first
+    for first, second, third, last in on_ranks(2, save_on_a_full_disk, tmp_path, mode):
+        assert "checkpoint of step 1 was not committed: rank 1: OSError: [Errno 27] File too large" in first
         assert second is None
-        assert "checkpoint of step 3 was not committed" in last
+        assert "checkpoint of step 3 was not committed" in third
+        assert last == third
     run_dir = RunDir(tmp_path / "run")
     assert sorted(run_dir.manifests()) == [2]
     events = [(event["event"], event["step"]) for event in read_lines(run_dir.attempt(1).events)]

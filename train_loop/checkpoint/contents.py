@@ -1,8 +1,10 @@
 """What a checkpoint of a run holds: tensors in DCP files, counters in the manifest."""
 
 import hashlib
+import math
 import pickle
 import time
+from collections.abc import Mapping
 from importlib.metadata import version
 from platform import python_version
 from typing import Any
@@ -50,8 +52,8 @@ def put_back(state: TrainState, values: dict[str, Any]) -> None:
         state.ema.load(values["ema"])
 
 
-def draft_manifest(run: Run) -> Manifest:
-    """The manifest of a checkpoint taken now, before its files exist."""
+def draft_manifest(run: Run, measured: Mapping[str, float]) -> Manifest:
+    """The manifest of a checkpoint taken now, before its files exist, with what was measured of its step."""
     return Manifest(
         step=run.state.step,
         tokens=run.state.tokens,
@@ -64,6 +66,7 @@ def draft_manifest(run: Run) -> Manifest:
         world=run.session.world,
         mesh=run.mesh.plan.axes,
         versions={name: version(name) for name in ("torch", "transformers", "numpy")} | {"python": python_version()},
+        metrics={name: value for name, value in measured.items() if math.isfinite(value)},
         files={},
     )
 

@@ -10,10 +10,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from train_loop.assemble import Run
+from train_loop.checkpoint.commit import check_fence
 from train_loop.checkpoint.contents import put_back, rng_key, tensors_of
 from train_loop.checkpoint.manifest import verify
-from train_loop.checkpoint.retention import put_aside, remove_leftovers
-from train_loop.checkpoint.save import check_fence
+from train_loop.checkpoint.retention import put_aside, remove_leftovers, step_of, without_manifest
 from train_loop.errors import DataError, FencedError
 from train_loop.run_dir import Manifest
 from train_loop.state import seed_generators, set_rng_state
@@ -74,10 +74,13 @@ def _agree_on_newest(run: Run) -> Manifest | None:
 
 
 def _candidates(run: Run) -> list[Manifest]:
-    """What claims to be a checkpoint, newest first, after a look at the fence and a clean-up."""
+    """What claims to be a checkpoint, newest first, after a look at the fence and a clean-up, in this order."""
     run_dir, attempt = run.session.run_dir, run.session.attempt
     check_fence(run_dir, attempt)
     remove_leftovers(run_dir, attempt)
+    for folder in without_manifest(run_dir):
+        run.journal.event("checkpoint_rejected", step=step_of(folder), reason="its manifest is missing or damaged")
+        put_aside(folder, attempt)
     return [manifest for _, manifest in sorted(run_dir.manifests().items(), reverse=True)]
 
 

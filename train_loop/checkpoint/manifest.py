@@ -29,6 +29,18 @@ def verify(folder: Path, manifest: Manifest, names: Iterable[str] | None = None)
     return faults
 
 
+def has_its_files(folder: Path, manifest: Manifest) -> bool:
+    """Whether all files are there with their sizes; what is in them nobody reads."""
+    return all(_size(folder / name) == file.size for name, file in manifest.files.items())
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
+
+
 def newest_verified(run_dir: RunDir) -> tuple[Manifest | None, dict[int, list[str]]]:
     """The newest checkpoint whose files verify, and the faults of the newer ones that do not, by step."""
     rejected: dict[int, list[str]] = {}

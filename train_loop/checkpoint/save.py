@@ -1,42 +1,62 @@
-"""Saving without stopping the loop: stage, write, hash and commit behind its back, one save at a time."""
+"""Saving beside the loop: copy, write, hash and commit behind its back, one save at a time."""
 
 import shutil
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from train_loop.checkpoint.manifest import NAME, describe_file
-from train_loop.checkpoint.retention import keep_newest, remove
-from train_loop.errors import FencedError
+from train_loop.checkpoint.commit import METADATA, check_fence, commit
+from train_loop.checkpoint.image import Contents, Image, Places
+from train_loop.checkpoint.retention import retire_others
+from train_loop.checkpoint.staging import StagingBuffer
+from train_loop.checkpoint.write import FileWriter, OwnWriter, ProcessWriter
+from train_loop.errors import CheckpointError, FencedError
 from train_loop.journal import Journal
-from train_loop.run_dir import CheckpointFile, Manifest, RunDir, sync, write_durably
+from train_loop.patience import patiently
+from train_loop.run_dir import CheckpointFile, Manifest, make_folder, sync
 from train_loop.session import Session
+from train_loop.spec import CheckpointSpec, SaveMode
+
+T = TypeVar("T")
+PATIENCE = 300.0
+"""Seconds for which storage may fail before a save gives up."""
 
 
-class SaveError(RuntimeError):
-    """A checkpoint that the run cannot do without was not committed."""
+class Share(NamedTuple):
+    """What a rank has made durable of a checkpoint."""
+
+    name: str
+    file: CheckpointFile
+    objects: Places
 
 
 class Saver:
     """Saves the checkpoints of one run; every rank has one and calls it at the same steps."""
 
-    def __init__(self, session: Session, journal: Journal, keep_last: int, *, asynchronous: bool) -> None:
-        self.run_dir = session.run_dir
-        self.attempt = session.attempt
-        self.journal = journal
-        self.keep_last = keep_last
-        self.asynchronous = asynchronous
+    def __init__(self, session: Session, journal: Journal, spec: CheckpointSpec, mode: SaveMode) -> None:
+        self._run_dir = session.run_dir
+        self._attempt = session.attempt
+        self._journal = journal
+        self._spec = spec
+        self._mode = mode
         # A group of its own: its collectives run in a thread beside the loop's.
-        self.group = dist.new_group(backend="gloo", timeout=session.timeout)
+        self._group = dist.new_group(backend="gloo", timeout=session.timeout)
+        self._rank = dist.get_rank(self._group)
+        self._buffer = StagingBuffer(shared=mode == "process") if mode != "sync" or torch.cuda.is_available() else None
+        self._image = Image(self._group, self._buffer)
+        shared = self._buffer.descriptor if self._buffer is not None else None
+        self._writer: FileWriter = OwnWriter() if shared is None else ProcessWriter(shared)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[str | None] | None = None
         self._fault: str | None = None
+        self._failed_in_a_row = 0
+        self._fenced = False
 
     def save(self, tensors: dict[str, Any], draft: Manifest) -> None:
         """Start saving `tensors` as what `draft` describes, once the save before it has ended; a collective call.
@@ -45,11 +65,10 @@ class Saver:
         goes on towards the next one. Raises FencedError.
         """
         self.wait()
-        folder = self.run_dir.checkpoint_in_progress(draft.step, self.attempt)
         started = perf_counter()
-        written = async_save(tensors, storage_writer=FileSystemWriter(folder), process_group=self.group)
-        self._pending = self._thread.submit(self._finish, written, folder, draft, started)
-        if not self.asynchronous:
+        contents = self._image.take(tensors)
+        self._pending = self._thread.submit(self._finish, contents, draft, started)
+        if self._mode == "sync":
             self.wait()
 
     def wait(self) -> str | None:
@@ -59,82 +78,102 @@ class Saver:
             self._fault = pending.result()
         return self._fault
 
+    @property
+    def in_trouble(self) -> bool:
+        """Whether this rank has heard what must end the run; it may hear of it a moment before the others do."""
+        return self._fenced or self._failed_in_a_row >= self._spec.max_consecutive_failures
+
+    def raise_trouble(self) -> None:
+        """Raise FencedError or CheckpointError; to be called by every rank once one of them is in trouble."""
+        fault = self.wait()
+        raise CheckpointError(
+            f"{self._failed_in_a_row} checkpoints in a row were not committed: {fault}; make the storage writable "
+            "again, or raise checkpoint.max_consecutive_failures"
+        )
+
     def close(self) -> None:
-        """Wait for the save in flight. Raises SaveError where the last one failed."""
+        """Wait for the save in flight. Raises CheckpointError where the last one failed."""
         fault = self.wait()
         self._thread.shutdown()
+        self._writer.close()
+        if self._buffer is not None:
+            self._buffer.close()
         if fault is not None:
-            raise SaveError(fault)
+            raise CheckpointError(fault)
 
-    def _finish(self, written: Any, folder: Path, draft: Manifest, started: float) -> str | None:
-        """Hear every rank say that its files are durable; then rank 0 commits. All ranks end alike."""
-        words = self._tell_all(_durable_files_or_fault(written, folder, dist.get_rank(self.group)))
-        fault: Any = "; ".join(dict.fromkeys(word for word in words if isinstance(word, str))) or None
-        if fault is None and dist.get_rank(self.group) == 0:
-            manifest = draft.model_copy(update={"files": {name: f for word in words for name, f in word.items()}})
-            fault = self._commit_or_fault(folder, manifest, started)
+    def _finish(self, contents: Contents, draft: Manifest, started: float) -> str | None:
+        """Hear every rank say that its file is durable; then rank 0 commits. All ranks end alike."""
+        folder = self._run_dir.checkpoint_in_progress(draft.step, self._attempt)
+        told = self._tell_all(self._or_fault(partial(self._write, folder, contents)))
+        faults = [word for word in told if not isinstance(word, Share)]
+        fault = next((word for word in faults if isinstance(word, FencedError)), "; ".join(map(str, faults)) or None)
+        if fault is None and self._rank == 0:
+            committed = self._or_fault(partial(self._commit, folder, draft, told))
+            if isinstance(committed, Manifest):
+                self._tell_commit(committed, perf_counter() - started)
+            else:
+                fault = committed
         fault = self._tell_all(fault)[0]
         if isinstance(fault, FencedError):
+            self._fenced = True
             raise fault
-        if fault is not None:
-            self.journal.event("checkpoint_failed", step=draft.step, reason=fault)
-            if dist.get_rank(self.group) == 0:
-                # What is left of it may be what fills the disk.
-                shutil.rmtree(folder, ignore_errors=True)
-        return fault and f"the checkpoint of step {draft.step} was not committed: {fault}"
+        self._failed_in_a_row = 0 if fault is None else self._failed_in_a_row + 1
+        if fault is None:
+            return None
+        self._journal.event("checkpoint_failed", step=draft.step, reason=fault, in_a_row=self._failed_in_a_row)
+        if self._rank == 0:
+            # What is left of it may be what fills the disk.
+            shutil.rmtree(folder, ignore_errors=True)
+        return f"the checkpoint of step {draft.step} was not committed: {fault}"
 
     def _tell_all(self, word: Any) -> list[Any]:
-        words: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(words, word, group=self.group)
+        words: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(words, word, group=self._group)
         return words
 
-    def _commit_or_fault(self, folder: Path, manifest: Manifest, started: float) -> FencedError | str | None:
+    def _or_fault(self, act: Callable[[], T]) -> T | FencedError | str:
+        """What an act on storage returns, or what went wrong for too long: a silent rank would hang the others."""
         try:
-            check_fence(self.run_dir, self.attempt)
-            commit(folder, self.run_dir.checkpoint(manifest.step), manifest)
-            seconds = round(perf_counter() - started, 3)
-            self.journal.event("checkpoint_committed", step=manifest.step, bytes=manifest.bytes, seconds=seconds)
-            keep_newest(self.run_dir, self.keep_last)
+            return patiently(act, seconds=PATIENCE, may_pass=_may_pass, told=self._tell_delay)
         except FencedError as error:
             return error
+        except Exception as error:
+            return f"rank {self._rank}: {type(error).__name__}: {error}"
+
+    def _write(self, folder: Path, contents: Contents) -> Share:
+        """Make this rank's file durable."""
+        # Storage that fails may be what a newer attempt has cleaned.
+        check_fence(self._run_dir, self._attempt)
+        make_folder(folder)
+        path = folder / self._image.file
+        try:
+            file = self._writer.write(path, contents.pieces)
+            sync(folder)
+        except OSError:
+            # Half a file may be what fills the disk.
+            path.unlink(missing_ok=True)
+            raise
+        return Share(path.name, file, contents.objects)
+
+    def _commit(self, folder: Path, draft: Manifest, shares: list[Share]) -> Manifest:
+        metadata = self._image.metadata(share.objects for share in shares)
+        described = OwnWriter().write(folder / METADATA, [memoryview(metadata)])
+        files = {share.name: share.file for share in shares} | {METADATA: described}
+        return commit(self._run_dir, self._attempt, draft.model_copy(update={"files": files}))
+
+    def _tell_commit(self, manifest: Manifest, seconds: float) -> None:
+        numbers = {"step": manifest.step, "bytes": manifest.bytes, "seconds": round(seconds, 3)}
+        self._journal.event("checkpoint_committed", **numbers)
+        try:
+            retire_others(self._run_dir, self._spec)
         except OSError as error:
-            return _name(error)
-        return None
+            self._journal.warn(f"older checkpoints could not be removed: {error}; they will be after the next save")
+
+    def _tell_delay(self, error: BaseException) -> None:
+        # Of the ranks that write, any can be the one whose storage fails.
+        journal = Journal(self._run_dir.attempt(self._attempt))
+        journal.event("checkpoint_delayed", rank=self._rank, reason=f"{type(error).__name__}: {error}")
 
 
-def check_fence(run_dir: RunDir, attempt: int) -> None:
-    """Raise FencedError where a newer attempt has taken over."""
-    fence = run_dir.fence()
-    if fence > attempt:
-        raise FencedError(f"attempt {fence} has taken over from attempt {attempt}, which ends here")
-
-
-def commit(folder: Path, final: Path, manifest: Manifest) -> None:
-    """Make a folder whose files are durable a checkpoint: the manifest last, then its final name."""
-    write_durably(folder / NAME, manifest.model_dump_json(indent=2))
-    if final.exists():
-        # The run resumed from before it, so that it was rejected; what replaces it is the same step, trained again.
-        remove(final)
-    folder.rename(final)
-    sync(final.parent)
-
-
-def _durable_files_or_fault(written: Any, folder: Path, rank: int) -> dict[str, CheckpointFile] | str:
-    """Sizes and hashes of the files that this rank wrote, or what went wrong: a silent rank would hang the others."""
-    try:
-        written.result()
-        names = sorted(path.name for path in folder.glob(f"__{rank}_*"))
-        if rank == 0:
-            names.append(".metadata")
-        for name in names:
-            sync(folder / name)
-        sync(folder)
-        return {name: describe_file(folder / name) for name in names}
-    except CheckpointException as error:  # DCP's word to every rank of what went wrong on some; no Exception
-        return "; ".join(f"rank {failed}: {_name(cause)}" for failed, (cause, _) in sorted(error.failures.items()))
-    except Exception as error:
-        return f"rank {rank}: {_name(error)}"
-
-
-def _name(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+def _may_pass(error: BaseException) -> bool:
+    return isinstance(error, OSError)

@@ -6,14 +6,15 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import fsspec
 import pyarrow as pa
-from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from train_loop.errors import DataError
+from train_loop.patience import patiently
 
 _PATIENCE = 300.0
 """Seconds for which storage may fail before a read gives up."""
@@ -77,7 +78,7 @@ def file_system(uri: str) -> FileSystem:
 def _read_range(file: File, start: int, stop: int) -> bytes:
     """Bytes start to stop of a remote file. Raises OSError once storage has failed for five minutes."""
     system, path = fsspec.core.url_to_fs(file.uri)
-    data: bytes = _patiently(file.uri, _PATIENCE, system.cat_file, path, start=start, end=stop)
+    data: bytes = _ask(file.uri, _PATIENCE, system.cat_file, path, start=start, end=stop)
     return data
 
 
@@ -181,11 +182,11 @@ class _Remote:
         self._system.invalidate_cache()
 
     def glob(self, pattern: str) -> list[File]:
-        return self._described(_patiently(pattern, _LISTING_PATIENCE, self._system.glob, pattern, detail=True))
+        return self._described(_ask(pattern, _LISTING_PATIENCE, self._system.glob, pattern, detail=True))
 
     def find(self, path: str) -> list[File]:
         try:
-            return self._described(_patiently(path, _LISTING_PATIENCE, self._system.find, path, detail=True))
+            return self._described(_ask(path, _LISTING_PATIENCE, self._system.find, path, detail=True))
         except FileNotFoundError:
             return []
 
@@ -208,16 +209,10 @@ def _version(info: dict[str, Any]) -> str:
     return hashlib.sha256(repr(sorted(info.items())).encode()).hexdigest() if known is None else str(known)
 
 
-def _patiently(uri: str, patience: float, call: Any, *arguments: Any, **options: Any) -> Any:
+def _ask(uri: str, patience: float, call: Any, *arguments: Any, **options: Any) -> Any:
     """Call until it succeeds, fails for good, or has failed for `patience` seconds."""
-    retrying = Retrying(
-        retry=retry_if_exception(_may_pass),
-        wait=wait_random_exponential(multiplier=0.5, max=15),
-        stop=stop_after_delay(patience),
-        reraise=True,
-    )
     try:
-        return retrying(call, *arguments, **options)
+        return patiently(partial(call, *arguments, **options), seconds=patience, may_pass=_may_pass)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{uri} is not there, or not there any more") from error
     except Exception as error:

@@ -4,7 +4,7 @@ Workers write and the service reads, except under control/, where it is the othe
 here, so that neither side has to know the other.
 """
 
-from train_loop.run_dir.durable import local_path, sync, write_durably
+from train_loop.run_dir.durable import local_path, make_folder, replace_durably, sync, write_durably
 from train_loop.run_dir.formats import CheckpointFile, DataPosition, Fence, Format, Manifest, Outcome, Stop
 from train_loop.run_dir.lines import JsonLines, read_lines
 from train_loop.run_dir.paths import AttemptDir, RunDir
@@ -21,7 +21,9 @@ __all__ = [
     "RunDir",
     "Stop",
     "local_path",
+    "make_folder",
     "read_lines",
+    "replace_durably",
     "sync",
     "write_durably",
 ]

@@ -20,14 +20,28 @@ def local_path(uri: str) -> Path:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a file so that a crash at any instant leaves the old one or the new one: write, fsync, rename, fsync."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a file, and the folders that it lies in, so that a crash at any instant leaves the old or the new."""
+    make_folder(path.parent)
+    replace_durably(path, text)
+
+
+def replace_durably(path: Path, text: str) -> None:
+    """The same in a folder that must be there: write, fsync, rename, fsync."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{time.monotonic_ns()}")
     with temporary.open("w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     temporary.rename(path)
+    sync(path.parent)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those that it lies in, durably; one that is there already is fine."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    path.mkdir(exist_ok=True)
     sync(path.parent)
 
 

@@ -1,5 +1,6 @@
 """The JSON files of a run directory, one model each."""
 
+import hashlib
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -76,9 +77,25 @@ class Manifest(Format):
     world: int
     mesh: dict[str, int]
     versions: dict[str, str]
+    metrics: dict[str, float] = {}
+    """What was measured of its step, where it is finite."""
     files: dict[str, CheckpointFile]
+    digest: str = ""
+    """SHA-256 over all the rest: the files have the manifest to vouch for them, and it has nobody else."""
 
     @property
     def bytes(self) -> int:
         """Size of all files."""
         return sum(file.size for file in self.files.values())
+
+    def sealed(self) -> "Manifest":
+        """The same with its digest."""
+        return self.model_copy(update={"digest": self._digest()})
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is what was written."""
+        return self.digest == self._digest()
+
+    def _digest(self) -> str:
+        return hashlib.sha256(self.model_dump_json(exclude={"digest"}).encode()).hexdigest()

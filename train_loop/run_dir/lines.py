@@ -1,5 +1,6 @@
 """JSON lines that several processes append to and that survive torn writes."""
 
+import errno
 import fcntl
 import json
 import math
@@ -28,7 +29,10 @@ class JsonLines:
             torn, seq = _tail(file.fileno())
             head = {"seq": seq + 1, "time": time.time(), "attempt": self.attempt}
             line = json.dumps(head | {name: _finite(value) for name, value in fields.items()}, allow_nan=False)
-            os.write(file.fileno(), (b"\n" if torn else b"") + line.encode() + b"\n")
+            whole = (b"\n" if torn else b"") + line.encode() + b"\n"
+            if os.write(file.fileno(), whole) < len(whole):
+                # The rest found no place; the next line closes what is torn.
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -102,8 +102,29 @@ class RunDir:
 
     def manifests(self) -> dict[int, Manifest]:
         """Manifests of what claims to be a checkpoint, by step; whether the files still match is for a verifier."""
-        found = {path: _read(path / "manifest.json", Manifest) for path in self.checkpoints.glob("step-????????")}
-        return {m.step: m for path, m in sorted(found.items()) if m is not None and path == self.checkpoint(m.step)}
+        found = ((path, _read(path / "manifest.json", Manifest)) for path in self.checkpoints.glob("step-????????"))
+        whole = ((path, m) for path, m in sorted(found) if m is not None and m.is_whole)
+        return {m.step: m for path, m in whole if path == self.checkpoint(m.step)}
+
+    def pins(self) -> set[int]:
+        """Steps whose checkpoints somebody wants to keep."""
+        folder = self.root / "control" / "pins"
+        return {int(path.name) for path in folder.iterdir() if path.name.isdigit()} if folder.is_dir() else set()
+
+    def pin(self, step: int) -> bool:
+        """Keep the checkpoint of a step whatever retention says; whether it was there to be kept."""
+        write_durably(self._pin_file(step), "")
+        if step in self.manifests():
+            return True
+        self.unpin(step)
+        return False
+
+    def unpin(self, step: int) -> None:
+        """Leave the checkpoint of a step to retention again."""
+        self._pin_file(step).unlink(missing_ok=True)
+
+    def _pin_file(self, step: int) -> Path:
+        return self.root / "control" / "pins" / f"{step:08d}"
 
     @property
     def cache(self) -> Path:

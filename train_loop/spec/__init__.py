@@ -6,7 +6,7 @@ from train_loop.spec.job import JobSpec
 from train_loop.spec.model import ModelSpec
 from train_loop.spec.parse import dump, parse, parse_text
 from train_loop.spec.running import CheckpointSpec, FailureSpec, ScalingSpec
-from train_loop.spec.strategy import StrategySpec, WrapPolicySpec
+from train_loop.spec.strategy import SaveMode, StrategySpec, WrapPolicySpec
 from train_loop.spec.training import TrainingSpec
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "JobSpec",
     "ModelSpec",
     "Problem",
+    "SaveMode",
     "ScalingSpec",
     "SourceSpec",
     "SpecError",

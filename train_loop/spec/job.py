@@ -99,6 +99,21 @@ class JobSpec(SpecModel):
             "data.eval is given and nothing says when to evaluate on it; add eval_steps, or remove data.eval"
         )
 
+    @field_validator("checkpoint")
+    @classmethod
+    def _best_is_measured(cls, checkpoint: CheckpointSpec, info: ValidationInfo) -> CheckpointSpec:
+        training, best = info.data.get("training"), checkpoint.keep_best
+        if training is None or best is None or not best.metric.startswith("eval_"):
+            return checkpoint
+        if training.eval_steps is None:
+            raise ValueError(f"keep_best.metric={best.metric} needs evaluations; add data.eval and training.eval_steps")
+        if checkpoint.every_steps is None or checkpoint.every_steps % training.eval_steps:
+            raise ValueError(
+                f"keep_best.metric={best.metric} compares checkpoints of evaluated steps, and "
+                f"every_steps={checkpoint.every_steps} is no multiple of eval_steps={training.eval_steps}; make it one"
+            )
+        return checkpoint
+
     @field_validator("strategy")
     @classmethod
     def _dtypes_agree(cls, strategy: StrategySpec, info: ValidationInfo) -> StrategySpec:

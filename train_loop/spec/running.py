@@ -4,13 +4,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from train_loop.spec.base import SpecModel, only
+from train_loop.spec.base import SpecModel
 
 
 class KeepBestSpec(SpecModel):
     """Which checkpoint counts as the best."""
 
-    metric: str
+    metric: Literal["loss", "grad_norm", "eval_loss", "eval_perplexity"]
     mode: Literal["min", "max"]
 
 
@@ -18,10 +18,13 @@ class CheckpointSpec(SpecModel):
     """When checkpoints are committed and how many stay."""
 
     every_steps: int | None = Field(default=100, ge=1)
-    every_seconds: Annotated[float | None, only(None)] = None
+    every_seconds: float | None = Field(default=None, gt=0, description="since the save before, whatever its reason")
     keep_last: int = Field(default=2, ge=1)
-    keep_best: Annotated[KeepBestSpec | None, only(None)] = None
+    keep_best: KeepBestSpec | None = Field(
+        default=None, description="one more stays: the best by a metric of its step, of those that have it"
+    )
     save_final: bool = True
+    max_consecutive_failures: int = Field(default=3, ge=1, description="so many failed saves in a row end the attempt")
 
 
 class WorkerRange(SpecModel):

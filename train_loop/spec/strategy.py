@@ -19,6 +19,9 @@ class WrapPolicySpec(SpecModel):
     moe_experts: Annotated[tuple[str, ...], only(())] = ()
 
 
+SaveMode = Literal["sync", "thread", "process"]
+
+
 class StrategySpec(SpecModel):
     """FSDP2 and Ulysses; the mesh rules are those of `train_loop.plan.mesh`."""
 
@@ -43,9 +46,19 @@ class StrategySpec(SpecModel):
     apply_expert_patch: Annotated[bool, only(False)] = False
     apply_tiled_mlp: bool = Field(default=False, description="each MLP works through its tokens in tiles")
     tiled_num_shards: int = Field(default=4, ge=1)
-    async_save_ckpt: bool = True
+    async_save_ckpt: bool | SaveMode = Field(
+        default=True,
+        description="thread (true): files are written by a thread beside the training; process: by a process of its "
+        "own; sync (false): training waits for them",
+    )
     forward_prefetch: int = Field(default=1, ge=1, description="layers gathered ahead; 1: by FSDP's own order")
     backward_prefetch: int = Field(default=1, ge=1)
+
+    @property
+    def save_mode(self) -> SaveMode:
+        """How checkpoints are written."""
+        named: dict[bool, SaveMode] = {False: "sync", True: "thread"}
+        return named[self.async_save_ckpt] if isinstance(self.async_save_ckpt, bool) else self.async_save_ckpt
 
     @model_validator(mode="after")
     def _one_way_to_shard(self) -> "StrategySpec":

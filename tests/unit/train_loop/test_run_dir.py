@@ -1,16 +1,12 @@
-"""The run directory: what is written is read back, torn writes are passed over, and a checkpoint is what verifies."""
+"""The run directory: what is written is read back, and torn writes are passed over."""
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.specs import spec
-from train_loop.checkpoint.manifest import describe_file, newest_verified, verify
-from train_loop.checkpoint.retention import keep_newest, remove_leftovers
-from train_loop.checkpoint.save import commit
-from train_loop.run_dir import DataPosition, JsonLines, Manifest, Outcome, RunDir, Stop, local_path, read_lines
+from train_loop.run_dir import JsonLines, Outcome, RunDir, Stop, local_path, read_lines
 
 
 def test_a_run_directory_belongs_to_one_spec(tmp_path: Path) -> None:
@@ -79,91 +75,6 @@ def test_numbering_goes_on_after_a_line_longer_than_the_window(tmp_path: Path) -
     for _ in range(3):
         lines.append(samples=list(range(5000)))
     assert [line["seq"] for line in read_lines(lines.path)] == [1, 2, 3]
-
-
-def checkpoint(run_dir: RunDir, step: int, **files: bytes) -> Path:
-    """A committed checkpoint of the given files."""
-    folder = run_dir.checkpoint_in_progress(step, 1)
-    folder.mkdir(parents=True)
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-    fields: dict[str, Any] = {"attempt": 1, "time": 0.0, "fingerprint": "f", "dataset": "d", "world": 1}
-    manifest = Manifest(
-        step=step,
-        tokens=step,
-        position=DataPosition(),
-        mesh={"fsdp": 1},
-        versions={},
-        files={name: describe_file(folder / name) for name in files},
-        **fields,
-    )
-    commit(folder, run_dir.checkpoint(step), manifest)
-    return run_dir.checkpoint(step)
-
-
-def test_the_newest_checkpoint_that_verifies_is_taken(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    for step in (10, 20, 30, 40):
-        checkpoint(run_dir, step, weights=b"abc", moments=b"def")
-    (run_dir.checkpoint(40) / "weights").write_bytes(b"abd")
-    (run_dir.checkpoint(30) / "moments").unlink()
-    newest, rejected = newest_verified(run_dir)
-    assert newest is not None
-    assert newest.step == 20
-    assert rejected == {
-        40: ["weights has another SHA-256 than when it was committed"],
-        30: ["moments is missing"],
-    }
-
-
-def test_a_truncated_file_is_named_with_its_sizes(tmp_path: Path) -> None:
-    folder = checkpoint(RunDir(tmp_path), 10, weights=b"abc")
-    (folder / "weights").write_bytes(b"ab")
-    assert verify(folder, RunDir(tmp_path).manifests()[10]) == ["weights has 2 bytes, not 3"]
-
-
-@pytest.mark.parametrize("damage", ["no manifest", "torn manifest", "not committed", "another step's manifest"])
-def test_what_was_never_committed_is_no_checkpoint(tmp_path: Path, damage: str) -> None:
-    run_dir = RunDir(tmp_path)
-    checkpoint(run_dir, 10, weights=b"abc")
-    folder = checkpoint(run_dir, 20, weights=b"abc")
-    manifest = folder / "manifest.json"
-    match damage:
-        case "no manifest":
-            manifest.unlink()
-        case "torn manifest":
-            manifest.write_bytes(manifest.read_bytes()[:-20])
-        case "not committed":
-            folder.rename(run_dir.checkpoint_in_progress(20, 1))
-        case "another step's manifest":
-            manifest.write_bytes((run_dir.checkpoint(10) / "manifest.json").read_bytes())
-    newest, _ = newest_verified(run_dir)
-    assert newest is not None
-    assert newest.step == 10
-
-
-def test_retention_keeps_the_newest_and_leaves_saves_in_flight_alone(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    for step in (10, 20, 30):
-        checkpoint(run_dir, step, weights=b"abc")
-    run_dir.checkpoint_in_progress(40, 1).mkdir()
-    keep_newest(run_dir, 2)
-    assert {path.name for path in run_dir.checkpoints.iterdir()} == {
-        "step-00000020",
-        "step-00000030",
-        "step-00000040.tmp-1",
-    }
-    remove_leftovers(run_dir, 1)
-    assert {path.name for path in run_dir.checkpoints.iterdir()} == {"step-00000020", "step-00000030"}
-
-
-def test_a_step_trained_again_replaces_the_checkpoint_that_was_rejected(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    (checkpoint(run_dir, 10, weights=b"abc") / "weights").write_bytes(b"bad")
-    checkpoint(run_dir, 10, weights=b"new")
-    newest, rejected = newest_verified(run_dir)
-    assert newest is not None
-    assert (newest.step, rejected) == (10, {})
 
 
 @pytest.mark.parametrize("uri", ["/a/b c?#", "file:/a/b%20c?#", "file:///a/b%20c?#", "file://localhost/a/b%20c?#"])

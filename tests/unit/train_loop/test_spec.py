@@ -126,8 +126,6 @@ def test_layers_that_are_compiled_hold_no_units_of_their_own_for_norms() -> None
         ("/model/lora", {"r": 8, "alpha": 16, "target_modules": ["q_proj"]}),
         ("/strategy/wrap_policy/moe_experts", ["Experts"]),
         ("/strategy/apply_expert_patch", True),
-        ("/checkpoint/every_seconds", 60.0),
-        ("/checkpoint/keep_best", {"metric": "loss", "mode": "min"}),
         ("/scaling/num_workers", {"min": 1, "max": 4}),
     ],
 )
@@ -240,3 +238,25 @@ def test_options_of_optimizer_and_schedule_survive_a_round_trip() -> None:
     spec = parse(raw_spec(training=training | {"lr_scheduler_kwargs": {"num_decay_steps": 2}}))
     assert parse_text(dump(spec)) == spec
     assert parse_text(dump(parse(raw_spec(training={"optimizer": "sgd"})))).training.optimizer == "sgd"
+
+
+@pytest.mark.parametrize(
+    ("training", "every", "message"),
+    [
+        ({}, 100, "keep_best.metric=eval_loss needs evaluations; add data.eval and training.eval_steps"),
+        ({"eval_steps": 30}, 100, "every_steps=100 is no multiple of eval_steps=30; make it one"),
+        ({"eval_steps": 30}, None, "every_steps=None is no multiple of eval_steps=30; make it one"),
+    ],
+)
+def test_the_best_by_a_metric_that_is_not_measured_is_refused(
+    training: dict[str, Any], every: int | None, message: str
+) -> None:
+    best = {"metric": "eval_loss", "mode": "min"}
+    data = {"eval": {"path": "stdlib://*.py"}} if training else {}
+    found = problems(raw_spec(data=data, training=training, checkpoint={"keep_best": best, "every_steps": every}))
+    assert found["/checkpoint"].endswith(message)
+
+
+@pytest.mark.parametrize(("given", "mode"), [(True, "thread"), (False, "sync"), ("process", "process")])
+def test_checkpoints_are_written_by_a_thread_a_process_or_the_loop_itself(given: bool | str, mode: str) -> None:
+    assert parse(raw_spec(strategy={"async_save_ckpt": given})).strategy.save_mode == mode

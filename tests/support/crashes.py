@@ -1,0 +1,229 @@
+"""What a crash can leave of a folder: the writes of a real program, cut and reordered as far as fsync allows.
+
+A `Trace` records, in each process that writes, what it does to the files below a folder. `States` replays the traces of
+all of them on a model of a disk, and makes real folders of what could be found on it after a crash.
+"""
+
+import os
+import random
+import stat
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+class Op(NamedTuple):
+    """One thing done to the disk."""
+
+    at: int
+    """Nanoseconds of a clock that all processes share."""
+    kind: str
+    """mkdir, create, sync, rename, unlink or rmdir; or `told`, which promises that a step is durable."""
+    path: str
+    target: str = ""
+    content: bytes = b""
+
+
+class Trace:
+    """Records what this process does below a folder, from now on to its end: audit hooks cannot be removed."""
+
+    def __init__(self, root: Path) -> None:
+        self.ops: list[Op] = []
+        self._root = os.path.realpath(root)
+        self._sync = os.fsync
+        sys.addaudithook(self._hear)
+        # The only write to a disk that Python does not announce to audit hooks, and that counts here.
+        os.fsync = self._hear_sync  # type: ignore[assignment]
+
+    def tell(self, step: int) -> None:
+        """Say that somebody was promised this step."""
+        self._add("told", str(step))
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        match event, arguments:
+            case "open", (str() | os.PathLike() as path, _, int() as flags) if flags & WRITES:
+                self._add("create", self._place(path))
+            case "os.mkdir", (path, _, folder):
+                self._add("mkdir", self._place(path, folder))
+            case "os.rename", (source, target, *_):
+                self._add("rename", self._place(source), self._place(target))
+            case "os.remove", (path, folder):
+                self._add("unlink", self._place(path, folder))
+            case "os.rmdir", (path, folder):
+                self._add("rmdir", self._place(path, folder))
+            case "os.truncate" | "os.link" | "os.symlink", (path, *_) if self._place(path):
+                raise AssertionError(f"the model of the disk knows no {event}")
+
+    def _hear_sync(self, descriptor: int) -> None:
+        path = self._place(os.readlink(f"/proc/self/fd/{descriptor}"))
+        regular = path and stat.S_ISREG(os.fstat(descriptor).st_mode)
+        content = Path(self._root, path).read_bytes() if regular else b""
+        self._sync(descriptor)
+        self._add("sync", path, content=content)
+
+    def _place(self, path: Any, folder: int = -1) -> str:
+        """The path below the root; empty for what lies elsewhere."""
+        whole = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), os.fspath(path)) if folder >= 0 else path
+        place = os.path.relpath(os.path.abspath(whole), self._root)
+        return "" if place.startswith("..") else place
+
+    def _add(self, kind: str, path: str, target: str = "", content: bytes = b"") -> None:
+        if path:
+            self.ops.append(Op(time.monotonic_ns(), kind, path, target, content))
+
+
+@dataclass
+class File:
+    """A file of the model: what is on the disk for sure, or what is yet to be."""
+
+    content: bytes = b""
+    synced: bool = False
+
+    def remains(self, chance: random.Random) -> bytes:
+        """What of it a crash leaves."""
+        if self.synced:
+            return self.content
+        whole = self.content
+        cut = chance.randrange(len(whole) + 1)
+        return chance.choice([b"", whole, whole[:cut], whole[:cut] + bytes(len(whole) - cut), bytes(cut) + whole[cut:]])
+
+
+Change = list[tuple[str, "File | Folder | None"]]
+"""Names that appear or disappear at one stroke."""
+
+
+@dataclass
+class Folder:
+    """A folder of the model: names that are on the disk for sure, and changes that may be."""
+
+    now: "dict[str, File | Folder]" = field(default_factory=dict)
+    durable: "dict[str, File | Folder]" = field(default_factory=dict)
+    pending: list[Change] = field(default_factory=list)
+
+    def change(self, names: Change) -> None:
+        """Change names; nothing of it is durable yet."""
+        _apply(self.now, names)
+        self.pending.append(names)
+
+    def remains(self, chance: random.Random, kept: float) -> "dict[str, File | Folder]":
+        """The names that a crash leaves, where it keeps this share of the changes that were not synced."""
+        names = dict(self.durable)
+        for change in self.pending:
+            if chance.random() < kept:
+                _apply(names, change)
+        return names
+
+
+def _apply(names: "dict[str, File | Folder]", change: Change) -> None:
+    for name, node in change:
+        if node is None:
+            names.pop(name, None)
+        else:
+            names[name] = node
+
+
+class Disk:
+    """The model: operations happen in order, and what is not synced may or may not survive."""
+
+    def __init__(self) -> None:
+        self.root = Folder()
+        self.promised: set[str] = set()
+
+    def do(self, op: Op, final: bytes | None) -> None:
+        """Do one thing; `final` is what a file that is created will hold when it is synced."""
+        if op.kind == "told":
+            self.promised.add(op.path)
+            return
+        folder, name = self._find(os.path.dirname(op.path)), os.path.basename(op.path)
+        if not isinstance(folder, Folder):
+            return
+        match op.kind:
+            case "mkdir" if name not in folder.now:
+                folder.change([(name, Folder())])
+            case "create":
+                assert name not in folder.now or final is None, f"{op.path} is written to in place"
+                folder.change([(name, File(final or b""))])
+            case "unlink" | "rmdir" if name in folder.now:
+                folder.change([(name, None)])
+            case "rename" if name in folder.now:
+                self._rename(folder, name, op.target)
+            case "sync":
+                self._sync(op.path)
+
+    def _rename(self, folder: Folder, name: str, target: str) -> None:
+        assert self._find(os.path.dirname(target)) is folder, "the model renames within a folder"
+        folder.change([(name, None), (os.path.basename(target), folder.now[name])])
+
+    def _sync(self, path: str) -> None:
+        match self._find(path):
+            case File() as file:
+                file.synced = True
+            case Folder() as folder:
+                folder.durable, folder.pending = dict(folder.now), []
+
+    def _find(self, path: str) -> File | Folder | None:
+        node: File | Folder | None = self.root
+        for part in Path(path).parts:
+            node = node.now.get(part) if isinstance(node, Folder) else None
+        return node
+
+
+def states(traces: Iterable[Iterable[Op]], seed: int) -> "Iterator[State]":
+    """What can be found after a crash: at every instant nothing, all or some of what was not synced by then."""
+    ops = sorted(op for trace in traces for op in trace)
+    finals = _finals(ops)
+    for count in range(1, len(ops) + 1):
+        if ops[count - 1].kind == "told":
+            continue
+        for variant, kept in enumerate((0.0, 1.0, 0.2, 0.5, 0.5, 0.8)):
+            disk = Disk()
+            for number, op in enumerate(ops[:count]):
+                disk.do(op, finals.get(number))
+            chance = random.Random(f"{seed}/{count}/{variant}")
+            yield State(
+                disk, chance, kept, f"crash {variant} after {count} of {len(ops)} ({' '.join(ops[count - 1][1:4])})"
+            )
+
+
+def _finals(ops: list[Op]) -> dict[int, bytes]:
+    """For each file that is created, by number of operation, what it holds when it is synced."""
+    found: dict[int, bytes] = {}
+    created: dict[str, int] = {}
+    for number, op in enumerate(ops):
+        if op.kind == "create":
+            created[op.path] = number
+        elif op.kind == "sync" and op.path in created:
+            found[created[op.path]] = op.content
+    return found
+
+
+@dataclass
+class State:
+    """One thing that can be found after a crash."""
+
+    disk: Disk
+    chance: random.Random
+    kept: float
+    name: str
+
+    @property
+    def promised(self) -> set[int]:
+        """Steps that somebody had been told are durable."""
+        return set(map(int, self.disk.promised))
+
+    def make(self, root: Path) -> None:
+        """A real folder of it."""
+        self._make(self.disk.root, root)
+
+    def _make(self, folder: Folder, place: Path) -> None:
+        place.mkdir()
+        for name, node in folder.remains(self.chance, self.kept).items():
+            if isinstance(node, Folder):
+                self._make(node, place / name)
+            else:
+                (place / name).write_bytes(node.remains(self.chance))

@@ -1,0 +1,281 @@
+"""What is a checkpoint, who may commit one, and which of them stay."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.checkpoints import checkpoint, manifest, unfinished
+from train_loop.checkpoint.commit import commit
+from train_loop.checkpoint.manifest import newest_verified, verify
+from train_loop.checkpoint.retention import (
+    chosen,
+    put_aside,
+    remove_leftovers,
+    retire_others,
+    without_manifest,
+)
+from train_loop.checkpoint.times import SaveTimes
+from train_loop.errors import FencedError
+from train_loop.run_dir import RunDir
+from train_loop.spec import CheckpointSpec
+from train_loop.spec.running import KeepBestSpec
+
+
+def test_the_newest_checkpoint_that_verifies_is_taken(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    for step in (10, 20, 30, 40):
+        checkpoint(run_dir, step, weights=b"abc", moments=b"def")
+    (run_dir.checkpoint(40) / "weights").write_bytes(b"abd")
+    (run_dir.checkpoint(30) / "moments").unlink()
+    newest, rejected = newest_verified(run_dir)
+    assert newest is not None
+    assert newest.step == 20
+    assert rejected == {
+        40: ["weights has another SHA-256 than when it was committed"],
+        30: ["moments is missing"],
+    }
+
+
+def test_a_truncated_file_is_named_with_its_sizes(tmp_path: Path) -> None:
+    folder = checkpoint(RunDir(tmp_path), 10, weights=b"abc")
+    (folder / "weights").write_bytes(b"ab")
+    assert verify(folder, RunDir(tmp_path).manifests()[10]) == ["weights has 2 bytes, not 3"]
+
+
+@pytest.mark.parametrize("damage", ["no manifest", "torn manifest", "not committed", "another step's manifest"])
+def test_what_was_never_committed_is_no_checkpoint(tmp_path: Path, damage: str) -> None:
+    run_dir = RunDir(tmp_path)
+    checkpoint(run_dir, 10, weights=b"abc")
+    folder = checkpoint(run_dir, 20, weights=b"abc")
+    manifest = folder / "manifest.json"
+    match damage:
+        case "no manifest":
+            manifest.unlink()
+        case "torn manifest":
+            manifest.write_bytes(manifest.read_bytes()[:-20])
+        case "not committed":
+            folder.rename(run_dir.checkpoint_in_progress(20, 1))
+        case "another step's manifest":
+            manifest.write_bytes((run_dir.checkpoint(10) / "manifest.json").read_bytes())
+    newest, _ = newest_verified(run_dir)
+    assert newest is not None
+    assert newest.step == 10
+
+
+def names(run_dir: RunDir) -> set[str]:
+    return {path.name for path in run_dir.checkpoints.iterdir()}
+
+
+def test_retention_keeps_the_newest_and_leaves_saves_in_flight_alone(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    for step in (10, 20, 30):
+        checkpoint(run_dir, step, weights=b"abc")
+    run_dir.checkpoint_in_progress(40, 1).mkdir()
+    retire_others(run_dir, CheckpointSpec(keep_last=2))
+    assert names(run_dir) == {"step-00000020", "step-00000030", "step-00000040.tmp-1"}
+    remove_leftovers(run_dir, 1)
+    assert names(run_dir) == {"step-00000020", "step-00000030"}
+
+
+def test_a_pinned_checkpoint_stays_until_it_is_unpinned(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    for step in (10, 20):
+        checkpoint(run_dir, step, weights=b"abc")
+    assert run_dir.pin(10)
+    retire_others(run_dir, CheckpointSpec(keep_last=1))
+    assert names(run_dir) == {"step-00000010", "step-00000020"}
+    run_dir.unpin(10)
+    retire_others(run_dir, CheckpointSpec(keep_last=1))
+    assert names(run_dir) == {"step-00000020"}
+
+
+def test_what_is_not_there_cannot_be_pinned(tmp_path: Path) -> None:
+    assert not RunDir(tmp_path).pin(10)
+    assert RunDir(tmp_path).pins() == set()
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_removal_that_was_cut_short_is_finished_or_for_a_pin_undone(tmp_path: Path, pinned: bool) -> None:
+    run_dir = RunDir(tmp_path)
+    folder = checkpoint(run_dir, 10, weights=b"abc")
+    if pinned:
+        assert run_dir.pin(10)
+    folder.rename(folder.with_name(f"{folder.name}.retired"))
+    remove_leftovers(run_dir, 1)
+    assert sorted(run_dir.manifests()) == [10] * pinned
+    assert names(run_dir) == ({folder.name} if pinned else set())
+
+
+def test_a_pin_does_not_bring_back_what_is_half_removed(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    folder = checkpoint(run_dir, 10, weights=b"abc")
+    assert run_dir.pin(10)
+    (folder / "manifest.json").unlink()
+    folder.rename(folder.with_name(f"{folder.name}.retired"))
+    remove_leftovers(run_dir, 1)
+    assert names(run_dir) == set()
+
+
+def test_of_rejected_checkpoints_only_the_newest_is_kept_to_be_looked_at(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    for step in (10, 20, 30):
+        put_aside(checkpoint(run_dir, step, weights=b"abc"), 1)
+    checkpoint(run_dir, 40, weights=b"abc")
+    retire_others(run_dir, CheckpointSpec())
+    assert names(run_dir) == {"step-00000030.rejected-1", "step-00000040"}
+
+
+def test_a_step_trained_again_takes_the_name_of_one_that_was_put_aside(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    (checkpoint(run_dir, 10, weights=b"abc") / "manifest.json").write_bytes(b"torn")
+    (folder,) = without_manifest(run_dir)
+    put_aside(folder, 1)
+    checkpoint(run_dir, 10, weights=b"new")
+    newest, rejected = newest_verified(run_dir)
+    assert newest is not None
+    assert (newest.step, rejected) == (10, {})
+
+
+def test_a_commit_can_be_repeated(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    draft = unfinished(run_dir, 10, weights=b"abc")
+    commit(run_dir, 1, draft)
+    commit(run_dir, 1, draft)
+    assert run_dir.manifests() == {10: draft.sealed()}
+
+
+def test_an_older_attempt_cannot_commit(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    draft = unfinished(run_dir, 10, weights=b"abc")
+    run_dir.write_fence(2)
+    with pytest.raises(FencedError, match="attempt 2 has taken over from attempt 1"):
+        commit(run_dir, 1, draft)
+    assert run_dir.manifests() == {}
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["as it was", "the newer has saved the same step"])
+def test_held_up_after_its_look_at_the_fence_an_older_attempt_cannot_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    run_dir = RunDir(tmp_path)
+    draft = unfinished(run_dir, 10, attempt=1, weights=b"old")
+
+    def look_and_be_overtaken(*_: object) -> None:
+        run_dir.write_fence(2)
+        remove_leftovers(run_dir, 2)
+        if again:
+            newer = unfinished(run_dir, 10, attempt=2, weights=b"new")
+            monkeypatch.undo()
+            commit(run_dir, 2, newer)
+
+    monkeypatch.setattr("train_loop.checkpoint.commit.check_fence", look_and_be_overtaken)
+    with pytest.raises(FileNotFoundError, match="have been removed"):
+        commit(run_dir, 1, draft)
+    assert [m.attempt for m in run_dir.manifests().values()] == [2] * again
+    assert newest_verified(run_dir)[1] == {}
+
+
+def test_a_process_thought_dead_does_not_commit_what_its_successor_is_writing(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    draft = unfinished(run_dir, 10, zombie=b"old")
+    remove_leftovers(run_dir, 1)
+    with pytest.raises(FileNotFoundError):
+        commit(run_dir, 1, draft)
+    newer = unfinished(run_dir, 10, successor=b"new")
+    with pytest.raises(FileNotFoundError):
+        commit(run_dir, 1, draft)
+    commit(run_dir, 1, newer)
+    assert run_dir.manifests() == {10: newer.sealed()}
+
+
+def test_a_checkpoint_that_has_lost_files_takes_no_others_place(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    for step in (10, 20):
+        checkpoint(run_dir, step, weights=b"abc")
+    (run_dir.checkpoint(20) / "weights").unlink()
+    retire_others(run_dir, CheckpointSpec(keep_last=1))
+    assert names(run_dir) == {"step-00000010", "step-00000020"}
+
+
+metrics = st.fixed_dictionaries({}, optional={"loss": st.floats(allow_nan=False, allow_infinity=False)})
+best = st.none() | st.builds(KeepBestSpec, metric=st.just("loss"), mode=st.sampled_from(["min", "max"]))
+
+
+@given(
+    measured=st.dictionaries(st.integers(1, 50), metrics, max_size=12),
+    spec=st.builds(CheckpointSpec, keep_last=st.integers(1, 4), keep_best=best),
+    pins=st.sets(st.integers(1, 50), max_size=4),
+)
+def test_what_stays(measured: dict[int, dict[str, float]], spec: CheckpointSpec, pins: set[int]) -> None:
+    stays = chosen({step: manifest(step, metrics=values) for step, values in measured.items()}, spec, pins)
+    assert stays <= measured.keys()
+    assert set(sorted(measured)[-spec.keep_last :]) <= stays, "one of the newest would go"
+    assert pins & measured.keys() <= stays, "a pinned one would go"
+    others = stays - pins - set(sorted(measured)[-spec.keep_last :])
+    losses = {step: values["loss"] for step, values in measured.items() if "loss" in values}
+    if spec.keep_best is None or not losses:
+        assert not others
+    else:
+        choose = min if spec.keep_best.mode == "min" else max
+        assert any(losses[step] == choose(losses.values()) for step in stays & losses.keys()), "the best would go"
+        assert len(others) <= 1
+
+
+def test_after_a_restart_the_best_of_all_times_is_known(tmp_path: Path) -> None:
+    spec = CheckpointSpec(keep_last=1, keep_best=KeepBestSpec(metric="loss", mode="min"))
+    run_dir = RunDir(tmp_path)
+    for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0), (40, 1.5)):
+        draft = unfinished(run_dir, step, weights=b"abc")
+        commit(run_dir, 1, draft.model_copy(update={"metrics": {"loss": loss}}))
+        # Nothing but what lies on storage tells what was best.
+        retire_others(RunDir(tmp_path), spec)
+    assert names(run_dir) == {"step-00000020", "step-00000040"}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_save_is_due_every_so_many_steps_and_once_so_many_seconds_have_gone_by() -> None:
+    clock = Clock()
+    times = SaveTimes(CheckpointSpec(every_steps=10, every_seconds=60), step=3, clock=clock)
+    assert [step for step in range(1, 31) if times.due(step)] == [10, 20, 30]
+
+    def overdue_at(*moments: float) -> list[float]:
+        found = []
+        for clock.now in moments:
+            if times.overdue:
+                found.append(clock.now)
+        return found
+
+    assert overdue_at(59, 60) == [60]
+    times.begin(14)
+    assert times.saved == 14
+    assert overdue_at(61, 119, 120) == [120]
+
+
+def test_without_every_steps_and_every_seconds_nothing_is_due() -> None:
+    clock = Clock()
+    times = SaveTimes(CheckpointSpec(every_steps=None), step=0, clock=clock)
+    clock.now = 1e9
+    assert not times.overdue
+    assert not times.due(100)
+
+
+def test_what_is_being_cleaned_up_does_not_come_back(tmp_path: Path) -> None:
+    """A folder that a killed process had begun to remove has no name of a checkpoint or of a save."""
+    run_dir = RunDir(tmp_path)
+    unfinished(run_dir, 10, weights=b"abc")
+    folder = run_dir.checkpoint_in_progress(10, 1)
+    folder.rename(folder.with_name(f"{folder.name}.0123abcd"))
+    remove_leftovers(run_dir, 1)
+    assert names(run_dir) == set()
+    shutil.rmtree(run_dir.checkpoints)
+    remove_leftovers(run_dir, 1)

@@ -1,0 +1,36 @@
+"""Trying again, while it may help."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
+
+T = TypeVar("T")
+
+
+def patiently(
+    call: Callable[[], T],
+    *,
+    seconds: float,
+    may_pass: Callable[[BaseException], bool],
+    told: Callable[[BaseException], None] | None = None,
+) -> T:
+    """Call until it succeeds, fails for good, or has failed for so many seconds; then raise what it raised last.
+
+    `told` hears of the first failure that may pass.
+    """
+
+    def tell(state: RetryCallState) -> None:
+        if told is not None and state.attempt_number == 1 and state.outcome is not None:
+            error = state.outcome.exception()
+            assert error is not None, "only failures are tried again"
+            told(error)
+
+    retrying = Retrying(
+        retry=retry_if_exception(may_pass),
+        wait=wait_random_exponential(multiplier=0.5, max=15),
+        stop=stop_after_delay(seconds),
+        before_sleep=tell,
+        reraise=True,
+    )
+    return retrying(call)
