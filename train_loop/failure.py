@@ -14,6 +14,8 @@ from train_loop.spec import SpecError
 log = logging.getLogger(__name__)
 MISTAKES = (UserError, SpecError)
 """What a person must mend; the message says what and how."""
+_NAMED = (*MISTAKES, FencedError, CheckpointError)
+"""What ends an attempt and has said all there is to say."""
 
 
 @contextmanager
@@ -21,20 +23,21 @@ def failure_told(session: Session) -> Iterator[None]:
     """Log what ends a rank, and say in the events what trying again cannot help: then nobody tries."""
     try:
         yield
-    except Exception as error:
+    except _NAMED as error:
         # Behind a mistake can be what a library raised, which may turn out to be no mistake of the user's.
-        traced = error.__cause__ if isinstance(error, MISTAKES) else error
-        log.error("rank %d failed: %s", session.rank, error, exc_info=traced)
-        if isinstance(error, (*MISTAKES, FencedError, CheckpointError)):
-            journal = Journal(session.run_dir.attempt(session.attempt))
-            journal.event("training_ended", **_named(error).model_dump(exclude_none=True))
+        log.error("rank %d failed: %s", session.rank, error, exc_info=error.__cause__)
+        journal = Journal(session.run_dir.attempt(session.attempt))
+        journal.event("training_ended", **_named(error).model_dump(exclude_none=True))
+        raise
+    except Exception as error:
+        log.error("rank %d failed: %s", session.rank, error, exc_info=error)
         raise
 
 
 def failed(error: BaseException) -> Outcome:
     """What went wrong, and whether trying again can help."""
     found = cause(error)
-    if isinstance(found, (*MISTAKES, CheckpointError)):
+    if isinstance(found, _NAMED):
         return _named(found)
     return Outcome(result="failed", code="worker_failure", reason=reason(error), retryable=True)
 

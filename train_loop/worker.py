@@ -79,10 +79,10 @@ def loop(run: Run, saver: Saver) -> Stop | None:
         collect_garbage(state.step)
         # Once in a while: a checkpoint. Every rank saves or none does: a save is collective.
         if times.due(state.step) or agreed.save or (agreed.look and watch.sees_news(run.journal)):
-            with clock.saving():
-                save(run, saver, times, measured)
+            times.begin(state.step)
+            save(run, saver, measured, clock)
     if times.saved < state.step and (stop.checkpoint if stop else run.spec.checkpoint.save_final):
-        save(run, saver, times, measured)
+        save(run, saver, measured, clock)
     return stop
 
 
@@ -115,10 +115,10 @@ def evaluate_if_due(run: Run) -> Evaluation | None:
     return found
 
 
-def save(run: Run, saver: Saver, times: SaveTimes, measured: dict[str, float]) -> None:
+def save(run: Run, saver: Saver, measured: dict[str, float], clock: StepClock) -> None:
     """Start saving a checkpoint of this step."""
-    saver.save(tensors_to_save(run), draft_manifest(run, measured))
-    times.begin(run.state.step)
+    with clock.saving():
+        saver.save(tensors_to_save(run), draft_manifest(run, measured), clock)
     log.info("saving a checkpoint of step %d", run.state.step)
 
 

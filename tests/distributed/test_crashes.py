@@ -32,6 +32,7 @@ from train_loop.data.reader import local_stream
 from train_loop.journal import Journal
 from train_loop.run_dir import RunDir, read_lines
 from train_loop.session import Session
+from train_loop.vitals import StepClock
 
 SEED = 20261122
 
@@ -64,7 +65,7 @@ def save_and_trace(folder: Path, attempt: int, steps: list[int]) -> list[Op]:
         with pytest.MonkeyPatch.context() as patch:
             if broken:
                 patch.setattr("os.writev", fail)
-            saver.save(tensors_to_save(run), draft_manifest(run, {}))
+            saver.save(tensors_to_save(run), draft_manifest(run, {}), StepClock())
             fault = saver.wait()
         assert (fault is None) == (step > 0), fault
         if fault is None and dist.get_rank() == 0:

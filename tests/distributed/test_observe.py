@@ -99,7 +99,7 @@ def all_runs(folder: Path) -> dict[str, Any]:
     )
     with pytest.MonkeyPatch.context() as patch:
         automatic = stall(patch)
-        run(data, folder / "slow", strategy=ULYSSES, stream=slow_stream)
+        run(data, folder / "slow", strategy=ULYSSES, place={"open_stream": slow_stream})
     for name, parts in LAGGING.items():
         with pytest.MonkeyPatch.context() as patch:
             lag(patch)

@@ -27,6 +27,7 @@ from train_loop.errors import CheckpointError
 from train_loop.run_dir import RunDir, read_lines
 from train_loop.session import Session
 from train_loop.spec import SaveMode
+from train_loop.vitals import StepClock
 
 
 def a_run(folder: Path) -> Run:
@@ -51,7 +52,7 @@ def whole(run: Run) -> dict[str, Tensor]:
 
 def save_at(run: Run, saver: Saver, step: int) -> None:
     run.state.step = step
-    saver.save(tensors_to_save(run), draft_manifest(run, {"loss": float(step)}))
+    saver.save(tensors_to_save(run), draft_manifest(run, {"loss": float(step)}), StepClock())
 
 
 def save_and_train_on(folder: Path, mode: SaveMode) -> bool:

@@ -1,5 +1,6 @@
 """Small runs of the whole loop on the ranks that there are, and what their run directories say."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from tests.support.specs import TINY, spec
 from train_loop import worker
 from train_loop.data.cache import find_dataset
 from train_loop.data.reader import local_stream
+from train_loop.failure import failure_told
 from train_loop.run_dir import RunDir, read_lines
 from train_loop.session import Session
 
@@ -16,9 +18,16 @@ STEPS, BATCH, LENGTH = 6, 4, 32
 
 
 def run(
-    data: Path, folder: Path, *, stream: Any = local_stream, model: Any = None, strategy: Any = None, **training: Any
+    data: Path,
+    folder: Path,
+    *,
+    place: dict[str, Any] | None = None,
+    model: Any = None,
+    strategy: Any = None,
+    checkpoint: Any = None,
+    **training: Any,
 ) -> None:
-    """A run in a folder, with parts of its spec overridden."""
+    """A run in a folder, with parts of its spec and of its session overridden."""
     job = spec(
         model={"config": TINY, "dtype": "fp32", "gradient_checkpointing": "none"} | (model or {}),
         data={"train": {"path": str(data)}, "columns": {"input_ids": "ids"}, "packing": False, "shuffle": False},
@@ -27,11 +36,13 @@ def run(
         | {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3}
         | training,
         strategy=strategy or {},
-        checkpoint={"every_steps": 3},
+        checkpoint={"every_steps": 3} | (checkpoint or {}),
         scaling={"num_workers": dist.get_world_size()},
     )
-    session = Session(dist.get_rank(), dist.get_world_size(), 0, 1, RunDir(folder), stream)
-    worker.train(job, session, find_dataset(job, folder))
+    session = Session(dist.get_rank(), dist.get_world_size(), 0, 1, RunDir(folder), local_stream)
+    session = replace(session, **(place or {}))
+    with failure_told(session):
+        worker.train(job, session, find_dataset(job, folder))
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

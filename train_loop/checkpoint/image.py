@@ -8,10 +8,8 @@ import io
 import math
 import pickle
 import uuid
-import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +19,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
-from torch.serialization import get_crc32_options, set_crc32_options
 
+from train_loop.checkpoint.frame import Frame, frame_of
 from train_loop.checkpoint.staging import StagingBuffer
+from train_loop.vitals import StepClock
 
 _ALIGNMENT = 64
 
@@ -39,21 +38,12 @@ Places = dict[MetadataIndex, Extent]
 
 
 @dataclass(frozen=True)
-class Frame:
-    """What `torch.save` writes before and after the bytes of a tensor."""
-
-    head: bytes
-    tail: bytes
-
-
-@dataclass(frozen=True)
 class Slot:
     """A tensor's place in the file."""
 
     item: WriteItem
     frame: Frame
     start: int
-    nbytes: int
 
     @property
     def data(self) -> int:
@@ -63,7 +53,7 @@ class Slot:
     @property
     def end(self) -> int:
         """Behind its frame."""
-        return self.data + self.nbytes + len(self.frame.tail)
+        return self.start + self.frame.size
 
 
 @dataclass(frozen=True)
@@ -94,12 +84,15 @@ class Image:
         self._names: list[str] = []
         self._tensors: list[Places] = []
 
-    def take(self, values: dict[str, Any]) -> Contents:
+    def take(self, values: dict[str, Any], clock: StepClock) -> Contents:
         """The present values as bytes; a collective call."""
         planner = DefaultSavePlanner()
         planner.set_up_planner(values, is_coordinator=dist.get_rank(self._group) == 0)
         keys = list(planner.state_dict)
-        if self._anywhere(keys != self._keys):
+        with clock.waiting():
+            # An optimizer gets a state for a parameter with its first gradient, which may come late.
+            changed = self._anywhere(keys != self._keys)
+        if changed:
             self._lay_out(planner)
             self._keys = keys
         tensors = [_local(planner, slot.item) for slot in self._slots]
@@ -141,7 +134,7 @@ class Image:
                 self._objects.append(item)
                 continue
             start = math.ceil(end / _ALIGNMENT) * _ALIGNMENT
-            slot = Slot(item, _frame(tensor.shape, tensor.dtype), start, tensor.nbytes)
+            slot = Slot(item, frame_of(tensor.shape, tensor.dtype), start)
             self._slots.append(slot)
             end = slot.end
         places = {slot.item.index: Extent(slot.start, slot.end - slot.start) for slot in self._slots}
@@ -149,16 +142,16 @@ class Image:
         dist.all_gather_object(told, (self.file, places), self._group)
         self._names, self._tensors = [name for name, _ in told], [others for _, others in told]
         if self._staging is not None:
-            self._frame_buffer(planner, self._staging, end)
+            self._frame_buffer(self._staging, end)
 
-    def _frame_buffer(self, planner: DefaultSavePlanner, staging: StagingBuffer, size: int) -> None:
+    def _frame_buffer(self, staging: StagingBuffer, size: int) -> None:
         whole = staging.resize(size)
         self._copies = []
         for slot in self._slots:
             _put(whole, slot.start, slot.frame.head)
-            _put(whole, slot.data + slot.nbytes, slot.frame.tail)
-            like = _local(planner, slot.item)
-            self._copies.append(whole[slot.data :][: slot.nbytes].view(like.dtype).view(like.shape))
+            _put(whole, slot.end - len(slot.frame.tail), slot.frame.tail)
+            data = whole[slot.data : slot.data + slot.frame.nbytes]
+            self._copies.append(data.view(slot.frame.dtype).view(slot.frame.shape))
 
     def _copied(self, tensors: list[Tensor]) -> list[memoryview]:
         assert self._staging is not None, "copies lie in a staging buffer"
@@ -207,23 +200,6 @@ def _pickled(planner: DefaultSavePlanner, item: WriteItem) -> bytes:
         data = file
     content: bytes = data.getvalue()
     return content
-
-
-@cache
-def _frame(shape: torch.Size, dtype: torch.dtype) -> Frame:
-    file, crc = io.BytesIO(), get_crc32_options()
-    # The manifest has a SHA-256 over all of it; a CRC would be another one for every content.
-    set_crc32_options(False)
-    try:
-        torch.save(torch.zeros(shape, dtype=dtype), file)
-    finally:
-        set_crc32_options(crc)
-    blob = file.getvalue()
-    with zipfile.ZipFile(file) as archive:
-        (data,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
-    name, extra = (int.from_bytes(blob[data.header_offset + at :][:2], "little") for at in (26, 28))
-    start = data.header_offset + 30 + name + extra
-    return Frame(blob[:start], blob[start + data.file_size :])
 
 
 def _put(whole: Tensor, start: int, data: bytes) -> None:

@@ -13,6 +13,7 @@ from train_loop.assemble import Run
 from train_loop.checkpoint.commit import check_fence
 from train_loop.checkpoint.contents import put_back, rng_key, tensors_of
 from train_loop.checkpoint.manifest import verify
+from train_loop.checkpoint.read import CheckpointReader
 from train_loop.checkpoint.retention import put_aside, remove_leftovers, step_of, without_manifest
 from train_loop.errors import DataError, FencedError
 from train_loop.run_dir import Manifest
@@ -36,7 +37,7 @@ def restore(run: Run) -> None:
     if same_world:
         values[rng_key(run.mesh.rank)] = b""
     try:
-        load(values, checkpoint_id=run_dir.checkpoint(manifest.step))
+        load(values, storage_reader=CheckpointReader(run_dir.checkpoint(manifest.step)))
     except CheckpointException as error:  # no Exception, so that nobody would log it
         raise RuntimeError(f"the checkpoint of step {manifest.step} verifies and does not load: {error}") from error
     put_back(state, values)

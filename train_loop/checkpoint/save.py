@@ -22,6 +22,7 @@ from train_loop.patience import patiently
 from train_loop.run_dir import CheckpointFile, Manifest, make_folder, sync
 from train_loop.session import Session
 from train_loop.spec import CheckpointSpec, SaveMode
+from train_loop.vitals import StepClock
 
 T = TypeVar("T")
 PATIENCE = 300.0
@@ -58,15 +59,17 @@ class Saver:
         self._failed_in_a_row = 0
         self._fenced = False
 
-    def save(self, tensors: dict[str, Any], draft: Manifest) -> None:
+    def save(self, tensors: dict[str, Any], draft: Manifest, clock: StepClock) -> None:
         """Start saving `tensors` as what `draft` describes, once the save before it has ended; a collective call.
 
         The tensors are copied before it returns, so that training goes on. A save that fails is an event, and the run
-        goes on towards the next one. Raises FencedError.
+        goes on towards the next one. Raises FencedError, and CheckpointError where too many in a row have failed.
         """
         self.wait()
+        if self.in_trouble:
+            self.raise_trouble()
         started = perf_counter()
-        contents = self._image.take(tensors)
+        contents = self._image.take(tensors, clock)
         self._pending = self._thread.submit(self._finish, contents, draft, started)
         if self._mode == "sync":
             self.wait()
