@@ -2,10 +2,11 @@
 
 import io
 import math
-import zipfile
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.serialization import get_crc32_options, set_crc32_options
@@ -43,17 +44,31 @@ class Frame:
 @cache
 def frame_of(shape: torch.Size, dtype: torch.dtype) -> Frame:
     """The frame of contiguous tensors of a shape and dtype, by this version of torch."""
-    file, crc = io.BytesIO(), get_crc32_options()
+    # Never written to and never read: it takes no memory.
+    tensor, crc = torch.empty(shape, dtype=dtype), get_crc32_options()
+    sink = _Sink(tensor)
     # The manifest has a SHA-256 over all of it; a CRC would be another one for every content.
     set_crc32_options(False)
     try:
-        torch.save(torch.zeros(shape, dtype=dtype), file)
+        torch.save(tensor, sink)  # type: ignore[arg-type]
     finally:
         set_crc32_options(crc)
-    blob = file.getvalue()
-    with zipfile.ZipFile(file) as archive:
-        (data,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
-    # A local header of 30 bytes, the last of which are the lengths of the name and the padding that follow it.
-    name, extra = (int.from_bytes(blob[data.header_offset + at :][:2], "little") for at in (26, 28))
-    start = data.header_offset + 30 + name + extra
-    return Frame(blob[:start], blob[start + data.file_size :], shape, dtype)
+    return Frame(bytes(sink.head), bytes(sink.tail), shape, dtype)
+
+
+class _Sink(io.RawIOBase):
+    """Takes what `torch.save` writes, but for the bytes of the tensor, which it hands over as they lie in memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._place = tensor.data_ptr()
+        self.head, self.tail = bytearray(), bytearray()
+        self._now = self.head
+
+    def write(self, data: Any) -> int:
+        """Called by torch."""
+        array = np.frombuffer(data, dtype=np.uint8)
+        if array.size and array.ctypes.data == self._place:
+            self._now = self.tail
+        else:
+            self._now += data
+        return array.size

@@ -1,6 +1,11 @@
-"""What makes a folder of files a checkpoint: a manifest that matches every one of them. Torch-free."""
+"""What makes a folder of files a checkpoint: a manifest that matches every one of them. Torch-free.
 
+`python -m train_loop.checkpoint.manifest RUN_DIR --step N` reads all of a checkpoint and prints what is wrong with it.
+"""
+
+import argparse
 import hashlib
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -50,3 +55,18 @@ def newest_verified(run_dir: RunDir) -> tuple[Manifest | None, dict[int, list[st
             return manifest, rejected
         rejected[step] = faults
     return None, rejected
+
+
+def main() -> None:
+    """Print the faults of a checkpoint as a JSON list; null where there is none of this step."""
+    parser = argparse.ArgumentParser(prog="python -m train_loop.checkpoint.manifest", description=__doc__)
+    parser.add_argument("run_dir", metavar="RUN_DIR")
+    parser.add_argument("--step", type=int, required=True)
+    arguments = parser.parse_args()
+    run_dir = RunDir.at(arguments.run_dir)
+    manifest = run_dir.manifests().get(arguments.step)
+    print(json.dumps(manifest and verify(run_dir.checkpoint(arguments.step), manifest)))
+
+
+if __name__ == "__main__":
+    main()

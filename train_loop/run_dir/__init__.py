@@ -5,6 +5,7 @@ here, so that neither side has to know the other.
 """
 
 from train_loop.run_dir.durable import local_path, make_folder, replace_durably, sync, write_durably
+from train_loop.run_dir.exports import ExportDir, ExportState, ExportStatus, ExportWish
 from train_loop.run_dir.formats import CheckpointFile, DataPosition, Fence, Format, Manifest, Outcome, Stop
 from train_loop.run_dir.lines import JsonLines, read_lines
 from train_loop.run_dir.paths import AttemptDir, RunDir
@@ -13,6 +14,10 @@ __all__ = [
     "AttemptDir",
     "CheckpointFile",
     "DataPosition",
+    "ExportDir",
+    "ExportState",
+    "ExportStatus",
+    "ExportWish",
     "Fence",
     "Format",
     "JsonLines",

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from train_loop.run_dir.durable import local_path, write_durably
+from train_loop.run_dir.exports import ExportDir
 from train_loop.run_dir.formats import Fence, Format, Manifest, Outcome, Stop
 from train_loop.spec import JobSpec, dump, parse_text
 
@@ -109,22 +110,32 @@ class RunDir:
     def pins(self) -> set[int]:
         """Steps whose checkpoints somebody wants to keep."""
         folder = self.root / "control" / "pins"
-        return {int(path.name) for path in folder.iterdir() if path.name.isdigit()} if folder.is_dir() else set()
+        names = [path.name.partition(".")[0] for path in folder.iterdir()] if folder.is_dir() else []
+        return {int(name) for name in names if name.isdigit()}
 
-    def pin(self, step: int) -> bool:
+    def pin(self, step: int, *, by: str = "user") -> bool:
         """Keep the checkpoint of a step whatever retention says; whether it was there to be kept."""
-        write_durably(self._pin_file(step), "")
+        write_durably(self._pin_file(step, by), "")
         if step in self.manifests():
             return True
-        self.unpin(step)
+        self.unpin(step, by=by)
         return False
 
-    def unpin(self, step: int) -> None:
-        """Leave the checkpoint of a step to retention again."""
-        self._pin_file(step).unlink(missing_ok=True)
+    def unpin(self, step: int, *, by: str = "user") -> None:
+        """Leave the checkpoint of a step to retention again, as far as this one is concerned."""
+        self._pin_file(step, by).unlink(missing_ok=True)
 
-    def _pin_file(self, step: int) -> Path:
-        return self.root / "control" / "pins" / f"{step:08d}"
+    def is_pinned(self, step: int) -> bool:
+        """Whether a user has pinned it."""
+        return self._pin_file(step, "user").exists()
+
+    def _pin_file(self, step: int, by: str) -> Path:
+        return self.root / "control" / "pins" / f"{step:08d}.{by}"
+
+    @property
+    def exports(self) -> ExportDir:
+        """What was made of checkpoints for others."""
+        return ExportDir(self.root / "export")
 
     @property
     def cache(self) -> Path:

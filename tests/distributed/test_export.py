@@ -1,0 +1,230 @@
+"""An exported checkpoint is a Hugging Face folder: transformers loads it and computes what the trained model does."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from tests.support.folders import write_tokenizer
+from tests.support.ranks import on_ranks
+from tests.support.specs import TINY, spec
+from tests.support.torchrun import write_tokens
+from train_loop.assemble import Run, build_run
+from train_loop.checkpoint import export as exporting
+from train_loop.checkpoint.contents import draft_manifest, tensors_to_save
+from train_loop.checkpoint.export import export
+from train_loop.checkpoint.save import Saver
+from train_loop.data.cache import find_dataset, pin
+from train_loop.data.reader import local_stream
+from train_loop.errors import CheckpointError, UserError
+from train_loop.model.build import build_model
+from train_loop.run_dir import ExportStatus, ExportWish, RunDir
+from train_loop.session import Session
+from train_loop.spec import ModelSpec
+from train_loop.vitals import StepClock
+
+FP32 = ExportWish(dtype="fp32")
+MIB = 2**20
+
+
+def save_a_run(folder: Path, run_dir: RunDir, config: dict[str, object]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A checkpoint of step 3 of a model that has never been trained; its weights and their averages, by name."""
+    job = spec(
+        model={"config": TINY | config, "dtype": "fp32"},
+        data={"train": {"path": str(folder / "d.parquet")}, "columns": {"input_ids": "ids"}, "packing": False},
+        training={"ema_decay": 0.5, "optimizer": "sgd"},
+        scaling={"num_workers": dist.get_world_size()},
+    )
+    session = Session(dist.get_rank(), dist.get_world_size(), 0, 1, run_dir, local_stream)
+    dataset = find_dataset(job, folder)
+    if session.rank == 0:
+        run_dir.write_spec(job)
+        pin(dataset, run_dir.data)
+    run = build_run(job, session, dataset)
+    assert run.state.ema is not None
+    with torch.no_grad():
+        for average in run.state.ema.averages.values():
+            average.mul_(0.5)
+    run.state.step = 3
+    saver = Saver(session, run.journal, job.checkpoint, "sync")
+    saver.save(tensors_to_save(run), draft_manifest(run, {}), StepClock())
+    saver.close()
+    return weights_of(run), {name: whole(average) for name, average in run.state.ema.averages.items()}
+
+
+def weights_of(run: Run) -> dict[str, Tensor]:
+    return {name: whole(weight).clone() for name, weight in run.state.model.state_dict().items()}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class Trained(NamedTuple):
+    """A run with a checkpoint of step 3, and what is in it."""
+
+    run_dir: RunDir
+    weights: dict[str, Tensor]
+    averages: dict[str, Tensor]
+    tied: bool
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder, tied = tmp_path_factory.mktemp("trained"), bool(request.param)
+    write_tokens(folder / "d.parquet", rows=64, length=32, vocab=TINY["vocab_size"])
+    run_dir = RunDir(folder / "run")
+    weights, averages = on_ranks(2, save_a_run, folder, run_dir, {"tie_word_embeddings": tied})[0]
+    return Trained(run_dir, weights, averages, tied)
+
+
+def test_transformers_loads_it_and_its_logits_are_the_trained_models(trained: Trained) -> None:
+    folder = export(trained.run_dir, 3, FP32)
+    assert sorted(file.name for file in folder.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
+    model, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
+    assert type(model).__name__ == "Qwen3ForCausalLM"
+    reference = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**TINY | {"tie_word_embeddings": trained.tied}), dtype=torch.float32
+    )
+    reference.load_state_dict(trained.weights)
+    ids = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, reference.eval()(ids).logits)
+
+
+def test_large_weights_are_dealt_out_to_files_with_an_index(trained: Trained) -> None:
+    folder = export(trained.run_dir, 3, ExportWish(dtype="bf16"), shard_bytes=20_000)
+    files = sorted(folder.glob("model-*.safetensors"))
+    index = json.loads((folder / "model.safetensors.index.json").read_bytes())
+    assert set(index["weight_map"].values()) == {file.name for file in files}
+    assert len(files) > 2
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            tensors = [opened.get_tensor(name) for name in opened.keys()]  # noqa: SIM118
+        assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
+        assert sum(tensor.nbytes for tensor in tensors) <= 20_000 or len(tensors) == 1
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert index["metadata"]["total_size"] == sum(weight.nbytes for weight in model.parameters())
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight, trained.weights[name].bfloat16()), name
+
+
+def test_the_average_of_the_weights_can_be_exported(trained: Trained) -> None:
+    model = AutoModelForCausalLM.from_pretrained(export(trained.run_dir, 3, ExportWish(dtype="fp32", weights="ema")))
+    found = dict(model.named_parameters())
+    assert found.keys() == trained.averages.keys()
+    for name, average in trained.averages.items():
+        assert torch.equal(found[name], average), name
+
+
+def test_its_status_is_told_and_the_checkpoint_is_kept_meanwhile(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, wish, pinned = trained.run_dir, ExportWish(dtype="fp16"), list[set[int]]()
+
+    def look_and_build(model: ModelSpec) -> PreTrainedModel:
+        pinned.append(run_dir.pins())
+        return build_model(model)
+
+    monkeypatch.setattr(exporting, "build_model", look_and_build)
+    folder = export(run_dir, 3, wish)
+    assert pinned == [{3}]
+    assert run_dir.pins() == set()
+    status = run_dir.exports.status(3, wish, now=0)
+    assert status is not None
+    assert (status.state, status.progress) == ("done", 1.0)
+    assert export(run_dir, 3, wish) == folder
+    assert len(pinned) == 1, "what was there already was made again"
+
+
+def test_whoever_says_nothing_for_a_minute_has_ended(tmp_path: Path) -> None:
+    exports = RunDir(tmp_path).exports
+    assert exports.status(3, FP32, now=0) is None
+    exports.write(ExportStatus(step=3, wish=FP32, state="running", time=100.0))
+    seen = [exports.status(3, FP32, now=now) for now in (150.0, 200.0)]
+    assert [status and status.state for status in seen] == ["running", "failed"]
+    assert [status.step for status in exports.all(now=0)] == [3]
+
+
+def test_what_cannot_be_exported_is_told(trained: Trained, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no checkpoint of step 7; there are 3"):
+        export(trained.run_dir, 7, FP32)
+    damaged = RunDir(tmp_path / "damaged")
+    shutil.copytree(trained.run_dir.root, damaged.root)
+    shutil.rmtree(damaged.exports.root, ignore_errors=True)
+    shard = next(damaged.checkpoint(3).glob("__1_*"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="the checkpoint of step 3 is damaged"):
+        export(damaged, 3, FP32)
+    status = damaged.exports.status(3, FP32, now=0)
+    assert status is not None
+    assert status.state == "failed"
+    assert "is damaged" in (status.reason or "")
+
+
+# What a process took at most, told by itself when it ends.
+MEASURED = """
+import atexit, runpy, sys
+from pathlib import Path
+def tell():
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    print("peak KiB", peak.split()[1])
+atexit.register(tell)
+runpy.run_module("train_loop.checkpoint.export", run_name="__main__")
+"""
+
+
+def peak_of_export(run_dir: RunDir, *options: str) -> int:
+    command = [sys.executable, "-c", MEASURED, str(run_dir.root), "--step", "3", "--dtype", "fp32", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    path, peak = done.stdout.splitlines()
+    assert Path(path).is_dir()
+    return int(peak.rpartition(" ")[2]) * 1024
+
+
+def save_two_runs(folder: Path, small: RunDir, large: RunDir) -> None:
+    save_a_run(folder, small, {})
+    save_a_run(folder, large, {"vocab_size": 80_000, "hidden_size": 256})
+
+
+def test_it_takes_less_memory_than_the_largest_file(tmp_path: Path) -> None:
+    """Above what a process takes that exports next to nothing."""
+    write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=TINY["vocab_size"])
+    small, large = RunDir(tmp_path / "small"), RunDir(tmp_path / "large")
+    on_ranks(1, save_two_runs, tmp_path, small, large)
+    size = 80_000 * 256 * 4
+    more = peak_of_export(large, "--shard-bytes", str(size)) - peak_of_export(small)
+    files = [file.stat().st_size for file in large.exports.folder(3, FP32).glob("*.safetensors")]
+    assert len(files) == 3
+    assert max(files) >= size
+    assert more < max(files)
+
+
+def test_the_tokenizer_comes_with_it(tmp_path: Path) -> None:
+    folder = tmp_path / "tokenizer"
+    write_tokenizer(folder)
+    write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=TINY["vocab_size"])
+    run_dir = RunDir(tmp_path / "run")
+    on_ranks(1, save_a_run, tmp_path, run_dir, {})
+    pointer = json.loads(run_dir.data.read_bytes())
+    run_dir.data.write_text(json.dumps(pointer | {"tokenizer": str(folder)}))
+    exported = export(run_dir, 3, FP32)
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    assert tokenizer("as it was")["input_ids"] == AutoTokenizer.from_pretrained(folder)("as it was")["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id

@@ -1,0 +1,76 @@
+"""Exports of checkpoints, as the run directory tells of them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from train_loop.run_dir.durable import write_durably
+from train_loop.run_dir.formats import Format
+
+_SILENT_SECONDS = 60.0
+
+
+ExportState = Literal["running", "done", "failed"]
+
+
+class ExportWish(Format):
+    """What is to be made of a checkpoint."""
+
+    dtype: Literal["bf16", "fp16", "fp32"]
+    weights: Literal["model", "ema"] = "model"
+
+    def name(self, step: int) -> str:
+        """The folder that it goes to, below export/."""
+        return f"step-{step:08d}-{self.weights}-{self.dtype}"
+
+
+class ExportStatus(Format):
+    """export/<name>.json: how far an export is; written again every few seconds while somebody works on it."""
+
+    step: int
+    wish: ExportWish
+    state: ExportState
+    progress: float = 0.0
+    """The share of the bytes that is written."""
+    time: float
+    """Unix seconds of this word."""
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class ExportDir:
+    """export/ of a run directory."""
+
+    root: Path
+
+    def folder(self, step: int, wish: ExportWish) -> Path:
+        """Where a finished export lies."""
+        return self.root / wish.name(step)
+
+    def write(self, status: ExportStatus) -> None:
+        """Say how far an export is."""
+        write_durably(self.folder(status.step, status.wish).with_suffix(".json"), status.model_dump_json(indent=2))
+
+    def status(self, step: int, wish: ExportWish, *, now: float) -> ExportStatus | None:
+        """How far an export is; None where nobody asked for it. Whoever says nothing for a minute has ended."""
+        try:
+            file = self.folder(step, wish).with_suffix(".json").read_bytes()
+            status = ExportStatus.model_validate_json(file)
+        except (FileNotFoundError, ValueError):
+            return None
+        if status.state == "running" and now - status.time > _SILENT_SECONDS:
+            reason = "the process that exported has ended; ask again"
+            return status.model_copy(update={"state": "failed", "reason": reason})
+        return status
+
+    def all(self, *, now: float) -> Iterator[ExportStatus]:
+        """Every export of the run that anybody asked for."""
+        for path in sorted(self.root.glob("step-*.json")) if self.root.is_dir() else []:
+            try:
+                known = ExportStatus.model_validate_json(path.read_bytes())
+            except ValueError:
+                continue
+            status = self.status(known.step, known.wish, now=now)
+            if status is not None:
+                yield status
