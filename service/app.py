@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
 from ulid import ULID
 
+from service.adapters.checkpoint_tools import HelperTools
 from service.adapters.embedded_ray import EmbeddedRay
 from service.adapters.keys import ensure_key
 from service.adapters.preflight import HelperPreflight
@@ -22,6 +23,7 @@ from service.adapters.sql.store import SqlJobStore
 from service.api.build import build_api
 from service.api.guard import Guard
 from service.domain.decide import Retry
+from service.ledger import Ledger
 from service.ports import Cluster
 from service.reconcile import Pace, Reconciler
 from service.settings import Settings
@@ -61,7 +63,8 @@ def create_app(settings: Settings) -> FastAPI:
             engine.dispose()
 
     hosts = (settings.host, *settings.allowed_hosts)
-    return build_api(jobs, _guard(settings), hosts=hosts, lifespan=lifespan)
+    ledger = Ledger(jobs, run_dirs, HelperTools(timeout=settings.verify_seconds), time.time)
+    return build_api(ledger, _guard(settings), hosts=hosts, lifespan=lifespan)
 
 
 def _embedded(settings: Settings) -> EmbeddedRay | None:

@@ -7,7 +7,8 @@ from typing import TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from service.api.schemas import CancelIn, Checkpoints, JobOut, JobPage, LinePage, PlanOut, ProblemDetails, TextPage
+from service.api.ledger_schemas import CheckpointOut, Checkpoints, ExportIn, ExportOut, Verified
+from service.api.schemas import CancelIn, JobOut, JobPage, LinePage, PlanOut, ProblemDetails, TextPage
 from service.domain.job import JobState
 
 T = TypeVar("T", bound=BaseModel)
@@ -94,6 +95,28 @@ class Client:
     def checkpoints(self, job_id: str) -> Checkpoints:
         """The committed checkpoints, oldest first."""
         return self._get(Checkpoints, f"/jobs/{job_id}/checkpoints", {})
+
+    def verify(self, job_id: str, step: int) -> Verified:
+        """Read all of a checkpoint; large ones take their time."""
+        return _parse(Verified, self._http.post(f"/jobs/{job_id}/checkpoints/{step}/verify", timeout=None))
+
+    def pin(self, job_id: str, step: int) -> CheckpointOut:
+        """Keep a checkpoint whatever retention says."""
+        return _parse(CheckpointOut, self._http.post(f"/jobs/{job_id}/checkpoints/{step}/pin"))
+
+    def unpin(self, job_id: str, step: int) -> CheckpointOut:
+        """Leave a checkpoint to retention again."""
+        return _parse(CheckpointOut, self._http.delete(f"/jobs/{job_id}/checkpoints/{step}/pin"))
+
+    def exported(self, job_id: str, step: int, wish: ExportIn | None = None) -> ExportOut:
+        """How far an export is."""
+        params = (wish or ExportIn()).model_dump(exclude_none=True)
+        return self._get(ExportOut, f"/jobs/{job_id}/checkpoints/{step}/export", params)
+
+    def export(self, job_id: str, step: int, wish: ExportIn | None = None) -> ExportOut:
+        """Begin to make a Hugging Face folder of a checkpoint."""
+        body = (wish or ExportIn()).model_dump_json()
+        return _parse(ExportOut, self._http.post(f"/jobs/{job_id}/checkpoints/{step}/export", content=body))
 
     def _get(self, kind: type[T], path: str, params: Params) -> T:
         given = {name: value for name, value in params.items() if value not in (None, [])}

@@ -34,6 +34,28 @@ class JobNotFound(ServiceError):
         super().__init__(f"there is no job {job_id}; GET /jobs lists the jobs there are")
 
 
+class CheckpointNotFound(ServiceError):
+    """The job has no committed checkpoint of this step."""
+
+    code = "checkpoint_not_found"
+    status = 404
+
+    def __init__(self, job_id: str, step: int) -> None:
+        super().__init__(
+            f"{job_id} has no checkpoint of step {step}, or not any more; GET /jobs/{job_id}/checkpoints lists them"
+        )
+
+
+class ExportNotFound(ServiceError):
+    """Nobody asked for this export."""
+
+    code = "export_not_found"
+    status = 404
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"the checkpoint of step {step} was not exported like this; POST to the same path does it")
+
+
 class IllegalState(ServiceError):
     """The job's state does not allow what was asked."""
 
@@ -93,6 +115,13 @@ class PreflightFailed(ServiceError):
     """The helper process that looks at data and model did not answer."""
 
     code = "preflight_failed"
+    status = 503
+
+
+class VerifyFailed(ServiceError):
+    """The helper process that reads a checkpoint did not answer."""
+
+    code = "verify_failed"
     status = 503
 
 

@@ -1,6 +1,6 @@
 """What the service needs of the world, as Protocols; adapters/ has the answers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,7 +9,7 @@ from pydantic import JsonValue
 from service.domain.decide import Submission, Training
 from service.domain.job import Job, JobState
 from train_loop.plan import ModelShape
-from train_loop.run_dir import Manifest, Outcome, Stop
+from train_loop.run_dir import ExportStatus, ExportWish, Manifest, Outcome, Stop
 from train_loop.spec import JobSpec, Problem
 
 Line = Mapping[str, JsonValue]
@@ -174,8 +174,38 @@ class RunDirs(Protocol):
     def log(self, run_dir: str, source: "LogSource", *, after: int, limit: int) -> LogPage:
         """Whole lines of one log from a byte offset on."""
 
-    def checkpoints(self, run_dir: str) -> Sequence[Manifest]:
-        """Manifests of the committed checkpoints, oldest first."""
+    def checkpoints(self, run_dir: str) -> list["Checkpoint"]:
+        """The committed checkpoints, oldest first."""
+
+    def pin(self, run_dir: str, step: int) -> bool:
+        """Keep a checkpoint whatever retention says; whether it was there to be kept."""
+
+    def unpin(self, run_dir: str, step: int) -> None:
+        """Leave a checkpoint to retention again."""
+
+    def exported(self, run_dir: str, step: int, wish: ExportWish, *, now: float) -> ExportStatus | None:
+        """How far an export is; None where nobody asked for it."""
+
+    def write_export(self, run_dir: str, status: ExportStatus) -> None:
+        """Say how far an export is."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint."""
+
+    manifest: Manifest
+    pinned: bool
+
+
+class CheckpointTools(Protocol):
+    """What reads whole checkpoints, each time in a process of its own."""
+
+    def verify(self, run_dir: str, step: int) -> list[str] | None:
+        """What is wrong with it; None where there is none of this step. Raises VerifyFailed."""
+
+    def export(self, run_dir: str, step: int, wish: ExportWish) -> None:
+        """Begin to make a Hugging Face folder of it. Raises Busy."""
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ class Settings(BaseSettings):
     retry_cap_seconds: float = Field(default=300.0, ge=0)
     cancel_grace_seconds: float = Field(default=60.0, ge=0)
     preflight_seconds: float = Field(default=120.0, gt=0)
+    verify_seconds: float = Field(default=600.0, gt=0, description="to read all of a checkpoint")
     max_body_bytes: int = Field(default=1 << 20, ge=1)
 
     @field_validator("allowed_hosts", "storage_roots", mode="before")

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from service.domain.decide import Training
-from service.ports import Cursor, Line, LogPage, LogSource, Progress, Sighting, Story
-from train_loop.run_dir import AttemptDir, Manifest, RunDir, Stop, read_lines
+from service.ports import Checkpoint, Cursor, Line, LogPage, LogSource, Progress, Sighting, Story
+from train_loop.run_dir import AttemptDir, ExportStatus, ExportWish, RunDir, Stop, read_lines
 from train_loop.spec import JobSpec
 
 _TRAINING = {"training_started": Training.YES, "workers_lost": Training.LOST}
@@ -60,9 +60,26 @@ class LocalRunDirs:
         path = folder.driver_log if source.rank is None else folder.rank_log(source.rank)
         return _read_log(path, after, limit) if path.exists() else LogPage((), after, has_more=False)
 
-    def checkpoints(self, run_dir: str) -> Sequence[Manifest]:
-        """Manifests of the committed checkpoints, oldest first."""
-        return list(RunDir.at(run_dir).manifests().values())
+    def checkpoints(self, run_dir: str) -> list[Checkpoint]:
+        """The committed checkpoints, oldest first."""
+        directory = RunDir.at(run_dir)
+        return [Checkpoint(manifest, directory.is_pinned(step)) for step, manifest in directory.manifests().items()]
+
+    def pin(self, run_dir: str, step: int) -> bool:
+        """Keep a checkpoint whatever retention says; whether it was there to be kept."""
+        return RunDir.at(run_dir).pin(step)
+
+    def unpin(self, run_dir: str, step: int) -> None:
+        """Leave a checkpoint to retention again."""
+        RunDir.at(run_dir).unpin(step)
+
+    def exported(self, run_dir: str, step: int, wish: ExportWish, *, now: float) -> ExportStatus | None:
+        """How far an export is; None where nobody asked for it."""
+        return RunDir.at(run_dir).exports.status(step, wish, now=now)
+
+    def write_export(self, run_dir: str, status: ExportStatus) -> None:
+        """Say how far an export is."""
+        RunDir.at(run_dir).exports.write(status)
 
 
 def _page(run_dir: str, file: Callable[[AttemptDir], Path], after: Cursor, limit: int) -> list[Line]:

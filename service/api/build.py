@@ -5,16 +5,16 @@ from contextlib import AbstractAsyncContextManager
 
 from fastapi import FastAPI
 
-from service.api import health, jobs, runs
+from service.api import checkpoints, health, jobs, runs
 from service.api.guard import Guard, HostCheck
 from service.api.problems import install_problems
-from service.use_cases import Jobs
+from service.ledger import Ledger
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
-def build_api(use_cases: Jobs, guard: Guard, *, hosts: Sequence[str] = (), lifespan: Lifespan | None = None) -> FastAPI:
+def build_api(ledger: Ledger, guard: Guard, *, hosts: Sequence[str] = (), lifespan: Lifespan | None = None) -> FastAPI:
     """Routers, guards and error answers in one app."""
     app = FastAPI(
         title="Trainshed",
@@ -22,9 +22,10 @@ def build_api(use_cases: Jobs, guard: Guard, *, hosts: Sequence[str] = (), lifes
         lifespan=lifespan,
         separate_input_output_schemas=False,
     )
-    app.state.jobs, app.state.run_dirs, app.state.guard = use_cases, use_cases.run_dirs, guard
+    app.state.jobs, app.state.run_dirs = ledger.jobs, ledger.run_dirs
+    app.state.ledger, app.state.guard = ledger, guard
     app.add_middleware(HostCheck, hosts=(*LOOPBACK, *hosts))
     install_problems(app)
-    for module in (health, jobs, runs):
+    for module in (health, jobs, runs, checkpoints):
         app.include_router(module.router)
     return app

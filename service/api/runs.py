@@ -1,4 +1,4 @@
-"""/jobs/{id}/…: what a run leaves behind: events, metrics, logs, checkpoints."""
+"""/jobs/{id}/…: what a run leaves behind: events, metrics, logs."""
 
 import re
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Query, Request
 
 from service.api.guard import refuse_streams, require_key
 from service.api.jobs import UseCases
-from service.api.schemas import CheckpointOut, Checkpoints, LinePage, TextPage
+from service.api.schemas import LinePage, TextPage
 from service.errors import InvalidRequest
 from service.ports import Cursor, Line, LogSource, RunDirs
 from train_loop.spec import Problem
@@ -64,12 +64,6 @@ def logs(
     """Whole lines of one log; only lines that are complete."""
     page = dirs.log(jobs.find(job_id).run_dir, LogSource(attempt, rank), after=after, limit=limit)
     return TextPage(data=list(page.lines), has_more=page.has_more, next=str(page.next))
-
-
-@router.get("/checkpoints")
-def checkpoints(jobs: UseCases, dirs: Dirs, job_id: str) -> Checkpoints:
-    """Committed checkpoints, oldest first."""
-    return Checkpoints(data=[CheckpointOut.of(m) for m in dirs.checkpoints(jobs.find(job_id).run_dir)])
 
 
 def _page(lines: Sequence[Line], after: Cursor, limit: int) -> LinePage:

@@ -10,19 +10,19 @@ from service.domain.job import Attempt, Job, JobState
 from service.ports import Progress
 from service.use_cases import JobView, PlanView
 from train_loop.plan import MeshPlan, needed
-from train_loop.run_dir import Manifest
 from train_loop.spec import JobSpec
 
 T = TypeVar("T")
 Time = Annotated[datetime, PlainSerializer(lambda time: time.isoformat(timespec="milliseconds"), return_type=str)]
 
 
-def _time(seconds: float) -> datetime:
+def as_time(seconds: float) -> datetime:
+    """Unix seconds as they go over the wire."""
     return datetime.fromtimestamp(seconds, UTC)
 
 
 def _time_or_none(seconds: float | None) -> datetime | None:
-    return None if seconds is None else _time(seconds)
+    return None if seconds is None else as_time(seconds)
 
 
 class AttemptOut(BaseModel):
@@ -43,7 +43,7 @@ class AttemptOut(BaseModel):
             submission_id=attempt.submission_id,
             result=attempt.result,
             reason=attempt.reason,
-            started_at=_time(attempt.started_at),
+            started_at=as_time(attempt.started_at),
             ended_at=_time_or_none(attempt.ended_at),
         )
 
@@ -117,8 +117,8 @@ class JobOut(BaseModel):
             priority=job.spec.priority,
             state=job.state,
             reason=job.reason,
-            created_at=_time(job.created_at),
-            updated_at=_time(job.updated_at),
+            created_at=as_time(job.created_at),
+            updated_at=as_time(job.updated_at),
             started_at=_time_or_none(job.started_at),
             finished_at=_time_or_none(job.finished_at),
             spec=job.spec,
@@ -149,37 +149,6 @@ class Page(BaseModel, Generic[T]):
 JobPage = Page[JobOut]
 LinePage = Page[dict[str, JsonValue]]
 TextPage = Page[str]
-
-
-class CheckpointOut(BaseModel):
-    """A committed checkpoint."""
-
-    step: int
-    tokens: int
-    bytes: int
-    time: Time
-    attempt: int
-    world: int
-    mesh: dict[str, int]
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> "CheckpointOut":
-        """From its manifest."""
-        return cls(
-            step=manifest.step,
-            tokens=manifest.tokens,
-            bytes=manifest.bytes,
-            time=_time(manifest.time),
-            attempt=manifest.attempt,
-            world=manifest.world,
-            mesh=manifest.mesh,
-        )
-
-
-class Checkpoints(BaseModel):
-    """The ledger of committed checkpoints, oldest first."""
-
-    data: list[CheckpointOut]
 
 
 class MeshOut(BaseModel):

@@ -2,21 +2,35 @@
 
 import os
 import sys
+import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
+from service.api.ledger_schemas import ExportIn
 from service.api.schemas import LinePage
 from service.cli.connect import connect
-from service.cli.show import show_checkpoints, show_job, show_jobs, show_json, show_line, show_plan, show_text
+from service.cli.show import (
+    show_checkpoints,
+    show_job,
+    show_jobs,
+    show_json,
+    show_line,
+    show_note,
+    show_plan,
+    show_text,
+)
 from service.domain.job import JobState
 
+_LOOK_SECONDS = 1.0
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Distributed training jobs that survive faults.")
 
 SpecFile = Annotated[Path, typer.Argument(help="job spec in YAML or JSON; - reads standard input", allow_dash=True)]
 JobId = Annotated[str, typer.Argument(help="id of a job, as `trainshed ps` shows it")]
 AsJson = Annotated[bool, typer.Option("--json", help="the service's answer as it is")]
+Dtype = Literal["bf16", "fp16", "fp32"]
+Step = Annotated[int, typer.Argument(help="of a checkpoint, as `trainshed checkpoints` shows it", min=0)]
 After = Annotated[str | None, typer.Option(help="cursor: `next` of the page before")]
 Limit = Annotated[int, typer.Option(min=1, max=1000, help="lines at most")]
 
@@ -109,6 +123,51 @@ def checkpoints(job_id: JobId, as_json: AsJson = False) -> None:
     with connect() as client:
         answer = client.checkpoints(job_id)
         show_json(answer) if as_json else show_checkpoints(answer)
+
+
+@app.command()
+def verify(job_id: JobId, step: Step, as_json: AsJson = False) -> None:
+    """Read all of a checkpoint and hold it against its SHA-256 sums; exit code 1 where it is damaged."""
+    with connect() as client:
+        found = client.verify(job_id, step)
+    if as_json:
+        show_json(found)
+    else:
+        show_text("\n".join(found.faults) if found.faults else f"the checkpoint of step {step} is whole")
+    raise typer.Exit(0 if found.ok else 1)
+
+
+@app.command()
+def pin(job_id: JobId, step: Step, remove: Annotated[bool, typer.Option("--remove", help="unpin")] = False) -> None:
+    """Keep a checkpoint whatever keep_last and keep_best say."""
+    with connect() as client:
+        kept = client.unpin(job_id, step) if remove else client.pin(job_id, step)
+        show_text(f"the checkpoint of step {kept.step} is {'pinned' if kept.pinned else 'left to retention'}")
+
+
+@app.command()
+def export(
+    job_id: JobId,
+    step: Step,
+    dtype: Annotated[Dtype | None, typer.Option(help="default: the job's model.dtype")] = None,
+    ema: Annotated[bool, typer.Option("--ema", help="the average of the weights instead of the weights")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make a Hugging Face folder of a checkpoint, wait for it, and print its path."""
+    wish = ExportIn.model_validate({"dtype": dtype, "weights": "ema" if ema else "model"})
+    with connect() as client:
+        status = client.export(job_id, step, wish)
+        while status.state == "running":
+            show_note(f"exporting: {status.progress:.0%}")
+            time.sleep(_LOOK_SECONDS)
+            status = client.exported(job_id, step, wish)
+    if as_json:
+        show_json(status)
+    elif status.state == "failed":
+        print(f"trainshed: the export failed: {status.reason}", file=sys.stderr)
+    else:
+        show_text(status.path)
+    raise typer.Exit(0 if status.state == "done" else 1)
 
 
 @app.command()

@@ -6,9 +6,11 @@ from datetime import datetime
 from pydantic import BaseModel, JsonValue
 from rich.console import Console
 
-from service.api.schemas import Checkpoints, JobOut, PlanOut
+from service.api.ledger_schemas import Checkpoints
+from service.api.schemas import JobOut, PlanOut
 
 _console = Console(highlight=False, soft_wrap=True)
+_notes = Console(highlight=False, soft_wrap=True, stderr=True)
 
 
 def show_json(answer: BaseModel) -> None:
@@ -64,10 +66,18 @@ def show_plan(plan: PlanOut) -> None:
 def show_checkpoints(checkpoints: Checkpoints) -> None:
     """The ledger, one checkpoint per row."""
     rows = (
-        (str(c.step), f"{c.tokens:,}", f"{c.bytes / 2**20:,.1f} MiB", str(c.attempt), f"{c.time:%F %T}")
+        (
+            str(c.step),
+            f"{c.tokens:,}",
+            f"{c.bytes / 2**20:,.1f} MiB",
+            str(c.attempt),
+            f"{c.time:%F %T}",
+            "pinned" if c.pinned else "",
+            " ".join(f"{name}={value:.4g}" for name, value in c.metrics.items()),
+        )
         for c in checkpoints.data
     )
-    _table(("step", "tokens", "size", "attempt", "time"), rows)
+    _table(("step", "tokens", "size", "attempt", "time", "", "metrics"), rows)
 
 
 def show_line(line: Mapping[str, JsonValue]) -> None:
@@ -81,6 +91,11 @@ def show_line(line: Mapping[str, JsonValue]) -> None:
 def show_text(text: str) -> None:
     """A line as it is."""
     _console.print(text, markup=False)
+
+
+def show_note(text: str) -> None:
+    """A word to whoever waits, beside what the command prints."""
+    _notes.print(text, markup=False)
 
 
 def _progress(job: JobOut) -> str | None:

@@ -11,7 +11,9 @@ import uvicorn
 from typer.testing import CliRunner, Result
 
 from service.cli.main import app
+from tests.support.checkpoints import checkpoint
 from tests.support.service import KEY, FakeService, spec_body
+from train_loop.run_dir import ExportStatus, ExportWish
 
 
 @pytest.fixture
@@ -58,6 +60,26 @@ def test_a_job_from_submit_to_cancel(home: Path, service: FakeService) -> None:
     assert run("logs", "job-0001").stdout == "[red]as it is\n"
     assert "step" in run("checkpoints", "job-0001").stdout
     assert run("cancel", "job-0001", "--grace", "5", "--no-checkpoint").stdout == "job-0001 is CANCELLING\n"
+
+
+def test_checkpoints_are_verified_pinned_and_exported(home: Path, service: FakeService) -> None:
+    job_id = run("submit", str(home / "spec.json")).stdout.strip()
+    service.run_dirs.prepare(service.get(job_id).run_dir, service.get(job_id).spec, attempt=1)
+    folder = checkpoint(service.run_dir(job_id), 20, weights=b"abc")
+    assert run("verify", job_id, "20").stdout == "the checkpoint of step 20 is whole\n"
+    assert run("pin", job_id, "20").stdout == "the checkpoint of step 20 is pinned\n"
+    assert "pinned" in run("checkpoints", job_id).stdout
+    assert run("pin", job_id, "20", "--remove").stdout == "the checkpoint of step 20 is left to retention\n"
+    failed = run("export", job_id, "20", "--dtype", "fp32")
+    assert failed.exit_code == 1
+    assert "trainshed: the export failed: [Errno 2] No such file or directory" in failed.stderr
+    wish = ExportWish(dtype="bf16")
+    done = ExportStatus(step=20, wish=wish, state="done", time=service.clock())
+    service.run_dir(job_id).exports.write(done)
+    assert run("export", job_id, "20", "--dtype", "bf16").stdout.strip().endswith("/export/step-00000020-model-bf16")
+    (folder / "weights").write_bytes(b"abd")
+    damaged = run("verify", job_id, "20")
+    assert (damaged.exit_code, damaged.stdout) == (1, "weights has another SHA-256 than when it was committed\n")
 
 
 def test_json_is_what_the_service_answered(home: Path) -> None:

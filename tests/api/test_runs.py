@@ -4,7 +4,6 @@ import pytest
 from fastapi.testclient import TestClient
 
 from tests.support.service import FakeService, spec_body
-from train_loop.run_dir import CheckpointFile, DataPosition, Manifest, write_durably
 
 
 @pytest.fixture
@@ -37,36 +36,6 @@ def test_logs_of_driver_and_rank(client: TestClient, service: FakeService, job_i
     assert client.get(url).json() == {"data": ["driver 2"], "has_more": False, "next": "9"}
     assert client.get(url, params={"rank": 1, "attempt": 1}).json()["data"] == ["rank one of 1"]
     assert client.get(url, params={"after": 9}).json()["data"] == []
-
-
-def test_checkpoints_are_what_manifests_say(client: TestClient, service: FakeService, job_id: str) -> None:
-    manifest = Manifest(
-        step=20,
-        tokens=640,
-        position=DataPosition(),
-        attempt=1,
-        time=1.5,
-        fingerprint="f",
-        dataset="d",
-        world=4,
-        mesh={"fsdp": 4, "sp": 2},
-        versions={},
-        files={"a": CheckpointFile(size=7, sha256="x"), "b": CheckpointFile(size=5, sha256="y")},
-    )
-    write_durably(service.run_dir(job_id).checkpoint(20) / "manifest.json", manifest.model_dump_json())
-    assert client.get(f"/jobs/{job_id}/checkpoints").json() == {
-        "data": [
-            {
-                "step": 20,
-                "tokens": 640,
-                "bytes": 12,
-                "time": "1970-01-01T00:00:01.500+00:00",
-                "attempt": 1,
-                "world": 4,
-                "mesh": {"fsdp": 4, "sp": 2},
-            }
-        ]
-    }
 
 
 def test_job_without_a_run_directory_has_empty_pages(client: TestClient, job_id: str) -> None:

@@ -12,12 +12,14 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from service.adapters.checkpoint_tools import HelperTools
 from service.adapters.memory import MemoryCluster, MemoryJobStore, MemoryPreflight
 from service.adapters.run_dirs import LocalRunDirs
 from service.api.build import build_api
 from service.api.guard import Guard
 from service.domain.decide import Retry
 from service.domain.job import Job
+from service.ledger import Ledger
 from service.ports import Cluster, JobStore
 from service.reconcile import Pace, Reconciler
 from service.use_cases import Jobs
@@ -108,7 +110,8 @@ class FakeService:
 
     def app(self, *, max_body_bytes: int = 1 << 16) -> FastAPI:
         """The HTTP side."""
-        return build_api(self.jobs, Guard(hashlib.sha256(KEY.encode()).digest(), max_body_bytes))
+        ledger = Ledger(self.jobs, self.run_dirs, HelperTools(timeout=60.0), self.clock)
+        return build_api(ledger, Guard(hashlib.sha256(KEY.encode()).digest(), max_body_bytes))
 
     def client(self, **headers: str) -> TestClient:
         """A caller with the key; `client(authorization="")` is one without."""

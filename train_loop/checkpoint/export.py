@@ -10,6 +10,7 @@ import shutil
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,8 +74,9 @@ def export(run_dir: RunDir, step: int, wish: ExportWish, *, shard_bytes: int = S
         return folder
     with _kept(run_dir, step), _told(run_dir, step, wish) as progress:
         source = _open(run_dir, step, wish)
-        work = folder.with_name(f"{folder.name}.tmp")
-        shutil.rmtree(work, ignore_errors=True)
+        for left in folder.parent.glob(f"{folder.name}.tmp-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        work = folder.with_name(f"{folder.name}.tmp-{uuid.uuid4().hex}")
         make_folder(work)
         _write_weights(source, work, wish, progress=progress, shard_bytes=shard_bytes)
         _write_rest(source, work, run_dir, wish)

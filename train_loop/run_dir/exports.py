@@ -1,6 +1,5 @@
 """Exports of checkpoints, as the run directory tells of them."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -63,14 +62,3 @@ class ExportDir:
             reason = "the process that exported has ended; ask again"
             return status.model_copy(update={"state": "failed", "reason": reason})
         return status
-
-    def all(self, *, now: float) -> Iterator[ExportStatus]:
-        """Every export of the run that anybody asked for."""
-        for path in sorted(self.root.glob("step-*.json")) if self.root.is_dir() else []:
-            try:
-                known = ExportStatus.model_validate_json(path.read_bytes())
-            except ValueError:
-                continue
-            status = self.status(known.step, known.wish, now=now)
-            if status is not None:
-                yield status

@@ -1,0 +1,53 @@
+"""Reads whole checkpoints in helper processes, off the training path and off ours."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+
+from service.errors import Busy, VerifyFailed
+from train_loop.run_dir import ExportWish
+
+_AT_ONCE = 2
+"""Exports of one service."""
+
+
+class HelperTools:
+    """Runs `python -m train_loop.checkpoint.manifest` and `.export`; to verify may take `timeout` seconds."""
+
+    def __init__(self, *, timeout: float, python: Sequence[str] = (sys.executable,)) -> None:
+        self._timeout = timeout
+        self._python = tuple(python)
+        self._free = threading.Semaphore(_AT_ONCE)
+
+    def verify(self, run_dir: str, step: int) -> list[str] | None:
+        """What is wrong with a checkpoint; None where there is none. Raises VerifyFailed."""
+        command = [*self._python, "-m", "train_loop.checkpoint.manifest", run_dir, "--step", str(step)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=self._timeout)
+        except subprocess.TimeoutExpired as error:
+            raise VerifyFailed(
+                f"reading the checkpoint took over {self._timeout:g} s; check that the storage answers, or raise "
+                "TRAINSHED_VERIFY_SECONDS"
+            ) from error
+        if done.returncode:
+            raise VerifyFailed(f"the checkpoint could not be read: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
+        faults: list[str] | None = json.loads(done.stdout)
+        return faults
+
+    def export(self, run_dir: str, step: int, wish: ExportWish) -> None:
+        """Begin an export, which outlives this process. Raises Busy."""
+        command = [*self._python, "-m", "train_loop.checkpoint.export", run_dir, "--step", str(step)]
+        command += ["--dtype", wish.dtype, "--weights", wish.weights]
+        if not self._free.acquire(blocking=False):
+            raise Busy(f"{_AT_ONCE} exports are at work; ask again when one of them is done")
+        threading.Thread(target=self._run, args=(command,), name="export", daemon=True).start()
+
+    def _run(self, command: Sequence[str]) -> None:
+        nothing = subprocess.DEVNULL
+        try:
+            # What went wrong, its status says.
+            subprocess.run(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
+        finally:
+            self._free.release()

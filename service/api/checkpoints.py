@@ -1,0 +1,83 @@
+"""/jobs/{id}/checkpoints: list, verify, pin, export."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from pydantic import ValidationError
+
+from service.api.guard import read_body, require_key
+from service.api.ledger_schemas import CheckpointOut, Checkpoints, ExportIn, ExportOut, Verified
+from service.domain.job import Job
+from service.errors import InvalidRequest
+from service.ledger import Ledger
+from train_loop.run_dir import ExportWish
+from train_loop.spec import Problem
+
+router = APIRouter(prefix="/jobs/{job_id}/checkpoints", tags=["checkpoints"], dependencies=[Depends(require_key)])
+_EXPORT_BODY = {"requestBody": {"content": {"application/json": {"schema": ExportIn.model_json_schema()}}}}
+Step = Annotated[int, Path(ge=0, lt=10**8)]
+
+
+def ledger_of(request: Request) -> Ledger:
+    """The use cases of the app that serves this request."""
+    ledger: Ledger = request.app.state.ledger
+    return ledger
+
+
+UseCases = Annotated[Ledger, Depends(ledger_of)]
+
+
+@router.get("")
+def checkpoints(ledger: UseCases, job_id: str) -> Checkpoints:
+    """Committed checkpoints, oldest first."""
+    return Checkpoints(data=[CheckpointOut.of(found) for found in ledger.checkpoints(job_id)])
+
+
+@router.post("/{step}/verify")
+def verify(ledger: UseCases, job_id: str, step: Step) -> Verified:
+    """Read all files of a checkpoint and hold them against the sums that they were committed with."""
+    faults = ledger.verify(job_id, step)
+    return Verified(step=step, ok=not faults, faults=faults)
+
+
+@router.post("/{step}/pin")
+def pin(ledger: UseCases, job_id: str, step: Step) -> CheckpointOut:
+    """Keep a checkpoint whatever retention says; repeatable."""
+    return CheckpointOut.of(ledger.pin(job_id, step))
+
+
+@router.delete("/{step}/pin")
+def unpin(ledger: UseCases, job_id: str, step: Step) -> CheckpointOut:
+    """Leave a checkpoint to retention again; repeatable."""
+    return CheckpointOut.of(ledger.unpin(job_id, step))
+
+
+@router.post("/{step}/export", status_code=202, openapi_extra=_EXPORT_BODY)
+def export(
+    ledger: UseCases, job_id: str, step: Step, body: Annotated[bytes, Depends(read_body)], response: Response
+) -> ExportOut:
+    """Begin to make a Hugging Face folder of a checkpoint; 200 where it is done already. Repeatable."""
+    job = ledger.jobs.find(job_id)
+    status = ledger.export(job_id, step, _wish(_parse(body), job))
+    response.status_code = 200 if status.state == "done" else 202
+    return ExportOut.of(status, run_dir=job.run_dir)
+
+
+@router.get("/{step}/export")
+def exported(ledger: UseCases, job_id: str, step: Step, wish: Annotated[ExportIn, Query()]) -> ExportOut:
+    """How far an export is."""
+    job = ledger.jobs.find(job_id)
+    return ExportOut.of(ledger.exported(job_id, step, _wish(wish, job)), run_dir=job.run_dir)
+
+
+def _wish(asked: ExportIn, job: Job) -> ExportWish:
+    return ExportWish(dtype=asked.dtype or job.spec.model.dtype, weights=asked.weights)
+
+
+def _parse(body: bytes) -> ExportIn:
+    try:
+        return ExportIn.model_validate_json(body or b"{}")
+    except ValidationError as error:
+        raise InvalidRequest(
+            [Problem("".join(f"/{part}" for part in e["loc"]), e["msg"]) for e in error.errors()]
+        ) from error

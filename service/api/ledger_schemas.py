@@ -1,0 +1,88 @@
+"""What goes over the wire about checkpoints."""
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+from service.api.schemas import Time, as_time
+from service.ports import Checkpoint
+from train_loop.run_dir import ExportState, ExportStatus
+
+
+class CheckpointOut(BaseModel):
+    """A committed checkpoint."""
+
+    step: int
+    tokens: int
+    bytes: int
+    time: Time
+    attempt: int
+    world: int
+    mesh: dict[str, int]
+    metrics: dict[str, float] = Field(description="what was measured of its step")
+    pinned: bool
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> "CheckpointOut":
+        """From what the run directory tells."""
+        manifest = checkpoint.manifest
+        return cls(
+            step=manifest.step,
+            tokens=manifest.tokens,
+            bytes=manifest.bytes,
+            time=as_time(manifest.time),
+            attempt=manifest.attempt,
+            world=manifest.world,
+            mesh=manifest.mesh,
+            metrics=manifest.metrics,
+            pinned=checkpoint.pinned,
+        )
+
+
+class Checkpoints(BaseModel):
+    """The ledger of committed checkpoints, oldest first."""
+
+    data: list[CheckpointOut]
+
+
+class Verified(BaseModel):
+    """What was found when all of a checkpoint was read."""
+
+    step: int
+    ok: bool
+    faults: list[str]
+
+
+class ExportIn(BaseModel):
+    """What to make of a checkpoint."""
+
+    model_config = {"extra": "forbid"}
+
+    dtype: Literal["bf16", "fp16", "fp32"] | None = Field(default=None, description="default: the job's model.dtype")
+    weights: Literal["model", "ema"] = Field(default="model", description="ema: the average of the weights")
+
+
+class ExportOut(BaseModel):
+    """How far an export is."""
+
+    step: int
+    dtype: str
+    weights: str
+    state: ExportState
+    progress: float = Field(description="the share of the weights that is written")
+    reason: str | None
+    path: str = Field(description="the Hugging Face folder, once the state is done")
+
+    @classmethod
+    def of(cls, status: ExportStatus, *, run_dir: str) -> "ExportOut":
+        """From what the run directory tells."""
+        wish = status.wish
+        return cls(
+            step=status.step,
+            dtype=wish.dtype,
+            weights=wish.weights,
+            state=status.state,
+            progress=status.progress,
+            reason=status.reason,
+            path=f"{run_dir}/export/{wish.name(status.step)}",
+        )

@@ -1,0 +1,71 @@
+"""What a user can ask of the checkpoints of a job: list, verify, pin, export."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from service.errors import CheckpointNotFound, ExportNotFound, InvalidRequest
+from service.ports import Checkpoint, CheckpointTools, RunDirs
+from service.use_cases import Jobs
+from train_loop.run_dir import ExportStatus, ExportWish
+from train_loop.spec import Problem
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The use cases of checkpoints, over the ports they need. Each raises JobNotFound and CheckpointNotFound."""
+
+    jobs: Jobs
+    run_dirs: RunDirs
+    tools: CheckpointTools
+    clock: Callable[[], float]
+
+    def checkpoints(self, job_id: str) -> list[Checkpoint]:
+        """The committed checkpoints, oldest first."""
+        return self.run_dirs.checkpoints(self.jobs.find(job_id).run_dir)
+
+    def verify(self, job_id: str, step: int) -> list[str]:
+        """What is wrong with a checkpoint, after all of it was read."""
+        faults = self.tools.verify(self.jobs.find(job_id).run_dir, step)
+        if faults is None:
+            raise CheckpointNotFound(job_id, step)
+        return faults
+
+    def pin(self, job_id: str, step: int) -> Checkpoint:
+        """Keep a checkpoint whatever retention says."""
+        if not self.run_dirs.pin(self.jobs.find(job_id).run_dir, step):
+            raise CheckpointNotFound(job_id, step)
+        return self._find(job_id, step)
+
+    def unpin(self, job_id: str, step: int) -> Checkpoint:
+        """Leave a checkpoint to retention again."""
+        self.run_dirs.unpin(self.jobs.find(job_id).run_dir, step)
+        return self._find(job_id, step)
+
+    def export(self, job_id: str, step: int, wish: ExportWish) -> ExportStatus:
+        """Make a Hugging Face folder of a checkpoint, once; how far it is. Raises InvalidRequest, Busy."""
+        job = self.jobs.find(job_id)
+        status = self.run_dirs.exported(job.run_dir, step, wish, now=self.clock())
+        if status is not None and status.state != "failed":
+            return status
+        self._find(job_id, step)
+        if wish.weights == "ema" and job.spec.training.ema_decay is None:
+            raise InvalidRequest(
+                [Problem("/weights", "the job keeps no average of its weights (training.ema_decay); choose model")]
+            )
+        status = ExportStatus(step=step, wish=wish, state="running", time=self.clock())
+        self.run_dirs.write_export(job.run_dir, status)
+        self.tools.export(job.run_dir, step, wish)
+        return status
+
+    def exported(self, job_id: str, step: int, wish: ExportWish) -> ExportStatus:
+        """How far an export is. Raises ExportNotFound where nobody asked for it."""
+        status = self.run_dirs.exported(self.jobs.find(job_id).run_dir, step, wish, now=self.clock())
+        if status is None:
+            raise ExportNotFound(step)
+        return status
+
+    def _find(self, job_id: str, step: int) -> Checkpoint:
+        found = next((c for c in self.checkpoints(job_id) if c.manifest.step == step), None)
+        if found is None:
+            raise CheckpointNotFound(job_id, step)
+        return found

@@ -1,0 +1,111 @@
+"""Checkpoints over HTTP and from the shell: what is listed, verified, kept and exported."""
+
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from tests.support.checkpoints import checkpoint
+from tests.support.service import FakeService, spec_body
+from tests.support.waiting import wait_for
+from train_loop.checkpoint.retention import retire_others
+from train_loop.run_dir import ExportStatus, ExportWish
+from train_loop.spec import CheckpointSpec
+
+
+@pytest.fixture
+def job_id(client: TestClient) -> str:
+    return str(client.post("/jobs", content=spec_body()).json()["id"])
+
+
+@pytest.fixture
+def url(service: FakeService, job_id: str) -> str:
+    """The checkpoints of a job that has two."""
+    service.run_dirs.prepare(service.get(job_id).run_dir, service.get(job_id).spec, attempt=1)
+    for step in (10, 20):
+        checkpoint(service.run_dir(job_id), step, weights=b"1234567")
+    return f"/jobs/{job_id}/checkpoints"
+
+
+def test_checkpoints_are_what_manifests_say(client: TestClient, url: str) -> None:
+    expected: dict[str, Any] = {"bytes": 7, "time": "1970-01-01T00:00:00.000+00:00", "attempt": 1, "world": 1}
+    expected |= {"mesh": {"fsdp": 1}, "metrics": {}, "pinned": False}
+    assert client.get(url).json() == {
+        "data": [{"step": 10, "tokens": 10} | expected, {"step": 20, "tokens": 20} | expected]
+    }
+
+
+def test_a_checkpoint_is_verified_by_reading_all_of_it(
+    client: TestClient, service: FakeService, job_id: str, url: str
+) -> None:
+    assert client.post(f"{url}/20/verify").json() == {"step": 20, "ok": True, "faults": []}
+    (service.run_dir(job_id).checkpoint(20) / "weights").write_bytes(b"1234568")
+    fault = "weights has another SHA-256 than when it was committed"
+    assert client.post(f"{url}/20/verify").json() == {"step": 20, "ok": False, "faults": [fault]}
+
+
+def test_a_pinned_checkpoint_is_kept_and_shown(client: TestClient, service: FakeService, job_id: str, url: str) -> None:
+    for _ in range(2):
+        answer = client.post(f"{url}/10/pin")
+        assert (answer.status_code, answer.json()["pinned"]) == (200, True)
+    retire_others(service.run_dir(job_id), CheckpointSpec(keep_last=1))
+    assert [c["step"] for c in client.get(url).json()["data"]] == [10, 20]
+    assert client.delete(f"{url}/10/pin").json()["pinned"] is False
+    retire_others(service.run_dir(job_id), CheckpointSpec(keep_last=1))
+    assert [c["step"] for c in client.get(url).json()["data"]] == [20]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "verify"), ("POST", "pin"), ("DELETE", "pin"), ("POST", "export")]
+)
+def test_what_is_not_there_is_not_found(client: TestClient, url: str, method: str, path: str) -> None:
+    answer = client.request(method, f"{url}/30/{path}")
+    assert (answer.status_code, answer.json()["code"]) == (404, "checkpoint_not_found")
+    assert "has no checkpoint of step 30, or not any more; GET /jobs/job-0001/checkpoints" in answer.json()["detail"]
+    assert client.request(method, f"/jobs/job-9/checkpoints/10/{path}").json()["code"] == "job_not_found"
+
+
+def test_an_export_that_fails_says_why_and_can_be_tried_again(client: TestClient, url: str) -> None:
+    """What it makes of a real checkpoint, the tests of the export show."""
+    asked = client.post(f"{url}/20/export", json={"dtype": "bf16"})
+    assert asked.status_code == 202
+    assert (asked.json()["state"], asked.json()["path"].rpartition("/")[2]) == ("running", "step-00000020-model-bf16")
+
+    def ended() -> dict[str, Any] | None:
+        status: dict[str, Any] = client.get(f"{url}/20/export", params={"dtype": "bf16"}).json()
+        return None if status["state"] == "running" else status
+
+    failed = wait_for(ended, "the end of the export")
+    assert (failed["state"], ".metadata" in failed["reason"]) == ("failed", True)
+    assert client.post(f"{url}/20/export", json={"dtype": "bf16"}).json()["state"] == "running"
+    wait_for(ended, "the end of the second export")
+
+
+def test_an_export_is_made_once(client: TestClient, service: FakeService, job_id: str, url: str) -> None:
+    wish = ExportWish(dtype="fp32")
+    exports = service.run_dir(job_id).exports
+    exports.write(ExportStatus(step=20, wish=wish, state="running", progress=0.5, time=service.clock()))
+    assert client.post(f"{url}/20/export").json()["progress"] == 0.5
+    exports.write(ExportStatus(step=20, wish=wish, state="done", progress=1.0, time=service.clock()))
+    done = client.post(f"{url}/20/export")
+    assert (done.status_code, done.json()["state"]) == (200, "done")
+
+
+@pytest.mark.parametrize(
+    ("body", "pointer", "message"),
+    [
+        ({"dtype": "int8"}, "/dtype", "Input should be 'bf16', 'fp16' or 'fp32'"),
+        ({"weights": "ema"}, "/weights", "the job keeps no average of its weights (training.ema_decay); choose model"),
+    ],
+)
+def test_a_wish_that_cannot_be_met_is_refused(
+    client: TestClient, url: str, body: dict[str, str], pointer: str, message: str
+) -> None:
+    answer = client.post(f"{url}/20/export", json=body)
+    assert answer.status_code == 422
+    assert answer.json()["errors"] == [{"pointer": pointer, "message": message}]
+
+
+def test_an_export_that_nobody_asked_for_is_not_found(client: TestClient, url: str) -> None:
+    answer = client.get(f"{url}/20/export")
+    assert (answer.status_code, answer.json()["code"]) == (404, "export_not_found")
