@@ -50,6 +50,19 @@ def ranks_that_stay(world: int) -> Iterator[Callable[..., Any]]:
         _join(ranks)
 
 
+@contextmanager
+def ranks_to_kill(world: int, function: Callable[..., Any], *arguments: Any) -> Iterator[list[Any]]:
+    """The processes of ranks that call `function(*arguments)`, for tests that kill them; none is left behind."""
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = _start(_rank, world, (dict(os.environ), world, folder, function, arguments)).processes
+        try:
+            yield ranks
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+
+
 def _join(ranks: Any) -> None:
     while not ranks.join():
         pass
