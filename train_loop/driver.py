@@ -39,15 +39,15 @@ os.environ.setdefault("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "1")
 class TellOfLosses(UserCallback):  # type: ignore[misc]
     """Writes an event when workers die, while Ray Train starts the group again."""
 
-    def __init__(self, journal: Journal) -> None:
-        self.journal = journal
+    def __init__(self, attempt: AttemptDir) -> None:
+        self.attempt = attempt
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Called by Ray Train's controller."""
         # Peers of a dead worker fail of lost connections; the dead one is the news.
         dead = [rank for rank, error in worker_exceptions.items() if hasattr(error, "health_check_failure")]
         ranks = sorted(dead or worker_exceptions)
-        self.journal.event("workers_lost", ranks=ranks, error=reason(worker_exceptions[ranks[0]]))
+        Journal(self.attempt).event("workers_lost", ranks=ranks, error=reason(worker_exceptions[ranks[0]]))
 
 
 def main() -> None:
@@ -73,7 +73,7 @@ def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outco
         ray.init(address="auto", logging_level=logging.WARNING)
         spec = run_dir.spec()
         _prepare(spec, run_dir, journal)
-        fit(spec, run_dir, attempt, journal)
+        fit(spec, run_dir, attempt)
         end = _last_word(attempt)
         if end is None:
             raise RuntimeError("the workers ended without saying how; their logs lie beside this one")
@@ -125,7 +125,7 @@ def _dataset(spec: JobSpec, pointer: Path, cache: Path, journal: Journal) -> Dat
     return dataset
 
 
-def fit(spec: JobSpec, run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> None:
+def fit(spec: JobSpec, run_dir: RunDir, attempt: AttemptDir) -> None:
     """Run the worker group, started again after faults up to failure.max_failures times."""
     resources = spec.scaling.resources_per_worker
     trainer = TorchTrainer(
@@ -146,7 +146,7 @@ def fit(spec: JobSpec, run_dir: RunDir, attempt: AttemptDir, journal: Journal) -
             name=f"{spec.name} ({run_dir.root.name}-{attempt.number})",
             storage_path=str(attempt.ray),
             failure_config=FailureConfig(max_failures=spec.failure.max_failures),
-            callbacks=[TellOfLosses(journal)],
+            callbacks=[TellOfLosses(attempt)],
         ),
     )
     trainer.fit()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -9,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_cosine_schedule_with_warmup
 
 from benchmarks.trace import Trace, check_sharded, trace_under_torchrun
@@ -23,8 +25,16 @@ def train(workload: Workload, folder: Path) -> Trace:
     return trace
 
 
-def steps(workload: Workload, folder: Path) -> Iterator[float]:
-    """Train step by step; the loss of each over all ranks."""
+class Bare(NamedTuple):
+    """What the loop trains with."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: LRScheduler
+
+
+def build(workload: Workload, folder: Path) -> Bare:
+    """The sharded model and what moves its weights."""
     model = workload.first_model(folder).train()
     mesh = init_device_mesh("cpu", (workload.world,))
     for layer in model.model.layers:
@@ -32,7 +42,12 @@ def steps(workload: Workload, folder: Path) -> Iterator[float]:
     fully_shard(model, mesh=mesh)
     check_sharded(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=workload.learning_rate, weight_decay=0.0, fused=True)
-    scheduler = get_cosine_schedule_with_warmup(optimizer, 0, workload.steps)
+    return Bare(model, optimizer, get_cosine_schedule_with_warmup(optimizer, 0, workload.steps))
+
+
+def steps(workload: Workload, folder: Path, built: Bare | None = None) -> Iterator[float]:
+    """Train step by step; the loss of each over all ranks."""
+    model, optimizer, scheduler = built or build(workload, folder)
     for rows in workload.tokens(folder):
         loss = step(model, optimizer, rows[dist.get_rank()], workload.max_grad_norm)
         scheduler.step()

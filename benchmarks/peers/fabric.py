@@ -1,6 +1,8 @@
 """Lightning Fabric with its FSDP2 strategy."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from lightning.fabric import Fabric
@@ -23,8 +25,25 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
+class Trained(NamedTuple):
+    """What a step has moved."""
+
+    fabric: Fabric
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: float
+
+
 def train(workload: Workload, folder: Path) -> Trace:
     """Train this rank's share."""
+    trace = Trace()
+    for trained in steps(workload, folder):
+        trace.step_ended(trained.loss)
+    return trace
+
+
+def steps(workload: Workload, folder: Path) -> Iterator[Trained]:
+    """Train step by step."""
     strategy = ModelParallelStrategy(shard, data_parallel_size=workload.world, tensor_parallel_size=1)
     fabric = Fabric(accelerator="cpu", devices=workload.world, strategy=strategy, precision="32-true")
     fabric.launch()
@@ -33,7 +52,6 @@ def train(workload: Workload, folder: Path) -> Trace:
     optimizer = torch.optim.AdamW(model.parameters(), lr=workload.learning_rate, weight_decay=0.0, fused=True)
     optimizer = fabric.setup_optimizers(optimizer)
     scheduler = get_cosine_schedule_with_warmup(optimizer, 0, workload.steps)
-    trace = Trace()
     for rows in workload.tokens(folder):
         ids = rows[fabric.global_rank]
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
@@ -43,8 +61,7 @@ def train(workload: Workload, folder: Path) -> Trace:
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-        trace.step_ended(fabric.all_reduce(loss.detach()).item())
-    return trace
+        yield Trained(fabric, model, optimizer, fabric.all_reduce(loss.detach()).item())
 
 
 if __name__ == "__main__":

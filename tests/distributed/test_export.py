@@ -23,6 +23,7 @@ from train_loop.assemble import Run, build_run
 from train_loop.checkpoint import export as exporting
 from train_loop.checkpoint.contents import draft_manifest, tensors_to_save
 from train_loop.checkpoint.export import export
+from train_loop.checkpoint.full import WAYS, load_model
 from train_loop.checkpoint.save import Saver
 from train_loop.data.cache import find_dataset, pin
 from train_loop.data.reader import local_stream
@@ -174,6 +175,19 @@ def test_what_cannot_be_exported_is_told(trained: Trained, tmp_path: Path) -> No
     assert status is not None
     assert status.state == "failed"
     assert "is damaged" in (status.reason or "")
+
+
+def gather_both_ways(run_dir: RunDir) -> list[dict[str, Tensor]]:
+    model = load_model(run_dir, 3)
+    return [gather(model) for gather in WAYS.values()]
+
+
+def test_a_full_state_dict_by_the_dtensor_and_by_the_dcp_api(trained: Trained) -> None:
+    on_rank_0, elsewhere = on_ranks(2, gather_both_ways, trained.run_dir)
+    assert elsewhere == [{}, {}]
+    for whole_state in on_rank_0:
+        assert whole_state.keys() == trained.weights.keys()
+        assert all(torch.equal(value, trained.weights[name]) for name, value in whole_state.items())
 
 
 # What a process took at most, told by itself when it ends.

@@ -1,7 +1,7 @@
 """SIGKILL at any moment, again and again: what comes out in the end is the run that was never killed, bit for bit.
 
 Ranks, one or all of them, are killed here, in plain processes that start in a second. The driver and workers of Ray are
-killed in tests/e2e/test_kills.py.
+killed in tests/e2e/test_jobs.py.
 """
 
 import random

@@ -37,22 +37,33 @@ def estimate_memory(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> tuple[M
     compute = DTYPE_BYTES[spec.strategy.param_dtype]
     gathered = max(2 * shape.layer_parameters, shape.embedding_parameters) if mesh.fsdp > 1 else 0
     tokens = spec.training.per_device_train_batch_size * spec.data.sequence_length // mesh.sp
-    return (
+    state = (
         MemoryTerm("parameters", master * shard, f"{master} bytes x parameters / fsdp", home),
+        MemoryTerm("optimizer", *_optimizer(spec, shape, mesh, master), place=home),
+        MemoryTerm(
+            "ema", 4 * shard if spec.training.ema_decay else 0, "4 bytes x parameters / fsdp, where asked for", home
+        ),
+    )
+    return (
+        *state,
         MemoryTerm(
             "gathered_parameters",
             compute * gathered,
             f"{compute} bytes x the larger of two layers and the embeddings, gathered for use",
         ),
         MemoryTerm("gradients", master * shard, f"{master} bytes x parameters / fsdp", home),
-        MemoryTerm("optimizer", *_optimizer(spec, shape, mesh, master), place=home),
-        MemoryTerm(
-            "ema", 4 * shard if spec.training.ema_decay else 0, "4 bytes x parameters / fsdp, where asked for", home
-        ),
+        _staging(spec, sum(term.bytes for term in state), beside),
         *_activations(spec, shape, tokens=tokens, compute=compute, beside=beside),
         MemoryTerm("attention_mask", _mask(spec), "1 byte x sequences x sequence_length^2, where documents share one"),
         _logits(spec, shape, tokens),
     )
+
+
+def _staging(spec: JobSpec, state: int, beside: Place) -> MemoryTerm:
+    """Replicas of a shard deal it out among them, which is not counted."""
+    copied = spec.strategy.save_mode != "sync" or beside == "host"
+    formula = "parameters + optimizer + ema, copied while a checkpoint is written"
+    return MemoryTerm("checkpoint_staging", state if copied else 0, formula, beside)
 
 
 def _logits(spec: JobSpec, shape: ModelShape, tokens: int) -> MemoryTerm:

@@ -1,0 +1,62 @@
+"""Hugging Face Trainer's saves: `torchrun -m benchmarks.peers.hf_saves FOLDER OUT`."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from benchmarks.blocks import Clock, ends_block, saves_after
+from benchmarks.peers.hf_trainer import Rows, arguments, collate, switch_on_fsdp
+from benchmarks.trace import check_sharded
+from benchmarks.workload import Workload
+from train_loop.leave import leave
+
+
+class Saves(TrainerCallback):  # type: ignore[misc]
+    """Has the Trainer save after the steps that are saved, which it does before the next one begins."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """A step is done."""
+        control.should_save = saves_after(state.global_step)
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """The step before has been saved."""
+        if state.global_step and ends_block(state.global_step):
+            self.clock.mark()
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """The last step has been saved."""
+        self.clock.mark()
+
+
+def main() -> None:
+    """Train, and write what saves added."""
+    folder, out = map(Path, sys.argv[1:3])
+    workload, saves = Workload.read(folder), Saves()
+    asked = arguments(workload, str(out.parent / "hf"))
+    asked.save_strategy = "steps"
+    asked.save_steps = 10**9
+    trainer = Trainer(
+        model=workload.first_model(folder),
+        args=asked,
+        train_dataset=Rows(workload.tokens(folder)),
+        data_collator=collate,
+        callbacks=[saves],
+    )
+    trainer.remove_callback(PrinterCallback)
+    switch_on_fsdp(trainer)
+    trainer.train()
+    check_sharded(trainer.model)
+    saves.clock.write(out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+    leave()

@@ -1,0 +1,97 @@
+"""Seconds to load a checkpoint at another world or mesh, verified: ours against `dcp.load`, which verifies nothing.
+
+`python -m benchmarks.reshard [--rounds N] [--quick]`. Checkpoints of one rank, of two and of two that share sequences
+are each loaded by another of these.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness import Sample, command_line, compare, markdown_table, parse, write_result
+from benchmarks.launch import loop_arguments, run_loop, run_module
+from benchmarks.workload import SMALL, TOY, Workload
+
+PLAIN, OURS = "dcp.load", "Trainshed"
+TURNS = 5
+SHAPES: dict[str, dict[str, Any]] = {
+    "1 rank": {"world": 1},
+    "FSDP 2": {"world": 2},
+    "FSDP 2 x SP 2": {"world": 2, "sp": 2},
+}
+CASES = [("FSDP 2", "1 rank"), ("1 rank", "FSDP 2"), ("FSDP 2", "FSDP 2 x SP 2"), ("FSDP 2 x SP 2", "FSDP 2")]
+LARGE = SMALL | {"hidden_size": 768, "intermediate_size": 2304, "head_dim": 96, "vocab_size": 8192}
+"""76 million parameters: checkpoints of 0.9 GB."""
+
+
+def main() -> None:
+    """Save each shape once, load it as others, and write the table."""
+    arguments = parse(command_line(__doc__))
+    models = {"toy": TOY} if arguments.quick else {"9 M": SMALL, "76 M": LARGE}
+    found: dict[tuple[str, str, str], list[Sample]] = {}
+    for size, config in models.items():
+        with tempfile.TemporaryDirectory(prefix="trainshed-benchmark-") as root:
+            saved = {shape: save(config, shape, Path(root)) for shape in SHAPES}
+            for number in range(arguments.rounds):
+                for before, after in CASES:
+                    samples = load(config, saved[before], after, Path(root), number)
+                    found.setdefault((size, before, after), []).extend(samples)
+                    print(f"round {number + 1}, {size}, {before} → {after}: {[one.value for one in samples]}")
+    write_result(
+        "reshard",
+        settings={"rounds": arguments.rounds, "quick": arguments.quick, "turns": TURNS, "models": models},
+        data=[{"case": case, "sample": sample.__dict__} for case, samples in found.items() for sample in samples],
+        table=markdown_table([record(case, samples) for case, samples in found.items()]),
+        folder=arguments.results,
+    )
+
+
+def spec_of(config: dict[str, Any], shape: str, folder: Path) -> tuple[dict[str, Any], int]:
+    """A run of so many steps in a shape, and its ranks; the tokens are the same for all shapes."""
+    world, sp = SHAPES[shape]["world"], SHAPES[shape].get("sp", 1)
+    workload = Workload(config=config, world=world, rows_per_rank=1, sequence_length=64, steps=2)
+    if not (folder / "tokens.parquet").exists():
+        Workload(config=config, world=2, rows_per_rank=1, sequence_length=64, steps=2).write(folder)
+    batch = {"global_batch_size": 2, "max_steps": 1}
+    return workload.spec(folder, training=batch, strategy={"ulysses_size": sp}, checkpoint={"save_final": True}), world
+
+
+def save(config: dict[str, Any], shape: str, root: Path) -> Path:
+    """The run directory of a step that was trained and saved in a shape."""
+    spec, ranks = spec_of(config, shape, root / "workload")
+    run_dir = root / f"saved {shape}"
+    run_loop(spec, run_dir, ranks=ranks)
+    return run_dir
+
+
+def load(config: dict[str, Any], saved: Path, shape: str, root: Path, number: int) -> list[Sample]:
+    """Median seconds of both in one start. Raises ProgramError."""
+    spec, ranks = spec_of(config, shape, root / "workload")
+    (file, *_), _ = loop_arguments(spec, root / "loading")
+    out = root / "found.json"
+    run_module("benchmarks.reshard_run", out, file, saved, TURNS, log=root / "log", ranks=ranks)
+    plain, ours = zip(*json.loads(out.read_bytes()), strict=True)
+    return [
+        Sample(name, number, float(np.median(seconds)), raw={"seconds": seconds})
+        for name, seconds in ((PLAIN, plain), (OURS, ours))
+    ]
+
+
+def record(case: tuple[str, str, str], samples: list[Sample]) -> dict[str, Any]:
+    """A row of the table."""
+    plain, ours = compare(samples, PLAIN)
+    return {
+        "parameters": case[0],
+        "saved by": case[1],
+        "loaded by": case[2],
+        "`dcp.load`, seconds, median": f"{plain.median:.3f}",
+        "Trainshed, verified": f"{ours.median:.3f}",
+        "ratio, median [95 % interval]": ours.ratio_text,
+    }
+
+
+if __name__ == "__main__":
+    main()
