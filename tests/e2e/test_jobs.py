@@ -153,15 +153,15 @@ def test_one_worker_then_all_then_the_driver_killed(service: LiveService, refere
         newest = service.events(job_id, "training_started")[-1]
         return [psutil.Process(worker["pid"]) for worker in newest["workers"]]
 
-    chance.choice(workers_at(chance.randint(8, 14))).kill()
+    chance.choice(workers_at(chance.randint(13, 17))).kill()
     service.wait_for_state(job_id, JobState.RECOVERING)
     service.wait_for_state(job_id, JobState.RUNNING)
-    for worker in workers_at(chance.randint(18, 24)):
+    for worker in workers_at(chance.randint(23, 27)):
         worker.kill()
     service.wait_for_state(job_id, JobState.RECOVERING)
     service.wait_for_state(job_id, JobState.RUNNING)
     assert service.client.job(job_id).attempt == 1
-    workers_at(chance.randint(28, 34))
+    workers_at(chance.randint(33, 36))
     service.driver(job_id).kill()
     job = service.wait_for_state(job_id, JobState.SUCCEEDED)
     assert [attempt.result for attempt in job.attempts] == ["failed", "succeeded"]
