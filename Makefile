@@ -35,6 +35,9 @@ bench: $(PEERS)
 	$(BIN)/python -m benchmarks.prepare $(BENCH)
 	$(BIN)/python -m benchmarks.resume $(BENCH)
 	$(BIN)/python -m benchmarks.data_wait $(BENCH)
+	$(BIN)/python -m benchmarks.saves $(BENCH)
+	$(BIN)/python -m benchmarks.reshard $(BENCH)
+	$(BIN)/python -m benchmarks.recover $(BENCH)
 
 serve: $(INSTALLED)
 	@exec $(BIN)/trainshed serve

@@ -55,10 +55,12 @@ def start_module(
     *arguments: object,
     log: Path,
     ranks: int | None = None,
+    restarts: int = 0,
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> "subprocess.Popen[bytes]":
-    """Start a Python module, its output in `log`."""
+    """Start a Python module, its output in `log`; torchrun starts its ranks again up to so many times."""
     launcher = [] if ranks is None else ["torch.distributed.run", "--nproc-per-node", str(ranks)]
+    launcher += ["--max-restarts", str(restarts)] if ranks is not None and restarts else []
     launcher += [] if ranks is None else ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "-m"]
     command = [sys.executable, "-m", *launcher, module, *map(str, arguments)]
     with log.open("ab") as output:

@@ -15,6 +15,7 @@ from train_loop.data.reader import StreamPlan
 from train_loop.errors import CheckpointError
 from train_loop.evaluate import Evaluation, evaluate
 from train_loop.garbage import collect_garbage, no_garbage_collection
+from train_loop.journal import Journal
 from train_loop.metrics import measure, record_start, record_step
 from train_loop.nonfinite import count_skips
 from train_loop.preemption import PreemptionWatch
@@ -32,6 +33,8 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
     """Train this rank's share of a run, from its newest checkpoint to its end or until it is asked to stop."""
     model = spec.model.path or (spec.model.config or {})["model_type"]
     log.info("rank %d of %d: building %s", session.rank, session.world, model)
+    journal = Journal(session.run_dir.attempt(session.attempt), rank=session.rank)
+    journal.event("workers_ready", world=session.world)
     run = build_run(spec, session, dataset, evaluation)
     saver = Saver(session, run.journal, spec.checkpoint, spec.strategy.save_mode)
     restore(run)

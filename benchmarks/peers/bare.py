@@ -45,10 +45,10 @@ def build(workload: Workload, folder: Path) -> Bare:
     return Bare(model, optimizer, get_cosine_schedule_with_warmup(optimizer, 0, workload.steps))
 
 
-def steps(workload: Workload, folder: Path, built: Bare | None = None) -> Iterator[float]:
-    """Train step by step; the loss of each over all ranks."""
+def steps(workload: Workload, folder: Path, built: Bare | None = None, *, done: int = 0) -> Iterator[float]:
+    """Train step by step, after those that are done; the loss of each over all ranks."""
     model, optimizer, scheduler = built or build(workload, folder)
-    for rows in workload.tokens(folder):
+    for rows in workload.tokens(folder)[done:]:
         loss = step(model, optimizer, rows[dist.get_rank()], workload.max_grad_norm)
         scheduler.step()
         yield loss

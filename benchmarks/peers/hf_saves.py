@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.fsdp import ShardedStateDictConfig, StateDictType
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from benchmarks.blocks import Clock, ends_block, saves_after
@@ -50,6 +51,10 @@ def main() -> None:
     )
     trainer.remove_callback(PrinterCallback)
     switch_on_fsdp(trainer)
+    # Otherwise it gathers the model on rank 0, and fails on CPU ranks when it does.
+    plugin = trainer.accelerator.state.fsdp_plugin
+    plugin.state_dict_type = StateDictType.SHARDED_STATE_DICT
+    plugin.state_dict_config = ShardedStateDictConfig(offload_to_cpu=True)
     trainer.train()
     check_sharded(trainer.model)
     saves.clock.write(out)

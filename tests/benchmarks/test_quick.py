@@ -9,7 +9,20 @@ from typing import Any
 
 import pytest
 
-from benchmarks import data_wait, gpu, memory, prepare, resume, step_overhead, turns, ulysses
+from benchmarks import (
+    data_wait,
+    gpu,
+    memory,
+    prepare,
+    recover,
+    reshard,
+    resume,
+    saves,
+    saves_run,
+    step_overhead,
+    turns,
+    ulysses,
+)
 from benchmarks.workload import TOY
 
 Run = Callable[..., dict[str, Any]]
@@ -99,6 +112,28 @@ def test_waits_for_data_are_told_of_both_models_and_rows_of_every_reader(run: Ru
     values = {sample["variant"]: sample["value"] for sample in result["data"]}
     assert values.keys() == data_wait.JOBS.keys() | data_wait.DRAINS.keys()
     assert all(0 < values[job] < 1 for job in data_wait.JOBS)
+
+
+def test_every_way_to_save_adds_something(run: Run) -> None:
+    needs("accelerate")
+    needs("lightning")
+    result = run(saves.main, "--quick")
+    assert not [sample["error"] for sample in result["data"] if sample["error"]]
+    assert {sample["variant"] for sample in result["data"]} == {*saves_run.WAYS, *saves.PEERS}
+
+
+def test_a_checkpoint_is_loaded_plainly_and_by_our_resume(run: Run) -> None:
+    result = run(reshard.main, "--quick")
+    assert [found["sample"]["variant"] for found in result["data"]] == [reshard.PLAIN, reshard.OURS]
+    assert all(len(found["sample"]["raw"]["seconds"]) == reshard.TURNS for found in result["data"])
+
+
+def test_everybody_goes_on_after_a_kill(run: Run) -> None:
+    needs("accelerate")  # where there is time for it
+    result = run(recover.main, "--quick")
+    assert not [sample["error"] for sample in result["data"] if sample["error"]]
+    for sample in result["data"]:
+        assert sum(sample["raw"][part] or 0 for part in recover.PARTS) == pytest.approx(sample["value"])
 
 
 def test_memory_has_a_row_for_every_way(run: Run) -> None:
