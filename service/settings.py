@@ -23,6 +23,7 @@ class Settings(BaseSettings):
     storage_roots: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(), description="URIs below which specs may read, besides home/runs"
     )
+    runs: str | None = Field(default=None, description="URI below which run directories go; default: home/runs")
     ray_address: str | None = Field(default=None, description="dashboard URL of a cluster; default: embedded Ray")
     ray_cpus: int = Field(default_factory=lambda: max(2, os.cpu_count() or 1), ge=1, description="of embedded Ray")
     ray_object_store_bytes: int = Field(default=500_000_000, ge=80_000_000, description="of embedded Ray")
@@ -53,12 +54,17 @@ class Settings(BaseSettings):
     @property
     def default_root(self) -> str:
         """Where run directories go."""
+        return self.runs or self.own_root
+
+    @property
+    def own_root(self) -> str:
+        """The storage root that is always there."""
         return (self.home / "runs").as_uri()
 
     @property
     def roots(self) -> tuple[str, ...]:
         """Every URI below which a spec may read."""
-        return (self.default_root, *self.storage_roots)
+        return tuple(dict.fromkeys((self.default_root, self.own_root, *self.storage_roots)))
 
     @property
     def database(self) -> str:

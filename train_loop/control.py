@@ -3,6 +3,7 @@
 import logging
 import os
 import socket
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from train_loop.batch import StepBatch
 from train_loop.journal import Journal
 from train_loop.parallel.mesh import Mesh
 from train_loop.plan import MeshPlan, groups_across_hosts
-from train_loop.run_dir import RunDir, Stop
+from train_loop.run_dir import Stop, is_remote, storage_failed
 from train_loop.session import Session
 from train_loop.vitals import StepClock, Vitals
 
@@ -21,6 +22,7 @@ log = logging.getLogger(__name__)
 # By urgency: of several, the first is done.
 _STOPS = [Stop(mode=mode, checkpoint=keep) for mode in ("cancel", "pause", "resize") for keep in (True, False)]
 _PAUSE = Stop(mode="pause")
+_LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -73,21 +75,42 @@ def warn_of_hosts(mesh: MeshPlan, workers: list[dict[str, Any]], journal: Journa
         )
 
 
-def wishes(session: Session, *, save: bool, look: bool, trouble: bool) -> Wishes:
-    """What this rank has to say: clocks and the run directory are read on rank 0 alone."""
-    if session.rank:
-        return Wishes(_PAUSE if session.told_to_end() else None, trouble=trouble)
-    stop = _PAUSE if session.told_to_end() else _asked_to_stop(session.run_dir)
-    return Wishes(stop, save, look, trouble)
+class StopSign:
+    """What the run was asked to do, as rank 0 sees it; on object storage, looked for every second beside the loop."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._seen: Stop | None = None
+        self._at_every_step = session.rank == 0 and not is_remote(session.run_dir.root)
+        if session.rank == 0 and not self._at_every_step:
+            threading.Thread(target=self._keep_looking, name="stop", daemon=True).start()
+
+    @property
+    def seen(self) -> Stop | None:
+        """What to do instead of the next step, as far as this rank knows."""
+        if self._at_every_step:
+            self._look()
+        return _PAUSE if self._session.told_to_end() else self._seen
+
+    def _keep_looking(self) -> None:
+        pause = threading.Event()
+        while not pause.wait(_LOOK_SECONDS):
+            self._look()
+
+    def _look(self) -> None:
+        try:
+            self._seen = self._session.run_dir.stop()
+        except Exception as error:
+            if not storage_failed(error):
+                raise
+            # It may come back; whoever asked will ask again, or end us.
+            log.warning("nobody can ask this run to stop: %s", error)
 
 
-def _asked_to_stop(run_dir: RunDir) -> Stop | None:
-    try:
-        return run_dir.stop()
-    except OSError as error:
-        # Storage may come back; whoever asked will ask again, or end us.
-        log.warning("nobody can ask this run to stop: %s", error)
-        return None
+def wishes(sign: StopSign, *, save: bool, look: bool, trouble: bool) -> Wishes:
+    """What this rank has to say; of clocks and of the run directory, rank 0's word counts."""
+    first = dist.get_rank() == 0
+    return Wishes(sign.seen, save and first, look and first, trouble)
 
 
 def agree(batch: StepBatch, clock: StepClock, mine: Wishes, mesh: Mesh) -> Agreement:

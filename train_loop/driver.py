@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from fsspec.core import url_to_fs
+from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback, get_context, get_preemption_info
 from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -23,7 +25,7 @@ from train_loop.data.stream import ray_stream
 from train_loop.failure import failed, failure_told, reason
 from train_loop.journal import Journal
 from train_loop.logs import log_to
-from train_loop.run_dir import AttemptDir, Outcome, RunDir, read_lines
+from train_loop.run_dir import AttemptDir, Outcome, RunDir, is_remote, read_lines
 from train_loop.session import Preemption, Session
 from train_loop.spec import JobSpec
 from train_loop.worker import train
@@ -144,12 +146,20 @@ def fit(spec: JobSpec, run_dir: RunDir, attempt: AttemptDir) -> None:
         run_config=RunConfig(
             # A name of its own for every attempt: two drivers under one name would share Ray's bookkeeping.
             name=f"{spec.name} ({run_dir.root.name}-{attempt.number})",
-            storage_path=str(attempt.ray),
+            **_storage(attempt.ray),
             failure_config=FailureConfig(max_failures=spec.failure.max_failures),
             callbacks=[TellOfLosses(attempt)],
         ),
     )
     trainer.fit()
+
+
+def _storage(folder: Path) -> dict[str, Any]:
+    """Where Ray Train keeps books of its own."""
+    if not is_remote(folder):
+        return {"storage_path": str(folder)}
+    system, path = url_to_fs(str(folder))
+    return {"storage_path": path, "storage_filesystem": PyFileSystem(FSSpecHandler(system))}
 
 
 def _work(config: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from typing import Any
 
-from train_loop.run_dir import AttemptDir, JsonLines
+from train_loop.run_dir import AttemptDir, JsonLines, storage_failed
 
 log = logging.getLogger(__name__)
 _MOST_LATE = 100_000
@@ -28,6 +28,8 @@ class Journal:
         """Say that something happened."""
         if self._speaks:
             self._events.append(event=name, **fields)
+            # Whoever waits for events should not wait for more; steps come by the dozen.
+            self._events.flush_if_possible()
 
     def warn(self, message: str) -> None:
         """Say, in the log too, what the user should know although the run goes on."""
@@ -39,6 +41,11 @@ class Journal:
         """Write one optimizer step's numbers."""
         if self._speaks:
             self._metrics.append(**fields)
+
+    def flush(self) -> None:
+        """Have all that was said on storage; on file systems it is. Raises what storage raises."""
+        for lines in (self._events, self._metrics):
+            lines.flush()
 
 
 class _Patient:
@@ -58,6 +65,24 @@ class _Patient:
                 while self._late:
                     self._lines.append(**self._late[0])
                     self._late.popleft()
-            except OSError as error:
+            except Exception as error:
+                if not storage_failed(error):
+                    raise
                 if len(self._late) == 1:
-                    log.warning("%s cannot be written to, and its lines wait: %s", self._lines.path, error)
+                    self._warn(error)
+
+    def flush(self) -> None:
+        """Have them on storage."""
+        self._lines.flush()
+
+    def flush_if_possible(self) -> None:
+        """The same, or later where storage fails."""
+        try:
+            self.flush()
+        except Exception as error:
+            if not storage_failed(error):
+                raise
+            self._warn(error)
+
+    def _warn(self, error: Exception) -> None:
+        log.warning("%s cannot be written to, and its lines wait: %s", self._lines.path, error)

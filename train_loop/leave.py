@@ -5,6 +5,8 @@ import os
 import sys
 from typing import NoReturn
 
+from train_loop.run_dir import flush_all
+
 
 def leave() -> NoReturn:
     """End this process as done, without Python's finalization.
@@ -15,6 +17,7 @@ def leave() -> NoReturn:
     look failed.
     """
     logging.shutdown()
+    flush_all()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

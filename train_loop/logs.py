@@ -1,10 +1,15 @@
 """One log file for a process, beside what it prints anyway."""
 
 import faulthandler
+import io
 import logging
 import sys
+from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast
+
+from train_loop.run_dir import is_remote
+from train_loop.run_dir.segments import SegmentWriter
 
 
 class _Tee:
@@ -26,11 +31,40 @@ class _Tee:
         return getattr(self._stream, name)
 
 
-def log_to(path: Path, *, level: int = logging.INFO) -> None:
-    """Append what this process logs and prints to a file, and the stacks of all threads where it crashes."""
+def _numberless(line: str, number: int) -> bytes:
+    return f"{line}\n".encode()
+
+
+class _Segments(io.TextIOBase):
+    """A log on object storage; whole lines go there, a second later."""
+
+    def __init__(self, path: Path) -> None:
+        self._segments = SegmentWriter(path)
+        self._line = ""
+
+    def write(self, text: str) -> int:
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            self._segments.append(partial(_numberless, line))
+        return len(text)
+
+    def flush(self) -> None:
+        """Lines go to storage by themselves, every second."""
+
+
+def open_log(path: Path) -> TextIO:
+    """A file to append to; the stacks of all threads go there too where the process crashes, if it is a real one."""
+    if is_remote(path):
+        return cast(TextIO, _Segments(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a", buffering=1)
     faulthandler.enable(file)
+    return file
+
+
+def log_to(path: Path, *, level: int = logging.INFO) -> None:
+    """Append what this process logs and prints to a file, and the stacks of all threads where it crashes."""
+    file = open_log(path)
     sys.stdout = _Tee(sys.stdout, file)
     sys.stderr = _Tee(sys.stderr, file)
     ours = logging.getLogger("train_loop")

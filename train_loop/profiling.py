@@ -3,11 +3,14 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch.profiler import profile
 
 from train_loop.assemble import Run
+from train_loop.run_dir import copy_files
 
 
 @contextmanager
@@ -23,12 +26,15 @@ def profiled(run: Run) -> Iterator[None]:
     with profile(record_shapes=True, profile_memory=True) as found:
         yield
     file = partial(run.session.run_dir.attempt(run.session.attempt).profile, run.mesh.rank, step)
-    file("trace.json").parent.mkdir(parents=True, exist_ok=True)
-    found.export_chrome_trace(str(file("trace.json")))
-    if on_gpu:
-        # What https://docs.pytorch.org/memory_viz shows.
-        torch.cuda.memory._dump_snapshot(str(file("memory.pickle")))  # type: ignore[no-untyped-call]
-        torch.cuda.memory._record_memory_history(enabled=None)
-    else:
-        file("memory.txt").write_text(found.key_averages().table(sort_by="self_cpu_memory_usage"))
-    run.journal.event("profiled", step=step, folder=str(file("trace.json").parent))
+    folder = file("trace.json").parent
+    with TemporaryDirectory() as work:
+        found.export_chrome_trace(f"{work}/{file('trace.json').name}")
+        if on_gpu:
+            # What https://docs.pytorch.org/memory_viz shows.
+            torch.cuda.memory._dump_snapshot(f"{work}/{file('memory.pickle').name}")  # type: ignore[no-untyped-call]
+            torch.cuda.memory._record_memory_history(enabled=None)
+        else:
+            table = found.key_averages().table(sort_by="self_cpu_memory_usage")
+            Path(work, file("memory.txt").name).write_text(table)
+        copy_files(Path(work), folder)
+    run.journal.event("profiled", step=step, folder=str(folder))

@@ -9,7 +9,7 @@ from train_loop.checkpoint.contents import draft_manifest, tensors_to_save
 from train_loop.checkpoint.load import restore
 from train_loop.checkpoint.save import Saver
 from train_loop.checkpoint.times import SaveTimes
-from train_loop.control import agree, who_works, wishes
+from train_loop.control import StopSign, agree, who_works, wishes
 from train_loop.data.dataset import Dataset, Rows
 from train_loop.data.reader import StreamPlan
 from train_loop.errors import CheckpointError
@@ -51,6 +51,7 @@ def loop(run: Run, saver: Saver) -> Stop | None:
     """Step until the run is done, or asked to stop, which is returned; its last checkpoint may still be in flight."""
     state, stop, measured = run.state, None, dict[str, float]()
     times, watch = SaveTimes(run.spec.checkpoint, step=state.step), PreemptionWatch(run.session)
+    sign = StopSign(run.session)
     left = StreamPlan(run.dataset, run.order, state.consumed, run.order.steps_left(state.consumed))
     rows = run.session.open_stream(left, run.mesh.plan, run.mesh.rank)
     clock = StepClock()
@@ -58,7 +59,7 @@ def loop(run: Run, saver: Saver) -> Stop | None:
         clock.begin()
         batch = next_batch(run, rows, clock)
         clock.data_arrived()
-        mine = wishes(run.session, save=times.overdue, look=watch.overdue, trouble=saver.in_trouble)
+        mine = wishes(sign, save=times.overdue, look=watch.overdue, trouble=saver.in_trouble)
         agreed = agree(batch, clock, mine, run.mesh)
         stop = agreed.stop
         if agreed.trouble:

@@ -6,7 +6,16 @@ from pathlib import Path
 
 from service.domain.decide import Training
 from service.ports import Checkpoint, Cursor, Line, LogPage, LogSource, Progress, Sighting, Story
-from train_loop.run_dir import AttemptDir, ExportStatus, ExportWish, RunDir, Stop, read_lines
+from train_loop.run_dir import (
+    AttemptDir,
+    ExportStatus,
+    ExportWish,
+    RunDir,
+    Stop,
+    read_appended,
+    read_lines,
+    size_appended,
+)
 from train_loop.spec import JobSpec
 
 _TRAINING = {"training_started": Training.YES, "workers_lost": Training.LOST}
@@ -58,7 +67,7 @@ class LocalRunDirs:
         number = source.attempt or (attempts[-1].number if attempts else 1)
         folder = RunDir.at(run_dir).attempt(number)
         path = folder.driver_log if source.rank is None else folder.rank_log(source.rank)
-        return _read_log(path, after, limit) if path.exists() else LogPage((), after, has_more=False)
+        return _read_log(path, after, limit)
 
     def checkpoints(self, run_dir: str) -> list[Checkpoint]:
         """The committed checkpoints, oldest first."""
@@ -109,17 +118,14 @@ def _progress(attempts: Sequence[AttemptDir], of: int | None) -> Progress | None
 
 def _last_line(path: Path) -> Line | None:
     """The newest whole line of a JSON lines file, read from its end: the file grows for days."""
-    if not path.exists():
-        return None
-    size, window = path.stat().st_size, _WINDOW
-    while True:
-        with path.open("rb") as file:
-            file.seek(max(size - window, 0))
-            whole = file.read().split(b"\n")[:-1]
+    size, window = size_appended(path), _WINDOW
+    while size:
+        whole = read_appended(path, max(size - window, 0), window).split(b"\n")[:-1]
         lines = [line for line in map(_parse, reversed(whole)) if line is not None]
         if lines or window >= size:
             return lines[0] if lines else None
         window *= 4
+    return None
 
 
 def _parse(line: bytes) -> Line | None:
@@ -136,9 +142,7 @@ def _number(line: Line, name: str) -> float | None:
 
 
 def _read_log(path: Path, after: int, limit: int) -> LogPage:
-    with path.open("rb") as file:
-        file.seek(after)
-        window = file.read(_WINDOW)
+    window = read_appended(path, after, _WINDOW) if size_appended(path) > after else b""
     *lines, rest = window.split(b"\n")
     if not lines and len(window) == _WINDOW:
         return LogPage((rest.decode(errors="replace"),), after + _WINDOW, has_more=True)

@@ -18,8 +18,8 @@ from tests.support.torchrun import write_tokens
 from train_loop.assemble import Run, build_run
 from train_loop.checkpoint import save
 from train_loop.checkpoint.contents import draft_manifest, tensors_to_save
+from train_loop.checkpoint.ledgers import ledger_of
 from train_loop.checkpoint.load import restore
-from train_loop.checkpoint.retention import put_aside
 from train_loop.checkpoint.save import Saver
 from train_loop.data.cache import find_dataset
 from train_loop.data.reader import local_stream
@@ -72,7 +72,7 @@ def save_and_train_on(folder: Path, mode: SaveMode) -> bool:
     assert all(not weight.any() for weight in whole(zeroed).values())
     dist.barrier()
     if dist.get_rank() == 0:
-        put_aside(run.session.run_dir.checkpoint(8), 1)
+        ledger_of(run.session.run_dir, 1).put_aside(8)
     dist.barrier()
     restore(other)
     return other.state.step == 7 and all(torch.equal(whole(other)[name], weight) for name, weight in before.items())

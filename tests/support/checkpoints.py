@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from train_loop.checkpoint.commit import commit
+from train_loop.checkpoint.ledgers import ledger_of
 from train_loop.checkpoint.manifest import describe_file
 from train_loop.run_dir import DataPosition, Manifest, RunDir
 
@@ -37,5 +37,5 @@ def unfinished(run_dir: RunDir, step: int, *, attempt: int = 1, **files: bytes) 
 
 def checkpoint(run_dir: RunDir, step: int, **files: bytes) -> Path:
     """A committed checkpoint of the given files."""
-    commit(run_dir, 1, unfinished(run_dir, step, attempt=1, **files))
+    ledger_of(run_dir, 1).commit(unfinished(run_dir, step, attempt=1, **files))
     return run_dir.checkpoint(step)

@@ -13,8 +13,23 @@ from train_loop.data.reader import local_stream
 from train_loop.failure import failure_told
 from train_loop.run_dir import RunDir, read_lines
 from train_loop.session import Session
+from train_loop.spec import JobSpec
 
 STEPS, BATCH, LENGTH = 6, 4, 32
+
+
+def job_of(data: Path, world: int, **parts: dict[str, Any]) -> JobSpec:
+    """The spec of a small run, with parts of it overridden."""
+    base: dict[str, dict[str, Any]] = {
+        "model": {"config": TINY, "dtype": "fp32", "gradient_checkpointing": "none"},
+        "data": {"train": {"path": str(data)}, "columns": {"input_ids": "ids"}, "packing": False, "shuffle": False},
+        "training": {"max_steps": STEPS, "global_batch_size": BATCH, "audit_samples": True, "weight_decay": 0.1}
+        # A schedule that depends on the steps done, and not on those to come.
+        | {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3},
+        "checkpoint": {"every_steps": 3},
+        "scaling": {"num_workers": world},
+    }
+    return spec(**{name: base.get(name, {}) | parts.get(name, {}) for name in base | parts})
 
 
 def run(
@@ -28,17 +43,8 @@ def run(
     **training: Any,
 ) -> None:
     """A run in a folder, with parts of its spec and of its session overridden."""
-    job = spec(
-        model={"config": TINY, "dtype": "fp32", "gradient_checkpointing": "none"} | (model or {}),
-        data={"train": {"path": str(data)}, "columns": {"input_ids": "ids"}, "packing": False, "shuffle": False},
-        training={"max_steps": STEPS, "global_batch_size": BATCH, "audit_samples": True, "weight_decay": 0.1}
-        # A schedule that depends on the steps done, and not on those to come.
-        | {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3}
-        | training,
-        strategy=strategy or {},
-        checkpoint={"every_steps": 3} | (checkpoint or {}),
-        scaling={"num_workers": dist.get_world_size()},
-    )
+    parts = {"model": model or {}, "strategy": strategy or {}, "checkpoint": checkpoint or {}, "training": training}
+    job = job_of(data, dist.get_world_size(), **parts)
     session = Session(dist.get_rank(), dist.get_world_size(), 0, 1, RunDir(folder), local_stream)
     session = replace(session, **(place or {}))
     with failure_told(session):

@@ -8,6 +8,7 @@ import json
 import logging
 import shutil
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -27,7 +28,17 @@ from train_loop.data.tokenizer import load_tokenizer
 from train_loop.errors import CheckpointError, UserError
 from train_loop.model.build import DTYPES, build_model
 from train_loop.model_folder import model_folder, tokenizer_folder
-from train_loop.run_dir import ExportState, ExportStatus, ExportWish, RunDir, make_folder, sync, write_durably
+from train_loop.run_dir import (
+    ExportState,
+    ExportStatus,
+    ExportWish,
+    RunDir,
+    copy_files,
+    is_remote,
+    make_folder,
+    sync,
+    write_durably,
+)
 from train_loop.spec import JobSpec
 
 SHARD_BYTES = 5 * 10**9
@@ -70,20 +81,34 @@ def export(run_dir: RunDir, step: int, wish: ExportWish, *, shard_bytes: int = S
     Raises UserError where the run has no such checkpoint or weights, CheckpointError where it does not verify, OSError.
     """
     folder = run_dir.exports.folder(step, wish)
-    if folder.exists():
+    done = run_dir.exports.status(step, wish, now=time.time())
+    if folder.exists() and (done is None or done.state == "done"):
         return folder
     with _kept(run_dir, step), _told(run_dir, step, wish) as progress:
         source = _open(run_dir, step, wish)
-        for left in folder.parent.glob(f"{folder.name}.tmp-*"):
-            shutil.rmtree(left, ignore_errors=True)
-        work = folder.with_name(f"{folder.name}.tmp-{uuid.uuid4().hex}")
-        make_folder(work)
-        _write_weights(source, work, wish, progress=progress, shard_bytes=shard_bytes)
-        _write_rest(source, work, run_dir, wish)
-        sync(work)
-        work.rename(folder)
-        sync(folder.parent)
+        if not is_remote(folder):
+            for left in folder.parent.glob(f"{folder.name}.tmp-*"):
+                shutil.rmtree(left, ignore_errors=True)
+        with _workplace(folder) as work:
+            _write_weights(source, work, wish, progress=progress, shard_bytes=shard_bytes)
+            _write_rest(source, work, run_dir, wish)
     return folder
+
+
+@contextmanager
+def _workplace(folder: Path) -> Iterator[Path]:
+    """A local folder that becomes the one asked for; on object storage, by a copy."""
+    if is_remote(folder):
+        with tempfile.TemporaryDirectory() as work:
+            yield Path(work)
+            copy_files(Path(work), folder)
+        return
+    beside = folder.with_name(f"{folder.name}.tmp-{uuid.uuid4().hex}")
+    make_folder(beside)
+    yield beside
+    sync(beside)
+    beside.rename(folder)
+    sync(folder.parent)
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from train_loop.assemble import Run
-from train_loop.checkpoint.commit import check_fence
 from train_loop.checkpoint.contents import put_back, rng_key, tensors_of
+from train_loop.checkpoint.ledger import check_fence
+from train_loop.checkpoint.ledgers import ledger_of
 from train_loop.checkpoint.manifest import verify
 from train_loop.checkpoint.read import CheckpointReader
-from train_loop.checkpoint.retention import put_aside, remove_leftovers, step_of, without_manifest
 from train_loop.errors import DataError, FencedError
 from train_loop.run_dir import Manifest
 from train_loop.state import seed_generators, set_rng_state
@@ -70,7 +70,7 @@ def _agree_on_newest(run: Run) -> Manifest | None:
             return manifest
         if run.mesh.rank == 0:
             run.journal.event("checkpoint_rejected", step=manifest.step, reason="; ".join(rejected))
-            put_aside(run.session.run_dir.checkpoint(manifest.step), run.session.attempt)
+            ledger_of(run.session.run_dir, run.session.attempt).put_aside(manifest.step)
     return None
 
 
@@ -78,10 +78,10 @@ def _candidates(run: Run) -> list[Manifest]:
     """What claims to be a checkpoint, newest first, after a look at the fence and a clean-up, in this order."""
     run_dir, attempt = run.session.run_dir, run.session.attempt
     check_fence(run_dir, attempt)
-    remove_leftovers(run_dir, attempt)
-    for folder in without_manifest(run_dir):
-        run.journal.event("checkpoint_rejected", step=step_of(folder), reason="its manifest is missing or damaged")
-        put_aside(folder, attempt)
+    ledger = ledger_of(run_dir, attempt)
+    for step in ledger.clear():
+        run.journal.event("checkpoint_rejected", step=step, reason="its manifest is missing or damaged")
+        ledger.put_aside(step)
     return [manifest for _, manifest in sorted(run_dir.manifests().items(), reverse=True)]
 
 

@@ -3,6 +3,7 @@
 import io
 import mmap
 import os
+import pickle
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -11,20 +12,27 @@ import torch
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from train_loop.checkpoint.frame import frame_of
+from train_loop.checkpoint.ledger import METADATA
+from train_loop.run_dir import is_remote
 
 
 class CheckpointReader(FileSystemReader):
     """DCP's reader, without unpickling where a tensor lies in the file as our writer puts it there."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+        super().__init__(str(folder))
         self._folder = folder
         self._described: dict[str, Any] = {}
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Called by DCP."""
+        metadata: Metadata = pickle.loads((self._folder / METADATA).read_bytes())
+        return metadata
 
     def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Called by DCP."""
@@ -75,6 +83,8 @@ def _chunk(described: TensorStorageMetadata, index: MetadataIndex) -> ChunkStora
 
 
 def _mapped(path: Path) -> memoryview:
+    if is_remote(path):
+        return memoryview(bytearray(path.read_bytes()))
     with path.open("rb") as file:
         if not os.fstat(file.fileno()).st_size:
             return memoryview(b"")

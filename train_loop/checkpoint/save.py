@@ -1,25 +1,24 @@
 """Saving beside the loop: copy, write, hash and commit behind its back, one save at a time."""
 
-import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from train_loop.checkpoint.commit import METADATA, check_fence, commit
 from train_loop.checkpoint.image import Contents, Image, Places
+from train_loop.checkpoint.ledger import METADATA, Ledger, check_fence
+from train_loop.checkpoint.ledgers import ledger_of
 from train_loop.checkpoint.retention import retire_others
 from train_loop.checkpoint.staging import StagingBuffer
 from train_loop.checkpoint.write import FileWriter, OwnWriter, ProcessWriter
 from train_loop.errors import CheckpointError, FencedError
 from train_loop.journal import Journal
 from train_loop.patience import patiently
-from train_loop.run_dir import CheckpointFile, Manifest, make_folder, sync
+from train_loop.run_dir import CheckpointFile, Manifest, is_remote, storage_failed, sync
 from train_loop.session import Session
 from train_loop.spec import CheckpointSpec, SaveMode
 from train_loop.vitals import StepClock
@@ -43,6 +42,7 @@ class Saver:
     def __init__(self, session: Session, journal: Journal, spec: CheckpointSpec, mode: SaveMode) -> None:
         self._run_dir = session.run_dir
         self._attempt = session.attempt
+        self._ledger: Ledger = ledger_of(session.run_dir, session.attempt)
         self._journal = journal
         self._spec = spec
         self._mode = mode
@@ -106,12 +106,11 @@ class Saver:
 
     def _finish(self, contents: Contents, draft: Manifest, started: float) -> str | None:
         """Hear every rank say that its file is durable; then rank 0 commits. All ranks end alike."""
-        folder = self._run_dir.checkpoint_in_progress(draft.step, self._attempt)
-        told = self._tell_all(self._or_fault(partial(self._write, folder, contents)))
+        told = self._tell_all(self._or_fault(partial(self._write, draft.step, contents)))
         faults = [word for word in told if not isinstance(word, Share)]
         fault = next((word for word in faults if isinstance(word, FencedError)), "; ".join(map(str, faults)) or None)
         if fault is None and self._rank == 0:
-            committed = self._or_fault(partial(self._commit, folder, draft, told))
+            committed = self._or_fault(partial(self._commit, draft, told))
             if isinstance(committed, Manifest):
                 self._tell_commit(committed, perf_counter() - started)
             else:
@@ -125,8 +124,7 @@ class Saver:
             return None
         self._journal.event("checkpoint_failed", step=draft.step, reason=fault, in_a_row=self._failed_in_a_row)
         if self._rank == 0:
-            # What is left of it may be what fills the disk.
-            shutil.rmtree(folder, ignore_errors=True)
+            self._ledger.discard(draft.step)
         return f"the checkpoint of step {draft.step} was not committed: {fault}"
 
     def _tell_all(self, word: Any) -> list[Any]:
@@ -137,38 +135,43 @@ class Saver:
     def _or_fault(self, act: Callable[[], T]) -> T | FencedError | str:
         """What an act on storage returns, or what went wrong for too long: a silent rank would hang the others."""
         try:
-            return patiently(act, seconds=PATIENCE, may_pass=_may_pass, told=self._tell_delay)
+            return patiently(act, seconds=PATIENCE, may_pass=storage_failed, told=self._tell_delay)
         except FencedError as error:
             return error
         except Exception as error:
             return f"rank {self._rank}: {type(error).__name__}: {error}"
 
-    def _write(self, folder: Path, contents: Contents) -> Share:
+    def _write(self, step: int, contents: Contents) -> Share:
         """Make this rank's file durable."""
         # Storage that fails may be what a newer attempt has cleaned.
         check_fence(self._run_dir, self._attempt)
-        make_folder(folder)
+        folder = self._ledger.workplace(step)
         path = folder / self._image.file
         try:
             file = self._writer.write(path, contents.pieces)
-            sync(folder)
+            if not is_remote(folder):
+                sync(folder)
         except OSError:
-            # Half a file may be what fills the disk.
-            path.unlink(missing_ok=True)
+            # Half a file may be what fills the disk; of an object there are no halves.
+            if not is_remote(path):
+                path.unlink(missing_ok=True)
             raise
         return Share(path.name, file, contents.objects)
 
-    def _commit(self, folder: Path, draft: Manifest, shares: list[Share]) -> Manifest:
+    def _commit(self, draft: Manifest, shares: list[Share]) -> Manifest:
+        # Who resumes from it does not say again what was said of the steps before.
+        self._journal.flush()
+        folder = self._ledger.workplace(draft.step)
         metadata = self._image.metadata(share.objects for share in shares)
         described = OwnWriter().write(folder / METADATA, [memoryview(metadata)])
         files = {share.name: share.file for share in shares} | {METADATA: described}
-        return commit(self._run_dir, self._attempt, draft.model_copy(update={"files": files}))
+        return self._ledger.commit(draft.model_copy(update={"files": files}))
 
     def _tell_commit(self, manifest: Manifest, seconds: float) -> None:
         numbers = {"step": manifest.step, "bytes": manifest.bytes, "seconds": round(seconds, 3)}
         self._journal.event("checkpoint_committed", **numbers)
         try:
-            retire_others(self._run_dir, self._spec)
+            retire_others(self._run_dir, self._ledger, self._spec)
         except OSError as error:
             self._journal.warn(f"older checkpoints could not be removed: {error}; they will be after the next save")
 
@@ -176,7 +179,3 @@ class Saver:
         # Of the ranks that write, any can be the one whose storage fails.
         journal = Journal(self._run_dir.attempt(self._attempt))
         journal.event("checkpoint_delayed", rank=self._rank, reason=f"{type(error).__name__}: {error}")
-
-
-def _may_pass(error: BaseException) -> bool:
-    return isinstance(error, OSError)

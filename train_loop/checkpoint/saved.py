@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from train_loop.checkpoint.commit import METADATA
 from train_loop.checkpoint.frame import frame_of
+from train_loop.checkpoint.ledger import METADATA
 
 _PIECE_BYTES = 16 * 2**20
 

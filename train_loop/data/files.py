@@ -25,11 +25,6 @@ _LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectory
 _LASTING_NAMES = {"FileExpired", "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
 """What trying again does not help against; by name, what belongs to packages that need not be installed."""
 
-# One request at a time of ours: botocore's own attempts, times those of s3fs, would make a silent server take hours.
-fsspec.config.conf.setdefault("s3", {}).setdefault(
-    "config_kwargs", {"retries": {"total_max_attempts": 1}, "connect_timeout": 10, "read_timeout": 30}
-)
-
 
 @dataclass(frozen=True)
 class File:

@@ -4,11 +4,13 @@ Workers write and the service reads, except under control/, where it is the othe
 here, so that neither side has to know the other.
 """
 
-from train_loop.run_dir.durable import local_path, make_folder, replace_durably, sync, write_durably
+from train_loop.run_dir.durable import local_path, make_folder, replace_durably, storage_path, sync, write_durably
 from train_loop.run_dir.exports import ExportDir, ExportState, ExportStatus, ExportWish
 from train_loop.run_dir.formats import CheckpointFile, DataPosition, Fence, Format, Manifest, Outcome, Stop
-from train_loop.run_dir.lines import JsonLines, read_lines
+from train_loop.run_dir.lines import JsonLines, read_appended, read_lines, size_appended
 from train_loop.run_dir.paths import AttemptDir, RunDir
+from train_loop.run_dir.remote import copy_files, create, is_remote, remove_all, storage_failed
+from train_loop.run_dir.segments import flush_all
 
 __all__ = [
     "AttemptDir",
@@ -25,10 +27,19 @@ __all__ = [
     "Outcome",
     "RunDir",
     "Stop",
+    "copy_files",
+    "create",
+    "flush_all",
+    "is_remote",
     "local_path",
     "make_folder",
+    "read_appended",
     "read_lines",
+    "remove_all",
     "replace_durably",
+    "size_appended",
+    "storage_failed",
+    "storage_path",
     "sync",
     "write_durably",
 ]

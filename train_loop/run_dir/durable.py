@@ -5,6 +5,8 @@ import time
 from pathlib import Path
 from urllib.parse import unquote
 
+from train_loop.run_dir.remote import is_remote, remote_path
+
 
 def local_path(uri: str) -> Path:
     """A file:// URI or plain path as an absolute path. Raises ValueError for another scheme, or another host."""
@@ -19,8 +21,16 @@ def local_path(uri: str) -> Path:
     return Path(os.path.abspath(uri))
 
 
+def storage_path(uri: str) -> Path:
+    """A path at a plain path, or at the URI of any storage that fsspec knows. Raises ValueError."""
+    return remote_path(uri) if "://" in uri and not uri.startswith("file://") else local_path(uri)
+
+
 def write_durably(path: Path, text: str) -> None:
     """Write a file, and the folders that it lies in, so that a crash at any instant leaves the old or the new."""
+    if is_remote(path):
+        path.write_bytes(text.encode())
+        return
     make_folder(path.parent)
     replace_durably(path, text)
 

@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from train_loop.run_dir.remote import is_remote
+from train_loop.run_dir.segments import SegmentWriter, segments
+
 
 class JsonLines:
     """An append-only file of JSON objects, each with seq, time and attempt; several processes may append.
@@ -20,26 +23,64 @@ class JsonLines:
     def __init__(self, path: Path, *, attempt: int) -> None:
         self.path = path
         self.attempt = attempt
+        self._segments: SegmentWriter | None = None
 
     def append(self, **fields: Any) -> None:
         """Add one line. Numbers that are not finite become null, because JSON has none."""
+        if is_remote(self.path):
+            self._segments = self._segments or SegmentWriter(self.path)
+            self._segments.append(lambda seq: self._line(seq, fields))
+            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             torn, seq = _tail(file.fileno())
-            head = {"seq": seq + 1, "time": time.time(), "attempt": self.attempt}
-            line = json.dumps(head | {name: _finite(value) for name, value in fields.items()}, allow_nan=False)
-            whole = (b"\n" if torn else b"") + line.encode() + b"\n"
+            whole = (b"\n" if torn else b"") + self._line(seq + 1, fields)
             if os.write(file.fileno(), whole) < len(whole):
                 # The rest found no place; the next line closes what is torn.
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
+    def flush(self) -> None:
+        """Have all lines on storage; on file systems they are. Raises OSError."""
+        if self._segments is not None:
+            self._segments.flush()
+
+    def _line(self, seq: int, fields: dict[str, Any]) -> bytes:
+        head = {"seq": seq, "time": time.time(), "attempt": self.attempt}
+        line = json.dumps(head | {name: _finite(value) for name, value in fields.items()}, allow_nan=False)
+        return line.encode() + b"\n"
+
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The whole lines of a JSON lines file, in order; nothing where there is no file."""
-    if path.exists():
+    if is_remote(path):
+        for part in segments(path):
+            yield from filter(None, map(_parse_line, part.read_bytes().splitlines(keepends=True)))
+    elif path.exists():
         with path.open("rb") as file:
             yield from filter(None, map(_parse_line, file))
+
+
+def size_appended(path: Path) -> int:
+    """Bytes of a file that is appended to; 0 where there is none."""
+    if is_remote(path):
+        return sum(part.stat().st_size for part in segments(path))
+    return path.stat().st_size if path.exists() else 0
+
+
+def read_appended(path: Path, start: int, length: int) -> bytes:
+    """Bytes of a file that is appended to, as it is now."""
+    if not is_remote(path):
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.read(length)
+    found = bytearray()
+    for part in segments(path):
+        size = part.stat().st_size
+        if start < size and len(found) < length:
+            found += part.read_bytes()[start : start + length - len(found)]
+        start = max(start - size, 0)
+    return bytes(found)
 
 
 def _parse_line(line: bytes) -> dict[str, Any] | None:

@@ -1,13 +1,15 @@
 """Where everything of a run lies, and reading and writing its JSON files."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from train_loop.run_dir.durable import local_path, write_durably
+from train_loop.run_dir.durable import storage_path, write_durably
 from train_loop.run_dir.exports import ExportDir
 from train_loop.run_dir.formats import Fence, Format, Manifest, Outcome, Stop
+from train_loop.run_dir.remote import is_remote
 from train_loop.spec import JobSpec, dump, parse_text
 
 T = TypeVar("T", bound=Format)
@@ -75,8 +77,8 @@ class RunDir:
 
     @classmethod
     def at(cls, uri: str) -> "RunDir":
-        """The run directory at a file:// URI or a plain path. Raises ValueError for another scheme."""
-        return cls(local_path(uri))
+        """The run directory at a plain path, or at the URI of any storage that fsspec knows. Raises ValueError."""
+        return cls(storage_path(uri))
 
     def attempt(self, number: int) -> AttemptDir:
         """One attempt's folder; it need not exist yet."""
@@ -104,7 +106,7 @@ class RunDir:
     def manifests(self) -> dict[int, Manifest]:
         """Manifests of what claims to be a checkpoint, by step; whether the files still match is for a verifier."""
         found = ((path, _read(path / "manifest.json", Manifest)) for path in self.checkpoints.glob("step-????????"))
-        whole = ((path, m) for path, m in sorted(found) if m is not None and m.is_whole)
+        whole = ((path, m) for path, m in sorted(found, key=str) if m is not None and m.is_whole)
         return {m.step: m for path, m in whole if path == self.checkpoint(m.step)}
 
     def pins(self) -> set[int]:
@@ -139,7 +141,12 @@ class RunDir:
 
     @property
     def cache(self) -> Path:
-        """Prepared data of all jobs on this storage: `<storage>/_cache`."""
+        """Prepared data of all jobs on this storage, `<storage>/_cache`; for object storage, in the service's home.
+
+        There it must be a folder that all workers see: samples are read from it by their place in a file.
+        """
+        if is_remote(self.root):
+            return Path(os.environ.get("TRAINSHED_HOME", "~/.trainshed")).expanduser() / "runs" / "_cache"
         return self.root.parent.parent / "_cache"
 
     @property

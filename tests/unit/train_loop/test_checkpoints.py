@@ -8,15 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.checkpoints import checkpoint, manifest, unfinished
-from train_loop.checkpoint.commit import commit
+from train_loop.checkpoint.folder_ledger import FolderLedger
 from train_loop.checkpoint.manifest import newest_verified, verify
-from train_loop.checkpoint.retention import (
-    chosen,
-    put_aside,
-    remove_leftovers,
-    retire_others,
-    without_manifest,
-)
+from train_loop.checkpoint.retention import chosen, retire_others
 from train_loop.checkpoint.times import SaveTimes
 from train_loop.errors import FencedError
 from train_loop.run_dir import RunDir
@@ -74,9 +68,9 @@ def test_retention_keeps_the_newest_and_leaves_saves_in_flight_alone(tmp_path: P
     for step in (10, 20, 30):
         checkpoint(run_dir, step, weights=b"abc")
     run_dir.checkpoint_in_progress(40, 1).mkdir()
-    retire_others(run_dir, CheckpointSpec(keep_last=2))
+    retire_others(run_dir, FolderLedger(run_dir, 1), CheckpointSpec(keep_last=2))
     assert names(run_dir) == {"step-00000020", "step-00000030", "step-00000040.tmp-1"}
-    remove_leftovers(run_dir, 1)
+    FolderLedger(run_dir, 1).clear()
     assert names(run_dir) == {"step-00000020", "step-00000030"}
 
 
@@ -85,10 +79,10 @@ def test_a_pinned_checkpoint_stays_until_it_is_unpinned(tmp_path: Path) -> None:
     for step in (10, 20):
         checkpoint(run_dir, step, weights=b"abc")
     assert run_dir.pin(10)
-    retire_others(run_dir, CheckpointSpec(keep_last=1))
+    retire_others(run_dir, FolderLedger(run_dir, 1), CheckpointSpec(keep_last=1))
     assert names(run_dir) == {"step-00000010", "step-00000020"}
     run_dir.unpin(10)
-    retire_others(run_dir, CheckpointSpec(keep_last=1))
+    retire_others(run_dir, FolderLedger(run_dir, 1), CheckpointSpec(keep_last=1))
     assert names(run_dir) == {"step-00000020"}
 
 
@@ -104,7 +98,7 @@ def test_a_removal_that_was_cut_short_is_finished_or_for_a_pin_undone(tmp_path: 
     if pinned:
         assert run_dir.pin(10)
     folder.rename(folder.with_name(f"{folder.name}.retired"))
-    remove_leftovers(run_dir, 1)
+    FolderLedger(run_dir, 1).clear()
     assert sorted(run_dir.manifests()) == [10] * pinned
     assert names(run_dir) == ({folder.name} if pinned else set())
 
@@ -115,24 +109,24 @@ def test_a_pin_does_not_bring_back_what_is_half_removed(tmp_path: Path) -> None:
     assert run_dir.pin(10)
     (folder / "manifest.json").unlink()
     folder.rename(folder.with_name(f"{folder.name}.retired"))
-    remove_leftovers(run_dir, 1)
+    FolderLedger(run_dir, 1).clear()
     assert names(run_dir) == set()
 
 
 def test_of_rejected_checkpoints_only_the_newest_is_kept_to_be_looked_at(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     for step in (10, 20, 30):
-        put_aside(checkpoint(run_dir, step, weights=b"abc"), 1)
+        checkpoint(run_dir, step, weights=b"abc")
+        FolderLedger(run_dir, 1).put_aside(step)
     checkpoint(run_dir, 40, weights=b"abc")
-    retire_others(run_dir, CheckpointSpec())
     assert names(run_dir) == {"step-00000030.rejected-1", "step-00000040"}
 
 
 def test_a_step_trained_again_takes_the_name_of_one_that_was_put_aside(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     (checkpoint(run_dir, 10, weights=b"abc") / "manifest.json").write_bytes(b"torn")
-    (folder,) = without_manifest(run_dir)
-    put_aside(folder, 1)
+    assert FolderLedger(run_dir, 1).clear() == [10]
+    FolderLedger(run_dir, 1).put_aside(10)
     checkpoint(run_dir, 10, weights=b"new")
     newest, rejected = newest_verified(run_dir)
     assert newest is not None
@@ -142,8 +136,8 @@ def test_a_step_trained_again_takes_the_name_of_one_that_was_put_aside(tmp_path:
 def test_a_commit_can_be_repeated(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     draft = unfinished(run_dir, 10, weights=b"abc")
-    commit(run_dir, 1, draft)
-    commit(run_dir, 1, draft)
+    FolderLedger(run_dir, 1).commit(draft)
+    FolderLedger(run_dir, 1).commit(draft)
     assert run_dir.manifests() == {10: draft.sealed()}
 
 
@@ -152,7 +146,7 @@ def test_an_older_attempt_cannot_commit(tmp_path: Path) -> None:
     draft = unfinished(run_dir, 10, weights=b"abc")
     run_dir.write_fence(2)
     with pytest.raises(FencedError, match="attempt 2 has taken over from attempt 1"):
-        commit(run_dir, 1, draft)
+        FolderLedger(run_dir, 1).commit(draft)
     assert run_dir.manifests() == {}
 
 
@@ -165,15 +159,15 @@ def test_held_up_after_its_look_at_the_fence_an_older_attempt_cannot_commit(
 
     def look_and_be_overtaken(*_: object) -> None:
         run_dir.write_fence(2)
-        remove_leftovers(run_dir, 2)
+        FolderLedger(run_dir, 2).clear()
         if again:
             newer = unfinished(run_dir, 10, attempt=2, weights=b"new")
             monkeypatch.undo()
-            commit(run_dir, 2, newer)
+            FolderLedger(run_dir, 2).commit(newer)
 
-    monkeypatch.setattr("train_loop.checkpoint.commit.check_fence", look_and_be_overtaken)
+    monkeypatch.setattr("train_loop.checkpoint.folder_ledger.check_fence", look_and_be_overtaken)
     with pytest.raises(FileNotFoundError, match="have been removed"):
-        commit(run_dir, 1, draft)
+        FolderLedger(run_dir, 1).commit(draft)
     assert [m.attempt for m in run_dir.manifests().values()] == [2] * again
     assert newest_verified(run_dir)[1] == {}
 
@@ -181,13 +175,13 @@ def test_held_up_after_its_look_at_the_fence_an_older_attempt_cannot_commit(
 def test_a_process_thought_dead_does_not_commit_what_its_successor_is_writing(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     draft = unfinished(run_dir, 10, zombie=b"old")
-    remove_leftovers(run_dir, 1)
+    FolderLedger(run_dir, 1).clear()
     with pytest.raises(FileNotFoundError):
-        commit(run_dir, 1, draft)
+        FolderLedger(run_dir, 1).commit(draft)
     newer = unfinished(run_dir, 10, successor=b"new")
     with pytest.raises(FileNotFoundError):
-        commit(run_dir, 1, draft)
-    commit(run_dir, 1, newer)
+        FolderLedger(run_dir, 1).commit(draft)
+    FolderLedger(run_dir, 1).commit(newer)
     assert run_dir.manifests() == {10: newer.sealed()}
 
 
@@ -196,7 +190,7 @@ def test_a_checkpoint_that_has_lost_files_takes_no_others_place(tmp_path: Path) 
     for step in (10, 20):
         checkpoint(run_dir, step, weights=b"abc")
     (run_dir.checkpoint(20) / "weights").unlink()
-    retire_others(run_dir, CheckpointSpec(keep_last=1))
+    retire_others(run_dir, FolderLedger(run_dir, 1), CheckpointSpec(keep_last=1))
     assert names(run_dir) == {"step-00000010", "step-00000020"}
 
 
@@ -229,9 +223,9 @@ def test_after_a_restart_the_best_of_all_times_is_known(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0), (40, 1.5)):
         draft = unfinished(run_dir, step, weights=b"abc")
-        commit(run_dir, 1, draft.model_copy(update={"metrics": {"loss": loss}}))
+        FolderLedger(run_dir, 1).commit(draft.model_copy(update={"metrics": {"loss": loss}}))
         # Nothing but what lies on storage tells what was best.
-        retire_others(RunDir(tmp_path), spec)
+        retire_others(RunDir(tmp_path), FolderLedger(RunDir(tmp_path), 1), spec)
     assert names(run_dir) == {"step-00000020", "step-00000040"}
 
 
@@ -275,7 +269,7 @@ def test_what_is_being_cleaned_up_does_not_come_back(tmp_path: Path) -> None:
     unfinished(run_dir, 10, weights=b"abc")
     folder = run_dir.checkpoint_in_progress(10, 1)
     folder.rename(folder.with_name(f"{folder.name}.0123abcd"))
-    remove_leftovers(run_dir, 1)
+    FolderLedger(run_dir, 1).clear()
     assert names(run_dir) == set()
     shutil.rmtree(run_dir.checkpoints)
-    remove_leftovers(run_dir, 1)
+    FolderLedger(run_dir, 1).clear()

@@ -1,0 +1,164 @@
+"""The same run on object storage: it commits, resumes bit for bit, outlives outages, passes over what is damaged."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from service.adapters.run_dirs import LocalRunDirs
+from service.ports import Cursor, LogSource
+from tests.support.ranks import on_ranks, ranks_to_kill
+from tests.support.s3 import S3Server
+from tests.support.small_runs import STEPS, job_of, numbers, run
+from tests.support.specs import TINY
+from tests.support.storage import bucket_of_runs, run_dir_on_s3
+from tests.support.torchrun import write_tokens
+from tests.support.waiting import wait_for
+from train_loop.checkpoint.export import export
+from train_loop.checkpoint.manifest import newest_verified
+from train_loop.checkpoint.saved import SavedTensors
+from train_loop.logs import open_log
+from train_loop.run_dir import ExportWish, Outcome, RunDir, Stop, flush_all, read_lines
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with bucket_of_runs() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def folder(server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data, and a run on a local disk to compare with."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_tokens(folder / "d.parquet", rows=64, length=32, vocab=TINY["vocab_size"])
+    on_ranks(2, train, folder, RunDir(folder / "local"), "thread")
+    return folder
+
+
+def train(folder: Path, run_dir: RunDir, mode: str, steps: int = STEPS) -> None:
+    run(folder / "d.parquet", folder, place={"run_dir": run_dir}, strategy={"async_save_ckpt": mode}, max_steps=steps)
+
+
+def events(run_dir: RunDir, name: str) -> list[dict[str, Any]]:
+    return [line for line in read_lines(run_dir.attempt(1).events) if line["event"] == name]
+
+
+def weights(run_dir: RunDir, step: int) -> dict[str, torch.Tensor]:
+    saved = SavedTensors(run_dir.checkpoint(step))
+    pieces = {"model.model.embed_tokens.weight", "optimizer.state.model.norm.weight.exp_avg"}
+    return {name: torch.cat([piece.values for piece in saved.pieces(name)]) for name in pieces}
+
+
+def assert_same(run_dir: RunDir, local: RunDir) -> None:
+    """The newest checkpoint is the local run's, and so is every line, however often its step was done."""
+    newest, rejected = newest_verified(run_dir)
+    assert newest is not None
+    assert (newest.step, rejected) == (STEPS, {})
+    for name, value in weights(local, STEPS).items():
+        assert torch.equal(weights(run_dir, STEPS)[name], value), name
+    expected = {line["step"]: numbers(line) for line in read_lines(local.attempt(1).metrics)}
+    assert {line["step"]: numbers(line) for line in read_lines(run_dir.attempt(1).metrics)} == expected
+
+
+@pytest.mark.parametrize("mode", ["sync", "thread", "process"])
+def test_a_run_on_object_storage_is_the_run_on_a_disk(folder: Path, mode: str) -> None:
+    run_dir = run_dir_on_s3(f"whole-{mode}")
+    on_ranks(2, train, folder, run_dir, mode)
+    assert sorted(run_dir.manifests()) == [3, 6]
+    assert_same(run_dir, RunDir(folder / "local"))
+
+
+def test_killed_amid_a_save_it_resumes_and_nothing_is_left_behind(folder: Path) -> None:
+    run_dir = run_dir_on_s3("killed")
+    with ranks_to_kill(2, train, folder, run_dir, "thread") as ranks:
+        wait_for(lambda: list(run_dir.checkpoint(6).glob("*")), "a file of the second save")
+        for rank in ranks:
+            rank.kill()
+    on_ranks(2, train, folder, run_dir, "thread")
+    assert {path.name for path in run_dir.checkpoints.iterdir()} == {"step-00000003", "step-00000006"}
+    for step, manifest in run_dir.manifests().items():
+        there = {path.name for path in run_dir.checkpoint(step).iterdir()}
+        assert there == {*manifest.files, "manifest.json"}
+    assert_same(run_dir, RunDir(folder / "local"))
+
+
+def test_an_outage_delays_a_save_and_is_told(folder: Path, server: S3Server) -> None:
+    run_dir = run_dir_on_s3("outage")
+
+    def be_out() -> None:
+        wait_for(lambda: any(line["step"] >= 2 for line in read_lines(run_dir.attempt(1).metrics)), "step 2")
+        with server.refuse():
+            time.sleep(4)
+
+    outage = threading.Thread(target=be_out)
+    outage.start()
+    on_ranks(2, train, folder, run_dir, "thread", STEPS)
+    outage.join()
+    assert server.refused
+    assert [event["step"] for event in events(run_dir, "checkpoint_committed")] == [3, 6]
+    assert_same(run_dir, RunDir(folder / "local"))
+
+
+def test_what_is_damaged_is_passed_over_with_an_event(folder: Path) -> None:
+    run_dir = run_dir_on_s3("damaged")
+    on_ranks(2, train, folder, run_dir, "thread")
+    shard = next(iter(run_dir.checkpoint(6).glob("__1_*")))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(bytes(content))
+    on_ranks(2, train, folder, run_dir, "thread")
+    (rejected,) = events(run_dir, "checkpoint_rejected")
+    assert (rejected["step"], rejected["reason"]) == (
+        6,
+        f"{shard.name} has another SHA-256 than when it was committed",
+    )
+    assert [event["resumed_from"] for event in events(run_dir, "training_started")] == [0, 3]
+    assert_same(run_dir, RunDir(folder / "local"))
+
+
+def test_it_stops_when_it_is_asked_to(folder: Path) -> None:
+    run_dir = run_dir_on_s3("stopped")
+    run_dir.write_stop(Stop(mode="cancel"))
+    on_ranks(2, train, folder, run_dir, "thread", 100_000)
+    (end,) = events(run_dir, "training_ended")
+    assert end["result"] == "cancelled"
+    assert max(run_dir.manifests()) == end["step"]
+
+
+def test_the_service_reads_it(folder: Path) -> None:
+    run_dir, dirs = run_dir_on_s3("whole-thread"), LocalRunDirs()
+    uri = str(run_dir.root)
+    first = dirs.metrics(uri, after=Cursor(), limit=4)
+    rest = dirs.metrics(uri, after=Cursor(1, int(str(first[-1]["seq"]))), limit=100)
+    assert [line["step"] for line in [*first, *rest]] == list(range(1, STEPS + 1))
+    assert [checkpoint.manifest.step for checkpoint in dirs.checkpoints(uri)] == [3, 6]
+    progress = dirs.story(uri).progress
+    assert progress is not None
+    assert progress.step == STEPS
+    run_dir.attempt(1).write_outcome(Outcome(result="succeeded", step=STEPS))
+    sighting = dirs.observe(uri, 1)
+    assert sighting.outcome is not None
+    with open_log(run_dir.attempt(1).rank_log(0)) as file:
+        file.write("one\ntwo\nthr")
+    flush_all()
+    page = dirs.log(uri, LogSource(1, 0), after=4, limit=10)
+    assert (page.lines, page.next) == (("two",), 8)
+
+
+def test_its_checkpoints_are_exported(folder: Path) -> None:
+    run_dir = run_dir_on_s3("whole-thread")
+    run_dir.write_spec(job_of(folder / "d.parquet", 2))
+    exported = export(run_dir, 6, ExportWish(dtype="fp32"), shard_bytes=100_000)
+    files = sorted(path.name for path in exported.iterdir())
+    assert files[:2] == ["config.json", "generation_config.json"]
+    assert len([name for name in files if name.startswith("model-")]) > 1
+    local = RunDir(folder / "local")
+    local.write_spec(job_of(folder / "d.parquet", 2))
+    on_disk = export(local, 6, ExportWish(dtype="fp32"), shard_bytes=100_000)
+    for name in files:
+        assert (exported / name).read_bytes() == (on_disk / name).read_bytes(), name

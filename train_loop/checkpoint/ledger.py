@@ -1,0 +1,48 @@
+"""How checkpoints come to exist, and go, on a kind of storage; what a crash leaves `clear` puts right."""
+
+from pathlib import Path
+from typing import Protocol
+
+from train_loop.errors import FencedError
+from train_loop.run_dir import Manifest, RunDir
+
+METADATA = ".metadata"
+"""DCP's own description of what lies where."""
+
+
+class Ledger(Protocol):
+    """The checkpoints of a run, as one attempt changes them. Every call may raise OSError, and can be repeated."""
+
+    def workplace(self, step: int) -> Path:
+        """The folder that the files of a save are written to; it is there."""
+
+    def commit(self, draft: Manifest) -> Manifest:
+        """Make what lies in the workplace, durable, a checkpoint. Raises FencedError where it is not ours to do."""
+
+    def discard(self, step: int) -> None:
+        """Remove what a save that failed has left."""
+
+    def clear(self) -> list[int]:
+        """Remove what dead processes have left half saved or half removed; steps whose checkpoints are damaged.
+
+        To be called with the fence written and before anybody looks which checkpoints there are: an older attempt that
+        is alive after all cannot commit any more what it has begun to save.
+        """
+
+    def put_aside(self, step: int) -> None:
+        """Take a checkpoint that was rejected out of the ledger."""
+
+    def retire(self, step: int) -> None:
+        """Remove a checkpoint, unless somebody has pinned it."""
+
+
+def check_fence(run_dir: RunDir, attempt: int) -> None:
+    """Raise FencedError where a newer attempt has taken over."""
+    fence = run_dir.fence()
+    if fence > attempt:
+        raise FencedError(f"attempt {fence} has taken over from attempt {attempt}, which ends here")
+
+
+def step_of(folder: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(folder.name.removeprefix("step-").partition(".")[0])

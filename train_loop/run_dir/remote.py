@@ -1,0 +1,64 @@
+"""Run directories on object storage: paths of fsspec's file systems, used like those of pathlib.
+
+An object appears whole, durably and under its name by one request, or not at all; there are no folders and no renames.
+"""
+
+import shutil
+from pathlib import Path
+from typing import cast
+
+import fsspec
+from upath import UPath
+
+# One request at a time of ours: botocore's own attempts, times those of s3fs, would make a silent server take hours.
+fsspec.config.conf.setdefault("s3", {}).setdefault(
+    "config_kwargs", {"retries": {"total_max_attempts": 1}, "connect_timeout": 10, "read_timeout": 30}
+)
+
+_COPIED_AT_ONCE = 16 * 2**20
+
+
+def remote_path(uri: str) -> Path:
+    """A path on object storage. Raises ValueError where no installed package knows the scheme.
+
+    UPath has pathlib's interface without being a Path; what is called here, both have.
+    """
+    scheme = uri.partition("://")[0]
+    try:
+        # Others write too: what was listed a moment ago may have changed.
+        return cast(Path, UPath(uri, use_listings_cache=False))
+    except (ImportError, ValueError) as error:
+        remedy = "install trainshed[s3]" if scheme == "s3" else "install the package that fsspec names for it"
+        raise ValueError(f"{uri}: {scheme}:// storage cannot be used: {error}; {remedy}, or use file://") from error
+
+
+def is_remote(path: Path) -> bool:
+    """Whether a path lies on object storage."""
+    return not isinstance(path, Path)
+
+
+def storage_failed(error: BaseException) -> bool:
+    """Whether it was storage that failed, local or remote; not every package of fsspec's raises OSError for that."""
+    packages = ("aiobotocore.", "aiohttp.", "botocore.", "gcsfs.", "google.", "azure.")
+    return isinstance(error, OSError) or f"{type(error).__module__}.".startswith(packages)
+
+
+def create(path: Path, content: bytes) -> None:
+    """Write an object that must not be there yet. Raises FileExistsError."""
+    remote = cast(UPath, path)
+    remote.fs.pipe_file(remote.path, content, mode="create")
+
+
+def copy_files(folder: Path, to: Path) -> None:
+    """Copy the files of a local folder to another one, or to object storage."""
+    to.mkdir(parents=True, exist_ok=True)
+    for file in sorted(folder.iterdir()):
+        with file.open("rb") as source, (to / file.name).open("wb") as target:
+            shutil.copyfileobj(source, target, _COPIED_AT_ONCE)
+
+
+def remove_all(folder: Path) -> None:
+    """Remove all objects below a prefix; none is fine."""
+    remote = cast(UPath, folder)
+    for name in remote.fs.find(remote.path):
+        remote.fs.rm_file(name)

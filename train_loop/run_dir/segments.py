@@ -1,0 +1,95 @@
+"""Append-only files on object storage: numbered objects, of which the newest is written again while it grows.
+
+Each process writes to objects of its own, so that nobody overwrites what another has said.
+"""
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+from train_loop.run_dir.remote import create, storage_failed
+
+log = logging.getLogger(__name__)
+_ROLL_BYTES = 1 << 20
+_LINES = 1_000_000
+"""More than a segment has: lines are numbered by their segment, then by their place in it."""
+_FLUSH_SECONDS = 1.0
+
+
+class SegmentWriter:
+    """Appends to a file that is kept in segments; what is appended is on storage a second later, or at `flush`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._number = 0
+        self._content = bytearray()
+        self._written = 0
+        self._lines = 0
+        self._lock = threading.Lock()
+        self._flusher: threading.Thread | None = None
+        _writers.add(self)
+
+    def append(self, make_line: Callable[[int], bytes]) -> None:
+        """Add a line, which is told its number. Raises OSError where it would be the first of a segment."""
+        with self._lock:
+            if not self._number or (len(self._content) >= _ROLL_BYTES and self._written == len(self._content)):
+                self._number, self._content, self._written, self._lines = self._begin(), bytearray(), 0, 0
+            self._lines += 1
+            self._content += make_line(self._number * _LINES + self._lines)
+        if self._flusher is None:
+            self._flusher = threading.Thread(target=self._keep_flushing, name="segments", daemon=True)
+            self._flusher.start()
+
+    def flush(self) -> None:
+        """Have all of it on storage. Raises OSError."""
+        with self._lock:
+            if self._written == len(self._content):
+                return
+            segment(self._path, self._number).write_bytes(bytes(self._content))
+            self._written = len(self._content)
+
+    def _begin(self) -> int:
+        """Take the next number, as nobody else can then."""
+        number = len(segments(self._path)) + 1
+        while True:
+            try:
+                create(segment(self._path, number), b"")
+            except FileExistsError:
+                number += 1
+            else:
+                return number
+
+    def flush_if_possible(self) -> None:
+        """The same, or later where storage fails."""
+        try:
+            self.flush()
+        except Exception as error:
+            if not storage_failed(error):
+                raise
+            log.debug("%s waits for its storage: %s", self._path, error)
+
+    def _keep_flushing(self) -> None:
+        pause = threading.Event()
+        while not pause.wait(_FLUSH_SECONDS):
+            self.flush_if_possible()
+
+
+_writers: "weakref.WeakSet[SegmentWriter]" = weakref.WeakSet()
+
+
+def flush_all() -> None:
+    """Have all that this process has appended on storage, before it ends."""
+    for writer in list(_writers):
+        writer.flush_if_possible()
+
+
+def segment(path: Path, number: int) -> Path:
+    """One of the objects that a file is kept in."""
+    return path.with_name(f"{path.stem}-{number:08d}{path.suffix}")
+
+
+def segments(path: Path) -> list[Path]:
+    """The objects that a file is kept in, oldest first."""
+    return sorted(path.parent.glob(f"{path.stem}-????????{path.suffix}"), key=str)
