@@ -150,8 +150,7 @@ class Image:
         for slot in self._slots:
             _put(whole, slot.start, slot.frame.head)
             _put(whole, slot.end - len(slot.frame.tail), slot.frame.tail)
-            data = whole[slot.data : slot.data + slot.frame.nbytes]
-            self._copies.append(data.view(slot.frame.dtype).view(slot.frame.shape))
+            self._copies.append(_tensor_at(whole, slot))
 
     def _copied(self, tensors: list[Tensor]) -> list[memoryview]:
         assert self._staging is not None, "copies lie in a staging buffer"
@@ -202,5 +201,15 @@ def _pickled(planner: DefaultSavePlanner, item: WriteItem) -> bytes:
     return content
 
 
+def _tensor_at(whole: Tensor, slot: Slot) -> Tensor:
+    frame = slot.frame
+    if not frame.nbytes:
+        return torch.empty(frame.shape, dtype=frame.dtype)
+    return whole[slot.data : slot.data + frame.nbytes].view(frame.dtype).view(frame.shape)
+
+
 def _put(whole: Tensor, start: int, data: bytes) -> None:
+    if not data:
+        # Of a tensor without elements all is in the head.
+        return
     whole[start : start + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
