@@ -16,7 +16,7 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 from service.domain.decide import Submission
 from service.errors import ClusterError
 from service.ports import Launch
-from train_loop.run_dir import local_path
+from train_loop.run_dir import storage_path
 
 log = structlog.get_logger(__name__)
 _CAPACITY_SECONDS = 2.0
@@ -155,7 +155,7 @@ class RayJobs:
             return self._client[1]
 
     def _entrypoint(self, launch: Launch) -> str:
-        run_dir = str(local_path(launch.run_dir))
+        run_dir = str(storage_path(launch.run_dir))
         command = [self._python, "-m", "train_loop.driver", "--run-dir", run_dir, "--attempt", str(launch.attempt)]
         return shlex.join(command)
 

@@ -18,7 +18,7 @@ from torch.futures import Future
 
 from train_loop.checkpoint.frame import frame_of
 from train_loop.checkpoint.ledger import METADATA
-from train_loop.run_dir import is_remote
+from train_loop.run_dir import is_remote, read_whole
 
 
 class CheckpointReader(FileSystemReader):
@@ -31,7 +31,7 @@ class CheckpointReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Called by DCP."""
-        metadata: Metadata = pickle.loads((self._folder / METADATA).read_bytes())
+        metadata: Metadata = pickle.loads(read_whole(self._folder / METADATA))
         return metadata
 
     def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -84,7 +84,7 @@ def _chunk(described: TensorStorageMetadata, index: MetadataIndex) -> ChunkStora
 
 def _mapped(path: Path) -> memoryview:
     if is_remote(path):
-        return memoryview(bytearray(path.read_bytes()))
+        return memoryview(bytearray(read_whole(path)))
     with path.open("rb") as file:
         if not os.fstat(file.fileno()).st_size:
             return memoryview(b"")

@@ -9,7 +9,7 @@ from train_loop.run_dir.exports import ExportDir, ExportState, ExportStatus, Exp
 from train_loop.run_dir.formats import CheckpointFile, DataPosition, Fence, Format, Manifest, Outcome, Stop
 from train_loop.run_dir.lines import JsonLines, read_appended, read_lines, size_appended
 from train_loop.run_dir.paths import AttemptDir, RunDir
-from train_loop.run_dir.remote import copy_files, create, is_remote, remove_all, storage_failed
+from train_loop.run_dir.remote import copy_files, create, is_remote, read_whole, remove_all, storage_failed
 from train_loop.run_dir.segments import flush_all
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "make_folder",
     "read_appended",
     "read_lines",
+    "read_whole",
     "remove_all",
     "replace_durably",
     "size_appended",

@@ -17,7 +17,7 @@ def local_path(uri: str) -> Path:
             raise ValueError(f"{uri} names a host or a relative path; write file:/// and an absolute path")
         return Path(path)
     if "://" in uri:
-        raise ValueError(f"{uri}: only file:// storage is supported yet; choose a file:// URI or a path")
+        raise ValueError(f"{uri}: this must lie on a file system; choose a file:// URI or a path")
     return Path(os.path.abspath(uri))
 
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 from train_loop.run_dir.durable import write_durably
 from train_loop.run_dir.formats import Format
+from train_loop.run_dir.remote import read_whole
 
 _SILENT_SECONDS = 60.0
 
@@ -54,7 +55,7 @@ class ExportDir:
     def status(self, step: int, wish: ExportWish, *, now: float) -> ExportStatus | None:
         """How far an export is; None where nobody asked for it. Whoever says nothing for a minute has ended."""
         try:
-            file = self.folder(step, wish).with_suffix(".json").read_bytes()
+            file = read_whole(self.folder(step, wish).with_suffix(".json"))
             status = ExportStatus.model_validate_json(file)
         except (FileNotFoundError, ValueError):
             return None

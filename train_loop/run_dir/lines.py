@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from train_loop.run_dir.remote import is_remote
+from train_loop.run_dir.remote import is_remote, read_whole
 from train_loop.run_dir.segments import SegmentWriter, segments
 
 
@@ -55,7 +55,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The whole lines of a JSON lines file, in order; nothing where there is no file."""
     if is_remote(path):
         for part in segments(path):
-            yield from filter(None, map(_parse_line, part.read_bytes().splitlines(keepends=True)))
+            yield from filter(None, map(_parse_line, read_whole(part).splitlines(keepends=True)))
     elif path.exists():
         with path.open("rb") as file:
             yield from filter(None, map(_parse_line, file))
@@ -78,7 +78,7 @@ def read_appended(path: Path, start: int, length: int) -> bytes:
     for part in segments(path):
         size = part.stat().st_size
         if start < size and len(found) < length:
-            found += part.read_bytes()[start : start + length - len(found)]
+            found += read_whole(part)[start : start + length - len(found)]
         start = max(start - size, 0)
     return bytes(found)
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from train_loop.run_dir.durable import storage_path, write_durably
 from train_loop.run_dir.exports import ExportDir
 from train_loop.run_dir.formats import Fence, Format, Manifest, Outcome, Stop
-from train_loop.run_dir.remote import is_remote
+from train_loop.run_dir.remote import is_remote, read_whole
 from train_loop.spec import JobSpec, dump, parse_text
 
 T = TypeVar("T", bound=Format)
@@ -215,6 +215,6 @@ def _changed(before: Any, now: Any, pointer: str = "") -> Iterator[str]:
 def _read(path: Path, kind: type[T]) -> T | None:
     """A JSON file of the run directory; None where it is missing or no such thing."""
     try:
-        return kind.model_validate_json(path.read_bytes())
+        return kind.model_validate_json(read_whole(path))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None

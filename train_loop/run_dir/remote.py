@@ -43,6 +43,15 @@ def storage_failed(error: BaseException) -> bool:
     return isinstance(error, OSError) or f"{type(error).__module__}.".startswith(packages)
 
 
+def read_whole(path: Path) -> bytes:
+    """All of a file, or of an object as it is at one instant."""
+    if not is_remote(path):
+        return path.read_bytes()
+    remote = cast(UPath, path)
+    content: bytes = remote.fs.cat_file(remote.path)
+    return content
+
+
 def create(path: Path, content: bytes) -> None:
     """Write an object that must not be there yet. Raises FileExistsError."""
     remote = cast(UPath, path)

@@ -13,6 +13,7 @@ from train_loop.run_dir.remote import create, storage_failed
 
 log = logging.getLogger(__name__)
 _ROLL_BYTES = 1 << 20
+MakeLine = Callable[[int], bytes]
 _LINES = 1_000_000
 """More than a segment has: lines are numbered by their segment, then by their place in it."""
 _FLUSH_SECONDS = 1.0
@@ -27,28 +28,39 @@ class SegmentWriter:
         self._content = bytearray()
         self._written = 0
         self._lines = 0
-        self._lock = threading.Lock()
+        self._pending: list[MakeLine] = []
+        self._appending, self._flushing = threading.Lock(), threading.Lock()
         self._flusher: threading.Thread | None = None
         _writers.add(self)
 
-    def append(self, make_line: Callable[[int], bytes]) -> None:
-        """Add a line, which is told its number. Raises OSError where it would be the first of a segment."""
-        with self._lock:
-            if not self._number or (len(self._content) >= _ROLL_BYTES and self._written == len(self._content)):
-                self._number, self._content, self._written, self._lines = self._begin(), bytearray(), 0, 0
-            self._lines += 1
-            self._content += make_line(self._number * _LINES + self._lines)
-        if self._flusher is None:
-            self._flusher = threading.Thread(target=self._keep_flushing, name="segments", daemon=True)
-            self._flusher.start()
+    def append(self, make_line: MakeLine) -> None:
+        """Add a line, which is told its number. It waits for nothing: storage itself may log, and be logged here."""
+        with self._appending:
+            self._pending.append(make_line)
+            if self._flusher is None:
+                self._flusher = threading.Thread(target=self._keep_flushing, name="segments", daemon=True)
+                self._flusher.start()
 
     def flush(self) -> None:
-        """Have all of it on storage. Raises OSError."""
-        with self._lock:
-            if self._written == len(self._content):
-                return
-            segment(self._path, self._number).write_bytes(bytes(self._content))
-            self._written = len(self._content)
+        """Have all of it on storage. Raises what storage raises."""
+        with self._flushing:
+            if self._pending and self._written == len(self._content) and self._is_over():
+                self._number = self._begin()
+                self._content, self._written, self._lines = bytearray(), 0, 0
+            with self._appending:
+                taken, self._pending = self._pending, []
+            for make_line in taken:
+                self._lines += 1
+                self._content += make_line(self._number * _LINES + self._lines)
+            if self._written < len(self._content):
+                segment(self._path, self._number).write_bytes(bytes(self._content))
+                self._written = len(self._content)
+
+    def _is_over(self) -> bool:
+        """Whether what comes next belongs into another segment: whoever reads in order must find it behind the rest."""
+        if not self._number or len(self._content) >= _ROLL_BYTES:
+            return True
+        return segments(self._path)[-1:] != [segment(self._path, self._number)]
 
     def _begin(self) -> int:
         """Take the next number, as nobody else can then."""

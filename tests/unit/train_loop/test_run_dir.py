@@ -42,9 +42,9 @@ def test_control_files_and_outcome_are_read_back(tmp_path: Path) -> None:
     assert (run_dir.stop(), run_dir.fence(), run_dir.attempt(1).outcome()) == (stop, 2, outcome)
 
 
-def test_other_storage_than_local_is_refused() -> None:
-    with pytest.raises(ValueError, match="only file:// storage is supported yet"):
-        RunDir.at("s3://bucket/run")
+def test_storage_that_no_package_knows_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"nowhere:// storage cannot be used: .*install the package that fsspec names"):
+        RunDir.at("nowhere://bucket/run")
 
 
 def test_lines_are_numbered_across_writers(tmp_path: Path) -> None:
