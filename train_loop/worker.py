@@ -12,7 +12,7 @@ from train_loop.checkpoint.times import SaveTimes
 from train_loop.control import StopSign, agree, who_works, wishes
 from train_loop.data.dataset import Dataset, Rows
 from train_loop.data.reader import StreamPlan
-from train_loop.errors import CheckpointError
+from train_loop.errors import CheckpointError, UserError
 from train_loop.evaluate import Evaluation, evaluate
 from train_loop.garbage import collect_garbage, no_garbage_collection
 from train_loop.journal import Journal
@@ -40,7 +40,12 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
     restore(run)
     record_start(run, who_works())
     with no_garbage_collection():
-        stop = loop(run, saver)
+        try:
+            stop = loop(run, saver)
+        except UserError:
+            # What was right before somebody's mistake came to light should not be lost with it.
+            saver.wait()
+            raise
     outcome = Outcome(result=stop.result if stop else "succeeded", step=run.state.step, reason=close(saver, stop))
     run.journal.event("training_ended", **outcome.model_dump(exclude_none=True))
     log.info("%s at step %d", outcome.result, outcome.step)

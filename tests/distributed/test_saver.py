@@ -1,7 +1,9 @@
 """Saving beside the loop: a checkpoint holds the values of its step, whatever training does meanwhile."""
 
+import errno
+import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,15 +18,16 @@ from tests.support.ranks import on_ranks
 from tests.support.specs import spec
 from tests.support.torchrun import write_tokens
 from train_loop.assemble import Run, build_run
-from train_loop.checkpoint import save
+from train_loop.checkpoint import load, save
 from train_loop.checkpoint.contents import draft_manifest, tensors_to_save
 from train_loop.checkpoint.ledgers import ledger_of
 from train_loop.checkpoint.load import restore
+from train_loop.checkpoint.manifest import verify
 from train_loop.checkpoint.save import Saver
 from train_loop.data.cache import find_dataset
 from train_loop.data.reader import local_stream
 from train_loop.errors import CheckpointError
-from train_loop.run_dir import RunDir, read_lines
+from train_loop.run_dir import Manifest, RunDir, read_lines
 from train_loop.session import Session
 from train_loop.spec import SaveMode
 from train_loop.vitals import StepClock
@@ -124,3 +127,44 @@ def test_a_failed_save_is_told_on_every_rank_and_the_next_one_succeeds(tmp_path:
     events = [(event["event"], event["step"]) for event in read_lines(run_dir.attempt(1).events)]
     assert events == [("checkpoint_failed", 1), ("checkpoint_committed", 2), ("checkpoint_failed", 3)]
     assert [path.name for path in run_dir.checkpoints.iterdir()] == ["step-00000002"], "what failed was left behind"
+
+
+def resume_from_unreadable(folder: Path) -> list[str]:
+    """What comes of resuming where rank 1 cannot read: for a moment, for good, or because the disk is broken."""
+    run = a_run(folder)
+    saver = a_saver(run, "sync")
+    for step in (1, 2):
+        save_at(run, saver, step)
+    saver.close()
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        for number, times in ((errno.ESTALE, 2), (errno.EACCES, 99), (errno.EIO, 99)):
+            patch.setattr(load, "PATIENCE", 30.0 if times == 2 else 0.0)
+            patch.setattr(load, "verify", unreadable(number, times))
+            again = a_run(folder)
+            try:
+                restore(again)
+                found.append(f"step {again.state.step}")
+            except OSError as error:
+                found.append(type(error).__name__)
+            dist.barrier()
+    return found
+
+
+def unreadable(number: int, times: int) -> Callable[..., list[str]]:
+    """Verifying that fails so often on rank 1, where it looks at step 2."""
+    left = iter(range(times))
+
+    def verify_or_fail(path: Path, manifest: Manifest, names: list[str]) -> list[str]:
+        if dist.get_rank() == 1 and manifest.step == 2 and next(left, None) is not None:
+            raise OSError(number, os.strerror(number), str(path))
+        return verify(path, manifest, names)
+
+    return verify_or_fail
+
+
+def test_what_cannot_be_read_now_is_not_taken_for_damaged(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=384)
+    assert on_ranks(2, resume_from_unreadable, tmp_path) == [["step 2", "PermissionError", "step 1"]] * 2
+    (rejected,) = (e for e in read_lines(RunDir(tmp_path / "run").attempt(1).events) if e["event"].endswith("rejected"))
+    assert (rejected["step"], "cannot be read: Input/output error" in rejected["reason"]) == (2, True)

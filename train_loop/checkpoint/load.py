@@ -1,8 +1,10 @@
 """Resuming: the newest checkpoint that verifies, loaded at any world size."""
 
+import errno
 import itertools
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -16,8 +18,12 @@ from train_loop.checkpoint.ledgers import ledger_of
 from train_loop.checkpoint.manifest import verify
 from train_loop.checkpoint.read import CheckpointReader
 from train_loop.errors import DataError, FencedError
-from train_loop.run_dir import Manifest
+from train_loop.patience import patiently
+from train_loop.run_dir import Manifest, storage_failed
 from train_loop.state import seed_generators, set_rng_state
+
+PATIENCE = 300.0
+"""Seconds for which storage may fail before a resume gives up."""
 
 
 def restore(run: Run) -> None:
@@ -62,9 +68,12 @@ def _agree_on_newest(run: Run) -> Manifest | None:
     Aside, because retention counts by step, and would keep one that is of no use instead of a good one.
     """
     for manifest in _ask_rank_0(lambda: _candidates(run)):
-        mine = list(manifest.files)[run.mesh.rank :: run.session.world]
         faults: list[Any] = [None] * run.session.world
-        dist.all_gather_object(faults, verify(run.session.run_dir.checkpoint(manifest.step), manifest, mine))
+        dist.all_gather_object(faults, _faults_of_share(run, manifest))
+        unread = next((found for found in faults if isinstance(found, Exception)), None)
+        if unread is not None:
+            # What nobody can read now may be whole.
+            raise unread
         rejected = list(itertools.chain.from_iterable(faults))
         if not rejected:
             return manifest
@@ -72,6 +81,18 @@ def _agree_on_newest(run: Run) -> Manifest | None:
             run.journal.event("checkpoint_rejected", step=manifest.step, reason="; ".join(rejected))
             ledger_of(run.session.run_dir, run.session.attempt).put_aside(manifest.step)
     return None
+
+
+def _faults_of_share(run: Run, manifest: Manifest) -> list[str] | Exception:
+    """What is wrong with this rank's share of a checkpoint's files, or why it cannot be told: all ranks must hear."""
+    mine = list(manifest.files)[run.mesh.rank :: run.session.world]
+    look = partial(verify, run.session.run_dir.checkpoint(manifest.step), manifest, mine)
+    try:
+        return patiently(look, seconds=PATIENCE, may_pass=storage_failed)
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.EIO:
+            return [f"{error.filename or 'a file'} cannot be read: {error.strerror}"]
+        return error
 
 
 def _candidates(run: Run) -> list[Manifest]:
