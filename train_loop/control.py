@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from train_loop.batch import StepBatch
 from train_loop.journal import Journal
 from train_loop.parallel.mesh import Mesh
 from train_loop.plan import MeshPlan, groups_across_hosts
-from train_loop.run_dir import Stop, is_remote, storage_failed
+from train_loop.run_dir import Stop, is_remote, storage_may_fail
 from train_loop.session import Session
 from train_loop.vitals import StepClock, Vitals
 
@@ -98,13 +99,9 @@ class StopSign:
             self._look()
 
     def _look(self) -> None:
-        try:
+        # It may come back; whoever asked will ask again, or end us.
+        with storage_may_fail(partial(log.warning, "nobody can ask this run to stop: %s")):
             self._seen = self._session.run_dir.stop()
-        except Exception as error:
-            if not storage_failed(error):
-                raise
-            # It may come back; whoever asked will ask again, or end us.
-            log.warning("nobody can ask this run to stop: %s", error)
 
 
 def wishes(sign: StopSign, *, save: bool, look: bool, trouble: bool) -> Wishes:

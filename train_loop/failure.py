@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from train_loop.errors import CheckpointError, FencedError, UserError
 from train_loop.journal import Journal
-from train_loop.run_dir import Outcome
+from train_loop.run_dir import Outcome, flush_all
 from train_loop.session import Session
 from train_loop.spec import SpecError
 
@@ -32,6 +32,9 @@ def failure_told(session: Session) -> Iterator[None]:
     except Exception as error:
         log.error("rank %d failed: %s", session.rank, error, exc_info=error)
         raise
+    finally:
+        # Ray ends its workers from outside.
+        flush_all()
 
 
 def failed(error: BaseException) -> Outcome:

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from typing import Any
 
-from train_loop.run_dir import AttemptDir, JsonLines, storage_failed
+from train_loop.run_dir import AttemptDir, JsonLines, storage_may_fail
 
 log = logging.getLogger(__name__)
 _MOST_LATE = 100_000
@@ -61,15 +61,10 @@ class _Patient:
         """Add a line, after those that wait."""
         with self._lock:
             self._late.append({"time": time.time()} | fields)
-            try:
+            with storage_may_fail(self._warn):
                 while self._late:
                     self._lines.append(**self._late[0])
                     self._late.popleft()
-            except Exception as error:
-                if not storage_failed(error):
-                    raise
-                if len(self._late) == 1:
-                    self._warn(error)
 
     def flush(self) -> None:
         """Have them on storage."""
@@ -77,12 +72,10 @@ class _Patient:
 
     def flush_if_possible(self) -> None:
         """The same, or later where storage fails."""
-        try:
+        with storage_may_fail(self._warn):
             self.flush()
-        except Exception as error:
-            if not storage_failed(error):
-                raise
-            self._warn(error)
 
     def _warn(self, error: Exception) -> None:
-        log.warning("%s cannot be written to, and its lines wait: %s", self._lines.path, error)
+        # Of many lines that wait, the first is the news.
+        if len(self._late) <= 1:
+            log.warning("%s cannot be written to, and its lines wait: %s", self._lines.path, error)

@@ -3,15 +3,12 @@
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
-from pydantic import ValidationError
 
-from service.api.guard import read_body, require_key
+from service.api.guard import parse_body, read_body, require_key
 from service.api.ledger_schemas import CheckpointOut, Checkpoints, ExportIn, ExportOut, Verified
 from service.domain.job import Job
-from service.errors import InvalidRequest
 from service.ledger import Ledger
 from train_loop.run_dir import ExportWish
-from train_loop.spec import Problem
 
 router = APIRouter(prefix="/jobs/{job_id}/checkpoints", tags=["checkpoints"], dependencies=[Depends(require_key)])
 _EXPORT_BODY = {"requestBody": {"content": {"application/json": {"schema": ExportIn.model_json_schema()}}}}
@@ -58,7 +55,7 @@ def export(
 ) -> ExportOut:
     """Begin to make a Hugging Face folder of a checkpoint; 200 where it is done already. Repeatable."""
     job = ledger.jobs.find(job_id)
-    status = ledger.export(job_id, step, _wish(_parse(body), job))
+    status = ledger.export(job_id, step, _wish(parse_body(ExportIn, body), job))
     response.status_code = 200 if status.state == "done" else 202
     return ExportOut.of(status, run_dir=job.run_dir)
 
@@ -72,12 +69,3 @@ def exported(ledger: UseCases, job_id: str, step: Step, wish: Annotated[ExportIn
 
 def _wish(asked: ExportIn, job: Job) -> ExportWish:
     return ExportWish(dtype=asked.dtype or job.spec.model.dtype, weights=asked.weights)
-
-
-def _parse(body: bytes) -> ExportIn:
-    try:
-        return ExportIn.model_validate_json(body or b"{}")
-    except ValidationError as error:
-        raise InvalidRequest(
-            [Problem("".join(f"/{part}" for part in e["loc"]), e["msg"]) for e in error.errors()]
-        ) from error

@@ -4,16 +4,19 @@ import hashlib
 import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api.problems import problem
-from service.errors import BodyTooLarge, HostRefused, NotAcceptable, Unauthorized
+from service.errors import BodyTooLarge, HostRefused, InvalidRequest, NotAcceptable, Unauthorized
+from train_loop.spec import Problem
 
+T = TypeVar("T", bound=BaseModel)
 _bearer = HTTPBearer(auto_error=False, description="the one line of $TRAINSHED_HOME/admin.key")
 
 
@@ -52,6 +55,16 @@ async def read_body(request: Request, guard: Annotated[Guard, Depends(guard_of)]
             raise BodyTooLarge(f"the body is over {guard.max_body_bytes} bytes; a job spec is text, send less of it")
         parts.append(part)
     return b"".join(parts)
+
+
+def parse_body(kind: type[T], body: bytes) -> T:
+    """A body as a model; an empty one has all its defaults. Raises InvalidRequest."""
+    try:
+        return kind.model_validate_json(body or b"{}")
+    except ValidationError as error:
+        raise InvalidRequest(
+            [Problem("".join(f"/{part}" for part in e["loc"]), e["msg"]) for e in error.errors()]
+        ) from error
 
 
 def refuse_streams(request: Request) -> None:

@@ -4,15 +4,12 @@ import hashlib
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
-from pydantic import ValidationError
 
-from service.api.guard import read_body, require_key
+from service.api.guard import parse_body, read_body, require_key
 from service.api.schemas import CancelIn, JobOut, JobPage, PlanOut
 from service.domain.job import JobState
-from service.errors import InvalidRequest
 from service.ports import JobQuery, Once
 from service.use_cases import Jobs
-from train_loop.spec import Problem
 
 router = APIRouter(prefix="/jobs", tags=["jobs"], dependencies=[Depends(require_key)])
 _SPEC = {"schema": {"$ref": "#/components/schemas/JobSpec"}}
@@ -82,15 +79,6 @@ def get(jobs: UseCases, job_id: str) -> JobOut:
 @router.post("/{job_id}/cancel", openapi_extra=_CANCEL_BODY)
 def cancel(jobs: UseCases, job_id: str, body: Body) -> JobOut:
     """End the job, by default with a last checkpoint; repeatable."""
-    wish = _parse_cancel(body)
+    wish = parse_body(CancelIn, body)
     view = jobs.cancel(job_id, grace_seconds=wish.grace_seconds, checkpoint=wish.checkpoint)
     return JobOut.of(view, now=jobs.clock())
-
-
-def _parse_cancel(body: bytes) -> CancelIn:
-    try:
-        return CancelIn.model_validate_json(body or b"{}")
-    except ValidationError as error:
-        raise InvalidRequest(
-            [Problem("".join(f"/{part}" for part in e["loc"]), e["msg"]) for e in error.errors()]
-        ) from error

@@ -24,7 +24,7 @@ from train_loop import preemption
 from train_loop.checkpoint import save, write
 from train_loop.checkpoint.manifest import newest_verified
 from train_loop.errors import CheckpointError, FencedError
-from train_loop.run_dir import RunDir, Stop, read_lines
+from train_loop.run_dir import RunDir, read_lines
 from train_loop.session import Preemption
 
 DEADLINE = 2e9
@@ -244,4 +244,3 @@ def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint(tmp_path: Path, nu
     assert outcome is not None, run_dir.root.with_suffix(".log").read_text()[-3000:]
     assert (outcome.result, outcome.step) == ("paused", torchrun.lines(run_dir.root)[-1]["step"])
     assert sorted(run_dir.manifests()) == [outcome.step]
-    assert Stop(mode="pause").result == outcome.result

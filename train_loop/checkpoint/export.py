@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from train_loop.checkpoint.manifest import verify
+from train_loop.checkpoint.manifest import find_verified
 from train_loop.checkpoint.saved import Piece, SavedTensors
 from train_loop.checkpoint.shards import Shard, ShardFile, plan_shards
 from train_loop.data.dataset import Dataset
@@ -123,13 +123,8 @@ class Source:
 
 
 def _open(run_dir: RunDir, step: int, wish: ExportWish) -> Source:
-    spec, manifest = run_dir.spec(), run_dir.manifests().get(step)
-    if manifest is None:
-        there = ", ".join(map(str, run_dir.manifests())) or "none"
-        raise UserError(f"there is no checkpoint of step {step}; there are {there}")
-    faults = verify(run_dir.checkpoint(step), manifest)
-    if faults:
-        raise CheckpointError(f"the checkpoint of step {step} is damaged: {'; '.join(faults)}; export another one")
+    spec = run_dir.spec()
+    find_verified(run_dir, step)
     if wish.weights == "ema" and spec.training.ema_decay is None:
         raise UserError("the run keeps no average of its weights (training.ema_decay); export the model's own")
     model, saved = build_model(spec.model), SavedTensors(run_dir.checkpoint(step))

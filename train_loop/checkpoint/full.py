@@ -6,6 +6,7 @@ number of ranks that the spec's model can be sharded over. Each needs as much me
 
 import argparse
 import os
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from train_loop.assemble import build_sharded
-from train_loop.checkpoint.manifest import verify
+from train_loop.checkpoint.manifest import find_verified
 from train_loop.checkpoint.read import CheckpointReader
 from train_loop.errors import CheckpointError, UserError
 from train_loop.leave import leave
@@ -57,7 +58,10 @@ def main() -> None:
     parser.add_argument("--api", choices=sorted(WAYS), default="dtensor")
     arguments = parser.parse_args()
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    model = load_model(RunDir.at(arguments.run_dir), arguments.step)
+    try:
+        model = load_model(RunDir.at(arguments.run_dir), arguments.step)
+    except (UserError, CheckpointError) as error:
+        sys.exit(str(error))
     whole = WAYS[arguments.api](model)
     if dist.get_rank() == 0:
         torch.save(whole, arguments.out)
@@ -67,13 +71,8 @@ def main() -> None:
 
 def load_model(run_dir: RunDir, step: int) -> PreTrainedModel:
     """The model of a checkpoint, sharded over the ranks that there are. Raises UserError, CheckpointError."""
-    spec, manifest = run_dir.spec(), run_dir.manifests().get(step)
-    if manifest is None:
-        raise UserError(f"there is no checkpoint of step {step}; there are {', '.join(map(str, run_dir.manifests()))}")
-    faults = verify(run_dir.checkpoint(step), manifest)
-    if faults:
-        raise CheckpointError(f"the checkpoint of step {step} is damaged: {'; '.join(faults)}")
-    here = _at_this_size(spec)
+    find_verified(run_dir, step)
+    here = _at_this_size(run_dir.spec())
     plan = plan_job(here, model_shape(here.model))
     mesh = build_mesh(plan.mesh, local_device(int(os.environ.get("LOCAL_RANK", 0))), timeout=timedelta(minutes=30))
     model = build_sharded(here, plan, mesh).model

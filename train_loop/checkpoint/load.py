@@ -17,7 +17,7 @@ from train_loop.checkpoint.ledger import check_fence
 from train_loop.checkpoint.ledgers import ledger_of
 from train_loop.checkpoint.manifest import verify
 from train_loop.checkpoint.read import CheckpointReader
-from train_loop.errors import DataError, FencedError
+from train_loop.errors import DataError
 from train_loop.patience import patiently
 from train_loop.run_dir import Manifest, storage_failed
 from train_loop.state import seed_generators, set_rng_state
@@ -67,7 +67,8 @@ def _agree_on_newest(run: Run) -> Manifest | None:
 
     Aside, because retention counts by step, and would keep one that is of no use instead of a good one.
     """
-    for manifest in _ask_rank_0(lambda: _candidates(run)):
+    look = partial(patiently, partial(_candidates, run), seconds=PATIENCE, may_pass=storage_failed)
+    for manifest in _ask_rank_0(look):
         faults: list[Any] = [None] * run.session.world
         dist.all_gather_object(faults, _faults_of_share(run, manifest))
         unread = next((found for found in faults if isinstance(found, Exception)), None)
@@ -112,7 +113,8 @@ def _ask_rank_0(question: Callable[[], list[Manifest]]) -> list[Manifest]:
     if dist.get_rank() == 0:
         try:
             answer[0] = question()
-        except (OSError, FencedError) as error:
+        except Exception as error:
+            # Nobody may wait for rank 0 in vain.
             answer[0] = error
     dist.broadcast_object_list(answer, src=0)
     if isinstance(answer[0], Exception):

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from train_loop.errors import CheckpointError, UserError
 from train_loop.run_dir import CheckpointFile, Manifest, RunDir
 
 NAME = "manifest.json"
@@ -55,6 +56,18 @@ def newest_verified(run_dir: RunDir) -> tuple[Manifest | None, dict[int, list[st
             return manifest, rejected
         rejected[step] = faults
     return None, rejected
+
+
+def find_verified(run_dir: RunDir, step: int) -> Manifest:
+    """The checkpoint of a step, once all of it was read. Raises UserError where there is none, CheckpointError."""
+    manifests = run_dir.manifests()
+    manifest = manifests.get(step)
+    if manifest is None:
+        raise UserError(f"there is no checkpoint of step {step}; there are {', '.join(map(str, manifests)) or 'none'}")
+    faults = verify(run_dir.checkpoint(step), manifest)
+    if faults:
+        raise CheckpointError(f"the checkpoint of step {step} is damaged: {'; '.join(faults)}; choose another one")
+    return manifest
 
 
 def main() -> None:

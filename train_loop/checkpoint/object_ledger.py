@@ -7,7 +7,7 @@ from pathlib import Path
 from train_loop.checkpoint.ledger import check_fence, step_of
 from train_loop.checkpoint.manifest import NAME, has_its_files
 from train_loop.errors import FencedError
-from train_loop.run_dir import Manifest, RunDir, create, remove_all
+from train_loop.run_dir import Manifest, RunDir, create_object, remove_all
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ObjectLedger:
         if there is not None and not has_its_files(folder, there):
             # Of an attempt that was held up, after its files had been cleared away.
             (folder / NAME).unlink(missing_ok=True)
-        create(folder / NAME, manifest.model_dump_json(indent=2).encode())
+        create_object(folder / NAME, manifest.model_dump_json(indent=2).encode())
         try:
             check_fence(self.run_dir, self.attempt)
         except FencedError:

@@ -1,5 +1,6 @@
 """Saving beside the loop: copy, write, hash and commit behind its back, one save at a time."""
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -18,11 +19,12 @@ from train_loop.checkpoint.write import FileWriter, OwnWriter, ProcessWriter
 from train_loop.errors import CheckpointError, FencedError
 from train_loop.journal import Journal
 from train_loop.patience import patiently
-from train_loop.run_dir import CheckpointFile, Manifest, is_remote, storage_failed, sync
+from train_loop.run_dir import CheckpointFile, Manifest, is_remote, storage_failed, storage_may_fail, sync
 from train_loop.session import Session
 from train_loop.spec import CheckpointSpec, SaveMode
 from train_loop.vitals import StepClock
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 PATIENCE = 300.0
 """Seconds for which storage may fail before a save gives up."""
@@ -34,6 +36,8 @@ class Share(NamedTuple):
     name: str
     file: CheckpointFile
     objects: Places
+    delay: str | None
+    """What kept its storage from taking it at once."""
 
 
 class Saver:
@@ -56,6 +60,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[str | None] | None = None
         self._fault: str | None = None
+        self._delay: str | None = None
         self._failed_in_a_row = 0
         self._fenced = False
 
@@ -108,6 +113,9 @@ class Saver:
         """Hear every rank say that its file is durable; then rank 0 commits. All ranks end alike."""
         told = self._tell_all(self._or_fault(partial(self._write, draft.step, contents)))
         faults = [word for word in told if not isinstance(word, Share)]
+        for rank, word in enumerate(told):
+            if isinstance(word, Share) and word.delay is not None:
+                self._journal.event("checkpoint_delayed", step=draft.step, rank=rank, reason=word.delay)
         fault = next((word for word in faults if isinstance(word, FencedError)), "; ".join(map(str, faults)) or None)
         if fault is None and self._rank == 0:
             committed = self._or_fault(partial(self._commit, draft, told))
@@ -124,7 +132,8 @@ class Saver:
             return None
         self._journal.event("checkpoint_failed", step=draft.step, reason=fault, in_a_row=self._failed_in_a_row)
         if self._rank == 0:
-            self._ledger.discard(draft.step)
+            with storage_may_fail(partial(log.warning, "what the save has left could not be removed: %s")):
+                self._ledger.discard(draft.step)
         return f"the checkpoint of step {draft.step} was not committed: {fault}"
 
     def _tell_all(self, word: Any) -> list[Any]:
@@ -156,7 +165,8 @@ class Saver:
             if not is_remote(path):
                 path.unlink(missing_ok=True)
             raise
-        return Share(path.name, file, contents.objects)
+        delay, self._delay = self._delay, None
+        return Share(path.name, file, contents.objects, delay)
 
     def _commit(self, draft: Manifest, shares: list[Share]) -> Manifest:
         # Who resumes from it does not say again what was said of the steps before.
@@ -170,12 +180,13 @@ class Saver:
     def _tell_commit(self, manifest: Manifest, seconds: float) -> None:
         numbers = {"step": manifest.step, "bytes": manifest.bytes, "seconds": round(seconds, 3)}
         self._journal.event("checkpoint_committed", **numbers)
-        try:
+        with storage_may_fail(self._tell_kept):
             retire_others(self._run_dir, self._ledger, self._spec)
-        except OSError as error:
-            self._journal.warn(f"older checkpoints could not be removed: {error}; they will be after the next save")
+
+    def _tell_kept(self, error: Exception) -> None:
+        self._journal.warn(f"older checkpoints could not be removed: {error}; they will be after the next save")
 
     def _tell_delay(self, error: BaseException) -> None:
-        # Of the ranks that write, any can be the one whose storage fails.
-        journal = Journal(self._run_dir.attempt(self._attempt))
-        journal.event("checkpoint_delayed", rank=self._rank, reason=f"{type(error).__name__}: {error}")
+        """In the log at once, and in the events once rank 0, which writes them, hears of it."""
+        log.warning("storage fails and is tried again: %s", error)
+        self._delay = f"{type(error).__name__}: {error}"

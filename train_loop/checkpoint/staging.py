@@ -2,7 +2,6 @@
 
 import mmap
 import os
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -46,12 +45,6 @@ class StagingBuffer:
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _release(self) -> None:
         if self._memory is not None and self._on_gpu:

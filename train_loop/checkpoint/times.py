@@ -24,7 +24,8 @@ class SaveTimes:
 
     def due(self, step: int) -> bool:
         """Whether a save follows this step by its number."""
-        return bool(self._spec.every_steps) and step % (self._spec.every_steps or 1) == 0
+        every = self._spec.every_steps
+        return every is not None and step % every == 0
 
     def begin(self, step: int) -> None:
         """A save of this step begins."""

@@ -9,7 +9,15 @@ from train_loop.run_dir.exports import ExportDir, ExportState, ExportStatus, Exp
 from train_loop.run_dir.formats import CheckpointFile, DataPosition, Fence, Format, Manifest, Outcome, Stop
 from train_loop.run_dir.lines import JsonLines, read_appended, read_lines, size_appended
 from train_loop.run_dir.paths import AttemptDir, RunDir
-from train_loop.run_dir.remote import copy_files, create, is_remote, read_whole, remove_all, storage_failed
+from train_loop.run_dir.remote import (
+    copy_files,
+    create_object,
+    is_remote,
+    read_whole,
+    remove_all,
+    storage_failed,
+    storage_may_fail,
+)
 from train_loop.run_dir.segments import flush_all
 
 __all__ = [
@@ -28,7 +36,7 @@ __all__ = [
     "RunDir",
     "Stop",
     "copy_files",
-    "create",
+    "create_object",
     "flush_all",
     "is_remote",
     "local_path",
@@ -40,6 +48,7 @@ __all__ = [
     "replace_durably",
     "size_appended",
     "storage_failed",
+    "storage_may_fail",
     "storage_path",
     "sync",
     "write_durably",

@@ -4,6 +4,8 @@ An object appears whole, durably and under its name by one request, or not at al
 """
 
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
@@ -43,6 +45,17 @@ def storage_failed(error: BaseException) -> bool:
     return isinstance(error, OSError) or f"{type(error).__module__}.".startswith(packages)
 
 
+@contextmanager
+def storage_may_fail(tell: Callable[[Exception], object]) -> Iterator[None]:
+    """Go on where storage fails, which is told; what else goes wrong is raised."""
+    try:
+        yield
+    except Exception as error:
+        if not storage_failed(error):
+            raise
+        tell(error)
+
+
 def read_whole(path: Path) -> bytes:
     """All of a file, or of an object as it is at one instant."""
     if not is_remote(path):
@@ -52,7 +65,7 @@ def read_whole(path: Path) -> bytes:
     return content
 
 
-def create(path: Path, content: bytes) -> None:
+def create_object(path: Path, content: bytes) -> None:
     """Write an object that must not be there yet. Raises FileExistsError."""
     remote = cast(UPath, path)
     remote.fs.pipe_file(remote.path, content, mode="create")

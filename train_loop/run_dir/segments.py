@@ -3,13 +3,15 @@
 Each process writes to objects of its own, so that nobody overwrites what another has said.
 """
 
+import atexit
 import logging
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from train_loop.run_dir.remote import create, storage_failed
+from train_loop.run_dir.remote import create_object, storage_may_fail
 
 log = logging.getLogger(__name__)
 _ROLL_BYTES = 1 << 20
@@ -67,7 +69,7 @@ class SegmentWriter:
         number = len(segments(self._path)) + 1
         while True:
             try:
-                create(segment(self._path, number), b"")
+                create_object(segment(self._path, number), b"")
             except FileExistsError:
                 number += 1
             else:
@@ -75,12 +77,8 @@ class SegmentWriter:
 
     def flush_if_possible(self) -> None:
         """The same, or later where storage fails."""
-        try:
+        with storage_may_fail(partial(log.debug, "%s waits for its storage: %s", self._path)):
             self.flush()
-        except Exception as error:
-            if not storage_failed(error):
-                raise
-            log.debug("%s waits for its storage: %s", self._path, error)
 
     def _keep_flushing(self) -> None:
         pause = threading.Event()
@@ -95,6 +93,9 @@ def flush_all() -> None:
     """Have all that this process has appended on storage, before it ends."""
     for writer in list(_writers):
         writer.flush_if_possible()
+
+
+atexit.register(flush_all)
 
 
 def segment(path: Path, number: int) -> Path:
