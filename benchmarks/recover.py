@@ -92,7 +92,16 @@ def bare_loop(workload: Workload, folder: Path, here: Path, *, under_ray: bool) 
     if under_ray:
         process = start_module("benchmarks.recover_run", folder, here, "ray", log=log)
     else:
-        process = start_module("benchmarks.recover_run", folder, here, log=log, ranks=workload.world, restarts=1)
+        process = start_module(
+            "benchmarks.recover_run",
+            folder,
+            here,
+            log=log,
+            ranks=workload.world,
+            restarts=1,
+            # torch 2.13 gives the second rendezvous the store of the first, in which dead addresses stand: gloo fails.
+            variables={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        )
     try:
         marks = functools.partial(lambda path: list(read_lines(path)), here / "marks.jsonl")
         wait(lambda: any(line.get("step", 0) >= KILL_AFTER for line in marks()), process, log)

@@ -64,7 +64,7 @@ class IllegalState(ServiceError):
 
 
 class Busy(ServiceError):
-    """Somebody else changed the job each time we tried."""
+    """Too many want the same at once: a job that others keep changing, exports that fill all places."""
 
     code = "busy"
     status = 503

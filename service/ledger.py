@@ -52,9 +52,10 @@ class Ledger:
             raise InvalidRequest(
                 [Problem("/weights", "the job keeps no average of its weights (training.ema_decay); choose model")]
             )
+        # It may be refused: nobody should be told that it runs before it does.
+        self.tools.export(job.run_dir, step, wish)
         status = ExportStatus(step=step, wish=wish, state="running", time=self.clock())
         self.run_dirs.write_export(job.run_dir, status)
-        self.tools.export(job.run_dir, step, wish)
         return status
 
     def exported(self, job_id: str, step: int, wish: ExportWish) -> ExportStatus:

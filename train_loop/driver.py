@@ -27,6 +27,7 @@ from train_loop.journal import Journal
 from train_loop.logs import log_to
 from train_loop.run_dir import AttemptDir, Outcome, RunDir, is_remote, read_lines
 from train_loop.session import Preemption, Session
+from train_loop.spare import WITH_SPARES, Spares
 from train_loop.spec import JobSpec
 from train_loop.worker import train
 
@@ -149,6 +150,7 @@ def fit(spec: JobSpec, run_dir: RunDir, attempt: AttemptDir) -> None:
             **_storage(attempt.ray),
             failure_config=FailureConfig(max_failures=spec.failure.max_failures),
             callbacks=[TellOfLosses(attempt)],
+            worker_runtime_env=WITH_SPARES if spec.failure.spare_workers else {},
         ),
     )
     trainer.fit()
@@ -174,6 +176,7 @@ def _work(config: dict[str, Any]) -> None:
         run_dir=run_dir,
         open_stream=ray_stream,
         timeout=timedelta(seconds=spec.failure.hang_timeout_seconds),
+        expect_restart=Spares(_spares(spec, context.get_world_rank())).keep,
         preemption=_preemption,
     )
     attempt = run_dir.attempt(session.attempt)
@@ -183,6 +186,13 @@ def _work(config: dict[str, Any]) -> None:
         return
     with failure_told(session):
         train(spec, session, _prepared(run_dir.data), _prepared(run_dir.eval_data) if spec.data.eval else None)
+
+
+def _spares(spec: JobSpec, rank: int) -> int:
+    """For a worker one that can take its place; where rank 0 is, Ray Data's coordinator would take one as well."""
+    if not spec.failure.spare_workers:
+        return 0
+    return 2 if rank == 0 else 1
 
 
 def _preemption() -> Preemption | None:

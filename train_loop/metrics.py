@@ -25,7 +25,8 @@ def record_start(run: Run, workers: list[dict[str, Any]]) -> None:
         "training_started",
         workers=workers,
         resumed_from=run.state.step,
-        replayed=replayed_steps(run.session.run_dir, run.state.step),
+        # Asked by one: the others' word of it goes nowhere.
+        replayed=replayed_steps(run.session.run_dir, run.state.step) if run.mesh.rank == 0 else 0,
         steps=run.steps,
         samples=run.dataset.samples,
         global_batch=run.order.global_batch,

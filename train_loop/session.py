@@ -36,5 +36,7 @@ class Session:
     """How long a collective may wait."""
     told_to_end: Callable[[], bool] = lambda: False
     """Whether this process was asked by a signal to end."""
+    expect_restart: Callable[[], None] = lambda: None
+    """Told at every save on the way: there is something to go on from."""
     preemption: Callable[[], Preemption | None] | None = None
     """Asks for the newest word of a pre-emption, the same on all ranks; a collective call. None: nobody would know."""

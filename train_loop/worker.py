@@ -90,6 +90,7 @@ def loop(run: Run, saver: Saver) -> Stop | None:
         if times.due(state.step) or agreed.save or (agreed.look and watch.sees_news(run.journal)):
             times.begin(state.step)
             save(run, saver, measured, clock)
+            run.session.expect_restart()
     if times.saved < state.step and (stop.checkpoint if stop else run.spec.checkpoint.save_final):
         save(run, saver, measured, clock)
     return stop

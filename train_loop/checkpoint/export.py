@@ -4,6 +4,7 @@ It runs in a process of its own, beside the training or long after it, and holds
 """
 
 import argparse
+import fcntl
 import json
 import logging
 import shutil
@@ -17,17 +18,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedModel
 
 from train_loop.checkpoint.manifest import find_verified
 from train_loop.checkpoint.saved import Piece, SavedTensors
-from train_loop.checkpoint.shards import Shard, ShardFile, plan_shards
+from train_loop.checkpoint.shards import Kind, Shard, ShardFile, plan_shards
 from train_loop.data.dataset import Dataset
 from train_loop.data.tokenizer import load_tokenizer
 from train_loop.errors import CheckpointError, UserError
 from train_loop.model.build import DTYPES, build_model
-from train_loop.model_folder import model_folder, tokenizer_folder
+from train_loop.model_folder import model_folder
 from train_loop.run_dir import (
     ExportState,
     ExportStatus,
@@ -35,6 +35,7 @@ from train_loop.run_dir import (
     RunDir,
     copy_files,
     is_remote,
+    local_path,
     make_folder,
     sync,
     write_durably,
@@ -81,18 +82,37 @@ def export(run_dir: RunDir, step: int, wish: ExportWish, *, shard_bytes: int = S
     Raises UserError where the run has no such checkpoint or weights, CheckpointError where it does not verify, OSError.
     """
     folder = run_dir.exports.folder(step, wish)
-    done = run_dir.exports.status(step, wish, now=time.time())
-    if folder.exists() and (done is None or done.state == "done"):
-        return folder
-    with _kept(run_dir, step), _told(run_dir, step, wish) as progress:
-        source = _open(run_dir, step, wish)
-        if not is_remote(folder):
-            for left in folder.parent.glob(f"{folder.name}.tmp-*"):
-                shutil.rmtree(left, ignore_errors=True)
-        with _workplace(folder) as work:
+    with _alone(folder):
+        if _is_done(run_dir, step, wish):
+            # Whoever made it may have had no time to say so.
+            run_dir.exports.write(ExportStatus(step=step, wish=wish, state="done", progress=1.0, time=time.time()))
+            return folder
+        with _told(run_dir, step, wish) as progress, _kept(run_dir, step, wish), _workplace(folder) as work:
+            source = _open(run_dir, step, wish)
             _write_weights(source, work, wish, progress=progress, shard_bytes=shard_bytes)
-            _write_rest(source, work, run_dir, wish)
+            _write_rest(source, work, wish)
     return folder
+
+
+def _is_done(run_dir: RunDir, step: int, wish: ExportWish) -> bool:
+    """A folder gets its name when all is in it; on object storage, where there are no folders, the status says it."""
+    folder = run_dir.exports.folder(step, wish)
+    if not is_remote(folder):
+        return folder.exists()
+    status = run_dir.exports.status(step, wish, now=time.time())
+    return status is not None and status.state == "done"
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait for whoever makes the same; on object storage both would write the same objects."""
+    if is_remote(folder):
+        yield
+        return
+    make_folder(folder.parent)
+    with folder.with_name(f".{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @contextmanager
@@ -103,6 +123,8 @@ def _workplace(folder: Path) -> Iterator[Path]:
             yield Path(work)
             copy_files(Path(work), folder)
         return
+    for left in folder.parent.glob(f"{folder.name}.tmp-*"):
+        shutil.rmtree(left, ignore_errors=True)
     beside = folder.with_name(f"{folder.name}.tmp-{uuid.uuid4().hex}")
     make_folder(beside)
     yield beside
@@ -119,7 +141,9 @@ class Source:
     model: PreTrainedModel
     saved: SavedTensors
     names: dict[str, str]
-    """Where each weight of the model lies in the checkpoint."""
+    """Where each weight and buffer of the model lies in the checkpoint."""
+    tokenizer: Path | None
+    """The folder of the tokenizer that the run was trained with; None where its data came tokenised."""
 
 
 def _open(run_dir: RunDir, step: int, wish: ExportWish) -> Source:
@@ -128,8 +152,13 @@ def _open(run_dir: RunDir, step: int, wish: ExportWish) -> Source:
     if wish.weights == "ema" and spec.training.ema_decay is None:
         raise UserError("the run keeps no average of its weights (training.ema_decay); export the model's own")
     model, saved = build_model(spec.model), SavedTensors(run_dir.checkpoint(step))
-    # One name for weights that are tied, the one by which transformers knows them.
-    return Source(spec, model, saved, {name: _place(saved, name, wish) for name, _ in model.named_parameters()})
+    # One name for weights that are tied, the one by which transformers knows them; of buffers, those that it saves.
+    names = [name for name, _ in model.named_parameters()] + sorted(_buffers(model))
+    return Source(spec, model, saved, {name: _place(saved, name, wish) for name in names}, _tokenizer(spec, run_dir))
+
+
+def _buffers(model: PreTrainedModel) -> set[str]:
+    return {name for name, _ in model.named_buffers()} & set(model.state_dict())
 
 
 def _place(saved: SavedTensors, name: str, wish: ExportWish) -> str:
@@ -142,30 +171,35 @@ def _place(saved: SavedTensors, name: str, wish: ExportWish) -> str:
 
 
 def _write_weights(source: Source, folder: Path, wish: ExportWish, *, progress: "Progress", shard_bytes: int) -> None:
-    dtype = DTYPES[wish.dtype]
-    shapes = {name: source.saved.shape(place) for name, place in source.names.items()}
-    shards = plan_shards(shapes, dtype, limit=shard_bytes)
-    progress.total = sum(shape.numel() for shape in shapes.values())
+    saved, buffers = source.saved, _buffers(source.model)
+    # A buffer may be a count, or what half precision is too coarse for: it stays what it is.
+    tensors = {
+        name: Kind(saved.shape(place), saved.dtype(place) if name in buffers else DTYPES[wish.dtype])
+        for name, place in source.names.items()
+    }
+    shards = plan_shards(tensors, limit=shard_bytes)
+    progress.total = sum(kind.shape.numel() for kind in tensors.values())
     files = dict[str, str]()
     for number, shard in enumerate(shards, start=1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_shard(source, folder / name, shard, dtype, progress)
-        files |= dict.fromkeys(shard.shapes, name)
+        _write_shard(source, folder / name, shard, progress)
+        files |= dict.fromkeys(shard, name)
     if len(shards) > 1:
-        index = {"metadata": {"total_size": progress.total * dtype.itemsize}, "weight_map": files}
+        size = sum(kind.nbytes for kind in tensors.values())
+        index = {"metadata": {"total_size": size}, "weight_map": files}
         write_durably(folder / "model.safetensors.index.json", json.dumps(index, indent=2))
 
 
-def _write_shard(source: Source, path: Path, shard: Shard, dtype: torch.dtype, progress: "Progress") -> None:
-    file = ShardFile(path, shard, dtype)
-    for name in shard.shapes:
+def _write_shard(source: Source, path: Path, shard: Shard, progress: "Progress") -> None:
+    file = ShardFile(path, shard)
+    for name in shard:
         file.put(name, progress.counted(source.saved.pieces(source.names[name])))
     file.close()
 
 
-def _write_rest(source: Source, folder: Path, run_dir: RunDir, wish: ExportWish) -> None:
+def _write_rest(source: Source, folder: Path, wish: ExportWish) -> None:
     """Config, generation config and tokenizer, for whoever loads the folder without the run."""
-    model, tokenizer = source.model, _tokenizer(source.spec, run_dir)
+    model, tokenizer = source.model, source.tokenizer
     model.config.architectures = [type(model).__name__]
     model.config.dtype = DTYPES[wish.dtype]
     model.config.save_pretrained(folder)
@@ -175,20 +209,21 @@ def _write_rest(source: Source, folder: Path, run_dir: RunDir, wish: ExportWish)
     if home is not None and (home / "generation_config.json").exists():
         shutil.copy(home / "generation_config.json", folder)
     elif model.generation_config is not None:
-        if tokenizer is not None:
+        if tokenizer is not None and (tokenizer / "tokenizer.json").exists():
             model.generation_config.eos_token_id = load_tokenizer(str(tokenizer)).eos
         model.generation_config.save_pretrained(folder)
 
 
 def _tokenizer(spec: JobSpec, run_dir: RunDir) -> Path | None:
-    """The folder of the tokenizer that the run was trained with; None where its data came tokenised."""
     try:
         dataset = Dataset.model_validate_json(run_dir.data.read_bytes())
     except (FileNotFoundError, ValueError):
         return None
     if dataset.tokenizer is not None:
         return Path(dataset.tokenizer)
-    return tokenizer_folder(spec) if spec.model.tokenizer or spec.model.path else None
+    # Tokenised rows need none; what lies beside the model goes with it.
+    uri = spec.model.tokenizer or spec.model.path
+    return None if uri is None else local_path(uri)
 
 
 class Progress:
@@ -244,13 +279,13 @@ def _end(thread: threading.Thread, ended: threading.Event) -> None:
 
 
 @contextmanager
-def _kept(run_dir: RunDir, step: int) -> Iterator[None]:
+def _kept(run_dir: RunDir, step: int, wish: ExportWish) -> Iterator[None]:
     """Keep the checkpoint from being removed meanwhile."""
-    run_dir.pin(step, by="export")
+    run_dir.pin(step, by=wish.pinned_by)
     try:
         yield
     finally:
-        run_dir.unpin(step, by="export")
+        run_dir.unpin(step, by=wish.pinned_by)
 
 
 if __name__ == "__main__":

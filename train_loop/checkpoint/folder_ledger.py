@@ -1,6 +1,7 @@
 """Checkpoints on file systems: a rename is the commit. Torch-free."""
 
 import errno
+import re
 import shutil
 import uuid
 from dataclasses import dataclass
@@ -8,10 +9,12 @@ from pathlib import Path
 
 from train_loop.checkpoint.ledger import check_fence, step_of
 from train_loop.checkpoint.manifest import NAME, has_its_files
-from train_loop.run_dir import Manifest, RunDir, make_folder, replace_durably, sync
+from train_loop.run_dir import Manifest, RunDir, list_folder, make_folder, replace_durably, sync
 
-_RETIRED = ".retired"
-"""How the name of a checkpoint ends while it is being removed."""
+_IN_PROGRESS = r"step-\d+\.tmp-(?P<attempt>\d+)(\..*)?"
+_REJECTED = r"step-\d+\.rejected-.*"
+_RETIRED = r"step-\d+\.retired"
+"""One that is being removed."""
 
 
 @dataclass(frozen=True)
@@ -52,23 +55,21 @@ class FolderLedger:
 
     def clear(self) -> list[int]:
         """Take away what older attempts and dead processes of this one are saving, at one stroke each."""
-        for folder in self.run_dir.checkpoints.glob("step-*.tmp-*"):
-            owner = folder.name.split(".")[1].removeprefix("tmp-")
-            if int(owner) <= self.attempt:
+        for folder, found in self._folders(_IN_PROGRESS):
+            if int(found["attempt"]) <= self.attempt:
                 gone = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}")
                 folder.rename(gone)
                 shutil.rmtree(gone, ignore_errors=True)
-        for folder in self.run_dir.checkpoints.glob(f"step-*{_RETIRED}"):
+        for folder, _ in self._folders(_RETIRED):
             self._remove_unless_pinned(folder)
-        known = self.run_dir.manifests()
-        return sorted({step_of(path) for path in self.run_dir.checkpoints.glob("step-????????")} - known.keys())
+        return sorted(set(self.run_dir.checkpoint_folders()) - self.run_dir.manifests().keys())
 
     def put_aside(self, step: int) -> None:
-        """Rename it, for whoever wants to know why; only the newest of them is kept."""
-        for older in self.run_dir.checkpoints.glob("step-*.rejected-*"):
-            shutil.rmtree(older, ignore_errors=True)
+        """Rename it."""
         folder = self.run_dir.checkpoint(step)
-        folder.rename(folder.with_name(f"{folder.name}.rejected-{self.attempt}"))
+        aside = folder.with_name(f"{folder.name}.rejected-{self.attempt}")
+        # The same step may be rejected again by a later start of the same attempt.
+        folder.rename(aside if not aside.exists() else aside.with_name(f"{aside.name}.{uuid.uuid4().hex}"))
         sync(folder.parent)
 
     def retire(self, step: int) -> None:
@@ -76,11 +77,25 @@ class FolderLedger:
 
         Whoever pinned it and has seen its manifest after that keeps it.
         """
+        check_fence(self.run_dir, self.attempt)
         folder = self.run_dir.checkpoint(step)
-        retired = folder.with_name(folder.name + _RETIRED)
+        retired = folder.with_name(f"{folder.name}.retired")
         folder.rename(retired)
         sync(folder.parent)
         self._remove_unless_pinned(retired)
+
+    def remove_rejected(self) -> None:
+        """All but those of the newest step."""
+        rejected, pins = self._folders(_REJECTED), self.run_dir.pins()
+        newest = max((step_of(folder) for folder, _ in rejected), default=0)
+        for folder, _ in rejected:
+            if step_of(folder) not in {newest, *pins}:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _folders(self, pattern: str) -> list[tuple[Path, re.Match[str]]]:
+        """The folders whose whole names match, and how."""
+        matches = ((name, re.fullmatch(pattern, name)) for name in list_folder(self.run_dir.checkpoints))
+        return [(self.run_dir.checkpoints / name, match) for name, match in matches if match]
 
     def _remove_unless_pinned(self, retired: Path) -> None:
         manifest = retired / NAME

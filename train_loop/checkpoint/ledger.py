@@ -30,10 +30,13 @@ class Ledger(Protocol):
         """
 
     def put_aside(self, step: int) -> None:
-        """Take a checkpoint that was rejected out of the ledger."""
+        """Take a checkpoint that was rejected out of the ledger; nothing of it is removed."""
 
     def retire(self, step: int) -> None:
-        """Remove a checkpoint, unless somebody has pinned it."""
+        """Remove a checkpoint, unless somebody has pinned it. Raises FencedError where it is not ours to do."""
+
+    def remove_rejected(self) -> None:
+        """Remove what was put aside, but the newest, for whoever wants to know why, and what is pinned."""
 
 
 def check_fence(run_dir: RunDir, attempt: int) -> None:

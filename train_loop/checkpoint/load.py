@@ -5,7 +5,7 @@ import itertools
 import pickle
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -22,6 +22,7 @@ from train_loop.patience import patiently
 from train_loop.run_dir import Manifest, storage_failed
 from train_loop.state import seed_generators, set_rng_state
 
+T = TypeVar("T")
 PATIENCE = 300.0
 """Seconds for which storage may fail before a resume gives up."""
 
@@ -63,25 +64,30 @@ def _check_same_data(run: Run, manifest: Manifest) -> None:
 
 
 def _agree_on_newest(run: Run) -> Manifest | None:
-    """The newest checkpoint that verifies, the hashing shared out over all ranks; rejected ones are put aside.
+    """The newest checkpoint that verifies, the hashing shared out over all ranks; damaged ones are put aside.
 
-    Aside, because retention counts by step, and would keep one that is of no use instead of a good one.
+    Aside, because retention counts by step, and would keep one that is of no use instead of a good one. Raises OSError,
+    on every rank, where what cannot be read is all there is: it may be whole, and nobody should start anew beside it.
     """
-    look = partial(patiently, partial(_candidates, run), seconds=PATIENCE, may_pass=storage_failed)
-    for manifest in _ask_rank_0(look):
-        faults: list[Any] = [None] * run.session.world
-        dist.all_gather_object(faults, _faults_of_share(run, manifest))
-        unread = next((found for found in faults if isinstance(found, Exception)), None)
-        if unread is not None:
-            # What nobody can read now may be whole.
-            raise unread
-        rejected = list(itertools.chain.from_iterable(faults))
-        if not rejected:
-            return manifest
-        if run.mesh.rank == 0:
-            run.journal.event("checkpoint_rejected", step=manifest.step, reason="; ".join(rejected))
-            ledger_of(run.session.run_dir, run.session.attempt).put_aside(manifest.step)
-    return None
+    rejected: dict[int, list[str]] = {}
+    newest, unreadable = None, None
+    for manifest in _ask_rank_0(run, partial(_candidates, run)):
+        found: list[Any] = [None] * run.session.world
+        dist.all_gather_object(found, _faults_of_share(run, manifest))
+        errors = [faults for faults in found if isinstance(faults, Exception)]
+        lasting = next((error for error in errors if getattr(error, "errno", None) != errno.EIO), None)
+        if lasting is not None:
+            raise lasting
+        unreadable = unreadable or next(iter(errors), None)
+        faults = list(itertools.chain.from_iterable(_unread(f) if isinstance(f, Exception) else f for f in found))
+        if not faults:
+            newest = manifest
+            break
+        rejected[manifest.step] = faults
+    if newest is None and unreadable is not None:
+        raise unreadable
+    _ask_rank_0(run, partial(_reject, run, rejected))
+    return newest
 
 
 def _faults_of_share(run: Run, manifest: Manifest) -> list[str] | Exception:
@@ -89,11 +95,23 @@ def _faults_of_share(run: Run, manifest: Manifest) -> list[str] | Exception:
     mine = list(manifest.files)[run.mesh.rank :: run.session.world]
     look = partial(verify, run.session.run_dir.checkpoint(manifest.step), manifest, mine)
     try:
-        return patiently(look, seconds=PATIENCE, may_pass=storage_failed)
+        return _patiently(run, look)
     except Exception as error:
-        if isinstance(error, OSError) and error.errno == errno.EIO:
-            return [f"{error.filename or 'a file'} cannot be read: {error.strerror}"]
         return error
+
+
+def _unread(error: Exception) -> list[str]:
+    return [f"{getattr(error, 'filename', None) or 'a file'} cannot be read: {getattr(error, 'strerror', error)}"]
+
+
+def _reject(run: Run, faults: dict[int, list[str]]) -> None:
+    ledger = ledger_of(run.session.run_dir, run.session.attempt)
+    while faults:
+        # Said before it is done, and perhaps again, rather than done and never said.
+        step, found = next(iter(faults.items()))
+        run.journal.event("checkpoint_rejected", step=step, reason="; ".join(found))
+        ledger.put_aside(step)
+        del faults[step]
 
 
 def _candidates(run: Run) -> list[Manifest]:
@@ -101,23 +119,27 @@ def _candidates(run: Run) -> list[Manifest]:
     run_dir, attempt = run.session.run_dir, run.session.attempt
     check_fence(run_dir, attempt)
     ledger = ledger_of(run_dir, attempt)
-    for step in ledger.clear():
-        run.journal.event("checkpoint_rejected", step=step, reason="its manifest is missing or damaged")
-        ledger.put_aside(step)
+    _reject(run, {step: ["its manifest is missing or damaged"] for step in ledger.clear()})
     return [manifest for _, manifest in sorted(run_dir.manifests().items(), reverse=True)]
 
 
-def _ask_rank_0(question: Callable[[], list[Manifest]]) -> list[Manifest]:
+def _patiently(run: Run, call: Callable[[], T]) -> T:
+    """Again where storage fails, for less time than the others wait for this rank."""
+    seconds = min(PATIENCE, run.session.timeout.total_seconds() / 2)
+    return patiently(call, seconds=seconds, may_pass=storage_failed)
+
+
+def _ask_rank_0(run: Run, question: Callable[[], T]) -> T:
     """What rank 0 finds, or the error that it met, on every rank."""
     answer: list[Any] = [None]
-    if dist.get_rank() == 0:
+    if run.mesh.rank == 0:
         try:
-            answer[0] = question()
+            answer[0] = _patiently(run, question)
         except Exception as error:
             # Nobody may wait for rank 0 in vain.
             answer[0] = error
     dist.broadcast_object_list(answer, src=0)
     if isinstance(answer[0], Exception):
         raise answer[0]
-    found: list[Manifest] = answer[0]
+    found: T = answer[0]
     return found

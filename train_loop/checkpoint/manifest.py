@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from train_loop.errors import CheckpointError, UserError
-from train_loop.run_dir import CheckpointFile, Manifest, RunDir
+from train_loop.run_dir import CheckpointFile, Manifest, RunDir, size_of
 
 NAME = "manifest.json"
 
@@ -22,14 +22,18 @@ def describe_file(path: Path) -> CheckpointFile:
 
 
 def verify(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) -> list[str]:
-    """What is wrong with a checkpoint's files, or with the named ones; nothing if all have their sizes and hashes."""
+    """What is wrong with a checkpoint's files, or with the named ones; nothing if all have their sizes and hashes.
+
+    Raises OSError, or what a package of fsspec's raises, where storage fails: that is no word about a checkpoint.
+    """
     faults = []
     for name in manifest.files if names is None else names:
         path, expected = folder / name, manifest.files[name]
-        if not path.is_file():
+        size = size_of(path)
+        if size is None:
             faults.append(f"{name} is missing")
-        elif path.stat().st_size != expected.size:
-            faults.append(f"{name} has {path.stat().st_size} bytes, not {expected.size}")
+        elif size != expected.size:
+            faults.append(f"{name} has {size} bytes, not {expected.size}")
         elif describe_file(path) != expected:
             faults.append(f"{name} has another SHA-256 than when it was committed")
     return faults
@@ -37,14 +41,7 @@ def verify(folder: Path, manifest: Manifest, names: Iterable[str] | None = None)
 
 def has_its_files(folder: Path, manifest: Manifest) -> bool:
     """Whether all files are there with their sizes; what is in them nobody reads."""
-    return all(_size(folder / name) == file.size for name, file in manifest.files.items())
-
-
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return None
+    return all(size_of(folder / name) == file.size for name, file in manifest.files.items())
 
 
 def newest_verified(run_dir: RunDir) -> tuple[Manifest | None, dict[int, list[str]]]:
@@ -78,7 +75,11 @@ def main() -> None:
     arguments = parser.parse_args()
     run_dir = RunDir.at(arguments.run_dir)
     manifest = run_dir.manifests().get(arguments.step)
-    print(json.dumps(manifest and verify(run_dir.checkpoint(arguments.step), manifest)))
+    faults = manifest and verify(run_dir.checkpoint(arguments.step), manifest)
+    if faults and run_dir.manifests().get(arguments.step) != manifest:
+        # It was removed, as newer ones came, while it was read.
+        faults = None
+    print(json.dumps(faults))
 
 
 if __name__ == "__main__":

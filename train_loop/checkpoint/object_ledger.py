@@ -1,13 +1,19 @@
 """Checkpoints on object storage, which renames nothing: the manifest's existence is the commit. Torch-free."""
 
 import errno
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from train_loop.checkpoint.ledger import check_fence, step_of
+from train_loop.checkpoint.ledger import check_fence
 from train_loop.checkpoint.manifest import NAME, has_its_files
 from train_loop.errors import FencedError
-from train_loop.run_dir import Manifest, RunDir, create_object, remove_all
+from train_loop.run_dir import Manifest, RunDir, create_object, list_folder, read_whole, remove_all
+
+_RETIRED = "retired.json"
+"""The manifest of one that is being removed."""
+_REJECTED = "rejected.json"
+"""That of one that was put aside."""
 
 
 @dataclass(frozen=True)
@@ -34,47 +40,66 @@ class ObjectLedger:
         check_fence(self.run_dir, self.attempt)
         if not has_its_files(folder, manifest):
             raise FileNotFoundError(errno.ENOENT, "files of the checkpoint have been removed", str(folder))
-        if there is not None and not has_its_files(folder, there):
-            # Of an attempt that was held up, after its files had been cleared away.
+        if there is not None and (there.attempt < self.attempt or not has_its_files(folder, there)):
+            # Of an attempt that was held up, after those who took over had looked which checkpoints there are.
             (folder / NAME).unlink(missing_ok=True)
         create_object(folder / NAME, manifest.model_dump_json(indent=2).encode())
         try:
             check_fence(self.run_dir, self.attempt)
         except FencedError:
-            (folder / NAME).unlink(missing_ok=True)
+            # By now it may be another's.
+            if self.run_dir.manifests().get(manifest.step) == manifest:
+                (folder / NAME).unlink(missing_ok=True)
             raise
         return manifest
 
     def discard(self, step: int) -> None:
-        """Whatever it has written."""
-        if step not in self.run_dir.manifests():
+        """Whatever it has written, unless somebody else may be writing there."""
+        if self.run_dir.fence() <= self.attempt and step not in self.run_dir.manifests():
             remove_all(self.run_dir.checkpoint(step))
 
     def clear(self) -> list[int]:
         """Remove what has no manifest: nobody but this attempt may be saving."""
-        damaged, known = [], self.run_dir.manifests()
-        for folder in self.run_dir.checkpoints.glob("step-????????"):
-            step = step_of(folder)
-            if step in known:
-                continue
-            if (folder / NAME).exists():
+        damaged, known, pins = [], self.run_dir.manifests(), self.run_dir.pins()
+        for step in self.run_dir.checkpoint_folders():
+            folder = self.run_dir.checkpoint(step)
+            names = set() if step in known else set(list_folder(folder))
+            if NAME in names:
                 damaged.append(step)
-            else:
+            elif _RETIRED in names:
+                self._remove_unless_pinned(step, pins)
+            elif names and _REJECTED not in names:
                 remove_all(folder)
-        return sorted(damaged)
+        return damaged
 
     def put_aside(self, step: int) -> None:
-        """Remove it, its manifest first."""
-        folder = self.run_dir.checkpoint(step)
-        (folder / NAME).unlink(missing_ok=True)
-        remove_all(folder)
+        """Its manifest gets another name."""
+        _move(self.run_dir.checkpoint(step) / NAME, _REJECTED)
 
     def retire(self, step: int) -> None:
-        """The manifest, which is put back for whoever has pinned it meanwhile; then the rest."""
+        """Its manifest gets another name, and the old one again for whoever has pinned it meanwhile; then the rest."""
+        check_fence(self.run_dir, self.attempt)
+        _move(self.run_dir.checkpoint(step) / NAME, _RETIRED)
+        self._remove_unless_pinned(step, self.run_dir.pins())
+
+    def remove_rejected(self) -> None:
+        """All but the newest."""
+        known, pins = self.run_dir.manifests(), self.run_dir.pins()
+        others = [step for step in self.run_dir.checkpoint_folders() if step not in known]
+        rejected = [step for step in others if _REJECTED in list_folder(self.run_dir.checkpoint(step))]
+        for step in rejected[:-1]:
+            if step not in pins:
+                remove_all(self.run_dir.checkpoint(step))
+
+    def _remove_unless_pinned(self, step: int, pins: Collection[int]) -> None:
         folder = self.run_dir.checkpoint(step)
-        manifest = (folder / NAME).read_bytes()
-        (folder / NAME).unlink()
-        if step in self.run_dir.pins():
-            (folder / NAME).write_bytes(manifest)
-            return
-        remove_all(folder)
+        if step in pins:
+            _move(folder / _RETIRED, NAME)
+        else:
+            remove_all(folder)
+
+
+def _move(path: Path, name: str) -> None:
+    """Under another name beside it; whatever happens in between, one of the two is there."""
+    path.with_name(name).write_bytes(read_whole(path))
+    path.unlink()

@@ -1,8 +1,11 @@
 """Saving beside the loop: copy, write, hash and commit behind its back, one save at a time."""
 
+import errno
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
@@ -51,7 +54,9 @@ class Saver:
         self._spec = spec
         self._mode = mode
         # A group of its own: its collectives run in a thread beside the loop's.
-        self._group = dist.new_group(backend="gloo", timeout=session.timeout)
+        # They wait for whoever waits for its storage.
+        patience = timedelta(seconds=2 * PATIENCE)
+        self._group = dist.new_group(backend="gloo", timeout=session.timeout + patience)
         self._rank = dist.get_rank(self._group)
         self._buffer = StagingBuffer(shared=mode == "process") if mode != "sync" or torch.cuda.is_available() else None
         self._image = Image(self._group, self._buffer)
@@ -111,14 +116,15 @@ class Saver:
 
     def _finish(self, contents: Contents, draft: Manifest, started: float) -> str | None:
         """Hear every rank say that its file is durable; then rank 0 commits. All ranks end alike."""
-        told = self._tell_all(self._or_fault(partial(self._write, draft.step, contents)))
+        self._delay = None
+        told = self._tell_all(self._or_fault(draft.step, partial(self._write, draft.step, contents)))
         faults = [word for word in told if not isinstance(word, Share)]
         for rank, word in enumerate(told):
             if isinstance(word, Share) and word.delay is not None:
                 self._journal.event("checkpoint_delayed", step=draft.step, rank=rank, reason=word.delay)
         fault = next((word for word in faults if isinstance(word, FencedError)), "; ".join(map(str, faults)) or None)
         if fault is None and self._rank == 0:
-            committed = self._or_fault(partial(self._commit, draft, told))
+            committed = self._or_fault(draft.step, partial(self._commit, draft, told))
             if isinstance(committed, Manifest):
                 self._tell_commit(committed, perf_counter() - started)
             else:
@@ -141,10 +147,10 @@ class Saver:
         dist.all_gather_object(words, word, group=self._group)
         return words
 
-    def _or_fault(self, act: Callable[[], T]) -> T | FencedError | str:
+    def _or_fault(self, step: int, act: Callable[[], T]) -> T | FencedError | str:
         """What an act on storage returns, or what went wrong for too long: a silent rank would hang the others."""
         try:
-            return patiently(act, seconds=PATIENCE, may_pass=storage_failed, told=self._tell_delay)
+            return patiently(act, seconds=PATIENCE, may_pass=_may_pass, told=partial(self._tell_delay, step))
         except FencedError as error:
             return error
         except Exception as error:
@@ -165,8 +171,7 @@ class Saver:
             if not is_remote(path):
                 path.unlink(missing_ok=True)
             raise
-        delay, self._delay = self._delay, None
-        return Share(path.name, file, contents.objects, delay)
+        return Share(path.name, file, contents.objects, self._delay)
 
     def _commit(self, draft: Manifest, shares: list[Share]) -> Manifest:
         # Who resumes from it does not say again what was said of the steps before.
@@ -180,13 +185,24 @@ class Saver:
     def _tell_commit(self, manifest: Manifest, seconds: float) -> None:
         numbers = {"step": manifest.step, "bytes": manifest.bytes, "seconds": round(seconds, 3)}
         self._journal.event("checkpoint_committed", **numbers)
-        with storage_may_fail(self._tell_kept):
+        # A newer attempt has taken over already? It keeps and removes; this one hears of it at its next save.
+        with storage_may_fail(self._tell_kept), suppress(FencedError):
             retire_others(self._run_dir, self._ledger, self._spec)
 
     def _tell_kept(self, error: Exception) -> None:
         self._journal.warn(f"older checkpoints could not be removed: {error}; they will be after the next save")
 
-    def _tell_delay(self, error: BaseException) -> None:
-        """In the log at once, and in the events once rank 0, which writes them, hears of it."""
+    def _tell_delay(self, step: int, error: BaseException) -> None:
+        """At once in the log, and in the events where this is rank 0, which writes them; it hears of others later."""
         log.warning("storage fails and is tried again: %s", error)
-        self._delay = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
+        if self._rank == 0:
+            self._journal.event("checkpoint_delayed", step=step, rank=0, reason=reason)
+        else:
+            self._delay = reason
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether storage may take it in a moment; a name that is taken stays taken."""
+    taken = isinstance(error, OSError) and error.errno in (errno.EEXIST, errno.ENOTEMPTY)
+    return storage_failed(error) and not taken and not isinstance(error, FileExistsError)

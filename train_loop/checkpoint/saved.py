@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from train_loop.checkpoint.frame import frame_of
 from train_loop.checkpoint.ledger import METADATA
+from train_loop.errors import CheckpointError
 
 _PIECE_BYTES = 16 * 2**20
 
@@ -53,6 +54,10 @@ class SavedTensors:
         """The shape of a whole tensor."""
         return self._tensors[name].size
 
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor."""
+        return self._tensors[name].properties.dtype
+
     def pieces(self, name: str) -> Iterator[Piece]:
         """A tensor in boxes of some megabytes, each in memory only while it is looked at."""
         tensor = self._tensors[name]
@@ -82,5 +87,7 @@ class SavedTensors:
 
 def _read(file: io.BufferedIOBase, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     content = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
-    file.readinto(content.numpy().data)
+    view = content.numpy().data
+    if file.readinto(view) != len(view):
+        raise CheckpointError("a file of the checkpoint has become shorter while it was read; choose another one")
     return content.view(dtype).view(shape)

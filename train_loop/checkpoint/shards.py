@@ -8,51 +8,68 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from train_loop.checkpoint.saved import Piece
 from train_loop.run_dir import sync
 
-_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+_NAMES = {
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
-@dataclass(frozen=True)
-class Shard:
-    """Tensors that share a file, by name and shape."""
+class Kind(NamedTuple):
+    """What a tensor is in a file."""
 
-    shapes: Mapping[str, torch.Size]
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
-def plan_shards(shapes: Mapping[str, torch.Size], dtype: torch.dtype, *, limit: int) -> list[Shard]:
+Shard = Mapping[str, Kind]
+"""Tensors that share a file, by name."""
+
+
+def plan_shards(tensors: Mapping[str, Kind], *, limit: int) -> list[Shard]:
     """Deal tensors out to files of at most `limit` bytes, in their order; one that is larger has its own."""
-    shards, size = list[dict[str, torch.Size]](), 0
-    for name, shape in shapes.items():
-        nbytes = math.prod(shape) * dtype.itemsize
-        if not shards or size + nbytes > limit:
+    shards, size = list[dict[str, Kind]](), 0
+    for name, kind in tensors.items():
+        if not shards or size + kind.nbytes > limit:
             shards.append({})
             size = 0
-        shards[-1][name] = shape
-        size += nbytes
-    return [Shard(shard) for shard in shards]
+        shards[-1][name] = kind
+        size += kind.nbytes
+    return list[Shard](shards)
 
 
 class ShardFile:
     """One file, while it is written."""
 
-    def __init__(self, path: Path, shard: Shard, dtype: torch.dtype) -> None:
+    def __init__(self, path: Path, shard: Shard) -> None:
         self._shard = shard
-        self._dtype = dtype
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         self._starts: dict[str, int] = {}
         end = 0
-        for name, shape in shard.shapes.items():
-            self._starts[name], end = end, end + math.prod(shape) * dtype.itemsize
+        for name, kind in shard.items():
+            self._starts[name], end = end, end + kind.nbytes
             place = [self._starts[name], end]
-            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": place}
+            header[name] = {"dtype": _NAMES[kind.dtype], "shape": list(kind.shape), "data_offsets": place}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._base = 8 + len(text)
@@ -63,13 +80,13 @@ class ShardFile:
 
     def put(self, name: str, pieces: Iterable[Piece]) -> None:
         """Write a tensor."""
-        shape = self._shard.shapes[name]
+        shape, dtype = self._shard[name]
         for piece in pieces:
             # FSDP2 cuts tensors along their first dimension, so that a piece is one run of the whole.
             assert piece.values.shape[1:] == shape[1:], f"{name} was cut along another dimension than its first"
             start = (piece.offsets[0] if piece.offsets else 0) * math.prod(shape[1:])
-            self._file.seek(self._base + self._starts[name] + start * self._dtype.itemsize)
-            self._file.write(piece.values.to(self._dtype).contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            self._file.seek(self._base + self._starts[name] + start * dtype.itemsize)
+            self._file.write(piece.values.to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def close(self) -> None:
         """Make it durable."""

@@ -6,23 +6,33 @@ anywhere; every row carries its sample id and the loop checks it against the ord
 not go unnoticed.
 """
 
+import functools
 import itertools
 import math
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import ray
 import torch.distributed as dist
 from numpy.typing import NDArray
-from ray.data import DataIterator, ExecutionResources
+from ray.data import DataIterator, Datasource, ExecutionResources, ReadTask
+from ray.data.block import BlockMetadata
 
 from train_loop.data.dataset import Rows
 from train_loop.data.execution import ordered_context
 from train_loop.data.read import read_rows
-from train_loop.data.reader import StreamPlan
+from train_loop.data.reader import StreamPlan, local_stream
 from train_loop.plan import MeshPlan
+from train_loop.spare import NO_SPARES
 
+T = TypeVar("T")
+_FIRST_STEPS = 16
+"""Steps whose rows are read without Ray Data."""
 _BLOCK_STEPS = 128
 """Steps in one block, at most: each block costs some 30 ms of Ray Data's, whatever is in it."""
 _BLOCK_BYTES = 32 * 2**20
@@ -38,24 +48,47 @@ _PLAN_BLOCKS = 512
 def ray_stream(plan: StreamPlan, mesh: MeshPlan, rank: int) -> Iterator[Rows | None]:
     """This rank's rows of every step, `order.per_rank` of them; every rank must take every step.
 
-    Only the first rank of a Ulysses group gets rows, its peers get None and then the rows from it.
+    Only the first rank of a Ulysses group gets rows, its peers get None and then the rows from it. Ray Data takes
+    seconds to start: meanwhile the ranks read the rows of the first steps themselves.
     """
+    head = replace(plan, steps=min(plan.steps, _FIRST_STEPS))
+    rest = replace(plan, start=plan.start + head.steps * plan.order.global_batch, steps=plan.steps - head.steps)
+    # A group of its own: its collectives run in a thread beside the loop's.
+    rows = _begin(_streamed(rest, mesh, rank, dist.new_group(backend="gloo"))) if rest.steps else iter(())
+    yield from local_stream(head, mesh, rank)
+    yield from rows
+
+
+def _begin(rows: Iterator[T]) -> Iterator[T]:
+    """The same rows, of which the first is being waited for already, in a thread."""
+    first: Future[T] = Future()
+
+    def take() -> None:
+        try:
+            first.set_result(next(rows))
+        except BaseException as error:
+            # It is raised where the row is taken.
+            first.set_exception(error)
+
+    threading.Thread(target=take, name="first-rows", daemon=True).start()
+    return itertools.chain((waiting.result() for waiting in (first,)), rows)
+
+
+def _streamed(plan: StreamPlan, mesh: MeshPlan, rank: int, group: dist.ProcessGroup) -> Iterator[Rows | None]:
+    """What Ray Data delivers."""
     leads = mesh.sequence_rank(rank) == 0
     done = 0
     while done < plan.steps:
         steps = min(plan.steps - done, _PLAN_BLOCKS * block_steps(plan))
-        splits = _share_splits(plan, plan.start + done * plan.order.global_batch, steps, rank)
-        rows = by_step(splits[mesh.data_rank(rank)], plan.order.per_rank) if leads else itertools.repeat(None)
+        start = plan.start + done * plan.order.global_batch
+        # Rank 0 starts the execution and tells the others.
+        shared = [open_splits(plan, start, steps)] if rank == 0 else [None]
+        dist.broadcast_object_list(shared, src=0, group=group)
+        assert shared[0] is not None
+        split = shared[0][mesh.data_rank(rank)]
+        rows = by_step(split, plan.order.per_rank) if leads else itertools.repeat(None)
         yield from itertools.islice(rows, steps)
         done += steps
-
-
-def _share_splits(plan: StreamPlan, start: int, steps: int, rank: int) -> list[DataIterator]:
-    """One iterator per data rank; rank 0 starts the execution and tells the others."""
-    shared = [open_splits(plan, start, steps)] if rank == 0 else [None]
-    dist.broadcast_object_list(shared, src=0)
-    assert shared[0] is not None
-    return shared[0]
 
 
 def open_splits(plan: StreamPlan, start: int, steps: int) -> list[DataIterator]:
@@ -65,11 +98,36 @@ def open_splits(plan: StreamPlan, start: int, steps: int) -> list[DataIterator]:
     queued = _BLOCKS_QUEUED * plan.order.dp * block_bytes(plan)
     ordered_context().execution_options.resource_limits = ExecutionResources(cpu=free, object_store_memory=queued)
     blocks = math.ceil(steps / block_steps(plan)) * plan.order.dp
-    data = ray.data.range(blocks, override_num_blocks=blocks).map_batches(
-        _read_block, batch_size=None, fn_kwargs={"plan": plan, "start": start, "steps": block_steps(plan)}
+    numbers = ray.data.read_datasource(_Numbers(blocks), override_num_blocks=blocks, runtime_env=NO_SPARES)
+    data = numbers.map_batches(
+        _read_block,
+        batch_size=None,
+        fn_kwargs={"plan": plan, "start": start, "steps": block_steps(plan)},
+        runtime_env=NO_SPARES,
     )
     splits: list[DataIterator] = data.streaming_split(plan.order.dp, equal=False)
     return splits
+
+
+class _Numbers(Datasource):  # type: ignore[misc]
+    """0, 1, 2 …, each a block of its own: `ray.data.range`, which takes no runtime environment."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def get_read_tasks(self, parallelism: int, *_: Any, **__: Any) -> list[ReadTask]:
+        """One for every number."""
+        metadata = BlockMetadata(num_rows=1, size_bytes=8, input_files=None, exec_stats=None)
+        return [ReadTask(functools.partial(_number, k), metadata) for k in range(self.count)]
+
+    def estimate_inmemory_data_size(self) -> int:
+        """In bytes."""
+        return 8 * self.count
+
+
+def _number(k: int) -> list[pa.Table]:
+    return [pa.table({"id": [k]})]
 
 
 def _read_block(batch: dict[str, NDArray[np.int64]], plan: StreamPlan, start: int, steps: int) -> pa.Table:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from train_loop.run_dir.durable import write_durably
 from train_loop.run_dir.formats import Format
-from train_loop.run_dir.remote import read_whole
+from train_loop.run_dir.remote import is_remote, read_whole
 
 _SILENT_SECONDS = 60.0
 
@@ -23,6 +23,11 @@ class ExportWish(Format):
     def name(self, step: int) -> str:
         """The folder that it goes to, below export/."""
         return f"step-{step:08d}-{self.weights}-{self.dtype}"
+
+    @property
+    def pinned_by(self) -> str:
+        """In whose name the checkpoint is kept meanwhile."""
+        return f"export-{self.weights}-{self.dtype}"
 
 
 class ExportStatus(Format):
@@ -54,9 +59,21 @@ class ExportDir:
 
     def status(self, step: int, wish: ExportWish, *, now: float) -> ExportStatus | None:
         """How far an export is; None where nobody asked for it. Whoever says nothing for a minute has ended."""
+        folder = self.folder(step, wish)
+        status = self._read(folder.name, now=now)
+        if status is not None and status.state == "done" and not is_remote(folder) and not folder.exists():
+            # Somebody has removed it.
+            return None
+        return status
+
+    def is_at_work(self, name: str, *, now: float) -> bool:
+        """Whether somebody makes the export of this name."""
+        status = self._read(name, now=now)
+        return status is not None and status.state == "running"
+
+    def _read(self, name: str, *, now: float) -> ExportStatus | None:
         try:
-            file = read_whole(self.folder(step, wish).with_suffix(".json"))
-            status = ExportStatus.model_validate_json(file)
+            status = ExportStatus.model_validate_json(read_whole(self.root / f"{name}.json"))
         except (FileNotFoundError, ValueError):
             return None
         if status.state == "running" and now - status.time > _SILENT_SECONDS:

@@ -1,9 +1,13 @@
 """The JSON files of a run directory, one model each."""
 
 import hashlib
-from typing import Literal
+import json
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
+
+FORMAT = 1
+"""Of checkpoints; another number where older versions would misread one."""
 
 
 class Format(BaseModel):
@@ -62,7 +66,7 @@ class DataPosition(Format):
 class Manifest(Format):
     """checkpoints/step-N/manifest.json: written last, it makes the directory a checkpoint."""
 
-    format: int = 1
+    format: int = FORMAT
     step: int
     tokens: int
     skipped: int = 0
@@ -90,12 +94,23 @@ class Manifest(Format):
 
     def sealed(self) -> "Manifest":
         """The same with its digest."""
-        return self.model_copy(update={"digest": self._digest()})
+        return self.model_copy(update={"digest": _digest(json.loads(self.model_dump_json()))})
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is what was written."""
-        return self.digest == self._digest()
+    @classmethod
+    def parse(cls, text: str) -> "Manifest":
+        """What was sealed and written as this, by whatever version. Raises ValueError where it is damaged."""
+        written = json.loads(text)
+        if not isinstance(written, dict) or written.get("digest") != _digest(written):
+            raise ValueError("the manifest is not what was written")
+        if written["format"] != FORMAT:
+            raise RuntimeError(
+                f"the checkpoint of step {written['step']} has format {written['format']}, and this version of "
+                f"Trainshed knows format {FORMAT}; use the version that wrote it"
+            )
+        return cls.model_validate(written)
 
-    def _digest(self) -> str:
-        return hashlib.sha256(self.model_dump_json(exclude={"digest"}).encode()).hexdigest()
+
+def _digest(written: dict[str, Any]) -> str:
+    """Over what stands there, known to this version or not."""
+    rest = {name: value for name, value in written.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(rest, separators=(",", ":")).encode()).hexdigest()

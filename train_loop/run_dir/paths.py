@@ -1,6 +1,8 @@
 """Where everything of a run lies, and reading and writing its JSON files."""
 
 import os
+import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any, TypeVar
 from train_loop.run_dir.durable import storage_path, write_durably
 from train_loop.run_dir.exports import ExportDir
 from train_loop.run_dir.formats import Fence, Format, Manifest, Outcome, Stop
-from train_loop.run_dir.remote import is_remote, read_whole
+from train_loop.run_dir.remote import is_remote, list_folder, read_whole
 from train_loop.spec import JobSpec, dump, parse_text
 
 T = TypeVar("T", bound=Format)
@@ -86,8 +88,7 @@ class RunDir:
 
     def attempts(self) -> list[AttemptDir]:
         """The attempts that have begun, oldest first."""
-        folder = self.root / "attempts"
-        numbers = [int(p.name) for p in folder.iterdir() if p.name.isdigit()] if folder.is_dir() else []
+        numbers = [int(name) for name in list_folder(self.root / "attempts") if name.isdigit()]
         return [self.attempt(number) for number in sorted(numbers)]
 
     @property
@@ -105,15 +106,22 @@ class RunDir:
 
     def manifests(self) -> dict[int, Manifest]:
         """Manifests of what claims to be a checkpoint, by step; whether the files still match is for a verifier."""
-        found = ((path, _read(path / "manifest.json", Manifest)) for path in self.checkpoints.glob("step-????????"))
-        whole = ((path, m) for path, m in sorted(found, key=str) if m is not None and m.is_whole)
-        return {m.step: m for path, m in whole if path == self.checkpoint(m.step)}
+        found = ((step, _manifest(self.checkpoint(step) / "manifest.json")) for step in self.checkpoint_folders())
+        return {step: manifest for step, manifest in found if manifest is not None and manifest.step == step}
+
+    def checkpoint_folders(self) -> list[int]:
+        """Steps that have a folder under a checkpoint's final name, whatever lies in it."""
+        matches = (re.fullmatch(r"step-(\d{8,})", name) for name in list_folder(self.checkpoints))
+        return sorted(int(match[1]) for match in matches if match)
 
     def pins(self) -> set[int]:
-        """Steps whose checkpoints somebody wants to keep."""
-        folder = self.root / "control" / "pins"
-        names = [path.name.partition(".")[0] for path in folder.iterdir()] if folder.is_dir() else []
-        return {int(name) for name in names if name.isdigit()}
+        """Steps whose checkpoints somebody wants to keep; an export that has died does not any more."""
+        names = (name.partition(".") for name in list_folder(self.root / "control" / "pins"))
+        return {int(step) for step, _, by in names if step.isdigit() and not self._is_left(step, by)}
+
+    def _is_left(self, step: str, by: str) -> bool:
+        kind, _, wish = by.partition("-")
+        return kind == "export" and not self.exports.is_at_work(f"step-{step}-{wish}", now=time.time())
 
     def pin(self, step: int, *, by: str = "user") -> bool:
         """Keep the checkpoint of a step whatever retention says; whether it was there to be kept."""
@@ -182,12 +190,15 @@ class RunDir:
 
     def fence(self) -> int:
         """The attempt that may commit; 0 where none was set."""
-        fence = _read(self.root / "control" / "fence.json", Fence)
-        return fence.attempt if fence else 0
+        try:
+            return Fence.model_validate_json(read_whole(self.root / "control" / "fence.json")).attempt
+        except FileNotFoundError:
+            return 0
 
     def write_fence(self, attempt: int) -> None:
-        """Shut out every attempt older than this one."""
-        write_durably(self.root / "control" / "fence.json", Fence(attempt=attempt).model_dump_json())
+        """Shut out every attempt older than this one; a fence is never lowered."""
+        if attempt > self.fence():
+            write_durably(self.root / "control" / "fence.json", Fence(attempt=attempt).model_dump_json())
 
     @property
     def stop_file(self) -> Path:
@@ -210,6 +221,14 @@ def _changed(before: Any, now: Any, pointer: str = "") -> Iterator[str]:
             yield from _changed(before.get(name), now.get(name), f"{pointer}/{name}")
     elif before != now:
         yield pointer
+
+
+def _manifest(path: Path) -> Manifest | None:
+    """The manifest there; None where it is missing or damaged."""
+    try:
+        return Manifest.parse(read_whole(path).decode())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
 
 
 def _read(path: Path, kind: type[T]) -> T | None:

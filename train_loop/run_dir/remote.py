@@ -3,10 +3,11 @@
 An object appears whole, durably and under its name by one request, or not at all; there are no folders and no renames.
 """
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import cast
 
 import fsspec
@@ -54,6 +55,30 @@ def storage_may_fail(tell: Callable[[Exception], object]) -> Iterator[None]:
         if not storage_failed(error):
             raise
         tell(error)
+
+
+def list_folder(folder: Path) -> list[str]:
+    """Names of what lies in a folder, in order; none where there is no folder.
+
+    What pathlib's questions and globs take for nothing, storage that fails, is raised.
+    """
+    try:
+        if not is_remote(folder):
+            return sorted(os.listdir(folder))
+        remote = cast(UPath, folder)
+        found = (path.rstrip("/") for path in remote.fs.ls(remote.path, detail=False, refresh=True))
+        # An object may stand for the folder itself.
+        return sorted({PurePosixPath(path).name for path in found if path != remote.path.rstrip("/")})
+    except FileNotFoundError:
+        return []
+
+
+def size_of(path: Path) -> int | None:
+    """Bytes of a file, None where there is none; storage that fails is raised, which pathlib takes for a no."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
 
 
 def read_whole(path: Path) -> bytes:

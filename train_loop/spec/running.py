@@ -60,6 +60,10 @@ class FailureSpec(SpecModel):
 
     max_failures: int = Field(default=3, ge=0, description="restarts of the worker group inside one attempt")
     max_attempts: int = Field(default=3, ge=1, description="Ray submissions")
+    spare_workers: bool = Field(
+        default=True,
+        description="keep a process with all imports, about 0.5 GB, ready beside every worker: it restarts in seconds",
+    )
     hang_timeout_seconds: float = Field(
         default=1800.0, ge=1, description="a collective that waits longer fails, and the worker group restarts"
     )

@@ -1,0 +1,82 @@
+"""A process kept ready beside every worker, so that a group that is started again does not wait for imports.
+
+Ray starts a process for each actor, and most of a restart is what that process imports. A raylet can be told to start
+processes ahead (`PrestartWorkers`); the next actor with the same runtime environment gets one. The set-up hook of that
+environment has the process import, while it waits, what a worker needs.
+"""
+
+import importlib
+import logging
+import threading
+import time
+
+import ray
+from ray._private.grpc_utils import init_grpc_channel
+from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
+from ray.core.generated.common_pb2 import Language
+from ray.core.generated.node_manager_pb2 import PrestartWorkersRequest
+from ray.core.generated.node_manager_pb2_grpc import NodeManagerServiceStub
+from ray.core.generated.runtime_environment_pb2 import RuntimeEnvInfo
+
+log = logging.getLogger(__name__)
+
+WITH_SPARES = {"env_vars": {WORKER_PROCESS_SETUP_HOOK_ENV_VAR: "train_loop.spare.get_ready"}}
+"""The runtime environment of workers that may take a spare."""
+NO_SPARES = {"env_vars": {WORKER_PROCESS_SETUP_HOOK_ENV_VAR: ""}}
+"""That of tasks which such workers start: another one, as a task would take a spare as well."""
+_WORTH_IT = 20.0
+"""Seconds after which a run has spares."""
+_TAKEN_WITHIN = 2.0
+"""Seconds within which a process that was started for an actor is given to it."""
+_KEPT = 365 * 86_400
+"""Seconds; the end of the job ends what is left."""
+_ASKING = 30.0
+"""Seconds in which a raylet answers, or there is no spare."""
+
+
+class Spares:
+    """Has processes started on this worker's node, for `count` actors like this one, once a run is worth it.
+
+    That is not at its start: what else its workers start would take them, and a short run needs none.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._begun = time.monotonic()
+
+    def keep(self) -> None:
+        """To be called now and then; returns at once."""
+        if self._count and time.monotonic() - self._begun >= _WORTH_IT:
+            threading.Thread(target=_start, args=(self._count,), name="spares", daemon=True).start()
+            self._count = 0
+
+
+def _start(count: int) -> None:
+    here = ray.get_runtime_context()
+    environment = RuntimeEnvInfo(serialized_runtime_env=here.get_runtime_env_string())
+    request = PrestartWorkersRequest(
+        language=Language.PYTHON,
+        job_id=bytes.fromhex(here.get_job_id()),
+        runtime_env_info=environment,
+        keep_alive_duration_secs=_KEPT,
+        num_workers=count,
+    )
+    try:
+        (node,) = (node for node in ray.nodes() if node["NodeID"] == here.get_node_id())
+        address = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
+        with init_grpc_channel(address) as channel:
+            NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=_ASKING)
+    except Exception:
+        # Ray may take this call away one day. A restart is then as slow as Ray's own; the run is none the worse.
+        log.warning("no spare processes: a restart will wait for imports", exc_info=True)
+
+
+def get_ready() -> None:
+    """In a process that Ray has just started: if it is not given to an actor at once, it is a spare, and gets ready."""
+    threading.Thread(target=_import_unless_taken, name="get-ready", daemon=True).start()
+
+
+def _import_unless_taken() -> None:
+    time.sleep(_TAKEN_WITHIN)
+    if ray.get_runtime_context().get_actor_id() is None:
+        importlib.import_module("train_loop.driver")
