@@ -1,7 +1,7 @@
 """Seconds from SIGKILL of a rank to the first new step: ours against a plain Ray TorchTrainer and torchrun.
 
-`python -m benchmarks.recover [--rounds N] [--quick]`. Two workers save every ten steps; rank 1 is killed some steps
-after the first save is durable. A new step is one that had not been done before the kill.
+`python -m benchmarks.recover [--rounds N] [--quick]`. Two workers save every ten steps; rank 1 is killed in the middle
+between two saves, when the run has been going for a while. A new step is one that had not been done before the kill.
 """
 
 import functools
@@ -39,9 +39,11 @@ RAY, TORCHRUN, OURS = (
     "Trainshed, POST /jobs",
 )
 PARTS = ("detect", "restart", "load", "replay")
-KILL_AFTER, STEPS = EVERY + 5, 4 * EVERY
+SETTLED, QUICKLY, STEPS = 45.0, 3.0, 10_000
+"""Seconds for which a run has been going when it is hit, and steps that it would go on for."""
 LIMIT, POLL = 300.0, 0.02
 Line = dict[str, Any]
+Way = Callable[[Workload, Path, Path, float], Measured]
 
 
 def main() -> None:
@@ -49,7 +51,7 @@ def main() -> None:
     arguments = parse(command_line(__doc__))
     toy = Workload(config=TOY, sequence_length=32, steps=STEPS)
     workload = toy if arguments.quick else Workload(sequence_length=128, steps=STEPS)
-    ways: dict[str, Callable[[Workload, Path, Path], Measured]] = {
+    ways: dict[str, Way] = {
         RAY: functools.partial(bare_loop, under_ray=True),
         TORCHRUN: functools.partial(bare_loop, under_ray=False),
         OURS: ours,
@@ -57,17 +59,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="trainshed-benchmark-") as root:
         workload.write(Path(root, "workload"))
 
-        def measured(way: Callable[[Workload, Path, Path], Measured]) -> Measured:
+        def measured(way: Way) -> Measured:
             here = Path(tempfile.mkdtemp(dir=root))
             try:
-                return way(workload, Path(root, "workload"), here)
+                return way(workload, Path(root, "workload"), here, QUICKLY if arguments.quick else SETTLED)
             finally:
                 shutil.rmtree(here, ignore_errors=True)
 
         samples = interleave({name: functools.partial(measured, way) for name, way in ways.items()}, arguments.rounds)
     write_result(
         "recover",
-        settings=workload.model_dump() | {"rounds": arguments.rounds, "quick": arguments.quick, "every": EVERY},
+        settings=workload.model_dump()
+        | {"rounds": arguments.rounds, "quick": arguments.quick, "every": EVERY, "settled": SETTLED},
         data=samples,
         table=markdown_table([record(name, samples) for name in ways]),
         folder=arguments.results,
@@ -86,7 +89,7 @@ def record(name: str, samples: list[Sample]) -> dict[str, Any]:
     } | {part: f"{np.median(found):.1f}" if found else None for part, found in parts.items()}
 
 
-def bare_loop(workload: Workload, folder: Path, here: Path, *, under_ray: bool) -> Measured:
+def bare_loop(workload: Workload, folder: Path, here: Path, settled: float, *, under_ray: bool) -> Measured:
     """One start of the bare loop, of which rank 1 is killed. Raises ProgramError."""
     log = here / "log"
     if under_ray:
@@ -104,7 +107,7 @@ def bare_loop(workload: Workload, folder: Path, here: Path, *, under_ray: bool) 
         )
     try:
         marks = functools.partial(lambda path: list(read_lines(path)), here / "marks.jsonl")
-        wait(lambda: any(line.get("step", 0) >= KILL_AFTER for line in marks()), process, log)
+        wait(lambda: is_the_moment([line for line in marks() if "step" in line], settled), process, log)
         (victim,) = (line["pid"] for line in marks() if line["what"] == "ready" and line["rank"] == 1)
         killed = kill(victim)
         before = max(line.get("step", 0) for line in marks())
@@ -121,7 +124,7 @@ def bare_loop(workload: Workload, folder: Path, here: Path, *, under_ray: bool) 
     )
 
 
-def ours(workload: Workload, folder: Path, here: Path) -> Measured:
+def ours(workload: Workload, folder: Path, here: Path, settled: float) -> Measured:
     """One job on a service of its own, of which rank 1 is killed. Raises ProgramError."""
     data = here / "runs" / "data"
     data.mkdir(parents=True)
@@ -133,7 +136,7 @@ def ours(workload: Workload, folder: Path, here: Path) -> Measured:
         lines, events = (
             functools.partial(lambda path: list(read_lines(path)), p) for p in (attempt.metrics, attempt.events)
         )
-        wait(lambda: any(line["step"] >= KILL_AFTER for line in lines()))
+        wait(lambda: is_the_moment(lines(), settled))
         (start,) = (event for event in events() if event["event"] == "training_started")
         killed = kill(start["workers"][1]["pid"])
         before = max(line["step"] for line in lines())
@@ -148,6 +151,13 @@ def ours(workload: Workload, folder: Path, here: Path) -> Measured:
         loaded=first(told, event="training_started"),
         new=new,
     )
+
+
+def is_the_moment(steps: list[Line], settled: float) -> bool:
+    """Whether the run has been going for so many seconds, and half of what it has saved since would be lost."""
+    if not steps or steps[-1]["time"] - steps[0]["time"] < settled:
+        return False
+    return steps[-1]["step"] > EVERY and bool(steps[-1]["step"] % EVERY == EVERY // 2)
 
 
 def kill(pid: int) -> float:
