@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from tests.support.storage import bucket_of_runs, run_dir_on_s3
 from tests.support.torchrun import write_tokens
 from tests.support.waiting import wait_for
 from train_loop.checkpoint.export import export
-from train_loop.checkpoint.manifest import newest_verified
+from train_loop.checkpoint.manifest import newest_verified, verify
 from train_loop.checkpoint.saved import SavedTensors
 from train_loop.logs import open_log
-from train_loop.run_dir import ExportWish, Outcome, RunDir, Stop, flush_all, read_lines
+from train_loop.run_dir import ExportWish, Outcome, RunDir, Stop, flush_all, read_lines, storage_failed
 
 
 @pytest.fixture(scope="module")
@@ -92,16 +93,44 @@ def test_an_outage_delays_a_save_and_is_told(folder: Path, server: S3Server) -> 
 
     def be_out() -> None:
         wait_for(lambda: any(line["step"] >= 2 for line in read_lines(run_dir.attempt(1).metrics)), "step 2")
-        with server.refuse():
-            time.sleep(4)
+        refuse_for(server, 4)
 
     outage = threading.Thread(target=be_out)
     outage.start()
     on_ranks(2, train, folder, run_dir, "thread", STEPS)
     outage.join()
     assert server.refused
+    (delayed, *_) = events(run_dir, "checkpoint_delayed")
+    assert delayed["step"] == 3
     assert [event["step"] for event in events(run_dir, "checkpoint_committed")] == [3, 6]
     assert_same(run_dir, RunDir(folder / "local"))
+
+
+def test_an_outage_is_no_word_about_a_checkpoint(folder: Path, server: S3Server) -> None:
+    """Neither to whoever resumes, nor to whoever verifies: what cannot be asked for now is not missing."""
+    run_dir = run_dir_on_s3("asked-in-vain")
+    on_ranks(2, train, folder, run_dir, "thread")
+    manifest = run_dir.manifests()[STEPS]
+    with server.refuse():
+        for ask in (run_dir.manifests, partial(verify, run_dir.checkpoint(STEPS), manifest)):
+            with pytest.raises(Exception, match=r"reduce your request rate|Service Unavailable") as refused:
+                ask()
+            assert storage_failed(refused.value)
+    outage = threading.Thread(target=refuse_for, args=(server, 4))
+    outage.start()
+    on_ranks(2, train, folder, run_dir, "thread")
+    outage.join()
+    assert events(run_dir, "checkpoint_rejected") == []
+    assert events(run_dir, "training_started")[-1]["resumed_from"] == STEPS
+    assert_same(run_dir, RunDir(folder / "local"))
+
+
+def refuse_for(server: S3Server, seconds: float) -> None:
+    """Refuse from now on until somebody has been refused for so long."""
+    before = server.refused
+    with server.refuse():
+        wait_for(lambda: server.refused > before, "a request is refused")
+        time.sleep(seconds)
 
 
 def test_what_is_damaged_is_passed_over_with_an_event(folder: Path) -> None:

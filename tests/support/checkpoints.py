@@ -27,15 +27,14 @@ def manifest(step: int, *, attempt: int = 1, metrics: dict[str, float] | None = 
 
 def unfinished(run_dir: RunDir, step: int, *, attempt: int = 1, **files: bytes) -> Manifest:
     """A save whose files are there; the manifest that would commit it."""
-    folder = run_dir.checkpoint_in_progress(step, attempt)
-    folder.mkdir(parents=True)
+    folder = ledger_of(run_dir, attempt).workplace(step)
     for name, content in files.items():
         (folder / name).write_bytes(content)
     described = {name: describe_file(folder / name) for name in files}
     return manifest(step, attempt=attempt).model_copy(update={"files": described})
 
 
-def checkpoint(run_dir: RunDir, step: int, **files: bytes) -> Path:
+def checkpoint(run_dir: RunDir, step: int, *, attempt: int = 1, **files: bytes) -> Path:
     """A committed checkpoint of the given files."""
-    ledger_of(run_dir, 1).commit(unfinished(run_dir, step, attempt=1, **files))
+    ledger_of(run_dir, attempt).commit(unfinished(run_dir, step, attempt=attempt, **files))
     return run_dir.checkpoint(step)

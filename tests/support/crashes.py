@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+_DRAWS = 120
+"""States that are drawn for an instant."""
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -177,17 +179,32 @@ def states(traces: Iterable[Iterable[Op]], seed: int) -> "Iterator[State]":
     """What can be found after a crash: at every instant nothing, all or some of what was not synced by then."""
     ops = sorted(op for trace in traces for op in trace)
     finals = _finals(ops)
-    for count in range(1, len(ops) + 1):
-        if ops[count - 1].kind == "told":
-            continue
-        for variant, kept in enumerate((0.0, 1.0, 0.2, 0.5, 0.5, 0.8)):
-            disk = Disk()
-            for number, op in enumerate(ops[:count]):
-                disk.do(op, finals.get(number))
+    seen = set[tuple[object, ...]]()
+    disk = Disk()
+    for count, op in enumerate(ops, start=1):
+        disk.do(op, finals.get(count - 1))
+        for variant in range(_DRAWS):
             chance = random.Random(f"{seed}/{count}/{variant}")
-            yield State(
-                disk, chance, kept, f"crash {variant} after {count} of {len(ops)} ({' '.join(ops[count - 1][1:4])})"
-            )
+            kept = (0.0, 1.0)[variant] if variant < 2 else chance.random()
+            content = dict(_remains(disk.root, chance, kept))
+            promised = frozenset(map(int, disk.promised))
+            # Each state once, however many instants and draws lead to it.
+            mark = (promised, *sorted((path, hash(blob)) for path, blob in content.items()))
+            if mark not in seen:
+                seen.add(mark)
+                yield State(
+                    content, promised, f"crash {variant} after {count} of {len(ops)} ({' '.join(op[1:4])})", kept
+                )
+
+
+def _remains(folder: Folder, chance: random.Random, kept: float, below: str = "") -> Iterator[tuple[str, bytes | None]]:
+    """What a crash leaves of a folder: the content of every file by its path, and None for a folder."""
+    for name, node in folder.remains(chance, kept).items():
+        if isinstance(node, Folder):
+            yield below + name, None
+            yield from _remains(node, chance, kept, f"{below}{name}/")
+        else:
+            yield below + name, node.remains(chance)
 
 
 def _finals(ops: list[Op]) -> dict[int, bytes]:
@@ -206,24 +223,19 @@ def _finals(ops: list[Op]) -> dict[int, bytes]:
 class State:
     """One thing that can be found after a crash."""
 
-    disk: Disk
-    chance: random.Random
-    kept: float
+    content: dict[str, bytes | None]
+    """Of every file by its path; None for a folder."""
+    promised: frozenset[int]
+    """Steps that somebody had been told are durable."""
     name: str
-
-    @property
-    def promised(self) -> set[int]:
-        """Steps that somebody had been told are durable."""
-        return set(map(int, self.disk.promised))
+    kept: float
+    """The share of the changes of names that outlived the crash, of those that were not synced."""
 
     def make(self, root: Path) -> None:
         """A real folder of it."""
-        self._make(self.disk.root, root)
-
-    def _make(self, folder: Folder, place: Path) -> None:
-        place.mkdir()
-        for name, node in folder.remains(self.chance, self.kept).items():
-            if isinstance(node, Folder):
-                self._make(node, place / name)
+        root.mkdir()
+        for path, content in self.content.items():
+            if content is None:
+                (root / path).mkdir()
             else:
-                (place / name).write_bytes(node.remains(self.chance))
+                (root / path).write_bytes(content)

@@ -113,15 +113,6 @@ def test_a_pin_does_not_bring_back_what_is_half_removed(tmp_path: Path) -> None:
     assert names(run_dir) == set()
 
 
-def test_of_rejected_checkpoints_only_the_newest_is_kept_to_be_looked_at(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    for step in (10, 20, 30):
-        checkpoint(run_dir, step, weights=b"abc")
-        FolderLedger(run_dir, 1).put_aside(step)
-    checkpoint(run_dir, 40, weights=b"abc")
-    assert names(run_dir) == {"step-00000030.rejected-1", "step-00000040"}
-
-
 def test_a_step_trained_again_takes_the_name_of_one_that_was_put_aside(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     (checkpoint(run_dir, 10, weights=b"abc") / "manifest.json").write_bytes(b"torn")

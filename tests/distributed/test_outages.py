@@ -1,0 +1,124 @@
+"""A disk that is full, a folder that may not be written to, a name that is taken: real ones, met by a real save."""
+
+import ctypes
+import os
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.test_saver import a_run, a_saver, save_at
+from tests.support.ranks import on_ranks
+from tests.support.torchrun import write_tokens
+from tests.support.waiting import wait_for
+from train_loop.checkpoint.manifest import newest_verified
+from train_loop.run_dir import RunDir, read_lines
+
+NEW_MOUNTS, NOBODY = 0x00020000, 65534
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk and gives up rights: needs root")
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder with data that everybody may look into; nobody may look into those of pytest."""
+    with tempfile.TemporaryDirectory(prefix="outage-") as name:
+        Path(name).chmod(0o755)
+        write_tokens(Path(name, "d.parquet"), rows=8, length=32, vocab=384)
+        yield Path(name)
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    return list(read_lines(RunDir(folder / "run").attempt(1).events))
+
+
+@contextmanager
+def once_it_is_told(folder: Path, mend: Callable[[], object]) -> Iterator[None]:
+    """Mend what is broken as soon as an event says that a save is held up."""
+
+    def look_and_mend() -> None:
+        wait_for(lambda: any(event["event"] == "checkpoint_delayed" for event in events(folder)), "a delay is told")
+        mend()
+
+    thread = threading.Thread(target=look_and_mend)
+    thread.start()
+    yield
+    thread.join()
+
+
+def save_on_a_full_disk(folder: Path) -> None:
+    """The disk is a small one of this process's own, full but for some bytes."""
+    run = a_run(folder)
+    checkpoints = run.session.run_dir.checkpoints
+    checkpoints.mkdir(parents=True)
+    assert ctypes.CDLL(None, use_errno=True).unshare(NEW_MOUNTS) == 0, os.strerror(ctypes.get_errno())
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(checkpoints)], check=True)
+    filler = checkpoints / "others"
+    filler.write_bytes(bytes(8 * 2**20 - 65536))
+    saver = a_saver(run)
+    with once_it_is_told(folder, filler.unlink):
+        save_at(run, saver, 1)
+        saver.close()
+    assert newest_verified(run.session.run_dir)[0] is not None
+    assert [path.name for path in checkpoints.iterdir()] == ["step-00000001"]
+
+
+def test_a_full_disk_delays_a_save_until_there_is_room(folder: Path) -> None:
+    on_ranks(1, save_on_a_full_disk, folder)
+    delayed, committed = events(folder)
+    assert (delayed["event"], delayed["step"]) == ("checkpoint_delayed", 1)
+    assert "No space left on device" in delayed["reason"]
+    assert (committed["event"], committed["step"]) == ("checkpoint_committed", 1)
+
+
+def save_without_rights(folder: Path) -> None:
+    """As somebody whom the file system refuses."""
+    run = a_run(folder)
+    saver = a_saver(run)
+    os.chown(folder, NOBODY, NOBODY)
+    os.seteuid(NOBODY)
+    checkpoints = run.session.run_dir.checkpoints
+    checkpoints.mkdir(parents=True)
+    checkpoints.chmod(0o500)
+    with once_it_is_told(folder, lambda: checkpoints.chmod(0o700)):
+        save_at(run, saver, 1)
+        saver.close()
+    checkpoints.chmod(0)
+    with pytest.raises(PermissionError):
+        run.session.run_dir.manifests()
+    checkpoints.chmod(0o700)
+    os.seteuid(0)
+
+
+def test_rights_that_were_lost_delay_a_save_and_do_not_look_like_an_empty_folder(folder: Path) -> None:
+    on_ranks(1, save_without_rights, folder)
+    delayed, committed = events(folder)
+    assert (delayed["event"], delayed["step"]) == ("checkpoint_delayed", 1)
+    assert "Permission denied" in delayed["reason"]
+    assert (committed["event"], committed["step"]) == ("checkpoint_committed", 1)
+    newest, rejected = newest_verified(RunDir(folder / "run"))
+    assert newest is not None
+    assert rejected == {}
+
+
+def save_where_a_name_is_taken(folder: Path) -> str | None:
+    run = a_run(folder)
+    taken = run.session.run_dir.checkpoint(1)
+    taken.mkdir(parents=True)
+    (taken / "somebody's").write_text("file")
+    saver = a_saver(run)
+    save_at(run, saver, 1)
+    return saver.wait()
+
+
+def test_a_name_that_is_taken_is_not_waited_for(folder: Path) -> None:
+    (fault,) = on_ranks(1, save_where_a_name_is_taken, folder)
+    assert fault is not None
+    assert "Directory not empty" in fault
+    assert [event["event"] for event in events(folder)] == ["checkpoint_failed"]

@@ -1,0 +1,106 @@
+"""What a crash can leave on object storage: the requests of a real program, cut where it may have been killed.
+
+A request is done or it is not, and what one process has asked for is there before its next request. So at any instant
+there is what was answered by then, and of each process perhaps the one request that was under way.
+"""
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+from fsspec.asyn import sync_wrapper
+from s3fs import S3FileSystem
+
+
+class Request(NamedTuple):
+    """One change of what is stored."""
+
+    at: int
+    """Nanoseconds, when it was answered, of a clock that all processes share."""
+    kind: str
+    """put or delete; or `told`, which promises that a step is durable."""
+    key: str
+    content: bytes = b""
+
+
+class RequestTrace:
+    """Records the changes that this process asks for below a prefix while `patch` lasts."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, prefix: str) -> None:
+        self.requests: list[Request] = []
+        self._prefix = prefix
+        call = S3FileSystem._call_s3
+
+        async def call_and_tell(system: S3FileSystem, method: str, *parts: dict[str, Any], **rest: Any) -> Any:
+            answer = await call(system, method, *parts, **rest)
+            asked = {name: value for part in parts for name, value in part.items()} | rest
+            self._hear(method, asked)
+            return answer
+
+        patch.setattr(S3FileSystem, "_call_s3", call_and_tell)
+        # Files that are opened call this one.
+        patch.setattr(S3FileSystem, "call_s3", sync_wrapper(call_and_tell))
+
+    def tell(self, step: int) -> None:
+        """Say that somebody was promised this step."""
+        self.requests.append(Request(time.monotonic_ns(), "told", str(step)))
+
+    def _hear(self, method: str, asked: dict[str, Any]) -> None:
+        match method:
+            case "put_object":
+                self._add("put", asked["Key"], bytes(asked.get("Body", b"")))
+            case "delete_object":
+                self._add("delete", asked["Key"])
+            case "delete_objects":
+                for thing in asked["Delete"]["Objects"]:
+                    self._add("delete", thing["Key"])
+            case "create_multipart_upload" | "copy_object":
+                raise AssertionError(f"the model of the storage knows no {method}")
+
+    def _add(self, kind: str, key: str, content: bytes = b"") -> None:
+        if key.startswith(self._prefix):
+            self.requests.append(Request(time.monotonic_ns(), kind, key.removeprefix(self._prefix), content))
+
+
+class Found(NamedTuple):
+    """What can be found after a crash."""
+
+    objects: dict[str, bytes]
+    promised: frozenset[int]
+    name: str
+
+
+def found_after_crashes(traces: Sequence[Sequence[Request]]) -> Iterator[Found]:
+    """Each thing that can be found once."""
+    order = sorted((request, number) for number, trace in enumerate(traces) for request in trace)
+    seen = set[tuple[object, ...]]()
+    objects, promised = dict[str, bytes](), frozenset[int]()
+    for count, (request, _) in enumerate(order, start=1):
+        if request.kind == "told":
+            promised |= {int(request.key)}
+        else:
+            _do(objects, request)
+        under_way = [_next(order[count:], number) for number in range(len(traces))]
+        for chosen in itertools.product((False, True), repeat=len(traces)):
+            there = dict(objects)
+            for one in (ahead for ahead, done in zip(under_way, chosen, strict=True) if done and ahead is not None):
+                _do(there, one)
+            mark = (promised, *sorted((key, hash(content)) for key, content in there.items()))
+            if mark not in seen:
+                seen.add(mark)
+                yield Found(there, promised, f"after request {count} of {len(order)} and {sum(chosen)} under way")
+
+
+def _next(ahead: Sequence[tuple[Request, int]], process: int) -> Request | None:
+    """What a process asks for next, of which it cannot have been told."""
+    following = next((request for request, number in ahead if number == process), None)
+    return None if following is None or following.kind == "told" else following
+
+
+def _do(objects: dict[str, bytes], request: Request) -> None:
+    if request.kind == "put":
+        objects[request.key] = request.content
+    else:
+        objects.pop(request.key, None)

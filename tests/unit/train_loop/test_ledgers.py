@@ -1,0 +1,239 @@
+"""The same promises of a ledger on both kinds of storage: with folders that can be renamed, and without."""
+
+import errno
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from tests.support.checkpoints import checkpoint, unfinished
+from train_loop.checkpoint import folder_ledger, object_ledger
+from train_loop.checkpoint.ledger import check_fence
+from train_loop.checkpoint.ledgers import ledger_of
+from train_loop.checkpoint.manifest import newest_verified, verify
+from train_loop.checkpoint.retention import retire_others
+from train_loop.errors import FencedError
+from train_loop.run_dir import ExportStatus, ExportWish, RunDir, read_whole
+from train_loop.spec import CheckpointSpec
+
+MODULES = (folder_ledger, object_ledger)
+
+
+@pytest.fixture(params=["folders", "objects"])
+def run_dir(request: pytest.FixtureRequest, tmp_path: Path) -> RunDir:
+    if request.param == "folders":
+        return RunDir(tmp_path)
+    MemoryFileSystem.store.clear()
+    return RunDir.at("memory://runs/default/job")
+
+
+def steps(run_dir: RunDir) -> list[int]:
+    """Of the checkpoints that verify, and there are no others."""
+    for step, manifest in run_dir.manifests().items():
+        assert verify(run_dir.checkpoint(step), manifest) == []
+    return sorted(run_dir.manifests())
+
+
+def there(run_dir: RunDir, step: int) -> bool:
+    """Whether anything is left of a step."""
+    return any(run_dir.checkpoints.glob(f"step-{step:08d}*/*"))
+
+
+def test_a_commit_can_be_repeated(run_dir: RunDir) -> None:
+    draft = unfinished(run_dir, 10, weights=b"abc")
+    for _ in range(2):
+        assert ledger_of(run_dir, 1).commit(draft) == draft.sealed()
+    assert run_dir.manifests() == {10: draft.sealed()}
+
+
+def test_an_older_attempt_neither_commits_nor_removes(run_dir: RunDir) -> None:
+    checkpoint(run_dir, 10, weights=b"abc")
+    draft = unfinished(run_dir, 20, weights=b"abc")
+    run_dir.write_fence(2)
+    with pytest.raises(FencedError, match="attempt 2 has taken over from attempt 1"):
+        ledger_of(run_dir, 1).commit(draft)
+    with pytest.raises(FencedError, match="attempt 2 has taken over from attempt 1"):
+        ledger_of(run_dir, 1).retire(10)
+    assert steps(run_dir) == [10]
+
+
+def test_a_fence_is_never_lowered_and_never_guessed(run_dir: RunDir) -> None:
+    run_dir.write_fence(2)
+    run_dir.write_fence(1)
+    assert run_dir.fence() == 2
+    (run_dir.root / "control" / "fence.json").write_bytes(b"{torn")
+    with pytest.raises(ValueError, match="Invalid JSON"):
+        run_dir.fence()
+
+
+def hold_up(monkeypatch: pytest.MonkeyPatch, *, at_look: int, meanwhile: Any) -> None:
+    """Have something happen behind an attempt's back when it looks at the fence for the n-th time."""
+    looks = iter(range(1, 100))
+
+    def look_and_be_overtaken(run_dir: RunDir, attempt: int) -> None:
+        if next(looks) == at_look:
+            monkeypatch.undo()
+            if at_look == 1:
+                check_fence(run_dir, attempt)
+                meanwhile()
+                return
+            meanwhile()
+        check_fence(run_dir, attempt)
+
+    for module in MODULES:
+        monkeypatch.setattr(module, "check_fence", look_and_be_overtaken)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["as it was", "the newer has saved the same step"])
+def test_held_up_after_its_look_at_the_fence_an_older_attempt_takes_no_place(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    draft = unfinished(run_dir, 10, old=b"old")
+
+    def take_over() -> None:
+        run_dir.write_fence(2)
+        ledger_of(run_dir, 2).clear()
+        if again:
+            checkpoint(run_dir, 10, attempt=2, new=b"new")
+
+    hold_up(monkeypatch, at_look=1, meanwhile=take_over)
+    with pytest.raises((FileNotFoundError, FencedError)):
+        ledger_of(run_dir, 1).commit(draft)
+    assert [m.attempt for m in run_dir.manifests().values()] == [2] * again
+    assert steps(run_dir) == [10] * again
+
+
+def test_what_an_older_attempt_takes_back_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On object storage its manifest appears, the newer attempt replaces it, and then it looks at the fence again."""
+    MemoryFileSystem.store.clear()
+    run_dir = RunDir.at("memory://runs/default/job")
+    draft = unfinished(run_dir, 10, old=b"old")
+
+    def take_over() -> None:
+        run_dir.write_fence(2)
+        checkpoint(run_dir, 10, attempt=2, new=b"new")
+
+    hold_up(monkeypatch, at_look=2, meanwhile=take_over)
+    with pytest.raises(FencedError):
+        ledger_of(run_dir, 1).commit(draft)
+    assert [m.attempt for m in run_dir.manifests().values()] == [2]
+    assert steps(run_dir) == [10]
+
+
+def test_what_was_rejected_stays_until_there_is_something_newer(run_dir: RunDir) -> None:
+    ledger = ledger_of(run_dir, 1)
+    for step in (10, 20, 30, 40):
+        checkpoint(run_dir, step, weights=b"abc")
+    assert run_dir.pin(10)
+    for step in (40, 30, 10):
+        ledger.put_aside(step)
+    assert steps(run_dir) == [20]
+    ledger.clear()
+    assert all(there(run_dir, step) for step in (10, 20, 30, 40)), "a resume has removed something"
+    checkpoint(run_dir, 50, weights=b"abc")
+    retire_others(run_dir, ledger, CheckpointSpec(keep_last=2))
+    assert steps(run_dir) == [20, 50]
+    assert [step for step in (10, 30, 40) if there(run_dir, step)] == [10, 40], "the pinned one and the newest stay"
+
+
+def test_a_step_that_was_rejected_is_trained_and_rejected_again(run_dir: RunDir) -> None:
+    ledger = ledger_of(run_dir, 1)
+    for weights in (b"first", b"second", b"third"):
+        checkpoint(run_dir, 10, weights=weights)
+        assert steps(run_dir) == [10]
+        ledger.put_aside(10)
+        assert (steps(run_dir), ledger.clear()) == ([], [])
+
+
+def test_a_pin_that_comes_while_a_checkpoint_is_removed_keeps_it(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where the attempt that removes it dies on the spot: whoever clears up after it puts it back."""
+    checkpoint(run_dir, 10, weights=b"abc")
+    ledger = ledger_of(run_dir, 1)
+
+    def pin_and_die(*_: object) -> None:
+        run_dir.pin(10)
+        # Its manifest had been seen when the pin was written.
+        (run_dir.root / "control" / "pins" / "00000010.user").write_bytes(b"")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(ledger), "_remove_unless_pinned", pin_and_die)
+    with pytest.raises(KeyboardInterrupt):
+        ledger.retire(10)
+    assert steps(run_dir) == []
+    monkeypatch.undo()
+    assert ledger.clear() == []
+    assert steps(run_dir) == [10]
+
+
+def test_the_pin_of_an_export_lasts_as_long_as_somebody_is_at_work(run_dir: RunDir) -> None:
+    checkpoint(run_dir, 10, weights=b"abc")
+    wish = ExportWish(dtype="bf16", weights="ema")
+    run_dir.pin(10, by=wish.pinned_by)
+    assert run_dir.pins() == set()
+    status = ExportStatus(step=10, wish=wish, state="running", time=2e9)
+    run_dir.exports.write(status)
+    assert run_dir.pins() == {10}
+    run_dir.exports.write(status.model_copy(update={"time": 1e9}))
+    assert run_dir.pins() == set()
+
+
+def test_other_names_among_the_checkpoints_are_left_alone(run_dir: RunDir) -> None:
+    checkpoint(run_dir, 10, weights=b"abc")
+    for name in ("step-backup12", "step-00000010.tmp-old", "step-0000001x", "notes"):
+        (run_dir.checkpoints / name).mkdir(parents=True, exist_ok=True)
+        (run_dir.checkpoints / name / "file").write_bytes(b"abc")
+    assert ledger_of(run_dir, 1).clear() == []
+    retire_others(run_dir, ledger_of(run_dir, 1), CheckpointSpec(keep_last=1))
+    assert steps(run_dir) == [10]
+    assert (run_dir.checkpoints / "step-backup12" / "file").read_bytes() == b"abc"
+
+
+def test_storage_that_fails_is_not_storage_that_is_empty(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a folder that cannot be listed nor a file that cannot be looked at says that there is no checkpoint."""
+    checkpoint(run_dir, 10, weights=b"abc")
+    manifest, folder = run_dir.manifests()[10], run_dir.checkpoint(10)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.listdir", fail)
+        patch.setattr(MemoryFileSystem, "ls", fail)
+        for ask in (run_dir.manifests, run_dir.pins, run_dir.attempts, ledger_of(run_dir, 1).clear):
+            with pytest.raises(OSError, match="Stale"):
+                ask()
+    with monkeypatch.context() as patch:
+        patch.setattr("os.stat", fail)
+        patch.setattr(MemoryFileSystem, "info", fail)
+        with pytest.raises(OSError, match="Stale"):
+            verify(folder, manifest)
+    assert newest_verified(run_dir) == (manifest, {})
+
+
+def edit(run_dir: RunDir, step: int, **fields: object) -> None:
+    """Write a manifest as another version would: with fields of its own, sealed by the rule that is the same."""
+    path = run_dir.checkpoint(step) / "manifest.json"
+    written = json.loads(read_whole(path)) | fields
+    rest = {name: value for name, value in written.items() if name != "digest"}
+    digest = hashlib.sha256(json.dumps(rest, separators=(",", ":")).encode()).hexdigest()
+    path.write_bytes(json.dumps(rest | {"digest": digest}, indent=4).encode())
+
+
+def test_checkpoints_of_other_versions_are_checkpoints(run_dir: RunDir) -> None:
+    checkpoint(run_dir, 10, weights=b"abc")
+    edit(run_dir, 10, invented_later={"by": "others"})
+    assert steps(run_dir) == [10]
+    assert ledger_of(run_dir, 1).clear() == []
+
+
+def test_a_format_that_is_not_known_is_told_and_nothing_is_put_aside(run_dir: RunDir) -> None:
+    checkpoint(run_dir, 10, weights=b"abc")
+    edit(run_dir, 10, format=2)
+    with pytest.raises(RuntimeError, match="step 10 has format 2, and this version of Trainshed knows format 1"):
+        ledger_of(run_dir, 1).clear()
+    assert there(run_dir, 10)
