@@ -4,6 +4,8 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,8 +42,14 @@ MIB = 2**20
 
 def save_a_run(folder: Path, run_dir: RunDir, config: dict[str, object]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """A checkpoint of step 3 of a model that has never been trained; its weights and their averages, by name."""
+    return save_a_run_of(folder, run_dir, {"config": TINY | config, "dtype": "fp32"})
+
+
+def save_a_run_of(
+    folder: Path, run_dir: RunDir, model: dict[str, object]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     job = spec(
-        model={"config": TINY | config, "dtype": "fp32"},
+        model=model,
         data={"train": {"path": str(folder / "d.parquet")}, "columns": {"input_ids": "ids"}, "packing": False},
         training={"ema_decay": 0.5, "optimizer": "sgd"},
         scaling={"num_workers": dist.get_world_size()},
@@ -151,6 +159,88 @@ def test_its_status_is_told_and_the_checkpoint_is_kept_meanwhile(
     assert (status.state, status.progress) == ("done", 1.0)
     assert export(run_dir, 3, wish) == folder
     assert len(pinned) == 1, "what was there already was made again"
+
+
+def test_one_that_was_cut_short_before_its_last_word_is_done(trained: Trained) -> None:
+    run_dir, wish = trained.run_dir, ExportWish(dtype="fp16", weights="ema")
+    folder = export(run_dir, 3, wish)
+    left = folder.with_name(f"{folder.name}.tmp-left")
+    left.mkdir()
+    run_dir.exports.write(ExportStatus(step=3, wish=wish, state="running", time=100.0))
+    assert export(run_dir, 3, wish) == folder
+    status = run_dir.exports.status(3, wish, now=0)
+    assert status is not None
+    assert (status.state, status.progress) == ("done", 1.0)
+    shutil.rmtree(folder)
+    assert run_dir.exports.status(3, wish, now=0) is None, "what was removed is said to be there"
+    assert export(run_dir, 3, wish) == folder
+    assert not left.exists()
+
+
+def test_two_that_are_asked_for_at_once_are_made_once(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir, wish, made = trained.run_dir, ExportWish(dtype="bf16", weights="ema"), list[None]()
+    both = threading.Barrier(2)
+
+    def build_and_count(model: ModelSpec) -> PreTrainedModel:
+        made.append(None)
+        return build_model(model)
+
+    def ask() -> Path:
+        both.wait()
+        return export(run_dir, 3, wish)
+
+    monkeypatch.setattr(exporting, "build_model", build_and_count)
+    with ThreadPoolExecutor(2) as pool:
+        folders = {future.result() for future in [pool.submit(ask), pool.submit(ask)]}
+    assert folders == {run_dir.exports.folder(3, wish)}
+    assert len(made) == 1
+
+
+GLM = {
+    "model_type": "glm4_moe",
+    "vocab_size": 384,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "max_position_embeddings": 64,
+}
+
+
+def test_buffers_that_transformers_saves_come_with_it(tmp_path: Path) -> None:
+    """A router's correction, which no optimizer has and half precision would be too coarse for."""
+    write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=384)
+    run_dir = RunDir(tmp_path / "run")
+    model = {"config": GLM, "dtype": "bf16", "master_dtype": "bf16"}
+    weights, _ = on_ranks(1, save_a_run_of, tmp_path, run_dir, model)[0]
+    (correction,) = (name for name in weights if name.endswith("e_score_correction_bias"))
+    folder = export(run_dir, 3, ExportWish(dtype="bf16"))
+    loaded, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
+    with safe_open(folder / "model.safetensors", framework="pt") as opened:
+        assert torch.equal(opened.get_tensor(correction), weights[correction])
+        assert opened.get_tensor(correction).dtype == weights[correction].dtype
+    ours = build_model(ModelSpec.model_validate(model)).to_empty(device="cpu")
+    ours.load_state_dict(weights)
+    assert loaded.state_dict().keys() == ours.state_dict().keys()
+
+
+def test_a_model_without_a_tokenizer_is_exported_without_one(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=TINY["vocab_size"])
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY)).save_pretrained(tmp_path / "model")
+    run_dir = RunDir(tmp_path / "run")
+    on_ranks(1, save_a_run_of, tmp_path, run_dir, {"config": None, "path": str(tmp_path / "model"), "dtype": "fp32"})
+    names = {file.name for file in export(run_dir, 3, FP32).iterdir()}
+    assert names == {"config.json", "generation_config.json", "model.safetensors"}
 
 
 def test_whoever_says_nothing_for_a_minute_has_ended(tmp_path: Path) -> None:
