@@ -36,6 +36,7 @@ bench: $(PEERS)
 	$(BIN)/python -m benchmarks.resume $(BENCH)
 	$(BIN)/python -m benchmarks.data_wait $(BENCH)
 	$(BIN)/python -m benchmarks.saves $(BENCH)
+	$(BIN)/python -m benchmarks.commits $(BENCH)
 	$(BIN)/python -m benchmarks.reshard $(BENCH)
 	$(BIN)/python -m benchmarks.recover $(BENCH)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import (
+    commits,
     data_wait,
     gpu,
     memory,
@@ -120,6 +121,12 @@ def test_every_way_to_save_adds_something(run: Run) -> None:
     result = run(saves.main, "--quick")
     assert not [sample["error"] for sample in result["data"] if sample["error"]]
     assert {sample["variant"] for sample in result["data"]} == {*saves_run.WAYS, *saves.PEERS}
+
+
+def test_every_way_to_save_has_a_speed(run: Run) -> None:
+    result = run(commits.main, "--quick")
+    assert not [sample["error"] for sample in result["data"] if sample["error"]]
+    assert all(sample["value"] > 0 for sample in result["data"])
 
 
 def test_a_checkpoint_is_loaded_plainly_and_by_our_resume(run: Run) -> None:

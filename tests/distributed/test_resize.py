@@ -1,4 +1,4 @@
-"""A run that goes on with other numbers of ranks is the run that stayed at one: 4 → 2 → 1 → 4 ranks."""
+"""A run that goes on with other numbers of ranks is the run that stayed at one: 4 → 2 → 1 → 4 → 2 ranks."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -45,9 +45,10 @@ LEGS = (
     Leg(4, 0, 1, {"fsdp": 4, "sp": 1}, stops_at=2),
     Leg(2, 0, 2, {"fsdp": 2, "sp": 2}, stops_at=5),
     Leg(1, 0, 1, {"fsdp": 1, "sp": 1}, stops_at=8, checkpoint=False),
-    Leg(4, 2, 2, {"ddp": 2, "fsdp": 2, "sp": 2}),
+    Leg(4, 2, 2, {"ddp": 2, "fsdp": 2, "sp": 2}, stops_at=9),
+    Leg(2, 0, 1, {"fsdp": 2, "sp": 1}),
 )
-STARTS = [0, 2, 5, 7]
+STARTS = [0, 2, 5, 7, 9]
 """The third leg leaves the checkpoint of step 7 and an eighth step that no checkpoint holds."""
 
 
@@ -112,9 +113,9 @@ def test_every_leg_resumes_where_the_one_before_left_a_checkpoint(resized: Path)
     starts = [event for event in events if event["event"] == "training_started"]
     assert [start["mesh"] for start in starts] == [leg.mesh for leg in LEGS]
     assert [start["resumed_from"] for start in starts] == STARTS
-    assert [start["replayed"] for start in starts] == [0, 0, 0, 1]
-    assert [start * BATCH % SAMPLES for start in STARTS] == [0, 16, 19, 14], "not in the middle of an epoch"
-    assert [start * BATCH // SAMPLES for start in STARTS] == [0, 0, 1, 2], "not in epochs of their own"
+    assert [start["replayed"] for start in starts] == [0, 0, 0, 1, 0]
+    assert [start * BATCH % SAMPLES for start in STARTS] == [0, 16, 19, 14, 9], "not in the middle of an epoch"
+    assert [start * BATCH // SAMPLES for start in STARTS] == [0, 0, 1, 2, 3], "not in epochs of their own"
 
 
 def test_every_step_takes_the_samples_of_the_undisturbed_run(undisturbed: Path, resized: Path) -> None:

@@ -44,7 +44,7 @@ def restore(run: Run) -> None:
     if same_world:
         values[rng_key(run.mesh.rank)] = b""
     try:
-        load(values, storage_reader=CheckpointReader(run_dir.checkpoint(manifest.step)))
+        load(values, storage_reader=CheckpointReader(run_dir.checkpoint(manifest.step), patience=_patience(run)))
     except CheckpointException as error:  # no Exception, so that nobody would log it
         raise RuntimeError(f"the checkpoint of step {manifest.step} verifies and does not load: {error}") from error
     put_back(state, values)
@@ -123,10 +123,13 @@ def _candidates(run: Run) -> list[Manifest]:
     return [manifest for _, manifest in sorted(run_dir.manifests().items(), reverse=True)]
 
 
+def _patience(run: Run) -> float:
+    """Less than the others wait for this rank."""
+    return min(PATIENCE, run.session.timeout.total_seconds() / 2)
+
+
 def _patiently(run: Run, call: Callable[[], T]) -> T:
-    """Again where storage fails, for less time than the others wait for this rank."""
-    seconds = min(PATIENCE, run.session.timeout.total_seconds() / 2)
-    return patiently(call, seconds=seconds, may_pass=storage_failed)
+    return patiently(call, seconds=_patience(run), may_pass=storage_failed)
 
 
 def _ask_rank_0(run: Run, question: Callable[[], T]) -> T:

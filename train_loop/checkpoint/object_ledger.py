@@ -8,7 +8,7 @@ from pathlib import Path
 from train_loop.checkpoint.ledger import check_fence
 from train_loop.checkpoint.manifest import NAME, has_its_files
 from train_loop.errors import FencedError
-from train_loop.run_dir import Manifest, RunDir, create_object, list_folder, read_whole, remove_all
+from train_loop.run_dir import Manifest, RunDir, create_object, list_folder, read_whole, remove_all, size_of
 
 _RETIRED = "retired.json"
 """The manifest of one that is being removed."""
@@ -100,6 +100,12 @@ class ObjectLedger:
 
 
 def _move(path: Path, name: str) -> None:
-    """Under another name beside it; whatever happens in between, one of the two is there."""
-    path.with_name(name).write_bytes(read_whole(path))
-    path.unlink()
+    """Under another name beside it; whatever happens in between, one of the two is there, and it can be repeated."""
+    try:
+        content = read_whole(path)
+    except FileNotFoundError:
+        if size_of(path.with_name(name)) is not None:
+            return
+        raise
+    path.with_name(name).write_bytes(content)
+    path.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ import mmap
 import os
 import pickle
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,23 @@ from torch.futures import Future
 
 from train_loop.checkpoint.frame import frame_of
 from train_loop.checkpoint.ledger import METADATA
-from train_loop.run_dir import is_remote, read_whole
+from train_loop.patience import patiently
+from train_loop.run_dir import is_remote, read_whole, storage_failed
 
 
 class CheckpointReader(FileSystemReader):
     """DCP's reader, without unpickling where a tensor lies in the file as our writer puts it there."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, patience: float = 0.0) -> None:
+        """`patience`: seconds for which storage may fail."""
         super().__init__(str(folder))
         self._folder = folder
+        self._patiently = partial(patiently, seconds=patience, may_pass=storage_failed)
         self._described: dict[str, Any] = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Called by DCP."""
-        metadata: Metadata = pickle.loads(read_whole(self._folder / METADATA))
+        metadata: Metadata = pickle.loads(self._patiently(partial(read_whole, self._folder / METADATA)))
         return metadata
 
     def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -45,7 +49,7 @@ class CheckpointReader(FileSystemReader):
         for item in plan.items:
             per_file[self.storage_data[item.storage_index].relative_path].append(item)
         for name, items in per_file.items():
-            content = _mapped(self._folder / name)
+            content = self._patiently(partial(_mapped, self._folder / name))
             for item in items:
                 self._read(content, item, planner)
         done = Future[None]()

@@ -1,17 +1,19 @@
-"""The same run on object storage: it commits, resumes bit for bit, outlives outages, passes over what is damaged."""
+"""The same run on a disk, on a network file system on a bad day, and on object storage: it is the same run on all."""
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from service.adapters.run_dirs import LocalRunDirs
 from service.ports import Cursor, LogSource
+from tests.support.nfs import act_like_nfs
 from tests.support.ranks import on_ranks, ranks_to_kill
 from tests.support.s3 import S3Server
 from tests.support.small_runs import STEPS, job_of, numbers, run
@@ -24,6 +26,8 @@ from train_loop.checkpoint.manifest import newest_verified, verify
 from train_loop.checkpoint.saved import SavedTensors
 from train_loop.logs import open_log
 from train_loop.run_dir import ExportWish, Outcome, RunDir, Stop, flush_all, read_lines, storage_failed
+
+Place = Callable[[str], RunDir]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +45,17 @@ def folder(server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module", params=["disk", "nfs", "s3"])
+def place(request: pytest.FixtureRequest, folder: Path) -> Place:
+    """Where run directories are, by name."""
+    if request.param == "s3":
+        return run_dir_on_s3
+    return lambda name: RunDir(folder / str(request.param) / name)
+
+
 def train(folder: Path, run_dir: RunDir, mode: str, steps: int = STEPS) -> None:
+    if "nfs" in run_dir.root.parts:
+        act_like_nfs(run_dir.checkpoints, seed=dist.get_rank())
     run(folder / "d.parquet", folder, place={"run_dir": run_dir}, strategy={"async_save_ckpt": mode}, max_steps=steps)
 
 
@@ -67,17 +81,17 @@ def assert_same(run_dir: RunDir, local: RunDir) -> None:
 
 
 @pytest.mark.parametrize("mode", ["sync", "thread", "process"])
-def test_a_run_on_object_storage_is_the_run_on_a_disk(folder: Path, mode: str) -> None:
-    run_dir = run_dir_on_s3(f"whole-{mode}")
+def test_a_run_is_the_run_on_a_disk(folder: Path, place: Place, mode: str) -> None:
+    run_dir = place(f"whole-{mode}")
     on_ranks(2, train, folder, run_dir, mode)
     assert sorted(run_dir.manifests()) == [3, 6]
     assert_same(run_dir, RunDir(folder / "local"))
 
 
-def test_killed_amid_a_save_it_resumes_and_nothing_is_left_behind(folder: Path) -> None:
-    run_dir = run_dir_on_s3("killed")
+def test_killed_amid_a_save_it_resumes_and_nothing_is_left_behind(folder: Path, place: Place) -> None:
+    run_dir = place("killed")
     with ranks_to_kill(2, train, folder, run_dir, "thread") as ranks:
-        wait_for(lambda: list(run_dir.checkpoint(6).glob("*")), "a file of the second save")
+        wait_for(lambda: list(run_dir.checkpoints.glob("step-00000006*/*")), "a file of the second save")
         for rank in ranks:
             rank.kill()
     on_ranks(2, train, folder, run_dir, "thread")
@@ -133,8 +147,8 @@ def refuse_for(server: S3Server, seconds: float) -> None:
         time.sleep(seconds)
 
 
-def test_what_is_damaged_is_passed_over_with_an_event(folder: Path) -> None:
-    run_dir = run_dir_on_s3("damaged")
+def test_what_is_damaged_is_passed_over_with_an_event(folder: Path, place: Place) -> None:
+    run_dir = place("damaged")
     on_ranks(2, train, folder, run_dir, "thread")
     shard = next(iter(run_dir.checkpoint(6).glob("__1_*")))
     content = bytearray(shard.read_bytes())
@@ -150,8 +164,8 @@ def test_what_is_damaged_is_passed_over_with_an_event(folder: Path) -> None:
     assert_same(run_dir, RunDir(folder / "local"))
 
 
-def test_it_stops_when_it_is_asked_to(folder: Path) -> None:
-    run_dir = run_dir_on_s3("stopped")
+def test_it_stops_when_it_is_asked_to(folder: Path, place: Place) -> None:
+    run_dir = place("stopped")
     run_dir.write_stop(Stop(mode="cancel"))
     on_ranks(2, train, folder, run_dir, "thread", 100_000)
     (end,) = events(run_dir, "training_ended")
@@ -159,8 +173,8 @@ def test_it_stops_when_it_is_asked_to(folder: Path) -> None:
     assert max(run_dir.manifests()) == end["step"]
 
 
-def test_the_service_reads_it(folder: Path) -> None:
-    run_dir, dirs = run_dir_on_s3("whole-thread"), LocalRunDirs()
+def test_the_service_reads_it(folder: Path, place: Place) -> None:
+    run_dir, dirs = place("whole-thread"), LocalRunDirs()
     uri = str(run_dir.root)
     first = dirs.metrics(uri, after=Cursor(), limit=4)
     rest = dirs.metrics(uri, after=Cursor(1, int(str(first[-1]["seq"]))), limit=100)
@@ -179,8 +193,8 @@ def test_the_service_reads_it(folder: Path) -> None:
     assert (page.lines, page.next) == (("two",), 8)
 
 
-def test_its_checkpoints_are_exported(folder: Path) -> None:
-    run_dir = run_dir_on_s3("whole-thread")
+def test_its_checkpoints_are_exported(folder: Path, place: Place) -> None:
+    run_dir = place("whole-thread")
     run_dir.write_spec(job_of(folder / "d.parquet", 2))
     exported = export(run_dir, 6, ExportWish(dtype="fp32"), shard_bytes=100_000)
     files = sorted(path.name for path in exported.iterdir())

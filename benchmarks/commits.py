@@ -1,0 +1,55 @@
+"""MB/s at which a checkpoint becomes durable: ours, hashed and committed, against DCP, which syncs its files.
+
+`python -m benchmarks.commits [--rounds N] [--quick]`. Two ranks save a model and its optimizer again and again, with
+nothing beside it: what counts is the time from the call until all of it is on the disk.
+"""
+
+import functools
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.harness import Measured, command_line, compare, interleave, parse, ratio_table, write_result
+from benchmarks.launch import run_module
+from benchmarks.reshard import LARGE
+from benchmarks.saves_run import WAYS
+from benchmarks.workload import TOY, Workload
+
+PLAIN = "dcp.save"
+
+
+def main() -> None:
+    """Run the comparison and write its table."""
+    arguments = parse(command_line(__doc__))
+    config = TOY if arguments.quick else LARGE
+    workload = Workload(config=config, sequence_length=32, steps=1)
+    with tempfile.TemporaryDirectory(prefix="trainshed-benchmark-") as root:
+        workload.write(Path(root, "workload"))
+        programs = {name: functools.partial(committed, workload, Path(root), name) for name in WAYS}
+        samples = interleave(programs, arguments.rounds)
+    write_result(
+        "commits",
+        settings=workload.model_dump() | {"rounds": arguments.rounds, "quick": arguments.quick},
+        data=samples,
+        table=ratio_table(compare(samples, PLAIN), what="MB/s", baseline=PLAIN),
+        folder=arguments.results,
+    )
+
+
+def committed(workload: Workload, root: Path, name: str) -> Measured:
+    """The median MB/s of a start. Raises ProgramError."""
+    here = Path(tempfile.mkdtemp(dir=root))
+    try:
+        out = here / "speeds.json"
+        run_module("benchmarks.commits_run", root / "workload", out, name, log=here / "log", ranks=workload.world)
+        speeds = json.loads(out.read_bytes())
+    finally:
+        shutil.rmtree(here, ignore_errors=True)
+    return Measured(float(np.median(speeds)), {"speeds": speeds})
+
+
+if __name__ == "__main__":
+    main()

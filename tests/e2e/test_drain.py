@@ -1,0 +1,81 @@
+"""A node that is drained on a real Ray cluster of two: a run that trains there saves before it is taken away."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from tests.support.specs import TINY, spec
+from tests.support.torchrun import write_tokens
+from tests.support.waiting import wait_for
+from train_loop.run_dir import RunDir, Stop, read_lines
+
+
+@contextmanager
+def two_nodes() -> Iterator[tuple[str, str]]:
+    """The address of a cluster, and the id of its node `spot`, on which workers are placed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+        try:
+            spot = cluster.add_node(num_cpus=1, resources={"spot": 1})
+            cluster.wait_for_nodes()
+            patch.setenv("RAY_ADDRESS", cluster.address)
+            yield cluster.address, spot.node_id
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+
+
+@pytest.mark.timeout(200)
+def test_a_run_whose_node_is_drained_saves_at_once(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "d.parquet", rows=64, length=32, vocab=TINY["vocab_size"])
+    run_dir = RunDir(tmp_path / "default" / "run")
+    run_dir.write_spec(
+        spec(
+            data={"train": {"path": str(tmp_path / "d.parquet")}, "columns": {"input_ids": "ids"}, "packing": False},
+            training={"max_steps": 1_000_000},
+            checkpoint={"every_steps": None, "save_final": False},
+            scaling={"num_workers": 1, "resources_per_worker": {"CPU": 1, "spot": 1}},
+        )
+    )
+
+    def events(name: str) -> list[dict[str, object]]:
+        return [line for line in read_lines(run_dir.attempt(1).events) if line["event"] == name]
+
+    with two_nodes() as (address, spot):
+        command = [sys.executable, "-m", "train_loop.driver", "--run-dir", str(run_dir.root), "--attempt", "1"]
+        driver = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        try:
+            wait_for(lambda: events("training_started"), "the run")
+            drain = [str(Path(sys.executable).with_name("ray")), "drain-node", "--address", address, "--node-id", spot]
+            drain += [
+                "--reason",
+                "DRAIN_NODE_REASON_PREEMPTION",
+                "--reason-message",
+                "spot",
+                "--deadline-remaining-seconds",
+            ]
+            asked = time.time()
+            subprocess.run([*drain, "600"], check=True, timeout=60)
+            (committed,) = wait_for(lambda: events("checkpoint_committed"), "a checkpoint")
+            (notice,) = events("preemption_notice")
+            assert notice["ranks"] == [0]
+            assert isinstance(notice["deadline"], float)
+            assert 0 < notice["deadline"] - asked < 700
+            assert sorted(run_dir.manifests()) == [committed["step"]]
+            run_dir.write_stop(Stop(mode="cancel", checkpoint=False))
+            assert driver.wait(timeout=60) == 0
+        finally:
+            driver.kill()
+            driver.wait()
+    outcome = run_dir.attempt(1).outcome()
+    assert outcome is not None
+    assert outcome.result == "cancelled"
