@@ -11,18 +11,20 @@ import threading
 import time
 
 import ray
-from ray._private.grpc_utils import init_grpc_channel
-from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
-from ray.core.generated.common_pb2 import Language
-from ray.core.generated.node_manager_pb2 import PrestartWorkersRequest
-from ray.core.generated.node_manager_pb2_grpc import NodeManagerServiceStub
-from ray.core.generated.runtime_environment_pb2 import RuntimeEnvInfo
 
 log = logging.getLogger(__name__)
 
-WITH_SPARES = {"env_vars": {WORKER_PROCESS_SETUP_HOOK_ENV_VAR: "train_loop.spare.get_ready"}}
+_HOOK = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
+"""What Ray sets for `worker_process_setup_hook`, which it takes for whole jobs alone."""
+WITH_SPARES = {
+    "env_vars": {
+        _HOOK: "train_loop.spare.get_ready",
+        # Who asks CUDA for devices fixes which ones a process sees, and a spare hears of its own only when it is taken.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    }
+}
 """The runtime environment of workers that may take a spare."""
-NO_SPARES = {"env_vars": {WORKER_PROCESS_SETUP_HOOK_ENV_VAR: ""}}
+NO_SPARES = {"env_vars": {_HOOK: ""}}
 """That of tasks which such workers start: another one, as a task would take a spare as well."""
 _WORTH_IT = 20.0
 """Seconds after which a run has spares."""
@@ -52,23 +54,31 @@ class Spares:
 
 
 def _start(count: int) -> None:
-    here = ray.get_runtime_context()
-    environment = RuntimeEnvInfo(serialized_runtime_env=here.get_runtime_env_string())
-    request = PrestartWorkersRequest(
-        language=Language.PYTHON,
-        job_id=bytes.fromhex(here.get_job_id()),
-        runtime_env_info=environment,
-        keep_alive_duration_secs=_KEPT,
-        num_workers=count,
-    )
     try:
-        (node,) = (node for node in ray.nodes() if node["NodeID"] == here.get_node_id())
-        address = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
-        with init_grpc_channel(address) as channel:
-            NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=_ASKING)
+        _ask_raylet(count)
     except Exception:
         # Ray may take this call away one day. A restart is then as slow as Ray's own; the run is none the worse.
         log.warning("no spare processes: a restart will wait for imports", exc_info=True)
+
+
+def _ask_raylet(count: int) -> None:
+    from ray._private.grpc_utils import init_grpc_channel
+    from ray.core.generated.common_pb2 import Language
+    from ray.core.generated.node_manager_pb2 import PrestartWorkersRequest
+    from ray.core.generated.node_manager_pb2_grpc import NodeManagerServiceStub
+    from ray.core.generated.runtime_environment_pb2 import RuntimeEnvInfo
+
+    here = ray.get_runtime_context()
+    (node,) = (node for node in ray.nodes() if node["NodeID"] == here.get_node_id())
+    request = PrestartWorkersRequest(
+        language=Language.PYTHON,
+        job_id=bytes.fromhex(here.get_job_id()),
+        runtime_env_info=RuntimeEnvInfo(serialized_runtime_env=here.get_runtime_env_string()),
+        keep_alive_duration_secs=_KEPT,
+        num_workers=count,
+    )
+    with init_grpc_channel(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}") as channel:
+        NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=_ASKING)
 
 
 def get_ready() -> None:

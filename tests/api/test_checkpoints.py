@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from service.adapters.checkpoint_tools import HelperTools
+from service.errors import Busy
 from tests.support.checkpoints import checkpoint
 from tests.support.service import FakeService, spec_body
 from tests.support.waiting import wait_for
@@ -88,9 +90,23 @@ def test_an_export_is_made_once(client: TestClient, service: FakeService, job_id
     exports = service.run_dir(job_id).exports
     exports.write(ExportStatus(step=20, wish=wish, state="running", progress=0.5, time=service.clock()))
     assert client.post(f"{url}/20/export").json()["progress"] == 0.5
+    exports.folder(20, wish).mkdir()
     exports.write(ExportStatus(step=20, wish=wish, state="done", progress=1.0, time=service.clock()))
     done = client.post(f"{url}/20/export")
     assert (done.status_code, done.json()["state"]) == (200, "done")
+
+
+def test_an_export_that_finds_no_place_does_not_run(
+    client: TestClient, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def be_full(*_: object) -> None:
+        raise Busy("2 exports are at work; ask again when one of them is done")
+
+    monkeypatch.setattr(HelperTools, "export", be_full)
+    for _ in range(2):
+        answer = client.post(f"{url}/20/export")
+        assert (answer.status_code, answer.json()["code"], answer.headers["Retry-After"]) == (503, "busy", "5")
+        assert client.get(f"{url}/20/export").json()["code"] == "export_not_found"
 
 
 @pytest.mark.parametrize(
