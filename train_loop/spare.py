@@ -30,8 +30,6 @@ _WORTH_IT = 20.0
 """Seconds after which a run has spares."""
 _TAKEN_WITHIN = 2.0
 """Seconds within which a process that was started for an actor is given to it."""
-_KEPT = 365 * 86_400
-"""Seconds; the end of the job ends what is left."""
 _ASKING = 30.0
 """Seconds in which a raylet answers, or there is no spare."""
 
@@ -55,30 +53,10 @@ class Spares:
 
 def _start(count: int) -> None:
     try:
-        _ask_raylet(count)
+        # What it stands on is private to Ray, and may be gone one day: a restart is then as slow as Ray's own.
+        importlib.import_module("train_loop.raylet").prestart(count, seconds=_ASKING)
     except Exception:
-        # Ray may take this call away one day. A restart is then as slow as Ray's own; the run is none the worse.
         log.warning("no spare processes: a restart will wait for imports", exc_info=True)
-
-
-def _ask_raylet(count: int) -> None:
-    from ray._private.grpc_utils import init_grpc_channel
-    from ray.core.generated.common_pb2 import Language
-    from ray.core.generated.node_manager_pb2 import PrestartWorkersRequest
-    from ray.core.generated.node_manager_pb2_grpc import NodeManagerServiceStub
-    from ray.core.generated.runtime_environment_pb2 import RuntimeEnvInfo
-
-    here = ray.get_runtime_context()
-    (node,) = (node for node in ray.nodes() if node["NodeID"] == here.get_node_id())
-    request = PrestartWorkersRequest(
-        language=Language.PYTHON,
-        job_id=bytes.fromhex(here.get_job_id()),
-        runtime_env_info=RuntimeEnvInfo(serialized_runtime_env=here.get_runtime_env_string()),
-        keep_alive_duration_secs=_KEPT,
-        num_workers=count,
-    )
-    with init_grpc_channel(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}") as channel:
-        NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=_ASKING)
 
 
 def get_ready() -> None:

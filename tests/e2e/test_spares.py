@@ -78,6 +78,6 @@ def test_a_run_that_has_just_begun_has_none(monkeypatch: pytest.MonkeyPatch) -> 
 def test_where_ray_knows_no_such_call_a_run_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("ray.core.generated.node_manager_pb2_grpc.NodeManagerServiceStub", lambda channel: object())
+    monkeypatch.setattr("train_loop.raylet.NodeManagerServiceStub", lambda channel: object())
     spare._start(1)
     assert "a restart will wait for imports" in caplog.text
