@@ -49,6 +49,7 @@ Way = Callable[[Workload, Path, Path, float], Measured]
 def main() -> None:
     """Run the comparison and write its table."""
     arguments = parse(command_line(__doc__))
+    settled = QUICKLY if arguments.quick else SETTLED
     toy = Workload(config=TOY, sequence_length=32, steps=STEPS)
     workload = toy if arguments.quick else Workload(sequence_length=128, steps=STEPS)
     ways: dict[str, Way] = {
@@ -62,7 +63,7 @@ def main() -> None:
         def measured(way: Way) -> Measured:
             here = Path(tempfile.mkdtemp(dir=root))
             try:
-                return way(workload, Path(root, "workload"), here, QUICKLY if arguments.quick else SETTLED)
+                return way(workload, Path(root, "workload"), here, settled)
             finally:
                 shutil.rmtree(here, ignore_errors=True)
 
@@ -70,7 +71,7 @@ def main() -> None:
     write_result(
         "recover",
         settings=workload.model_dump()
-        | {"rounds": arguments.rounds, "quick": arguments.quick, "every": EVERY, "settled": SETTLED},
+        | {"rounds": arguments.rounds, "quick": arguments.quick, "every": EVERY, "settled": settled},
         data=samples,
         table=markdown_table([record(name, samples) for name in ways]),
         folder=arguments.results,

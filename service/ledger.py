@@ -54,9 +54,11 @@ class Ledger:
             )
         # It may be refused: nobody should be told that it runs before it does.
         self.tools.export(job.run_dir, step, wish)
-        status = ExportStatus(step=step, wish=wish, state="running", time=self.clock())
-        self.run_dirs.write_export(job.run_dir, status)
-        return status
+        begun = ExportStatus(step=step, wish=wish, state="running", time=self.clock())
+        if self.run_dirs.exported(job.run_dir, step, wish, now=self.clock()) == status:
+            # It has not said anything yet.
+            self.run_dirs.write_export(job.run_dir, begun)
+        return begun
 
     def exported(self, job_id: str, step: int, wish: ExportWish) -> ExportStatus:
         """How far an export is. Raises ExportNotFound where nobody asked for it."""

@@ -4,6 +4,7 @@ Prepares the data, runs the worker group and restarts it after faults, and says 
 """
 
 import argparse
+import functools
 import logging
 import math
 import os
@@ -27,7 +28,7 @@ from train_loop.journal import Journal
 from train_loop.logs import log_to
 from train_loop.run_dir import AttemptDir, Outcome, RunDir, is_remote, read_lines
 from train_loop.session import Preemption, Session
-from train_loop.spare import WITH_SPARES, Spares
+from train_loop.spare import Spares, worker_environment
 from train_loop.spec import JobSpec
 from train_loop.worker import train
 
@@ -150,7 +151,7 @@ def fit(spec: JobSpec, run_dir: RunDir, attempt: AttemptDir) -> None:
             **_storage(attempt.ray),
             failure_config=FailureConfig(max_failures=spec.failure.max_failures),
             callbacks=[TellOfLosses(attempt)],
-            worker_runtime_env=WITH_SPARES if spec.failure.spare_workers else {},
+            worker_runtime_env=_environment(spec),
         ),
     )
     trainer.fit()
@@ -168,14 +169,15 @@ def _work(config: dict[str, Any]) -> None:
     """One worker: the loop in the place that Ray Train gave it."""
     context, run_dir = get_context(), RunDir.at(config["run_dir"])
     spec = run_dir.spec()
+    timeout = timedelta(seconds=spec.failure.hang_timeout_seconds)
     session = Session(
         rank=context.get_world_rank(),
         world=context.get_world_size(),
         local_rank=context.get_local_rank(),
         attempt=config["attempt"],
         run_dir=run_dir,
-        open_stream=ray_stream,
-        timeout=timedelta(seconds=spec.failure.hang_timeout_seconds),
+        open_stream=functools.partial(ray_stream, timeout=timeout),
+        timeout=timeout,
         expect_restart=Spares(_spares(spec, context.get_world_rank())).keep,
         preemption=_preemption,
     )
@@ -186,6 +188,11 @@ def _work(config: dict[str, Any]) -> None:
         return
     with failure_told(session):
         train(spec, session, _prepared(run_dir.data), _prepared(run_dir.eval_data) if spec.data.eval else None)
+
+
+def _environment(spec: JobSpec) -> dict[str, Any]:
+    cpus = spec.scaling.resources_per_worker.get("CPU", 1)
+    return dict(worker_environment(cpus=cpus)) if spec.failure.spare_workers else {}
 
 
 def _spares(spec: JobSpec, rank: int) -> int:

@@ -7,6 +7,7 @@ environment has the process import, while it waits, what a worker needs.
 
 import importlib
 import logging
+import os
 import threading
 import time
 
@@ -16,22 +17,33 @@ log = logging.getLogger(__name__)
 
 _HOOK = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
 """What Ray sets for `worker_process_setup_hook`, which it takes for whole jobs alone."""
-WITH_SPARES = {
-    "env_vars": {
-        _HOOK: "train_loop.spare.get_ready",
-        # Who asks CUDA for devices fixes which ones a process sees, and a spare hears of its own only when it is taken.
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-    }
-}
-"""The runtime environment of workers that may take a spare."""
-NO_SPARES = {"env_vars": {_HOOK: ""}}
-"""That of tasks which such workers start: another one, as a task would take a spare as well."""
 _WORTH_IT = 20.0
 """Seconds after which a run has spares."""
 _TAKEN_WITHIN = 2.0
 """Seconds within which a process that was started for an actor is given to it."""
 _ASKING = 30.0
 """Seconds in which a raylet answers, or there is no spare."""
+
+
+Environment = dict[str, dict[str, str]]
+
+
+def worker_environment(*, cpus: float) -> Environment:
+    """The runtime environment of workers that may take a spare."""
+    return {
+        "env_vars": {
+            _HOOK: "train_loop.spare.get_ready",
+            # As Ray does it, but that it comes to a spare after torch has read it.
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(int(cpus), 1)),
+            # Who asks CUDA for devices fixes which ones a process sees, and a spare hears of its own when it is taken.
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        }
+    }
+
+
+def task_environment() -> Environment | None:
+    """That of tasks which such a worker starts: another one, as a task would take a spare as well; None elsewhere."""
+    return {"env_vars": {_HOOK: "", "OMP_NUM_THREADS": "1"}} if os.environ.get(_HOOK) else None
 
 
 class Spares:

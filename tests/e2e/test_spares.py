@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -13,15 +14,18 @@ import ray
 from tests.support.own_ray import own_ray
 from tests.support.waiting import wait_for
 from train_loop import spare
-from train_loop.spare import NO_SPARES, WITH_SPARES, Spares
+from train_loop.spare import Spares, task_environment, worker_environment
 
 SLOWEST_IMPORT = "train_loop.driver"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    with own_ray(store_bytes=100_000_000):
-        yield
+    with pytest.MonkeyPatch.context() as patch:
+        # Set for all tests, it would hide what a spare has read of it before its time.
+        patch.delenv("OMP_NUM_THREADS", raising=False)
+        with own_ray(store_bytes=100_000_000):
+            yield
 
 
 class Worker:
@@ -33,6 +37,16 @@ class Worker:
     def is_ready(self) -> bool:
         return SLOWEST_IMPORT in sys.modules
 
+    def threads(self) -> int:
+        import torch  # noqa: PLC0415 - a spare has it, and a process that was taken at once has not
+
+        return torch.get_num_threads()
+
+    def task(self) -> int:
+        """The process of a task of its own."""
+        pid: int = ray.get(ray.remote(num_cpus=0.1, runtime_env=task_environment())(os.getpid).remote())
+        return pid
+
     def ask(self) -> None:
         spares = Spares(1)
         spare._WORTH_IT = 0.0
@@ -42,13 +56,17 @@ class Worker:
 
 
 def start() -> "ray.actor.ActorHandle":
-    return ray.remote(num_cpus=0.1, runtime_env=WITH_SPARES)(Worker).remote()
+    return ray.remote(num_cpus=0.1, runtime_env=worker_environment(cpus=1))(Worker).remote()
 
 
 def spares() -> list[int]:
     """Processes that nobody has taken and that have got to their largest import."""
-    idle = [process for process in psutil.process_iter(["name"]) if process.info["name"] == "ray::IDLE"]
-    return [process.pid for process in idle if "libtorch_cpu" in Path(f"/proc/{process.pid}/maps").read_text()]
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess, FileNotFoundError):
+            if process.name() == "ray::IDLE" and "libtorch_cpu" in Path(f"/proc/{process.pid}/maps").read_text():
+                found.append(process.pid)
+    return found
 
 
 def test_a_worker_takes_the_spare_that_was_kept_for_it_and_a_task_does_not() -> None:
@@ -56,12 +74,13 @@ def test_a_worker_takes_the_spare_that_was_kept_for_it_and_a_task_does_not() -> 
     assert not ray.get(first.is_ready.remote()), "a process that was taken at once has imported for nobody"
     ray.get(first.ask.remote())
     (kept,) = wait_for(spares, "a spare with its imports")
-    task = ray.remote(num_cpus=0.1, runtime_env=NO_SPARES)(os.getpid)
-    assert ray.get(task.remote()) != kept
+    assert ray.get(first.task.remote()) != kept
+    threads = ray.get(first.threads.remote())
     ray.kill(first)
     second = start()
     assert ray.get(second.pid.remote()) == kept
     wait_for(lambda: ray.get(second.is_ready.remote()), "the rest of its imports")
+    assert ray.get(second.threads.remote()) == threads == 1
     assert spares() == []
 
 
@@ -81,3 +100,4 @@ def test_where_ray_knows_no_such_call_a_run_goes_on(
     monkeypatch.setattr("train_loop.raylet.NodeManagerServiceStub", lambda channel: object())
     spare._start(1)
     assert "a restart will wait for imports" in caplog.text
+    assert "no attribute 'PrestartWorkers'" in caplog.text

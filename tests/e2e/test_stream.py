@@ -9,6 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch.distributed as dist
+from ray.data import DataIterator
 
 from tests.support.own_ray import own_ray
 from tests.support.specs import spec
@@ -18,7 +20,8 @@ from train_loop.data.dataset import Dataset, Rows
 from train_loop.data.order import Order, StepOrder
 from train_loop.data.prepare import prepare
 from train_loop.data.reader import StreamPlan
-from train_loop.data.stream import by_step, open_splits
+from train_loop.data.stream import by_step, open_splits, ray_stream
+from train_loop.plan import MeshPlan
 from train_loop.spec import JobSpec
 
 
@@ -61,6 +64,52 @@ def test_every_rank_gets_exactly_its_samples_in_order_from_any_start(
             real = expected >= 0
             assert rows.input_ids[real, 0].tolist() == expected[real].tolist()
             assert rows.lengths.tolist() == np.where(real, 4, 0).tolist()
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("steps", [stream._FIRST_STEPS - 1, stream._FIRST_STEPS, stream._FIRST_STEPS + 1, 40])
+def test_the_first_steps_are_read_here_and_the_others_by_ray_data(
+    numbered: Dataset, alone: None, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    opened = list[tuple[int, int]]()
+
+    def open_and_tell(plan: StreamPlan, start: int, count: int) -> list[DataIterator]:
+        opened.append((start, count))
+        return open_splits(plan, start, count)
+
+    monkeypatch.setattr(stream, "open_splits", open_and_tell)
+    start, per_rank = 8, 4
+    deal = StepOrder(Order(200, 0, shuffle=True, dataset="x", end=start + steps * per_rank), 1, per_rank)
+    rows = ray_stream(StreamPlan(numbered, deal, start, steps), MeshPlan(ddp=1, fsdp=1, sp=1), 0)
+    for step in range(steps):
+        received = next(rows)
+        assert received is not None
+        assert received.samples.tolist() == deal.step(start + step * per_rank)[0].tolist(), f"step {step}"
+    assert next(rows, None) is None
+    first = stream._FIRST_STEPS
+    assert opened == ([(start + first * per_rank, steps - first)] if steps > first else [])
+
+
+def test_what_goes_wrong_while_ray_data_starts_is_raised_where_its_rows_are_taken(
+    numbered: Dataset, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> list[DataIterator]:
+        raise OSError("no such storage")
+
+    monkeypatch.setattr(stream, "open_splits", fail)
+    deal = StepOrder(Order(200, 0, shuffle=True, dataset="x", end=80), 1, 4)
+    rows = ray_stream(StreamPlan(numbered, deal, 0, 20), MeshPlan(ddp=1, fsdp=1, sp=1), 0)
+    for _ in range(stream._FIRST_STEPS):
+        assert next(rows) is not None
+    with pytest.raises(OSError, match="no such storage"):
+        next(rows)
 
 
 def test_ranks_together_read_hardly_more_than_their_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,9 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -37,10 +38,13 @@ from train_loop.run_dir import (
     is_remote,
     local_path,
     make_folder,
+    storage_may_fail,
     sync,
     write_durably,
 )
 from train_loop.spec import JobSpec
+
+log = logging.getLogger(__name__)
 
 SHARD_BYTES = 5 * 10**9
 """Of a file, as in transformers."""
@@ -69,7 +73,7 @@ def main() -> int:
     try:
         wish = ExportWish(dtype=arguments.dtype or run_dir.spec().model.dtype, weights=arguments.weights)
         folder = export(run_dir, arguments.step, wish, shard_bytes=arguments.shard_bytes)
-    except (UserError, CheckpointError, OSError) as error:
+    except (ValueError, CheckpointError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     print(folder)
@@ -111,7 +115,9 @@ def _alone(folder: Path) -> Iterator[None]:
         return
     make_folder(folder.parent)
     with folder.with_name(f".{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        with suppress(OSError):
+            # Some network file systems know no locks: then two make the same beside each other.
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
@@ -258,7 +264,8 @@ def _told(run_dir: RunDir, step: int, wish: ExportWish) -> Iterator[Progress]:
 
     def keep_telling() -> None:
         while not ended.wait(_TELL_SECONDS):
-            tell("running")
+            with storage_may_fail(partial(log.warning, "how far the export is could not be written: %s")):
+                tell("running")
 
     tell("running")
     teller = threading.Thread(target=keep_telling, daemon=True)

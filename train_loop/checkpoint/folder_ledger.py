@@ -4,6 +4,7 @@ import errno
 import re
 import shutil
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from train_loop.checkpoint.ledger import check_fence, step_of
 from train_loop.checkpoint.manifest import NAME, has_its_files
 from train_loop.run_dir import Manifest, RunDir, list_folder, make_folder, replace_durably, sync
 
-_IN_PROGRESS = r"step-\d+\.tmp-(?P<attempt>\d+)(\..*)?"
+_IN_PROGRESS = r"step-\d+\.tmp-(?P<attempt>\d+)(?P<gone>\..*)?"
 _REJECTED = r"step-\d+\.rejected-.*"
 _RETIRED = r"step-\d+\.retired"
 """One that is being removed."""
@@ -57,19 +58,20 @@ class FolderLedger:
         """Take away what older attempts and dead processes of this one are saving, at one stroke each."""
         for folder, found in self._folders(_IN_PROGRESS):
             if int(found["attempt"]) <= self.attempt:
-                gone = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}")
+                gone = folder if found["gone"] else folder.with_name(f"{folder.name}.{uuid.uuid4().hex}")
                 folder.rename(gone)
                 shutil.rmtree(gone, ignore_errors=True)
-        for folder, _ in self._folders(_RETIRED):
-            self._remove_unless_pinned(folder)
+        self._finish_removals()
         return sorted(set(self.run_dir.checkpoint_folders()) - self.run_dir.manifests().keys())
 
     def put_aside(self, step: int) -> None:
         """Rename it."""
         folder = self.run_dir.checkpoint(step)
         aside = folder.with_name(f"{folder.name}.rejected-{self.attempt}")
-        # The same step may be rejected again by a later start of the same attempt.
-        folder.rename(aside if not aside.exists() else aside.with_name(f"{aside.name}.{uuid.uuid4().hex}"))
+        # Repeated after its answer was lost, it finds nothing to rename.
+        with suppress(FileNotFoundError):
+            # The same step may be rejected again by a later start of the same attempt.
+            folder.rename(aside if not aside.exists() else aside.with_name(f"{aside.name}.{uuid.uuid4().hex}"))
         sync(folder.parent)
 
     def retire(self, step: int) -> None:
@@ -84,13 +86,18 @@ class FolderLedger:
         sync(folder.parent)
         self._remove_unless_pinned(retired)
 
-    def remove_rejected(self) -> None:
-        """All but those of the newest step."""
-        rejected, pins = self._folders(_REJECTED), self.run_dir.pins()
-        newest = max((step_of(folder) for folder, _ in rejected), default=0)
-        for folder, _ in rejected:
-            if step_of(folder) not in {newest, *pins}:
+    def sweep(self) -> None:
+        """Of what was rejected, the one of the newest step that was rejected last stays."""
+        self._finish_removals()
+        pins = self.run_dir.pins()
+        rejected = [(step_of(folder), folder.stat().st_ctime, folder) for folder, _ in self._folders(_REJECTED)]
+        for step, _, folder in sorted(rejected)[:-1]:
+            if step not in pins:
                 shutil.rmtree(folder, ignore_errors=True)
+
+    def _finish_removals(self) -> None:
+        for folder, _ in self._folders(_RETIRED):
+            self._remove_unless_pinned(folder)
 
     def _folders(self, pattern: str) -> list[tuple[Path, re.Match[str]]]:
         """The folders whose whole names match, and how."""

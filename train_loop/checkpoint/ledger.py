@@ -35,8 +35,8 @@ class Ledger(Protocol):
     def retire(self, step: int) -> None:
         """Remove a checkpoint, unless somebody has pinned it. Raises FencedError where it is not ours to do."""
 
-    def remove_rejected(self) -> None:
-        """Remove what was put aside, but the newest, for whoever wants to know why, and what is pinned."""
+    def sweep(self) -> None:
+        """Finish what was begun to be removed, and remove what was put aside, but the newest and what is pinned."""
 
 
 def check_fence(run_dir: RunDir, attempt: int) -> None:

@@ -17,9 +17,9 @@ from train_loop.checkpoint.ledger import check_fence
 from train_loop.checkpoint.ledgers import ledger_of
 from train_loop.checkpoint.manifest import verify
 from train_loop.checkpoint.read import CheckpointReader
-from train_loop.errors import DataError
+from train_loop.errors import DataError, UserError
 from train_loop.patience import patiently
-from train_loop.run_dir import Manifest, storage_failed
+from train_loop.run_dir import Manifest, UnknownFormatError, is_remote, storage_failed
 from train_loop.state import seed_generators, set_rng_state
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ def _agree_on_newest(run: Run) -> Manifest | None:
         found: list[Any] = [None] * run.session.world
         dist.all_gather_object(found, _faults_of_share(run, manifest))
         errors = [faults for faults in found if isinstance(faults, Exception)]
-        lasting = next((error for error in errors if getattr(error, "errno", None) != errno.EIO), None)
+        lasting = next((error for error in errors if not _says_damage(run, error)), None)
         if lasting is not None:
             raise lasting
         unreadable = unreadable or next(iter(errors), None)
@@ -100,6 +100,11 @@ def _faults_of_share(run: Run, manifest: Manifest) -> list[str] | Exception:
         return error
 
 
+def _says_damage(run: Run, error: Exception) -> bool:
+    """Whether it is the word of a broken disk; fsspec's packages say the same of requests that went wrong."""
+    return getattr(error, "errno", None) == errno.EIO and not is_remote(run.session.run_dir.root)
+
+
 def _unread(error: Exception) -> list[str]:
     return [f"{getattr(error, 'filename', None) or 'a file'} cannot be read: {getattr(error, 'strerror', error)}"]
 
@@ -119,7 +124,11 @@ def _candidates(run: Run) -> list[Manifest]:
     run_dir, attempt = run.session.run_dir, run.session.attempt
     check_fence(run_dir, attempt)
     ledger = ledger_of(run_dir, attempt)
-    _reject(run, {step: ["its manifest is missing or damaged"] for step in ledger.clear()})
+    try:
+        damaged = ledger.clear()
+    except UnknownFormatError as error:
+        raise UserError(str(error)) from error
+    _reject(run, {step: ["its manifest is missing or damaged"] for step in damaged})
     return [manifest for _, manifest in sorted(run_dir.manifests().items(), reverse=True)]
 
 

@@ -34,42 +34,50 @@ class ObjectLedger:
         """
         manifest = draft.sealed()
         folder = self.run_dir.checkpoint(manifest.step)
-        there = self.run_dir.manifests().get(manifest.step)
-        if there == manifest:
-            return manifest
-        check_fence(self.run_dir, self.attempt)
-        if not has_its_files(folder, manifest):
-            raise FileNotFoundError(errno.ENOENT, "files of the checkpoint have been removed", str(folder))
-        if there is not None and (there.attempt < self.attempt or not has_its_files(folder, there)):
-            # Of an attempt that was held up, after those who took over had looked which checkpoints there are.
-            (folder / NAME).unlink(missing_ok=True)
-        create_object(folder / NAME, manifest.model_dump_json(indent=2).encode())
+        if not self._is_there(manifest):
+            check_fence(self.run_dir, self.attempt)
+            if not has_its_files(folder, manifest):
+                raise FileNotFoundError(errno.ENOENT, "files of the checkpoint have been removed", str(folder))
+            self._make_room(manifest.step)
+            try:
+                create_object(folder / NAME, manifest.model_dump_json(indent=2).encode())
+            except FileExistsError:
+                # Asked again because the answer was lost, object storage says so of our own.
+                if not self._is_there(manifest):
+                    raise
         try:
             check_fence(self.run_dir, self.attempt)
         except FencedError:
             # By now it may be another's.
-            if self.run_dir.manifests().get(manifest.step) == manifest:
+            if self._is_there(manifest):
                 (folder / NAME).unlink(missing_ok=True)
             raise
         return manifest
 
+    def _is_there(self, manifest: Manifest) -> bool:
+        return self.run_dir.manifests().get(manifest.step) == manifest
+
+    def _make_room(self, step: int) -> None:
+        """Remove the manifest of an attempt that was held up until those who took over had looked what there is."""
+        folder, there = self.run_dir.checkpoint(step), self.run_dir.manifests().get(step)
+        if there is not None and (there.attempt < self.attempt or not has_its_files(folder, there)):
+            (folder / NAME).unlink(missing_ok=True)
+
     def discard(self, step: int) -> None:
-        """Whatever it has written, unless somebody else may be writing there."""
-        if self.run_dir.fence() <= self.attempt and step not in self.run_dir.manifests():
+        """Whatever it has written, unless somebody else may be writing there, or what was rejected lies there too."""
+        mine = self.run_dir.fence() <= self.attempt and step not in self.run_dir.manifests()
+        if mine and _REJECTED not in list_folder(self.run_dir.checkpoint(step)):
             remove_all(self.run_dir.checkpoint(step))
 
     def clear(self) -> list[int]:
         """Remove what has no manifest: nobody but this attempt may be saving."""
-        damaged, known, pins = [], self.run_dir.manifests(), self.run_dir.pins()
-        for step in self.run_dir.checkpoint_folders():
-            folder = self.run_dir.checkpoint(step)
-            names = set() if step in known else set(list_folder(folder))
+        damaged = []
+        self._finish_removals()
+        for step, names in self._without_manifest():
             if NAME in names:
                 damaged.append(step)
-            elif _RETIRED in names:
-                self._remove_unless_pinned(step, pins)
-            elif names and _REJECTED not in names:
-                remove_all(folder)
+            elif _REJECTED not in names:
+                remove_all(self.run_dir.checkpoint(step))
         return damaged
 
     def put_aside(self, step: int) -> None:
@@ -82,14 +90,25 @@ class ObjectLedger:
         _move(self.run_dir.checkpoint(step) / NAME, _RETIRED)
         self._remove_unless_pinned(step, self.run_dir.pins())
 
-    def remove_rejected(self) -> None:
-        """All but the newest."""
-        known, pins = self.run_dir.manifests(), self.run_dir.pins()
-        others = [step for step in self.run_dir.checkpoint_folders() if step not in known]
-        rejected = [step for step in others if _REJECTED in list_folder(self.run_dir.checkpoint(step))]
-        for step in rejected[:-1]:
+    def sweep(self) -> None:
+        """Of what was rejected, the newest stays."""
+        self._finish_removals()
+        pins = self.run_dir.pins()
+        for step in [step for step, names in self._without_manifest() if _REJECTED in names][:-1]:
             if step not in pins:
                 remove_all(self.run_dir.checkpoint(step))
+
+    def _finish_removals(self) -> None:
+        pins = self.run_dir.pins()
+        for step, names in self._without_manifest():
+            if _RETIRED in names and NAME not in names:
+                self._remove_unless_pinned(step, pins)
+
+    def _without_manifest(self) -> list[tuple[int, list[str]]]:
+        """Steps of which something is there, but no manifest that is whole; and the names of what is."""
+        known = self.run_dir.manifests()
+        others = [step for step in self.run_dir.checkpoint_folders() if step not in known]
+        return [(step, list_folder(self.run_dir.checkpoint(step))) for step in others]
 
     def _remove_unless_pinned(self, step: int, pins: Collection[int]) -> None:
         folder = self.run_dir.checkpoint(step)

@@ -32,4 +32,4 @@ def retire_others(run_dir: RunDir, ledger: Ledger, spec: CheckpointSpec) -> None
     manifests = {step: m for step, m in found.items() if has_its_files(run_dir.checkpoint(step), m)}
     for step in sorted(manifests.keys() - chosen(manifests, spec, run_dir.pins())):
         ledger.retire(step)
-    ledger.remove_rejected()
+    ledger.sweep()

@@ -4,7 +4,6 @@ import errno
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from time import perf_counter
@@ -185,12 +184,13 @@ class Saver:
     def _tell_commit(self, manifest: Manifest, seconds: float) -> None:
         numbers = {"step": manifest.step, "bytes": manifest.bytes, "seconds": round(seconds, 3)}
         self._journal.event("checkpoint_committed", **numbers)
-        # A newer attempt has taken over already? It keeps and removes; this one hears of it at its next save.
-        with storage_may_fail(self._tell_kept), suppress(FencedError):
+        try:
             retire_others(self._run_dir, self._ledger, self._spec)
-
-    def _tell_kept(self, error: Exception) -> None:
-        self._journal.warn(f"older checkpoints could not be removed: {error}; they will be after the next save")
+        except FencedError:
+            log.info("a newer attempt has taken over: it keeps and removes, and this one ends at its next save")
+        except Exception as error:
+            # Whatever it is: the other ranks wait for this one.
+            self._journal.warn(f"older checkpoints could not be removed: {error}; they will be after the next save")
 
     def _tell_delay(self, step: int, error: BaseException) -> None:
         """At once in the log, and in the events where this is rank 0, which writes them; it hears of others later."""

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,7 +29,7 @@ from train_loop.data.execution import ordered_context
 from train_loop.data.read import read_rows
 from train_loop.data.reader import StreamPlan, local_stream
 from train_loop.plan import MeshPlan
-from train_loop.spare import NO_SPARES
+from train_loop.spare import task_environment
 
 T = TypeVar("T")
 _FIRST_STEPS = 16
@@ -45,33 +46,40 @@ _PLAN_BLOCKS = 512
 """Blocks per rank in one plan; a longer run is several plans, so that none grows with the run."""
 
 
-def ray_stream(plan: StreamPlan, mesh: MeshPlan, rank: int) -> Iterator[Rows | None]:
+def ray_stream(
+    plan: StreamPlan, mesh: MeshPlan, rank: int, *, timeout: timedelta | None = None
+) -> Iterator[Rows | None]:
     """This rank's rows of every step, `order.per_rank` of them; every rank must take every step.
 
     Only the first rank of a Ulysses group gets rows, its peers get None and then the rows from it. Ray Data takes
-    seconds to start: meanwhile the ranks read the rows of the first steps themselves.
+    seconds to start: meanwhile the ranks read the rows of the first steps themselves. `timeout`: for collectives.
     """
     head = replace(plan, steps=min(plan.steps, _FIRST_STEPS))
     rest = replace(plan, start=plan.start + head.steps * plan.order.global_batch, steps=plan.steps - head.steps)
-    # A group of its own: its collectives run in a thread beside the loop's.
-    rows = _begin(_streamed(rest, mesh, rank, dist.new_group(backend="gloo"))) if rest.steps else iter(())
+    if rest.steps:
+        # A group of its own: its collectives run in a thread beside the loop's.
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        rows = _streamed(rest, mesh, rank, group)
+        first = _begin(rows)
     yield from local_stream(head, mesh, rank)
-    yield from rows
+    if rest.steps:
+        yield first.result()
+        yield from rows
 
 
-def _begin(rows: Iterator[T]) -> Iterator[T]:
-    """The same rows, of which the first is being waited for already, in a thread."""
+def _begin(rows: Iterator[T]) -> Future[T]:
+    """The first of the rows, for which a thread waits already."""
     first: Future[T] = Future()
 
     def take() -> None:
         try:
             first.set_result(next(rows))
         except BaseException as error:
-            # It is raised where the row is taken.
+            # It is raised where they are taken.
             first.set_exception(error)
 
     threading.Thread(target=take, name="first-rows", daemon=True).start()
-    return itertools.chain((waiting.result() for waiting in (first,)), rows)
+    return first
 
 
 def _streamed(plan: StreamPlan, mesh: MeshPlan, rank: int, group: dist.ProcessGroup) -> Iterator[Rows | None]:
@@ -98,12 +106,13 @@ def open_splits(plan: StreamPlan, start: int, steps: int) -> list[DataIterator]:
     queued = _BLOCKS_QUEUED * plan.order.dp * block_bytes(plan)
     ordered_context().execution_options.resource_limits = ExecutionResources(cpu=free, object_store_memory=queued)
     blocks = math.ceil(steps / block_steps(plan)) * plan.order.dp
-    numbers = ray.data.read_datasource(_Numbers(blocks), override_num_blocks=blocks, runtime_env=NO_SPARES)
+    environment = task_environment()
+    numbers = ray.data.read_datasource(_Numbers(blocks), override_num_blocks=blocks, runtime_env=environment)
     data = numbers.map_batches(
         _read_block,
         batch_size=None,
         fn_kwargs={"plan": plan, "start": start, "steps": block_steps(plan)},
-        runtime_env=NO_SPARES,
+        runtime_env=environment,
     )
     splits: list[DataIterator] = data.streaming_split(plan.order.dp, equal=False)
     return splits

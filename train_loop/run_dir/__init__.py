@@ -6,7 +6,16 @@ here, so that neither side has to know the other.
 
 from train_loop.run_dir.durable import local_path, make_folder, replace_durably, storage_path, sync, write_durably
 from train_loop.run_dir.exports import ExportDir, ExportState, ExportStatus, ExportWish
-from train_loop.run_dir.formats import CheckpointFile, DataPosition, Fence, Format, Manifest, Outcome, Stop
+from train_loop.run_dir.formats import (
+    CheckpointFile,
+    DataPosition,
+    Fence,
+    Format,
+    Manifest,
+    Outcome,
+    Stop,
+    UnknownFormatError,
+)
 from train_loop.run_dir.lines import JsonLines, read_appended, read_lines, size_appended
 from train_loop.run_dir.paths import AttemptDir, RunDir
 from train_loop.run_dir.remote import (
@@ -37,6 +46,7 @@ __all__ = [
     "Outcome",
     "RunDir",
     "Stop",
+    "UnknownFormatError",
     "copy_files",
     "create_object",
     "flush_all",

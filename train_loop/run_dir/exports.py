@@ -8,7 +8,7 @@ from train_loop.run_dir.durable import write_durably
 from train_loop.run_dir.formats import Format
 from train_loop.run_dir.remote import is_remote, read_whole
 
-_SILENT_SECONDS = 60.0
+_SILENT_SECONDS, _GONE_SECONDS = 60.0, 3600.0
 
 
 ExportState = Literal["running", "done", "failed"]
@@ -60,23 +60,24 @@ class ExportDir:
     def status(self, step: int, wish: ExportWish, *, now: float) -> ExportStatus | None:
         """How far an export is; None where nobody asked for it. Whoever says nothing for a minute has ended."""
         folder = self.folder(step, wish)
-        status = self._read(folder.name, now=now)
-        if status is not None and status.state == "done" and not is_remote(folder) and not folder.exists():
-            # Somebody has removed it.
+        status = self._read(folder.name)
+        if status is None:
             return None
-        return status
-
-    def is_at_work(self, name: str, *, now: float) -> bool:
-        """Whether somebody makes the export of this name."""
-        status = self._read(name, now=now)
-        return status is not None and status.state == "running"
-
-    def _read(self, name: str, *, now: float) -> ExportStatus | None:
-        try:
-            status = ExportStatus.model_validate_json(read_whole(self.root / f"{name}.json"))
-        except (FileNotFoundError, ValueError):
+        if status.state == "done" and not is_remote(folder) and not folder.exists():
+            # Somebody has removed it.
             return None
         if status.state == "running" and now - status.time > _SILENT_SECONDS:
             reason = "the process that exported has ended; ask again"
             return status.model_copy(update={"state": "failed", "reason": reason})
         return status
+
+    def may_be_at_work(self, name: str, *, now: float) -> bool:
+        """Whether somebody may be making the export of this name: clocks differ, and storage fails for a while."""
+        status = self._read(name)
+        return status is not None and status.state == "running" and now - status.time < _GONE_SECONDS
+
+    def _read(self, name: str) -> ExportStatus | None:
+        try:
+            return ExportStatus.model_validate_json(read_whole(self.root / f"{name}.json"))
+        except (FileNotFoundError, ValueError):
+            return None

@@ -10,6 +10,10 @@ FORMAT = 1
 """Of checkpoints; another number where older versions would misread one."""
 
 
+class UnknownFormatError(ValueError):
+    """A file that another version has written, and only such a one can read."""
+
+
 class Format(BaseModel):
     """A JSON file of the run directory. Unknown fields are kept out of the way, so that versions can differ."""
 
@@ -98,12 +102,15 @@ class Manifest(Format):
 
     @classmethod
     def parse(cls, text: str) -> "Manifest":
-        """What was sealed and written as this, by whatever version. Raises ValueError where it is damaged."""
+        """What was sealed and written as this, by whatever version. Raises ValueError where it is damaged.
+
+        And UnknownFormatError where only another version can read it.
+        """
         written = json.loads(text)
         if not isinstance(written, dict) or written.get("digest") != _digest(written):
             raise ValueError("the manifest is not what was written")
         if written["format"] != FORMAT:
-            raise RuntimeError(
+            raise UnknownFormatError(
                 f"the checkpoint of step {written['step']} has format {written['format']}, and this version of "
                 f"Trainshed knows format {FORMAT}; use the version that wrote it"
             )

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from train_loop.run_dir.durable import storage_path, write_durably
 from train_loop.run_dir.exports import ExportDir
-from train_loop.run_dir.formats import Fence, Format, Manifest, Outcome, Stop
+from train_loop.run_dir.formats import Fence, Format, Manifest, Outcome, Stop, UnknownFormatError
 from train_loop.run_dir.remote import is_remote, list_folder, read_whole
 from train_loop.spec import JobSpec, dump, parse_text
 
@@ -121,7 +121,7 @@ class RunDir:
 
     def _is_left(self, step: str, by: str) -> bool:
         kind, _, wish = by.partition("-")
-        return kind == "export" and not self.exports.is_at_work(f"step-{step}-{wish}", now=time.time())
+        return kind == "export" and not self.exports.may_be_at_work(f"step-{step}-{wish}", now=time.time())
 
     def pin(self, step: int, *, by: str = "user") -> bool:
         """Keep the checkpoint of a step whatever retention says; whether it was there to be kept."""
@@ -197,7 +197,11 @@ class RunDir:
 
     def write_fence(self, attempt: int) -> None:
         """Shut out every attempt older than this one; a fence is never lowered."""
-        if attempt > self.fence():
+        try:
+            known = self.fence()
+        except ValueError:
+            known = 0
+        if attempt > known:
             write_durably(self.root / "control" / "fence.json", Fence(attempt=attempt).model_dump_json())
 
     @property
@@ -227,6 +231,8 @@ def _manifest(path: Path) -> Manifest | None:
     """The manifest there; None where it is missing or damaged."""
     try:
         return Manifest.parse(read_whole(path).decode())
+    except UnknownFormatError:
+        raise
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
 

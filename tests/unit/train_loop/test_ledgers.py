@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from train_loop.checkpoint.ledgers import ledger_of
 from train_loop.checkpoint.manifest import newest_verified, verify
 from train_loop.checkpoint.retention import retire_others
 from train_loop.errors import FencedError
-from train_loop.run_dir import ExportStatus, ExportWish, RunDir, read_whole
+from train_loop.run_dir import ExportStatus, ExportWish, RunDir, UnknownFormatError, create_object, read_whole
 from train_loop.spec import CheckpointSpec
 
 MODULES = (folder_ledger, object_ledger)
@@ -130,6 +131,8 @@ def test_what_was_rejected_stays_until_there_is_something_newer(run_dir: RunDir)
     assert run_dir.pin(10)
     for step in (40, 30, 10):
         ledger.put_aside(step)
+        # Its answer was lost.
+        ledger.put_aside(step)
     assert steps(run_dir) == [20]
     ledger.clear()
     assert all(there(run_dir, step) for step in (10, 20, 30, 40)), "a resume has removed something"
@@ -146,6 +149,55 @@ def test_a_step_that_was_rejected_is_trained_and_rejected_again(run_dir: RunDir)
         assert steps(run_dir) == [10]
         ledger.put_aside(10)
         assert (steps(run_dir), ledger.clear()) == ([], [])
+
+
+def test_a_removal_that_was_cut_short_is_finished_after_the_next_save(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = ledger_of(run_dir, 1)
+    for step in (10, 20, 30):
+        checkpoint(run_dir, step, weights=b"abc")
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(ledger), "_remove_unless_pinned", fail)
+        with pytest.raises(OSError, match="Stale"):
+            retire_others(run_dir, ledger, CheckpointSpec(keep_last=2))
+    assert there(run_dir, 10)
+    checkpoint(run_dir, 40, weights=b"abc")
+    retire_others(run_dir, ledger, CheckpointSpec(keep_last=2))
+    assert [step for step in (10, 20, 30, 40) if there(run_dir, step)] == [30, 40]
+
+
+def test_a_commit_whose_answer_was_lost_is_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks again hears from object storage that the name is taken: by its own manifest."""
+    MemoryFileSystem.store.clear()
+    run_dir = RunDir.at("memory://runs/default/job")
+    draft = unfinished(run_dir, 10, weights=b"abc")
+
+    def create_twice(path: Path, content: bytes) -> None:
+        create_object(path, content)
+        create_object(path, content)
+
+    monkeypatch.setattr(object_ledger, "create_object", create_twice)
+    assert ledger_of(run_dir, 1).commit(draft) == draft.sealed()
+    # The fence is looked at again, however often it is asked.
+    run_dir.write_fence(2)
+    with pytest.raises(FencedError):
+        ledger_of(run_dir, 1).commit(draft)
+    assert steps(run_dir) == []
+
+
+def test_what_was_rejected_outlives_a_save_of_its_step_that_fails() -> None:
+    MemoryFileSystem.store.clear()
+    run_dir = RunDir.at("memory://runs/default/job")
+    checkpoint(run_dir, 10, weights=b"abc")
+    ledger_of(run_dir, 1).put_aside(10)
+    unfinished(run_dir, 10, more=b"def")
+    ledger_of(run_dir, 1).discard(10)
+    assert (run_dir.checkpoint(10) / "weights").read_bytes() == b"abc"
 
 
 def test_a_pin_that_comes_while_a_checkpoint_is_removed_keeps_it(
@@ -180,6 +232,9 @@ def test_the_pin_of_an_export_lasts_as_long_as_somebody_is_at_work(run_dir: RunD
     assert run_dir.pins() == {10}
     run_dir.exports.write(status.model_copy(update={"time": 1e9}))
     assert run_dir.pins() == set()
+    # A minute of silence may be storage that fails, or another clock.
+    run_dir.exports.write(status.model_copy(update={"time": time.time() - 120}))
+    assert run_dir.pins() == {10}
 
 
 def test_other_names_among_the_checkpoints_are_left_alone(run_dir: RunDir) -> None:
@@ -234,6 +289,6 @@ def test_checkpoints_of_other_versions_are_checkpoints(run_dir: RunDir) -> None:
 def test_a_format_that_is_not_known_is_told_and_nothing_is_put_aside(run_dir: RunDir) -> None:
     checkpoint(run_dir, 10, weights=b"abc")
     edit(run_dir, 10, format=2)
-    with pytest.raises(RuntimeError, match="step 10 has format 2, and this version of Trainshed knows format 1"):
+    with pytest.raises(UnknownFormatError, match="step 10 has format 2, and this version of Trainshed knows format 1"):
         ledger_of(run_dir, 1).clear()
     assert there(run_dir, 10)
