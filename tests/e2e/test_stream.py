@@ -67,9 +67,9 @@ def test_every_rank_gets_exactly_its_samples_in_order_from_any_start(
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
+def alone(tmp_path: Path) -> Iterator[None]:
     """A group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
