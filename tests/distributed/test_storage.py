@@ -166,8 +166,15 @@ def test_what_is_damaged_is_passed_over_with_an_event(folder: Path, place: Place
 
 def test_it_stops_when_it_is_asked_to(folder: Path, place: Place) -> None:
     run_dir = place("stopped")
-    run_dir.write_stop(Stop(mode="cancel"))
+
+    def ask() -> None:
+        wait_for(lambda: any(line["step"] >= 4 for line in read_lines(run_dir.attempt(1).metrics)), "step 4")
+        run_dir.write_stop(Stop(mode="cancel"))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
     on_ranks(2, train, folder, run_dir, "thread", 100_000)
+    asking.join()
     (end,) = events(run_dir, "training_ended")
     assert end["result"] == "cancelled"
     assert max(run_dir.manifests()) == end["step"]

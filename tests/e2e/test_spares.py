@@ -44,8 +44,8 @@ class Worker:
 
     def task(self) -> int:
         """The process of a task of its own."""
-        pid: int = ray.get(ray.remote(num_cpus=0.1, runtime_env=task_environment())(os.getpid).remote())
-        return pid
+        task = ray.remote(num_cpus=0.1, runtime_env=task_environment())(lambda: os.getpid())
+        return int(ray.get(task.remote()))
 
     def ask(self) -> None:
         spares = Spares(1)
