@@ -54,7 +54,8 @@ def test_a_run_whose_node_is_drained_saves_at_once(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "train_loop.driver", "--run-dir", str(run_dir.root), "--attempt", "1"]
         driver = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
         try:
-            wait_for(lambda: events("training_started"), "the run")
+            # Ray Data has started, too: on a node that is drained nothing is placed any more.
+            wait_for(lambda: any(line["step"] > 30 for line in read_lines(run_dir.attempt(1).metrics)), "step 31")
             drain = [str(Path(sys.executable).with_name("ray")), "drain-node", "--address", address, "--node-id", spot]
             drain += [
                 "--reason",
