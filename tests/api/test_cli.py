@@ -75,6 +75,7 @@ def test_checkpoints_are_verified_pinned_and_exported(home: Path, service: FakeS
     assert "trainshed: the export failed: [Errno 2] No such file or directory" in failed.stderr
     wish = ExportWish(dtype="bf16")
     done = ExportStatus(step=20, wish=wish, state="done", time=service.clock())
+    service.run_dir(job_id).exports.folder(20, wish).mkdir()
     service.run_dir(job_id).exports.write(done)
     assert run("export", job_id, "20", "--dtype", "bf16").stdout.strip().endswith("/export/step-00000020-model-bf16")
     (folder / "weights").write_bytes(b"abd")

@@ -155,10 +155,10 @@ def unreadable(number: int, times: int) -> Callable[..., list[str]]:
     """Verifying that fails so often on rank 1, where it looks at step 2."""
     left = iter(range(times))
 
-    def verify_or_fail(path: Path, manifest: Manifest, names: list[str]) -> list[str]:
+    def verify_or_fail(path: Path, manifest: Manifest, names: list[str], *, threads: int) -> list[str]:
         if dist.get_rank() == 1 and manifest.step == 2 and next(left, None) is not None:
             raise OSError(number, os.strerror(number), str(path))
-        return verify(path, manifest, names)
+        return verify(path, manifest, names, threads=threads)
 
     return verify_or_fail
 

@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import os
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -93,7 +94,9 @@ def _agree_on_newest(run: Run) -> Manifest | None:
 def _faults_of_share(run: Run, manifest: Manifest) -> list[str] | Exception:
     """What is wrong with this rank's share of a checkpoint's files, or why it cannot be told: all ranks must hear."""
     mine = list(manifest.files)[run.mesh.rank :: run.session.world]
-    look = partial(verify, run.session.run_dir.checkpoint(manifest.step), manifest, mine)
+    # The cores that the ranks of this host leave to each.
+    threads = max((os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", run.session.world)), 1)
+    look = partial(verify, run.session.run_dir.checkpoint(manifest.step), manifest, mine, threads=threads)
     try:
         return _patiently(run, look)
     except Exception as error:

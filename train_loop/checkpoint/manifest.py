@@ -6,7 +6,10 @@
 import argparse
 import hashlib
 import json
+import os
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from train_loop.errors import CheckpointError, UserError
@@ -21,22 +24,24 @@ def describe_file(path: Path) -> CheckpointFile:
         return CheckpointFile(size=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
 
 
-def verify(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) -> list[str]:
+def verify(folder: Path, manifest: Manifest, names: Iterable[str] | None = None, *, threads: int = 1) -> list[str]:
     """What is wrong with a checkpoint's files, or with the named ones; nothing if all have their sizes and hashes.
 
     Raises OSError, or what a package of fsspec's raises, where storage fails: that is no word about a checkpoint.
     """
-    faults = []
-    for name in manifest.files if names is None else names:
-        path, expected = folder / name, manifest.files[name]
-        size = size_of(path)
-        if size is None:
-            faults.append(f"{name} is missing")
-        elif size != expected.size:
-            faults.append(f"{name} has {size} bytes, not {expected.size}")
-        elif describe_file(path) != expected:
-            faults.append(f"{name} has another SHA-256 than when it was committed")
-    return faults
+    with ThreadPoolExecutor(threads) as pool:
+        faults = pool.map(partial(_fault, folder, manifest), manifest.files if names is None else names)
+        return [fault for fault in faults if fault is not None]
+
+
+def _fault(folder: Path, manifest: Manifest, name: str) -> str | None:
+    path, expected = folder / name, manifest.files[name]
+    size = size_of(path)
+    if size is None:
+        return f"{name} is missing"
+    if size != expected.size:
+        return f"{name} has {size} bytes, not {expected.size}"
+    return None if describe_file(path) == expected else f"{name} has another SHA-256 than when it was committed"
 
 
 def has_its_files(folder: Path, manifest: Manifest) -> bool:
@@ -75,7 +80,8 @@ def main() -> None:
     arguments = parser.parse_args()
     run_dir = RunDir.at(arguments.run_dir)
     manifest = run_dir.manifests().get(arguments.step)
-    faults = manifest and verify(run_dir.checkpoint(arguments.step), manifest)
+    threads = os.cpu_count() or 1
+    faults = manifest and verify(run_dir.checkpoint(arguments.step), manifest, threads=threads)
     if faults and run_dir.manifests().get(arguments.step) != manifest:
         # It was removed, as newer ones came, while it was read.
         faults = None
