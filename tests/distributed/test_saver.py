@@ -168,3 +168,31 @@ def test_what_cannot_be_read_now_is_not_taken_for_damaged(tmp_path: Path) -> Non
     assert on_ranks(2, resume_from_unreadable, tmp_path) == [["step 2", "PermissionError", "step 1"]] * 2
     (rejected,) = (e for e in read_lines(RunDir(tmp_path / "run").attempt(1).events) if e["event"].endswith("rejected"))
     assert (rejected["step"], "cannot be read: Input/output error" in rejected["reason"]) == (2, True)
+
+
+def resume_with_an_unused_parameter(folder: Path) -> bool:
+    """Save after a step in which one weight had no gradient, so that its optimizer has no state of it; then resume."""
+    run = a_run(folder)
+    (optimizer,) = run.state.optimizers
+    for name, weight in run.state.model.named_parameters():
+        weight.grad = torch.ones_like(weight) if name != UNUSED else None
+    optimizer.step()
+    assert dict(run.state.model.named_parameters())[UNUSED] not in optimizer.state
+    saver = a_saver(run)
+    save_at(run, saver, 1)
+    saver.close()
+    again = a_run(folder)
+    restore(again)
+    (fresh,) = again.state.optimizers
+    weights = dict(again.state.model.named_parameters())
+    assert all(not value.any() for value in fresh.state[weights[UNUSED]].values())
+    assert all(fresh.state[weight]["step"] == 1 for name, weight in weights.items() if name != UNUSED)
+    return again.state.step == 1 and all(torch.equal(whole(again)[name], weight) for name, weight in whole(run).items())
+
+
+UNUSED = "model.norm.weight"
+
+
+def test_a_weight_that_was_never_used_does_not_make_a_checkpoint_unloadable(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=384)
+    assert on_ranks(2, resume_with_an_unused_parameter, tmp_path) == [True, True]

@@ -44,15 +44,28 @@ def restore(run: Run) -> None:
     same_world = manifest.world == dist.get_world_size()
     if same_world:
         values[rng_key(run.mesh.rank)] = b""
+    reader = CheckpointReader(run_dir.checkpoint(manifest.step), patience=_patience(run))
+    unused = _take_out_unused(values["optimizer"]["state"], reader)
     try:
-        load(values, storage_reader=CheckpointReader(run_dir.checkpoint(manifest.step), patience=_patience(run)))
+        load(values, storage_reader=reader)
     except CheckpointException as error:  # no Exception, so that nobody would log it
         raise RuntimeError(f"the checkpoint of step {manifest.step} verifies and does not load: {error}") from error
+    values["optimizer"]["state"] |= unused
     put_back(state, values)
     if same_world:
         set_rng_state(pickle.loads(values[rng_key(run.mesh.rank)]))
     state.step, state.tokens, state.skipped = manifest.step, manifest.tokens, manifest.skipped
     state.consumed = run.order.order.consumed(manifest.position)
+
+
+def _take_out_unused(states: dict[str, Any], reader: CheckpointReader) -> dict[str, Any]:
+    """The states of parameters that had no gradient before the save: nothing of them was saved, and they stay new."""
+    saved = reader.read_metadata().state_dict_metadata
+    return {
+        name: states.pop(name)
+        for name, state in list(states.items())
+        if not any(f"optimizer.state.{name}.{part}" in saved for part in state)
+    }
 
 
 def _check_same_data(run: Run, manifest: Manifest) -> None:
