@@ -39,7 +39,7 @@ RAY, TORCHRUN, OURS = (
     "Trainshed, POST /jobs",
 )
 PARTS = ("detect", "restart", "load", "replay")
-SETTLED, QUICKLY, STEPS = 40.0, 3.0, 10_000
+SETTLED, QUICKLY, STEPS = 35.0, 3.0, 10_000
 """Seconds for which a run has been going when it is hit, and steps that it would go on for."""
 LIMIT, POLL = 300.0, 0.02
 Line = dict[str, Any]
