@@ -88,6 +88,7 @@ class FolderLedger:
 
     def sweep(self) -> None:
         """Of what was rejected, the one of the newest step that was rejected last stays."""
+        check_fence(self.run_dir, self.attempt)
         self._finish_removals()
         pins = self.run_dir.pins()
         rejected = [(step_of(folder), folder.stat().st_ctime, folder) for folder, _ in self._folders(_REJECTED)]
@@ -105,9 +106,10 @@ class FolderLedger:
         return [(self.run_dir.checkpoints / name, match) for name, match in matches if match]
 
     def _remove_unless_pinned(self, retired: Path) -> None:
-        manifest = retired / NAME
-        if step_of(retired) in self.run_dir.pins() and manifest.exists():
-            retired.rename(retired.with_suffix(""))
+        manifest, final = retired / NAME, retired.with_suffix("")
+        # The step may have been trained and saved again.
+        if step_of(retired) in self.run_dir.pins() and manifest.exists() and not final.exists():
+            retired.rename(final)
             sync(retired.parent)
             return
         manifest.unlink(missing_ok=True)

@@ -36,7 +36,10 @@ class Ledger(Protocol):
         """Remove a checkpoint, unless somebody has pinned it. Raises FencedError where it is not ours to do."""
 
     def sweep(self) -> None:
-        """Finish what was begun to be removed, and remove what was put aside, but the newest and what is pinned."""
+        """Finish what was begun to be removed, and remove what was put aside, but the newest and what is pinned.
+
+        Raises FencedError.
+        """
 
 
 def check_fence(run_dir: RunDir, attempt: int) -> None:

@@ -92,6 +92,7 @@ class ObjectLedger:
 
     def sweep(self) -> None:
         """Of what was rejected, the newest stays."""
+        check_fence(self.run_dir, self.attempt)
         self._finish_removals()
         pins = self.run_dir.pins()
         for step in [step for step, names in self._without_manifest() if _REJECTED in names][:-1]:

@@ -28,8 +28,9 @@ def retire_others(run_dir: RunDir, ledger: Ledger, spec: CheckpointSpec) -> None
     One that has lost files takes no other's place; whoever resumes will reject it. What was rejected goes now, not when
     it is found: there is something newer again. Raises FencedError.
     """
+    # First what an earlier removal has left: it may stand in the way.
+    ledger.sweep()
     found = run_dir.manifests()
     manifests = {step: m for step, m in found.items() if has_its_files(run_dir.checkpoint(step), m)}
     for step in sorted(manifests.keys() - chosen(manifests, spec, run_dir.pins())):
         ledger.retire(step)
-    ledger.sweep()

@@ -166,6 +166,8 @@ def test_a_removal_that_was_cut_short_is_finished_after_the_next_save(
         with pytest.raises(OSError, match="Stale"):
             retire_others(run_dir, ledger, CheckpointSpec(keep_last=2))
     assert there(run_dir, 10)
+    # It was trained again, and goes once more.
+    checkpoint(run_dir, 10, weights=b"def")
     checkpoint(run_dir, 40, weights=b"abc")
     retire_others(run_dir, ledger, CheckpointSpec(keep_last=2))
     assert [step for step in (10, 20, 30, 40) if there(run_dir, step)] == [30, 40]
