@@ -5,15 +5,13 @@ nothing beside it: what counts is the time from the call until all of it is on t
 """
 
 import functools
-import json
-import shutil
 import tempfile
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.harness import Measured, command_line, compare, interleave, parse, ratio_table, write_result
-from benchmarks.launch import run_module
+from benchmarks.launch import ask_module
 from benchmarks.reshard import LARGE
 from benchmarks.saves_run import WAYS
 from benchmarks.workload import TOY, Workload
@@ -42,13 +40,8 @@ def main() -> None:
 
 def committed(workload: Workload, root: Path, name: str) -> Measured:
     """The median MB/s of a start. Raises ProgramError."""
-    here = Path(tempfile.mkdtemp(dir=root))
-    try:
-        out = here / "speeds.json"
-        run_module("benchmarks.commits_run", root / "workload", out, name, log=here / "log", ranks=workload.world)
-        speeds = json.loads(out.read_bytes())
-    finally:
-        shutil.rmtree(here, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=root) as here:
+        speeds = ask_module("benchmarks.commits_run", root / "workload", name, here=Path(here), ranks=workload.world)
     return Measured(float(np.median(speeds)), {"speeds": speeds})
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints one after another, nothing between them: `torchrun -m benchmarks.commits_run FOLDER OUT WAY`.
+"""Checkpoints one after another, nothing between them: `torchrun -m benchmarks.commits_run OUT FOLDER WAY`.
 
 Writes the MB/s at which each became durable, without the first, which finds out what there is to save.
 """
@@ -22,7 +22,7 @@ TURNS = 5
 
 def main() -> None:
     """Save, and write how fast."""
-    folder, out, name = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    out, folder, name = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     dist.init_process_group("gloo")
     workload = Workload.read(folder)
     places = [tempfile.mkdtemp(dir=out.parent) if dist.get_rank() == 0 else None]

@@ -41,13 +41,19 @@ def run_module(
 
 
 def ask_module(
-    module: str, *arguments: object, here: Path, variables: Mapping[str, str] = MappingProxyType({})
-) -> dict[str, Any]:
-    """Run a Python module to its end; the JSON that it writes to its first argument. Raises ProgramError."""
+    module: str,
+    *arguments: object,
+    here: Path,
+    ranks: int | None = None,
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> Any:
+    """Run a Python module to its end, under torchrun where `ranks` are given; the JSON in its first argument.
+
+    Raises ProgramError.
+    """
     out = here / "found.json"
-    run_module(module, out, *arguments, log=here / "log", variables=variables)
-    found: dict[str, Any] = json.loads(out.read_bytes())
-    return found
+    run_module(module, out, *arguments, log=here / "log", ranks=ranks, variables=variables)
+    return json.loads(out.read_bytes())
 
 
 def start_module(

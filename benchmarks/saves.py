@@ -5,8 +5,6 @@ start; a block ends when all that it has saved is durable.
 """
 
 import functools
-import json
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import numpy as np
 
 from benchmarks.blocks import STEPS
 from benchmarks.harness import Measured, command_line, interleave, markdown_table, parse, ratios_of, write_result
-from benchmarks.launch import run_module
+from benchmarks.launch import ask_module
 from benchmarks.saves_run import WAYS
 from benchmarks.workload import TOY, Workload
 
@@ -56,14 +54,9 @@ def main() -> None:
 
 def saved(workload: Workload, root: Path, name: str) -> Measured:
     """The mean over a start's pairs of blocks of what a save has added, in seconds. Raises ProgramError."""
-    here = Path(tempfile.mkdtemp(dir=root))
-    try:
-        module, rest = (PEERS[name], ()) if name in PEERS else ("benchmarks.saves_run", (name,))
-        out = here / "added.json"
-        run_module(module, root / "workload", out, *rest, log=here / "log", ranks=workload.world)
-        added = json.loads(out.read_bytes())
-    finally:
-        shutil.rmtree(here, ignore_errors=True)
+    module, rest = (PEERS[name], ()) if name in PEERS else ("benchmarks.saves_run", (name,))
+    with tempfile.TemporaryDirectory(dir=root, ignore_cleanup_errors=True) as here:
+        added = ask_module(module, root / "workload", *rest, here=Path(here), ranks=workload.world)
     return Measured(float(np.mean(added)), {"added": added})
 
 

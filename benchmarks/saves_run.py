@@ -1,4 +1,4 @@
-"""The bare loop with saves in every other block of steps: `torchrun -m benchmarks.saves_run FOLDER OUT WAY RESULTS`.
+"""The bare loop with saves in every other block of steps: `torchrun -m benchmarks.saves_run OUT FOLDER WAY`.
 
 A save is of model and optimizer, as the tutorials of DCP do it; ours is the same with our Saver.
 """
@@ -124,7 +124,7 @@ WAYS: dict[str, Callable[[Path], Way]] = {
 
 def main() -> None:
     """Train, and write what saves added."""
-    folder, out = map(Path, sys.argv[1:3])
+    out, folder = map(Path, sys.argv[1:3])
     dist.init_process_group("gloo")
     workload = Workload.read(folder)
     names = [tempfile.mkdtemp(dir=out.parent) if dist.get_rank() == 0 else None]

@@ -1,4 +1,4 @@
-"""Lightning Fabric's saves: `torchrun -m benchmarks.peers.fabric_saves FOLDER OUT`."""
+"""Lightning Fabric's saves: `torchrun -m benchmarks.peers.fabric_saves OUT FOLDER`."""
 
 import sys
 from pathlib import Path
@@ -13,7 +13,7 @@ from train_loop.leave import leave
 
 def main() -> None:
     """Train, and write what saves added."""
-    folder, out = map(Path, sys.argv[1:3])
+    out, folder = map(Path, sys.argv[1:3])
     clock = Clock()
     for step, trained in enumerate(fabric.steps(Workload.read(folder), folder), start=1):
         if saves_after(step):

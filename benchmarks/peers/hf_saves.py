@@ -1,4 +1,4 @@
-"""Hugging Face Trainer's saves: `torchrun -m benchmarks.peers.hf_saves FOLDER OUT`."""
+"""Hugging Face Trainer's saves: `torchrun -m benchmarks.peers.hf_saves OUT FOLDER`."""
 
 import sys
 from pathlib import Path
@@ -37,7 +37,7 @@ class Saves(TrainerCallback):  # type: ignore[misc]
 
 def main() -> None:
     """Train, and write what saves added."""
-    folder, out = map(Path, sys.argv[1:3])
+    out, folder = map(Path, sys.argv[1:3])
     workload, saves = Workload.read(folder), Saves()
     asked = arguments(workload, str(out.parent / "hf"))
     asked.save_strategy = "steps"

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tests.support import torchrun
 from tests.support.ranks import on_ranks
-from tests.support.small_runs import events, lines, run
+from tests.support.small_runs import STEPS, events, lines, run
 from tests.support.specs import TINY, raw_spec
 from tests.support.waiting import wait_for
 from train_loop import preemption
@@ -96,7 +96,9 @@ def all_runs(folder: Path) -> dict[str, Any]:
         run(data, folder / "held", checkpoint={"every_steps": 2})
         said["held"] = began
     best = {"every_steps": 1, "keep_last": 1, "keep_best": {"metric": "grad_norm", "mode": "max"}}
-    run(data, folder / "best", checkpoint=best)
+    told = list[None]()
+    run(data, folder / "best", checkpoint=best, place={"expect_restart": lambda: told.append(None)})
+    said["restarts expected"] = len(told)
     return said
 
 
@@ -128,6 +130,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
 
 
 Runs = tuple[Path, list[dict[str, Any]]]
+
+
+def test_every_save_on_the_way_says_that_there_is_something_to_go_on_from(runs: Runs) -> None:
+    _, said = runs
+    assert [one["restarts expected"] for one in said] == [STEPS, STEPS]
 
 
 def test_saves_that_fail_in_a_row_end_the_attempt_within_a_step(runs: Runs) -> None:

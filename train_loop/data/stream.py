@@ -56,15 +56,15 @@ def ray_stream(
     """
     head = replace(plan, steps=min(plan.steps, _FIRST_STEPS))
     rest = replace(plan, start=plan.start + head.steps * plan.order.global_batch, steps=plan.steps - head.steps)
-    if rest.steps:
-        # A group of its own: its collectives run in a thread beside the loop's.
-        group = dist.new_group(backend="gloo", timeout=timeout)
-        rows = _streamed(rest, mesh, rank, group)
-        first = _begin(rows)
+    if not rest.steps:
+        yield from local_stream(head, mesh, rank)
+        return
+    # A group of its own: its collectives run in a thread beside the loop's.
+    rows = _streamed(rest, mesh, rank, dist.new_group(backend="gloo", timeout=timeout))
+    first = _begin(rows)
     yield from local_stream(head, mesh, rank)
-    if rest.steps:
-        yield first.result()
-        yield from rows
+    yield first.result()
+    yield from rows
 
 
 def _begin(rows: Iterator[T]) -> Future[T]:

@@ -68,6 +68,8 @@ def test_a_fence_is_never_lowered_and_never_guessed(run_dir: RunDir) -> None:
     (run_dir.root / "control" / "fence.json").write_bytes(b"{torn")
     with pytest.raises(ValueError, match="Invalid JSON"):
         run_dir.fence()
+    run_dir.write_fence(3)
+    assert run_dir.fence() == 3
 
 
 def hold_up(monkeypatch: pytest.MonkeyPatch, *, at_look: int, meanwhile: Any) -> None:
