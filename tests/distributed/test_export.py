@@ -11,72 +11,25 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from tests.support.exports import save_a_run, save_a_run_of
 from tests.support.folders import write_tokenizer
 from tests.support.ranks import on_ranks
-from tests.support.specs import TINY, spec
+from tests.support.specs import TINY
 from tests.support.torchrun import write_tokens
-from train_loop.assemble import Run, build_run
 from train_loop.checkpoint import export as exporting
-from train_loop.checkpoint.contents import draft_manifest, tensors_to_save
 from train_loop.checkpoint.export import export
 from train_loop.checkpoint.full import WAYS, load_model
-from train_loop.checkpoint.save import Saver
-from train_loop.data.cache import find_dataset, pin
-from train_loop.data.reader import local_stream
 from train_loop.errors import CheckpointError, UserError
 from train_loop.model.build import build_model
 from train_loop.run_dir import ExportStatus, ExportWish, RunDir
-from train_loop.session import Session
 from train_loop.spec import ModelSpec
-from train_loop.vitals import StepClock
 
 FP32 = ExportWish(dtype="fp32")
 MIB = 2**20
-
-
-def save_a_run(folder: Path, run_dir: RunDir, config: dict[str, object]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A checkpoint of step 3 of a model that has never been trained; its weights and their averages, by name."""
-    return save_a_run_of(folder, run_dir, {"config": TINY | config, "dtype": "fp32"})
-
-
-def save_a_run_of(
-    folder: Path, run_dir: RunDir, model: dict[str, object]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    job = spec(
-        model=model,
-        data={"train": {"path": str(folder / "d.parquet")}, "columns": {"input_ids": "ids"}, "packing": False},
-        training={"ema_decay": 0.5, "optimizer": "sgd"},
-        scaling={"num_workers": dist.get_world_size()},
-    )
-    session = Session(dist.get_rank(), dist.get_world_size(), 0, 1, run_dir, local_stream)
-    dataset = find_dataset(job, folder)
-    if session.rank == 0:
-        run_dir.write_spec(job)
-        pin(dataset, run_dir.data)
-    run = build_run(job, session, dataset)
-    assert run.state.ema is not None
-    with torch.no_grad():
-        for average in run.state.ema.averages.values():
-            average.mul_(0.5)
-    run.state.step = 3
-    saver = Saver(session, run.journal, job.checkpoint, "sync")
-    saver.save(tensors_to_save(run), draft_manifest(run, {}), StepClock())
-    saver.close()
-    return weights_of(run), {name: whole(average) for name, average in run.state.ema.averages.items()}
-
-
-def weights_of(run: Run) -> dict[str, Tensor]:
-    return {name: whole(weight).clone() for name, weight in run.state.model.state_dict().items()}
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Trained(NamedTuple):
