@@ -19,6 +19,7 @@ from train_loop.checkpoint.contents import put_back, tensors_of
 from train_loop.checkpoint.load import restore
 from train_loop.data.cache import default_cache, find_dataset
 from train_loop.data.reader import local_stream
+from train_loop.garbage import no_garbage_collection
 from train_loop.leave import leave
 from train_loop.run_dir import RunDir
 from train_loop.session import Session
@@ -33,7 +34,8 @@ def main() -> None:
     session = Session(dist.get_rank(), dist.get_world_size(), 0, 1, RunDir.at(run_dir), local_stream)
     run = build_run(job, session, find_dataset(job, default_cache()))
     step = max(session.run_dir.manifests())
-    found = [(timed(run, step, plainly=True), timed(run, step, plainly=False)) for _ in range(int(turns) + 1)]
+    with no_garbage_collection():
+        found = [(timed(run, step, plainly=True), timed(run, step, plainly=False)) for _ in range(int(turns) + 1)]
     if session.rank == 0:
         # The first of both imports, and fills the optimizer.
         Path(out).write_text(json.dumps(found[1:]))

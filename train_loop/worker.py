@@ -37,9 +37,9 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
     journal.event("workers_ready", world=session.world)
     run = build_run(spec, session, dataset, evaluation)
     saver = Saver(session, run.journal, spec.checkpoint, spec.strategy.save_mode)
-    restore(run)
-    record_start(run, who_works())
     with no_garbage_collection():
+        restore(run)
+        record_start(run, who_works())
         try:
             stop = loop(run, saver)
         except UserError:

@@ -18,7 +18,7 @@ from tests.support.ranks import on_ranks
 from tests.support.specs import spec
 from tests.support.torchrun import write_tokens
 from train_loop.assemble import Run, build_run
-from train_loop.checkpoint import load, save
+from train_loop.checkpoint import image, load, save
 from train_loop.checkpoint.contents import draft_manifest, tensors_to_save
 from train_loop.checkpoint.ledgers import ledger_of
 from train_loop.checkpoint.load import restore
@@ -58,9 +58,10 @@ def save_at(run: Run, saver: Saver, step: int) -> None:
     saver.save(tensors_to_save(run), draft_manifest(run, {"loss": float(step)}), StepClock())
 
 
-def save_and_train_on(folder: Path, mode: SaveMode) -> bool:
+def save_and_train_on(folder: Path, mode: SaveMode, file_bytes: int) -> bool:
     run = a_run(folder)
     before = whole(run)
+    image.FILE_BYTES = file_bytes
     saver = a_saver(run, mode)
     save_at(run, saver, 7)
     with torch.no_grad():
@@ -81,10 +82,15 @@ def save_and_train_on(folder: Path, mode: SaveMode) -> bool:
     return other.state.step == 7 and all(torch.equal(whole(other)[name], weight) for name, weight in before.items())
 
 
+@pytest.mark.parametrize("file_bytes", [image.FILE_BYTES, 100_000], ids=["a file a rank", "several files"])
 @pytest.mark.parametrize("mode", ["sync", "thread", "process"])
-def test_a_checkpoint_holds_the_step_it_was_taken_at(tmp_path: Path, mode: SaveMode) -> None:
+def test_a_checkpoint_holds_the_step_it_was_taken_at(tmp_path: Path, mode: SaveMode, file_bytes: int) -> None:
     write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=384)
-    assert on_ranks(2, save_and_train_on, tmp_path, mode) == [True, True]
+    assert on_ranks(2, save_and_train_on, tmp_path, mode, file_bytes) == [True, True]
+    (manifest,) = RunDir(tmp_path / "run").manifests().values()
+    sizes = [file.size for name, file in manifest.files.items() if name.endswith(".distcp")]
+    assert len(sizes) == 2 if file_bytes == image.FILE_BYTES else len(sizes) > 4
+    assert max(sizes) <= file_bytes + 10_000, "tensors up to the limit, and generators behind the last"
 
 
 def save_on_a_full_disk(folder: Path, mode: SaveMode) -> list[Any]:

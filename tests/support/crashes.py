@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_DRAWS = 100
-"""States that are drawn for an instant."""
+_DRAWS = 3
+"""States that are drawn for an instant, again and again until there are enough different ones."""
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -175,15 +175,26 @@ class Disk:
         return node
 
 
-def states(traces: Iterable[Iterable[Op]], seed: int) -> "Iterator[State]":
-    """What can be found after a crash: at every instant nothing, all or some of what was not synced by then."""
+def states(traces: Iterable[Iterable[Op]], seed: int, *, at_least: int = 0) -> "Iterator[State]":
+    """What can be found after a crash: at every instant nothing, all or some of what was not synced by then.
+
+    How many states differ depends on how the processes took turns: more are drawn until there are enough.
+    """
     ops = sorted(op for trace in traces for op in trace)
-    finals = _finals(ops)
     seen = set[tuple[object, ...]]()
+    for first in range(0, 40 * _DRAWS, _DRAWS):
+        yield from _draw(ops, seed, range(first, first + _DRAWS), seen)
+        if len(seen) >= at_least:
+            return
+
+
+def _draw(ops: list[Op], seed: int, variants: range, seen: set[tuple[object, ...]]) -> "Iterator[State]":
+    """So many draws at every instant, without those seen before."""
+    finals = _finals(ops)
     disk = Disk()
     for count, op in enumerate(ops, start=1):
         disk.do(op, finals.get(count - 1))
-        for variant in range(_DRAWS):
+        for variant in variants:
             chance = random.Random(f"{seed}/{count}/{variant}")
             kept = (0.0, 1.0)[variant] if variant < 2 else chance.random()
             content = dict(_remains(disk.root, chance, kept))

@@ -1,7 +1,7 @@
-"""A rank's file of a checkpoint: planned once with DCP's planner, laid out once, and filled for every save.
+"""A rank's files of a checkpoint: planned once with DCP's planner, laid out once, and filled for every save.
 
-The file holds what DCP's own writer would put there, so that DCP's readers read it: each tensor as `torch.save` writes
-it. What is around a tensor's bytes depends on its shape and dtype alone, so that a save only copies the bytes.
+They hold what DCP's own writer would put there, so that DCP's readers read them: each tensor as `torch.save` writes it.
+What is around a tensor's bytes depends on its shape and dtype alone, so that a save only copies the bytes.
 """
 
 import io
@@ -10,6 +10,7 @@ import pickle
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -24,12 +25,15 @@ from train_loop.checkpoint.frame import Frame, frame_of
 from train_loop.checkpoint.staging import StagingBuffer
 from train_loop.vitals import StepClock
 
+FILE_BYTES = 2**28
+"""What a file of a checkpoint holds at most, but for a tensor that is larger: files are hashed beside each other."""
 _ALIGNMENT = 64
 
 
 class Extent(NamedTuple):
-    """Where something lies in a file, in bytes."""
+    """Where something lies in a checkpoint, in bytes."""
 
+    file: str
     start: int
     length: int
 
@@ -39,11 +43,13 @@ Places = dict[MetadataIndex, Extent]
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor's place in the file."""
+    """A tensor's place in the image."""
 
     item: WriteItem
     frame: Frame
     start: int
+    file: int
+    """The number of its file."""
 
     @property
     def data(self) -> int:
@@ -58,30 +64,31 @@ class Slot:
 
 @dataclass(frozen=True)
 class Contents:
-    """What one save writes into this rank's file: bytes that stay as they are until the next save begins."""
+    """What one save writes into this rank's files: bytes that stay as they are until the next save begins."""
 
-    pieces: list[memoryview]
+    files: dict[str, list[memoryview]]
     objects: Places
     """Where what is no plain tensor lies; it has another length at every save."""
 
 
 class Image:
-    """This rank's share of a run's state as the bytes of a file. Made and used by all ranks of a group together.
+    """This rank's share of a run's state as the bytes of files. Made and used by all ranks of a group together.
 
     With a staging buffer the bytes are copies, and training may go on; without, they are the tensors' own.
     """
 
     def __init__(self, group: dist.ProcessGroup, staging: StagingBuffer | None) -> None:
-        self.file = f"__{dist.get_rank(group)}_{uuid.uuid4().hex[:8]}.distcp"
-        """Its name: nobody else writes to it, not even a process that was thought dead."""
+        # Nobody else writes to files of these names, not even a process that was thought dead.
+        self._stem = f"__{dist.get_rank(group)}_{uuid.uuid4().hex[:8]}"
         self._group = group
         self._staging = staging
         self._keys: list[str] = []
         self._slots: list[Slot] = []
+        self._cuts = [0, 0]
+        """Where files begin and end."""
         self._objects: list[WriteItem] = []
         self._copies: list[Tensor] = []
         self._metadata = Metadata({})
-        self._names: list[str] = []
         self._tensors: list[Places] = []
 
     def take(self, values: dict[str, Any], clock: StepClock) -> Contents:
@@ -96,21 +103,22 @@ class Image:
             self._lay_out(planner)
             self._keys = keys
         tensors = [_local(planner, slot.item) for slot in self._slots]
-        pieces = self._in_place(tensors) if self._staging is None else self._copied(tensors)
-        end = self._slots[-1].end if self._slots else 0
+        files = self._in_place(tensors) if self._staging is None else self._copied(tensors)
+        *_, last = files
+        end = self._cuts[-1] - self._cuts[-2]
         objects: Places = {}
         for item in self._objects:
             data = _pickled(planner, item)
-            objects[item.index] = Extent(end, len(data))
-            pieces.append(memoryview(data))
+            objects[item.index] = Extent(last, end, len(data))
+            files[last].append(memoryview(data))
             end += len(data)
-        return Contents(pieces, objects)
+        return Contents(files, objects)
 
     def metadata(self, objects: Iterable[Places]) -> bytes:
         """DCP's `.metadata` for where every rank has put its objects; on rank 0 alone."""
         placed = {
-            index: _StorageInfo(name, *extent)
-            for name, tensors, others in zip(self._names, self._tensors, objects, strict=True)
+            index: _StorageInfo(*extent)
+            for tensors, others in zip(self._tensors, objects, strict=True)
             for index, extent in (tensors | others).items()
         }
         whole = Metadata(
@@ -124,9 +132,9 @@ class Image:
         return bool(flags)
 
     def _lay_out(self, planner: DefaultSavePlanner) -> None:
-        """Agree with the other ranks on who writes what, and give everything of this rank its place in the file."""
+        """Agree with the other ranks on who writes what, and give everything of this rank its place in a file."""
         plan, self._metadata = _agree_on_plan(planner, self._group)
-        self._slots, self._objects, end = [], [], 0
+        self._slots, self._objects, cuts, end = [], [], [0], 0
         for item in plan.items:
             tensor = None if item.type is WriteItemType.BYTE_IO else _local(planner, item)
             # A subclass may hold several tensors, and pickles them its own way.
@@ -134,15 +142,27 @@ class Image:
                 self._objects.append(item)
                 continue
             start = math.ceil(end / _ALIGNMENT) * _ALIGNMENT
-            slot = Slot(item, frame_of(tensor.shape, tensor.dtype), start)
-            self._slots.append(slot)
-            end = slot.end
-        places = {slot.item.index: Extent(slot.start, slot.end - slot.start) for slot in self._slots}
+            frame = frame_of(tensor.shape, tensor.dtype)
+            if start > cuts[-1] and start + frame.size - cuts[-1] > FILE_BYTES:
+                cuts.append(start)
+            self._slots.append(Slot(item, frame, start, len(cuts) - 1))
+            end = start + frame.size
+        self._cuts = [*cuts, end]
         told: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(told, (self.file, places), self._group)
-        self._names, self._tensors = [name for name, _ in told], [others for _, others in told]
+        dist.all_gather_object(told, self._places(), self._group)
+        self._tensors = told
         if self._staging is not None:
             self._frame_buffer(self._staging, end)
+
+    def _file(self, number: int) -> str:
+        return f"{self._stem}_{number}.distcp"
+
+    def _places(self) -> Places:
+        """Where every tensor of this rank lies."""
+        return {
+            slot.item.index: Extent(self._file(slot.file), slot.start - self._cuts[slot.file], slot.frame.size)
+            for slot in self._slots
+        }
 
     def _frame_buffer(self, staging: StagingBuffer, size: int) -> None:
         whole = staging.resize(size)
@@ -152,19 +172,23 @@ class Image:
             _put(whole, slot.end - len(slot.frame.tail), slot.frame.tail)
             self._copies.append(_tensor_at(whole, slot))
 
-    def _copied(self, tensors: list[Tensor]) -> list[memoryview]:
+    def _copied(self, tensors: list[Tensor]) -> dict[str, list[memoryview]]:
         assert self._staging is not None, "copies lie in a staging buffer"
         for copy, tensor in zip(self._copies, tensors, strict=True):
             copy.copy_(tensor, non_blocking=True)
-        return [self._staging.copied()]
+        whole = self._staging.copied()
+        return {self._file(number): [whole[start:end]] for number, (start, end) in enumerate(pairwise(self._cuts))}
 
-    def _in_place(self, tensors: list[Tensor]) -> list[memoryview]:
-        pieces, end = [], 0
+    def _in_place(self, tensors: list[Tensor]) -> dict[str, list[memoryview]]:
+        files: list[list[memoryview]] = [[] for _ in pairwise(self._cuts)]
+        end = 0
         for slot, tensor in zip(self._slots, tensors, strict=True):
-            gap, flat = bytes(slot.start - end), tensor.contiguous().reshape(-1).view(torch.uint8)
-            pieces += [memoryview(gap + slot.frame.head), flat.numpy().data, memoryview(slot.frame.tail)]
+            # Between files there is none.
+            gap = bytes(slot.start - max(end, self._cuts[slot.file]))
+            flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+            files[slot.file] += [memoryview(gap + slot.frame.head), flat.numpy().data, memoryview(slot.frame.tail)]
             end = slot.end
-        return pieces
+        return {self._file(number): pieces for number, pieces in enumerate(files)}
 
 
 def _agree_on_plan(planner: DefaultSavePlanner, group: dist.ProcessGroup) -> tuple[SavePlan, Metadata]:

@@ -2,7 +2,6 @@
 
 import errno
 import itertools
-import os
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +17,7 @@ from train_loop.checkpoint.ledger import check_fence
 from train_loop.checkpoint.ledgers import ledger_of
 from train_loop.checkpoint.manifest import verify
 from train_loop.checkpoint.read import CheckpointReader
+from train_loop.cores import cores_of_rank
 from train_loop.errors import DataError, UserError
 from train_loop.patience import patiently
 from train_loop.run_dir import Manifest, UnknownFormatError, is_remote, storage_failed
@@ -106,10 +106,9 @@ def _agree_on_newest(run: Run) -> Manifest | None:
 
 def _faults_of_share(run: Run, manifest: Manifest) -> list[str] | Exception:
     """What is wrong with this rank's share of a checkpoint's files, or why it cannot be told: all ranks must hear."""
-    mine = list(manifest.files)[run.mesh.rank :: run.session.world]
-    # The cores that the ranks of this host leave to each.
-    threads = max((os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", run.session.world)), 1)
-    look = partial(verify, run.session.run_dir.checkpoint(manifest.step), manifest, mine, threads=threads)
+    by_size = sorted(manifest.files, key=lambda name: manifest.files[name].size)
+    mine = by_size[run.mesh.rank :: run.session.world]
+    look = partial(verify, run.session.run_dir.checkpoint(manifest.step), manifest, mine, threads=cores_of_rank())
     try:
         return _patiently(run, look)
     except Exception as error:

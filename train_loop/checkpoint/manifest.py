@@ -6,12 +6,12 @@
 import argparse
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from train_loop.cores import cores_of_rank
 from train_loop.errors import CheckpointError, UserError
 from train_loop.run_dir import CheckpointFile, Manifest, RunDir, size_of
 
@@ -80,8 +80,7 @@ def main() -> None:
     arguments = parser.parse_args()
     run_dir = RunDir.at(arguments.run_dir)
     manifest = run_dir.manifests().get(arguments.step)
-    threads = os.cpu_count() or 1
-    faults = manifest and verify(run_dir.checkpoint(arguments.step), manifest, threads=threads)
+    faults = manifest and verify(run_dir.checkpoint(arguments.step), manifest, threads=cores_of_rank())
     if faults and run_dir.manifests().get(arguments.step) != manifest:
         # It was removed, as newer ones came, while it was read.
         faults = None

@@ -17,7 +17,7 @@ from train_loop.checkpoint.ledger import METADATA, Ledger, check_fence
 from train_loop.checkpoint.ledgers import ledger_of
 from train_loop.checkpoint.retention import retire_others
 from train_loop.checkpoint.staging import StagingBuffer
-from train_loop.checkpoint.write import FileWriter, OwnWriter, ProcessWriter
+from train_loop.checkpoint.write import FileWriter, OwnWriter, ProcessWriter, write_files
 from train_loop.errors import CheckpointError, FencedError
 from train_loop.journal import Journal
 from train_loop.patience import patiently
@@ -35,8 +35,7 @@ PATIENCE = 300.0
 class Share(NamedTuple):
     """What a rank has made durable of a checkpoint."""
 
-    name: str
-    file: CheckpointFile
+    files: dict[str, CheckpointFile]
     objects: Places
     delay: str | None
     """What kept its storage from taking it at once."""
@@ -114,7 +113,7 @@ class Saver:
             raise CheckpointError(fault)
 
     def _finish(self, contents: Contents, draft: Manifest, started: float) -> str | None:
-        """Hear every rank say that its file is durable; then rank 0 commits. All ranks end alike."""
+        """Hear every rank say that its files are durable; then rank 0 commits. All ranks end alike."""
         self._delay = None
         told = self._tell_all(self._or_fault(draft.step, partial(self._write, draft.step, contents)))
         faults = [word for word in told if not isinstance(word, Share)]
@@ -156,29 +155,30 @@ class Saver:
             return f"rank {self._rank}: {type(error).__name__}: {error}"
 
     def _write(self, step: int, contents: Contents) -> Share:
-        """Make this rank's file durable."""
+        """Make this rank's files durable."""
         # Storage that fails may be what a newer attempt has cleaned.
         check_fence(self._run_dir, self._attempt)
         folder = self._ledger.workplace(step)
-        path = folder / self._image.file
         try:
-            file = self._writer.write(path, contents.pieces)
+            files = self._writer.write(folder, contents.files)
             if not is_remote(folder):
                 sync(folder)
         except OSError:
             # Half a file may be what fills the disk; of an object there are no halves.
-            if not is_remote(path):
-                path.unlink(missing_ok=True)
+            if not is_remote(folder):
+                for name in contents.files:
+                    (folder / name).unlink(missing_ok=True)
             raise
-        return Share(path.name, file, contents.objects, self._delay)
+        return Share(files, contents.objects, self._delay)
 
     def _commit(self, draft: Manifest, shares: list[Share]) -> Manifest:
         # Who resumes from it does not say again what was said of the steps before.
         self._journal.flush()
         folder = self._ledger.workplace(draft.step)
         metadata = self._image.metadata(share.objects for share in shares)
-        described = OwnWriter().write(folder / METADATA, [memoryview(metadata)])
-        files = {share.name: share.file for share in shares} | {METADATA: described}
+        files = write_files(folder, {METADATA: [memoryview(metadata)]})
+        for share in shares:
+            files |= share.files
         return self._ledger.commit(draft.model_copy(update={"files": files}))
 
     def _tell_commit(self, manifest: Manifest, seconds: float) -> None:

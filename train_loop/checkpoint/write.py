@@ -1,4 +1,4 @@
-"""Writing one file of a checkpoint, durably, and hashed on the way. Torch-free.
+"""Writing files of a checkpoint, durably, and hashed on the way. Torch-free.
 
 `python -m train_loop.checkpoint.write DESCRIPTOR` does it beside the training, in a process of its own that shares the
 memory behind the descriptor: it reads requests from stdin and answers on stdout, and ends when stdin does.
@@ -11,12 +11,14 @@ import os
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from functools import partial
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
+from train_loop.cores import cores_of_rank
 from train_loop.run_dir import CheckpointFile, is_remote, storage_path
 
 _PART = 16 * 2**20
@@ -25,11 +27,17 @@ _BUFFERS = 512
 """How many pieces are written by one call; the system's limit is 1024."""
 
 
+_AT_ONCE = 4
+"""How many files a rank writes beside each other, if it has the cores: one hashes 1 to 2 GB/s."""
+Files = Mapping[str, Sequence[memoryview]]
+"""What files hold, in pieces, by their names."""
+
+
 class FileWriter(Protocol):
     """Writes files of checkpoints."""
 
-    def write(self, path: Path, pieces: Sequence[memoryview]) -> CheckpointFile:
-        """Write a file; its size and hash once it is durable. Raises OSError."""
+    def write(self, folder: Path, files: Files) -> dict[str, CheckpointFile]:
+        """Write files; their sizes and hashes once they are durable. Raises OSError."""
 
     def close(self) -> None:
         """Nothing more is to be written."""
@@ -38,31 +46,34 @@ class FileWriter(Protocol):
 class OwnWriter:
     """Writes in the thread that calls it."""
 
-    def write(self, path: Path, pieces: Sequence[memoryview]) -> CheckpointFile:
-        """Write a file."""
-        return write_file(path, pieces)
+    def write(self, folder: Path, files: Files) -> dict[str, CheckpointFile]:
+        """Write files."""
+        return write_files(folder, files)
 
     def close(self) -> None:
         """Nothing to end."""
 
 
 class ProcessWriter:
-    """Hands files to a process of its own; their first piece is memory that both share."""
+    """Hands files to a process of its own; their first pieces are, one behind the other, the memory that both share."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._process: subprocess.Popen[bytes] | None = None
 
-    def write(self, path: Path, pieces: Sequence[memoryview]) -> CheckpointFile:
-        """Have a file written; a process that has died is replaced."""
-        shared, *rest = pieces
-        request = {"path": str(path), "shared": shared.nbytes, "rest": sum(piece.nbytes for piece in rest)}
+    def write(self, folder: Path, files: Files) -> dict[str, CheckpointFile]:
+        """Have files written; a process that has died is replaced."""
+        lengths = {
+            name: (shared.nbytes, sum(piece.nbytes for piece in rest)) for name, (shared, *rest) in files.items()
+        }
+        request = {"folder": str(folder), "lengths": lengths}
         process = self._running()
         assert process.stdin is not None
         assert process.stdout is not None
         try:
             process.stdin.write(json.dumps(request).encode() + b"\n")
-            process.stdin.writelines(rest)
+            for _, *rest in files.values():
+                process.stdin.writelines(rest)
             process.stdin.flush()
             answer = process.stdout.readline()
         except BrokenPipeError:
@@ -72,7 +83,7 @@ class ProcessWriter:
         told = json.loads(answer)
         if "fault" in told:
             raise OSError(*told["fault"])
-        return CheckpointFile.model_validate(told)
+        return {name: CheckpointFile.model_validate(file) for name, file in told.items()}
 
     def close(self) -> None:
         """End the process once it is done."""
@@ -92,6 +103,18 @@ class ProcessWriter:
                 start_new_session=True,
             )
         return self._process
+
+
+def write_files(folder: Path, files: Files) -> dict[str, CheckpointFile]:
+    """Write files beside each other; their sizes and hashes once all of them are durable. Raises OSError."""
+    with ThreadPoolExecutor(min(_AT_ONCE, cores_of_rank()), thread_name_prefix="file") as pool:
+        written = pool.map(partial(_write_into, folder), files.items())
+        return dict(zip(files, written, strict=True))
+
+
+def _write_into(folder: Path, file: tuple[str, Sequence[memoryview]]) -> CheckpointFile:
+    name, pieces = file
+    return write_file(folder / name, pieces)
 
 
 def write_file(path: Path, pieces: Sequence[memoryview]) -> CheckpointFile:
@@ -138,15 +161,22 @@ def _write_all(descriptor: int, pieces: Sequence[memoryview]) -> None:
 
 
 def serve(requests: IO[bytes], answers: IO[bytes], descriptor: int) -> None:
-    """Write what is asked for, one file after another."""
+    """Write what is asked for, one checkpoint after another."""
+    whole = memoryview(b"")
     while line := requests.readline():
         request = json.loads(line)
-        rest = memoryview(requests.read(request["rest"]))
+        lengths = request["lengths"]
+        rests = [memoryview(requests.read(rest)) for _, rest in lengths.values()]
+        ends = list(accumulate((shared for shared, _ in lengths.values()), initial=0))
         try:
-            with _mapped(descriptor, request["shared"]) as shared:
-                told = write_file(storage_path(request["path"]), [shared, rest]).model_dump()
+            if whole.nbytes != ends[-1]:
+                # Else it stays mapped: its pages need not be found anew for every save.
+                whole = _mapped(descriptor, ends[-1])
+            shares = [[whole[start:end], rest] for (start, end), rest in zip(pairwise(ends), rests, strict=True)]
+            written = write_files(storage_path(request["folder"]), dict(zip(lengths, shares, strict=True)))
+            told: dict[str, Any] = {name: file.model_dump() for name, file in written.items()}
         except OSError as error:
-            told = {"fault": [error.errno, error.strerror or str(error), request["path"]]}
+            told = {"fault": [error.errno, error.strerror or str(error), request["folder"]]}
         answers.write(json.dumps(told).encode() + b"\n")
         answers.flush()
 
