@@ -1,21 +1,19 @@
 """Seconds to load a checkpoint at another world or mesh, verified: ours against `dcp.load`, which verifies nothing.
 
 `python -m benchmarks.reshard [--rounds N] [--quick]`. Checkpoints of one rank, of two and of two that share sequences
-are each loaded by another of these.
+are each loaded by another of these, from the disk and from memory. All take turns within a start.
 """
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.harness import Sample, command_line, compare, markdown_table, parse, write_result
-from benchmarks.launch import loop_arguments, run_loop, run_module
+from benchmarks.launch import ask_module, loop_arguments, run_loop
+from benchmarks.reshard_run import WAYS
 from benchmarks.workload import SMALL, TOY, Workload
 
-PLAIN, OURS = "dcp.load", "Trainshed"
+PLAIN, OURS, HASHES = WAYS
 TURNS = 5
 SHAPES: dict[str, dict[str, Any]] = {
     "1 rank": {"world": 1},
@@ -32,15 +30,17 @@ def main() -> None:
     arguments = parse(command_line(__doc__))
     models = {"toy": TOY} if arguments.quick else {"9 M": SMALL, "76 M": LARGE}
     cases = CASES[:1] if arguments.quick else CASES
-    found: dict[tuple[str, str, str], list[Sample]] = {}
+    found: dict[tuple[str, ...], list[Sample]] = {}
     for size, config in models.items():
         with tempfile.TemporaryDirectory(prefix="trainshed-benchmark-") as root:
             saved = {shape: save(config, shape, Path(root)) for shape in dict.fromkeys(before for before, _ in cases)}
             for number in range(arguments.rounds):
                 for before, after in cases:
-                    samples = load(config, saved[before], after, Path(root), number)
-                    found.setdefault((size, before, after), []).extend(samples)
-                    print(f"round {number + 1}, {size}, {before} → {after}: {[one.value for one in samples]}")
+                    for place, samples in load(config, saved[before], after, Path(root), number).items():
+                        found.setdefault((size, before, after, place), []).extend(samples)
+                        print(
+                            f"round {number + 1}, {size}, {before} → {after}, {place}: {[one.value for one in samples]}"
+                        )
     write_result(
         "reshard",
         settings={"rounds": arguments.rounds, "quick": arguments.quick, "turns": TURNS, "models": models},
@@ -68,28 +68,29 @@ def save(config: dict[str, Any], shape: str, root: Path) -> Path:
     return run_dir
 
 
-def load(config: dict[str, Any], saved: Path, shape: str, root: Path, number: int) -> list[Sample]:
-    """Median seconds of both in one start. Raises ProgramError."""
+def load(config: dict[str, Any], saved: Path, shape: str, root: Path, number: int) -> dict[str, list[Sample]]:
+    """Seconds of every way in every turn of one start, by where the files are. Raises ProgramError."""
     spec, ranks = spec_of(config, shape, root / "workload")
     (file, *_), _ = loop_arguments(spec, root / "loading")
-    out = root / "found.json"
-    run_module("benchmarks.reshard_run", out, file, saved, TURNS, log=root / "log", ranks=ranks)
-    plain, ours = zip(*json.loads(out.read_bytes()), strict=True)
-    return [
-        Sample(name, number, float(np.median(seconds)), raw={"seconds": seconds})
-        for name, seconds in ((PLAIN, plain), (OURS, ours))
-    ]
-
-
-def record(case: tuple[str, str, str], samples: list[Sample]) -> dict[str, Any]:
-    """A row of the table."""
-    plain, ours = compare(samples, PLAIN)
+    found = ask_module("benchmarks.reshard_run", file, saved, TURNS, here=root, ranks=ranks)
     return {
-        "parameters": case[0],
-        "saved by": case[1],
-        "loaded by": case[2],
+        place: [
+            Sample(way, number * TURNS + turn, seconds)
+            for turn, values in enumerate(turns)
+            for way, seconds in zip(WAYS, values, strict=True)
+        ]
+        for place, turns in found.items()
+    }
+
+
+def record(case: tuple[str, ...], samples: list[Sample]) -> dict[str, Any]:
+    """A row of the table."""
+    plain, ours, hashes = compare(samples, PLAIN)
+    return {
+        **dict(zip(("parameters", "saved by", "loaded by", "files in"), case, strict=True)),
         "`dcp.load`, seconds, median": f"{plain.median:.3f}",
         "Trainshed, verified": f"{ours.median:.3f}",
+        "of it SHA-256": f"{hashes.median:.3f}",
         "ratio, median [95 % interval]": ours.ratio_text,
     }
 

@@ -1,12 +1,14 @@
 """Loading a checkpoint into the ranks that there are, by `dcp.load` and by our resume in turn.
 
-`torchrun -m benchmarks.reshard_run OUT SPEC RUN_DIR TURNS`. Rank 0 writes OUT: [seconds of dcp.load, seconds of ours]
-for every turn. Both fill the same model and optimizer from the same files, which are in the page cache; ours reads them
-once more for their SHA-256 and decides which checkpoint it is.
+`torchrun -m benchmarks.reshard_run OUT SPEC RUN_DIR TURNS`. Rank 0 writes OUT: for files on the disk and in memory
+[seconds of dcp.load, of ours, of SHA-256 alone] of every turn. Both fill the same model and optimizer from the same
+files; ours also reads them for their SHA-256 and decides which checkpoint it is.
 """
 
 import json
+import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -16,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from train_loop.assemble import Run, build_run
 from train_loop.checkpoint.contents import put_back, tensors_of
-from train_loop.checkpoint.load import restore
+from train_loop.checkpoint.load import faults_of_share, restore
 from train_loop.data.cache import default_cache, find_dataset
 from train_loop.data.reader import local_stream
 from train_loop.garbage import no_garbage_collection
@@ -35,26 +37,60 @@ def main() -> None:
     run = build_run(job, session, find_dataset(job, default_cache()))
     step = max(session.run_dir.manifests())
     with no_garbage_collection():
-        found = [(timed(run, step, plainly=True), timed(run, step, plainly=False)) for _ in range(int(turns) + 1)]
+        # The first of each imports, and fills the optimizer.
+        for way in WAYS.values():
+            timed(run, step, way)
+        found = {
+            place: [[timed(run, step, way, cold=cold) for way in WAYS.values()] for _ in range(int(turns))]
+            for place, cold in PLACES.items()
+        }
     if session.rank == 0:
-        # The first of both imports, and fills the optimizer.
-        Path(out).write_text(json.dumps(found[1:]))
+        Path(out).write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def timed(run: Run, step: int, *, plainly: bool) -> float:
+def plainly(run: Run, step: int) -> None:
+    """As the tutorials of DCP do it."""
+    values = tensors_of(run.state)
+    load(values, checkpoint_id=run.session.run_dir.checkpoint(step))
+    put_back(run.state, values)
+
+
+def ours(run: Run, step: int) -> None:
+    """As a run resumes."""
+    restore(replace(run))
+
+
+def hashes(run: Run, step: int) -> None:
+    """What of ours is the reading of all files for their SHA-256."""
+    faults_of_share(run, run.session.run_dir.manifests()[step])
+
+
+WAYS = {"dcp.load": plainly, "Trainshed": ours, "SHA-256 alone": hashes}
+PLACES = {"disk": True, "memory": False}
+
+
+def timed(run: Run, step: int, way: Callable[[Run, int], None], *, cold: bool = False) -> float:
     """Seconds until all ranks have the checkpoint."""
+    if cold and run.session.rank == 0:
+        for file in run.session.run_dir.checkpoint(step).iterdir():
+            forget(file)
     dist.barrier()
     started = perf_counter()
-    if plainly:
-        values = tensors_of(run.state)
-        load(values, checkpoint_id=run.session.run_dir.checkpoint(step))
-        put_back(run.state, values)
-    else:
-        restore(replace(run))
+    way(run, step)
     dist.barrier()
     return perf_counter() - started
+
+
+def forget(file: Path) -> None:
+    """Have the system drop what it holds of a file in memory."""
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,7 @@ from benchmarks import (
     prepare,
     recover,
     reshard,
+    reshard_run,
     resume,
     saves,
     saves_run,
@@ -131,8 +133,9 @@ def test_every_way_to_save_has_a_speed(run: Run) -> None:
 
 def test_a_checkpoint_is_loaded_plainly_and_by_our_resume(run: Run) -> None:
     result = run(reshard.main, "--quick")
-    assert [found["sample"]["variant"] for found in result["data"]] == [reshard.PLAIN, reshard.OURS]
-    assert all(len(found["sample"]["raw"]["seconds"]) == reshard.TURNS for found in result["data"])
+    ways = Counter(found["sample"]["variant"] for found in result["data"])
+    assert ways == dict.fromkeys(reshard_run.WAYS, reshard.TURNS * len(reshard_run.PLACES))
+    assert all(found["sample"]["value"] > 0 for found in result["data"])
 
 
 def test_everybody_goes_on_after_a_kill(run: Run) -> None:

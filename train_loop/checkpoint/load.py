@@ -87,7 +87,7 @@ def _agree_on_newest(run: Run) -> Manifest | None:
     newest, unreadable = None, None
     for manifest in _ask_rank_0(run, partial(_candidates, run)):
         found: list[Any] = [None] * run.session.world
-        dist.all_gather_object(found, _faults_of_share(run, manifest))
+        dist.all_gather_object(found, faults_of_share(run, manifest))
         errors = [faults for faults in found if isinstance(faults, Exception)]
         lasting = next((error for error in errors if not _says_damage(run, error)), None)
         if lasting is not None:
@@ -104,11 +104,13 @@ def _agree_on_newest(run: Run) -> Manifest | None:
     return newest
 
 
-def _faults_of_share(run: Run, manifest: Manifest) -> list[str] | Exception:
+def faults_of_share(run: Run, manifest: Manifest) -> list[str] | Exception:
     """What is wrong with this rank's share of a checkpoint's files, or why it cannot be told: all ranks must hear."""
     by_size = sorted(manifest.files, key=lambda name: manifest.files[name].size)
     mine = by_size[run.mesh.rank :: run.session.world]
-    look = partial(verify, run.session.run_dir.checkpoint(manifest.step), manifest, mine, threads=cores_of_rank())
+    # One waits for storage while another one hashes.
+    threads = 2 * cores_of_rank()
+    look = partial(verify, run.session.run_dir.checkpoint(manifest.step), manifest, mine, threads=threads)
     try:
         return _patiently(run, look)
     except Exception as error:
