@@ -27,7 +27,8 @@ from train_loop.vitals import StepClock
 
 FILE_BYTES = 2**28
 """What a file of a checkpoint holds at most, but for a tensor that is larger: files are hashed beside each other."""
-_ALIGNMENT = 64
+_PAGE, _ALIGNMENT = 4096, 64
+"""Where files begin in memory, to be written straight from there, and where tensors begin in a file."""
 
 
 class Extent(NamedTuple):
@@ -141,9 +142,9 @@ class Image:
             if tensor is None or type(tensor) is not Tensor:
                 self._objects.append(item)
                 continue
-            start = math.ceil(end / _ALIGNMENT) * _ALIGNMENT
-            frame = frame_of(tensor.shape, tensor.dtype)
+            start, frame = _aligned(end, _ALIGNMENT), frame_of(tensor.shape, tensor.dtype)
             if start > cuts[-1] and start + frame.size - cuts[-1] > FILE_BYTES:
+                start = _aligned(end, _PAGE)
                 cuts.append(start)
             self._slots.append(Slot(item, frame, start, len(cuts) - 1))
             end = start + frame.size
@@ -189,6 +190,10 @@ class Image:
             files[slot.file] += [memoryview(gap + slot.frame.head), flat.numpy().data, memoryview(slot.frame.tail)]
             end = slot.end
         return {self._file(number): pieces for number, pieces in enumerate(files)}
+
+
+def _aligned(place: int, to: int) -> int:
+    return math.ceil(place / to) * to
 
 
 def _agree_on_plan(planner: DefaultSavePlanner, group: dist.ProcessGroup) -> tuple[SavePlan, Metadata]:

@@ -19,15 +19,13 @@ class StagingBuffer:
         self._whole = torch.empty(0, dtype=torch.uint8)
 
     def resize(self, size: int) -> Tensor:
-        """All of it as bytes, [size]; what was in it is lost."""
+        """All of it as bytes, [size], from the start of a page on; what was in it is lost."""
         self._release()
-        if self.descriptor is None:
-            self._whole = torch.empty(size, dtype=torch.uint8, pin_memory=self._on_gpu)
-            return self._whole
-        os.ftruncate(self.descriptor, size)
+        if self.descriptor is not None:
+            os.ftruncate(self.descriptor, size)
         if size == 0:
             return self._whole
-        self._memory = mmap.mmap(self.descriptor, size)
+        self._memory = mmap.mmap(-1 if self.descriptor is None else self.descriptor, size)
         self._whole = torch.frombuffer(self._memory, dtype=torch.uint8)
         if self._on_gpu:
             _pin(self._whole)

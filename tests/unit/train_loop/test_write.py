@@ -1,0 +1,99 @@
+"""Files of checkpoints: what was given is what lies there, whichever way the file system takes it."""
+
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from train_loop.checkpoint import write
+from train_loop.checkpoint.write import write_file, write_files
+
+SIZE = 20_000
+MEMORY = mmap.mmap(-1, SIZE)
+MEMORY.write(os.urandom(SIZE))
+WHOLE = memoryview(MEMORY)
+"""Bytes from the start of a page on."""
+
+
+@given(cuts=st.lists(st.one_of(st.sampled_from([4096, 8192, 12288]), st.integers(0, SIZE)), max_size=5))
+def test_a_file_holds_its_pieces(tmp_path_factory: pytest.TempPathFactory, cuts: list[int]) -> None:
+    path = tmp_path_factory.getbasetemp() / "pieces"
+    written = write_file(path, [WHOLE[start:end] for start, end in pairwise(sorted(cuts))])
+    content = path.read_bytes()
+    assert content == WHOLE[min(cuts, default=0) : max(cuts, default=0)]
+    assert (written.size, written.sha256) == (len(content), hashlib.sha256(content).hexdigest())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where files can be written past the system's cache."""
+    try:
+        os.close(os.open(tmp_path / "probe", os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
+    except OSError as error:
+        pytest.skip(f"the file system of {tmp_path} writes nothing past its cache: {error.strerror}")
+    return tmp_path
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, direct: Exception | None) -> list[bool]:
+    """Which writes go past the system's cache, all of which fail with an error if one is given."""
+    writev, seen = os.writev, list[bool]()
+
+    def watch(descriptor: int, pieces: Sequence[memoryview]) -> int:
+        seen.append(bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT))
+        if seen[-1] and direct is not None:
+            raise direct
+        return writev(descriptor, pieces)
+
+    monkeypatch.setattr(os, "writev", watch)
+    return seen
+
+
+def test_whole_blocks_go_past_the_cache_and_the_rest_through_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = watched(monkeypatch, None)
+    write_file(folder / "file", [WHOLE[:10_000], memoryview(b"objects")])
+    assert seen == [True, False]
+    assert (folder / "file").read_bytes() == bytes(WHOLE[:10_000]) + b"objects"
+
+
+def test_what_cannot_go_past_the_cache_goes_through_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = watched(monkeypatch, OSError(errno.EINVAL, "Invalid argument"))
+    write_file(folder / "file", [WHOLE])
+    assert seen == [True, False]
+    assert (folder / "file").read_bytes() == WHOLE
+
+
+def test_a_disk_that_fails_is_not_asked_another_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = watched(monkeypatch, OSError(errno.EIO, "Input/output error"))
+    with pytest.raises(OSError, match="Input/output error"):
+        write_file(folder / "file", [WHOLE])
+    assert seen == [True]
+
+
+def test_files_are_written_beside_each_other_and_one_that_fails_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {f"{number}": [WHOLE[number * 1000 :]] for number in range(9)}
+    written = write_files(tmp_path, files)
+    assert list(written) == list(files)
+    for name, (piece,) in files.items():
+        assert (tmp_path / name).read_bytes() == piece
+        assert written[name].sha256 == hashlib.sha256(piece).hexdigest()
+    one = write.write_file
+
+    def full(path: Path, pieces: Any) -> Any:
+        if path.name == "5":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return one(path, pieces)
+
+    monkeypatch.setattr(write, "write_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_files(tmp_path, files)
