@@ -8,13 +8,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.harness import Sample, command_line, compare, markdown_table, parse, write_result
 from benchmarks.launch import ask_module, loop_arguments, run_loop
 from benchmarks.reshard_run import WAYS
 from benchmarks.workload import SMALL, TOY, Workload
 
 PLAIN, OURS, HASHES = WAYS
-TURNS = 5
+TURNS = 3
 SHAPES: dict[str, dict[str, Any]] = {
     "1 rank": {"world": 1},
     "FSDP 2": {"world": 2},
@@ -69,17 +71,15 @@ def save(config: dict[str, Any], shape: str, root: Path) -> Path:
 
 
 def load(config: dict[str, Any], saved: Path, shape: str, root: Path, number: int) -> dict[str, list[Sample]]:
-    """Seconds of every way in every turn of one start, by where the files are. Raises ProgramError."""
+    """Median seconds of every way in one start, by where the files are. Raises ProgramError."""
     spec, ranks = spec_of(config, shape, root / "workload")
     (file, *_), _ = loop_arguments(spec, root / "loading")
     found = ask_module("benchmarks.reshard_run", file, saved, TURNS, here=root, ranks=ranks)
     return {
         place: [
-            Sample(way, number * TURNS + turn, seconds)
-            for turn, values in enumerate(turns)
-            for way, seconds in zip(WAYS, values, strict=True)
+            Sample(way, number, float(np.median(seconds)), raw={"seconds": seconds}) for way, seconds in ways.items()
         ]
-        for place, turns in found.items()
+        for place, ways in found.items()
     }
 
 

@@ -72,15 +72,21 @@ def processes_of(job_id: str) -> list[psutil.Process]:
 
 
 # The first test: it finds the service before its Ray is up.
-def test_service_killed_while_a_job_is_queued(service: LiveService) -> None:
+def test_service_killed_while_a_job_is_queued_and_while_it_starts(
+    service: LiveService, request: pytest.FixtureRequest
+) -> None:
     job_id = service.submit()
-    job = service.client.job(job_id)
-    assert job.state is JobState.QUEUED
+    assert service.client.job(job_id).state is JobState.QUEUED
     service.kill()
     service.start()
-    service.wait_for_state(job_id, JobState.SUCCEEDED)
+    service.wait_for_state(job_id, JobState.STARTING)
+    service.kill()
+    service.start()
+    job = service.wait_for_state(job_id, JobState.SUCCEEDED)
+    assert (job.attempt, job.restarts) == (1, 0), "the run was disturbed by the service's death"
     assert len(service.events(job_id, "attempt_started")) == 1
     assert len(service.metrics(job_id)) == STEPS
+    assert_whole(service, job_id, request.getfixturevalue("reference"))
 
 
 def test_a_job_on_text_is_evaluated_and_ends_by_tokens(service: LiveService) -> None:
@@ -171,10 +177,9 @@ def test_one_worker_then_all_then_the_driver_killed(service: LiveService, refere
     assert_whole(service, job_id, reference)
 
 
-@pytest.mark.parametrize("state", [JobState.STARTING, JobState.RUNNING])
-def test_service_killed_while_a_job_is_under_way(service: LiveService, state: JobState, reference: str) -> None:
+def test_service_killed_while_a_job_runs(service: LiveService, reference: str) -> None:
     job_id = service.submit()
-    service.wait_for_state(job_id, state)
+    service.wait_for_state(job_id, JobState.RUNNING)
     service.kill()
     service.start()
     job = service.wait_for_state(job_id, JobState.SUCCEEDED)

@@ -1,4 +1,4 @@
-"""The quickstart's model learns its data alike at every mesh."""
+"""The quickstart's model learns its data alike whether its weights, its sequences or both are split."""
 
 import os
 import subprocess
@@ -22,9 +22,7 @@ STEPS = 16
 MESHES: dict[str, dict[str, Any]] = {
     "as shipped": {"fsdp_size": 4, "ulysses_size": 2},
     "fsdp": {"fsdp_size": 4},
-    "hsdp": {"fsdp_size": 2},
     "hsdp x sp": {"fsdp_size": 2, "ulysses_size": 2},
-    "replicas": {"sharding_strategy": "NO_SHARD"},
 }
 
 
