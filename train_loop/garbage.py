@@ -11,8 +11,7 @@ EVERY_STEPS = 50
 def no_garbage_collection() -> Iterator[None]:
     """Keep Python from collecting when it likes, and from looking again at all that is there already."""
     automatic = gc.isenabled()
-    gc.collect()
-    gc.freeze()
+    keep_what_is_there()
     gc.disable()
     try:
         yield
@@ -20,6 +19,12 @@ def no_garbage_collection() -> Iterator[None]:
         gc.unfreeze()
         if automatic:
             gc.enable()
+
+
+def keep_what_is_there() -> None:
+    """Collect once more among what is new, and never look again at what is left."""
+    gc.collect()
+    gc.freeze()
 
 
 def collect_garbage(step: int) -> None:

@@ -14,7 +14,7 @@ from train_loop.data.dataset import Dataset, Rows
 from train_loop.data.reader import StreamPlan
 from train_loop.errors import CheckpointError, UserError
 from train_loop.evaluate import Evaluation, evaluate
-from train_loop.garbage import collect_garbage, no_garbage_collection
+from train_loop.garbage import collect_garbage, keep_what_is_there, no_garbage_collection
 from train_loop.journal import Journal
 from train_loop.metrics import measure, record_start, record_step
 from train_loop.nonfinite import count_skips
@@ -39,6 +39,7 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
     saver = Saver(session, run.journal, spec.checkpoint, spec.strategy.save_mode)
     with no_garbage_collection():
         restore(run)
+        keep_what_is_there()
         record_start(run, who_works())
         try:
             stop = loop(run, saver)

@@ -56,7 +56,7 @@ def save_and_trace(folder: Path, attempt: int, steps: list[int]) -> list[Op]:
     run_dir = RunDir(folder / "run")
     run = a_run(folder, run_dir, attempt)
     run_dir.checkpoints.mkdir(parents=True, exist_ok=True)
-    # Two files a rank, so that a crash can come between them.
+    # Several files a rank, so that a crash can come between them.
     image.FILE_BYTES = 2**14
     save.PATIENCE = 0.0
     trace = Trace(run_dir.checkpoints)
@@ -102,6 +102,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[Op
     first = on_ranks(2, save_and_trace, folder, 1, [1, 2, -3, 4])
     RunDir(folder / "run").write_fence(2)
     second = on_ranks(2, save_and_trace, folder, 2, [5, 6])
+    assert len(list(RunDir(folder / "run").checkpoint(6).glob("*.distcp"))) > 2
     return folder, [*first, *second]
 
 

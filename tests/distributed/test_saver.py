@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.ranks import on_ranks
 from tests.support.specs import spec
-from tests.support.torchrun import write_tokens
+from tests.support.torchrun import load_checkpoint, write_tokens
 from train_loop.assemble import Run, build_run
 from train_loop.checkpoint import image, load, save
 from train_loop.checkpoint.contents import draft_manifest, tensors_to_save
@@ -58,7 +58,8 @@ def save_at(run: Run, saver: Saver, step: int) -> None:
     saver.save(tensors_to_save(run), draft_manifest(run, {"loss": float(step)}), StepClock())
 
 
-def save_and_train_on(folder: Path, mode: SaveMode, file_bytes: int) -> bool:
+def save_and_train_on(folder: Path, mode: SaveMode, file_bytes: int) -> dict[str, Tensor]:
+    """The weights that were saved as step 7, to which a resume came back."""
     run = a_run(folder)
     before = whole(run)
     image.FILE_BYTES = file_bytes
@@ -79,14 +80,19 @@ def save_and_train_on(folder: Path, mode: SaveMode, file_bytes: int) -> bool:
         ledger_of(run.session.run_dir, 1).put_aside(8)
     dist.barrier()
     restore(other)
-    return other.state.step == 7 and all(torch.equal(whole(other)[name], weight) for name, weight in before.items())
+    assert other.state.step == 7
+    assert all(torch.equal(whole(other)[name], weight) for name, weight in before.items())
+    return before
 
 
 @pytest.mark.parametrize("file_bytes", [image.FILE_BYTES, 100_000], ids=["a file a rank", "several files"])
 @pytest.mark.parametrize("mode", ["sync", "thread", "process"])
 def test_a_checkpoint_holds_the_step_it_was_taken_at(tmp_path: Path, mode: SaveMode, file_bytes: int) -> None:
     write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=384)
-    assert on_ranks(2, save_and_train_on, tmp_path, mode, file_bytes) == [True, True]
+    weights, _ = on_ranks(2, save_and_train_on, tmp_path, mode, file_bytes)
+    # DCP's own reader reads it too.
+    found = load_checkpoint(tmp_path / "run", 7)["model"]
+    assert all(torch.equal(found[name], weight) for name, weight in weights.items())
     (manifest,) = RunDir(tmp_path / "run").manifests().values()
     sizes = [file.size for name, file in manifest.files.items() if name.endswith(".distcp")]
     assert len(sizes) == 2 if file_bytes == image.FILE_BYTES else len(sizes) > 4
@@ -161,10 +167,10 @@ def unreadable(number: int, times: int) -> Callable[..., list[str]]:
     """Verifying that fails so often on rank 1, where it looks at step 2."""
     left = iter(range(times))
 
-    def verify_or_fail(path: Path, manifest: Manifest, names: list[str], *, threads: int) -> list[str]:
+    def verify_or_fail(path: Path, manifest: Manifest, names: list[str]) -> list[str]:
         if dist.get_rank() == 1 and manifest.step == 2 and next(left, None) is not None:
             raise OSError(number, os.strerror(number), str(path))
-        return verify(path, manifest, names, threads=threads)
+        return verify(path, manifest, names)
 
     return verify_or_fail
 

@@ -17,7 +17,6 @@ from train_loop.checkpoint.ledger import check_fence
 from train_loop.checkpoint.ledgers import ledger_of
 from train_loop.checkpoint.manifest import verify
 from train_loop.checkpoint.read import CheckpointReader
-from train_loop.cores import cores_of_rank
 from train_loop.errors import DataError, UserError
 from train_loop.patience import patiently
 from train_loop.run_dir import Manifest, UnknownFormatError, is_remote, storage_failed
@@ -106,11 +105,9 @@ def _agree_on_newest(run: Run) -> Manifest | None:
 
 def faults_of_share(run: Run, manifest: Manifest) -> list[str] | Exception:
     """What is wrong with this rank's share of a checkpoint's files, or why it cannot be told: all ranks must hear."""
-    by_size = sorted(manifest.files, key=lambda name: manifest.files[name].size)
+    by_size = sorted(manifest.files, key=lambda name: manifest.files[name].size, reverse=True)
     mine = by_size[run.mesh.rank :: run.session.world]
-    # One waits for storage while another one hashes.
-    threads = 2 * cores_of_rank()
-    look = partial(verify, run.session.run_dir.checkpoint(manifest.step), manifest, mine, threads=threads)
+    look = partial(verify, run.session.run_dir.checkpoint(manifest.step), manifest, mine)
     try:
         return _patiently(run, look)
     except Exception as error:

@@ -6,16 +6,18 @@
 import argparse
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from train_loop.cores import cores_of_rank
 from train_loop.errors import CheckpointError, UserError
 from train_loop.run_dir import CheckpointFile, Manifest, RunDir, size_of
 
 NAME = "manifest.json"
+T = TypeVar("T")
 
 
 def describe_file(path: Path) -> CheckpointFile:
@@ -24,14 +26,19 @@ def describe_file(path: Path) -> CheckpointFile:
         return CheckpointFile(size=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
 
 
-def verify(folder: Path, manifest: Manifest, names: Iterable[str] | None = None, *, threads: int = 1) -> list[str]:
+def verify(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) -> list[str]:
     """What is wrong with a checkpoint's files, or with the named ones; nothing if all have their sizes and hashes.
 
     Raises OSError, or what a package of fsspec's raises, where storage fails: that is no word about a checkpoint.
     """
-    with ThreadPoolExecutor(threads) as pool:
-        faults = pool.map(partial(_fault, folder, manifest), manifest.files if names is None else names)
-        return [fault for fault in faults if fault is not None]
+    faults = _of_each(manifest.files if names is None else names, partial(_fault, folder, manifest))
+    return [fault for fault in faults if fault is not None]
+
+
+def _of_each(names: Iterable[str], look: Callable[[str], T]) -> list[T]:
+    # One waits for storage while another one hashes.
+    with ThreadPoolExecutor(2 * cores_of_rank()) as pool:
+        return list(pool.map(look, names))
 
 
 def _fault(folder: Path, manifest: Manifest, name: str) -> str | None:
@@ -46,7 +53,7 @@ def _fault(folder: Path, manifest: Manifest, name: str) -> str | None:
 
 def has_its_files(folder: Path, manifest: Manifest) -> bool:
     """Whether all files are there with their sizes; what is in them nobody reads."""
-    return all(size_of(folder / name) == file.size for name, file in manifest.files.items())
+    return all(_of_each(manifest.files, lambda name: size_of(folder / name) == manifest.files[name].size))
 
 
 def newest_verified(run_dir: RunDir) -> tuple[Manifest | None, dict[int, list[str]]]:
@@ -80,7 +87,7 @@ def main() -> None:
     arguments = parser.parse_args()
     run_dir = RunDir.at(arguments.run_dir)
     manifest = run_dir.manifests().get(arguments.step)
-    faults = manifest and verify(run_dir.checkpoint(arguments.step), manifest, threads=cores_of_rank())
+    faults = manifest and verify(run_dir.checkpoint(arguments.step), manifest)
     if faults and run_dir.manifests().get(arguments.step) != manifest:
         # It was removed, as newer ones came, while it was read.
         faults = None

@@ -158,8 +158,8 @@ def _sha256(pieces: Sequence[memoryview]) -> str:
 def _write_directly(descriptor: int, left: "deque[memoryview]") -> None:
     """Write the whole blocks of the first piece straight from their memory to the disk.
 
-    The system's cache would take memory for a copy that nobody reads, and the time to make it. What does not lie at the
-    start of a page, or on a file system that can, is left for it.
+    The system's cache would take memory for a copy that nobody reads, and the time to make it. Where memory that begins
+    amid a page or the file system does not allow it, all is left for the cache.
     """
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
@@ -198,7 +198,7 @@ def serve(requests: IO[bytes], answers: IO[bytes], descriptor: int) -> None:
             written = write_files(storage_path(request["folder"]), dict(zip(lengths, shares, strict=True)))
             told: dict[str, Any] = {name: file.model_dump() for name, file in written.items()}
         except OSError as error:
-            told = {"fault": [error.errno, error.strerror or str(error), request["folder"]]}
+            told = {"fault": [error.errno, error.strerror or str(error), error.filename or request["folder"]]}
         answers.write(json.dumps(told).encode() + b"\n")
         answers.flush()
 

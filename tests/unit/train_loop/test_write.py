@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from train_loop.checkpoint import write
-from train_loop.checkpoint.write import write_file, write_files
+from train_loop.checkpoint.write import ProcessWriter, write_file, write_files
 
 SIZE = 20_000
 MEMORY = mmap.mmap(-1, SIZE)
@@ -43,15 +43,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def watched(monkeypatch: pytest.MonkeyPatch, direct: Exception | None) -> list[bool]:
-    """Which writes go past the system's cache, all of which fail with an error if one is given."""
+def watched(monkeypatch: pytest.MonkeyPatch, direct: Exception | None, *, at_most: int = SIZE) -> list[bool]:
+    """Which writes go past the system's cache, all of which fail with an error or end early if one is given."""
     writev, seen = os.writev, list[bool]()
 
     def watch(descriptor: int, pieces: Sequence[memoryview]) -> int:
         seen.append(bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT))
         if seen[-1] and direct is not None:
             raise direct
-        return writev(descriptor, pieces)
+        return writev(descriptor, [pieces[0][:at_most]] if seen[-1] else pieces)
 
     monkeypatch.setattr(os, "writev", watch)
     return seen
@@ -71,11 +71,46 @@ def test_what_cannot_go_past_the_cache_goes_through_it(folder: Path, monkeypatch
     assert (folder / "file").read_bytes() == WHOLE
 
 
+@pytest.mark.parametrize("at_most", [512, 4096, 6000, 8192])
+def test_writes_past_the_cache_may_end_early(folder: Path, monkeypatch: pytest.MonkeyPatch, at_most: int) -> None:
+    seen = watched(monkeypatch, None, at_most=at_most)
+    write_file(folder / "file", [WHOLE[:16_384], memoryview(b"objects")])
+    assert seen[0]
+    assert not seen[-1]
+    assert (folder / "file").read_bytes() == bytes(WHOLE[:16_384]) + b"objects"
+
+
 def test_a_disk_that_fails_is_not_asked_another_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = watched(monkeypatch, OSError(errno.EIO, "Input/output error"))
     with pytest.raises(OSError, match="Input/output error"):
         write_file(folder / "file", [WHOLE])
     assert seen == [True]
+
+
+def test_a_process_writes_what_the_shared_memory_holds_however_large_it_has_become(tmp_path: Path) -> None:
+    descriptor = os.memfd_create("shared")
+    writer = ProcessWriter(descriptor)
+    for number, size in enumerate((8192, 20_000, 5000)):
+        os.ftruncate(descriptor, size)
+        shared = memoryview(mmap.mmap(descriptor, size))
+        shared[:] = bytes([number + 1]) * size
+        files = {"first": [shared[:4096]], "second": [shared[4096:], memoryview(b"objects"), memoryview(b"more")]}
+        written = writer.write(tmp_path, files)
+        for name, pieces in files.items():
+            assert (tmp_path / name).read_bytes() == b"".join(pieces)
+            assert written[name].sha256 == hashlib.sha256(b"".join(pieces)).hexdigest()
+    writer.close()
+    os.close(descriptor)
+
+
+def test_a_process_that_cannot_write_says_where(tmp_path: Path) -> None:
+    descriptor = os.memfd_create("shared")
+    writer = ProcessWriter(descriptor)
+    with pytest.raises(FileNotFoundError, match="missing/file"):
+        writer.write(tmp_path / "missing", {"file": [memoryview(b""), memoryview(b"objects")]})
+    assert writer.write(tmp_path, {"file": [memoryview(b""), memoryview(b"objects")]})["file"].size == 7
+    writer.close()
+    os.close(descriptor)
 
 
 def test_files_are_written_beside_each_other_and_one_that_fails_is_raised(
