@@ -30,22 +30,18 @@ LARGE = SMALL | {"hidden_size": 768, "intermediate_size": 2304, "head_dim": 96, 
 def main() -> None:
     """Save each shape once, load it as others, and write the table."""
     arguments = parse(command_line(__doc__))
-    models = {"toy": TOY} if arguments.quick else {"9 M": SMALL, "76 M": LARGE}
-    cases = CASES[:1] if arguments.quick else CASES
+    config, cases = (TOY, CASES[:1]) if arguments.quick else (LARGE, CASES)
     found: dict[tuple[str, ...], list[Sample]] = {}
-    for size, config in models.items():
-        with tempfile.TemporaryDirectory(prefix="trainshed-benchmark-") as root:
-            saved = {shape: save(config, shape, Path(root)) for shape in dict.fromkeys(before for before, _ in cases)}
-            for number in range(arguments.rounds):
-                for before, after in cases:
-                    for place, samples in load(config, saved[before], after, Path(root), number).items():
-                        found.setdefault((size, before, after, place), []).extend(samples)
-                        print(
-                            f"round {number + 1}, {size}, {before} → {after}, {place}: {[one.value for one in samples]}"
-                        )
+    with tempfile.TemporaryDirectory(prefix="trainshed-benchmark-") as root:
+        saved = {shape: save(config, shape, Path(root)) for shape in dict.fromkeys(before for before, _ in cases)}
+        for number in range(arguments.rounds):
+            for before, after in cases:
+                for place, samples in load(config, saved[before], after, Path(root), number).items():
+                    found.setdefault((before, after, place), []).extend(samples)
+                    print(f"round {number + 1}, {before} → {after}, {place}: {[one.value for one in samples]}")
     write_result(
         "reshard",
-        settings={"rounds": arguments.rounds, "quick": arguments.quick, "turns": TURNS, "models": models},
+        settings={"rounds": arguments.rounds, "quick": arguments.quick, "turns": TURNS, "config": config},
         data=[{"case": case, "sample": sample.__dict__} for case, samples in found.items() for sample in samples],
         table=markdown_table([record(case, samples) for case, samples in found.items()]),
         folder=arguments.results,
@@ -87,7 +83,7 @@ def record(case: tuple[str, ...], samples: list[Sample]) -> dict[str, Any]:
     """A row of the table."""
     plain, ours, hashes = compare(samples, PLAIN)
     return {
-        **dict(zip(("parameters", "saved by", "loaded by", "files in"), case, strict=True)),
+        **dict(zip(("saved by", "loaded by", "files in"), case, strict=True)),
         "`dcp.load`, seconds, median": f"{plain.median:.3f}",
         "Trainshed, verified": f"{ours.median:.3f}",
         "of it SHA-256": f"{hashes.median:.3f}",

@@ -10,13 +10,14 @@ EVERY_STEPS = 50
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
     """Keep Python from collecting when it likes, and from looking again at all that is there already."""
-    automatic = gc.isenabled()
+    automatic, frozen_before = gc.isenabled(), gc.get_freeze_count()
     keep_what_is_there()
     gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not frozen_before:
+            gc.unfreeze()
         if automatic:
             gc.enable()
 

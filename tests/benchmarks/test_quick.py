@@ -59,7 +59,7 @@ def needs(package: str) -> None:
 
 def needs_time() -> None:
     if find_spec("accelerate") is None:
-        pytest.skip("takes more than a minute: it runs where the extra `bench` is installed, which make bench does")
+        pytest.skip("takes half a minute and more: it runs where the extra `bench` is installed, which make bench does")
 
 
 def test_bare_loop_and_ours_train_the_same(run: Run) -> None:
@@ -153,6 +153,7 @@ def test_everybody_goes_on_after_a_kill(run: Run) -> None:
 
 
 def test_memory_has_a_row_for_every_way(run: Run) -> None:
+    needs_time()
     result = run(memory.main, "--quick")
     found = {one["way"]: one for one in result["data"]}
     assert found["plain"]["peak_bytes"] > 0

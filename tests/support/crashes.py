@@ -182,10 +182,11 @@ def states(traces: Iterable[Iterable[Op]], seed: int, *, at_least: int = 0) -> "
     """
     ops = sorted(op for trace in traces for op in trace)
     seen = set[tuple[object, ...]]()
-    for first in range(0, 40 * _DRAWS, _DRAWS):
-        yield from _draw(ops, seed, range(first, first + _DRAWS), seen)
-        if len(seen) >= at_least:
-            return
+    for first in range(0, 40 * _DRAWS if at_least else _DRAWS, _DRAWS):
+        for state in _draw(ops, seed, range(first, first + _DRAWS), seen):
+            yield state
+            if first and len(seen) >= at_least:
+                return
 
 
 def _draw(ops: list[Op], seed: int, variants: range, seen: set[tuple[object, ...]]) -> "Iterator[State]":

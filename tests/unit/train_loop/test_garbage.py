@@ -32,3 +32,13 @@ def test_the_collector_comes_back_after_an_error() -> None:
         raise RuntimeError
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
+
+
+def test_what_somebody_else_has_frozen_stays_so() -> None:
+    gc.freeze()
+    try:
+        with no_garbage_collection():
+            pass
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
