@@ -21,7 +21,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from train_loop.checkpoint.manifest import find_verified
+from train_loop.checkpoint.manifest import find, find_verified
 from train_loop.checkpoint.saved import Piece, SavedTensors
 from train_loop.checkpoint.shards import Kind, Shard, ShardFile, plan_shards
 from train_loop.data.dataset import Dataset
@@ -86,6 +86,9 @@ def export(run_dir: RunDir, step: int, wish: ExportWish, *, shard_bytes: int = S
     Raises UserError where the run has no such checkpoint or weights, CheckpointError where it does not verify, OSError.
     """
     folder = run_dir.exports.folder(step, wish)
+    if run_dir.exports.status(step, wish, now=time.time()) is None and not folder.exists():
+        # Before anything of it is there.
+        find(run_dir, step)
     with _alone(folder):
         if _is_done(run_dir, step, wish):
             # Whoever made it may have had no time to say so.

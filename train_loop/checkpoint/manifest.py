@@ -67,12 +67,17 @@ def newest_verified(run_dir: RunDir) -> tuple[Manifest | None, dict[int, list[st
     return None, rejected
 
 
+def find(run_dir: RunDir, step: int) -> Manifest:
+    """What claims to be the checkpoint of a step. Raises UserError where there is none."""
+    manifests = run_dir.manifests()
+    if step not in manifests:
+        raise UserError(f"there is no checkpoint of step {step}; there are {', '.join(map(str, manifests)) or 'none'}")
+    return manifests[step]
+
+
 def find_verified(run_dir: RunDir, step: int) -> Manifest:
     """The checkpoint of a step, once all of it was read. Raises UserError where there is none, CheckpointError."""
-    manifests = run_dir.manifests()
-    manifest = manifests.get(step)
-    if manifest is None:
-        raise UserError(f"there is no checkpoint of step {step}; there are {', '.join(map(str, manifests)) or 'none'}")
+    manifest = find(run_dir, step)
     faults = verify(run_dir.checkpoint(step), manifest)
     if faults:
         raise CheckpointError(f"the checkpoint of step {step} is damaged: {'; '.join(faults)}; choose another one")

@@ -25,8 +25,8 @@ def chosen(manifests: Mapping[int, Manifest], spec: CheckpointSpec, pins: Collec
 def retire_others(run_dir: RunDir, ledger: Ledger, spec: CheckpointSpec) -> None:
     """Remove the committed checkpoints that need not stay.
 
-    One that has lost files takes no other's place; whoever resumes will reject it. What was rejected goes now, not when
-    it is found: there is something newer again. Raises FencedError.
+    One that has lost files takes no other's place; whoever resumes will reject it. What was rejected goes now, but for
+    the newest, not when it is found: there is something newer again. Raises FencedError.
     """
     # First what an earlier removal has left: it may stand in the way.
     ledger.sweep()

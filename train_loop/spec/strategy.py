@@ -1,8 +1,8 @@
 """`strategy:` how the model is spread over workers: ROLL's strategy_config with ulysses_size."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from train_loop.spec.base import SpecModel, only
 from train_loop.spec.model import Dtype
@@ -53,6 +53,14 @@ class StrategySpec(SpecModel):
     )
     forward_prefetch: int = Field(default=1, ge=1, description="layers gathered ahead; 1: by FSDP's own order")
     backward_prefetch: int = Field(default=1, ge=1)
+
+    @field_validator("async_save_ckpt", mode="before")
+    @classmethod
+    def _is_a_way_to_save(cls, mode: Any) -> Any:
+        """One sentence for what pydantic would tell of each type that it is not."""
+        if not isinstance(mode, bool) and mode not in get_args(SaveMode):
+            raise ValueError(f"async_save_ckpt={mode} is no way to save; choose true, false, thread, process or sync")
+        return mode
 
     @property
     def save_mode(self) -> SaveMode:

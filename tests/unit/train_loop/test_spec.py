@@ -260,3 +260,14 @@ def test_the_best_by_a_metric_that_is_not_measured_is_refused(
 @pytest.mark.parametrize(("given", "mode"), [(True, "thread"), (False, "sync"), ("process", "process")])
 def test_checkpoints_are_written_by_a_thread_a_process_or_the_loop_itself(given: bool | str, mode: str) -> None:
     assert parse(raw_spec(strategy={"async_save_ckpt": given})).strategy.save_mode == mode
+
+
+def test_a_way_to_save_that_there_is_not_is_told_once() -> None:
+    with pytest.raises(SpecError) as caught:
+        parse(raw_spec(strategy={"async_save_ckpt": "maybe"}))
+    assert [(problem.pointer, problem.message) for problem in caught.value.problems] == [
+        (
+            "/strategy/async_save_ckpt",
+            "async_save_ckpt=maybe is no way to save; choose true, false, thread, process or sync",
+        )
+    ]
