@@ -101,7 +101,7 @@ def one_job(client: Client, spec: str) -> Measured:
         time.sleep(POLL_SECONDS)
         job = client.job(job.id)
     if job.state != "SUCCEEDED":
-        raise ProgramError(f"the job ended as {job.state}: {job.reason}")
+        raise ProgramError(f"the job ended as {job.state}: {job.reason and job.reason.message}")
     steps = [
         {name: line[name] for name in ("step", "step_seconds", "data_wait_seconds")}
         for line in metrics(RunDir.at(job.run_dir).root)

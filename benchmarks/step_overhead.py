@@ -95,7 +95,7 @@ def through_service(workload: Workload, folder: Path, here: Path) -> Trace:
             time.sleep(POLL_SECONDS)
             job = client.job(job.id)
     if job.state != "SUCCEEDED":
-        raise ProgramError(f"the job ended as {job.state}: {job.reason}")
+        raise ProgramError(f"the job ended as {job.state}: {job.reason and job.reason.message}")
     return Trace.of_metrics(metrics(RunDir.at(job.run_dir).root))
 
 

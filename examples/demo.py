@@ -1,6 +1,7 @@
 """`make demo`: a service of its own, a real job, a worker killed with SIGKILL, and the proof that nothing was lost."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -73,6 +74,7 @@ def main() -> int:
     if faults:
         console.print(f"Logs: {home}/service.log, {home}/ray.log and the run directory below {home}/runs")
     else:
+        shutil.rmtree(home, ignore_errors=True)
         console.print("[bold green]The demo held all it promised.[/]")
     return 1 if faults else 0
 
@@ -114,7 +116,7 @@ def follow(client: Client, job: JobOut) -> Story:
     with Live(console=console, refresh_per_second=4, transient=True) as live:
         while not story.job.state.terminal:
             if time.monotonic() > deadline:
-                raise DemoError(f"the job was still {story.job.state} after {RUN_LIMIT:g} s: {story.job.reason}")
+                raise DemoError(f"the job was still {story.job.state} after {RUN_LIMIT:g} s: {why(story.job)}")
             look(client, story)
             live.update(progress_line(story.job))
             if not console.is_terminal and time.monotonic() > said + PLAIN_SECONDS:
@@ -141,7 +143,7 @@ def look(client: Client, story: Story) -> None:
     fresh = _read_on(client.events, story.job.id, story.events)
     _read_on(client.metrics, story.job.id, story.metrics)
     if story.job.state is not before:
-        console.print(f"  {story.job.state}" + (f": {story.job.reason}" if story.job.reason else ""), markup=False)
+        console.print(f"  {story.job.state}" + (f": {why(story.job)}" if story.job.reason else ""), markup=False)
     for event in fresh:
         sentence = tell(event)
         if sentence:
@@ -178,11 +180,16 @@ def tell(event: Line) -> str | None:
     return None
 
 
+def why(job: JobOut) -> str | None:
+    """Why the job stands where it stands."""
+    return job.reason.message if job.reason else None
+
+
 def progress_line(job: JobOut) -> Text:
     """State, step, loss, speed and time to go, in one line."""
     parts, progress = [str(job.state)], job.progress
-    if progress is None:
-        parts.append(job.reason or "waiting for the first step")
+    if not progress.step:
+        parts.append(why(job) or "waiting for the first step")
     else:
         parts.append(f"step {progress.step}/{progress.of}")
         parts += [f"loss {progress.loss:.3f}"] if progress.loss is not None else []
@@ -206,7 +213,7 @@ def check(story: Story) -> list[str]:
     """What the demo promised and did not hold."""
     starts, steps = story.named("training_started"), _surviving(story.metrics)
     if story.job.state != "SUCCEEDED":
-        return [f"the job ended as {story.job.state}: {story.job.reason}"]
+        return [f"the job ended as {story.job.state}: {why(story.job)}"]
     faults = []
     if story.killed is None:
         faults.append("no worker was killed, so that nothing was proven")

@@ -22,19 +22,20 @@ from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
 from service.api.build import build_api
 from service.api.guard import Guard
+from service.domain.admission import Board
 from service.domain.decide import Retry
 from service.ledger import Ledger
 from service.ports import Cluster
 from service.reconcile import Pace, Reconciler
 from service.settings import Settings
-from service.use_cases import Jobs
+from service.use_cases import Grace, Jobs
 
 
 def create_app(settings: Settings) -> FastAPI:
     """The whole service as an ASGI app; while it runs, so do the reconciler and, unless there is another, Ray."""
     settings.make_home()
     engine = open_database(settings.database)
-    store, run_dirs = SqlJobStore(engine), LocalRunDirs()
+    store, run_dirs, board = SqlJobStore(engine), LocalRunDirs(), Board()
     embedded = _embedded(settings)
     cluster = _cluster(settings, embedded)
     jobs = Jobs(
@@ -42,12 +43,15 @@ def create_app(settings: Settings) -> FastAPI:
         cluster=cluster,
         run_dirs=run_dirs,
         preflight=HelperPreflight(roots=settings.roots, timeout=settings.preflight_seconds),
+        board=board,
         default_root=settings.default_root,
-        cancel_grace=settings.cancel_grace_seconds,
+        grace=Grace(settings.cancel_grace_seconds, settings.pause_grace_seconds),
         clock=time.time,
         new_id=_new_job_id,
     )
-    reconciler = Reconciler(store, cluster, run_dirs, time.time, _owner(settings), _pace(settings))
+    reconciler = Reconciler(
+        store, cluster, run_dirs, time.time, _owner(settings), _pace(settings), settings.rules, board
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -77,7 +81,7 @@ def _cluster(settings: Settings, embedded: EmbeddedRay | None) -> Cluster:
     if embedded is not None:
         return RayJobs(embedded.address, python=sys.executable)
     address = RayAddress(settings.ray_address or "", token=None)
-    return RayJobs(lambda: address, python="python")
+    return RayJobs(lambda: address, python="python", limit=settings.cluster_limit)
 
 
 def _guard(settings: Settings) -> Guard:
@@ -86,7 +90,8 @@ def _guard(settings: Settings) -> Guard:
 
 
 def _pace(settings: Settings) -> Pace:
-    return Pace(settings.lease_seconds, Retry(settings.retry_seconds, settings.retry_cap_seconds))
+    retry = Retry(settings.retry_seconds, settings.retry_cap_seconds)
+    return Pace(settings.lease_seconds, retry, room=settings.pause_grace_seconds)
 
 
 def _owner(settings: Settings) -> str:

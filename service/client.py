@@ -8,8 +8,19 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from service.api.ledger_schemas import CheckpointOut, Checkpoints, ExportIn, ExportOut, Verified
-from service.api.schemas import CancelIn, JobOut, JobPage, LinePage, PlanOut, ProblemDetails, TextPage
+from service.api.schemas import (
+    CancelIn,
+    JobOut,
+    JobPage,
+    LinePage,
+    PauseIn,
+    PlanOut,
+    ProblemDetails,
+    ResumeIn,
+    TextPage,
+)
 from service.domain.job import JobState
+from train_loop.spec import ScalingSpec
 
 T = TypeVar("T", bound=BaseModel)
 Params = Mapping[str, str | int | list[str] | None]
@@ -71,6 +82,22 @@ class Client:
         wish = CancelIn(grace_seconds=grace_seconds, checkpoint=checkpoint)
         return _parse(JobOut, self._http.post(f"/jobs/{job_id}/cancel", content=wish.model_dump_json()))
 
+    def pause(self, job_id: str, *, grace_seconds: float | None = None) -> JobOut:
+        """Ask a job to save and to leave the cluster until it is resumed."""
+        wish = PauseIn(grace_seconds=grace_seconds)
+        return _parse(JobOut, self._http.post(f"/jobs/{job_id}/pause", content=wish.model_dump_json()))
+
+    def resume(self, job_id: str, *, scaling: ScalingSpec | None = None) -> JobOut:
+        """Let a paused job go on, at another size if one is given."""
+        wish = ResumeIn(scaling=scaling)
+        return _parse(JobOut, self._http.post(f"/jobs/{job_id}/resume", content=wish.model_dump_json()))
+
+    def delete(self, job_id: str) -> None:
+        """Forget a job that has ended."""
+        answer = self._http.delete(f"/jobs/{job_id}")
+        if not answer.is_success:
+            raise _error(answer)
+
     def events(self, job_id: str, *, after: str | None = None, limit: int = 100) -> LinePage:
         """A page of events over all attempts."""
         return self._get(LinePage, f"/jobs/{job_id}/events", {"after": after, "limit": limit})
@@ -126,8 +153,13 @@ class Client:
 def _parse(kind: type[T], response: httpx.Response) -> T:
     if response.is_success:
         return kind.model_validate_json(response.content)
+    raise _error(response)
+
+
+def _error(response: httpx.Response) -> Exception:
+    """What the service said, or, where it was somebody else who answered, the status."""
     try:
-        raise ApiError(ProblemDetails.model_validate_json(response.content))
+        return ApiError(ProblemDetails.model_validate_json(response.content))
     except ValidationError:
-        response.raise_for_status()
-        raise
+        what = f"{response.status_code} from {response.url}, which does not answer like Trainshed"
+        return httpx.HTTPStatusError(what, request=response.request, response=response)

@@ -63,6 +63,13 @@ class IllegalState(ServiceError):
     status = 409
 
 
+class StaleAttempt(ServiceError):
+    """An attempt is over that somebody, who has slept meanwhile, is about to submit."""
+
+    def __init__(self, run_dir: str, attempt: int) -> None:
+        super().__init__(f"attempt {attempt} in {run_dir} is over; a newer one, or the job's end, has shut it out")
+
+
 class Busy(ServiceError):
     """Too many want the same at once: a job that others keep changing, exports that fill all places."""
 
@@ -109,6 +116,16 @@ class IdempotencyMismatch(ServiceError):
 
     def __init__(self, key: str) -> None:
         super().__init__(f"Idempotency-Key {key!r} was used with another body; send the same body, or a new key")
+
+
+class KeyInFlight(ServiceError):
+    """A request with the same Idempotency-Key is still at work."""
+
+    code = "idempotency_in_flight"
+    status = 409
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"a request with Idempotency-Key {key!r} is still at work; send it again in a few seconds")
 
 
 class PreflightFailed(ServiceError):

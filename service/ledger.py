@@ -50,7 +50,12 @@ class Ledger:
         self._find(job_id, step)
         if wish.weights == "ema" and job.spec.training.ema_decay is None:
             raise InvalidRequest(
-                [Problem("/weights", "the job keeps no average of its weights (training.ema_decay); choose model")]
+                [
+                    Problem(
+                        "/weights",
+                        "the job keeps no average of its weights (training.ema_decay); export its weights",
+                    )
+                ]
             )
         # It may be refused: nobody should be told that it runs before it does.
         self.tools.export(job.run_dir, step, wish)

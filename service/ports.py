@@ -6,12 +6,17 @@ from typing import Protocol
 
 from pydantic import JsonValue
 
+from service.domain.admission import Ticket
 from service.domain.decide import Submission, Training
 from service.domain.job import Job, JobState
 from train_loop.plan import ModelShape
 from train_loop.run_dir import ExportStatus, ExportWish, Manifest, Outcome, Stop
-from train_loop.spec import JobSpec, Problem
+from train_loop.spec import JobSpec, Problem, ScalingSpec
 
+KEPT_SECONDS = 24 * 3600.0
+"""For so long an Idempotency-Key stands for its job."""
+FLIGHT_SECONDS = 600.0
+"""After so long nobody is at work any more with a key that has no job: its process has died."""
 Line = Mapping[str, JsonValue]
 """One line of events.jsonl or metrics.jsonl: every writer may add fields."""
 
@@ -48,11 +53,20 @@ class Lease:
 class JobStore(Protocol):
     """Jobs, durably."""
 
-    def add(self, job: Job, once: Once | None) -> tuple[Job, bool]:
-        """Store a job; with a known key, answer the job of that key and False. Raises IdempotencyMismatch."""
+    def begin(self, once: Once, *, now: float) -> Job | None:
+        """The job that a key stands for; None: the key is the caller's, who adds a job under it or releases it.
 
-    def replay(self, once: Once) -> Job | None:
-        """The job that a key stands for, if it was used. Raises IdempotencyMismatch."""
+        Raises IdempotencyMismatch, and KeyInFlight while somebody else has it.
+        """
+
+    def release(self, once: Once) -> None:
+        """Give a key back under which no job was added."""
+
+    def add(self, job: Job, once: Once | None) -> None:
+        """Store a job, durably, with the key that was begun for it. Raises KeyInFlight where somebody took it since."""
+
+    def delete(self, job: Job) -> bool:
+        """Forget a job of the version that was read; False: it has changed."""
 
     def get(self, job_id: str) -> Job | None:
         """The job with this id."""
@@ -60,14 +74,23 @@ class JobStore(Protocol):
     def page(self, query: JobQuery) -> list[Job]:
         """The jobs that match, newest first."""
 
-    def live(self) -> list[Job]:
-        """Every job that has not ended, in the order in which they start."""
+    def tickets(self) -> list[Ticket]:
+        """Every job that holds room in the cluster or waits for some."""
+
+    def lead(self, lease: Lease) -> bool:
+        """Whether this owner decides about the queue until the lease ends; nobody else does meanwhile."""
+
+    def active(self) -> list[str]:
+        """The jobs that somebody has to look after: not those that wait, are paused, or have ended."""
 
     def claim(self, job_id: str, lease: Lease) -> Job | None:
         """The job, if nobody else holds it; it is this owner's until the lease ends."""
 
-    def save(self, job: Job, *, owner: str | None = None) -> bool:
-        """Store a change of the version that was read, as the lease's owner if one is named; False: discarded."""
+    def save(self, job: Job, *, owner: str | None = None, leads: bool = False) -> bool:
+        """Store a change of the version that was read; False: discarded.
+
+        Where an owner is named, only while it has the job's lease; where it leads, only while it has that lease too.
+        """
 
     def ping(self) -> None:
         """Raise unless the database answers."""
@@ -97,7 +120,7 @@ class Cluster(Protocol):
         """End a driver now; one that is gone is fine."""
 
     def capacity(self) -> Mapping[str, float] | None:
-        """Resources of all living nodes; None when the cluster does not answer."""
+        """What all nodes have, those an autoscaler may add among them; None when the cluster does not answer."""
 
     def dashboard(self, submission_id: str | None) -> str | None:
         """The page that shows a submission, or the cluster."""
@@ -118,10 +141,10 @@ class Progress:
 
     step: int
     of: int | None
-    loss: float | None
-    tokens_per_second: float | None
-    mfu: float | None
-    eta_seconds: float | None
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    eta_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -153,8 +176,11 @@ class LogPage:
 class RunDirs(Protocol):
     """Run directories by their URI: the only channel to the workers."""
 
-    def prepare(self, run_dir: str, spec: JobSpec, *, attempt: int) -> None:
-        """Write the spec, and shut out older attempts. Repeatable."""
+    def prepare(self, run_dir: str, spec: JobSpec, size: ScalingSpec, *, attempt: int) -> None:
+        """Write the spec and the attempt's size, and shut out older attempts. Repeatable. Raises StaleAttempt."""
+
+    def fence_off(self, run_dir: str, *, attempt: int) -> None:
+        """Shut out every attempt older than this one."""
 
     def ask_to_stop(self, run_dir: str, stop: Stop) -> None:
         """Write control/stop.json."""
@@ -173,6 +199,9 @@ class RunDirs(Protocol):
 
     def log(self, run_dir: str, source: "LogSource", *, after: int, limit: int) -> LogPage:
         """Whole lines of one log from a byte offset on."""
+
+    def committed(self, run_dir: str) -> int | None:
+        """The newest committed step."""
 
     def checkpoints(self, run_dir: str) -> list["Checkpoint"]:
         """The committed checkpoints, oldest first."""

@@ -1,31 +1,35 @@
-"""claim → observe → decide → apply, for every job that has not ended, again and again.
+"""admit, then claim → observe → decide → apply for every job that somebody has to look after, again and again.
 
 No transaction is open while the world is looked at or changed. A crash after any line is repaired by the next pass.
+Several of these may run: a job is its claimant's, and one of them at a time decides who starts.
 """
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import structlog
 
-from service.domain.admission import view_queue
-from service.domain.decide import Decision, Effect, Retry, Seen, decide, wanted_stop
-from service.domain.job import Job, JobState
+from service.domain.admission import Board, Rules, Ticket, admit
+from service.domain.decide import Decision, Effect, Retry, Seen, Submission, decide, make_room, start, wanted_stop
+from service.domain.job import Attempt, Job
+from service.domain.reason import Code, Reason
 from service.errors import ClusterError
 from service.ports import Cluster, JobStore, Launch, Lease, RunDirs
 
 log = structlog.get_logger(__name__)
-# More than the steps from QUEUED to a submitted attempt; what is left waits for the next pass.
+# More than the steps from a first attempt to one that is submitted; what is left waits for the next pass.
 _STEPS_PER_PASS = 5
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How long a lease lasts and how attempts are retried, in seconds."""
+    """How long a lease lasts, how attempts are retried, and how long one that makes room may take, in seconds."""
 
     lease: float
     retry: Retry
+    room: float = 600.0
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ class Reconciler:
     clock: Callable[[], float]
     owner: str
     pace: Pace
+    rules: Rules = field(default_factory=Rules)
+    board: Board = field(default_factory=Board)
 
     def run(self, stopped: threading.Event, *, interval: float) -> None:
         """Pass after pass until stopped. A pass that fails is logged, and the next one tries again."""
@@ -50,66 +56,110 @@ class Reconciler:
 
     def run_once(self, stopped: threading.Event | None = None) -> None:
         """Let every job take the steps that are due. One job's trouble does not hold up the others."""
-        for job in self.store.live():
+        # Who has ended makes room for who waits.
+        self._look_after(self.store.active(), stopped)
+        self._look_after(self._admit(), stopped)
+
+    def _look_after(self, job_ids: list[str], stopped: threading.Event | None) -> None:
+        for job_id in job_ids:
             if stopped is not None and stopped.is_set():
                 return
             try:
-                self._steps(job.id)
+                self._steps(job_id)
             except Exception:
-                log.exception("reconcile_failed", job=job.id)
+                log.exception("reconcile_failed", job=job_id)
+
+    def _admit(self) -> list[str]:
+        """Decide about the queue, as far as that is ours; the jobs that start."""
+        leads, tickets = self.store.lead(self._lease()), {ticket.id: ticket for ticket in self.store.tickets()}
+        waits = any(ticket.waits for ticket in tickets.values())
+        admission = admit(tickets.values(), self.cluster.capacity() if waits else {}, self.rules)
+        self.board.admission = admission
+        if not leads:
+            return []
+        now = self.clock()
+        for job_id, whom in admission.preempts.items():
+            deadline = now + self.pace.room
+            self._change(tickets[job_id], partial(make_room, whom=whom, deadline=deadline, now=now))
+        return [job_id for job_id in admission.starts if self._change(tickets[job_id], partial(start, now=now))]
+
+    def _change(self, ticket: Ticket, change: Callable[[Job], Job]) -> bool:
+        """Change a job as the one who decides about the queue, unless it is no longer what was decided about."""
+        job = self.store.claim(ticket.id, self._lease())
+        if job is None or Ticket.of(job) != ticket:
+            return False
+        return self._store(job, change(job), leads=True)
 
     def _steps(self, job_id: str) -> None:
         for _ in range(_STEPS_PER_PASS):
-            job = self._claim(job_id)
-            if job is None or job.state.terminal:
+            job = self.store.claim(job_id, self._lease())
+            if job is None:
                 return
             decision = decide(job, self._observe(job), now=self.clock(), retry=self.pace.retry)
             if not self._apply(job, decision):
                 return
 
-    def _claim(self, job_id: str) -> Job | None:
+    def _lease(self) -> Lease:
         now = self.clock()
-        return self.store.claim(job_id, Lease(self.owner, now, now + self.pace.lease))
+        return Lease(self.owner, now, now + self.pace.lease)
 
     def _observe(self, job: Job) -> Seen:
-        if job.state is JobState.QUEUED:
-            return Seen(queue=view_queue(job, self.store.live(), self.cluster.capacity()))
         if job.attempt is None:
             return Seen()
         # The cluster first: an outcome is written before its driver ends, so a dead driver without one left none.
         submission = self.cluster.status(job.attempt.submission_id)
         sighting = self.run_dirs.observe(job.run_dir, job.attempt.number)
-        return Seen(submission, sighting.training, sighting.outcome, sighting.stop)
+        silent = submission is Submission.UNKNOWN or job.attempt.submitted_at is None
+        over = sighting.outcome is not None or not (silent or submission.alive)
+        committed = self.run_dirs.committed(job.run_dir) if over else None
+        return Seen(
+            submission, sighting.training, sighting.outcome, sighting.stop, committed, self._previous(job, job.attempt)
+        )
+
+    def _previous(self, job: Job, attempt: Attempt) -> Submission:
+        """What became of the attempt before one that is not submitted yet."""
+        if attempt.submitted_at is not None or attempt.number == 1:
+            return Submission.MISSING
+        return self.cluster.status(job.attempts[-2].submission_id)
 
     def _apply(self, job: Job, decision: Decision) -> bool:
         """Carry the decision out; whether it was stored, so that there may be a next step at once."""
-        after = decision.job
         if decision.effect is not None:
             try:
                 self._do(decision.effect, job)
             except (ClusterError, OSError) as error:
                 log.warning("effect_failed", job=job.id, effect=decision.effect.name, error=str(error))
-                self._explain(job, str(error))
-                return False
-        if after == job or not self.store.save(after, owner=self.owner):
+                if decision.needed:
+                    self._explain(job, str(error))
+                    return False
+        return decision.job != job and self._store(job, decision.job)
+
+    def _store(self, job: Job, after: Job, *, leads: bool = False) -> bool:
+        if not self.store.save(after, owner=self.owner, leads=leads):
             return False
         if after.state is not job.state:
-            log.info("job_moved", job=job.id, from_state=job.state, to_state=after.state, reason=after.reason)
+            reason = after.reason.message if after.reason else None
+            log.info("job_moved", job=job.id, from_state=job.state, to_state=after.state, reason=reason)
         return True
 
-    def _explain(self, job: Job, reason: str) -> None:
+    def _explain(self, job: Job, message: str) -> None:
         """Let the owner see why nothing moves; the next pass tries again."""
+        reason = Reason(Code.EFFECT_FAILED, message, "it is tried again until it works")
         if job.reason != reason:
             self.store.save(replace(job, reason=reason), owner=self.owner)
 
     def _do(self, effect: Effect, job: Job) -> None:
-        attempt, stop = job.attempts[-1], wanted_stop(job)
+        attempt = job.attempts[-1]
         if effect is Effect.SUBMIT:
-            self.run_dirs.prepare(job.run_dir, job.spec, attempt=attempt.number)
+            self.run_dirs.prepare(job.run_dir, job.spec, job.size, attempt=attempt.number)
             self.cluster.submit(
                 Launch(attempt.submission_id, job.id, job.spec.name, attempt=attempt.number, run_dir=job.run_dir)
             )
         elif effect is Effect.STOP_NOW:
             self.cluster.stop(attempt.submission_id)
-        elif stop is not None:
-            self.run_dirs.ask_to_stop(job.run_dir, stop)
+        elif effect is Effect.STOP_PREVIOUS:
+            self.cluster.stop(job.attempts[-2].submission_id)
+        elif effect is Effect.FENCE_OFF:
+            self.run_dirs.fence_off(job.run_dir, attempt=attempt.number + 1)
+        elif job.wish is not None:
+            self.run_dirs.ask_to_stop(job.run_dir, wanted_stop(job.wish, attempt))

@@ -7,6 +7,8 @@ from typing import Annotated
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from service.domain.admission import Quota, Rules
+
 
 class Settings(BaseSettings):
     """Every knob of the service, with a default that runs on a laptop."""
@@ -32,6 +34,15 @@ class Settings(BaseSettings):
     retry_seconds: float = Field(default=5.0, ge=0, description="pause before attempt 2; doubles each time")
     retry_cap_seconds: float = Field(default=300.0, ge=0)
     cancel_grace_seconds: float = Field(default=60.0, ge=0)
+    pause_grace_seconds: float = Field(default=600.0, ge=0, description="to commit a checkpoint and to leave")
+    quotas: dict[str, Quota] = Field(
+        default={}, description='by project, as JSON: {"nlp": {"jobs": 4, "workers": 32, "gpus": 16}, "*": {"jobs": 1}}'
+    )
+    backfill: bool = Field(default=True, description="a job may pass one that waits for room, if it does not delay it")
+    preemption: bool = Field(default=True, description="jobs make room for those of higher priority, and go on later")
+    cluster_limit: dict[str, float] = Field(
+        default={}, description='what an autoscaler may grow the cluster to, as JSON: {"GPU": 64, "CPU": 512}'
+    )
     preflight_seconds: float = Field(default=120.0, gt=0)
     verify_seconds: float = Field(default=600.0, gt=0, description="to read all of a checkpoint")
     max_body_bytes: int = Field(default=1 << 20, ge=1)
@@ -50,6 +61,11 @@ class Settings(BaseSettings):
     def make_home(self) -> None:
         """Create home, open to its owner alone; one that is there stays as it is."""
         self.home.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    @property
+    def rules(self) -> Rules:
+        """How the queue is gone through."""
+        return Rules(self.quotas, self.backfill, self.preemption)
 
     @property
     def default_root(self) -> str:

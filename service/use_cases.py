@@ -1,14 +1,19 @@
-"""What a user can ask for: submit, plan, get, page, cancel. Answers come from the store and the run directory."""
+"""What a user can ask for: submit, plan, get, page, pause, resume, cancel, delete.
+
+Answers come from the store, the run directory and the last look at the queue.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from service.domain.admission import never_fits
-from service.domain.job import Cancel, Job, JobState
+from service.domain.admission import Board, Ticket, never_fits
+from service.domain.job import Job, JobState
+from service.domain.reason import Reason
+from service.domain.wishes import cancelled, paused, resumed
 from service.errors import Busy, IllegalState, InvalidSpec, JobNotFound
 from service.ports import Cluster, JobQuery, JobStore, Once, Preflight, RunDirs, Story
 from train_loop.plan import ModelShape, Plan, data_starves, plan_job
-from train_loop.spec import JobSpec, Problem, SpecError, parse_text
+from train_loop.spec import JobSpec, Problem, ScalingSpec, SpecError, dump, parse_text
 
 _TRIES = 20
 
@@ -20,6 +25,10 @@ class JobView:
     job: Job
     story: Story
     dashboard_url: str | None
+    waits_for: Reason | None = None
+    """What a job lacks that would start."""
+    place: int | None = None
+    """Its place in the queue, from 1."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,14 @@ class PlanView:
 
 
 @dataclass(frozen=True)
+class Grace:
+    """How long a driver may take to stop by itself, in seconds, unless the caller says."""
+
+    cancel: float
+    pause: float
+
+
+@dataclass(frozen=True)
 class Jobs:
     """The use cases, over the ports they need."""
 
@@ -39,25 +56,36 @@ class Jobs:
     cluster: Cluster
     run_dirs: RunDirs
     preflight: Preflight
+    board: Board
     default_root: str
-    cancel_grace: float
+    grace: Grace
     clock: Callable[[], float]
     new_id: Callable[[], str]
 
     def submit(self, body: bytes, once: Once | None) -> tuple[JobView, bool]:
         """Store a job durably; False beside it says that the key stood for it already. Raises ServiceError."""
+        if once is None:
+            return self._add(body, None), True
         # Before any check: the data of a job that was taken may have moved since.
-        if once is not None and (known := self.store.replay(once)):
+        if known := self.store.begin(once, now=self.clock()):
             return self._view(known), False
-        spec, _ = self._checked(body)
+        try:
+            return self._add(body, once), True
+        except BaseException:
+            self.store.release(once)
+            raise
+
+    def _add(self, body: bytes, once: Once | None) -> JobView:
+        spec, _ = self._checked(_parsed(body))
         job_id, now = self.new_id(), self.clock()
-        run_dir = f"{self.default_root}/{spec.project}/{job_id}"
-        job, new = self.store.add(Job(job_id, spec, run_dir, created_at=now, updated_at=now), once)
-        return self._view(job), new
+        run_dir, times = f"{self.default_root}/{spec.project}/{job_id}", {JobState.QUEUED: now}
+        job = Job(job_id, spec, run_dir, created_at=now, updated_at=now, times=times)
+        self.store.add(job, once)
+        return self._view(job)
 
     def plan(self, body: bytes) -> PlanView:
         """What a spec comes to, by the same checks as submit; nothing is stored. Raises ServiceError."""
-        spec, plan = self._checked(body)
+        spec, plan = self._checked(_parsed(body))
         never = never_fits(spec.scaling, self.cluster.capacity())
         warnings = (*plan.warnings, f"the job would stay QUEUED: {never}") if never else plan.warnings
         return PlanView(spec, plan, warnings)
@@ -80,20 +108,39 @@ class Jobs:
 
     def cancel(self, job_id: str, *, grace_seconds: float | None, checkpoint: bool) -> JobView:
         """Ask for the end of a job; asking again can only shorten the grace. Raises IllegalState, JobNotFound."""
-        grace = self.cancel_grace if grace_seconds is None else grace_seconds
+        grace = self.grace.cancel if grace_seconds is None else grace_seconds
+        return self._change(
+            job_id, lambda job, now: cancelled(job, deadline=now + grace, checkpoint=checkpoint, now=now)
+        )
+
+    def pause(self, job_id: str, *, grace_seconds: float | None) -> JobView:
+        """Ask a job to save and to leave the cluster until it is resumed. Raises IllegalState, JobNotFound."""
+        grace = self.grace.pause if grace_seconds is None else grace_seconds
+        return self._change(job_id, lambda job, now: paused(job, deadline=now + grace, now=now))
+
+    def resume(self, job_id: str, scaling: ScalingSpec | None) -> JobView:
+        """Let a paused job go on, at another size if one is given. Raises IllegalState, InvalidSpec, JobNotFound."""
+        if scaling is not None:
+            self._checked(_sized(self.find(job_id).spec, scaling))
+        return self._change(job_id, lambda job, now: resumed(job, scaling, now=now))
+
+    def delete(self, job_id: str) -> None:
+        """Forget a job that has ended; its run directory stays. Raises IllegalState, JobNotFound."""
+        job = self.find(job_id)
+        if not job.state.terminal:
+            raise IllegalState(f"{job_id} is {job.state}; cancel it first, then delete it")
+        # Nothing changes a job that has ended, but somebody else who deletes it.
+        self.store.delete(job)
+
+    def _change(self, job_id: str, change: Callable[[Job, float], Job]) -> JobView:
         for _ in range(_TRIES):
             job = self.find(job_id)
-            now = self.clock()
-            wanted = _cancelled(job, Cancel(now + grace, checkpoint), now)
+            wanted = change(job, self.clock())
             if wanted == job or self.store.save(wanted):
                 return self._view(wanted)
-        raise Busy(f"{job_id} changed {_TRIES} times while it was being cancelled; send the request again")
+        raise Busy(f"{job_id} changed {_TRIES} times while it was being changed; send the request again")
 
-    def _checked(self, body: bytes) -> tuple[JobSpec, Plan]:
-        try:
-            spec = parse_text(body)
-        except SpecError as error:
-            raise InvalidSpec(error.problems) from error
+    def _checked(self, spec: JobSpec) -> tuple[JobSpec, Plan]:
         starves = data_starves(spec.scaling, self.cluster.capacity())
         found = self.preflight.check(spec)
         plan, broken = _planned(spec, found.shape)
@@ -104,7 +151,34 @@ class Jobs:
 
     def _view(self, job: Job) -> JobView:
         submission = job.attempt.submission_id if job.attempt else None
-        return JobView(job, self.run_dirs.story(job.run_dir), self.cluster.dashboard(submission))
+        story, dashboard = self.run_dirs.story(job.run_dir), self.cluster.dashboard(submission)
+        if not Ticket.of(job).waits:
+            return JobView(job, story, dashboard)
+        queue = self.board.admission
+        return JobView(job, story, dashboard, queue.waits.get(job.id), queue.places.get(job.id))
+
+
+def _parsed(body: bytes) -> JobSpec:
+    try:
+        return parse_text(body)
+    except SpecError as error:
+        raise InvalidSpec(error.problems) from error
+
+
+def _sized(spec: JobSpec, scaling: ScalingSpec) -> JobSpec:
+    """A run's spec at another size. Raises InvalidSpec where the size would change what is trained."""
+    sized = spec.model_copy(update={"scaling": scaling})
+    if scaling.world != spec.scaling.world and spec.training.global_batch_size is None:
+        raise InvalidSpec(
+            [
+                Problem(
+                    "/scaling/num_workers",
+                    f"num_workers={scaling.world} is not the {spec.scaling.world} of the spec, and a step would take "
+                    "another number of sequences; a job is resized where its spec gives training.global_batch_size",
+                )
+            ]
+        )
+    return _parsed(dump(sized).encode())
 
 
 def _planned(spec: JobSpec, shape: ModelShape | None) -> tuple[Plan | None, list[Problem]]:
@@ -113,15 +187,3 @@ def _planned(spec: JobSpec, shape: ModelShape | None) -> tuple[Plan | None, list
         return (plan_job(spec, shape) if shape else None), []
     except SpecError as error:
         return None, error.problems
-
-
-def _cancelled(job: Job, cancel: Cancel, now: float) -> Job:
-    """The job after a cancel; the same job where it changes nothing."""
-    if job.state is JobState.CANCELLED:
-        return job
-    if job.state.terminal:
-        raise IllegalState(f"{job.id} is {job.state} and cannot be cancelled any more; nothing needs to be done")
-    if job.cancel is None:
-        return replace(job.move(JobState.CANCELLING, now=now), cancel=cancel)
-    earlier = min(cancel.deadline, job.cancel.deadline)
-    return replace(job, cancel=replace(job.cancel, deadline=earlier))

@@ -101,7 +101,7 @@ class StopSign:
     def _look(self) -> None:
         # It may come back; whoever asked will ask again, or end us.
         with storage_may_fail(partial(log.warning, "nobody can ask this run to stop: %s")):
-            self._seen = self._session.run_dir.stop()
+            self._seen = self._session.run_dir.stop(attempt=self._session.attempt)
 
 
 def wishes(sign: StopSign, *, save: bool, look: bool, trouble: bool) -> Wishes:
@@ -118,7 +118,7 @@ def agree(batch: StepBatch, clock: StepClock, mine: Wishes, mesh: Mesh) -> Agree
     counts = torch.stack([divisor, batch.lengths.sum().to(divisor.dtype)]) * (mesh.sequence_rank == 0)
     stops = [0] * len(_STOPS)
     if mine.stop is not None:
-        stops[_STOPS.index(mine.stop.model_copy(update={"deadline": None}))] = 1
+        stops[_STOPS.index(mine.stop.model_copy(update={"deadline": None, "attempt": None}))] = 1
     words = torch.cat([counts, counts.new_tensor([mine.save, mine.look, mine.trouble, *stops])])
     with clock.waiting():
         dist.all_reduce(words)

@@ -23,6 +23,7 @@ from train_loop.data.cache import evaluation_spec, pin, pinned_dataset
 from train_loop.data.dataset import Dataset
 from train_loop.data.prepare import prepare
 from train_loop.data.stream import ray_stream
+from train_loop.errors import FencedError
 from train_loop.failure import failed, failure_told, reason
 from train_loop.journal import Journal
 from train_loop.logs import log_to
@@ -74,8 +75,10 @@ def main() -> None:
 def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outcome:
     """Prepare and train; whatever happens becomes an outcome."""
     try:
+        if (early := _asked_early(run_dir, attempt)) is not None:
+            return early
         ray.init(address="auto", logging_level=logging.WARNING)
-        spec = run_dir.spec()
+        spec = attempt.spec(run_dir.spec())
         _prepare(spec, run_dir, journal)
         fit(spec, run_dir, attempt)
         end = _last_word(attempt)
@@ -83,13 +86,21 @@ def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outco
             raise RuntimeError("the workers ended without saying how; their logs lie beside this one")
         return Outcome.model_validate(end)
     except KeyboardInterrupt:
-        stop = run_dir.stop()
+        stop = run_dir.stop(attempt=attempt.number)
         if stop is not None:
             return Outcome(result=stop.result, reason="ended without a last checkpoint, because its time was up")
         return Outcome(result="failed", code="interrupted", reason="the driver was interrupted", retryable=True)
     except Exception as error:
         log.exception("the attempt failed")
         return failed(error)
+
+
+def _asked_early(run_dir: RunDir, attempt: AttemptDir) -> Outcome | None:
+    """How an attempt ends that nobody waits for any more: it was asked to stop, or replaced, before it began."""
+    if run_dir.fence() > attempt.number:
+        return failed(FencedError(f"attempt {run_dir.fence()} has taken over before this one began"))
+    stop = run_dir.stop(attempt=attempt.number)
+    return Outcome(result=stop.result) if stop is not None else None
 
 
 def _prepare(spec: JobSpec, run_dir: RunDir, journal: Journal) -> None:
@@ -168,20 +179,20 @@ def _storage(folder: Path) -> dict[str, Any]:
 def _work(config: dict[str, Any]) -> None:
     """One worker: the loop in the place that Ray Train gave it."""
     context, run_dir = get_context(), RunDir.at(config["run_dir"])
-    spec = run_dir.spec()
+    attempt = run_dir.attempt(config["attempt"])
+    spec = attempt.spec(run_dir.spec())
     timeout = timedelta(seconds=spec.failure.hang_timeout_seconds)
     session = Session(
         rank=context.get_world_rank(),
         world=context.get_world_size(),
         local_rank=context.get_local_rank(),
-        attempt=config["attempt"],
+        attempt=attempt.number,
         run_dir=run_dir,
         open_stream=functools.partial(ray_stream, timeout=timeout),
         timeout=timeout,
         expect_restart=Spares(_spares(spec, context.get_world_rank())).keep,
         preemption=_preemption,
     )
-    attempt = run_dir.attempt(session.attempt)
     log_to(attempt.rank_log(session.rank))
     if _last_word(attempt) is not None:
         # Ray Train starts the group again after any error. This one will not go away: there is nothing to do.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from train_loop.assemble import Run, build_run
 from train_loop.batch import StepBatch, check_samples, check_vocabulary, micro_batches, share_rows
 from train_loop.checkpoint.contents import draft_manifest, tensors_to_save
-from train_loop.checkpoint.load import restore
+from train_loop.checkpoint.load import prove_newest, restore
 from train_loop.checkpoint.save import Saver
 from train_loop.checkpoint.times import SaveTimes
 from train_loop.control import StopSign, agree, who_works, wishes
@@ -47,7 +47,11 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
             # What was right before somebody's mistake came to light should not be lost with it.
             saver.wait()
             raise
-    outcome = Outcome(result=stop.result if stop else "succeeded", step=run.state.step, reason=close(saver, stop))
+    told = close(saver, stop)
+    if stop is not None and stop.mode != "cancel" and stop.checkpoint:
+        # Whoever asked may take the hosts and their disks away now.
+        prove_newest(run)
+    outcome = Outcome(result=stop.result if stop else "succeeded", step=run.state.step, reason=told)
     run.journal.event("training_ended", **outcome.model_dump(exclude_none=True))
     log.info("%s at step %d", outcome.result, outcome.step)
     return outcome

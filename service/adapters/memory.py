@@ -1,16 +1,20 @@
 """Fakes with the behaviour of the real adapters: a store in a dict and a cluster that runs what it is told to."""
 
+import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from service.domain.admission import queue_order
+from service.domain.admission import Ticket
 from service.domain.decide import Submission
-from service.domain.job import Job
-from service.errors import ClusterError, IdempotencyMismatch
-from service.ports import Findings, JobQuery, Launch, Lease, Once
+from service.domain.job import LIVE, Job, JobState
+from service.errors import ClusterError, IdempotencyMismatch, KeyInFlight
+from service.ports import FLIGHT_SECONDS, KEPT_SECONDS, Findings, JobQuery, Launch, Lease, Once
 from train_loop.plan import read_shape
 from train_loop.spec import JobSpec, Problem
+
+_QUEUE = "queue"
+_AT_REST = (JobState.QUEUED, JobState.PAUSED)
 
 
 @dataclass
@@ -18,28 +22,47 @@ class MemoryJobStore:
     """Jobs in a dict, under one lock."""
 
     jobs: dict[str, Job] = field(default_factory=dict)
-    keys: dict[str, tuple[Once, str]] = field(default_factory=dict)
+    keys: dict[str, tuple[Once, float, str | None]] = field(default_factory=dict)
     leases: dict[str, Lease] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, job: Job, once: Once | None) -> tuple[Job, bool]:
-        """Store a job; with a known key, answer the job of that key and False. Raises IdempotencyMismatch."""
+    def begin(self, once: Once, *, now: float) -> Job | None:
+        """The job that a key stands for; None: it is the caller's. Raises IdempotencyMismatch, KeyInFlight."""
         with self.lock:
-            if once is not None and (known := self.replay(once)):
-                return known, False
-            self.jobs[job.id] = job
-            if once is not None:
-                self.keys[once.key] = (once, job.id)
-            return job, True
+            first, since, job_id = self.keys.get(once.key, (once, -math.inf, None))
+            if now - since > (FLIGHT_SECONDS if job_id is None else KEPT_SECONDS):
+                self.keys[once.key] = (once, now, None)
+                return None
+            if first != once:
+                raise IdempotencyMismatch(once.key)
+            if job_id is None:
+                raise KeyInFlight(once.key)
+            return self.jobs[job_id]
 
-    def replay(self, once: Once) -> Job | None:
-        """The job that a key stands for, if it was used. Raises IdempotencyMismatch."""
-        if once.key not in self.keys:
-            return None
-        first, job_id = self.keys[once.key]
-        if first != once:
-            raise IdempotencyMismatch(once.key)
-        return self.jobs[job_id]
+    def release(self, once: Once) -> None:
+        """Give a key back under which no job was added."""
+        with self.lock:
+            if self.keys.get(once.key, (None, 0.0, ""))[2] is None:
+                del self.keys[once.key]
+
+    def add(self, job: Job, once: Once | None) -> None:
+        """Store a job with the key that was begun for it. Raises KeyInFlight where somebody took it since."""
+        with self.lock:
+            if once is not None:
+                first, since, job_id = self.keys.get(once.key, (None, 0.0, None))
+                if first != once or job_id is not None:
+                    raise KeyInFlight(once.key)
+                self.keys[once.key] = (once, since, job.id)
+            self.jobs[job.id] = job
+
+    def delete(self, job: Job) -> bool:
+        """Forget a job of the version that was read; False: it has changed."""
+        with self.lock:
+            if self.jobs.get(job.id) != job:
+                return False
+            del self.jobs[job.id]
+            self.keys = {key: value for key, value in self.keys.items() if value[2] != job.id}
+            return True
 
     def get(self, job_id: str) -> Job | None:
         """The job with this id."""
@@ -50,28 +73,45 @@ class MemoryJobStore:
         found = sorted((job for job in self.jobs.values() if _matches(job, query)), key=lambda job: job.id)
         return found[::-1][: query.limit]
 
-    def live(self) -> list[Job]:
-        """Every job that has not ended, in the order in which they start."""
-        return sorted((job for job in self.jobs.values() if not job.state.terminal), key=queue_order)
+    def tickets(self) -> list[Ticket]:
+        """Every job that holds room in the cluster or waits for some."""
+        with self.lock:
+            return [ticket for ticket in map(Ticket.of, self.jobs.values()) if ticket.holds or ticket.waits]
+
+    def lead(self, lease: Lease) -> bool:
+        """Whether this owner decides about the queue until the lease ends; nobody else does meanwhile."""
+        with self.lock:
+            return self._take(_QUEUE, lease)
+
+    def active(self) -> list[str]:
+        """The jobs that somebody has to look after."""
+        with self.lock:
+            return [job.id for job in self.jobs.values() if job.state in LIVE and job.state not in _AT_REST]
 
     def claim(self, job_id: str, lease: Lease) -> Job | None:
         """The job, if nobody else holds it; it is this owner's until the lease ends."""
         with self.lock:
-            held = self.leases.get(job_id)
-            if job_id not in self.jobs or (held and held.owner != lease.owner and held.until >= lease.now):
-                return None
-            self.leases[job_id] = lease
-            return self.jobs[job_id]
+            return self.jobs[job_id] if job_id in self.jobs and self._take(job_id, lease) else None
 
-    def save(self, job: Job, *, owner: str | None = None) -> bool:
-        """Store a change of the version that was read, as the lease's owner if one is named; False: discarded."""
+    def save(self, job: Job, *, owner: str | None = None, leads: bool = False) -> bool:
+        """Store a change of the version that was read, as whoever has the leases; False: discarded."""
         with self.lock:
-            held = self.leases.get(job.id)
-            mine = owner is None or (held is not None and held.owner == owner)
+            mine = owner is None or (self._owns(job.id, owner) and (not leads or self._owns(_QUEUE, owner)))
             if not mine or job.id not in self.jobs or self.jobs[job.id].version != job.version:
                 return False
             self.jobs[job.id] = replace(job, version=job.version + 1)
             return True
+
+    def _take(self, name: str, lease: Lease) -> bool:
+        held = self.leases.get(name)
+        if held is not None and held.owner != lease.owner and held.until >= lease.now:
+            return False
+        self.leases[name] = lease
+        return True
+
+    def _owns(self, name: str, owner: str) -> bool:
+        held = self.leases.get(name)
+        return held is not None and held.owner == owner
 
     def ping(self) -> None:
         """It always answers."""

@@ -62,11 +62,14 @@ class _NodesAnswer(BaseModel):
 
 
 class RayJobs:
-    """Drivers as Ray jobs. `address` says where the cluster is now; None while there is none."""
+    """Drivers as Ray jobs. `address` says where the cluster is now; `limit`, what an autoscaler may grow it to."""
 
-    def __init__(self, address: Callable[[], RayAddress | None], *, python: str) -> None:
+    def __init__(
+        self, address: Callable[[], RayAddress | None], *, python: str, limit: Mapping[str, float] | None = None
+    ) -> None:
         self._address = address
         self._python = python
+        self._limit = limit or {}
         self._lock = threading.Lock()
         self._ran: dict[str, float] = {}
         self._client: tuple[RayAddress, JobSubmissionClient] | None = None
@@ -108,7 +111,7 @@ class RayJobs:
                 raise ClusterError(f"Ray did not stop {submission_id}: {_first_line(error)}") from error
 
     def capacity(self) -> Mapping[str, float] | None:
-        """Resources of all living nodes, up to two seconds old; None when the cluster does not answer."""
+        """What all nodes have, up to two seconds old, or may grow to; None when the cluster does not answer."""
         asked, known = self._capacity
         if time.monotonic() - asked >= _CAPACITY_SECONDS:
             known = self._ask_capacity()
@@ -141,7 +144,7 @@ class RayJobs:
                 if not name.startswith(_NOT_TOTALS):
                     total[name] = total.get(name, 0.0) + amount
         # A head that has just started has no node yet: not a cluster of nothing, but one that is not up.
-        return total or None
+        return {name: max(total.get(name, 0.0), self._limit.get(name, 0.0)) for name in {*total, *self._limit}} or None
 
     def _connect(self) -> JobSubmissionClient:
         """A client for where the cluster is now. Raises ConnectionError while there is none."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from service.domain.decide import Training
+from service.errors import StaleAttempt
 from service.ports import Checkpoint, Cursor, Line, LogPage, LogSource, Progress, Sighting, Story
 from train_loop.run_dir import (
     AttemptDir,
@@ -16,7 +17,7 @@ from train_loop.run_dir import (
     read_lines,
     size_appended,
 )
-from train_loop.spec import JobSpec
+from train_loop.spec import JobSpec, ScalingSpec
 
 _TRAINING = {"training_started": Training.YES, "workers_lost": Training.LOST}
 _WINDOW = 1 << 18
@@ -26,11 +27,18 @@ _WINDOW = 1 << 18
 class LocalRunDirs:
     """Run directories on a file system that service and workers share."""
 
-    def prepare(self, run_dir: str, spec: JobSpec, *, attempt: int) -> None:
-        """Write the spec, and shut out older attempts. Repeatable."""
+    def prepare(self, run_dir: str, spec: JobSpec, size: ScalingSpec, *, attempt: int) -> None:
+        """Write the spec and the attempt's size, and shut out older attempts. Repeatable. Raises StaleAttempt."""
         directory = RunDir.at(run_dir)
         directory.write_spec(spec)
+        directory.attempt(attempt).write_size(size)
         directory.write_fence(attempt)
+        if directory.fence() > attempt:
+            raise StaleAttempt(run_dir, attempt)
+
+    def fence_off(self, run_dir: str, *, attempt: int) -> None:
+        """Shut out every attempt older than this one."""
+        RunDir.at(run_dir).write_fence(attempt)
 
     def ask_to_stop(self, run_dir: str, stop: Stop) -> None:
         """Write control/stop.json."""
@@ -68,6 +76,10 @@ class LocalRunDirs:
         folder = RunDir.at(run_dir).attempt(number)
         path = folder.driver_log if source.rank is None else folder.rank_log(source.rank)
         return _read_log(path, after, limit)
+
+    def committed(self, run_dir: str) -> int | None:
+        """The newest committed step."""
+        return max(RunDir.at(run_dir).manifests(), default=None)
 
     def checkpoints(self, run_dir: str) -> list[Checkpoint]:
         """The committed checkpoints, oldest first."""

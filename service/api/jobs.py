@@ -1,4 +1,4 @@
-"""/jobs: submit, plan, list, get, cancel."""
+"""/jobs: submit, plan, list, get, pause, resume, cancel, delete."""
 
 import hashlib
 from typing import Annotated
@@ -6,7 +6,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 
 from service.api.guard import parse_body, read_body, require_key
-from service.api.schemas import CancelIn, JobOut, JobPage, PlanOut
+from service.api.schemas import CancelIn, JobOut, JobPage, PauseIn, PlanOut, ResumeIn
 from service.domain.job import JobState
 from service.ports import JobQuery, Once
 from service.use_cases import Jobs
@@ -14,7 +14,10 @@ from service.use_cases import Jobs
 router = APIRouter(prefix="/jobs", tags=["jobs"], dependencies=[Depends(require_key)])
 _SPEC = {"schema": {"$ref": "#/components/schemas/JobSpec"}}
 _SPEC_BODY = {"requestBody": {"required": True, "content": {"application/json": _SPEC, "application/yaml": _SPEC}}}
-_CANCEL_BODY = {"requestBody": {"content": {"application/json": {"schema": CancelIn.model_json_schema()}}}}
+_PAUSE_BODY, _RESUME_BODY, _CANCEL_BODY = (
+    {"requestBody": {"content": {"application/json": {"schema": body.model_json_schema()}}}}
+    for body in (PauseIn, ResumeIn, CancelIn)
+)
 Body = Annotated[bytes, Depends(read_body)]
 
 
@@ -74,6 +77,25 @@ def list_jobs(jobs: UseCases, query: Annotated[JobQuery, Depends(job_query)]) ->
 def get(jobs: UseCases, job_id: str) -> JobOut:
     """One job."""
     return JobOut.of(jobs.get(job_id), now=jobs.clock())
+
+
+@router.delete("/{job_id}", status_code=204)
+def delete(jobs: UseCases, job_id: str) -> None:
+    """Forget a job that has ended; its run directory stays where it is."""
+    jobs.delete(job_id)
+
+
+@router.post("/{job_id}/pause", openapi_extra=_PAUSE_BODY)
+def pause(jobs: UseCases, job_id: str, body: Body) -> JobOut:
+    """Commit a checkpoint and leave the cluster until the job is resumed; repeatable."""
+    wish = parse_body(PauseIn, body)
+    return JobOut.of(jobs.pause(job_id, grace_seconds=wish.grace_seconds), now=jobs.clock())
+
+
+@router.post("/{job_id}/resume", openapi_extra=_RESUME_BODY)
+def resume(jobs: UseCases, job_id: str, body: Body) -> JobOut:
+    """Let a paused job go on, at another size if one is given; repeatable."""
+    return JobOut.of(jobs.resume(job_id, parse_body(ResumeIn, body).scaling), now=jobs.clock())
 
 
 @router.post("/{job_id}/cancel", openapi_extra=_CANCEL_BODY)

@@ -7,10 +7,11 @@ from typing import Annotated, Generic, Literal, TypeVar
 from pydantic import BaseModel, Field, JsonValue, PlainSerializer
 
 from service.domain.job import Attempt, Job, JobState
+from service.domain.reason import Code, Reason
 from service.ports import Progress
 from service.use_cases import JobView, PlanView
 from train_loop.plan import MeshPlan, needed
-from train_loop.spec import JobSpec
+from train_loop.spec import JobSpec, ScalingSpec
 
 T = TypeVar("T")
 Time = Annotated[datetime, PlainSerializer(lambda time: time.isoformat(timespec="milliseconds"), return_type=str)]
@@ -25,13 +26,28 @@ def _time_or_none(seconds: float | None) -> datetime | None:
     return None if seconds is None else as_time(seconds)
 
 
+class ReasonOut(BaseModel):
+    """Why something is as it is."""
+
+    code: Code
+    message: str
+    remedy: str | None
+
+    @classmethod
+    def of(cls, reason: Reason | None) -> "ReasonOut | None":
+        """From the domain."""
+        return None if reason is None else cls(code=reason.code, message=reason.message, remedy=reason.remedy)
+
+
 class AttemptOut(BaseModel):
     """One Ray submission of a job."""
 
     attempt: int
     submission_id: str
+    workers: int
     result: str | None
-    reason: str | None
+    reason: ReasonOut | None
+    committed_step: int | None = Field(description="the newest committed step when it was over")
     started_at: Time
     ended_at: Time | None
 
@@ -41,15 +57,17 @@ class AttemptOut(BaseModel):
         return cls(
             attempt=attempt.number,
             submission_id=attempt.submission_id,
+            workers=attempt.workers,
             result=attempt.result,
-            reason=attempt.reason,
+            reason=ReasonOut.of(attempt.reason),
+            committed_step=attempt.step,
             started_at=as_time(attempt.started_at),
             ended_at=_time_or_none(attempt.ended_at),
         )
 
 
 class ProgressOut(BaseModel):
-    """How far a run is, by its newest metrics line."""
+    """How far a run is, by its newest metrics line, and what it waits for before it can start."""
 
     step: int
     of: int | None
@@ -58,20 +76,23 @@ class ProgressOut(BaseModel):
     loss: float | None
     tokens_per_second: float | None
     mfu: float | None = Field(description="model FLOPs utilisation; null where the device's peak is unknown")
+    place: int | None = Field(description="in the queue, from 1; null where the job does not wait")
+    waits_for: ReasonOut | None = Field(description="a quota, room in the cluster with numbers, or others before it")
 
     @classmethod
-    def of_progress(cls, progress: Progress | None) -> "ProgressOut | None":
-        """From what the run directory tells."""
-        if progress is None:
-            return None
+    def of_view(cls, view: JobView) -> "ProgressOut":
+        """From what the run directory and the queue tell."""
+        done = view.story.progress or Progress(0, view.job.spec.training.max_steps)
         return cls(
-            step=progress.step,
-            of=progress.of,
-            percent=round(100 * progress.step / progress.of, 1) if progress.of else None,
-            eta_seconds=progress.eta_seconds,
-            loss=progress.loss,
-            tokens_per_second=progress.tokens_per_second,
-            mfu=progress.mfu,
+            step=done.step,
+            of=done.of,
+            percent=round(100 * done.step / done.of, 1) if done.of else None,
+            eta_seconds=done.eta_seconds,
+            loss=done.loss,
+            tokens_per_second=done.tokens_per_second,
+            mfu=done.mfu,
+            place=view.place,
+            waits_for=ReasonOut.of(view.waits_for),
         )
 
 
@@ -90,17 +111,19 @@ class JobOut(BaseModel):
     labels: dict[str, str]
     priority: int
     state: JobState
-    reason: str | None
+    reason: ReasonOut | None
+    times: dict[JobState, Time] = Field(description="when each state was last entered")
     created_at: Time
     updated_at: Time
     started_at: Time | None
     finished_at: Time | None
     spec: JobSpec
+    scaling: ScalingSpec = Field(description="the size of its next attempt")
     run_dir: str
     attempt: int = Field(description="number of the newest attempt; 0 before the first")
     attempts: tuple[AttemptOut, ...]
     restarts: int = Field(description="times that training started again, in the same or another attempt")
-    progress: ProgressOut | None
+    progress: ProgressOut
     lost_work: LostWork
     gpu_hours: float
     dashboard_url: str | None
@@ -116,17 +139,19 @@ class JobOut(BaseModel):
             labels=job.spec.labels,
             priority=job.spec.priority,
             state=job.state,
-            reason=job.reason,
+            reason=ReasonOut.of(view.waits_for or job.reason),
+            times={state: as_time(entered) for state, entered in job.times.items()},
             created_at=as_time(job.created_at),
             updated_at=as_time(job.updated_at),
             started_at=_time_or_none(job.started_at),
             finished_at=_time_or_none(job.finished_at),
             spec=job.spec,
+            scaling=job.size,
             run_dir=job.run_dir,
             attempt=len(job.attempts),
             attempts=tuple(map(AttemptOut.of, job.attempts)),
             restarts=story.restarts,
-            progress=ProgressOut.of_progress(story.progress),
+            progress=ProgressOut.of_view(view),
             lost_work=LostWork(steps=story.lost_steps),
             gpu_hours=_gpu_hours(job, now),
             dashboard_url=view.dashboard_url,
@@ -227,6 +252,22 @@ class CancelIn(BaseModel):
 
     grace_seconds: float | None = Field(default=None, ge=0, le=86400, description="default: the service's setting")
     checkpoint: bool = Field(default=True, description="commit a last checkpoint first")
+
+
+class PauseIn(BaseModel):
+    """How to pause."""
+
+    model_config = {"extra": "forbid"}
+
+    grace_seconds: float | None = Field(default=None, ge=0, le=86400, description="default: the service's setting")
+
+
+class ResumeIn(BaseModel):
+    """How to go on."""
+
+    model_config = {"extra": "forbid"}
+
+    scaling: ScalingSpec | None = Field(default=None, description="another size; default: the one it had")
 
 
 class Health(BaseModel):

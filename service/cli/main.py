@@ -22,6 +22,7 @@ from service.cli.show import (
     show_text,
 )
 from service.domain.job import JobState
+from train_loop.run_dir import storage_path
 
 _LOOK_SECONDS = 1.0
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Distributed training jobs that survive faults.")
@@ -133,7 +134,8 @@ def verify(job_id: JobId, step: Step, as_json: AsJson = False) -> None:
     if as_json:
         show_json(found)
     else:
-        show_text("\n".join(found.faults) if found.faults else f"the checkpoint of step {step} is whole")
+        damage = f"the checkpoint of step {step} is damaged; a run resumes from the one before it\n"
+        show_text(damage + "\n".join(found.faults) if found.faults else f"the checkpoint of step {step} is whole")
     raise typer.Exit(0 if found.ok else 1)
 
 
@@ -156,9 +158,10 @@ def export(
     """Make a Hugging Face folder of a checkpoint, wait for it, and print its path."""
     wish = ExportIn.model_validate({"dtype": dtype, "weights": "ema" if ema else "model"})
     with connect() as client:
-        status = client.export(job_id, step, wish)
+        status, told = client.export(job_id, step, wish), None
         while status.state == "running":
-            show_note(f"exporting: {status.progress:.0%}")
+            if told != (told := f"exporting: {status.progress:.0%}"):
+                show_note(told)
             time.sleep(_LOOK_SECONDS)
             status = client.exported(job_id, step, wish)
     if as_json:
@@ -166,8 +169,42 @@ def export(
     elif status.state == "failed":
         print(f"trainshed: the export failed: {status.reason}", file=sys.stderr)
     else:
-        show_text(status.path)
+        # As from_pretrained takes it: a path on a file system, a URI elsewhere.
+        show_text(str(storage_path(status.path)))
     raise typer.Exit(0 if status.state == "done" else 1)
+
+
+@app.command()
+def pause(
+    job_id: JobId,
+    grace: Annotated[float | None, typer.Option(min=0, help="seconds until it is ended by force")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Commit a checkpoint and leave the cluster until the job is resumed."""
+    with connect() as client:
+        job = client.pause(job_id, grace_seconds=grace)
+        show_json(job) if as_json else show_text(f"{job.id} is {job.state}")
+
+
+@app.command()
+def resume(
+    job_id: JobId,
+    workers: Annotated[int | None, typer.Option(min=1, help="default: as many as before")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let a paused job go on from its newest checkpoint."""
+    with connect() as client:
+        scaling = client.job(job_id).scaling.model_copy(update={"num_workers": workers}) if workers else None
+        job = client.resume(job_id, scaling=scaling)
+        show_json(job) if as_json else show_text(f"{job.id} is {job.state}")
+
+
+@app.command()
+def rm(job_id: JobId) -> None:
+    """Forget a job that has ended; its run directory stays."""
+    with connect() as client:
+        client.delete(job_id)
+        show_text(f"{job_id} is forgotten")
 
 
 @app.command()

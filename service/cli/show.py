@@ -25,7 +25,8 @@ def show_job(job: JobOut) -> None:
         "name": job.name,
         "project": job.project,
         "state": job.state,
-        "reason": job.reason,
+        "reason": job.reason.message if job.reason else None,
+        "what helps": job.reason.remedy if job.reason else None,
         "progress": _progress(job),
         "attempt": job.attempt,
         "restarts": job.restarts,
@@ -39,7 +40,10 @@ def show_job(job: JobOut) -> None:
 
 def show_jobs(jobs: Iterable[JobOut]) -> None:
     """Jobs, one per row."""
-    rows = ((job.id, job.name, job.state.value, _progress(job) or "", job.reason or "") for job in jobs)
+    rows = (
+        (job.id, job.name, job.state.value, _progress(job) or "", job.reason.message if job.reason else "")
+        for job in jobs
+    )
     _table(("id", "name", "state", "progress", "reason"), rows)
 
 
@@ -100,7 +104,7 @@ def show_note(text: str) -> None:
 
 def _progress(job: JobOut) -> str | None:
     done = job.progress
-    if done is None:
+    if not done.step:
         return None
     loss = f" loss {done.loss:.4f}" if done.loss is not None else ""
     return f"{done.step}/{done.of or '?'}{loss}"

@@ -1,52 +1,107 @@
-"""Who may start: the queue against what the cluster has. Pure."""
+"""admit(tickets, cluster, rules) -> Admission: who starts, who makes room, and what the others wait for. Pure.
 
-from collections.abc import Iterable, Mapping
+Jobs start by priority, then by age, all of their workers at once. What a job that is due lacks is kept for it: one
+behind it may pass only where that cannot make it wait longer, however long anybody runs.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from service.domain.job import Job, JobState
+from service.domain.reason import Code, Reason
 from train_loop.plan import DATA_CPUS, data_starves, needed, too_big
 from train_loop.spec import ScalingSpec
 
 Resources = Mapping[str, float]
 _NOISE = 1e-9
+_SUMS = 4096
+"""Loads that the running jobs may come to which are told apart; with more of them nobody passes."""
 
 
 @dataclass(frozen=True)
-class Queue:
-    """The cluster's total (None: not reachable), what active jobs hold of it, and how many jobs wait ahead."""
+class Ticket:
+    """What admission knows of a job that has not ended."""
 
-    total: Resources | None = None
-    held: Resources = field(default_factory=dict)
-    ahead: int = 0
+    id: str
+    project: str
+    priority: int
+    state: JobState
+    scaling: ScalingSpec
+    holds: bool
+    """Whether the cluster keeps room for it."""
+    waits: bool
+    """Whether it would start: it is queued, or was paused to make room."""
+    since: float = 0.0
+    """When its newest attempt began, in Unix seconds."""
+
+    @cached_property
+    def needs(self) -> Resources:
+        """What the cluster keeps for it: its workers, and a CPU for Ray Data."""
+        return _sum([needed(self.scaling), {"CPU": DATA_CPUS}])
+
+    @classmethod
+    def of(cls, job: Job) -> "Ticket":
+        """The ticket of a job."""
+        preempted = job.state is JobState.PAUSED and job.wish is not None and job.wish.by is Code.PREEMPTED
+        return cls(
+            id=job.id,
+            project=job.spec.project,
+            priority=job.spec.priority,
+            state=job.state,
+            scaling=job.size,
+            holds=job.holds_resources,
+            waits=preempted or job.state is JobState.QUEUED,
+            since=job.attempt.started_at if job.attempt else 0.0,
+        )
 
 
-def view_queue(job: Job, live: Iterable[Job], total: Resources | None) -> Queue:
-    """The queue as it looks to one job. `live` is every job that has not ended."""
-    jobs = [other for other in live if other.id != job.id]
-    held = _sum(room(other.spec.scaling) for other in jobs if other.holds_resources)
-    waiting = (
-        other for other in jobs if other.state is JobState.QUEUED and never_fits(other.spec.scaling, total) is None
-    )
-    return Queue(total, held, sum(queue_order(other) < queue_order(job) for other in waiting))
+@dataclass(frozen=True)
+class Quota:
+    """What the running jobs of a project may come to; None: as much as there is."""
+
+    jobs: int | None = None
+    workers: int | None = None
+    gpus: float | None = None
 
 
-def queue_order(job: Job) -> tuple[int, str]:
+@dataclass(frozen=True)
+class Rules:
+    """What the operator decided."""
+
+    quotas: Mapping[str, Quota] = field(default_factory=dict)
+    """By project; "*" is for those that are not named."""
+    backfill: bool = True
+    preemption: bool = True
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What is to be done about the queue."""
+
+    starts: tuple[str, ...] = ()
+    """Jobs that start now."""
+    preempts: Mapping[str, str] = field(default_factory=dict)
+    """Jobs that make room, and for whom."""
+    waits: Mapping[str, Reason] = field(default_factory=dict)
+    """Why the others wait, in their order."""
+
+    @cached_property
+    def places(self) -> Mapping[str, int]:
+        """The place of each that waits, from 1."""
+        return {job_id: place for place, job_id in enumerate(self.waits, start=1)}
+
+
+@dataclass
+class Board:
+    """What the last look at the queue came to, for whoever asks why a job waits."""
+
+    admission: Admission = field(default_factory=Admission)
+
+
+def queue_order(ticket: Ticket) -> tuple[int, str]:
     """Sorts jobs into the order in which they start: priority, then age (ids sort by time)."""
-    return (-job.spec.priority, job.id)
-
-
-def why_wait(scaling: ScalingSpec, queue: Queue) -> str | None:
-    """Why a queued job cannot start now, as a sentence for its owner; None where it can.
-
-    Order is strict: a small job does not pass a big one. Only a job that can never start blocks nobody.
-    """
-    if queue.total is None:
-        return "the cluster is not reachable yet; the job starts once it answers"
-    if never := never_fits(scaling, queue.total):
-        return never
-    if queue.ahead:
-        return f"number {queue.ahead + 1} in the queue; jobs start by priority, then by age"
-    return _shortage(scaling, queue.total, queue.held)
+    return (-ticket.priority, ticket.id)
 
 
 def never_fits(scaling: ScalingSpec, total: Resources | None) -> str | None:
@@ -57,18 +112,186 @@ def never_fits(scaling: ScalingSpec, total: Resources | None) -> str | None:
     return too_big(scaling, total) or (starves.message if starves else None)
 
 
-def room(scaling: ScalingSpec) -> Resources:
-    """What the cluster keeps for an active job: its workers, and a CPU for Ray Data."""
-    return _sum([needed(scaling), {"CPU": DATA_CPUS}])
+def admit(tickets: Iterable[Ticket], total: Resources | None, rules: Rules) -> Admission:
+    """Decide about every ticket at once; `total` is what the cluster has, None where it is silent."""
+    everybody = sorted(tickets, key=queue_order)
+    waiting = [ticket for ticket in everybody if ticket.waits]
+    if total is None:
+        unknown = Reason(Code.CLUSTER_UNREACHABLE, "the cluster is not reachable yet; the job starts once it answers")
+        return Admission(waits={ticket.id: unknown for ticket in waiting})
+    books = _Books(total, rules, [ticket for ticket in everybody if ticket.holds])
+    for ticket in waiting:
+        books.decide(ticket)
+    return Admission(tuple(books.starts), books.preempts, books.waits)
 
 
-def _shortage(scaling: ScalingSpec, total: Resources, held: Resources) -> str | None:
+@dataclass(frozen=True)
+class _Use:
+    """What the running jobs of a project come to."""
+
+    jobs: int = 0
+    workers: int = 0
+    gpus: float = 0.0
+
+
+class _Books:
+    """Who holds what, while the queue is gone through from its front."""
+
+    def __init__(self, total: Resources, rules: Rules, holders: Sequence[Ticket]) -> None:
+        self.starts: list[str] = []
+        self.preempts: dict[str, str] = {}
+        self.waits: dict[str, Reason] = {}
+        self._total = total
+        self._rules = rules
+        self._holders: list[Ticket] = []
+        self._held: Resources = {}
+        self._used: dict[str, _Use] = {}
+        self._blocked: list[Ticket] = []
+        self._refused: dict[tuple[tuple[str, float], ...], Ticket] = {}
+        self._over_quota: set[str] = set()
+        self._place = 0
+        for ticket in holders:
+            self._hold(ticket)
+
+    def decide(self, ticket: Ticket) -> None:
+        """Start the next in the order, or say why it waits."""
+        reason = self._why_wait(ticket)
+        if reason is None:
+            self.starts.append(ticket.id)
+            self._hold(ticket)
+        else:
+            self.waits[ticket.id] = reason
+
+    def _hold(self, ticket: Ticket) -> None:
+        self._holders.append(ticket)
+        self._held = _sum([self._held, ticket.needs])
+        self._used[ticket.project] = self._with(ticket)
+
+    def _with(self, ticket: Ticket) -> _Use:
+        """What its project would have if the job ran."""
+        used = self._used.get(ticket.project, _Use())
+        gpus = used.gpus + ticket.needs.get("GPU", 0.0)
+        return _Use(used.jobs + 1, used.workers + ticket.scaling.world, gpus)
+
+    def _why_wait(self, ticket: Ticket) -> Reason | None:
+        # Only what can never start blocks nobody.
+        if never := never_fits(ticket.scaling, self._total):
+            what, _, remedy = never.partition("; ")
+            return Reason(Code.UNSCHEDULABLE, what, remedy)
+        self._place += 1
+        if over := self._over(ticket):
+            self._over_quota.add(ticket.project)
+            return Reason(Code.QUOTA, over, "it starts when another job of the project ends")
+        if shortage := _shortage(ticket.needs, self._total, self._held):
+            return self._block(ticket, shortage)
+        first = self._who_holds_back(ticket)
+        if first is None:
+            return None
+        self._blocked.append(ticket)
+        return Reason(Code.QUEUE, f"number {self._place} in the queue; {first.id} is before it and waits for more room")
+
+    def _block(self, ticket: Ticket, shortage: str) -> Reason:
+        if self._rules.preemption and not self._blocked:
+            self.preempts = {victim.id: ticket.id for victim in self._victims(ticket)}
+        self._blocked.append(ticket)
+        if self.preempts and ticket.id in self.preempts.values():
+            shortage += f"; {', '.join(self.preempts)} of lower priority will make room"
+        place = "next in the queue" if self._place == 1 else f"number {self._place} in the queue"
+        return Reason(Code.CAPACITY, f"{place}; waits for {shortage}")
+
+    def _over(self, ticket: Ticket) -> str | None:
+        """Which quota of its project the job would break."""
+        if ticket.project in self._over_quota:
+            return f"number {self._place} in the queue; another job of project {ticket.project} is before it"
+        quotas = self._rules.quotas
+        quota = quotas.get(ticket.project, quotas.get("*", Quota()))
+        after = self._with(ticket)
+        for name, most, then in (
+            ("jobs", quota.jobs, after.jobs),
+            ("workers", quota.workers, after.workers),
+            ("GPUs", quota.gpus, after.gpus),
+        ):
+            if most is not None and then > most + _NOISE:
+                return f"project {ticket.project} may have {most:g} {name} at once, and with this job it has {then:g}"
+        return None
+
+    def _who_holds_back(self, ticket: Ticket) -> Ticket | None:
+        """The first of those that wait for room whom the job would make wait longer."""
+        if not self._rules.backfill:
+            return self._blocked[0] if self._blocked else None
+        size = tuple(sorted(ticket.needs.items()))
+        # Whoever is as large as one that was refused makes the same one wait.
+        if size not in self._refused:
+            found = (one for place, one in enumerate(self._blocked) if not self._may_pass(ticket, one, place))
+            if (first := next(found, None)) is None:
+                return None
+            self._refused[size] = first
+        return self._refused[size]
+
+    def _may_pass(self, ticket: Ticket, blocked: Ticket, place: int) -> bool:
+        """Whether the one that waits starts no later if this one starts now, whichever jobs end first.
+
+        Later it would start if some of those that hold anything, left alone, held so much that it fits beside them, and
+        does not beside this one too.
+        """
+        for name, amount in ticket.needs.items():
+            most = self._total.get(name, 0.0) - blocked.needs.get(name, 0.0)
+            loads = [one.needs.get(name, 0.0) for one in (*self._holders, *self._blocked[:place])]
+            sums = _subset_sums(loads, most)
+            if sums is None or any(load > most - amount + _NOISE for load in sums):
+                return False
+        return True
+
+    def _victims(self, ticket: Ticket) -> list[Ticket]:
+        """Of the running jobs of lower priority, the least and newest whose room is enough; none where it is not."""
+        lower = [one for one in self._holders if one.priority < ticket.priority]
+        # What is on its way out makes room without being asked.
+        held = _less(self._held, [one.needs for one in lower if one.state in _LEAVING])
+        chosen: list[Ticket] = []
+        for one in sorted((one for one in lower if one.state in _RUNNING), key=lambda one: (one.priority, -one.since)):
+            if _shortage(ticket.needs, self._total, held) is None:
+                break
+            held = _less(held, [one.needs])
+            chosen.append(one)
+        if _shortage(ticket.needs, self._total, held) is not None:
+            return []
+        return _needed_victims(chosen, ticket.needs, self._total, held)
+
+
+_RUNNING = (JobState.STARTING, JobState.RUNNING, JobState.RECOVERING)
+_LEAVING = (JobState.PAUSING, JobState.CANCELLING)
+
+
+def _needed_victims(chosen: Sequence[Ticket], needs: Resources, total: Resources, held: Resources) -> list[Ticket]:
+    """Those without whom it would not fit: a large one that came last may have made small ones needless."""
+    kept: list[Ticket] = []
+    for one in chosen:
+        spared = _sum([held, one.needs])
+        if _shortage(needs, total, spared) is None:
+            held = spared
+        else:
+            kept.append(one)
+    return kept
+
+
+def _shortage(needs: Resources, total: Resources, held: Resources) -> str | None:
     short = [
         f"{amount:g} {name} ({held.get(name, 0):g} of the cluster's {total.get(name, 0):g} are taken)"
-        for name, amount in room(scaling).items()
+        for name, amount in needs.items()
         if amount > total.get(name, 0) - held.get(name, 0) + _NOISE
     ]
-    return f"next in the queue; waits for {' and '.join(short)}" if short else None
+    return " and ".join(short) or None
+
+
+def _subset_sums(loads: Sequence[float], most: float) -> set[float] | None:
+    """What any of the loads may come to together, up to `most`; None where there are too many to tell."""
+    sums = {0.0}
+    for load in loads:
+        if load:
+            sums |= {round(one + load, 6) for one in sums if one + load <= most + _NOISE}
+        if len(sums) > _SUMS:
+            return None
+    return sums
 
 
 def _sum(parts: Iterable[Resources]) -> Resources:
@@ -77,3 +300,8 @@ def _sum(parts: Iterable[Resources]) -> Resources:
         for name, amount in part.items():
             total[name] = total.get(name, 0.0) + amount
     return total
+
+
+def _less(whole: Resources, parts: Iterable[Resources]) -> Resources:
+    taken = _sum(parts)
+    return {name: amount - taken.get(name, 0.0) for name, amount in whole.items()}

@@ -1,15 +1,16 @@
 """decide(job, seen, now) -> Decision: every rule by which a job moves. Pure.
 
 A decision is at most one side effect and the job as it should be stored after it. Effects are repeatable, so a crash
-between effect and store is repaired by deciding again.
+between effect and store is repaired by deciding again. Who starts when is decided for all jobs at once, in `admission`.
 """
 
+import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum, StrEnum, auto
 
-from service.domain.admission import Queue, why_wait
-from service.domain.job import Job, JobState
+from service.domain.job import Attempt, Job, JobState, Wish
+from service.domain.reason import Code, Reason, code_of
 from train_loop.run_dir import Outcome, Stop
 
 
@@ -44,17 +45,24 @@ class Effect(Enum):
     SUBMIT = auto()
     ASK_TO_STOP = auto()
     STOP_NOW = auto()
+    STOP_PREVIOUS = auto()
+    """The driver of the attempt before the newest."""
+    FENCE_OFF = auto()
+    """Have no attempt train any more, should a request to start one still be on its way."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What was observed of a job's newest attempt and, while it is queued, of the queue."""
+    """What was observed of a job's newest attempt."""
 
     submission: Submission = Submission.UNKNOWN
     training: Training = Training.NOT_YET
     outcome: Outcome | None = None
     stop: Stop | None = None
-    queue: Queue = field(default_factory=Queue)
+    committed: int | None = None
+    """The newest committed step; looked for only where the attempt may be over."""
+    previous: Submission = Submission.MISSING
+    """The attempt before it; looked for only until it is submitted itself."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +72,10 @@ class Retry:
     base: float
     cap: float
 
-    def delay(self, failed: int) -> float:
-        """The pause after the n-th failed attempt."""
-        return min(self.base * 2.0 ** min(failed - 1, 30), self.cap)
+    def delay(self, job: Job) -> float:
+        """The pause after its failures in a row, up to a quarter shorter, so that jobs do not come back all at once."""
+        most = min(self.base * 2.0 ** min(len(job.failures) - 1, 30), self.cap)
+        return most * (1.0 - 0.25 * zlib.crc32(job.attempts[-1].submission_id.encode()) / 2**32)
 
 
 @dataclass(frozen=True)
@@ -75,123 +84,192 @@ class Decision:
 
     job: Job
     effect: Effect | None = None
+    needed: bool = True
+    """Whether the job stays as it is where the effect fails."""
 
 
 def decide(job: Job, seen: Seen, *, now: float, retry: Retry) -> Decision:
     """The next step of a job; the same job where there is nothing to do."""
     rule = _RULES.get(job.state)
-    return rule(job, seen, now, retry) if rule else Decision(job)
+    if rule is None:
+        return Decision(job)
+    decision = rule(job, seen, now, retry)
+    if decision.job.state in _RULES or not job.attempts:
+        return decision
+    # A disk that is full for ever must not keep a job alive for ever.
+    late = job.wish is not None and now >= job.wish.deadline
+    return replace(decision, effect=Effect.FENCE_OFF, needed=not late)
 
 
-def wanted_stop(job: Job) -> Stop | None:
+def start(job: Job, *, now: float) -> Job:
+    """A waiting job with its next attempt, once it was admitted."""
+    queued = job if job.state is JobState.QUEUED else resume(job, now=now)
+    return queued.move(JobState.STARTING, now=now).begin_attempt(now=now)
+
+
+def make_room(job: Job, *, whom: str, deadline: float, now: float) -> Job:
+    """A running job that is paused for another one, and goes on by itself later."""
+    reason = Reason(Code.PREEMPTED, f"makes room for {whom}, and goes on when there is room again")
+    wish = Wish("pause", checkpoint=True, deadline=deadline, by=Code.PREEMPTED)
+    return replace(job.move(JobState.PAUSING, now=now, reason=reason), wish=wish)
+
+
+def wanted_stop(wish: Wish, attempt: Attempt) -> Stop:
     """What control/stop.json should say."""
-    if job.cancel is None:
-        return None
-    return Stop(mode="cancel", checkpoint=job.cancel.checkpoint, deadline=job.cancel.deadline)
-
-
-def _queued(job: Job, seen: Seen, now: float, retry: Retry) -> Decision:
-    reason = why_wait(job.spec.scaling, seen.queue)
-    if reason is not None:
-        return Decision(_because(job, reason))
-    return Decision(job.move(JobState.STARTING, now=now).begin_attempt(now=now))
+    return Stop(mode=wish.mode, checkpoint=wish.checkpoint, deadline=wish.deadline, attempt=attempt.number)
 
 
 def _active(job: Job, seen: Seen, now: float, retry: Retry) -> Decision:
+    """A job that starts, runs or recovers."""
     attempt = job.attempts[-1]
     # An outcome is the attempt's own word, and needs no cluster to confirm it.
     if attempt.ended_at is None and seen.outcome is not None:
-        return Decision(_ended(job, seen.outcome, now, retry))
+        return Decision(_ended(job, seen.outcome, seen.committed, now, retry))
+    if attempt.ended_at is not None:
+        return Decision(job if now < (job.next_attempt_at or 0) else job.begin_attempt(now=now))
     if seen.submission is Submission.UNKNOWN:
         return Decision(job)
-    if attempt.ended_at is not None:
-        return _between_attempts(job, seen, now)
     if seen.submission is Submission.MISSING and attempt.submitted_at is None:
-        return Decision(_because(job.mark_submitted(now=now), _last_failure(job)), Effect.SUBMIT)
+        return _submit(job, seen.previous, now)
     if not seen.submission.alive:
-        return Decision(_failed(job, f"the driver was lost (its submission is {seen.submission})", now, retry))
+        return Decision(_failed(job, _driver_lost(seen), seen.committed, now, retry))
     return Decision(_follow(job if attempt.submitted_at else job.mark_submitted(now=now), seen.training, now))
 
 
-def _between_attempts(job: Job, seen: Seen, now: float) -> Decision:
-    if now < (job.next_attempt_at or 0):
-        return Decision(job)
+def _submit(job: Job, previous: Submission, now: float) -> Decision:
     # Two live drivers would share one run directory; the fence would keep it whole, but one of them would work in vain.
-    return Decision(job, Effect.STOP_NOW) if seen.submission.alive else Decision(job.begin_attempt(now=now))
+    if previous.alive:
+        return Decision(job, Effect.STOP_PREVIOUS)
+    if previous is Submission.UNKNOWN:
+        return Decision(job)
+    return Decision(_because(job.mark_submitted(now=now), _last_failure(job)), Effect.SUBMIT)
 
 
 def _follow(job: Job, training: Training, now: float) -> Job:
     """Where the workers of a live attempt stand."""
     if job.state is JobState.RUNNING and training is Training.LOST:
-        reason = "workers were lost; the run goes on from its latest checkpoint"
-        return job.move(JobState.RECOVERING, now=now, reason=reason)
+        lost = Reason(Code.WORKERS_LOST, "workers were lost; the run goes on from its latest checkpoint")
+        return job.move(JobState.RECOVERING, now=now, reason=lost)
     # An attempt that lost its workers before anybody looked has been running all the same.
     began = training is Training.YES or (job.state is JobState.STARTING and training is Training.LOST)
     return job.move(JobState.RUNNING, now=now) if began and job.state is not JobState.RUNNING else job
 
 
-def _ended(job: Job, outcome: Outcome, now: float, retry: Retry) -> Job:
+def _ended(job: Job, outcome: Outcome, committed: int | None, now: float, retry: Retry) -> Job:
     if outcome.result == "succeeded":
-        return job.end_attempt("succeeded", reason=None, now=now).move(JobState.SUCCEEDED, now=now)
+        return job.end_attempt("succeeded", now=now, step=committed).move(JobState.SUCCEEDED, now=now)
     if outcome.result != "failed":
-        return _failed(job, f"the driver ended as {outcome.result}, which nobody had asked for", now, retry)
-    reason = outcome.reason or outcome.code or "the driver gave no reason"
+        unasked = Reason(Code.INTERRUPTED, f"the driver ended as {outcome.result}, which nobody had asked for")
+        return _failed(job, unasked, committed, now, retry)
+    reason = _failure(outcome)
     if outcome.retryable:
-        return _failed(job, reason, now, retry)
-    return job.end_attempt("failed", reason=reason, now=now).move(JobState.FAILED, now=now, reason=reason)
+        return _failed(job, reason, committed, now, retry)
+    job = job.end_attempt("failed", now=now, reason=reason, step=committed)
+    return job.move(JobState.FAILED, now=now, reason=reason)
 
 
-def _failed(job: Job, reason: str, now: float, retry: Retry) -> Job:
+def _failed(job: Job, reason: Reason, committed: int | None, now: float, retry: Retry) -> Job:
     """The newest attempt is over and another one may help."""
-    number, most = job.attempts[-1].number, job.spec.failure.max_attempts
-    job = job.end_attempt("failed", reason=reason, now=now)
-    if number >= most:
-        return job.move(JobState.FAILED, now=now, reason=_last_failure(job))
+    job = job.end_attempt("failed", now=now, reason=reason, step=committed)
+    if len(job.failures) >= job.spec.failure.max_attempts:
+        return job.move(JobState.FAILED, now=now, reason=_crash_loop(job.failures))
     if job.state is JobState.RUNNING:
         job = job.move(JobState.RECOVERING, now=now)
-    return replace(_because(job, _last_failure(job)), next_attempt_at=now + retry.delay(number))
+    return replace(_because(job, _last_failure(job)), next_attempt_at=now + retry.delay(job))
 
 
-def _last_failure(job: Job) -> str | None:
-    """The sentence about the newest attempt that is over."""
+def _crash_loop(failures: tuple[Attempt, ...]) -> Reason:
+    """Why nobody tries again, with all that was said of them."""
+    told = "; ".join(f"attempt {one.number}: {one.reason.message}" for one in failures if one.reason)
+    said = f"{len(failures)} of {len(failures)} attempts failed without getting further: {told}"
+    return Reason(Code.CRASH_LOOP, said, "mend what the logs name and clone the job, or raise failure.max_attempts")
+
+
+def _last_failure(job: Job) -> Reason | None:
+    """What happened to the newest attempt that is over, if it failed, and how often it may happen."""
     over = [attempt for attempt in job.attempts if attempt.ended_at is not None]
-    most = job.spec.failure.max_attempts
-    return f"attempt {over[-1].number} of {most} failed: {over[-1].reason}" if over else None
+    if not over or over[-1].result != "failed" or over[-1].reason is None:
+        return None
+    tries = f"{len(job.failures)} of {job.spec.failure.max_attempts}"
+    return replace(over[-1].reason, message=f"attempt {over[-1].number} failed ({tries}): {over[-1].reason.message}")
 
 
-def _cancelling(job: Job, seen: Seen, now: float, retry: Retry) -> Decision:
-    attempt, stop = job.attempt, wanted_stop(job)
-    if attempt is None or attempt.ended_at is not None:
-        return Decision(job.move(JobState.CANCELLED, now=now))
+def _stopping(job: Job, seen: Seen, now: float, retry: Retry) -> Decision:
+    """A job that is to pause or to be cancelled: the loop is asked first, and the driver stopped when patience ends."""
+    attempt, wish = job.attempt, job.wish
+    if attempt is None or attempt.ended_at is not None or wish is None:
+        return Decision(_stopped(job, now))
     if seen.outcome is not None:
-        return Decision(_cancelled(job, seen.outcome, now))
-    late = stop is not None and stop.deadline is not None and now >= stop.deadline
-    # Written before anything else, so that a driver on its way up finds it too; but a disk that is full for ever must
-    # not keep a job alive for ever.
-    if seen.stop != stop and not late:
+        return Decision(_acknowledged(job, seen.outcome, seen.committed, now))
+    late = now >= wish.deadline
+    # Written before anything else, so that a driver on its way up finds it too.
+    if seen.stop != wanted_stop(wish, attempt) and not late:
         return Decision(job, Effect.ASK_TO_STOP)
     if seen.submission is Submission.UNKNOWN:
         return Decision(job)
     if not seen.submission.alive:
-        return Decision(_cancelled(job, None, now))
+        return Decision(_gone(job, seen, now))
     return Decision(job, Effect.STOP_NOW if late else None)
 
 
-def _cancelled(job: Job, outcome: Outcome | None, now: float) -> Job:
-    result = outcome.result if outcome else "cancelled"
-    return job.end_attempt(result, reason=outcome.reason if outcome else None, now=now).move(
-        JobState.CANCELLED, now=now
-    )
+def _acknowledged(job: Job, outcome: Outcome, committed: int | None, now: float) -> Job:
+    """The driver has said how it ended, and its workers are gone."""
+    reason = _failure(outcome) if outcome.result == "failed" else None
+    job = job.end_attempt(outcome.result, now=now, reason=reason, step=committed)
+    if job.state is JobState.PAUSING and outcome.result == "succeeded":
+        return job.move(JobState.SUCCEEDED, now=now)
+    if job.state is JobState.PAUSING and outcome.result == "failed" and not outcome.retryable:
+        return job.move(JobState.FAILED, now=now, reason=reason)
+    return _stopped(_because(job, _told(job, outcome.reason)), now)
 
 
-def _because(job: Job, reason: str | None) -> Job:
+def _gone(job: Job, seen: Seen, now: float) -> Job:
+    """The driver ended without a word, or never began."""
+    if job.state is JobState.CANCELLING or job.attempts[-1].submitted_at is None:
+        result = "cancelled" if job.state is JobState.CANCELLING else "paused"
+        return _stopped(job.end_attempt(result, now=now), now)
+    lost = _driver_lost(seen)
+    since = f"step {seen.committed}" if seen.committed is not None else "its start"
+    told = _told(job, f"{lost.message} before it had saved; the run goes on from {since}")
+    return _stopped(_because(job.end_attempt("failed", now=now, reason=lost, step=seen.committed), told), now)
+
+
+def _told(job: Job, message: str | None) -> Reason | None:
+    """Why the job stops, with what was said of its end."""
+    if message is None or job.reason is None:
+        return job.reason
+    return replace(job.reason, message=f"{job.reason.message} ({message})")
+
+
+def _stopped(job: Job, now: float) -> Job:
+    """The job once nothing of it runs any more."""
+    if job.state is JobState.CANCELLING:
+        return job.move(JobState.CANCELLED, now=now, reason=job.reason)
+    paused = job.move(JobState.PAUSED, now=now, reason=job.reason)
+    return resume(paused, now=now) if job.wish is not None and job.wish.then_resume else paused
+
+
+def resume(job: Job, *, now: float) -> Job:
+    """A paused job back in the queue."""
+    return replace(job.move(JobState.QUEUED, now=now), wish=None)
+
+
+def _failure(outcome: Outcome) -> Reason:
+    return Reason(code_of(outcome.code), outcome.reason or outcome.code or "the driver gave no reason")
+
+
+def _driver_lost(seen: Seen) -> Reason:
+    return Reason(Code.DRIVER_LOST, f"the driver was lost (its submission is {seen.submission})")
+
+
+def _because(job: Job, reason: Reason | None) -> Job:
     return job if job.reason == reason else replace(job, reason=reason)
 
 
 _RULES: Mapping[JobState, Callable[[Job, Seen, float, Retry], Decision]] = {
-    JobState.QUEUED: _queued,
     JobState.STARTING: _active,
     JobState.RUNNING: _active,
     JobState.RECOVERING: _active,
-    JobState.CANCELLING: _cancelling,
+    JobState.PAUSING: _stopping,
+    JobState.CANCELLING: _stopping,
 }

@@ -1,10 +1,12 @@
 """A job, its attempts, and the one table of legal transitions."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Literal
 
-from train_loop.spec import JobSpec
+from service.domain.reason import Code, Reason
+from train_loop.spec import JobSpec, ScalingSpec
 
 
 class JobState(StrEnum):
@@ -29,9 +31,9 @@ class JobState(StrEnum):
 
 _S = JobState
 # An attempt that lives can end by itself, so every state that has one can end as SUCCEEDED or FAILED; once a cancel is
-# asked for, it is CANCELLED however the attempt ends.
+# asked for, it is CANCELLED however the attempt ends. A queued job can be paused too: it is held back.
 TRANSITIONS: Mapping[JobState, frozenset[JobState]] = {
-    _S.QUEUED: frozenset({_S.STARTING, _S.CANCELLING}),
+    _S.QUEUED: frozenset({_S.STARTING, _S.PAUSING, _S.CANCELLING}),
     _S.STARTING: frozenset({_S.RUNNING, _S.PAUSING, _S.CANCELLING, _S.SUCCEEDED, _S.FAILED}),
     _S.RUNNING: frozenset({_S.RECOVERING, _S.PAUSING, _S.CANCELLING, _S.SUCCEEDED, _S.FAILED}),
     _S.RECOVERING: frozenset({_S.RUNNING, _S.PAUSING, _S.CANCELLING, _S.SUCCEEDED, _S.FAILED}),
@@ -56,15 +58,25 @@ class Attempt:
     """When the cluster was seen to have it: from then on, missing means gone."""
     ended_at: float | None = None
     result: str | None = None
-    reason: str | None = None
+    reason: Reason | None = None
+    workers: int = 0
+    """How many workers it was started with."""
+    step: int | None = None
+    """The newest committed step when it was over; None where there was none."""
 
 
 @dataclass(frozen=True)
-class Cancel:
-    """A user's wish to end the job: with a last checkpoint or not, and when patience ends (Unix seconds)."""
+class Wish:
+    """What the newest attempt is asked to do instead of going on."""
 
-    deadline: float
+    mode: Literal["cancel", "pause", "resize"]
     checkpoint: bool
+    deadline: float
+    """When patience ends, in Unix seconds: then the driver is stopped by force."""
+    by: Code = Code.USER
+    """Who asked."""
+    then_resume: bool = False
+    """Of a pause: the job was asked to go on before it had stopped."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +89,16 @@ class Job:
     created_at: float
     updated_at: float
     state: JobState = JobState.QUEUED
-    reason: str | None = None
+    reason: Reason | None = None
+    times: Mapping[JobState, float] = field(default_factory=dict)
+    """When each state was last entered."""
     started_at: float | None = None
     finished_at: float | None = None
     attempts: tuple[Attempt, ...] = ()
     next_attempt_at: float | None = None
-    cancel: Cancel | None = None
+    wish: Wish | None = None
+    scaling: ScalingSpec | None = None
+    """The size it was given since; None: the one in its spec."""
     version: int = 1
     """Counts the changes of the stored row; a change on top of an older one is discarded."""
 
@@ -92,21 +108,40 @@ class Job:
         return self.attempts[-1] if self.attempts else None
 
     @property
+    def failures(self) -> tuple[Attempt, ...]:
+        """The attempts that failed one after another, counted from the last one that committed a new step."""
+        found, best = list[Attempt](), -1
+        for attempt in self.attempts:
+            if attempt.step is not None and attempt.step > best:
+                found, best = [], attempt.step
+            if attempt.result == "failed":
+                found.append(attempt)
+        return tuple(found)
+
+    @property
+    def size(self) -> ScalingSpec:
+        """How many workers its next attempt gets, and what each of them needs."""
+        return self.scaling or self.spec.scaling
+
+    @property
     def holds_resources(self) -> bool:
         """Whether the cluster has to keep room for the job."""
-        return bool(self.attempts) and not self.state.terminal and self.state is not JobState.PAUSED
+        if self.state in (JobState.PAUSING, JobState.CANCELLING):
+            return self.attempt is not None and self.attempt.ended_at is None
+        return self.state in (JobState.STARTING, JobState.RUNNING, JobState.RECOVERING)
 
-    def move(self, state: JobState, *, now: float, reason: str | None = None) -> "Job":
+    def move(self, state: JobState, *, now: float, reason: Reason | None = None) -> "Job":
         """The job in another state. Raises ValueError where the table has no such transition."""
         if state not in TRANSITIONS[self.state]:
             raise ValueError(f"{self.id} cannot go from {self.state} to {state}; see service.domain.job.TRANSITIONS")
         finished = now if state.terminal else None
-        return replace(self, state=state, reason=reason, updated_at=now, finished_at=finished)
+        times = {**self.times, state: now}
+        return replace(self, state=state, reason=reason, times=times, updated_at=now, finished_at=finished)
 
     def begin_attempt(self, *, now: float) -> "Job":
         """The job with its next attempt, which nobody has submitted yet."""
         number = len(self.attempts) + 1
-        attempt = Attempt(number, f"{self.id}-{number}", started_at=now)
+        attempt = Attempt(number, f"{self.id}-{number}", started_at=now, workers=self.size.world)
         return replace(
             self,
             attempts=(*self.attempts, attempt),
@@ -119,9 +154,9 @@ class Job:
         """The job once the cluster has its newest attempt."""
         return replace(self, attempts=(*self.attempts[:-1], replace(self.attempts[-1], submitted_at=now)))
 
-    def end_attempt(self, result: str, *, reason: str | None, now: float) -> "Job":
+    def end_attempt(self, result: str, *, now: float, reason: Reason | None = None, step: int | None = None) -> "Job":
         """The job once its newest attempt, if it has a live one, is over."""
         if not self.attempts or self.attempts[-1].ended_at is not None:
             return self
-        ended = replace(self.attempts[-1], ended_at=now, result=result, reason=reason)
+        ended = replace(self.attempts[-1], ended_at=now, result=result, reason=reason, step=step)
         return replace(self, attempts=(*self.attempts[:-1], ended))

@@ -24,7 +24,8 @@ def job_id(client: TestClient) -> str:
 @pytest.fixture
 def url(service: FakeService, job_id: str) -> str:
     """The checkpoints of a job that has two."""
-    service.run_dirs.prepare(service.get(job_id).run_dir, service.get(job_id).spec, attempt=1)
+    job = service.get(job_id)
+    service.run_dirs.prepare(job.run_dir, job.spec, job.size, attempt=1)
     for step in (10, 20):
         checkpoint(service.run_dir(job_id), step, weights=b"1234567")
     return f"/jobs/{job_id}/checkpoints"
@@ -113,7 +114,11 @@ def test_an_export_that_finds_no_place_does_not_run(
     ("body", "pointer", "message"),
     [
         ({"dtype": "int8"}, "/dtype", "Input should be 'bf16', 'fp16' or 'fp32'"),
-        ({"weights": "ema"}, "/weights", "the job keeps no average of its weights (training.ema_decay); choose model"),
+        (
+            {"weights": "ema"},
+            "/weights",
+            "the job keeps no average of its weights (training.ema_decay); export its weights",
+        ),
     ],
 )
 def test_a_wish_that_cannot_be_met_is_refused(

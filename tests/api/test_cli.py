@@ -64,7 +64,8 @@ def test_a_job_from_submit_to_cancel(home: Path, service: FakeService) -> None:
 
 def test_checkpoints_are_verified_pinned_and_exported(home: Path, service: FakeService) -> None:
     job_id = run("submit", str(home / "spec.json")).stdout.strip()
-    service.run_dirs.prepare(service.get(job_id).run_dir, service.get(job_id).spec, attempt=1)
+    job = service.get(job_id)
+    service.run_dirs.prepare(job.run_dir, job.spec, job.size, attempt=1)
     folder = checkpoint(service.run_dir(job_id), 20, weights=b"abc")
     assert run("verify", job_id, "20").stdout == "the checkpoint of step 20 is whole\n"
     assert run("pin", job_id, "20").stdout == "the checkpoint of step 20 is pinned\n"
@@ -80,7 +81,11 @@ def test_checkpoints_are_verified_pinned_and_exported(home: Path, service: FakeS
     assert run("export", job_id, "20", "--dtype", "bf16").stdout.strip().endswith("/export/step-00000020-model-bf16")
     (folder / "weights").write_bytes(b"abd")
     damaged = run("verify", job_id, "20")
-    assert (damaged.exit_code, damaged.stdout) == (1, "weights has another SHA-256 than when it was committed\n")
+    assert (damaged.exit_code, damaged.stdout) == (
+        1,
+        "the checkpoint of step 20 is damaged; a run resumes from the one before it\n"
+        "weights has another SHA-256 than when it was committed\n",
+    )
 
 
 def test_json_is_what_the_service_answered(home: Path) -> None:

@@ -1,11 +1,15 @@
 """Submit, plan, list, get and cancel over HTTP."""
 
+import hashlib
+
 import pytest
 from fastapi.testclient import TestClient
 
 from service.domain.decide import Submission
+from service.ports import Once
 from tests.support.service import FakeService, spec_body
 from train_loop.run_dir import Outcome
+from train_loop.spec import Problem
 
 YAML = """
 name: tiny
@@ -23,7 +27,9 @@ def test_submit_answers_201_with_location_and_the_resolved_job(client: TestClien
     assert (job["labels"], job["priority"], job["attempt"], job["attempts"]) == ({"team": "nlp"}, 3, 0, [])
     assert job["run_dir"] == f"{service.root.as_uri()}/default/job-0001"
     assert job["spec"]["training"]["optimizer"] == "adamw"
-    assert (job["progress"], job["lost_work"], job["restarts"]) == (None, {"steps": 0}, 0)
+    assert (job["progress"]["step"], job["progress"]["of"], job["progress"]["percent"]) == (0, 20, 0.0)
+    assert (job["reason"], job["lost_work"], job["restarts"]) == (None, {"steps": 0}, 0)
+    assert list(job["times"]) == ["QUEUED"]
     assert client.get("/jobs/job-0001").json() == job
 
 
@@ -68,12 +74,20 @@ def test_more_workers_than_the_cluster_holds_stay_queued_with_a_reason(
     client: TestClient, service: FakeService
 ) -> None:
     body = spec_body(scaling={"num_workers": 99})
-    reason = "99 workers need 99 CPU where the cluster has 8; add nodes, or cancel and submit fewer or smaller workers"
-    assert client.post("/jobs/plan", content=body).json()["warnings"] == [f"the job would stay QUEUED: {reason}"]
+    what, remedy = (
+        "99 workers need 99 CPU where the cluster has 8",
+        "add nodes, or cancel and submit fewer or smaller workers",
+    )
+    told = f"the job would stay QUEUED: {what}; {remedy}"
+    assert client.post("/jobs/plan", content=body).json()["warnings"] == [told]
     job_id = client.post("/jobs", content=body).json()["id"]
     service.reconciler().run_once()
     job = client.get(f"/jobs/{job_id}").json()
-    assert (job["state"], job["reason"]) == ("QUEUED", reason)
+    assert (job["state"], job["reason"]) == (
+        "QUEUED",
+        {"code": "unschedulable", "message": what, "remedy": remedy},
+    )
+    assert (job["progress"]["waits_for"], job["progress"]["place"]) == (job["reason"], 1)
 
 
 def test_list_pages_newest_first_and_filters(client: TestClient) -> None:
@@ -111,6 +125,8 @@ def test_running_job_shows_progress_attempts_and_lost_work(client: TestClient, s
         "loss": 2.5,
         "tokens_per_second": 64.0,
         "mfu": 0.4,
+        "place": None,
+        "waits_for": None,
     }
 
 
@@ -135,9 +151,69 @@ def test_second_cancel_can_shorten_the_grace_only(client: TestClient, service: F
     job_id = client.post("/jobs", content=spec_body()).json()["id"]
     for grace in (50, 5, 500):
         client.post(f"/jobs/{job_id}/cancel", json={"grace_seconds": grace})
-    cancel = service.get(job_id).cancel
-    assert cancel is not None
-    assert cancel.deadline == service.clock.now + 5
+    wish = service.get(job_id).wish
+    assert wish is not None
+    assert wish.deadline == service.clock.now + 5
+
+
+def test_job_is_paused_resumed_at_another_size_and_forgotten(client: TestClient, service: FakeService) -> None:
+    job_id = client.post("/jobs", content=spec_body(training={"global_batch_size": 4})).json()["id"]
+    service.reconciler().run_once()
+    service.cluster.submissions[f"{job_id}-1"] = Submission.RUNNING
+    service.event(job_id, "training_started", steps=20, replayed=0)
+    service.reconciler().run_once()
+    assert client.post(f"/jobs/{job_id}/pause", json={"grace_seconds": 5}).json()["state"] == "PAUSING"
+    service.reconciler().run_once()
+    stop = service.run_dir(job_id).stop()
+    assert stop is not None
+    assert (stop.mode, stop.attempt, stop.deadline) == ("pause", 1, service.clock.now + 5)
+    service.end(job_id, Outcome(result="paused", step=7))
+    service.cluster.submissions[f"{job_id}-1"] = Submission.SUCCEEDED
+    service.reconciler().run_once()
+    paused = client.get(f"/jobs/{job_id}").json()
+    assert (paused["state"], paused["reason"]["code"], paused["attempts"][0]["result"]) == ("PAUSED", "user", "paused")
+    assert client.delete(f"/jobs/{job_id}").status_code == 409
+    resumed = client.post(f"/jobs/{job_id}/resume", json={"scaling": {"num_workers": 4}}).json()
+    assert (resumed["state"], resumed["scaling"]["num_workers"]) == ("QUEUED", 4)
+    service.reconciler().run_once()
+    assert service.cluster.launches[-1].submission_id == f"{job_id}-2"
+    run_dir = service.run_dir(job_id)
+    assert run_dir.attempt(2).spec(run_dir.spec()).scaling.world == 4
+    assert run_dir.stop(attempt=2) is None
+    client.post(f"/jobs/{job_id}/cancel", json={"grace_seconds": 0})
+    service.reconciler().run_once()
+    service.reconciler().run_once()
+    assert client.delete(f"/jobs/{job_id}").status_code == 204
+    assert client.get(f"/jobs/{job_id}").status_code == 404
+    assert run_dir.spec().name == "tiny"
+
+
+def test_size_that_would_change_a_step_is_refused(client: TestClient) -> None:
+    job_id = client.post("/jobs", content=spec_body()).json()["id"]
+    answer = client.post(f"/jobs/{job_id}/resume", json={"scaling": {"num_workers": 4}})
+    assert (answer.status_code, answer.json()["code"]) == (422, "invalid_spec")
+    assert answer.json()["errors"] == [
+        {
+            "pointer": "/scaling/num_workers",
+            "message": "num_workers=4 is not the 2 of the spec, and a step would take another number of sequences; "
+            "a job is resized where its spec gives training.global_batch_size",
+        }
+    ]
+
+
+def test_key_of_a_refused_spec_can_be_used_again(client: TestClient, service: FakeService) -> None:
+    key = {"Idempotency-Key": "k1"}
+    service.preflight.problems = [Problem("/data", "bad")]
+    assert client.post("/jobs", content=spec_body(), headers=key).status_code == 422
+    service.preflight.problems = []
+    assert client.post("/jobs", content=spec_body(), headers=key).status_code == 201
+
+
+def test_key_whose_request_is_at_work_is_a_conflict(client: TestClient, service: FakeService) -> None:
+    body = spec_body()
+    service.store.begin(Once("k1", hashlib.sha256(body.encode()).hexdigest()), now=service.clock.now)
+    answer = client.post("/jobs", content=body, headers={"Idempotency-Key": "k1"})
+    assert (answer.status_code, answer.json()["code"]) == (409, "idempotency_in_flight")
 
 
 def test_finished_job_cannot_be_cancelled(client: TestClient, service: FakeService) -> None:

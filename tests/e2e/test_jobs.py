@@ -100,7 +100,6 @@ def test_a_job_on_text_is_evaluated_and_ends_by_tokens(service: LiveService) -> 
     assert lines[-2]["tokens"] < 1000 <= lines[-1]["tokens"]
     assert [line["step"] for line in lines if "eval_loss" in line] == [5, len(lines)]
     assert lines[-1]["eval_loss"] < lines[4]["eval_loss"]
-    assert job.progress is not None
     assert job.progress.of == len(lines)
     assert all(event["utilisation"] > 0.9 for event in service.events(job_id, "prepared"))
 
@@ -139,7 +138,6 @@ def test_a_job_runs_to_its_end_and_its_traces_are_served(service: LiveService, r
     assert sorted(samples) == sorted(set(samples)), "a sample was trained twice within an epoch"
     job = service.client.job(reference)
     assert (job.attempt, job.restarts, job.lost_work.steps) == (1, 0, 0)
-    assert job.progress is not None
     assert (job.progress.step, job.progress.of, job.progress.percent) == (STEPS, STEPS, 100.0)
     assert [c.step for c in service.client.checkpoints(job.id).data] == [30, 40]
     page = service.client.metrics(job.id, limit=STEPS)
@@ -199,6 +197,31 @@ def test_a_cancelled_job_leaves_a_committed_checkpoint(service: LiveService) -> 
     wait_for(lambda: not processes_of(job_id), "the driver's end")
 
 
+def test_a_paused_job_goes_on_at_another_size(service: LiveService, reference: str) -> None:
+    job_id = service.submit()
+    service.wait_for_state(job_id, JobState.STARTING)
+    service.client.pause(job_id)
+    service.wait_for_state(job_id, JobState.PAUSED)
+    service.client.resume(job_id)
+    service.wait_for_step(job_id, 3)
+    service.client.pause(job_id)
+    paused = service.wait_for_state(job_id, JobState.PAUSED)
+    wait_for(lambda: not processes_of(job_id), "the driver's end")
+    done = service.metrics(job_id)[-1]["step"]
+    newest, rejected = newest_verified(service.run_dir(job_id))
+    assert newest is not None
+    assert not rejected
+    assert newest.step == paused.attempts[-1].committed_step == done
+    size = paused.scaling.model_copy(update={"num_workers": 4})
+    service.client.resume(job_id, scaling=size)
+    job = service.wait_for_state(job_id, JobState.SUCCEEDED)
+    assert [(one.result, one.workers) for one in job.attempts[-2:]] == [("paused", 2), ("succeeded", 4)]
+    assert job.lost_work.steps == 0
+    lines, expected = service.metrics(job_id), service.metrics(reference)
+    assert [line["samples"] for line in lines] == [line["samples"] for line in expected]
+    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in expected], rel=1e-5)
+
+
 def test_bad_data_fails_at_once_with_a_reason_a_user_can_act_on(service: LiveService) -> None:
     path = service.home / "data" / "bad.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -207,7 +230,9 @@ def test_bad_data_fails_at_once_with_a_reason_a_user_can_act_on(service: LiveSer
     job = service.wait_for_state(job_id, JobState.FAILED)
     assert job.attempt == 1
     assert job.reason is not None
-    assert f"{path}, row 30: column 'ids' holds null where a list of whole numbers is needed; correct" in job.reason
+    assert job.reason.code == "data_error"
+    told = f"{path}, row 30: column 'ids' holds null where a list of whole numbers is needed; correct"
+    assert told in job.reason.message
 
 
 def test_bad_input_is_refused_over_http_with_rule_value_and_remedy(service: LiveService, tmp_path: Path) -> None:
@@ -225,7 +250,8 @@ def test_bad_input_is_refused_over_http_with_rule_value_and_remedy(service: Live
 def test_a_job_too_big_for_the_cluster_stays_queued_with_a_reason(service: LiveService) -> None:
     job_id = service.submit(training={"global_batch_size": 16}, scaling={"num_workers": 16})
     reason = wait_for(lambda: service.client.job(job_id).reason, "a reason")
-    assert "16 workers need 8 CPU where the cluster has 3; add nodes, or cancel" in reason
+    assert (reason.code, reason.message) == ("unschedulable", "16 workers need 8 CPU where the cluster has 3")
+    assert reason.remedy == "add nodes, or cancel and submit fewer or smaller workers"
     assert service.client.job(job_id).state is JobState.QUEUED
     service.client.cancel(job_id)
     service.wait_for_state(job_id, JobState.CANCELLED)

@@ -91,7 +91,8 @@ class LiveService:
 
         def reached() -> JobOut | None:
             job = self.client.job(job_id)
-            assert job.state in states or not job.state.terminal, f"{job.state}: {job.reason}\n{self.story(job_id)}"
+            why = job.reason.message if job.reason else None
+            assert job.state in states or not job.state.terminal, f"{job.state}: {why}\n{self.story(job_id)}"
             return job if job.state in states else None
 
         return wait_for(reached, f"{job_id} in {' or '.join(states)}", seconds=seconds)

@@ -17,12 +17,13 @@ from service.adapters.memory import MemoryCluster, MemoryJobStore, MemoryPreflig
 from service.adapters.run_dirs import LocalRunDirs
 from service.api.build import build_api
 from service.api.guard import Guard
+from service.domain.admission import Board, Rules
 from service.domain.decide import Retry
 from service.domain.job import Job
 from service.ledger import Ledger
 from service.ports import Cluster, JobStore
 from service.reconcile import Pace, Reconciler
-from service.use_cases import Jobs
+from service.use_cases import Grace, Jobs
 from train_loop.run_dir import JsonLines, Outcome, RunDir
 from train_loop.spec import JobSpec, parse
 
@@ -93,6 +94,8 @@ class FakeService:
     clock: Clock = field(default_factory=Clock)
     ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     run_dirs: LocalRunDirs = field(default_factory=LocalRunDirs)
+    rules: Rules = field(default_factory=Rules)
+    board: Board = field(default_factory=Board)
 
     @property
     def jobs(self) -> Jobs:
@@ -102,8 +105,9 @@ class FakeService:
             cluster=self.cluster,
             run_dirs=self.run_dirs,
             preflight=self.preflight,
+            board=self.board,
             default_root=self.root.as_uri(),
-            cancel_grace=30.0,
+            grace=Grace(cancel=30.0, pause=300.0),
             clock=self.clock,
             new_id=lambda: f"job-{next(self.ids):04d}",
         )
@@ -119,9 +123,15 @@ class FakeService:
 
     def reconciler(self, *, store: JobStore | None = None, cluster: Cluster | None = None) -> Reconciler:
         """A reconciler as it is after a restart."""
-        pace = Pace(lease=30.0, retry=RETRY)
         return Reconciler(
-            store or self.store, cluster or self.cluster, self.run_dirs, self.clock, owner="me", pace=pace
+            store or self.store,
+            cluster or self.cluster,
+            self.run_dirs,
+            self.clock,
+            owner="me",
+            pace=Pace(lease=30.0, retry=RETRY),
+            rules=self.rules,
+            board=self.board,
         )
 
     def submit(self, **parts: Any) -> Job:

@@ -17,7 +17,7 @@ from train_loop.checkpoint.ledger import check_fence
 from train_loop.checkpoint.ledgers import ledger_of
 from train_loop.checkpoint.manifest import verify
 from train_loop.checkpoint.read import CheckpointReader
-from train_loop.errors import DataError, UserError
+from train_loop.errors import CheckpointError, DataError, UserError
 from train_loop.patience import patiently
 from train_loop.run_dir import Manifest, UnknownFormatError, is_remote, storage_failed
 from train_loop.state import seed_generators, set_rng_state
@@ -101,6 +101,18 @@ def _agree_on_newest(run: Run) -> Manifest | None:
         raise unreadable
     _ask_rank_0(run, partial(_reject, run, rejected))
     return newest
+
+
+def prove_newest(run: Run) -> None:
+    """Read the newest checkpoint once more, by all ranks. Raises CheckpointError on each where it is damaged."""
+    newest = _ask_rank_0(run, lambda: next(reversed(run.session.run_dir.manifests().values()), None))
+    if newest is None:
+        return
+    found: list[Any] = [None] * run.session.world
+    dist.all_gather_object(found, faults_of_share(run, newest))
+    faults = list(itertools.chain.from_iterable([str(f)] if isinstance(f, Exception) else f for f in found))
+    if faults:
+        raise CheckpointError(f"the checkpoint of step {newest.step}, just committed, is damaged: {'; '.join(faults)}")
 
 
 def faults_of_share(run: Run, manifest: Manifest) -> list[str] | Exception:

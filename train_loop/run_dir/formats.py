@@ -27,6 +27,8 @@ class Stop(Format):
     checkpoint: bool = True
     deadline: float | None = None
     """Unix seconds after which the service ends the attempt itself."""
+    attempt: int | None = None
+    """Who is asked; None: whichever attempt reads it."""
 
     @property
     def result(self) -> Literal["paused", "cancelled", "resized"]:

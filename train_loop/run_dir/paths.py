@@ -12,7 +12,7 @@ from train_loop.run_dir.durable import storage_path, write_durably
 from train_loop.run_dir.exports import ExportDir
 from train_loop.run_dir.formats import Fence, Format, Manifest, Outcome, Stop, UnknownFormatError
 from train_loop.run_dir.remote import is_remote, list_folder, read_whole
-from train_loop.spec import JobSpec, dump, parse_text
+from train_loop.spec import JobSpec, ScalingSpec, dump, parse_text
 
 T = TypeVar("T", bound=Format)
 
@@ -61,6 +61,23 @@ class AttemptDir:
     def outcome_file(self) -> Path:
         """Where it is said how the attempt ended."""
         return self.root / "outcome.json"
+
+    @property
+    def size_file(self) -> Path:
+        """How many workers the attempt has, where that was decided for it alone."""
+        return self.root / "scaling.json"
+
+    def write_size(self, size: ScalingSpec) -> None:
+        """Say how many workers the attempt has."""
+        write_durably(self.size_file, size.model_dump_json(indent=2))
+
+    def spec(self, spec: JobSpec) -> JobSpec:
+        """The run's spec at the attempt's size."""
+        try:
+            size = ScalingSpec.model_validate_json(read_whole(self.size_file))
+        except FileNotFoundError:
+            return spec
+        return spec.model_copy(update={"scaling": size})
 
     def outcome(self) -> Outcome | None:
         """How the attempt ended; None while it has not said so."""
@@ -209,9 +226,10 @@ class RunDir:
         """Where a stop is asked for."""
         return self.root / "control" / "stop.json"
 
-    def stop(self) -> Stop | None:
-        """What the service asks the running attempt to do, if anything."""
-        return _read(self.stop_file, Stop)
+    def stop(self, *, attempt: int | None = None) -> Stop | None:
+        """What the service asks for, if anything; with an attempt, only what that one is asked."""
+        stop = _read(self.stop_file, Stop)
+        return None if stop is None or attempt not in (None, stop.attempt or attempt) else stop
 
     def write_stop(self, stop: Stop) -> None:
         """Ask the running attempt to stop at its next step."""

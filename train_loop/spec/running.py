@@ -59,7 +59,9 @@ class FailureSpec(SpecModel):
     """How often a run may fail before it is given up."""
 
     max_failures: int = Field(default=3, ge=0, description="restarts of the worker group inside one attempt")
-    max_attempts: int = Field(default=3, ge=1, description="Ray submissions")
+    max_attempts: int = Field(
+        default=3, ge=1, description="Ray submissions in a row that may fail, counted from the last that saved a step"
+    )
     spare_workers: bool = Field(
         default=True,
         description="keep a process with all imports, about 0.5 GB, ready beside every worker: it restarts in seconds",

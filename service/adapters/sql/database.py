@@ -5,14 +5,18 @@ from pathlib import Path
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Engine, create_engine, event
+from alembic.migration import MigrationContext
+from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.pool import ConnectionPoolEntry
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 
 
-def open_database(url: str) -> Engine:
-    """An engine whose tables are those that the code expects. Raises sqlalchemy.exc.SQLAlchemyError."""
+def open_database(url: str, *, revision: str = "head") -> Engine:
+    """An engine whose tables are those that the code expects, or those of an older revision.
+
+    Raises sqlalchemy.exc.SQLAlchemyError.
+    """
     engine = create_engine(url, pool_pre_ping=True)
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _make_durable)
@@ -20,8 +24,17 @@ def open_database(url: str) -> Engine:
         config = Config()
         config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
         config.attributes["connection"] = connection
-        command.upgrade(config, "head")
+        _migrate(connection, config, revision)
     return engine
+
+
+def _migrate(connection: Connection, config: Config, revision: str) -> None:
+    now = MigrationContext.configure(connection).get_current_revision()
+    # Revisions are numbers, so that they compare.
+    if revision != "head" and now is not None and now > revision:
+        command.downgrade(config, revision)
+    else:
+        command.upgrade(config, revision)
 
 
 def _make_durable(connection: sqlite3.Connection, record: ConnectionPoolEntry) -> None:

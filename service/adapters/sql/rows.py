@@ -1,23 +1,33 @@
 """A job as a row of the jobs table, and back."""
 
+from functools import lru_cache
+from typing import Any
+
 from pydantic import TypeAdapter
 from sqlalchemy import Row
 
-from service.domain.job import Attempt, Cancel, Job, JobState
-from train_loop.spec import JobSpec, dump
+from service.domain.admission import Ticket
+from service.domain.job import Attempt, Job, JobState, Wish
+from service.domain.reason import Reason
+from train_loop.spec import JobSpec, ScalingSpec, dump
 
 Value = str | int | float | None
 _attempts = TypeAdapter(tuple[Attempt, ...])
+_times = TypeAdapter(dict[JobState, float])
+_wish = TypeAdapter(Wish)
+_reason = TypeAdapter(Reason)
 
 
 def to_row(job: Job) -> dict[str, Value]:
     """Every column but the lease, which is not the job's own."""
+    ticket = Ticket.of(job)
     return {
         "id": job.id,
         "name": job.spec.name,
         "project": job.spec.project,
+        "priority": job.spec.priority,
         "state": job.state.value,
-        "reason": job.reason,
+        "reason": _reason.dump_json(job.reason).decode() if job.reason else None,
         "spec": dump(job.spec),
         "run_dir": job.run_dir,
         "created_at": job.created_at,
@@ -26,27 +36,58 @@ def to_row(job: Job) -> dict[str, Value]:
         "finished_at": job.finished_at,
         "attempts": _attempts.dump_json(job.attempts).decode(),
         "next_attempt_at": job.next_attempt_at,
-        "cancel_deadline": job.cancel.deadline if job.cancel else None,
-        "cancel_checkpoint": int(job.cancel.checkpoint) if job.cancel else None,
+        "times": _times.dump_json(dict(job.times)).decode(),
+        "wish": _wish.dump_json(job.wish).decode() if job.wish else None,
+        "scaling": job.scaling.model_dump_json() if job.scaling else None,
+        "size": job.size.model_dump_json(),
+        "holds": int(ticket.holds),
+        "waits": int(ticket.waits),
+        "since": ticket.since,
         "version": job.version,
     }
 
 
 def from_row(row: Row[tuple[object, ...]]) -> Job:
     """The job of a row that has every column of the table."""
-    deadline = row.cancel_deadline
     return Job(
         id=row.id,
-        spec=JobSpec.model_validate_json(row.spec),
+        spec=_spec(row.spec),
         run_dir=row.run_dir,
         created_at=row.created_at,
         updated_at=row.updated_at,
         state=JobState(row.state),
-        reason=row.reason,
+        reason=_reason.validate_json(row.reason) if row.reason else None,
+        times=_times.validate_json(row.times),
         started_at=row.started_at,
         finished_at=row.finished_at,
         attempts=_attempts.validate_json(row.attempts),
         next_attempt_at=row.next_attempt_at,
-        cancel=None if deadline is None else Cancel(deadline, bool(row.cancel_checkpoint)),
+        wish=_wish.validate_json(row.wish) if row.wish else None,
+        scaling=_scaling(row.scaling) if row.scaling else None,
         version=row.version,
     )
+
+
+def ticket_of(row: Any) -> Ticket:
+    """The ticket of a row, without reading its spec."""
+    return Ticket(
+        id=row.id,
+        project=row.project,
+        priority=row.priority,
+        state=JobState(row.state),
+        scaling=_scaling(row.size),
+        holds=bool(row.holds),
+        waits=bool(row.waits),
+        since=row.since,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _spec(text: str) -> JobSpec:
+    # It never changes, and the same jobs are read again and again.
+    return JobSpec.model_validate_json(text)
+
+
+@lru_cache(maxsize=4096)
+def _scaling(text: str) -> ScalingSpec:
+    return ScalingSpec.model_validate_json(text)

@@ -2,15 +2,28 @@
 
 from collections.abc import Sequence
 
-from sqlalchemy import Connection, Engine, Row, Select, and_, exists, insert, or_, select, update
+from sqlalchemy import ColumnElement, Engine, Row, Select, and_, delete, exists, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
-from service.adapters.sql.rows import from_row, to_row
-from service.adapters.sql.tables import idempotency_keys, jobs, labels
-from service.domain.admission import queue_order
-from service.domain.job import LIVE, Job
-from service.errors import IdempotencyMismatch
-from service.ports import JobQuery, Lease, Once
+from service.adapters.sql.rows import from_row, ticket_of, to_row
+from service.adapters.sql.tables import idempotency_keys, jobs, labels, leases
+from service.domain.admission import Ticket
+from service.domain.job import Job, JobState
+from service.errors import IdempotencyMismatch, KeyInFlight
+from service.ports import FLIGHT_SECONDS, KEPT_SECONDS, JobQuery, Lease, Once
+
+_QUEUE = "queue"
+_ACTIVE = (JobState.STARTING, JobState.RUNNING, JobState.RECOVERING, JobState.PAUSING, JobState.CANCELLING)
+_TICKET = (
+    jobs.c.id,
+    jobs.c.project,
+    jobs.c.priority,
+    jobs.c.state,
+    jobs.c.size,
+    jobs.c.holds,
+    jobs.c.waits,
+    jobs.c.since,
+)
 
 
 class SqlJobStore:
@@ -19,30 +32,56 @@ class SqlJobStore:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def add(self, job: Job, once: Once | None) -> tuple[Job, bool]:
-        """Store a job; with a known key, answer the job of that key and False. Raises IdempotencyMismatch."""
+    def begin(self, once: Once, *, now: float) -> Job | None:
+        """The job that a key stands for; None: the key is the caller's, who adds a job under it or releases it.
+
+        Raises IdempotencyMismatch, and KeyInFlight while somebody else has it.
+        """
+        keys = idempotency_keys
+        dead = (keys.c.key == once.key) & keys.c.job_id.is_(None) & (keys.c.created_at < now - FLIGHT_SECONDS)
         try:
             with self._engine.begin() as connection:
-                _insert(connection, job, once)
-        except IntegrityError:
-            # The unique key decides between two that came at once: the other one was first.
-            known = self.replay(once) if once else None
-            if known is None:
-                raise
-            return known, False
-        return job, True
+                connection.execute(delete(keys).where(or_(keys.c.created_at < now - KEPT_SECONDS, dead)))
+                connection.execute(insert(keys).values(key=once.key, body=once.body, created_at=now))
+        except IntegrityError as error:
+            # The unique key decides between two that come at once.
+            return self._known(once, error)
+        return None
 
-    def replay(self, once: Once) -> Job | None:
-        """The job that a key stands for, if it was used. Raises IdempotencyMismatch."""
+    def _known(self, once: Once, error: IntegrityError) -> Job | None:
         query = (
             select(idempotency_keys.c.body.label("body_sha256"), jobs)
-            .join(jobs, jobs.c.id == idempotency_keys.c.job_id)
+            .join_from(idempotency_keys, jobs, jobs.c.id == idempotency_keys.c.job_id, isouter=True)
             .where(idempotency_keys.c.key == once.key)
         )
         row = self._first(query)
         if row is not None and row.body_sha256 != once.body:
-            raise IdempotencyMismatch(once.key)
-        return from_row(row) if row is not None else None
+            raise IdempotencyMismatch(once.key) from error
+        if row is None or row.id is None:
+            raise KeyInFlight(once.key) from error
+        return from_row(row)
+
+    def release(self, once: Once) -> None:
+        """Give a key back under which no job was added."""
+        with self._engine.begin() as connection:
+            connection.execute(delete(idempotency_keys).where(_in_flight(once)))
+
+    def add(self, job: Job, once: Once | None) -> None:
+        """Store a job, durably, with the key that was begun for it. Raises KeyInFlight where somebody took it since."""
+        with self._engine.begin() as connection:
+            connection.execute(insert(jobs).values(to_row(job)))
+            pairs = [{"job_id": job.id, "key": key, "value": value} for key, value in job.spec.labels.items()]
+            if pairs:
+                connection.execute(insert(labels), pairs)
+            if once is not None:
+                mine = update(idempotency_keys).where(_in_flight(once)).values(job_id=job.id)
+                if connection.execute(mine).rowcount != 1:
+                    raise KeyInFlight(once.key)
+
+    def delete(self, job: Job) -> bool:
+        """Forget a job of the version that was read; False: it has changed."""
+        with self._engine.begin() as connection:
+            return connection.execute(delete(jobs).where(_unchanged(job))).rowcount == 1
 
     def get(self, job_id: str) -> Job | None:
         """The job with this id."""
@@ -53,9 +92,32 @@ class SqlJobStore:
         """The jobs that match, newest first."""
         return self._all(_matching(query).order_by(jobs.c.id.desc()).limit(query.limit))
 
-    def live(self) -> list[Job]:
-        """Every job that has not ended, in the order in which they start."""
-        return sorted(self._all(select(jobs).where(jobs.c.state.in_(LIVE))), key=queue_order)
+    def tickets(self) -> list[Ticket]:
+        """Every job that holds room in the cluster or waits for some."""
+        with self._engine.connect() as connection:
+            rows = connection.execute(select(*_TICKET).where(or_(jobs.c.holds == 1, jobs.c.waits == 1))).all()
+        return [ticket_of(row) for row in rows]
+
+    def lead(self, lease: Lease) -> bool:
+        """Whether this owner decides about the queue until the lease ends; nobody else does meanwhile."""
+        free = or_(leases.c.owner == lease.owner, leases.c.until < lease.now)
+        take = update(leases).where(leases.c.name == _QUEUE, free).values(owner=lease.owner, until=lease.until)
+        try:
+            with self._engine.begin() as connection:
+                if connection.execute(take).rowcount == 1:
+                    return True
+                if connection.execute(select(leases.c.name).where(leases.c.name == _QUEUE)).first() is not None:
+                    return False
+                connection.execute(insert(leases).values(name=_QUEUE, owner=lease.owner, until=lease.until))
+        except IntegrityError:
+            # The very first time, two of them.
+            return False
+        return True
+
+    def active(self) -> list[str]:
+        """The jobs that somebody has to look after: not those that wait, are paused, or have ended."""
+        with self._engine.connect() as connection:
+            return list(connection.execute(select(jobs.c.id).where(jobs.c.state.in_(_ACTIVE))).scalars())
 
     def claim(self, job_id: str, lease: Lease) -> Job | None:
         """The job, if nobody else holds it; it is this owner's until the lease ends.
@@ -76,13 +138,20 @@ class SqlJobStore:
             row = connection.execute(select(jobs).where(mine)).first()
         return from_row(row) if row is not None else None
 
-    def save(self, job: Job, *, owner: str | None = None) -> bool:
-        """Store a change of the version that was read, as the lease's owner if one is named; False: discarded."""
-        guard = (jobs.c.id == job.id) & (jobs.c.version == job.version)
+    def save(self, job: Job, *, owner: str | None = None, leads: bool = False) -> bool:
+        """Store a change of the version that was read; False: discarded.
+
+        Where an owner is named, only while it has the job's lease; where it leads, only while it has that lease too.
+        """
+        guard = _unchanged(job)
         if owner is not None:
             guard &= jobs.c.lease_owner == owner
         values = to_row(job) | {"version": job.version + 1}
+        # Written, so that whoever takes the lead waits for this transaction and sees what it did.
+        lead = update(leases).where(leases.c.name == _QUEUE, leases.c.owner == owner).values(owner=owner)
         with self._engine.begin() as connection:
+            if leads and connection.execute(lead).rowcount != 1:
+                return False
             return connection.execute(update(jobs).where(guard).values(values)).rowcount == 1
 
     def ping(self) -> None:
@@ -99,13 +168,13 @@ class SqlJobStore:
         return [from_row(row) for row in rows]
 
 
-def _insert(connection: Connection, job: Job, once: Once | None) -> None:
-    connection.execute(insert(jobs).values(to_row(job)))
-    pairs = [{"job_id": job.id, "key": key, "value": value} for key, value in job.spec.labels.items()]
-    if pairs:
-        connection.execute(insert(labels), pairs)
-    if once is not None:
-        connection.execute(insert(idempotency_keys).values(key=once.key, body=once.body, job_id=job.id))
+def _unchanged(job: Job) -> ColumnElement[bool]:
+    return and_(jobs.c.id == job.id, jobs.c.version == job.version)
+
+
+def _in_flight(once: Once) -> ColumnElement[bool]:
+    keys = idempotency_keys
+    return and_(keys.c.key == once.key, keys.c.body == once.body, keys.c.job_id.is_(None))
 
 
 def _matching(query: JobQuery) -> Select[tuple[object, ...]]:

@@ -11,6 +11,7 @@ jobs = Table(
     Column("name", String(64), nullable=False),
     Column("project", String(64), nullable=False),
     Column("state", String(16), nullable=False),
+    Column("priority", Integer, nullable=False),
     Column("reason", Text),
     Column("spec", Text, nullable=False),
     Column("run_dir", Text, nullable=False),
@@ -20,13 +21,28 @@ jobs = Table(
     Column("finished_at", Float(53)),
     Column("attempts", Text, nullable=False),
     Column("next_attempt_at", Float(53)),
-    Column("cancel_deadline", Float(53)),
-    Column("cancel_checkpoint", Integer),
+    Column("times", Text, nullable=False),
+    Column("wish", Text),
+    Column("scaling", Text),
+    Column("size", Text, nullable=False),
+    Column("holds", Integer, nullable=False),
+    Column("waits", Integer, nullable=False),
+    Column("since", Float(53), nullable=False),
     Column("version", Integer, nullable=False),
     Column("lease_owner", String(255)),
     Column("lease_until", Float(53)),
     Index("jobs_by_state", "state"),
     Index("jobs_by_project", "project"),
+    Index("jobs_that_hold", "holds"),
+    Index("jobs_that_wait", "waits"),
+)
+
+leases = Table(
+    "leases",
+    metadata,
+    Column("name", String(64), primary_key=True),
+    Column("owner", String(255), nullable=False),
+    Column("until", Float(53), nullable=False),
 )
 
 labels = Table(
@@ -43,5 +59,7 @@ idempotency_keys = Table(
     metadata,
     Column("key", String(255), primary_key=True),
     Column("body", String(64), nullable=False),
-    Column("job_id", String(64), ForeignKey("jobs.id", ondelete="CASCADE"), nullable=False),
+    Column("job_id", String(64), ForeignKey("jobs.id", ondelete="CASCADE")),
+    Column("created_at", Float(53), nullable=False),
+    Index("idempotency_keys_by_age", "created_at"),
 )

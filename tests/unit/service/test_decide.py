@@ -1,19 +1,20 @@
 """Every rule by which a job moves."""
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.domain.admission import Queue
-from service.domain.decide import Decision, Effect, Seen, Submission, Training, decide, wanted_stop
-from service.domain.job import TRANSITIONS, Cancel, Job, JobState
+from service.domain.decide import Decision, Effect, Seen, Submission, Training, decide, make_room, start, wanted_stop
+from service.domain.job import TRANSITIONS, Job, JobState, Wish
+from service.domain.reason import Code, Reason
 from tests.support.service import RETRY, a_job
 from train_loop.run_dir import Outcome, Stop
 
 NOW = 100.0
-ROOM = Queue({"CPU": 8.0})
+X = Reason(Code.WORKER_FAILURE, "x")
 ALIVE = Submission.RUNNING
 
 
@@ -26,30 +27,39 @@ def live(state: JobState = JobState.RUNNING, *, submitted: bool = True, attempt:
     job = a_job()
     for number in range(1, attempt + 1):
         job = job.begin_attempt(now=0.0)
-        job = job.end_attempt("failed", reason="x", now=1.0) if number < attempt else job
+        job = job.end_attempt("failed", reason=X, now=1.0) if number < attempt else job
     return replace(job.mark_submitted(now=1.0) if submitted else job, state=state)
 
 
 def cancelling(*, deadline: float = 200.0, submitted: bool = True) -> Job:
     job = live(JobState.CANCELLING, submitted=submitted)
-    return replace(job, cancel=Cancel(deadline, checkpoint=True))
+    return replace(job, wish=Wish("cancel", checkpoint=True, deadline=deadline))
+
+
+def pausing(*, deadline: float = 200.0, submitted: bool = True, by: Code = Code.USER) -> Job:
+    job = replace(live(JobState.PAUSING, submitted=submitted), reason=Reason(by, "paused"))
+    return replace(job, wish=Wish("pause", checkpoint=True, deadline=deadline, by=by))
+
+
+def asked(job: Job) -> Stop:
+    assert job.wish is not None
+    return wanted_stop(job.wish, job.attempts[-1])
+
+
+def said(job: Job) -> str:
+    assert job.reason is not None
+    return job.reason.message
 
 
 def failed(*, retryable: bool) -> Outcome:
     return Outcome(result="failed", reason="the data ended", code="data_error", retryable=retryable)
 
 
-def test_queued_job_with_room_gets_its_attempt_before_anything_is_submitted() -> None:
-    decision = step(a_job("job-7"), Seen(queue=ROOM))
-    assert decision.effect is None
-    assert decision.job.state is JobState.STARTING
-    assert [attempt.submission_id for attempt in decision.job.attempts] == ["job-7-1"]
-
-
-def test_queued_job_without_room_stays_with_a_reason() -> None:
-    decision = step(a_job(), Seen(queue=Queue(None)))
-    assert decision.job.state is JobState.QUEUED
-    assert decision.job.reason == "the cluster is not reachable yet; the job starts once it answers"
+def test_admitted_job_gets_its_attempt_before_anything_is_submitted() -> None:
+    job = start(a_job("job-7"), now=NOW)
+    assert job.state is JobState.STARTING
+    assert [attempt.submission_id for attempt in job.attempts] == ["job-7-1"]
+    assert [attempt.workers for attempt in job.attempts] == [2]
 
 
 def test_new_attempt_that_the_cluster_does_not_have_is_submitted() -> None:
@@ -88,61 +98,86 @@ def test_success_ends_the_job(state: JobState) -> None:
 
 def test_failure_that_repeats_itself_is_final() -> None:
     job = step(live(), Seen(ALIVE, outcome=failed(retryable=False))).job
-    assert (job.state, job.reason) == (JobState.FAILED, "the data ended")
+    assert (job.state, job.reason) == (JobState.FAILED, Reason(Code.DATA_ERROR, "the data ended"))
 
 
 def test_retryable_failure_waits_longer_each_time() -> None:
     first = step(live(), Seen(ALIVE, outcome=failed(retryable=True))).job
     second = step(live(attempt=2), Seen(ALIVE, outcome=failed(retryable=True))).job
-    assert (first.state, first.next_attempt_at) == (JobState.RECOVERING, NOW + 10)
-    assert second.next_attempt_at == NOW + 20
-    assert first.reason == "attempt 1 of 3 failed: the data ended"
+    assert first.state is JobState.RECOVERING
+    assert 7.5 <= (first.next_attempt_at or 0) - NOW <= 10
+    assert 15 <= (second.next_attempt_at or 0) - NOW <= 20
+    assert said(first) == "attempt 1 failed (1 of 3): the data ended"
 
 
 def test_starting_job_stays_starting_when_an_attempt_fails() -> None:
     assert step(live(JobState.STARTING), Seen(ALIVE, outcome=failed(retryable=True))).job.state is JobState.STARTING
 
 
-def test_last_attempt_is_the_last() -> None:
+def test_last_attempt_is_the_last_and_tells_of_all() -> None:
     job = step(live(attempt=3), Seen(ALIVE, outcome=failed(retryable=True))).job
-    assert (job.state, job.reason) == (JobState.FAILED, "attempt 3 of 3 failed: the data ended")
+    assert (job.state, job.reason and job.reason.code) == (JobState.FAILED, Code.CRASH_LOOP)
+    assert said(job).endswith("getting further: attempt 1: x; attempt 2: x; attempt 3: the data ended")
+
+
+def test_attempt_that_committed_a_step_has_the_count_begin_anew() -> None:
+    job = live(attempt=3)
+    job = step(job, Seen(ALIVE, outcome=failed(retryable=True), committed=10)).job
+    assert (job.state, [attempt.number for attempt in job.failures]) == (JobState.RECOVERING, [3])
+    again = replace(job.begin_attempt(now=NOW), state=JobState.RUNNING).mark_submitted(now=NOW)
+    job = step(again, Seen(ALIVE, outcome=failed(retryable=True), committed=10)).job
+    assert (job.state, [attempt.number for attempt in job.failures]) == (JobState.RECOVERING, [3, 4])
+
+
+def test_one_attempt_is_one_attempt_even_where_it_got_further() -> None:
+    job = replace(live(), spec=a_job(failure={"max_attempts": 1}).spec)
+    assert step(job, Seen(ALIVE, outcome=failed(retryable=True), committed=10)).job.state is JobState.FAILED
 
 
 @pytest.mark.parametrize("gone", [Submission.MISSING, Submission.FAILED, Submission.STOPPED, Submission.SUCCEEDED])
 def test_driver_that_is_gone_without_a_word_is_a_failed_attempt(gone: Submission) -> None:
     job = step(live(), Seen(gone)).job
     assert job.state is JobState.RECOVERING
-    assert job.reason == f"attempt 1 of 3 failed: the driver was lost (its submission is {gone})"
+    assert job.attempts[-1].reason == Reason(Code.DRIVER_LOST, f"the driver was lost (its submission is {gone})")
+    assert said(job) == f"attempt 1 failed (1 of 3): the driver was lost (its submission is {gone})"
 
 
 def test_next_attempt_begins_when_its_time_has_come() -> None:
     job = step(live(), Seen(Submission.FAILED)).job
-    assert step(job, Seen(Submission.FAILED), now=NOW + 9).job is job
+    assert step(job, Seen(Submission.FAILED), now=NOW + 7).job is job
     assert [a.number for a in step(job, Seen(Submission.FAILED), now=NOW + 10).job.attempts] == [1, 2]
 
 
-def test_next_attempt_waits_until_the_old_driver_is_gone() -> None:
-    job = step(live(), Seen(ALIVE, outcome=failed(retryable=True))).job
-    decision = step(job, Seen(ALIVE), now=NOW + 10)
-    assert (decision.effect, decision.job) == (Effect.STOP_NOW, job)
+def test_attempt_is_submitted_only_once_the_driver_before_it_is_gone() -> None:
+    job = live(JobState.RECOVERING, submitted=False, attempt=2)
+    found = [step(job, Seen(Submission.MISSING, previous=before)) for before in (ALIVE, Submission.UNKNOWN)]
+    assert found == [Decision(job, Effect.STOP_PREVIOUS), Decision(job)]
+    assert step(job, Seen(Submission.MISSING, previous=Submission.STOPPED)).effect is Effect.SUBMIT
+
+
+@pytest.mark.parametrize("outcome", ["succeeded", "paused"])
+def test_who_leaves_the_cluster_is_shut_out_first(outcome: Literal["succeeded", "paused"]) -> None:
+    job = pausing() if outcome == "paused" else live()
+    assert step(job, Seen(ALIVE, outcome=Outcome(result=outcome))).effect is Effect.FENCE_OFF
+    assert step(live(attempt=3), Seen(Submission.FAILED)).effect is Effect.FENCE_OFF
 
 
 def test_cancel_before_any_attempt_ends_at_once() -> None:
-    job = replace(a_job(), state=JobState.CANCELLING, cancel=Cancel(200.0, checkpoint=True))
+    job = replace(a_job(), state=JobState.CANCELLING, wish=Wish("cancel", checkpoint=True, deadline=200.0))
     assert step(job, Seen()).job.state is JobState.CANCELLED
 
 
 def test_cancel_before_the_submit_never_submits() -> None:
     job = cancelling(submitted=False)
-    asked = step(job, Seen(Submission.MISSING))
-    done = step(job, Seen(Submission.MISSING, stop=wanted_stop(job)))
-    assert (asked.effect, done.effect) == (Effect.ASK_TO_STOP, None)
+    first = step(job, Seen(Submission.MISSING))
+    done = step(job, Seen(Submission.MISSING, stop=asked(job)))
+    assert (first.effect, done.effect) == (Effect.ASK_TO_STOP, Effect.FENCE_OFF)
     assert done.job.state is JobState.CANCELLED
 
 
 def test_cancel_asks_the_loop_once_and_waits_for_its_answer() -> None:
     job = cancelling()
-    stop = Stop(mode="cancel", checkpoint=True, deadline=200.0)
+    stop = Stop(mode="cancel", checkpoint=True, deadline=200.0, attempt=1)
     assert step(job, Seen(ALIVE)).effect is Effect.ASK_TO_STOP
     assert step(job, Seen(ALIVE, stop=stop)) == Decision(job)
     ended = step(job, Seen(ALIVE, stop=stop, outcome=Outcome(result="cancelled", step=7))).job
@@ -151,10 +186,66 @@ def test_cancel_asks_the_loop_once_and_waits_for_its_answer() -> None:
 
 def test_cancel_ends_the_driver_when_patience_ends() -> None:
     job = cancelling(deadline=150.0)
-    seen = Seen(ALIVE, stop=wanted_stop(job))
+    seen = Seen(ALIVE, stop=asked(job))
     assert step(job, seen, now=149.0).effect is None
     assert step(job, seen, now=150.0).effect is Effect.STOP_NOW
     assert step(job, replace(seen, submission=Submission.STOPPED), now=151.0).job.state is JobState.CANCELLED
+
+
+def test_pause_is_over_only_when_the_driver_has_said_so() -> None:
+    job = pausing()
+    assert step(job, Seen(ALIVE)).effect is Effect.ASK_TO_STOP
+    assert step(job, Seen(ALIVE, stop=asked(job))) == Decision(job)
+    done = step(job, Seen(ALIVE, stop=asked(job), outcome=Outcome(result="paused", step=7), committed=7)).job
+    assert (done.state, done.reason) == (JobState.PAUSED, job.reason)
+    assert (done.attempts[-1].result, done.attempts[-1].step) == ("paused", 7)
+    assert not done.holds_resources
+
+
+def test_pause_whose_driver_died_says_where_the_run_goes_on() -> None:
+    done = step(pausing(), Seen(Submission.FAILED, stop=asked(pausing()), committed=10)).job
+    assert done.state is JobState.PAUSED
+    assert said(done).endswith("before it had saved; the run goes on from step 10)")
+
+
+def test_pause_of_what_never_ran_is_over_at_once() -> None:
+    job = pausing(submitted=False)
+    assert step(job, Seen(Submission.MISSING, stop=asked(job))).job.state is JobState.PAUSED
+    held = replace(a_job(), state=JobState.PAUSING, wish=pausing().wish)
+    assert step(held, Seen()).job.state is JobState.PAUSED
+
+
+@pytest.mark.parametrize(
+    ("outcome", "state"),
+    [
+        (Outcome(result="succeeded"), JobState.SUCCEEDED),
+        (Outcome(result="failed", reason="bad data", code="data_error"), JobState.FAILED),
+        (Outcome(result="failed", reason="no disk", code="checkpoint_failed", retryable=True), JobState.PAUSED),
+    ],
+)
+def test_run_that_ends_while_it_is_to_pause_ends_as_it_did(outcome: Outcome, state: JobState) -> None:
+    assert step(pausing(), Seen(ALIVE, outcome=outcome)).job.state is state
+
+
+def test_pause_that_was_taken_back_goes_on_when_it_is_over() -> None:
+    job = pausing()
+    assert job.wish is not None
+    job = replace(job, wish=replace(job.wish, then_resume=True))
+    done = step(job, Seen(ALIVE, outcome=Outcome(result="paused"))).job
+    assert (done.state, done.wish) == (JobState.QUEUED, None)
+    assert JobState.PAUSED in done.times
+
+
+def test_job_that_made_room_starts_again_by_itself() -> None:
+    job = make_room(live(), whom="job-9", deadline=200.0, now=NOW)
+    paused = step(job, Seen(ALIVE, outcome=Outcome(result="paused"))).job
+    assert (paused.state, paused.reason and paused.reason.code) == (JobState.PAUSED, Code.PREEMPTED)
+    again = start(paused, now=NOW + 1)
+    assert (again.state, again.attempts[-1].submission_id, again.wish) == (JobState.STARTING, "job-1-2", None)
+
+
+def test_a_stop_is_for_one_attempt() -> None:
+    assert asked(pausing()) == Stop(mode="pause", checkpoint=True, deadline=200.0, attempt=1)
 
 
 outcomes = st.builds(
@@ -167,10 +258,11 @@ sightings = st.builds(
     submission=st.sampled_from(Submission),
     training=st.sampled_from(Training),
     outcome=st.none() | outcomes,
-    stop=st.none() | st.just(wanted_stop(cancelling())),
-    queue=st.sampled_from([ROOM, Queue(None), Queue({"CPU": 1.0})]),
+    stop=st.none() | st.just(asked(cancelling())) | st.just(asked(pausing())),
+    committed=st.none() | st.integers(0, 30),
 )
-jobs = st.sampled_from([a_job(), cancelling(), cancelling(submitted=False)]) | st.builds(
+stopping = [cancelling(), cancelling(submitted=False), pausing(), pausing(submitted=False), pausing(by=Code.PREEMPTED)]
+jobs = st.sampled_from([a_job(), *stopping]) | st.builds(
     live,
     st.sampled_from([JobState.STARTING, JobState.RUNNING, JobState.RECOVERING]),
     submitted=st.booleans(),
@@ -203,7 +295,7 @@ def test_any_history_is_legal_and_has_one_live_attempt(job: Job, history: list[S
         after = step(job, seen, now=NOW + 60 * passed).job
         assert after.state is job.state or after.state in TRANSITIONS[job.state]
         assert sum(attempt.ended_at is None for attempt in after.attempts) <= 1
-        assert len(after.attempts) <= max(after.spec.failure.max_attempts, len(job.attempts))
+        assert len(after.failures) <= after.spec.failure.max_attempts
         assert not (after.state.terminal and any(attempt.ended_at is None for attempt in after.attempts))
         job = after
 

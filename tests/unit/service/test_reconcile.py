@@ -1,6 +1,6 @@
 """The reconciler on a cluster that does what the test says, and with a crash after every side effect."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,7 @@ def test_cancelled_while_queued_is_never_submitted(service: FakeService) -> None
 def test_one_job_that_cannot_be_handled_does_not_hold_up_the_others(service: FakeService) -> None:
     stuck = service.submit()
     service.reconciler().run_once()
-    service.run_dir(stuck.id).root.joinpath("attempts").write_text("not a folder")
+    service.run_dir(stuck.id).attempt(1).events.mkdir()
     other = service.submit()
     service.cluster.total = {"CPU": 99.0}
     service.reconciler().run_once()
@@ -116,6 +116,66 @@ def test_submission_that_the_cluster_refuses_says_why_and_is_tried_again(service
     service.reconciler().run_once()
     assert len(service.cluster.launches) == 1
     assert service.get(job.id).reason is None
+
+
+def running(service: FakeService, **parts: Any) -> Job:
+    """The next job, once it trains."""
+    job = service.submit(**parts)
+    service.reconciler().run_once()
+    service.cluster.submissions[f"{job.id}-1"] = Submission.RUNNING
+    service.event(job.id, "training_started", steps=20, replayed=0)
+    service.reconciler().run_once()
+    return job
+
+
+def test_higher_priority_makes_a_lower_one_pause_and_it_goes_on_by_itself(service: FakeService) -> None:
+    service.cluster.total = {"CPU": 4.0}
+    low = running(service)
+    high = service.submit(priority=5)
+    service.reconciler().run_once()
+    assert service.get(low.id).state is JobState.PAUSING
+    assert "job-0001 of lower priority will make room" in service.board.admission.waits[high.id].message
+    service.reconciler().run_once()
+    stop = service.run_dir(low.id).stop(attempt=1)
+    assert stop is not None
+    assert (stop.mode, stop.checkpoint) == ("pause", True)
+    service.end(low.id, Outcome(result="paused", step=7))
+    service.cluster.submissions[f"{low.id}-1"] = Submission.SUCCEEDED
+    service.reconciler().run_once()
+    assert [service.get(job.id).state for job in (low, high)] == [JobState.PAUSED, JobState.STARTING]
+    service.end(high.id, Outcome(result="succeeded"))
+    service.reconciler().run_once()
+    assert service.get(low.id).state is JobState.STARTING
+    assert service.cluster.launches[-1].submission_id == f"{low.id}-2"
+
+
+def test_only_one_of_two_decides_about_the_queue(service: FakeService) -> None:
+    job = service.submit()
+    service.store.lead(Lease("other", now=service.clock.now, until=service.clock.now + 30))
+    service.reconciler().run_once()
+    assert service.get(job.id).state is JobState.QUEUED
+    service.clock.now += 31
+    service.reconciler().run_once()
+    assert service.get(job.id).state is JobState.STARTING
+
+
+class CancelsMeanwhile(MemoryCluster):
+    """A user cancels while the queue is being looked at."""
+
+    service: FakeService
+
+    def capacity(self) -> Mapping[str, float] | None:
+        self.service.jobs.cancel("job-0001", grace_seconds=60, checkpoint=True)
+        return super().capacity()
+
+
+def test_cancel_while_the_queue_is_looked_at_wins(service: FakeService) -> None:
+    job, cluster = service.submit(), CancelsMeanwhile()
+    cluster.service = service
+    service.reconciler(cluster=cluster).run_once()
+    assert service.get(job.id).state is JobState.CANCELLING
+    service.reconciler().run_once()
+    assert (service.get(job.id).state, service.cluster.launches) == (JobState.CANCELLED, [])
 
 
 class Crash(BaseException):

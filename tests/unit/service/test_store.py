@@ -1,25 +1,38 @@
 """The contract of a JobStore: in memory, on SQLite and, where its binaries are, on a real Postgres."""
 
+import json
 import shutil
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import text
+from sqlalchemy import MetaData, Table, create_engine, text
 
 from service.adapters.memory import MemoryJobStore
 from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
 from service.adapters.sql.tables import metadata
-from service.domain.job import Cancel, JobState
-from service.errors import IdempotencyMismatch
-from service.ports import JobQuery, JobStore, Lease, Once
+from service.domain.admission import Ticket
+from service.domain.job import JobState, Wish
+from service.domain.reason import Code, Reason
+from service.errors import IdempotencyMismatch, KeyInFlight
+from service.ports import FLIGHT_SECONDS, KEPT_SECONDS, JobQuery, JobStore, Lease, Once
 from tests.support.postgres import postgres_server
 from tests.support.service import a_job
+from train_loop.spec import dump
+
+
+def empty_database(url: str) -> None:
+    """Drop every table."""
+    engine, everything = create_engine(url), MetaData()
+    everything.reflect(engine)
+    everything.drop_all(engine)
+    engine.dispose()
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +42,15 @@ def postgres() -> Iterator[str]:
     pytest.importorskip("psycopg", reason="the Postgres driver is not installed")
     with postgres_server() as url:
         yield url
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """An empty database, and again when the test is over."""
+    url = request.getfixturevalue("postgres") if request.param == "postgres" else f"sqlite:///{tmp_path / 'jobs.db'}"
+    empty_database(url)
+    yield url
+    empty_database(url)
 
 
 @pytest.fixture(params=["memory", "sqlite", "postgres"])
@@ -46,9 +68,18 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[JobStore]:
 
 
 def test_job_comes_back_as_it_was_stored(store: JobStore) -> None:
+    reason = Reason(Code.CAPACITY, "because", "wait")
     job = a_job(labels={"team": "nlp"}).begin_attempt(now=1.5).mark_submitted(now=2.25)
-    job = replace(job, cancel=Cancel(7.125, checkpoint=False), reason="because", next_attempt_at=3.0)
-    assert store.add(job, None) == (job, True)
+    job = job.end_attempt("failed", now=2.5, reason=reason, step=7).begin_attempt(now=2.75)
+    job = replace(
+        job,
+        wish=Wish("pause", checkpoint=False, deadline=7.125, by=Code.PREEMPTED, then_resume=True),
+        reason=reason,
+        times={JobState.QUEUED: 1.0, JobState.RUNNING: 2.5},
+        next_attempt_at=3.0,
+        scaling=a_job(scaling={"num_workers": 4}).spec.scaling,
+    )
+    store.add(job, None)
     assert store.get("job-1") == job
 
 
@@ -60,11 +91,11 @@ def test_change_on_top_of_an_older_version_is_discarded(store: JobStore) -> None
     store.add(a_job(), None)
     mine = store.get("job-1")
     assert mine is not None
-    assert store.save(replace(mine, reason="first"))
-    assert not store.save(replace(mine, reason="second"))
+    assert store.save(replace(mine, next_attempt_at=1.0))
+    assert not store.save(replace(mine, next_attempt_at=2.0))
     stored = store.get("job-1")
     assert stored is not None
-    assert (stored.reason, stored.version) == ("first", 2)
+    assert (stored.next_attempt_at, stored.version) == (1.0, 2)
 
 
 def test_lease_keeps_others_away_until_it_ends(store: JobStore) -> None:
@@ -84,35 +115,81 @@ def test_owner_that_lost_its_lease_cannot_save(store: JobStore) -> None:
     assert store.save(mine, owner="b")
 
 
+ONCE = Once("key", "sha")
+
+
 def test_same_key_and_body_give_the_first_job(store: JobStore) -> None:
-    once = Once("key", "sha")
-    store.add(a_job("job-1"), once)
-    first, new = store.add(a_job("job-2"), once)
-    assert (first.id, new, store.get("job-2")) == ("job-1", False, None)
-    assert store.replay(once) == first
+    assert store.begin(ONCE, now=0.0) is None
+    store.add(a_job("job-1"), ONCE)
+    first = store.begin(ONCE, now=KEPT_SECONDS - 1)
+    assert first is not None
+    assert first.id == "job-1"
 
 
 def test_same_key_with_another_body_is_refused(store: JobStore) -> None:
-    store.add(a_job("job-1"), Once("key", "sha"))
+    store.begin(ONCE, now=0.0)
     with pytest.raises(IdempotencyMismatch, match="'key' was used with another body"):
-        store.add(a_job("job-2"), Once("key", "other"))
+        store.begin(Once("key", "other"), now=1.0)
+
+
+def test_key_whose_request_is_at_work_is_in_flight_until_it_has_a_job_or_is_given_back(store: JobStore) -> None:
+    store.begin(ONCE, now=0.0)
+    with pytest.raises(KeyInFlight, match="still at work; send it again"):
+        store.begin(ONCE, now=1.0)
+    store.release(ONCE)
+    assert store.begin(ONCE, now=2.0) is None
+    store.add(a_job("job-1"), ONCE)
+    store.release(ONCE)
+    assert store.begin(ONCE, now=3.0) is not None
+
+
+def test_key_of_a_request_that_died_is_free_again_and_the_dead_cannot_use_it(store: JobStore) -> None:
+    store.begin(ONCE, now=0.0)
+    other = Once("key", "other")
+    assert store.begin(other, now=FLIGHT_SECONDS + 1) is None
+    with pytest.raises(KeyInFlight):
+        store.add(a_job("job-1"), ONCE)
+    assert store.get("job-1") is None
+    store.add(a_job("job-2"), other)
+
+
+def test_key_is_forgotten_after_a_day(store: JobStore) -> None:
+    store.begin(ONCE, now=0.0)
+    store.add(a_job("job-1"), ONCE)
+    assert store.begin(ONCE, now=KEPT_SECONDS + 1) is None
 
 
 def test_one_key_used_at_once_makes_one_job(store: JobStore) -> None:
-    answers: list[tuple[str, bool]] = []
+    answers: list[str] = []
 
     def submit(number: int) -> None:
-        job, new = store.add(a_job(f"job-{number}"), Once("key", "sha"))
-        answers.append((job.id, new))
+        try:
+            known = store.begin(ONCE, now=0.0)
+        except KeyInFlight:
+            answers.append("in flight")
+            return
+        if known is None:
+            store.add(a_job(f"job-{number}"), ONCE)
+        answers.append("new" if known is None else "known")
 
     threads = [threading.Thread(target=submit, args=(number,)) for number in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len({job_id for job_id, _ in answers}) == 1
-    assert sum(new for _, new in answers) == 1
+    assert answers.count("new") == 1
+    assert len(answers) == len(threads)
     assert len(store.page(JobQuery())) == 1
+
+
+def test_forgotten_job_is_gone_with_its_labels_and_its_key(store: JobStore) -> None:
+    store.begin(ONCE, now=0.0)
+    job = a_job("job-1", labels={"team": "nlp"})
+    store.add(job, ONCE)
+    assert not store.delete(replace(job, version=7))
+    assert store.delete(job)
+    assert (store.get("job-1"), store.page(JobQuery(labels=(("team", "nlp"),)))) == (None, [])
+    assert store.begin(ONCE, now=1.0) is None
 
 
 def test_pages_are_newest_first_and_filtered(store: JobStore) -> None:
@@ -130,11 +207,29 @@ def test_pages_are_newest_first_and_filtered(store: JobStore) -> None:
     assert ids(JobQuery(states=(JobState.RUNNING,))) == []
 
 
-def test_live_jobs_come_in_the_order_in_which_they_start(store: JobStore) -> None:
-    store.add(a_job("job-1"), None)
-    store.add(a_job("job-2", priority=5), None)
-    store.add(replace(a_job("job-3"), state=JobState.FAILED), None)
-    assert [job.id for job in store.live()] == ["job-2", "job-1"]
+def test_tickets_are_of_those_that_hold_room_or_wait_for_some(store: JobStore) -> None:
+    running = replace(a_job("job-2", priority=5).begin_attempt(now=3.5), state=JobState.RUNNING)
+    for job in (a_job("job-1"), running, replace(a_job("job-3"), state=JobState.FAILED)):
+        store.add(job, None)
+    assert sorted(store.tickets(), key=lambda ticket: ticket.id) == [Ticket.of(a_job("job-1")), Ticket.of(running)]
+    assert store.active() == ["job-2"]
+
+
+def test_one_at_a_time_decides_about_the_queue(store: JobStore) -> None:
+    assert store.lead(Lease("a", now=0.0, until=10.0))
+    assert not store.lead(Lease("b", now=5.0, until=15.0))
+    assert store.lead(Lease("a", now=9.0, until=19.0))
+    assert store.lead(Lease("b", now=20.0, until=30.0))
+
+
+def test_whoever_lost_the_lead_can_start_nobody(store: JobStore) -> None:
+    store.add(a_job(), None)
+    store.lead(Lease("a", now=0.0, until=10.0))
+    mine = store.claim("job-1", Lease("a", now=0.0, until=100.0))
+    assert mine is not None
+    store.lead(Lease("b", now=20.0, until=30.0))
+    assert not store.save(mine, owner="a", leads=True)
+    assert store.save(mine, owner="a")
 
 
 def test_migrations_lead_to_the_tables_that_the_code_uses(tmp_path: Path) -> None:
@@ -142,6 +237,61 @@ def test_migrations_lead_to_the_tables_that_the_code_uses(tmp_path: Path) -> Non
     with engine.connect() as connection:
         assert compare_metadata(MigrationContext.configure(connection), metadata) == []
     engine.dispose()
+
+
+def test_migrations_carry_jobs_up_and_down(database: str) -> None:
+    open_database(database, revision="0001").dispose()
+    engine = create_engine(database)
+    attempts = [{"number": 1, "submission_id": "job-2-1", "started_at": 1.5, "submitted_at": 2.0, "ended_at": None}]
+    old: dict[str, Any] = {
+        "name": "tiny",
+        "project": "default",
+        "spec": dump(a_job(priority=4).spec),
+        "run_dir": "file:///x",
+        "created_at": 1.0,
+        "updated_at": 9.0,
+        "version": 3,
+    }
+    rows: list[dict[str, Any]] = [
+        {"id": "job-1", "state": "QUEUED", "attempts": "[]", "reason": "next in the queue"},
+        {
+            "id": "job-2",
+            "state": "CANCELLING",
+            "attempts": json.dumps([one | {"result": None, "reason": None} for one in attempts]),
+            "reason": None,
+        },
+    ]
+    with engine.begin() as connection:
+        table = Table("jobs", MetaData(), autoload_with=connection)
+        for row in rows:
+            cancel = {"cancel_deadline": 7.5, "cancel_checkpoint": 0} if row["id"] == "job-2" else {}
+            connection.execute(table.insert().values(old | row | cancel))
+        keys = Table("idempotency_keys", MetaData(), autoload_with=connection)
+        connection.execute(keys.insert().values(key="key", body="sha", job_id="job-1"))
+    engine.dispose()
+
+    store = SqlJobStore(open_database(database))
+    queued, cancelling = store.get("job-1"), store.get("job-2")
+    assert queued is not None
+    assert cancelling is not None
+    assert queued.reason == Reason(Code.WORKER_FAILURE, "next in the queue")
+    assert cancelling.wish == Wish("cancel", checkpoint=False, deadline=7.5)
+    assert (cancelling.attempts[0].workers, cancelling.times[JobState.CANCELLING]) == (2, 9.0)
+    assert sorted(store.tickets(), key=lambda one: one.id) == [Ticket.of(queued), Ticket.of(cancelling)]
+    assert store.begin(ONCE, now=2.0) == queued
+    assert store.begin(Once("other", "sha"), now=2.0) is None
+
+    open_database(database, revision="0001").dispose()
+    engine = create_engine(database)
+    with engine.connect() as connection:
+        table = Table("jobs", MetaData(), autoload_with=connection)
+        found = {row.id: row for row in connection.execute(table.select()).all()}
+        keys = Table("idempotency_keys", MetaData(), autoload_with=connection)
+        assert [row.key for row in connection.execute(keys.select()).all()] == ["key"]
+    engine.dispose()
+    assert found["job-1"].reason == "next in the queue"
+    assert (found["job-2"].cancel_deadline, found["job-2"].cancel_checkpoint) == (7.5, 0)
+    assert json.loads(found["job-2"].attempts)[0].keys() == {*attempts[0], "result", "reason"}
 
 
 def test_sqlite_commits_are_on_disk_before_they_return(tmp_path: Path) -> None:

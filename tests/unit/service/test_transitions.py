@@ -6,7 +6,7 @@ from service.domain.job import LIVE, TRANSITIONS, JobState
 from tests.support.service import a_job
 
 LEGAL = """
-QUEUED → STARTING CANCELLING
+QUEUED → STARTING PAUSING CANCELLING
 STARTING → RUNNING PAUSING CANCELLING SUCCEEDED FAILED
 RUNNING → RECOVERING PAUSING CANCELLING SUCCEEDED FAILED
 RECOVERING → RUNNING PAUSING CANCELLING SUCCEEDED FAILED
@@ -34,7 +34,7 @@ def test_move_follows_the_table(before: JobState, after: JobState) -> None:
     object.__setattr__(job, "state", before)
     if after in TRANSITIONS[before]:
         moved = job.move(after, now=5.0)
-        assert (moved.state, moved.updated_at) == (after, 5.0)
+        assert (moved.state, moved.updated_at, moved.times[after]) == (after, 5.0, 5.0)
         assert (moved.finished_at is not None) == after.terminal
     else:
         with pytest.raises(ValueError, match=f"cannot go from {before} to {after}"):

@@ -1,0 +1,47 @@
+"""Why a job stands where it stands: a stable word for programs, a sentence for people, and what helps."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Code(StrEnum):
+    """Every reason there is. What an attempt says of its end (`train_loop.errors`) has the same word here."""
+
+    CLUSTER_UNREACHABLE = "cluster_unreachable"
+    UNSCHEDULABLE = "unschedulable"
+    QUEUE = "queue"
+    QUOTA = "quota"
+    CAPACITY = "capacity"
+    EFFECT_FAILED = "effect_failed"
+    WORKERS_LOST = "workers_lost"
+    DRIVER_LOST = "driver_lost"
+    WORKER_FAILURE = "worker_failure"
+    CHECKPOINT_FAILED = "checkpoint_failed"
+    INTERRUPTED = "interrupted"
+    FENCED = "fenced"
+    HUNG = "hung"
+    CRASH_LOOP = "crash_loop"
+    USER_ERROR = "user_error"
+    DATA_ERROR = "data_error"
+    MODEL_ERROR = "model_error"
+    NONFINITE = "nonfinite"
+    USER = "user"
+    PREEMPTED = "preempted"
+    RESIZED = "resized"
+
+
+@dataclass(frozen=True)
+class Reason:
+    """One reason; `remedy` is what the owner can do, where there is something to do."""
+
+    code: Code
+    message: str
+    remedy: str | None = None
+
+
+def code_of(word: str | None) -> Code:
+    """The reason that an attempt named; another version may name one that this one does not know."""
+    try:
+        return Code(word or "")
+    except ValueError:
+        return Code.WORKER_FAILURE

@@ -1,0 +1,56 @@
+"""What a user's word does to a job: pause, resume, cancel, at any moment, and again. Pure; each raises IllegalState."""
+
+from dataclasses import replace
+
+from service.domain.decide import resume
+from service.domain.job import Job, JobState, Wish
+from service.domain.reason import Code, Reason
+from service.errors import IllegalState
+from train_loop.spec import ScalingSpec
+
+_PAUSED = Reason(Code.USER, "paused by a user", "resume it when it is to go on")
+
+
+def cancelled(job: Job, *, deadline: float, checkpoint: bool, now: float) -> Job:
+    """The job after a cancel; asked again, it can only have less time."""
+    if job.state is JobState.CANCELLED:
+        return job
+    if job.state.terminal:
+        raise IllegalState(f"{job.id} is {job.state} and cannot be cancelled any more; nothing needs to be done")
+    if job.state is JobState.CANCELLING and job.wish is not None:
+        return _sooner(job, job.wish, deadline)
+    wish = Wish("cancel", checkpoint=checkpoint, deadline=deadline)
+    return replace(job.move(JobState.CANCELLING, now=now), wish=wish)
+
+
+def paused(job: Job, *, deadline: float, now: float) -> Job:
+    """The job after a pause, which it keeps until a user resumes it, whoever had asked for one before."""
+    if job.state.terminal or job.state is JobState.CANCELLING:
+        raise IllegalState(f"{job.id} is {job.state} and cannot be paused any more; clone it to train on")
+    wish = Wish("pause", checkpoint=True, deadline=deadline)
+    if job.state is JobState.PAUSED:
+        kept = job.wish if job.wish is not None and job.wish.by is Code.USER else wish
+        return job if kept == job.wish else replace(job, wish=kept, reason=_PAUSED, updated_at=now)
+    if job.state is JobState.PAUSING and job.wish is not None:
+        mine = job.wish.by is Code.USER and not job.wish.then_resume
+        return _sooner(job, job.wish if mine else replace(wish, deadline=job.wish.deadline), deadline)
+    return replace(job.move(JobState.PAUSING, now=now, reason=_PAUSED), wish=wish)
+
+
+def resumed(job: Job, scaling: ScalingSpec | None, *, now: float) -> Job:
+    """The job after a resume; one that is on its way to a pause goes on after it."""
+    if job.state.terminal or job.state is JobState.CANCELLING:
+        raise IllegalState(f"{job.id} is {job.state} and cannot be resumed; clone it to train on from a checkpoint")
+    if scaling is not None and job.holds_resources and job.state is not JobState.PAUSING and scaling != job.size:
+        raise IllegalState(f"{job.id} is {job.state}; pause it, then resume it at another size")
+    sized = replace(job, scaling=scaling) if scaling is not None and scaling != job.size else job
+    if job.state is JobState.PAUSED:
+        return resume(sized, now=now)
+    if job.state is JobState.PAUSING and job.wish is not None and not job.wish.then_resume:
+        return replace(sized, wish=replace(job.wish, then_resume=True))
+    return sized
+
+
+def _sooner(job: Job, wish: Wish, deadline: float) -> Job:
+    wish = replace(wish, deadline=min(wish.deadline, deadline))
+    return job if wish == job.wish else replace(job, wish=wish)
