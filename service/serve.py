@@ -4,6 +4,9 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from types import FrameType
 
 import structlog
@@ -11,6 +14,7 @@ import uvicorn
 from filelock import FileLock, Timeout
 from pydantic import BaseModel
 
+from service.adapters.sql.database import sqlite_file
 from service.app import create_app
 from service.settings import Settings
 from train_loop.run_dir import write_durably
@@ -30,14 +34,27 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     settings.make_home()
-    lock = FileLock(settings.home / "service.lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        print(f"Another service uses {settings.home}; stop it, or set TRAINSHED_HOME", file=sys.stderr)  # noqa: T201
-        return 1
-    with lock:
+    with ExitStack() as stack:
+        for path, refusal in _locks(settings):
+            try:
+                stack.enter_context(FileLock(path).acquire(timeout=0))
+            except Timeout:
+                print(refusal, file=sys.stderr)  # noqa: T201
+                return 1
         return _serve(settings)
+
+
+def _locks(settings: Settings) -> Iterator[tuple[Path, str]]:
+    """What one service at a time may have, and what the next one is told."""
+    yield settings.home / "service.lock", f"Another service uses {settings.home}; stop it, or set TRAINSHED_HOME"
+    database = sqlite_file(settings.database)
+    if database is not None:
+        # Its writers would wait for each other, and for nobody's leases.
+        yield (
+            database.with_name(f"{database.name}.lock"),
+            f"Another service uses the SQLite database {database}; several services share a Postgres one, "
+            "which TRAINSHED_DATABASE_URL names",
+        )
 
 
 def _serve(settings: Settings) -> int:

@@ -72,3 +72,16 @@ def test_second_service_on_one_home_is_refused(environment: dict[str, str]) -> N
         second = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
         assert (second.returncode, process.poll()) == (1, None)
     assert second.stderr == f"Another service uses {environment['TRAINSHED_HOME']}; stop it, or set TRAINSHED_HOME\n"
+
+
+def test_second_service_on_one_sqlite_database_is_refused(environment: dict[str, str], tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'home' / 'trainshed.db'}"
+    other = environment | {"TRAINSHED_HOME": str(tmp_path / "other"), "TRAINSHED_DATABASE_URL": url}
+    command = [sys.executable, "-m", "service.serve"]
+    with serving(environment) as (process, _):
+        second = subprocess.run(command, env=other, capture_output=True, text=True, timeout=60)
+        assert (second.returncode, process.poll()) == (1, None)
+    assert second.stderr == (
+        f"Another service uses the SQLite database {tmp_path / 'home' / 'trainshed.db'}; several services share a "
+        "Postgres one, which TRAINSHED_DATABASE_URL names\n"
+    )

@@ -6,7 +6,7 @@ from pathlib import Path
 from alembic import command
 from alembic.config import Config
 from alembic.migration import MigrationContext
-from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy import Connection, Engine, create_engine, event, make_url
 from sqlalchemy.pool import ConnectionPoolEntry
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
@@ -26,6 +26,12 @@ def open_database(url: str, *, revision: str = "head") -> Engine:
         config.attributes["connection"] = connection
         _migrate(connection, config, revision)
     return engine
+
+
+def sqlite_file(url: str) -> Path | None:
+    """The file of a SQLite database; None for any other."""
+    parsed = make_url(url)
+    return Path(parsed.database) if parsed.get_backend_name() == "sqlite" and parsed.database else None
 
 
 def _migrate(connection: Connection, config: Config, revision: str) -> None:

@@ -1,0 +1,72 @@
+"""`python -m tests.support.replica URL FOLDER OWNER`: one replica of the service's engine, on a cluster made of files.
+
+A submission is a file, made once; whoever would make it again is told that it is there.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from service.adapters.run_dirs import LocalRunDirs
+from service.adapters.sql.database import open_database
+from service.adapters.sql.store import SqlJobStore
+from service.domain.decide import Retry, Submission
+from service.ports import Launch
+from service.reconcile import Pace, Reconciler
+
+LEASE = 1.0
+CPUS = 40.0
+
+
+class FileCluster:
+    """Submissions as files in a folder; whoever runs them writes their state there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def submit(self, launch: Launch) -> None:
+        """Make the file, and a line in a list of all that were asked for."""
+        with (self._folder / "asked").open("a") as asked:
+            asked.write(f"{launch.submission_id}\n")
+        try:
+            with (self._folder / f"{launch.submission_id}.new").open("x") as file:
+                file.write(launch.run_dir)
+        except FileExistsError:
+            return
+        (self._folder / f"{launch.submission_id}.state").write_text(Submission.RUNNING)
+
+    def status(self, submission_id: str) -> Submission:
+        """What its file says."""
+        try:
+            return Submission((self._folder / f"{submission_id}.state").read_text())
+        except FileNotFoundError:
+            return Submission.MISSING
+        except ValueError:
+            # It is being written.
+            return Submission.UNKNOWN
+
+    def stop(self, submission_id: str) -> None:
+        """Nothing here runs on."""
+
+    def capacity(self) -> Mapping[str, float] | None:
+        """What there is."""
+        return {"CPU": CPUS}
+
+    def dashboard(self, submission_id: str | None) -> str | None:
+        """There is none."""
+        return None
+
+
+def main() -> None:
+    """Reconcile until it is killed."""
+    url, folder, owner = sys.argv[1:]
+    store = SqlJobStore(open_database(url))
+    pace = Pace(lease=LEASE, retry=Retry(base=0.2, cap=1.0))
+    reconciler = Reconciler(store, FileCluster(Path(folder)), LocalRunDirs(), time.time, owner, pace)
+    reconciler.run(threading.Event(), interval=0.05)
+
+
+if __name__ == "__main__":
+    main()

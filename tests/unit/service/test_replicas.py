@@ -1,0 +1,125 @@
+"""Two replicas on one Postgres, killed and frozen while 200 jobs go through: none lost, none submitted twice."""
+
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from service.adapters.sql.database import open_database
+from service.adapters.sql.store import SqlJobStore
+from service.domain.decide import Submission
+from service.domain.job import JobState
+from tests.support.postgres import postgres_server
+from tests.support.replica import CPUS, LEASE
+from tests.support.service import a_job
+from train_loop.run_dir import JsonLines, Outcome, RunDir
+
+pytestmark = pytest.mark.timeout(240)
+JOBS = 200
+SEED = 6
+
+
+@pytest.fixture
+def database() -> Iterator[str]:
+    if shutil.which("initdb") is None or shutil.which("postgres") is None:
+        pytest.skip("no Postgres binaries on this machine")
+    pytest.importorskip("psycopg", reason="the Postgres driver is not installed")
+    with postgres_server() as url:
+        yield url
+
+
+class Replicas:
+    """Processes that somebody kills, freezes and starts again."""
+
+    def __init__(self, url: str, folder: Path) -> None:
+        self._url, self._folder = url, folder
+        self._chance = random.Random(SEED)
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._frozen: dict[str, float] = {}
+        self.done: Counter[str] = Counter()
+
+    def start(self, owner: str) -> None:
+        """Start one."""
+        command = [sys.executable, "-m", "tests.support.replica", self._url, str(self._folder), owner]
+        with (self._folder / f"{owner}.log").open("ab") as log:
+            self._processes[owner] = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def disturb(self) -> None:
+        """Now and then SIGKILL one, which starts again, or freeze it for longer than its leases."""
+        for owner, until in list(self._frozen.items()):
+            if time.monotonic() > until:
+                self._processes[owner].send_signal(signal.SIGCONT)
+                del self._frozen[owner]
+        owner = self._chance.choice(list(self._processes))
+        if owner in self._frozen or self._chance.random() > 0.06:
+            return
+        if self._chance.random() < 0.4:
+            self._kill(owner)
+            self.start(owner)
+        else:
+            self._processes[owner].send_signal(signal.SIGSTOP)
+            self._frozen[owner] = time.monotonic() + 1.5 * LEASE
+        self.done["killed" if owner not in self._frozen else "frozen"] += 1
+
+    def _kill(self, owner: str) -> None:
+        self._processes[owner].kill()
+        self._processes[owner].wait()
+
+    def end(self) -> None:
+        """Kill all of them."""
+        for owner in self._processes:
+            self._kill(owner)
+
+
+def run_what_was_submitted(folder: Path) -> None:
+    """Be the cluster: each submission trains for a moment and says that it has succeeded."""
+    for new in folder.glob("*.new"):
+        state = folder / f"{new.stem}.state"
+        if not state.exists() or state.read_text() != Submission.RUNNING or time.time() - state.stat().st_mtime < 0.2:
+            continue
+        attempt = RunDir.at(new.read_text()).attempt(int(new.stem.rpartition("-")[2]))
+        JsonLines(attempt.events, attempt=attempt.number).append(event="training_started", steps=1, replayed=0)
+        attempt.write_outcome(Outcome(result="succeeded", step=1))
+        state.write_text(Submission.SUCCEEDED)
+
+
+@pytest.fixture
+def store(database: str) -> Iterator[SqlJobStore]:
+    engine = open_database(database)
+    yield SqlJobStore(engine)
+    engine.dispose()
+
+
+def test_no_job_is_lost_or_submitted_twice(store: SqlJobStore, database: str, tmp_path: Path) -> None:
+    for number in range(JOBS):
+        job_id = f"job-{number:04d}"
+        store.add(a_job(job_id, run_dir=(tmp_path / "runs" / "p" / job_id).as_uri(), priority=number % 3), None)
+    replicas = Replicas(database, tmp_path)
+    try:
+        for owner in ("a", "b"):
+            replicas.start(owner)
+        limit = time.monotonic() + 200
+        while store.active() or any(ticket.waits for ticket in store.tickets()):
+            assert time.monotonic() < limit, [store.get(job_id) for job_id in store.active()]
+            held = sum(ticket.needs["CPU"] for ticket in store.tickets() if ticket.holds)
+            assert held <= CPUS, f"{held} CPUs are given away, and there are {CPUS}"
+            run_what_was_submitted(tmp_path)
+            replicas.disturb()
+            time.sleep(0.02)
+    finally:
+        replicas.end()
+    jobs = [store.get(f"job-{number:04d}") for number in range(JOBS)]
+    assert Counter(job and job.state for job in jobs) == {JobState.SUCCEEDED: JOBS}
+    assert all(job and [one.result for one in job.attempts] == ["succeeded"] for job in jobs)
+    made = sorted(path.stem for path in tmp_path.glob("*.new"))
+    assert made == [f"job-{number:04d}-1" for number in range(JOBS)]
+    asked = len((tmp_path / "asked").read_text().split())
+    print(f"{dict(replicas.done)}, {asked} requests for {JOBS} submissions")  # noqa: T201
+    assert min(replicas.done[what] for what in ("killed", "frozen")) >= 3
