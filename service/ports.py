@@ -133,6 +133,10 @@ class Sighting:
     training: Training
     outcome: Outcome | None
     stop: Stop | None
+    trouble: str | None = None
+    """What was said when workers were lost."""
+    size: int = 0
+    """Of what it has written: where it grows, somebody is alive."""
 
 
 @dataclass(frozen=True)

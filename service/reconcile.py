@@ -12,11 +12,23 @@ from functools import partial
 import structlog
 
 from service.domain.admission import Board, Rules, Ticket, admit
-from service.domain.decide import Decision, Effect, Retry, Seen, Submission, decide, make_room, start, wanted_stop
+from service.domain.decide import (
+    Decision,
+    Effect,
+    Retry,
+    Seen,
+    Submission,
+    Training,
+    decide,
+    hangs,
+    make_room,
+    start,
+    wanted_stop,
+)
 from service.domain.job import Attempt, Job
 from service.domain.reason import Code, Reason
 from service.errors import ClusterError
-from service.ports import Cluster, JobStore, Launch, Lease, RunDirs
+from service.ports import Cluster, JobStore, Launch, Lease, RunDirs, Sighting
 
 log = structlog.get_logger(__name__)
 # More than the steps from a first attempt to one that is submitted; what is left waits for the next pass.
@@ -44,6 +56,8 @@ class Reconciler:
     pace: Pace
     rules: Rules = field(default_factory=Rules)
     board: Board = field(default_factory=Board)
+    written: dict[str, tuple[tuple[int, int], float]] = field(default_factory=dict)
+    """Of each job, its attempt and how much that has written, and since when it is no more."""
 
     def run(self, stopped: threading.Event, *, interval: float) -> None:
         """Pass after pass until stopped. A pass that fails is logged, and the next one tries again."""
@@ -110,11 +124,28 @@ class Reconciler:
         submission = self.cluster.status(job.attempt.submission_id)
         sighting = self.run_dirs.observe(job.run_dir, job.attempt.number)
         silent = submission is Submission.UNKNOWN or job.attempt.submitted_at is None
-        over = sighting.outcome is not None or not (silent or submission.alive)
+        quiet = self._quiet(job, sighting)
+        over = sighting.outcome is not None or not (silent or submission.alive) or hangs(job, quiet)
         committed = self.run_dirs.committed(job.run_dir) if over else None
         return Seen(
-            submission, sighting.training, sighting.outcome, sighting.stop, committed, self._previous(job, job.attempt)
+            submission=submission,
+            training=sighting.training,
+            outcome=sighting.outcome,
+            stop=sighting.stop,
+            committed=committed,
+            trouble=sighting.trouble,
+            quiet=quiet,
+            previous=self._previous(job, job.attempt),
         )
+
+    def _quiet(self, job: Job, sighting: Sighting) -> float:
+        """For how long an attempt that trains has written nothing, by our clock: others' may differ."""
+        now, written = self.clock(), (len(job.attempts), sighting.size)
+        before, since = self.written.get(job.id, (written, now))
+        if sighting.training is not Training.YES or before != written:
+            since = now
+        self.written[job.id] = (written, since)
+        return now - since
 
     def _previous(self, job: Job, attempt: Attempt) -> Submission:
         """What became of the attempt before one that is not submitted yet."""
@@ -138,6 +169,8 @@ class Reconciler:
         if not self.store.save(after, owner=self.owner, leads=leads):
             return False
         if after.state is not job.state:
+            if after.state.terminal:
+                self.written.pop(job.id, None)
             reason = after.reason.message if after.reason else None
             log.info("job_moved", job=job.id, from_state=job.state, to_state=after.state, reason=reason)
         return True

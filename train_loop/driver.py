@@ -27,7 +27,7 @@ from train_loop.errors import FencedError
 from train_loop.failure import failed, failure_told, reason
 from train_loop.journal import Journal
 from train_loop.logs import log_to
-from train_loop.run_dir import AttemptDir, Outcome, RunDir, is_remote, read_lines
+from train_loop.run_dir import AttemptDir, Outcome, RunDir, is_remote, list_folder, read_lines, size_of
 from train_loop.session import Preemption, Session
 from train_loop.spare import Spares, worker_environment
 from train_loop.spec import JobSpec
@@ -52,7 +52,9 @@ class TellOfLosses(UserCallback):  # type: ignore[misc]
         # Peers of a dead worker fail of lost connections; the dead one is the news.
         dead = [rank for rank, error in worker_exceptions.items() if hasattr(error, "health_check_failure")]
         ranks = sorted(dead or worker_exceptions)
-        Journal(self.attempt).event("workers_lost", ranks=ranks, error=reason(worker_exceptions[ranks[0]]))
+        hung = [name for name in list_folder(self.attempt.stacks) if size_of(self.attempt.stacks / name)]
+        told = {"stacks": [f"{self.attempt.stacks.name}/{name}" for name in sorted(hung)]} if hung else {}
+        Journal(self.attempt).event("workers_lost", ranks=ranks, error=reason(worker_exceptions[ranks[0]]), **told)
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from train_loop.session import Session
 from train_loop.spec import JobSpec
 from train_loop.step import StepResult, train_step
 from train_loop.vitals import StepClock
+from train_loop.watchdog import Watchdog, watched
 
 log = logging.getLogger(__name__)
 
@@ -37,12 +38,12 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
     journal.event("workers_ready", world=session.world)
     run = build_run(spec, session, dataset, evaluation)
     saver = Saver(session, run.journal, spec.checkpoint, spec.strategy.save_mode)
-    with no_garbage_collection():
+    with no_garbage_collection(), watched(session) as watchdog:
         restore(run)
         keep_what_is_there()
         record_start(run, who_works())
         try:
-            stop = loop(run, saver)
+            stop = loop(run, saver, watchdog)
         except UserError:
             # What was right before somebody's mistake came to light should not be lost with it.
             saver.wait()
@@ -57,7 +58,7 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
     return outcome
 
 
-def loop(run: Run, saver: Saver) -> Stop | None:
+def loop(run: Run, saver: Saver, watchdog: Watchdog) -> Stop | None:
     """Step until the run is done, or asked to stop, which is returned; its last checkpoint may still be in flight."""
     state, stop, measured = run.state, None, dict[str, float]()
     times, watch = SaveTimes(run.spec.checkpoint, step=state.step), PreemptionWatch(run.session)
@@ -66,6 +67,7 @@ def loop(run: Run, saver: Saver) -> Stop | None:
     rows = run.session.open_stream(left, run.mesh.plan, run.mesh.rank)
     clock = StepClock()
     while not run.done:
+        watchdog.feed()
         clock.begin()
         batch = next_batch(run, rows, clock)
         clock.data_arrived()

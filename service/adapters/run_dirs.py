@@ -48,10 +48,13 @@ class LocalRunDirs:
         """What an attempt says of itself."""
         directory = RunDir.at(run_dir)
         folder = directory.attempt(attempt)
-        training = Training.NOT_YET
+        training, trouble = Training.NOT_YET, None
         for line in read_lines(folder.events):
             training = _TRAINING.get(str(line.get("event")), training)
-        return Sighting(training, folder.outcome(), directory.stop())
+            if training is Training.LOST and "error" in line:
+                trouble = str(line["error"])
+        size = size_appended(folder.metrics) + size_appended(folder.events)
+        return Sighting(training, folder.outcome(), directory.stop(), trouble, size)
 
     def story(self, run_dir: str) -> Story:
         """What all attempts say together."""

@@ -13,6 +13,8 @@ from service.domain.job import Attempt, Job, JobState, Wish
 from service.domain.reason import Code, Reason, code_of
 from train_loop.run_dir import Outcome, Stop
 
+_SLACK_SECONDS = 60.0
+
 
 class Submission(StrEnum):
     """What the cluster says about a submission id; UNKNOWN is when it says nothing."""
@@ -61,6 +63,10 @@ class Seen:
     stop: Stop | None = None
     committed: int | None = None
     """The newest committed step; looked for only where the attempt may be over."""
+    trouble: str | None = None
+    """What was said when workers were lost."""
+    quiet: float = 0.0
+    """For so many seconds an attempt that trains has written nothing."""
     previous: Submission = Submission.MISSING
     """The attempt before it; looked for only until it is submitted itself."""
 
@@ -133,7 +139,11 @@ def _active(job: Job, seen: Seen, now: float, retry: Retry) -> Decision:
         return _submit(job, seen.previous, now)
     if not seen.submission.alive:
         return Decision(_failed(job, _driver_lost(seen), seen.committed, now, retry))
-    return Decision(_follow(job if attempt.submitted_at else job.mark_submitted(now=now), seen.training, now))
+    if hangs(job, seen.quiet):
+        told = f"nothing was written for {seen.quiet:.0f} s; where the ranks stood is in stacks/ of the attempt"
+        reason = Reason(Code.HUNG, told)
+        return Decision(_failed(job, reason, seen.committed, now, retry), Effect.STOP_NOW)
+    return Decision(_follow(job if attempt.submitted_at else job.mark_submitted(now=now), seen, now))
 
 
 def _submit(job: Job, previous: Submission, now: float) -> Decision:
@@ -145,13 +155,19 @@ def _submit(job: Job, previous: Submission, now: float) -> Decision:
     return Decision(_because(job.mark_submitted(now=now), _last_failure(job)), Effect.SUBMIT)
 
 
-def _follow(job: Job, training: Training, now: float) -> Job:
+def hangs(job: Job, quiet: float) -> bool:
+    """Whether an attempt that is quiet for so long will not go on; its workers have had the time to notice first."""
+    return quiet > job.spec.failure.hang_timeout_seconds * job.spec.training.logging_steps + _SLACK_SECONDS
+
+
+def _follow(job: Job, seen: Seen, now: float) -> Job:
     """Where the workers of a live attempt stand."""
-    if job.state is JobState.RUNNING and training is Training.LOST:
-        lost = Reason(Code.WORKERS_LOST, "workers were lost; the run goes on from its latest checkpoint")
+    if job.state is JobState.RUNNING and seen.training is Training.LOST:
+        said = f" ({seen.trouble})" if seen.trouble else ""
+        lost = Reason(Code.WORKERS_LOST, f"workers were lost{said}; the run goes on from its latest checkpoint")
         return job.move(JobState.RECOVERING, now=now, reason=lost)
     # An attempt that lost its workers before anybody looked has been running all the same.
-    began = training is Training.YES or (job.state is JobState.STARTING and training is Training.LOST)
+    began = seen.training is Training.YES or (job.state is JobState.STARTING and seen.training is Training.LOST)
     return job.move(JobState.RUNNING, now=now) if began and job.state is not JobState.RUNNING else job
 
 

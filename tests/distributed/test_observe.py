@@ -4,6 +4,7 @@ import gc
 import json
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -186,3 +187,26 @@ def test_profiled_steps_leave_trace_and_memory_of_every_rank_and_change_no_loss(
 def test_a_step_to_profile_that_will_not_come_is_warned_of(runs: Path) -> None:
     (warning,) = events(runs / "profiled", "warning")
     assert warning["message"] == "profile_steps=[7] lie beyond the 6 steps of the run; later steps are not profiled"
+
+
+def stalled_stream(left: StreamPlan, mesh: MeshPlan, rank: int) -> Iterator[Rows | None]:
+    """Rows that every rank gets too late in the third step."""
+    for step, rows in enumerate(local_stream(left, mesh, rank), start=1):
+        if step == 3:
+            time.sleep(1.5)
+        yield rows
+
+
+def stall_and_not(data: Path, folder: Path) -> None:
+    patience = {"timeout": timedelta(seconds=1)}
+    run(data, folder / "stalled", place={"open_stream": stalled_stream, **patience})
+    run(data, folder / "sound")
+
+
+def test_where_no_step_ends_in_time_every_rank_writes_where_it_stands(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "tokens.parquet", rows=BATCH * STEPS, length=LENGTH, vocab=TINY["vocab_size"])
+    on_ranks(2, stall_and_not, tmp_path / "tokens.parquet", tmp_path)
+    stacks = RunDir(tmp_path / "stalled").attempt(1).stacks
+    for rank in range(2):
+        assert "in stalled_stream" in (stacks / f"rank-{rank:05d}.txt").read_text()
+    assert list(RunDir(tmp_path / "sound").attempt(1).stacks.iterdir()) == []

@@ -44,6 +44,11 @@ class AttemptDir:
         """Ray Train's own bookkeeping; nothing of ours depends on it."""
         return self.root / "ray"
 
+    @property
+    def stacks(self) -> Path:
+        """Folder of where each rank stood when no step had ended for failure.hang_timeout_seconds."""
+        return self.root / "stacks"
+
     def rank_log(self, rank: int) -> Path:
         """The log of one rank."""
         return self.logs / f"rank-{rank:05d}.log"

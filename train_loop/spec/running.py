@@ -67,5 +67,8 @@ class FailureSpec(SpecModel):
         description="keep a process with all imports, about 0.5 GB, ready beside every worker: it restarts in seconds",
     )
     hang_timeout_seconds: float = Field(
-        default=1800.0, ge=1, description="a collective that waits longer fails, and the worker group restarts"
+        default=1800.0,
+        ge=1,
+        description="where no step ends for so long, the stacks of all ranks are written, what waits for others fails, "
+        "and the worker group, or at last the attempt, starts again",
     )

@@ -192,6 +192,21 @@ def test_cancel_ends_the_driver_when_patience_ends() -> None:
     assert step(job, replace(seen, submission=Submission.STOPPED), now=151.0).job.state is JobState.CANCELLED
 
 
+def test_attempt_that_writes_nothing_for_too_long_is_stopped_and_tried_again() -> None:
+    job = replace(live(), spec=a_job(failure={"hang_timeout_seconds": 100}, training={"logging_steps": 3}).spec)
+    assert step(job, Seen(ALIVE, Training.YES, quiet=360.0)) == Decision(job)
+    decision = step(job, Seen(ALIVE, Training.YES, quiet=361.0, committed=10))
+    assert (decision.effect, decision.job.state) == (Effect.STOP_NOW, JobState.RECOVERING)
+    assert decision.job.attempts[-1].reason == Reason(
+        Code.HUNG, "nothing was written for 361 s; where the ranks stood is in stacks/ of the attempt"
+    )
+
+
+def test_lost_workers_say_what_was_said_of_them() -> None:
+    lost = step(live(), Seen(ALIVE, Training.LOST, trouble="the node is gone")).job
+    assert said(lost) == "workers were lost (the node is gone); the run goes on from its latest checkpoint"
+
+
 def test_pause_is_over_only_when_the_driver_has_said_so() -> None:
     job = pausing()
     assert step(job, Seen(ALIVE)).effect is Effect.ASK_TO_STOP

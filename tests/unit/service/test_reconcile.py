@@ -10,6 +10,7 @@ import pytest
 from service.adapters.memory import MemoryCluster
 from service.domain.decide import Submission
 from service.domain.job import Job, JobState
+from service.domain.reason import Code
 from service.ports import Launch, Lease
 from tests.support.service import FakeService
 from train_loop.run_dir import Outcome
@@ -157,6 +158,24 @@ def test_only_one_of_two_decides_about_the_queue(service: FakeService) -> None:
     service.clock.now += 31
     service.reconciler().run_once()
     assert service.get(job.id).state is JobState.STARTING
+
+
+def test_attempt_that_hangs_is_replaced_and_one_that_writes_is_not(service: FakeService) -> None:
+    job, reconciler = running(service, failure={"hang_timeout_seconds": 100}), service.reconciler()
+    for step in range(1, 4):
+        service.metric(job.id, step=step)
+        reconciler.run_once()
+        service.clock.now += 150
+    reconciler.run_once()
+    assert service.get(job.id).state is JobState.RUNNING
+    service.clock.now += 11
+    reconciler.run_once()
+    recovering = service.get(job.id)
+    assert (recovering.state, recovering.reason and recovering.reason.code) == (JobState.RECOVERING, Code.HUNG)
+    assert service.cluster.submissions[f"{job.id}-1"] is Submission.STOPPED
+    service.clock.now += 10
+    reconciler.run_once()
+    assert service.cluster.launches[-1].submission_id == f"{job.id}-2"
 
 
 class CancelsMeanwhile(MemoryCluster):
