@@ -84,13 +84,6 @@ class BodyTooLarge(ServiceError):
     status = 413
 
 
-class NotAcceptable(ServiceError):
-    """The answer is not available in the form that was asked for."""
-
-    code = "not_supported_yet"
-    status = 406
-
-
 class InvalidRequest(ServiceError):
     """A parameter or body that is no job spec breaks a rule."""
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from pydantic import JsonValue
 
@@ -169,12 +169,36 @@ class Cursor:
 
 
 @dataclass(frozen=True)
-class LogPage:
-    """Whole lines of a log, and the byte offset behind them."""
+class Place:
+    """Where a reader stands: at a byte of what an attempt has written."""
 
-    lines: tuple[str, ...]
-    next: int
-    has_more: bool
+    attempt: int = 0
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A whole line, and the place behind it."""
+
+    text: str
+    after: Place
+
+
+@dataclass(frozen=True)
+class Written:
+    """Which of an attempt's files: events, metrics, or a log, which is the driver's where no rank is named."""
+
+    kind: Literal["events", "metrics", "log"]
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The next whole lines, a bounded part of them, and which attempt comes next, if one has begun."""
+
+    entries: tuple[Entry, ...]
+    more: bool
+    next_attempt: int | None
 
 
 class RunDirs(Protocol):
@@ -201,8 +225,11 @@ class RunDirs(Protocol):
     def metrics(self, run_dir: str, *, after: Cursor, limit: int) -> list[Line]:
         """Metrics lines of all attempts after a cursor."""
 
-    def log(self, run_dir: str, source: "LogSource", *, after: int, limit: int) -> LogPage:
-        """Whole lines of one log from a byte offset on."""
+    def tail(self, run_dir: str, what: Written, place: Place) -> Tail:
+        """The next whole lines of a file from a place on; a line that is still being written is not there yet."""
+
+    def newest_attempt(self, run_dir: str) -> int:
+        """Its number; 1 where none has begun."""
 
     def committed(self, run_dir: str) -> int | None:
         """The newest committed step."""
@@ -239,14 +266,6 @@ class CheckpointTools(Protocol):
 
     def export(self, run_dir: str, step: int, wish: ExportWish) -> None:
         """Begin to make a Hugging Face folder of it. Raises Busy."""
-
-
-@dataclass(frozen=True)
-class LogSource:
-    """Which log: of which attempt (default: the newest), of which rank (default: the driver's)."""
-
-    attempt: int | None = None
-    rank: int | None = None
 
 
 @dataclass(frozen=True)

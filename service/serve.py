@@ -11,6 +11,7 @@ from types import FrameType
 
 import structlog
 import uvicorn
+from fastapi import FastAPI
 from filelock import FileLock, Timeout
 from pydantic import BaseModel
 
@@ -58,11 +59,10 @@ def _locks(settings: Settings) -> Iterator[tuple[Path, str]]:
 
 
 def _serve(settings: Settings) -> int:
-    config = uvicorn.Config(
-        create_app(settings), host=settings.host, port=settings.port, log_level="warning", server_header=False
-    )
+    app = create_app(settings)
+    config = uvicorn.Config(app, host=settings.host, port=settings.port, log_level="warning", server_header=False)
     try:
-        _Server(config, settings).run()
+        _Server(config, settings, app).run()
     finally:
         settings.address_file.unlink(missing_ok=True)
     return 0
@@ -84,9 +84,15 @@ def _configure_logs() -> None:
 class _Server(uvicorn.Server):
     """uvicorn, which says where it listens once it does: only then is a port of 0 a number."""
 
-    def __init__(self, config: uvicorn.Config, settings: Settings) -> None:
+    def __init__(self, config: uvicorn.Config, settings: Settings, app: FastAPI) -> None:
         super().__init__(config)
         self._settings = settings
+        self._app = app
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Let those go who follow a job; they come back with the id of the last line that they got."""
+        self._app.state.leaving.set()
+        super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Bind, then announce."""

@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from service.domain.decide import Training
 from service.errors import StaleAttempt
-from service.ports import Checkpoint, Cursor, Line, LogPage, LogSource, Progress, Sighting, Story
+from service.ports import Checkpoint, Cursor, Entry, Line, Place, Progress, Sighting, Story, Tail, Written
 from train_loop.run_dir import (
     AttemptDir,
     ExportStatus,
@@ -72,13 +73,17 @@ class LocalRunDirs:
         """Metrics lines of all attempts after a cursor."""
         return _page(run_dir, lambda attempt: attempt.metrics, after, limit)
 
-    def log(self, run_dir: str, source: LogSource, *, after: int, limit: int) -> LogPage:
-        """Whole lines of one log from a byte offset on; no line where there is no such log."""
-        attempts = RunDir.at(run_dir).attempts()
-        number = source.attempt or (attempts[-1].number if attempts else 1)
-        folder = RunDir.at(run_dir).attempt(number)
-        path = folder.driver_log if source.rank is None else folder.rank_log(source.rank)
-        return _read_log(path, after, limit)
+    def tail(self, run_dir: str, what: Written, place: Place) -> Tail:
+        """The next whole lines of a file from a place on; a line that is still being written is not there yet."""
+        directory = RunDir.at(run_dir)
+        # Attempts first: whoever sees the next one has seen all of this one.
+        later = [attempt.number for attempt in directory.attempts() if attempt.number > place.attempt]
+        entries, more = _next_lines(_file(directory.attempt(place.attempt), what), place)
+        return Tail(entries, more, min(later, default=None))
+
+    def newest_attempt(self, run_dir: str) -> int:
+        """Its number; 1 where none has begun."""
+        return max((attempt.number for attempt in RunDir.at(run_dir).attempts()), default=1)
 
     def committed(self, run_dir: str) -> int | None:
         """The newest committed step."""
@@ -156,13 +161,21 @@ def _number(line: Line, name: str) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _read_log(path: Path, after: int, limit: int) -> LogPage:
+def _file(attempt: AttemptDir, what: Written) -> Path:
+    if what.kind == "log":
+        return attempt.driver_log if what.rank is None else attempt.rank_log(what.rank)
+    return attempt.events if what.kind == "events" else attempt.metrics
+
+
+def _next_lines(path: Path, place: Place) -> tuple[tuple[Entry, ...], bool]:
+    """Whole lines from a place on, a window of them at most, and whether there may be more."""
+    after = place.offset
     window = read_appended(path, after, _WINDOW) if size_appended(path) > after else b""
     *lines, rest = window.split(b"\n")
     if not lines and len(window) == _WINDOW:
-        return LogPage((rest.decode(errors="replace"),), after + _WINDOW, has_more=True)
-    taken = lines[:limit]
-    text = tuple(line.decode(errors="replace").rstrip("\r") for line in taken)
-    # A line that is still being written is not there yet.
-    has_more = len(lines) > len(taken) or len(window) == _WINDOW
-    return LogPage(text, after + sum(len(line) + 1 for line in taken), has_more=has_more)
+        return (Entry(rest.decode(errors="replace"), replace(place, offset=after + _WINDOW)),), True
+    entries = list[Entry]()
+    for line in lines:
+        after += len(line) + 1
+        entries.append(Entry(line.decode(errors="replace").rstrip("\r"), replace(place, offset=after)))
+    return tuple(entries), len(window) == _WINDOW

@@ -1,5 +1,6 @@
 """The HTTP side as one FastAPI app, over use cases that somebody else wired."""
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 
@@ -24,6 +25,8 @@ def build_api(ledger: Ledger, guard: Guard, *, hosts: Sequence[str] = (), lifesp
     )
     app.state.jobs, app.state.run_dirs = ledger.jobs, ledger.run_dirs
     app.state.ledger, app.state.guard = ledger, guard
+    # Set when the service is to end: nobody may wait for those who follow a job.
+    app.state.leaving = threading.Event()
     app.add_middleware(HostCheck, hosts=(*LOOPBACK, *hosts))
     install_problems(app)
     for module in (health, jobs, runs, checkpoints):

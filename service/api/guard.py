@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api.problems import problem
-from service.errors import BodyTooLarge, HostRefused, InvalidRequest, NotAcceptable, Unauthorized
+from service.errors import BodyTooLarge, HostRefused, InvalidRequest, Unauthorized
 from train_loop.spec import Problem
 
 T = TypeVar("T", bound=BaseModel)
@@ -65,12 +65,6 @@ def parse_body(kind: type[T], body: bytes) -> T:
         raise InvalidRequest(
             [Problem("".join(f"/{part}" for part in e["loc"]), e["msg"]) for e in error.errors()]
         ) from error
-
-
-def refuse_streams(request: Request) -> None:
-    """Say so, rather than answer with a page, where a stream was asked for. Raises NotAcceptable."""
-    if "text/event-stream" in request.headers.get("accept", ""):
-        raise NotAcceptable("text/event-stream is not supported yet; ask for application/json and poll with ?after=")
 
 
 class HostCheck:

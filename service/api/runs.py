@@ -1,20 +1,23 @@
-"""/jobs/{id}/…: what a run leaves behind: events, metrics, logs."""
+"""/jobs/{id}/…: what a run leaves behind, in pages or as a stream: events, metrics, logs."""
 
 import re
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Depends, Query, Request, Response
 
-from service.api.guard import refuse_streams, require_key
+from service.api.guard import require_key
 from service.api.jobs import UseCases
 from service.api.schemas import LinePage, TextPage
+from service.api.streams import Streams, asks_for_stream
 from service.errors import InvalidRequest
-from service.ports import Cursor, Line, LogSource, RunDirs
+from service.follow import Reader
+from service.ports import Cursor, Line, Place, RunDirs, Written
 from train_loop.spec import Problem
 
-router = APIRouter(prefix="/jobs/{job_id}", tags=["runs"], dependencies=[Depends(require_key), Depends(refuse_streams)])
+router = APIRouter(prefix="/jobs/{job_id}", tags=["runs"], dependencies=[Depends(require_key)])
 Limit = Annotated[int, Query(ge=1, le=1000)]
+_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
 
 def run_dirs_of(request: Request) -> RunDirs:
@@ -26,44 +29,65 @@ def run_dirs_of(request: Request) -> RunDirs:
 Dirs = Annotated[RunDirs, Depends(run_dirs_of)]
 
 
-def line_cursor(
-    after: Annotated[str | None, Query(description='"<attempt>.<seq>" of the last line seen')] = None,
-) -> Cursor:
-    """The cursor of lines merged over attempts. Raises InvalidRequest."""
-    match = re.fullmatch(r"(\d{1,9})\.(\d{1,15})", after or "0.0")
+def cursor_of(
+    request: Request,
+    after: Annotated[str | None, Query(description="`next` of a page, or the id of a message")] = None,
+) -> tuple[int, int] | None:
+    """Both numbers of the cursor; a stream that is taken up again sends it as a header. Raises InvalidRequest."""
+    given = (request.headers.get("last-event-id") if asks_for_stream(request) else None) or after
+    if given is None:
+        return None
+    match = re.fullmatch(r"(\d{1,9})\.(\d{1,15})", given)
     if match is None:
-        raise InvalidRequest([Problem("/query/after", f"{after!r} is no <attempt>.<seq>; use `next` of a page")])
-    return Cursor(int(match[1]), int(match[2]))
+        raise InvalidRequest([Problem("/query/after", f"{given!r} is no cursor; use `next` of a page")])
+    return int(match[1]), int(match[2])
 
 
-After = Annotated[Cursor, Depends(line_cursor)]
+After = Annotated[tuple[int, int] | None, Depends(cursor_of)]
 
 
-@router.get("/events")
-def events(jobs: UseCases, dirs: Dirs, job_id: str, after: After, limit: Limit = 100) -> LinePage:
+@router.get("/events", response_model=LinePage, responses=_STREAM)
+def events(
+    jobs: UseCases, dirs: Dirs, streams: Streams, job_id: str, after: After, limit: Limit = 100
+) -> LinePage | Response:
     """What happened, oldest first, over all attempts."""
-    return _page(dirs.events(jobs.find(job_id).run_dir, after=after, limit=limit + 1), after, limit)
+    job, cursor = jobs.find(job_id), Cursor(*(after or (0, 0)))
+    if streams.wanted:
+        return streams.lines(Reader(dirs, job.run_dir, Written("events")), cursor, job_id)
+    return _page(dirs.events(job.run_dir, after=cursor, limit=limit + 1), cursor, limit)
 
 
-@router.get("/metrics")
-def metrics(jobs: UseCases, dirs: Dirs, job_id: str, after: After, limit: Limit = 100) -> LinePage:
+@router.get("/metrics", response_model=LinePage, responses=_STREAM)
+def metrics(
+    jobs: UseCases, dirs: Dirs, streams: Streams, job_id: str, after: After, limit: Limit = 100
+) -> LinePage | Response:
     """One line per logged optimizer step, over all attempts."""
-    return _page(dirs.metrics(jobs.find(job_id).run_dir, after=after, limit=limit + 1), after, limit)
+    job, cursor = jobs.find(job_id), Cursor(*(after or (0, 0)))
+    if streams.wanted:
+        return streams.lines(Reader(dirs, job.run_dir, Written("metrics")), cursor, job_id)
+    return _page(dirs.metrics(job.run_dir, after=cursor, limit=limit + 1), cursor, limit)
 
 
-@router.get("/logs")
+@router.get("/logs", response_model=TextPage, responses=_STREAM)
 def logs(
     jobs: UseCases,
     dirs: Dirs,
+    streams: Streams,
     job_id: str,
-    attempt: Annotated[int | None, Query(ge=1)] = None,
+    after: After,
+    attempt: Annotated[int | None, Query(ge=1, description="only this one; default: the newest and later ones")] = None,
     rank: Annotated[int | None, Query(ge=0, description="default: the driver")] = None,
-    after: Annotated[int, Query(ge=0, description="byte offset: `next` of a page")] = 0,
     limit: Limit = 100,
-) -> TextPage:
+) -> TextPage | Response:
     """Whole lines of one log; only lines that are complete."""
-    page = dirs.log(jobs.find(job_id).run_dir, LogSource(attempt, rank), after=after, limit=limit)
-    return TextPage(data=list(page.lines), has_more=page.has_more, next=str(page.next))
+    run_dir = jobs.find(job_id).run_dir
+    place = Place(*after) if after else Place(attempt or dirs.newest_attempt(run_dir))
+    reader = Reader(dirs, run_dir, Written("log", rank), stays=attempt is not None)
+    if streams.wanted:
+        return streams.text(reader, place, job_id)
+    batch = reader.read(place, limit=limit)
+    end = f"{batch.place.attempt}.{batch.place.offset}"
+    return TextPage(data=[entry.text for entry in batch.entries], has_more=batch.more, next=end)
 
 
 def _page(lines: Sequence[Line], after: Cursor, limit: int) -> LinePage:

@@ -146,12 +146,6 @@ def test_chunked_body_over_the_limit(client: TestClient) -> None:
     assert refusal(client, "POST", "/jobs", content=chunks())[:2] == (413, "body_too_large")
 
 
-def test_stream_is_not_supported_yet(client: TestClient) -> None:
-    job_id = client.post("/jobs", content=spec_body()).json()["id"]
-    headers = {"accept": "text/event-stream"}
-    assert refusal(client, "GET", f"/jobs/{job_id}/events", headers=headers)[:2] == (406, "not_supported_yet")
-
-
 def test_foreign_host_header(client: TestClient) -> None:
     expected = (400, "host_refused", "Host 'evil.example' is not allowed; use localhost, or add it to ")
     status, code, detail = refusal(client, "GET", "/healthz", headers={"host": "evil.example"})

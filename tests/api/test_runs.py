@@ -33,14 +33,19 @@ def test_logs_of_driver_and_rank(client: TestClient, service: FakeService, job_i
         folder.driver_log.write_text(f"driver {attempt}\nunfinished")
         folder.rank_log(1).write_text(f"rank one of {attempt}\n")
     url = f"/jobs/{job_id}/logs"
-    assert client.get(url).json() == {"data": ["driver 2"], "has_more": False, "next": "9"}
+    assert client.get(url).json() == {"data": ["driver 2"], "has_more": False, "next": "2.9"}
     assert client.get(url, params={"rank": 1, "attempt": 1}).json()["data"] == ["rank one of 1"]
-    assert client.get(url, params={"after": 9}).json()["data"] == []
+    assert client.get(url, params={"after": "2.9"}).json()["data"] == []
+    first = client.get(url, params={"after": "1.0"}).json()
+    assert (first["data"], first["next"]) == (["driver 1"], "1.9")
+    # What an attempt writes is all there before the next one begins.
+    assert client.get(url, params={"after": "1.9"}).json()["data"] == ["driver 2"]
+    assert client.get(url, params={"after": "1.9", "attempt": 1}).json()["data"] == []
 
 
 def test_job_without_a_run_directory_has_empty_pages(client: TestClient, job_id: str) -> None:
     assert client.get(f"/jobs/{job_id}/events").json() == {"data": [], "has_more": False, "next": "0.0"}
-    assert client.get(f"/jobs/{job_id}/logs").json() == {"data": [], "has_more": False, "next": "0"}
+    assert client.get(f"/jobs/{job_id}/logs").json() == {"data": [], "has_more": False, "next": "1.0"}
     assert client.get(f"/jobs/{job_id}/checkpoints").json() == {"data": []}
 
 

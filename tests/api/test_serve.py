@@ -50,9 +50,17 @@ def test_job_outlives_a_killed_service(environment: dict[str, str]) -> None:
         assert client.get("/readyz").json() == {"status": "ready"}
         job = client.post("/jobs", content=spec_body()).json()
         process.send_signal(signal.SIGKILL)
-    with serving(environment) as (_, client):
+    with serving(environment) as (process, client):
         again = client.get(f"/jobs/{job['id']}").json()
         assert (again["id"], again["state"], again["spec"]) == (job["id"], "QUEUED", job["spec"])
+        # Whoever follows a job does not keep the service from leaving, and is not told that the job has ended.
+        headers = {"accept": "text/event-stream"}
+        with client.stream("GET", f"/jobs/{job['id']}/events", headers=headers) as answer:
+            lines = answer.iter_lines()
+            assert next(lines) == ": begin"
+            process.send_signal(signal.SIGTERM)
+            assert [line for line in lines if line] == []
+        assert process.wait(timeout=10) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from service import ports
 from service.adapters.run_dirs import LocalRunDirs
-from service.ports import Cursor, LogSource
+from service.ports import Cursor, Written
 from tests.support.nfs import act_like_nfs
 from tests.support.ranks import on_ranks, ranks_to_kill
 from tests.support.s3 import S3Server
@@ -196,8 +197,8 @@ def test_the_service_reads_it(folder: Path, place: Place) -> None:
     with open_log(run_dir.attempt(1).rank_log(0)) as file:
         file.write("one\ntwo\nthr")
     flush_all()
-    page = dirs.log(uri, LogSource(1, 0), after=4, limit=10)
-    assert (page.lines, page.next) == (("two",), 8)
+    tail = dirs.tail(uri, Written("log", rank=0), ports.Place(1, 4))
+    assert [(entry.text, entry.after) for entry in tail.entries] == [("two", ports.Place(1, 8))]
 
 
 def test_its_checkpoints_are_exported(folder: Path, place: Place) -> None:

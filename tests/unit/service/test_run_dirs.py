@@ -7,7 +7,7 @@ import pytest
 from service.adapters import run_dirs as module
 from service.adapters.run_dirs import LocalRunDirs
 from service.domain.decide import Training
-from service.ports import Cursor, LogSource
+from service.ports import Cursor, Place, Tail, Written
 from train_loop.run_dir import JsonLines, RunDir
 
 
@@ -94,21 +94,28 @@ def write_log(run_dir: RunDir, text: str) -> None:
     path.write_text(text)
 
 
-def test_log_gives_whole_lines_and_goes_on_where_it_stopped(run_dir: RunDir) -> None:
+LOG = Written("log")
+
+
+def texts(tail: Tail) -> list[str]:
+    return [entry.text for entry in tail.entries]
+
+
+def test_tail_gives_whole_lines_and_goes_on_where_it_stopped(run_dir: RunDir) -> None:
     write_log(run_dir, "one\ntwo\nthree\nhalf a li")
-    first = LocalRunDirs().log(uri(run_dir), LogSource(), after=0, limit=2)
-    assert (first.lines, first.next, first.has_more) == (("one", "two"), 8, True)
-    second = LocalRunDirs().log(uri(run_dir), LogSource(), after=first.next, limit=2)
-    assert (second.lines, second.next, second.has_more) == (("three",), 14, False)
+    first = LocalRunDirs().tail(uri(run_dir), LOG, Place(1))
+    assert texts(first) == ["one", "two", "three"]
+    assert [entry.after.offset for entry in first.entries] == [4, 8, 14]
+    assert texts(LocalRunDirs().tail(uri(run_dir), LOG, first.entries[1].after)) == ["three"]
 
 
-def test_log_line_longer_than_the_window_comes_in_pieces(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_longer_than_the_window_comes_in_pieces(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_WINDOW", 4)
     write_log(run_dir, "abcdefg\n")
-    page = LocalRunDirs().log(uri(run_dir), LogSource(), after=0, limit=9)
-    assert (page.lines, page.next, page.has_more) == (("abcd",), 4, True)
-    assert LocalRunDirs().log(uri(run_dir), LogSource(), after=4, limit=9).lines == ("efg",)
+    tail = LocalRunDirs().tail(uri(run_dir), LOG, Place(1))
+    assert (texts(tail), tail.entries[0].after, tail.more) == (["abcd"], Place(1, 4), True)
+    assert texts(LocalRunDirs().tail(uri(run_dir), LOG, Place(1, 4))) == ["efg"]
 
 
-def test_missing_log_is_no_lines(run_dir: RunDir) -> None:
-    assert LocalRunDirs().log(uri(run_dir), LogSource(attempt=3, rank=1), after=5, limit=9).next == 5
+def test_missing_file_is_no_lines(run_dir: RunDir) -> None:
+    assert LocalRunDirs().tail(uri(run_dir), Written("log", rank=1), Place(3, 5)) == Tail((), False, None)

@@ -1,0 +1,105 @@
+"""What a run writes as server-sent events, each with the cursor behind it as its id; the last one is called `end`."""
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
+
+from fastapi import Depends, Request
+from fastapi.sse import EventSourceResponse, format_sse_event
+
+from service.api.jobs import UseCases
+from service.errors import JobNotFound
+from service.follow import Follower, Reader, Signal
+from service.ports import Cursor, Entry, Place
+from service.use_cases import Jobs
+
+
+@dataclass(frozen=True)
+class Message:
+    """One server-sent event: JSON, and where to go on after it."""
+
+    id: str
+    data: str
+
+
+@dataclass(frozen=True)
+class Sender:
+    """Makes streams for one request."""
+
+    request: Request
+    jobs: Jobs
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the caller asked for a stream."""
+        return asks_for_stream(self.request)
+
+    def text(self, reader: Reader, place: Place, job_id: str) -> EventSourceResponse:
+        """The lines of a log; ids are places."""
+        return EventSourceResponse(_send(_as_text(self._follow(reader, place, job_id))))
+
+    def lines(self, reader: Reader, cursor: Cursor, job_id: str) -> EventSourceResponse:
+        """JSON lines of all attempts behind a cursor; ids are cursors."""
+        entries = self._follow(reader, Place(cursor.attempt), job_id)
+        return EventSourceResponse(_send(_behind(entries, cursor)))
+
+    def _follow(self, reader: Reader, place: Place, job_id: str) -> AsyncIterator[Entry | Signal]:
+        ended = partial(_has_ended, self.jobs, job_id)
+        return Follower(reader, ended, self.request.app.state.leaving).follow(place)
+
+
+def sender_of(request: Request, jobs: UseCases) -> Sender:
+    """What makes the streams of this request."""
+    return Sender(request, jobs)
+
+
+Streams = Annotated[Sender, Depends(sender_of)]
+
+
+def asks_for_stream(request: Request) -> bool:
+    """Whether the caller wants server-sent events."""
+    return "text/event-stream" in request.headers.get("accept", "")
+
+
+def _has_ended(jobs: Jobs, job_id: str) -> bool:
+    try:
+        return jobs.find(job_id).state.terminal
+    except JobNotFound:
+        return True
+
+
+async def _behind(entries: AsyncIterator[Entry | Signal], cursor: Cursor) -> AsyncIterator[Message | Signal]:
+    """The lines after a cursor, each with its own; what is no line of ours is passed over."""
+    async for entry in entries:
+        if isinstance(entry, Signal):
+            yield entry
+            continue
+        try:
+            seq = int(json.loads(entry.text)["seq"])
+        except (ValueError, KeyError, TypeError):
+            continue
+        if (entry.after.attempt, seq) > (cursor.attempt, cursor.seq):
+            yield Message(f"{entry.after.attempt}.{seq}", entry.text)
+
+
+async def _as_text(entries: AsyncIterator[Entry | Signal]) -> AsyncIterator[Message | Signal]:
+    """The lines of a log as JSON, because one may hold what ends a line here."""
+    async for entry in entries:
+        if isinstance(entry, Signal):
+            yield entry
+        else:
+            yield Message(f"{entry.after.attempt}.{entry.after.offset}", json.dumps(entry.text))
+
+
+async def _send(messages: AsyncIterator[Message | Signal]) -> AsyncIterator[bytes]:
+    # Said at once, so that the caller knows that it is heard.
+    yield format_sse_event(comment="begin")
+    async for message in messages:
+        if isinstance(message, Message):
+            yield format_sse_event(data_str=message.data, id=message.id)
+        elif message is Signal.STILL_HERE:
+            yield format_sse_event(comment="still here")
+        else:
+            yield format_sse_event(event="end", data_str="")

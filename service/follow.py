@@ -1,0 +1,87 @@
+"""Reading what a run writes, line by line, from any place on, over all attempts; and following it to the job's end."""
+
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import anyio
+from starlette.concurrency import run_in_threadpool
+
+from service.ports import Entry, Place, RunDirs, Written
+
+
+class Signal(Enum):
+    """What is said beside lines."""
+
+    STILL_HERE = auto()
+    END = auto()
+    """The job has ended, and all of it was read."""
+
+
+_LOOK_SECONDS = 0.5
+_END_SECONDS = 2.0
+_BEAT_SECONDS = 15.0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Lines, the place behind them, and whether there is more to read at once."""
+
+    entries: tuple[Entry, ...]
+    place: Place
+    more: bool
+
+
+@dataclass(frozen=True)
+class Reader:
+    """One kind of what a run writes; of one attempt where `stays`, otherwise of it and all after it."""
+
+    run_dirs: RunDirs
+    run_dir: str
+    what: Written
+    stays: bool = False
+
+    def read(self, place: Place, *, limit: int = 1000) -> Batch:
+        """The next lines from a place on."""
+        tail = self.run_dirs.tail(self.run_dir, self.what, place)
+        if tail.entries:
+            entries = tail.entries[:limit]
+            return Batch(entries, entries[-1].after, tail.more or len(tail.entries) > limit)
+        # What an attempt writes is all there before the next one begins.
+        if tail.next_attempt is not None and not self.stays:
+            return self.read(Place(tail.next_attempt), limit=limit)
+        return Batch((), place, more=False)
+
+
+@dataclass(frozen=True)
+class Follower:
+    """Follows a reader until the job has ended, or the service leaves."""
+
+    reader: Reader
+    ended: Callable[[], bool]
+    leaving: threading.Event
+
+    async def follow(self, place: Place) -> AsyncIterator[Entry | Signal]:
+        """Every line from a place on, as it comes, and now and then a word that somebody is there."""
+        over, looked, told = False, 0.0, anyio.current_time()
+        while not self.leaving.is_set():
+            batch = await run_in_threadpool(self.reader.read, place)
+            place = batch.place
+            for entry in batch.entries:
+                yield entry
+            now = anyio.current_time()
+            if batch.entries or batch.more:
+                told = now
+                continue
+            if over:
+                yield Signal.END
+                return
+            if now - told >= _BEAT_SECONDS:
+                yield Signal.STILL_HERE
+                told = now
+            if now - looked >= _END_SECONDS:
+                # What was written before it ended is read once more.
+                over, looked = await run_in_threadpool(self.ended), now
+            if not over:
+                await anyio.sleep(_LOOK_SECONDS)
