@@ -8,6 +8,7 @@ from enum import Enum, auto
 import anyio
 from starlette.concurrency import run_in_threadpool
 
+from service.filters import Filter
 from service.ports import Entry, Place, RunDirs, Written
 
 
@@ -20,6 +21,8 @@ class Signal(Enum):
 
 
 _LOOK_SECONDS = 0.5
+_WINDOWS = 64
+"""Parts of a file that are looked at before an answer, however few lines pass."""
 _END_SECONDS = 2.0
 _BEAT_SECONDS = 15.0
 
@@ -41,17 +44,27 @@ class Reader:
     run_dir: str
     what: Written
     stays: bool = False
+    filters: tuple[Filter, ...] = ()
 
     def read(self, place: Place, *, limit: int = 1000) -> Batch:
-        """The next lines from a place on."""
-        tail = self.run_dirs.tail(self.run_dir, self.what, place)
-        if tail.entries:
-            entries = tail.entries[:limit]
-            return Batch(entries, entries[-1].after, tail.more or len(tail.entries) > limit)
-        # What an attempt writes is all there before the next one begins.
-        if tail.next_attempt is not None and not self.stays:
-            return self.read(Place(tail.next_attempt), limit=limit)
-        return Batch((), place, more=False)
+        """The next lines from a place on that pass every filter; it looks at a bounded part of what there is."""
+        found = list[Entry]()
+        for _ in range(_WINDOWS):
+            tail = self.run_dirs.tail(self.run_dir, self.what, place)
+            for entry in tail.entries:
+                place = entry.after
+                if all(passes(entry.text) for passes in self.filters):
+                    found.append(entry)
+                if len(found) == limit:
+                    return Batch(tuple(found), place, tail.more or entry is not tail.entries[-1])
+            if found or (tail.entries and not self.filters):
+                return Batch(tuple(found), place, tail.more)
+            if not tail.entries:
+                # What an attempt writes is all there before the next one begins.
+                if tail.next_attempt is None or self.stays:
+                    return Batch((), place, more=False)
+                place = Place(tail.next_attempt)
+        return Batch((), place, more=True)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import TextIO, cast
 
 from train_loop.run_dir import is_remote
 from train_loop.run_dir.segments import SegmentWriter
+from train_loop.secrets import masker
 
 
 class _Tee:
@@ -18,9 +19,11 @@ class _Tee:
     def __init__(self, stream: TextIO, copy: TextIO) -> None:
         self._stream = stream
         self._copy = copy
+        self._masked = masker()
 
     def write(self, text: str) -> int:
-        self._copy.write(text)
+        # The copy is for many eyes.
+        self._copy.write(self._masked(text))
         return self._stream.write(text)
 
     def flush(self) -> None:

@@ -1,8 +1,9 @@
 """/jobs/{id}/…: what a run leaves behind, in pages or as a stream: events, metrics, logs."""
 
 import re
+import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 
@@ -11,6 +12,8 @@ from service.api.jobs import UseCases
 from service.api.schemas import LinePage, TextPage
 from service.api.streams import Streams, asks_for_stream
 from service.errors import InvalidRequest
+from service.filters import AtLeast, Filter, Level, thin_out
+from service.filters import contains as containing
 from service.follow import Reader
 from service.ports import Cursor, Line, Place, RunDirs, Written
 from train_loop.spec import Problem
@@ -18,6 +21,13 @@ from train_loop.spec import Problem
 router = APIRouter(prefix="/jobs/{job_id}", tags=["runs"], dependencies=[Depends(require_key)])
 Limit = Annotated[int, Query(ge=1, le=1000)]
 _STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+
+
+class Log(NamedTuple):
+    """A log, and where whoever names no place begins to read."""
+
+    reader: Reader
+    begin: Place
 
 
 def run_dirs_of(request: Request) -> RunDirs:
@@ -46,6 +56,15 @@ def cursor_of(
 After = Annotated[tuple[int, int] | None, Depends(cursor_of)]
 
 
+def filters_of(
+    contains: Annotated[str | None, Query(min_length=1, description="only lines that hold this text")] = None,
+    level: Annotated[Level | None, Query(description="only lines of this level or a higher one")] = None,
+) -> tuple[Filter, ...]:
+    """Which lines of a log are wanted."""
+    # The level first: it has to see every line.
+    return ((AtLeast(level),) if level else ()) + ((containing(contains),) if contains else ())
+
+
 @router.get("/events", response_model=LinePage, responses=_STREAM)
 def events(
     jobs: UseCases, dirs: Dirs, streams: Streams, job_id: str, after: After, limit: Limit = 100
@@ -59,33 +78,47 @@ def events(
 
 @router.get("/metrics", response_model=LinePage, responses=_STREAM)
 def metrics(
-    jobs: UseCases, dirs: Dirs, streams: Streams, job_id: str, after: After, limit: Limit = 100
-) -> LinePage | Response:
-    """One line per logged optimizer step, over all attempts."""
-    job, cursor = jobs.find(job_id), Cursor(*(after or (0, 0)))
-    if streams.wanted:
-        return streams.lines(Reader(dirs, job.run_dir, Written("metrics")), cursor, job_id)
-    return _page(dirs.metrics(job.run_dir, after=cursor, limit=limit + 1), cursor, limit)
-
-
-@router.get("/logs", response_model=TextPage, responses=_STREAM)
-def logs(
     jobs: UseCases,
     dirs: Dirs,
     streams: Streams,
     job_id: str,
     after: After,
+    points: Annotated[int | None, Query(ge=2, le=10_000, description="all of them, in so many lines at most")] = None,
+    limit: Limit = 100,
+) -> LinePage | Response:
+    """One line per logged optimizer step, over all attempts; with `points`, a part of them that keeps the extremes."""
+    job, cursor = jobs.find(job_id), Cursor(*(after or (0, 0)))
+    if streams.wanted:
+        return streams.lines(Reader(dirs, job.run_dir, Written("metrics")), cursor, job_id)
+    if points is not None:
+        every = dirs.metrics(job.run_dir, after=cursor, limit=sys.maxsize)
+        return _page(thin_out(every, points=points), cursor, points)
+    return _page(dirs.metrics(job.run_dir, after=cursor, limit=limit + 1), cursor, limit)
+
+
+def log_of(
+    jobs: UseCases,
+    dirs: Dirs,
+    job_id: str,
     attempt: Annotated[int | None, Query(ge=1, description="only this one; default: the newest and later ones")] = None,
     rank: Annotated[int | None, Query(ge=0, description="default: the driver")] = None,
-    limit: Limit = 100,
+    filters: Annotated[tuple[Filter, ...], Depends(filters_of)] = (),
+) -> Log:
+    """Which log is wanted. Raises JobNotFound."""
+    run_dir = jobs.find(job_id).run_dir
+    reader = Reader(dirs, run_dir, Written("log", rank), stays=attempt is not None, filters=filters)
+    return Log(reader, Place(attempt or dirs.newest_attempt(run_dir)))
+
+
+@router.get("/logs", response_model=TextPage, responses=_STREAM)
+def logs(
+    streams: Streams, job_id: str, log: Annotated[Log, Depends(log_of)], after: After, limit: Limit = 100
 ) -> TextPage | Response:
     """Whole lines of one log; only lines that are complete."""
-    run_dir = jobs.find(job_id).run_dir
-    place = Place(*after) if after else Place(attempt or dirs.newest_attempt(run_dir))
-    reader = Reader(dirs, run_dir, Written("log", rank), stays=attempt is not None)
+    place = Place(*after) if after else log.begin
     if streams.wanted:
-        return streams.text(reader, place, job_id)
-    batch = reader.read(place, limit=limit)
+        return streams.text(log.reader, place, job_id)
+    batch = log.reader.read(place, limit=limit)
     end = f"{batch.place.attempt}.{batch.place.offset}"
     return TextPage(data=[entry.text for entry in batch.entries], has_more=batch.more, next=end)
 

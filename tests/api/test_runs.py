@@ -43,6 +43,44 @@ def test_logs_of_driver_and_rank(client: TestClient, service: FakeService, job_i
     assert client.get(url, params={"after": "1.9", "attempt": 1}).json()["data"] == []
 
 
+LOG = """\
+2026-11-22 20:00:00,000 INFO train_loop.worker: step 1
+2026-11-22 20:00:01,000 ERROR train_loop.worker: it broke
+Traceback (most recent call last):
+ValueError: step 1
+2026-11-22 20:00:02,000 WARNING train_loop.worker: step 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("wanted", "lines"),
+    [
+        ({"contains": "step"}, [0, 3, 4]),
+        ({"level": "WARNING"}, [1, 2, 3, 4]),
+        ({"level": "ERROR", "contains": "step"}, [3]),
+        ({"contains": "none of it"}, []),
+    ],
+)
+def test_logs_can_be_searched(
+    client: TestClient, service: FakeService, job_id: str, wanted: dict[str, str], lines: list[int]
+) -> None:
+    path = service.run_dir(job_id).attempt(1).driver_log
+    path.parent.mkdir(parents=True)
+    path.write_text(LOG)
+    page = client.get(f"/jobs/{job_id}/logs", params=wanted).json()
+    assert page == {"data": [LOG.splitlines()[line] for line in lines], "has_more": False, "next": f"1.{len(LOG)}"}
+
+
+def test_metrics_are_thinned_out_with_their_extremes(client: TestClient, service: FakeService, job_id: str) -> None:
+    losses = [3.0, 1.0, 2.0, 9.0, 2.5, 2.4, float("nan"), 2.2, 2.1, 0.5]
+    for step, loss in enumerate(losses, start=1):
+        service.metric(job_id, step=step, loss=loss)
+    page = client.get(f"/jobs/{job_id}/metrics", params={"points": 4}).json()
+    assert [line["step"] for line in page["data"]] == [2, 4, 7, 10]
+    assert (page["has_more"], page["next"]) == (False, "1.10")
+    assert len(client.get(f"/jobs/{job_id}/metrics", params={"points": 10}).json()["data"]) == len(losses)
+
+
 def test_job_without_a_run_directory_has_empty_pages(client: TestClient, job_id: str) -> None:
     assert client.get(f"/jobs/{job_id}/events").json() == {"data": [], "has_more": False, "next": "0.0"}
     assert client.get(f"/jobs/{job_id}/logs").json() == {"data": [], "has_more": False, "next": "1.0"}

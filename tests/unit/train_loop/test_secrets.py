@@ -1,0 +1,36 @@
+"""Secrets of the environment do not get into logs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from train_loop.secrets import masker
+
+
+def test_values_of_secret_names_are_masked_and_others_are_not() -> None:
+    environment = {
+        "AWS_SECRET_ACCESS_KEY": "abc/def+ghi",
+        "HF_TOKEN": "hf_12345678",
+        "DB_PASSWORD": "abc/def+ghi and more",
+        "HOME": "/home/somebody",
+        "KEYBOARD": "qwertyuiop",
+        "RAY_AUTH_TOKEN_PATH": "/home/somebody/token",
+        "API_KEY": "12345",
+    }
+    said = "abc/def+ghi hf_12345678 abc/def+ghi and more /home/somebody/token qwertyuiop 12345"
+    assert masker(environment)(said) == "*** *** *** /home/somebody/token qwertyuiop 12345"
+
+
+WAYS = ["print(os.environ['MY_SECRET'])", "logging.getLogger('train_loop').info(os.environ['MY_SECRET'])"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_log_of_a_process_has_none(tmp_path: Path, way: str) -> None:
+    code = f"import logging, os, pathlib, train_loop.logs as logs; logs.log_to(pathlib.Path('x.log')); {way}"
+    environment = {"MY_SECRET": "open sesame", "PYTHONPATH": str(Path.cwd())}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True, capture_output=True)
+    text = (tmp_path / "x.log").read_text()
+    assert "***" in text
+    assert "sesame" not in text
