@@ -74,6 +74,9 @@ class JobStore(Protocol):
     def page(self, query: JobQuery) -> list[Job]:
         """The jobs that match, newest first."""
 
+    def used_between(self, since: float, until: float, *, project: str | None = None) -> list[Job]:
+        """The jobs that had an attempt between two moments."""
+
     def tickets(self) -> list[Ticket]:
         """Every job that holds room in the cluster or waits for some."""
 
@@ -157,6 +160,11 @@ class Story:
 
     restarts: int
     lost_steps: int
+    """Optimizer steps that were trained again after faults."""
+    lost_seconds: float
+    """From the last new step before each fault to the first one after it."""
+    productive_seconds: float
+    """Of steps that were new."""
     progress: Progress | None
 
 

@@ -3,12 +3,14 @@
 Answers come from the store, the run directory and the last look at the queue.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from datetime import date
 
 from service.domain.admission import Board, Ticket, never_fits
 from service.domain.job import Job, JobState
 from service.domain.reason import Reason
+from service.domain.usage import Usage, usage_by_day
 from service.domain.wishes import cancelled, paused, resumed
 from service.errors import Busy, IllegalState, InvalidSpec, JobNotFound
 from service.ports import Cluster, JobQuery, JobStore, Once, Preflight, RunDirs, Story
@@ -131,6 +133,11 @@ class Jobs:
             raise IllegalState(f"{job_id} is {job.state}; cancel it first, then delete it")
         # Nothing changes a job that has ended, but somebody else who deletes it.
         self.store.delete(job)
+
+    def usage(self, since: float, until: float, *, project: str | None = None) -> Mapping[tuple[str, date], Usage]:
+        """What the jobs of each project have used on each day (UTC) between two moments, up to now."""
+        until = min(until, self.clock())
+        return usage_by_day(self.store.used_between(since, until, project=project), since=since, until=until)
 
     def _change(self, job_id: str, change: Callable[[Job, float], Job]) -> JobView:
         for _ in range(_TRIES):

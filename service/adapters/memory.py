@@ -73,6 +73,16 @@ class MemoryJobStore:
         found = sorted((job for job in self.jobs.values() if _matches(job, query)), key=lambda job: job.id)
         return found[::-1][: query.limit]
 
+    def used_between(self, since: float, until: float, *, project: str | None = None) -> list[Job]:
+        """The jobs that had an attempt between two moments."""
+        return [
+            job
+            for job in self.jobs.values()
+            if project in (None, job.spec.project)
+            and (job.started_at or until) < until
+            and (job.finished_at is None or job.finished_at > since)
+        ]
+
     def tickets(self) -> list[Ticket]:
         """Every job that holds room in the cluster or waits for some."""
         with self.lock:

@@ -1,13 +1,15 @@
 """Reads run directories through `train_loop.run_dir`, and writes what the service may write there."""
 
-import json
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from service.adapters.chronicle import Chronicle, number
 from service.domain.decide import Training
 from service.errors import StaleAttempt
-from service.ports import Checkpoint, Cursor, Entry, Line, Place, Progress, Sighting, Story, Tail, Written
+from service.ports import Checkpoint, Cursor, Entry, Line, Place, Sighting, Story, Tail, Written
 from train_loop.run_dir import (
     AttemptDir,
     ExportStatus,
@@ -22,11 +24,17 @@ from train_loop.spec import JobSpec, ScalingSpec
 
 _TRAINING = {"training_started": Training.YES, "workers_lost": Training.LOST}
 _WINDOW = 1 << 18
-"""Bytes read of a log at once; a longer line comes in pieces."""
+"""Bytes read at once; a longer line of a log comes in pieces."""
+_CHRONICLES = 1024
+"""Runs whose story is remembered."""
 
 
 class LocalRunDirs:
-    """Run directories on a file system that service and workers share."""
+    """Run directories on storage that service and workers share."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._chronicles: dict[str, Chronicle] = {}
 
     def prepare(self, run_dir: str, spec: JobSpec, size: ScalingSpec, *, attempt: int) -> None:
         """Write the spec and the attempt's size, and shut out older attempts. Repeatable. Raises StaleAttempt."""
@@ -59,11 +67,13 @@ class LocalRunDirs:
 
     def story(self, run_dir: str) -> Story:
         """What all attempts say together."""
-        attempts = RunDir.at(run_dir).attempts()
-        starts = [line for a in attempts for line in read_lines(a.events) if line.get("event") == "training_started"]
-        lost = sum(int(_number(line, "replayed") or 0) for line in starts)
-        of = _number(starts[-1], "steps") if starts else None
-        return Story(max(len(starts) - 1, 0), lost, _progress(attempts, None if of is None else int(of)))
+        with self._lock:
+            chronicle = self._chronicles.pop(run_dir, None) or Chronicle(RunDir.at(run_dir))
+            # The one that was asked for last is forgotten last.
+            self._chronicles[run_dir] = chronicle
+            if len(self._chronicles) > _CHRONICLES:
+                del self._chronicles[next(iter(self._chronicles))]
+        return chronicle.tell(partial(self.tail, run_dir))
 
     def events(self, run_dir: str, *, after: Cursor, limit: int) -> list[Line]:
         """Event lines of all attempts after a cursor."""
@@ -78,7 +88,9 @@ class LocalRunDirs:
         directory = RunDir.at(run_dir)
         # Attempts first: whoever sees the next one has seen all of this one.
         later = [attempt.number for attempt in directory.attempts() if attempt.number > place.attempt]
-        entries, more = _next_lines(_file(directory.attempt(place.attempt), what), place)
+        file = _file(directory.attempt(place.attempt), what)
+        # A line of a log may have no end; one of JSON means nothing in pieces.
+        entries, more = _next_lines(file, place, in_pieces=what.kind == "log")
         return Tail(entries, more, min(later, default=None))
 
     def newest_attempt(self, run_dir: str) -> int:
@@ -117,48 +129,9 @@ def _page(run_dir: str, file: Callable[[AttemptDir], Path], after: Cursor, limit
         if attempt.number < after.attempt or len(found) >= limit:
             continue
         seen = after.seq if attempt.number == after.attempt else 0
-        lines = (line for line in read_lines(file(attempt)) if int(_number(line, "seq") or 0) > seen)
+        lines = (line for line in read_lines(file(attempt)) if int(number(line, "seq") or 0) > seen)
         found += [line for _, line in zip(range(limit - len(found)), lines, strict=False)]
     return found
-
-
-def _progress(attempts: Sequence[AttemptDir], of: int | None) -> Progress | None:
-    """By the newest line of any attempt: a resumed run is where its last attempt is."""
-    newest = next(filter(None, (_last_line(a.metrics) for a in reversed(attempts))), None)
-    step = _number(newest, "step") if newest else None
-    if newest is None or step is None:
-        return None
-    # A run that ends by tokens has an estimate for its steps, and may need more of them.
-    of = of and max(of, int(step))
-    seconds = _number(newest, "step_seconds")
-    eta = None if of is None or seconds is None else max(of - step, 0) * seconds
-    loss, speed, mfu = (_number(newest, name) for name in ("loss", "tokens_per_second", "mfu"))
-    return Progress(int(step), of, loss, speed, mfu, eta)
-
-
-def _last_line(path: Path) -> Line | None:
-    """The newest whole line of a JSON lines file, read from its end: the file grows for days."""
-    size, window = size_appended(path), _WINDOW
-    while size:
-        whole = read_appended(path, max(size - window, 0), window).split(b"\n")[:-1]
-        lines = [line for line in map(_parse, reversed(whole)) if line is not None]
-        if lines or window >= size:
-            return lines[0] if lines else None
-        window *= 4
-    return None
-
-
-def _parse(line: bytes) -> Line | None:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _number(line: Line, name: str) -> float | None:
-    value = line.get(name)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _file(attempt: AttemptDir, what: Written) -> Path:
@@ -167,15 +140,19 @@ def _file(attempt: AttemptDir, what: Written) -> Path:
     return attempt.events if what.kind == "events" else attempt.metrics
 
 
-def _next_lines(path: Path, place: Place) -> tuple[tuple[Entry, ...], bool]:
+def _next_lines(path: Path, place: Place, *, in_pieces: bool) -> tuple[tuple[Entry, ...], bool]:
     """Whole lines from a place on, a window of them at most, and whether there may be more."""
-    after = place.offset
-    window = read_appended(path, after, _WINDOW) if size_appended(path) > after else b""
-    *lines, rest = window.split(b"\n")
-    if not lines and len(window) == _WINDOW:
-        return (Entry(rest.decode(errors="replace"), replace(place, offset=after + _WINDOW)),), True
+    after, length = place.offset, _WINDOW
+    if size_appended(path) <= after:
+        return (), False
+    window = read_appended(path, after, length)
+    while b"\n" not in window and len(window) == length:
+        if in_pieces:
+            return (Entry(window.decode(errors="replace"), replace(place, offset=after + length)),), True
+        length *= 4
+        window = read_appended(path, after, length)
     entries = list[Entry]()
-    for line in lines:
+    for line in window.split(b"\n")[:-1]:
         after += len(line) + 1
         entries.append(Entry(line.decode(errors="replace").rstrip("\r"), replace(place, offset=after)))
-    return tuple(entries), len(window) == _WINDOW
+    return tuple(entries), len(window) == length

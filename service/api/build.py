@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager
 
 from fastapi import FastAPI
 
-from service.api import checkpoints, health, jobs, runs
+from service.api import checkpoints, health, jobs, runs, usage
 from service.api.guard import Guard, HostCheck
 from service.api.problems import install_problems
 from service.ledger import Ledger
@@ -29,6 +29,6 @@ def build_api(ledger: Ledger, guard: Guard, *, hosts: Sequence[str] = (), lifesp
     app.state.leaving = threading.Event()
     app.add_middleware(HostCheck, hosts=(*LOOPBACK, *hosts))
     install_problems(app)
-    for module in (health, jobs, runs, checkpoints):
+    for module in (health, jobs, runs, checkpoints, usage):
         app.include_router(module.router)
     return app

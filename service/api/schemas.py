@@ -1,16 +1,18 @@
 """What goes over the wire: one model per answer, built from the domain."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from typing import Annotated, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, Field, JsonValue, PlainSerializer
 
-from service.domain.job import Attempt, Job, JobState
+from service.domain.job import Attempt, JobState
 from service.domain.reason import Code, Reason
+from service.domain.usage import Usage, usage_of
 from service.ports import Progress
 from service.use_cases import JobView, PlanView
-from train_loop.plan import MeshPlan, needed
+from train_loop.plan import MeshPlan
 from train_loop.spec import JobSpec, ScalingSpec
 
 T = TypeVar("T")
@@ -97,9 +99,10 @@ class ProgressOut(BaseModel):
 
 
 class LostWork(BaseModel):
-    """Optimizer steps that were trained again after faults."""
+    """What faults have cost."""
 
-    steps: int
+    steps: int = Field(description="optimizer steps that were trained again")
+    hours: float = Field(description="from the last new step before each fault to the first one after it")
 
 
 class JobOut(BaseModel):
@@ -125,13 +128,16 @@ class JobOut(BaseModel):
     restarts: int = Field(description="times that training started again, in the same or another attempt")
     progress: ProgressOut
     lost_work: LostWork
+    worker_hours: float
+    cpu_hours: float
     gpu_hours: float
+    goodput: float | None = Field(description="time of steps that were new, as a part of all since the first start")
     dashboard_url: str | None
 
     @classmethod
     def of(cls, view: JobView, *, now: float) -> "JobOut":
         """From what the use cases answer."""
-        job, story = view.job, view.story
+        job, story, used = view.job, view.story, usage_of(view.job, until=now)
         return cls(
             id=job.id,
             name=job.spec.name,
@@ -152,15 +158,41 @@ class JobOut(BaseModel):
             attempts=tuple(map(AttemptOut.of, job.attempts)),
             restarts=story.restarts,
             progress=ProgressOut.of_view(view),
-            lost_work=LostWork(steps=story.lost_steps),
-            gpu_hours=_gpu_hours(job, now),
+            lost_work=LostWork(steps=story.lost_steps, hours=round(story.lost_seconds / 3600, 4)),
+            worker_hours=round(used.worker_hours, 4),
+            cpu_hours=round(used.cpu_hours, 4),
+            gpu_hours=round(used.gpu_hours, 4),
+            goodput=_goodput(view, now),
             dashboard_url=view.dashboard_url,
         )
 
 
-def _gpu_hours(job: Job, now: float) -> float:
-    seconds = sum((attempt.ended_at or now) - attempt.started_at for attempt in job.attempts)
-    return round(needed(job.spec.scaling).get("GPU", 0.0) * seconds / 3600, 4)
+def _goodput(view: JobView, now: float) -> float | None:
+    started = view.job.started_at
+    wall = (view.job.finished_at or now) - started if started is not None else 0.0
+    return round(min(view.story.productive_seconds / wall, 1.0), 4) if wall > 0 else None
+
+
+class UsageOut(BaseModel):
+    """What the jobs of a project used on a day."""
+
+    project: str
+    day: date = Field(description="UTC")
+    worker_hours: float
+    cpu_hours: float
+    gpu_hours: float
+
+
+class UsageDays(BaseModel):
+    """By day, then by project."""
+
+    data: list[UsageOut]
+
+    @classmethod
+    def of(cls, found: Mapping[tuple[str, date], Usage]) -> "UsageDays":
+        """From the domain."""
+        rows = sorted(found.items(), key=lambda item: (item[0][1], item[0][0]))
+        return cls(data=[UsageOut(project=project, day=day, **asdict(used)) for (project, day), used in rows])
 
 
 class Page(BaseModel, Generic[T]):

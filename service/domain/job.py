@@ -61,6 +61,8 @@ class Attempt:
     reason: Reason | None = None
     workers: int = 0
     """How many workers it was started with."""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """What each of them had."""
     step: int | None = None
     """The newest committed step when it was over; None where there was none."""
 
@@ -141,7 +143,14 @@ class Job:
     def begin_attempt(self, *, now: float) -> "Job":
         """The job with its next attempt, which nobody has submitted yet."""
         number = len(self.attempts) + 1
-        attempt = Attempt(number, f"{self.id}-{number}", started_at=now, workers=self.size.world)
+        size = self.size
+        attempt = Attempt(
+            number,
+            f"{self.id}-{number}",
+            started_at=now,
+            workers=size.world,
+            resources=size.resources_per_worker,
+        )
         return replace(
             self,
             attempts=(*self.attempts, attempt),

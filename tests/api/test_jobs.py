@@ -1,6 +1,7 @@
 """Submit, plan, list, get and cancel over HTTP."""
 
 import hashlib
+from datetime import UTC, datetime
 
 import pytest
 from fastapi.testclient import TestClient
@@ -28,7 +29,7 @@ def test_submit_answers_201_with_location_and_the_resolved_job(client: TestClien
     assert job["run_dir"] == f"{service.root.as_uri()}/default/job-0001"
     assert job["spec"]["training"]["optimizer"] == "adamw"
     assert (job["progress"]["step"], job["progress"]["of"], job["progress"]["percent"]) == (0, 20, 0.0)
-    assert (job["reason"], job["lost_work"], job["restarts"]) == (None, {"steps": 0}, 0)
+    assert (job["reason"], job["lost_work"], job["restarts"]) == (None, {"steps": 0, "hours": 0.0}, 0)
     assert list(job["times"]) == ["QUEUED"]
     assert client.get("/jobs/job-0001").json() == job
 
@@ -115,7 +116,7 @@ def test_running_job_shows_progress_attempts_and_lost_work(client: TestClient, s
     service.metric(job_id, step=5, loss=2.5, tokens_per_second=64.0, mfu=0.4, step_seconds=2.0)
     service.reconciler().run_once()
     job = client.get(f"/jobs/{job_id}").json()
-    assert (job["state"], job["attempt"], job["restarts"], job["lost_work"]) == ("RUNNING", 1, 1, {"steps": 2})
+    assert (job["state"], job["attempt"], job["restarts"], job["lost_work"]["steps"]) == ("RUNNING", 1, 1, 2)
     assert job["attempts"][0]["submission_id"] == f"{job_id}-1"
     assert job["progress"] == {
         "step": 5,
@@ -130,13 +131,20 @@ def test_running_job_shows_progress_attempts_and_lost_work(client: TestClient, s
     }
 
 
-def test_gpu_hours_count_attempts(client: TestClient, service: FakeService) -> None:
-    service.cluster.total = {"CPU": 8.0, "GPU": 2.0}
-    scaling = {"num_workers": 2, "resources_per_worker": {"CPU": 1, "GPU": 1}}
+def test_hours_count_attempts_and_are_told_by_day(client: TestClient, service: FakeService) -> None:
+    service.cluster.total = {"CPU": 16.0, "GPU": 2.0}
+    service.clock.now = datetime(2026, 11, 21, 23, tzinfo=UTC).timestamp()
+    scaling = {"num_workers": 2, "resources_per_worker": {"CPU": 3, "GPU": 1}}
     job_id = client.post("/jobs", content=spec_body(scaling=scaling)).json()["id"]
     service.reconciler().run_once()
-    service.clock.now += 1800
-    assert client.get(f"/jobs/{job_id}").json()["gpu_hours"] == 1.0
+    service.clock.now += 1.5 * 3600
+    job = client.get(f"/jobs/{job_id}").json()
+    assert (job["worker_hours"], job["cpu_hours"], job["gpu_hours"], job["goodput"]) == (3.0, 9.0, 3.0, 0.0)
+    first = {"project": "default", "day": "2026-11-21", "worker_hours": 2.0, "cpu_hours": 6.0, "gpu_hours": 2.0}
+    second = {"project": "default", "day": "2026-11-22", "worker_hours": 1.0, "cpu_hours": 3.0, "gpu_hours": 1.0}
+    assert client.get("/usage").json() == {"data": [first, second]}
+    assert client.get("/usage", params={"until": "2026-11-21"}).json() == {"data": [first]}
+    assert client.get("/usage", params={"project": "other"}).json() == {"data": []}
 
 
 def test_cancel_can_be_repeated(client: TestClient, service: FakeService) -> None:

@@ -92,6 +92,13 @@ class SqlJobStore:
         """The jobs that match, newest first."""
         return self._all(_matching(query).order_by(jobs.c.id.desc()).limit(query.limit))
 
+    def used_between(self, since: float, until: float, *, project: str | None = None) -> list[Job]:
+        """The jobs that had an attempt between two moments."""
+        query = select(jobs).where(
+            jobs.c.started_at < until, or_(jobs.c.finished_at.is_(None), jobs.c.finished_at > since)
+        )
+        return self._all(query if project is None else query.where(jobs.c.project == project))
+
     def tickets(self) -> list[Ticket]:
         """Every job that holds room in the cluster or waits for some."""
         with self._engine.connect() as connection:

@@ -1,5 +1,6 @@
 """What the service reads from a run directory."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from service.adapters import run_dirs as module
 from service.adapters.run_dirs import LocalRunDirs
 from service.domain.decide import Training
 from service.ports import Cursor, Place, Tail, Written
-from train_loop.run_dir import JsonLines, RunDir
+from train_loop.run_dir import JsonLines, Outcome, RunDir
 
 
 @pytest.fixture
@@ -86,6 +87,34 @@ def test_lines_of_all_attempts_are_one_list_with_a_cursor(run_dir: RunDir) -> No
     assert page(Cursor(), 3) == [(1, 1), (1, 2), (2, 1)]
     assert page(Cursor(2, 1), 9) == [(2, 2), (10, 1), (10, 2)]
     assert page(Cursor(10, 2), 9) == []
+
+
+def test_faults_cost_the_time_until_there_is_something_new(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = LocalRunDirs()
+
+    def at(seconds: float, *steps: int, starts: bool = False, attempt: int = 1) -> None:
+        monkeypatch.setattr(time, "time", lambda: seconds)
+        if starts:
+            event(run_dir, "training_started", attempt=attempt)
+        for step in steps:
+            JsonLines(run_dir.attempt(attempt).metrics, attempt=attempt).append(step=step, step_seconds=2.0)
+        told.story(uri(run_dir))
+
+    at(100.0, starts=True)
+    at(102.0, 1)
+    at(104.0, 2)
+    # Killed, and back 30 seconds later; one step is done again.
+    at(134.0, starts=True)
+    at(136.0, 2)
+    at(138.0, 3)
+    story = told.story(uri(run_dir))
+    assert (story.lost_seconds, story.productive_seconds) == (32.0, 6.0)
+    # Paused for a thousand seconds, which nobody has lost.
+    run_dir.attempt(1).write_outcome(Outcome(result="paused", step=3))
+    at(1138.0, starts=True, attempt=2)
+    at(1140.0, 4, attempt=2)
+    assert told.story(uri(run_dir)) == LocalRunDirs().story(uri(run_dir))
+    assert told.story(uri(run_dir)).lost_seconds == 32.0
 
 
 def write_log(run_dir: RunDir, text: str) -> None:

@@ -207,6 +207,20 @@ def test_pages_are_newest_first_and_filtered(store: JobStore) -> None:
     assert ids(JobQuery(states=(JobState.RUNNING,))) == []
 
 
+def test_jobs_that_used_the_cluster_between_two_moments(store: JobStore) -> None:
+    for number, (started, finished) in enumerate([(10.0, 20.0), (15.0, None), (30.0, 40.0), (None, None)], start=1):
+        job = a_job(f"job-{number}", project="p" if number < 3 else "q")
+        store.add(replace(job, started_at=started, finished_at=finished), None)
+
+    def ids(since: float, until: float, project: str | None = None) -> list[str]:
+        return sorted(job.id for job in store.used_between(since, until, project=project))
+
+    assert ids(0.0, 12.0) == ["job-1"]
+    assert ids(18.0, 35.0) == ["job-1", "job-2", "job-3"]
+    assert ids(25.0, 35.0, "p") == ["job-2"]
+    assert ids(45.0, 50.0) == ["job-2"]
+
+
 def test_tickets_are_of_those_that_hold_room_or_wait_for_some(store: JobStore) -> None:
     running = replace(a_job("job-2", priority=5).begin_attempt(now=3.5), state=JobState.RUNNING)
     for job in (a_job("job-1"), running, replace(a_job("job-3"), state=JobState.FAILED)):
@@ -270,7 +284,8 @@ def test_migrations_carry_jobs_up_and_down(database: str) -> None:
         connection.execute(keys.insert().values(key="key", body="sha", job_id="job-1"))
     engine.dispose()
 
-    store = SqlJobStore(open_database(database))
+    upgraded = open_database(database)
+    store = SqlJobStore(upgraded)
     queued, cancelling = store.get("job-1"), store.get("job-2")
     assert queued is not None
     assert cancelling is not None
@@ -280,6 +295,7 @@ def test_migrations_carry_jobs_up_and_down(database: str) -> None:
     assert sorted(store.tickets(), key=lambda one: one.id) == [Ticket.of(queued), Ticket.of(cancelling)]
     assert store.begin(ONCE, now=2.0) == queued
     assert store.begin(Once("other", "sha"), now=2.0) is None
+    upgraded.dispose()
 
     open_database(database, revision="0001").dispose()
     engine = create_engine(database)

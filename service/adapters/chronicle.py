@@ -1,0 +1,117 @@
+"""What a run directory tells of progress and faults, kept up to date by reading only what is new."""
+
+import json
+import statistics
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from service.ports import Line, Place, Progress, Story, Tail, Written
+from train_loop.run_dir import RunDir
+
+_RECENT = 50
+"""Steps whose times tell how long the rest will take."""
+Read = Callable[[Written, Place], Tail]
+"""Reads on in one of a run's files."""
+_NO_FAULTS = ("paused", "resized")
+_KINDS: tuple[Written, ...] = (Written("events"), Written("metrics"))
+
+
+class Chronicle:
+    """The story of one run. Threads may share it."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._run_dir = run_dir
+        self._places = {kind: Place() for kind in _KINDS}
+        self._lock = threading.Lock()
+        self._story = Story(restarts=0, lost_steps=0, lost_seconds=0.0, productive_seconds=0.0, progress=None)
+        self._starts = 0
+        self._attempt = 0
+        self._of: int | None = None
+        self._best, self._best_time = 0, 0.0
+        self._fault = False
+        self._recent = deque[float](maxlen=_RECENT)
+
+    def tell(self, read: Read) -> Story:
+        """The story as it is now."""
+        with self._lock:
+            fresh = [line for kind in _KINDS for line in self._new_lines(read, kind)]
+            # Whoever wrote first is heard first, as far as both have been read.
+            for line in sorted(fresh, key=lambda line: (number(line, "attempt") or 0, number(line, "time") or 0)):
+                if line.get("event") == "training_started":
+                    self._begin(line)
+                elif "event" not in line:
+                    self._step(line)
+            return self._story
+
+    def _new_lines(self, read: Read, kind: Written) -> Iterator[Line]:
+        while True:
+            tail = read(kind, self._places[kind])
+            if not tail.entries:
+                if tail.next_attempt is None:
+                    return
+                self._places[kind] = Place(tail.next_attempt)
+                continue
+            for entry in tail.entries:
+                if (line := parse(entry.text)) is not None:
+                    yield line
+            self._places[kind] = tail.entries[-1].after
+
+    def _begin(self, line: Line) -> None:
+        """Training starts, for the first time or again."""
+        attempt, replayed = int(number(line, "attempt") or 0), int(number(line, "replayed") or 0)
+        self._starts += 1
+        self._of = int(number(line, "steps") or 0) or self._of
+        if self._starts > 1 and not self._was_asked_to_stop(attempt):
+            self._fault = True
+        self._attempt = attempt
+        self._recent.clear()
+        story = self._story
+        self._story = replace(story, restarts=self._starts - 1, lost_steps=story.lost_steps + replayed)
+
+    def _was_asked_to_stop(self, attempt: int) -> bool:
+        """Whether the training before this one ended as somebody wished."""
+        if attempt == self._attempt:
+            return False
+        outcome = self._run_dir.attempt(self._attempt).outcome()
+        return outcome is not None and outcome.result in _NO_FAULTS
+
+    def _step(self, line: Line) -> None:
+        step, seconds = int(number(line, "step") or 0), number(line, "step_seconds")
+        time = number(line, "time") or 0.0
+        if seconds is not None:
+            self._recent.append(seconds)
+        story = replace(self._story, progress=self._progress(line, step))
+        if step > self._best:
+            spent = (step - self._best) * (seconds or 0.0)
+            lost = max(time - self._best_time - spent, 0.0) if self._fault and self._best_time else 0.0
+            story = replace(
+                story,
+                productive_seconds=story.productive_seconds + spent,
+                lost_seconds=story.lost_seconds + lost,
+            )
+            self._best, self._best_time, self._fault = step, time, False
+        self._story = story
+
+    def _progress(self, line: Line, step: int) -> Progress:
+        # A run that ends by tokens has an estimate for its steps, and may need more of them.
+        of = self._of and max(self._of, step)
+        eta = statistics.median(self._recent) * max(of - step, 0) if of and self._recent else None
+        loss, speed, mfu = (number(line, name) for name in ("loss", "tokens_per_second", "mfu"))
+        return Progress(step, of, loss, speed, mfu, eta)
+
+
+def parse(line: str) -> Line | None:
+    """A line of JSON; None for what is no object."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def number(line: Line, name: str) -> float | None:
+    """A number of a line, if it is one."""
+    value = line.get(name)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,0 +1,59 @@
+"""What jobs have used of the cluster, as a whole and by day. Pure."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta
+
+from service.domain.job import Attempt, Job
+
+_HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Hours of workers, and of the CPUs and GPUs that they had reserved."""
+
+    worker_hours: float = 0.0
+    cpu_hours: float = 0.0
+    gpu_hours: float = 0.0
+
+    def __add__(self, other: "Usage") -> "Usage":
+        return Usage(
+            self.worker_hours + other.worker_hours,
+            self.cpu_hours + other.cpu_hours,
+            self.gpu_hours + other.gpu_hours,
+        )
+
+
+def usage_of(job: Job, *, since: float = 0.0, until: float) -> Usage:
+    """What a job has used between two moments (Unix seconds); an attempt uses what it has until it is over."""
+    return sum((_used(attempt, job, since, until) for attempt in job.attempts), Usage())
+
+
+def usage_by_day(jobs: Iterable[Job], *, since: float, until: float) -> Mapping[tuple[str, date], Usage]:
+    """What the jobs of each project have used on each day (UTC) between two moments; days without any are left out."""
+    found: dict[tuple[str, date], Usage] = {}
+    for job in jobs:
+        for day, begin, end in _days(job, since, until):
+            used = usage_of(job, since=begin, until=end)
+            if used != Usage():
+                key = (job.spec.project, day)
+                found[key] = found.get(key, Usage()) + used
+    return found
+
+
+def _days(job: Job, since: float, until: float) -> Iterable[tuple[date, float, float]]:
+    first = max(since, job.started_at or until)
+    last = min(until, job.finished_at or until)
+    day = datetime.fromtimestamp(first, UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+    while day.timestamp() < last:
+        after = day + timedelta(days=1)
+        yield day.date(), max(day.timestamp(), since), min(after.timestamp(), until)
+        day = after
+
+
+def _used(attempt: Attempt, job: Job, since: float, until: float) -> Usage:
+    begin = max(attempt.submitted_at or attempt.started_at, since)
+    hours = max(min(attempt.ended_at or until, until) - begin, 0.0) / _HOUR * attempt.workers
+    each = attempt.resources or job.size.resources_per_worker
+    return Usage(hours, hours * each.get("CPU", 0.0), hours * each.get("GPU", 0.0))
