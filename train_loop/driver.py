@@ -193,6 +193,7 @@ def _work(config: dict[str, Any]) -> None:
         open_stream=functools.partial(ray_stream, timeout=timeout),
         timeout=timeout,
         expect_restart=Spares(_spares(spec, context.get_world_rank())).keep,
+        proves_pauses=True,
         preemption=_preemption,
     )
     log_to(attempt.rank_log(session.rank))

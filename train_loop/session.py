@@ -38,5 +38,7 @@ class Session:
     """Whether this process was asked by a signal to end."""
     expect_restart: Callable[[], None] = lambda: None
     """Told at every save on the way: there is something to go on from."""
+    proves_pauses: bool = False
+    """Whether the checkpoint that a pause leaves is read once more: who asked for it may take hosts and disks away."""
     preemption: Callable[[], Preemption | None] | None = None
     """Asks for the newest word of a pre-emption, the same on all ranks; a collective call. None: nobody would know."""

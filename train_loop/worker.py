@@ -49,8 +49,7 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
             saver.wait()
             raise
     told = close(saver, stop)
-    if stop is not None and stop.mode != "cancel" and stop.checkpoint:
-        # Whoever asked may take the hosts and their disks away now.
+    if session.proves_pauses and stop is not None and stop.mode != "cancel" and stop.checkpoint:
         prove_newest(run)
     outcome = Outcome(result=stop.result if stop else "succeeded", step=run.state.step, reason=told)
     run.journal.event("training_ended", **outcome.model_dump(exclude_none=True))

@@ -17,14 +17,16 @@ import torch.distributed as dist
 
 from tests.support import torchrun
 from tests.support.ranks import on_ranks
-from tests.support.small_runs import STEPS, events, lines, run
+from tests.support.small_runs import LENGTH, STEPS, events, lines, run
 from tests.support.specs import TINY, raw_spec
+from tests.support.torchrun import write_tokens
 from tests.support.waiting import wait_for
-from train_loop import preemption
+from train_loop import control, preemption, worker
 from train_loop.checkpoint import save, write
 from train_loop.checkpoint.manifest import newest_verified
+from train_loop.checkpoint.save import Saver
 from train_loop.errors import CheckpointError, FencedError
-from train_loop.run_dir import RunDir, read_lines
+from train_loop.run_dir import RunDir, Stop, read_lines
 from train_loop.session import Preemption
 
 DEADLINE = 2e9
@@ -251,3 +253,35 @@ def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint(tmp_path: Path, nu
     assert outcome is not None, run_dir.root.with_suffix(".log").read_text()[-3000:]
     assert (outcome.result, outcome.step) == ("paused", torchrun.lines(run_dir.root)[-1]["step"])
     assert sorted(run_dir.manifests()) == [outcome.step]
+
+
+def pause_and_damage(data: Path, folder: Path) -> None:
+    """A pause whose checkpoint is damaged as soon as it is committed: every rank hears of it, not only its reader."""
+    RunDir(folder).write_stop(Stop(mode="pause", attempt=1))
+    close = worker.close
+
+    def close_and_damage(saver: Saver, stop: Stop | None) -> str | None:
+        told = close(saver, stop)
+        if dist.get_rank() == 0:
+            file = sorted(RunDir(folder).checkpoint(3).glob("*.distcp"))[0]
+            content = bytearray(file.read_bytes())
+            content[len(content) // 2] ^= 1
+            file.write_bytes(content)
+        dist.barrier()
+        return told
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "close", close_and_damage)
+        patch.setattr(control.StopSign, "seen", property(after_three_steps(folder)))
+        with pytest.raises(CheckpointError, match=r"step 3, just committed, is damaged: .* has another SHA-256"):
+            run(data, folder, place={"proves_pauses": True})
+
+
+def after_three_steps(folder: Path) -> Callable[[control.StopSign], Stop | None]:
+    """A stop sign that is seen once three steps are done."""
+    return lambda sign: RunDir(folder).stop(attempt=1) if len(lines(folder)) >= 3 else None
+
+
+def test_checkpoint_of_a_pause_is_read_once_more(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "d.parquet", rows=40, length=LENGTH, vocab=TINY["vocab_size"])
+    on_ranks(2, pause_and_damage, tmp_path / "d.parquet", tmp_path / "run")
