@@ -25,7 +25,8 @@ class AtLeast:
     """Lines of a level or a higher one, with those that belong to them: a traceback has its error's."""
 
     level: Level
-    _shown: bool = False
+    _shown: bool = True
+    """Of the lines before the first that has a level: whoever begins amid a traceback misses nothing of it."""
 
     def __call__(self, line: str) -> bool:
         found = _LEVEL.match(line)

@@ -92,7 +92,7 @@ class JobStore(Protocol):
     def save(self, job: Job, *, owner: str | None = None, leads: bool = False) -> bool:
         """Store a change of the version that was read; False: discarded.
 
-        Where an owner is named, only while it has the job's lease; where it leads, only while it has that lease too.
+        Where an owner is named, only while it has the job's lease; where it leads, only while it has that one instead.
         """
 
     def ping(self) -> None:

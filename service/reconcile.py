@@ -29,10 +29,13 @@ from service.domain.job import Attempt, Job
 from service.domain.reason import Code, Reason
 from service.errors import ClusterError
 from service.ports import Cluster, JobStore, Launch, Lease, RunDirs, Sighting
+from train_loop.run_dir import storage_failed
 
 log = structlog.get_logger(__name__)
 # More than the steps from a first attempt to one that is submitted; what is left waits for the next pass.
 _STEPS_PER_PASS = 5
+_LONGEST_LOOK = 60.0
+"""Seconds between two passes that count as silence of an attempt."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,15 @@ class Pace:
     lease: float
     retry: Retry
     room: float = 600.0
+
+
+@dataclass(frozen=True)
+class Silence:
+    """Of a job, its attempt and how much that has written, for how long it is no more, and when that was seen."""
+
+    size: tuple[int, int]
+    seconds: float
+    seen: float
 
 
 @dataclass(frozen=True)
@@ -56,8 +68,7 @@ class Reconciler:
     pace: Pace
     rules: Rules = field(default_factory=Rules)
     board: Board = field(default_factory=Board)
-    written: dict[str, tuple[tuple[int, int], float]] = field(default_factory=dict)
-    """Of each job, its attempt and how much that has written, and since when it is no more."""
+    written: dict[str, Silence] = field(default_factory=dict)
 
     def run(self, stopped: threading.Event, *, interval: float) -> None:
         """Pass after pass until stopped. A pass that fails is logged, and the next one tries again."""
@@ -98,8 +109,11 @@ class Reconciler:
         return [job_id for job_id in admission.starts if self._change(tickets[job_id], partial(start, now=now))]
 
     def _change(self, ticket: Ticket, change: Callable[[Job], Job]) -> bool:
-        """Change a job as the one who decides about the queue, unless it is no longer what was decided about."""
-        job = self.store.claim(ticket.id, self._lease())
+        """Change a job as the one who decides about the queue, unless it is no longer what was decided about.
+
+        Like a user's wish, it needs no lease of the job: whoever looks after that may be another one for ever.
+        """
+        job = self.store.get(ticket.id)
         if job is None or Ticket.of(job) != ticket:
             return False
         return self._store(job, change(job), leads=True)
@@ -122,7 +136,15 @@ class Reconciler:
             return Seen()
         # The cluster first: an outcome is written before its driver ends, so a dead driver without one left none.
         submission = self.cluster.status(job.attempt.submission_id)
-        sighting = self.run_dirs.observe(job.run_dir, job.attempt.number)
+        try:
+            sighting = self.run_dirs.observe(job.run_dir, job.attempt.number)
+        except Exception as error:
+            if not storage_failed(error):
+                raise
+            self._explain(job, str(error))
+            # What an attempt says may be there; but a disk that is gone must not keep a job alive for ever.
+            late = job.wish is not None and self.clock() >= job.wish.deadline
+            return Seen(submission if late else Submission.UNKNOWN)
         silent = submission is Submission.UNKNOWN or job.attempt.submitted_at is None
         quiet = self._quiet(job, sighting)
         over = sighting.outcome is not None or not (silent or submission.alive) or hangs(job, quiet)
@@ -140,12 +162,14 @@ class Reconciler:
 
     def _quiet(self, job: Job, sighting: Sighting) -> float:
         """For how long an attempt that trains has written nothing, by our clock: others' may differ."""
-        now, written = self.clock(), (len(job.attempts), sighting.size)
-        before, since = self.written.get(job.id, (written, now))
-        if sighting.training is not Training.YES or before != written:
-            since = now
-        self.written[job.id] = (written, since)
-        return now - since
+        now, size = self.clock(), (len(job.attempts), sighting.size)
+        before = self.written.get(job.id, Silence(size, 0.0, now))
+        # A machine that slept, or a clock that was set, is no sign of a hang.
+        seconds = before.seconds + min(max(now - before.seen, 0.0), _LONGEST_LOOK)
+        if sighting.training is not Training.YES or before.size != size:
+            seconds = 0.0
+        self.written[job.id] = Silence(size, seconds, now)
+        return seconds
 
     def _previous(self, job: Job, attempt: Attempt) -> Submission:
         """What became of the attempt before one that is not submitted yet."""
@@ -155,11 +179,13 @@ class Reconciler:
 
     def _apply(self, job: Job, decision: Decision) -> bool:
         """Carry the decision out; whether it was stored, so that there may be a next step at once."""
-        if decision.effect is not None:
+        for effect in decision.effects:
             try:
-                self._do(decision.effect, job)
-            except (ClusterError, OSError) as error:
-                log.warning("effect_failed", job=job.id, effect=decision.effect.name, error=str(error))
+                self._do(effect, job)
+            except Exception as error:
+                if not isinstance(error, ClusterError) and not storage_failed(error):
+                    raise
+                log.warning("effect_failed", job=job.id, effect=effect.name, error=str(error))
                 if decision.needed:
                     self._explain(job, str(error))
                     return False

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from train_loop.errors import CheckpointError, FencedError, UserError
 from train_loop.journal import Journal
 from train_loop.run_dir import Outcome, flush_all
+from train_loop.secrets import masker
 from train_loop.session import Session
 from train_loop.spec import SpecError
 
@@ -47,13 +48,13 @@ def failed(error: BaseException) -> Outcome:
 
 def _named(error: UserError | SpecError | FencedError | CheckpointError) -> Outcome:
     # Ray Data appends advice of its own to what our functions raise.
-    said, retryable = str(error).partition("\n")[0], isinstance(error, CheckpointError)
+    said, retryable = masker()(str(error).partition("\n")[0]), isinstance(error, CheckpointError)
     return Outcome(result="failed", code=error.code, reason=said, retryable=retryable)
 
 
 def reason(error: BaseException) -> str:
     """The cause in one line; its traceback is in the logs."""
-    return "".join(traceback.format_exception_only(cause(error))).strip().partition("\n")[0]
+    return masker()("".join(traceback.format_exception_only(cause(error))).strip().partition("\n")[0])
 
 
 def cause(error: BaseException) -> BaseException:

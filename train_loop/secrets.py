@@ -3,8 +3,14 @@
 import os
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
-_NAMES = re.compile(r"secret|token|passw(or)?d|credential|api_?key|access_?key|private_?key|auth$|_key$", re.IGNORECASE)
+_NAMES = re.compile(
+    r"secret|(^|_)(token|pass|pwd|auth|apikey)$|passw(or)?d|passphrase|credential|(api|access|private|secret|account)_?key"
+    r"|connection_?string",
+    re.IGNORECASE,
+)
+_IN_URLS = re.compile(r"://[^/@:\s]*:([^/@\s]+)@")
 _LEAST = 6
 """Letters of a secret; shorter ones are parts of words, and are no secrets."""
 MASK = "***"
@@ -12,10 +18,15 @@ MASK = "***"
 
 def masker(environment: Mapping[str, str] = os.environ) -> Callable[[str], str]:
     """A function that puts *** in the place of the values of variables whose names say that they are secret."""
-    values = {value for name, value in environment.items() if _NAMES.search(name) and len(value) >= _LEAST}
-    # A path is a place to look, and often a part of others.
-    secrets = sorted((value for value in values if not value.startswith("/")), key=len, reverse=True)
+    values = {value for name, value in environment.items() if _NAMES.search(name)}
+    values |= {found for value in environment.values() for found in _IN_URLS.findall(value)}
+    secrets = sorted((value for value in values if _is_secret(value)), key=len, reverse=True)
     if not secrets:
         return lambda text: text
     pattern = re.compile("|".join(map(re.escape, secrets)))
     return lambda text: pattern.sub(MASK, text)
+
+
+def _is_secret(value: str) -> bool:
+    # The path of a file with a secret is none.
+    return len(value) >= _LEAST and not (value.startswith("/") and Path(value).exists())

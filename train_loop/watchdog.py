@@ -14,7 +14,8 @@ class Watchdog:
     """Writes the stacks of all threads once it was not fed for so many seconds."""
 
     def __init__(self, path: Path, *, seconds: float) -> None:
-        self._file = path.open("w")
+        # Those of an earlier start of this attempt are what its end is to be understood by.
+        self._file = path.open("a")
         self._seconds = seconds
 
     def feed(self) -> None:

@@ -106,7 +106,7 @@ class MemoryJobStore:
     def save(self, job: Job, *, owner: str | None = None, leads: bool = False) -> bool:
         """Store a change of the version that was read, as whoever has the leases; False: discarded."""
         with self.lock:
-            mine = owner is None or (self._owns(job.id, owner) and (not leads or self._owns(_QUEUE, owner)))
+            mine = owner is None or self._owns(_QUEUE if leads else job.id, owner)
             if not mine or job.id not in self.jobs or self.jobs[job.id].version != job.version:
                 return False
             self.jobs[job.id] = replace(job, version=job.version + 1)

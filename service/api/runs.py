@@ -92,7 +92,8 @@ def metrics(
         return streams.lines(Reader(dirs, job.run_dir, Written("metrics")), cursor, job_id)
     if points is not None:
         every = dirs.metrics(job.run_dir, after=cursor, limit=sys.maxsize)
-        return _page(thin_out(every, points=points), cursor, points)
+        whole = _page(every, cursor, len(every))
+        return whole.model_copy(update={"data": [dict(line) for line in thin_out(every, points=points)]})
     return _page(dirs.metrics(job.run_dir, after=cursor, limit=limit + 1), cursor, limit)
 
 

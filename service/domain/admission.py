@@ -43,17 +43,26 @@ class Ticket:
     @classmethod
     def of(cls, job: Job) -> "Ticket":
         """The ticket of a job."""
-        preempted = job.state is JobState.PAUSED and job.wish is not None and job.wish.by is Code.PREEMPTED
+        preempted = job.state is JobState.PAUSED and job.wish is not None and job.wish.reason.code is Code.PREEMPTED
         return cls(
             id=job.id,
             project=job.spec.project,
             priority=job.spec.priority,
             state=job.state,
-            scaling=job.size,
+            scaling=_held_size(job) if job.holds_resources else job.size,
             holds=job.holds_resources,
             waits=preempted or job.state is JobState.QUEUED,
             since=job.attempt.started_at if job.attempt else 0.0,
         )
+
+
+def _held_size(job: Job) -> ScalingSpec:
+    """What its live attempt has, whatever size it was given since for the next one."""
+    attempt = job.attempt
+    if attempt is None or not attempt.workers:
+        return job.size
+    each = dict(attempt.resources or job.size.resources_per_worker)
+    return job.size.model_copy(update={"num_workers": attempt.workers, "resources_per_worker": each})
 
 
 @dataclass(frozen=True)
@@ -133,6 +142,11 @@ class _Use:
     workers: int = 0
     gpus: float = 0.0
 
+    def plus(self, ticket: Ticket) -> "_Use":
+        """The same with one job more."""
+        gpus = self.gpus + ticket.needs.get("GPU", 0.0)
+        return _Use(self.jobs + 1, self.workers + ticket.scaling.world, gpus)
+
 
 class _Books:
     """Who holds what, while the queue is gone through from its front."""
@@ -147,7 +161,7 @@ class _Books:
         self._held: Resources = {}
         self._used: dict[str, _Use] = {}
         self._blocked: list[Ticket] = []
-        self._refused: dict[tuple[tuple[str, float], ...], Ticket] = {}
+        self._refused: list[tuple[Resources, Ticket]] = []
         self._over_quota: set[str] = set()
         self._place = 0
         for ticket in holders:
@@ -165,21 +179,20 @@ class _Books:
     def _hold(self, ticket: Ticket) -> None:
         self._holders.append(ticket)
         self._held = _sum([self._held, ticket.needs])
-        self._used[ticket.project] = self._with(ticket)
-
-    def _with(self, ticket: Ticket) -> _Use:
-        """What its project would have if the job ran."""
-        used = self._used.get(ticket.project, _Use())
-        gpus = used.gpus + ticket.needs.get("GPU", 0.0)
-        return _Use(used.jobs + 1, used.workers + ticket.scaling.world, gpus)
+        self._used[ticket.project] = self._used.get(ticket.project, _Use()).plus(ticket)
 
     def _why_wait(self, ticket: Ticket) -> Reason | None:
         # Only what can never start blocks nobody.
         if never := never_fits(ticket.scaling, self._total):
             what, _, remedy = never.partition("; ")
             return Reason(Code.UNSCHEDULABLE, what, remedy)
+        if never := self._over(ticket, _Use().plus(ticket)):
+            return Reason(Code.UNSCHEDULABLE, never, "raise the quota, or cancel and submit fewer or smaller workers")
         self._place += 1
-        if over := self._over(ticket):
+        if ticket.project in self._over_quota:
+            before = f"number {self._place} in the queue; another job of project {ticket.project} is before it"
+            return Reason(Code.QUOTA, before, "it starts when another job of the project ends")
+        if over := self._over(ticket, self._used.get(ticket.project, _Use()).plus(ticket)):
             self._over_quota.add(ticket.project)
             return Reason(Code.QUOTA, over, "it starts when another job of the project ends")
         if shortage := _shortage(ticket.needs, self._total, self._held):
@@ -199,13 +212,10 @@ class _Books:
         place = "next in the queue" if self._place == 1 else f"number {self._place} in the queue"
         return Reason(Code.CAPACITY, f"{place}; waits for {shortage}")
 
-    def _over(self, ticket: Ticket) -> str | None:
-        """Which quota of its project the job would break."""
-        if ticket.project in self._over_quota:
-            return f"number {self._place} in the queue; another job of project {ticket.project} is before it"
+    def _over(self, ticket: Ticket, after: _Use) -> str | None:
+        """Which quota of its project is broken by so much."""
         quotas = self._rules.quotas
         quota = quotas.get(ticket.project, quotas.get("*", Quota()))
-        after = self._with(ticket)
         for name, most, then in (
             ("jobs", quota.jobs, after.jobs),
             ("workers", quota.workers, after.workers),
@@ -219,14 +229,14 @@ class _Books:
         """The first of those that wait for room whom the job would make wait longer."""
         if not self._rules.backfill:
             return self._blocked[0] if self._blocked else None
-        size = tuple(sorted(ticket.needs.items()))
-        # Whoever is as large as one that was refused makes the same one wait.
-        if size not in self._refused:
-            found = (one for place, one in enumerate(self._blocked) if not self._may_pass(ticket, one, place))
-            if (first := next(found, None)) is None:
-                return None
-            self._refused[size] = first
-        return self._refused[size]
+        # Whoever is as large as one that was refused, or larger, makes the same one wait.
+        for smaller, before in self._refused:
+            if all(ticket.needs.get(name, 0.0) >= amount for name, amount in smaller.items()):
+                return before
+        found = (one for place, one in enumerate(self._blocked) if not self._may_pass(ticket, one, place))
+        if (first := next(found, None)) is not None:
+            self._refused.append((ticket.needs, first))
+        return first
 
     def _may_pass(self, ticket: Ticket, blocked: Ticket, place: int) -> bool:
         """Whether the one that waits starts no later if this one starts now, whichever jobs end first.

@@ -86,12 +86,12 @@ class Retry:
 
 @dataclass(frozen=True)
 class Decision:
-    """The job as it should be stored, after the effect was carried out."""
+    """The job as it should be stored, after the effects were carried out, in their order."""
 
     job: Job
-    effect: Effect | None = None
+    effects: tuple[Effect, ...] = ()
     needed: bool = True
-    """Whether the job stays as it is where the effect fails."""
+    """Whether the job stays as it is where an effect fails."""
 
 
 def decide(job: Job, seen: Seen, *, now: float, retry: Retry) -> Decision:
@@ -104,7 +104,7 @@ def decide(job: Job, seen: Seen, *, now: float, retry: Retry) -> Decision:
         return decision
     # A disk that is full for ever must not keep a job alive for ever.
     late = job.wish is not None and now >= job.wish.deadline
-    return replace(decision, effect=Effect.FENCE_OFF, needed=not late)
+    return replace(decision, effects=(*decision.effects, Effect.FENCE_OFF), needed=not late)
 
 
 def start(job: Job, *, now: float) -> Job:
@@ -116,7 +116,7 @@ def start(job: Job, *, now: float) -> Job:
 def make_room(job: Job, *, whom: str, deadline: float, now: float) -> Job:
     """A running job that is paused for another one, and goes on by itself later."""
     reason = Reason(Code.PREEMPTED, f"makes room for {whom}, and goes on when there is room again")
-    wish = Wish("pause", checkpoint=True, deadline=deadline, by=Code.PREEMPTED)
+    wish = Wish("pause", checkpoint=True, deadline=deadline, reason=reason)
     return replace(job.move(JobState.PAUSING, now=now, reason=reason), wish=wish)
 
 
@@ -142,17 +142,17 @@ def _active(job: Job, seen: Seen, now: float, retry: Retry) -> Decision:
     if hangs(job, seen.quiet):
         told = f"nothing was written for {seen.quiet:.0f} s; where the ranks stood is in stacks/ of the attempt"
         reason = Reason(Code.HUNG, told)
-        return Decision(_failed(job, reason, seen.committed, now, retry), Effect.STOP_NOW)
+        return Decision(_failed(job, reason, seen.committed, now, retry), (Effect.STOP_NOW,))
     return Decision(_follow(job if attempt.submitted_at else job.mark_submitted(now=now), seen, now))
 
 
 def _submit(job: Job, previous: Submission, now: float) -> Decision:
     # Two live drivers would share one run directory; the fence would keep it whole, but one of them would work in vain.
     if previous.alive:
-        return Decision(job, Effect.STOP_PREVIOUS)
+        return Decision(job, (Effect.STOP_PREVIOUS,))
     if previous is Submission.UNKNOWN:
         return Decision(job)
-    return Decision(_because(job.mark_submitted(now=now), _last_failure(job)), Effect.SUBMIT)
+    return Decision(_because(job.mark_submitted(now=now), _last_failure(job)), (Effect.SUBMIT,))
 
 
 def hangs(job: Job, quiet: float) -> bool:
@@ -220,12 +220,12 @@ def _stopping(job: Job, seen: Seen, now: float, retry: Retry) -> Decision:
     late = now >= wish.deadline
     # Written before anything else, so that a driver on its way up finds it too.
     if seen.stop != wanted_stop(wish, attempt) and not late:
-        return Decision(job, Effect.ASK_TO_STOP)
+        return Decision(job, (Effect.ASK_TO_STOP,))
     if seen.submission is Submission.UNKNOWN:
         return Decision(job)
     if not seen.submission.alive:
         return Decision(_gone(job, seen, now))
-    return Decision(job, Effect.STOP_NOW if late else None)
+    return Decision(job, (Effect.STOP_NOW,) if late else ())
 
 
 def _acknowledged(job: Job, outcome: Outcome, committed: int | None, now: float) -> Job:
@@ -243,7 +243,7 @@ def _gone(job: Job, seen: Seen, now: float) -> Job:
     """The driver ended without a word, or never began."""
     if job.state is JobState.CANCELLING or job.attempts[-1].submitted_at is None:
         result = "cancelled" if job.state is JobState.CANCELLING else "paused"
-        return _stopped(job.end_attempt(result, now=now), now)
+        return _stopped(_because(job.end_attempt(result, now=now), _told(job, None)), now)
     lost = _driver_lost(seen)
     since = f"step {seen.committed}" if seen.committed is not None else "its start"
     told = _told(job, f"{lost.message} before it had saved; the run goes on from {since}")
@@ -251,10 +251,10 @@ def _gone(job: Job, seen: Seen, now: float) -> Job:
 
 
 def _told(job: Job, message: str | None) -> Reason | None:
-    """Why the job stops, with what was said of its end."""
-    if message is None or job.reason is None:
-        return job.reason
-    return replace(job.reason, message=f"{job.reason.message} ({message})")
+    """Why the job was to stop, with what was said of its end; what went wrong on the way is over."""
+    if job.wish is None or message is None:
+        return job.wish.reason if job.wish is not None else job.reason
+    return replace(job.wish.reason, message=f"{job.wish.reason.message} ({message})")
 
 
 def _stopped(job: Job, now: float) -> Job:

@@ -67,6 +67,9 @@ class Attempt:
     """The newest committed step when it was over; None where there was none."""
 
 
+_ASKED = Reason(Code.USER, "a user asked for it")
+
+
 @dataclass(frozen=True)
 class Wish:
     """What the newest attempt is asked to do instead of going on."""
@@ -75,8 +78,8 @@ class Wish:
     checkpoint: bool
     deadline: float
     """When patience ends, in Unix seconds: then the driver is stopped by force."""
-    by: Code = Code.USER
-    """Who asked."""
+    reason: Reason = _ASKED
+    """Who asked, and why."""
     then_resume: bool = False
     """Of a pause: the job was asked to go on before it had stopped."""
 

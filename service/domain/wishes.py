@@ -8,6 +8,7 @@ from service.domain.reason import Code, Reason
 from service.errors import IllegalState
 from train_loop.spec import ScalingSpec
 
+_CANCELLED = Reason(Code.USER, "cancelled by a user")
 _PAUSED = Reason(Code.USER, "paused by a user", "resume it when it is to go on")
 
 
@@ -19,21 +20,22 @@ def cancelled(job: Job, *, deadline: float, checkpoint: bool, now: float) -> Job
         raise IllegalState(f"{job.id} is {job.state} and cannot be cancelled any more; nothing needs to be done")
     if job.state is JobState.CANCELLING and job.wish is not None:
         return _sooner(job, job.wish, deadline)
-    wish = Wish("cancel", checkpoint=checkpoint, deadline=deadline)
-    return replace(job.move(JobState.CANCELLING, now=now), wish=wish)
+    wish = Wish("cancel", checkpoint=checkpoint, deadline=deadline, reason=_CANCELLED)
+    return replace(job.move(JobState.CANCELLING, now=now, reason=_CANCELLED), wish=wish)
 
 
 def paused(job: Job, *, deadline: float, now: float) -> Job:
     """The job after a pause, which it keeps until a user resumes it, whoever had asked for one before."""
     if job.state.terminal or job.state is JobState.CANCELLING:
         raise IllegalState(f"{job.id} is {job.state} and cannot be paused any more; clone it to train on")
-    wish = Wish("pause", checkpoint=True, deadline=deadline)
+    wish = Wish("pause", checkpoint=True, deadline=deadline, reason=_PAUSED)
     if job.state is JobState.PAUSED:
-        kept = job.wish if job.wish is not None and job.wish.by is Code.USER else wish
+        kept = job.wish if job.wish is not None and job.wish.reason.code is Code.USER else wish
         return job if kept == job.wish else replace(job, wish=kept, reason=_PAUSED, updated_at=now)
     if job.state is JobState.PAUSING and job.wish is not None:
-        mine = job.wish.by is Code.USER and not job.wish.then_resume
-        return _sooner(job, job.wish if mine else replace(wish, deadline=job.wish.deadline), deadline)
+        if job.wish.reason.code is Code.USER and not job.wish.then_resume:
+            return _sooner(job, job.wish, deadline)
+        return _sooner(replace(job, reason=_PAUSED), replace(wish, deadline=job.wish.deadline), deadline)
     return replace(job.move(JobState.PAUSING, now=now, reason=_PAUSED), wish=wish)
 
 

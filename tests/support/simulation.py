@@ -42,6 +42,10 @@ class RuleBroken(BaseException):
     """Something happened that never may. No Exception, which the reconciler would log before it goes on."""
 
 
+EXPECTED = (DatabaseError, ClusterError, OSError, StaleAttempt)
+"""What is made to fail."""
+
+
 def hold(rule: object, otherwise: str) -> None:
     """Raise RuleBroken where a rule does not hold."""
     if not rule:

@@ -6,9 +6,11 @@ from pathlib import Path
 from alembic import command
 from alembic.config import Config
 from alembic.migration import MigrationContext
-from sqlalchemy import Connection, Engine, create_engine, event, make_url
+from sqlalchemy import Connection, Engine, create_engine, event, func, make_url, select
 from sqlalchemy.pool import ConnectionPoolEntry
 
+_LOCK = 7_451_966
+"""Any number; the same for every version."""
 _MIGRATIONS = Path(__file__).parent / "migrations"
 
 
@@ -20,12 +22,29 @@ def open_database(url: str, *, revision: str = "head") -> Engine:
     engine = create_engine(url, pool_pre_ping=True)
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _make_durable)
-    with engine.begin() as connection:
+    migrator = create_engine(url)
+    if migrator.dialect.name == "sqlite":
+        event.listen(migrator, "connect", _leave_transactions_to_us)
+        event.listen(migrator, "begin", _begin_at_once)
+    with migrator.begin() as connection:
+        if migrator.dialect.name == "postgresql":
+            # Of several that start at once, one migrates and the others wait.
+            connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
         config = Config()
         config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
         config.attributes["connection"] = connection
         _migrate(connection, config, revision)
+    migrator.dispose()
     return engine
+
+
+def _leave_transactions_to_us(connection: sqlite3.Connection, record: ConnectionPoolEntry) -> None:
+    """Python's driver commits before it changes a table: a migration that is cut off would stay half done."""
+    connection.isolation_level = None
+
+
+def _begin_at_once(connection: Connection) -> None:
+    connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
 def sqlite_file(url: str) -> Path | None:

@@ -39,7 +39,7 @@ def to_row(job: Job) -> dict[str, Value]:
         "times": _times.dump_json(dict(job.times)).decode(),
         "wish": _wish.dump_json(job.wish).decode() if job.wish else None,
         "scaling": job.scaling.model_dump_json() if job.scaling else None,
-        "size": job.size.model_dump_json(),
+        "size": ticket.scaling.model_dump_json(),
         "holds": int(ticket.holds),
         "waits": int(ticket.waits),
         "since": ticket.since,

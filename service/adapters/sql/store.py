@@ -148,10 +148,10 @@ class SqlJobStore:
     def save(self, job: Job, *, owner: str | None = None, leads: bool = False) -> bool:
         """Store a change of the version that was read; False: discarded.
 
-        Where an owner is named, only while it has the job's lease; where it leads, only while it has that lease too.
+        Where an owner is named, only while it has the job's lease; where it leads, only while it has that one instead.
         """
         guard = _unchanged(job)
-        if owner is not None:
+        if owner is not None and not leads:
             guard &= jobs.c.lease_owner == owner
         values = to_row(job) | {"version": job.version + 1}
         # Written, so that whoever takes the lead waits for this transaction and sees what it did.

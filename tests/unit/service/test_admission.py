@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from service.domain.admission import Admission, Quota, Rules, Ticket, admit
 from service.domain.decide import make_room
 from service.domain.job import Job, JobState
-from service.domain.reason import Code
+from service.domain.reason import Code, Reason
 from tests.support.service import a_job
 
 GPU = {"CPU": 0.1, "GPU": 1}
@@ -116,8 +116,17 @@ def test_quota_of_a_project_holds_its_jobs_and_nobody_elses() -> None:
 
 
 def test_gpus_count_for_a_quota() -> None:
-    assert "may have 2 GPUs at once" in str(
-        wait(gpus("job-1", 4), [], {"CPU": 8.0, "GPU": 8.0}, Rules(quotas={"*": Quota(gpus=2)}))
+    rules, total = Rules(quotas={"*": Quota(gpus=2)}), {"CPU": 8.0, "GPU": 8.0}
+    assert "may have 2 GPUs at once" in str(wait(gpus("job-2", 1), [active(gpus("job-1", 2))], total, rules))
+
+
+def test_job_over_its_quota_all_alone_is_told_so_and_blocks_nobody() -> None:
+    rules, total = Rules(quotas={"*": Quota(gpus=2)}), {"CPU": 8.0, "GPU": 8.0}
+    found = look([gpus("job-1", 4), gpus("job-2", 1)], total, rules)
+    assert found.starts == ("job-2",)
+    assert (found.waits["job-1"].code, found.waits["job-1"].remedy) == (
+        Code.UNSCHEDULABLE,
+        "raise the quota, or cancel and submit fewer or smaller workers",
     )
 
 
@@ -157,7 +166,7 @@ def test_preempted_job_waits_for_room_like_others_and_a_paused_one_does_not() ->
     preempted = make_room(active(gpus("job-1", 4)), whom="job-2", deadline=9.0, now=1.0)
     preempted = replace(preempted.end_attempt("paused", now=2.0), state=JobState.PAUSED)
     assert preempted.wish is not None
-    by_user = replace(preempted, id="job-9", wish=replace(preempted.wish, by=Code.USER))
+    by_user = replace(preempted, id="job-9", wish=replace(preempted.wish, reason=Reason(Code.USER, "x")))
     total = {"CPU": 64.0, "GPU": 8.0}
     assert look([preempted, by_user], total).starts == ("job-1",)
     assert wait(preempted, [active(gpus("job-2", 6))], total) is not None

@@ -37,8 +37,9 @@ def cancelling(*, deadline: float = 200.0, submitted: bool = True) -> Job:
 
 
 def pausing(*, deadline: float = 200.0, submitted: bool = True, by: Code = Code.USER) -> Job:
-    job = replace(live(JobState.PAUSING, submitted=submitted), reason=Reason(by, "paused"))
-    return replace(job, wish=Wish("pause", checkpoint=True, deadline=deadline, by=by))
+    reason = Reason(by, "paused")
+    job = replace(live(JobState.PAUSING, submitted=submitted), reason=reason)
+    return replace(job, wish=Wish("pause", checkpoint=True, deadline=deadline, reason=reason))
 
 
 def asked(job: Job) -> Stop:
@@ -64,13 +65,13 @@ def test_admitted_job_gets_its_attempt_before_anything_is_submitted() -> None:
 
 def test_new_attempt_that_the_cluster_does_not_have_is_submitted() -> None:
     decision = step(live(JobState.STARTING, submitted=False), Seen(Submission.MISSING))
-    assert decision.effect is Effect.SUBMIT
+    assert decision.effects == (Effect.SUBMIT,)
     assert decision.job.attempts[-1].submitted_at == NOW
 
 
 def test_submission_found_after_a_crash_is_not_made_again() -> None:
     decision = step(live(JobState.STARTING, submitted=False), Seen(Submission.PENDING))
-    assert decision.effect is None
+    assert decision.effects == ()
     assert decision.job.attempts[-1].submitted_at == NOW
 
 
@@ -151,15 +152,15 @@ def test_next_attempt_begins_when_its_time_has_come() -> None:
 def test_attempt_is_submitted_only_once_the_driver_before_it_is_gone() -> None:
     job = live(JobState.RECOVERING, submitted=False, attempt=2)
     found = [step(job, Seen(Submission.MISSING, previous=before)) for before in (ALIVE, Submission.UNKNOWN)]
-    assert found == [Decision(job, Effect.STOP_PREVIOUS), Decision(job)]
-    assert step(job, Seen(Submission.MISSING, previous=Submission.STOPPED)).effect is Effect.SUBMIT
+    assert found == [Decision(job, (Effect.STOP_PREVIOUS,)), Decision(job)]
+    assert step(job, Seen(Submission.MISSING, previous=Submission.STOPPED)).effects == (Effect.SUBMIT,)
 
 
 @pytest.mark.parametrize("outcome", ["succeeded", "paused"])
 def test_who_leaves_the_cluster_is_shut_out_first(outcome: Literal["succeeded", "paused"]) -> None:
     job = pausing() if outcome == "paused" else live()
-    assert step(job, Seen(ALIVE, outcome=Outcome(result=outcome))).effect is Effect.FENCE_OFF
-    assert step(live(attempt=3), Seen(Submission.FAILED)).effect is Effect.FENCE_OFF
+    assert step(job, Seen(ALIVE, outcome=Outcome(result=outcome))).effects == (Effect.FENCE_OFF,)
+    assert step(live(attempt=3), Seen(Submission.FAILED)).effects == (Effect.FENCE_OFF,)
 
 
 def test_cancel_before_any_attempt_ends_at_once() -> None:
@@ -171,14 +172,14 @@ def test_cancel_before_the_submit_never_submits() -> None:
     job = cancelling(submitted=False)
     first = step(job, Seen(Submission.MISSING))
     done = step(job, Seen(Submission.MISSING, stop=asked(job)))
-    assert (first.effect, done.effect) == (Effect.ASK_TO_STOP, Effect.FENCE_OFF)
+    assert (first.effects, done.effects) == ((Effect.ASK_TO_STOP,), (Effect.FENCE_OFF,))
     assert done.job.state is JobState.CANCELLED
 
 
 def test_cancel_asks_the_loop_once_and_waits_for_its_answer() -> None:
     job = cancelling()
     stop = Stop(mode="cancel", checkpoint=True, deadline=200.0, attempt=1)
-    assert step(job, Seen(ALIVE)).effect is Effect.ASK_TO_STOP
+    assert step(job, Seen(ALIVE)).effects == (Effect.ASK_TO_STOP,)
     assert step(job, Seen(ALIVE, stop=stop)) == Decision(job)
     ended = step(job, Seen(ALIVE, stop=stop, outcome=Outcome(result="cancelled", step=7))).job
     assert (ended.state, ended.attempts[-1].result) == (JobState.CANCELLED, "cancelled")
@@ -187,8 +188,8 @@ def test_cancel_asks_the_loop_once_and_waits_for_its_answer() -> None:
 def test_cancel_ends_the_driver_when_patience_ends() -> None:
     job = cancelling(deadline=150.0)
     seen = Seen(ALIVE, stop=asked(job))
-    assert step(job, seen, now=149.0).effect is None
-    assert step(job, seen, now=150.0).effect is Effect.STOP_NOW
+    assert step(job, seen, now=149.0).effects == ()
+    assert step(job, seen, now=150.0).effects == (Effect.STOP_NOW,)
     assert step(job, replace(seen, submission=Submission.STOPPED), now=151.0).job.state is JobState.CANCELLED
 
 
@@ -196,10 +197,21 @@ def test_attempt_that_writes_nothing_for_too_long_is_stopped_and_tried_again() -
     job = replace(live(), spec=a_job(failure={"hang_timeout_seconds": 100}, training={"logging_steps": 3}).spec)
     assert step(job, Seen(ALIVE, Training.YES, quiet=360.0)) == Decision(job)
     decision = step(job, Seen(ALIVE, Training.YES, quiet=361.0, committed=10))
-    assert (decision.effect, decision.job.state) == (Effect.STOP_NOW, JobState.RECOVERING)
+    assert (decision.effects, decision.job.state) == ((Effect.STOP_NOW,), JobState.RECOVERING)
     assert decision.job.attempts[-1].reason == Reason(
         Code.HUNG, "nothing was written for 361 s; where the ranks stood is in stacks/ of the attempt"
     )
+
+
+def test_attempt_that_hangs_is_stopped_even_where_it_was_the_last() -> None:
+    job = replace(live(), spec=a_job(failure={"hang_timeout_seconds": 100, "max_attempts": 1}).spec)
+    decision = step(job, Seen(ALIVE, Training.YES, quiet=999.0))
+    assert (decision.effects, decision.job.state) == ((Effect.STOP_NOW, Effect.FENCE_OFF), JobState.FAILED)
+
+
+def test_what_went_wrong_on_the_way_to_a_pause_is_forgotten_when_it_is_over() -> None:
+    job = replace(pausing(), reason=Reason(Code.EFFECT_FAILED, "the disk was slow"))
+    assert step(job, Seen(ALIVE, outcome=Outcome(result="paused"))).job.reason == Reason(Code.USER, "paused")
 
 
 def test_lost_workers_say_what_was_said_of_them() -> None:
@@ -209,7 +221,7 @@ def test_lost_workers_say_what_was_said_of_them() -> None:
 
 def test_pause_is_over_only_when_the_driver_has_said_so() -> None:
     job = pausing()
-    assert step(job, Seen(ALIVE)).effect is Effect.ASK_TO_STOP
+    assert step(job, Seen(ALIVE)).effects == (Effect.ASK_TO_STOP,)
     assert step(job, Seen(ALIVE, stop=asked(job))) == Decision(job)
     done = step(job, Seen(ALIVE, stop=asked(job), outcome=Outcome(result="paused", step=7), committed=7)).job
     assert (done.state, done.reason) == (JobState.PAUSED, job.reason)
@@ -300,8 +312,8 @@ def test_an_outcome_counts_without_a_cluster_to_confirm_it(job: Job, seen: Seen,
 
 def test_a_disk_that_takes_no_stop_file_does_not_keep_a_job_alive_past_its_deadline() -> None:
     job = cancelling()
-    assert step(job, Seen(ALIVE), now=NOW).effect is Effect.ASK_TO_STOP
-    assert step(job, Seen(ALIVE), now=1e9).effect is Effect.STOP_NOW
+    assert step(job, Seen(ALIVE), now=NOW).effects == (Effect.ASK_TO_STOP,)
+    assert step(job, Seen(ALIVE), now=1e9).effects == (Effect.STOP_NOW,)
 
 
 @given(jobs, st.lists(sightings, max_size=12))

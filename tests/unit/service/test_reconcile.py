@@ -12,6 +12,7 @@ from service.domain.decide import Submission
 from service.domain.job import Job, JobState
 from service.domain.reason import Code
 from service.ports import Launch, Lease
+from service.reconcile import Reconciler
 from tests.support.service import FakeService
 from train_loop.run_dir import Outcome
 
@@ -160,16 +161,27 @@ def test_only_one_of_two_decides_about_the_queue(service: FakeService) -> None:
     assert service.get(job.id).state is JobState.STARTING
 
 
+def look_for(service: FakeService, reconciler: Reconciler, *, seconds: int) -> None:
+    """Passes of ten seconds each."""
+    for _ in range(0, seconds, 10):
+        service.clock.now += 10
+        reconciler.run_once()
+
+
 def test_attempt_that_hangs_is_replaced_and_one_that_writes_is_not(service: FakeService) -> None:
     job, reconciler = running(service, failure={"hang_timeout_seconds": 100}), service.reconciler()
     for step in range(1, 4):
         service.metric(job.id, step=step)
-        reconciler.run_once()
-        service.clock.now += 150
-    reconciler.run_once()
+        look_for(service, reconciler, seconds=150)
     assert service.get(job.id).state is JobState.RUNNING
-    service.clock.now += 11
+    # A machine that slept for an hour is no hang.
+    service.metric(job.id, step=4)
     reconciler.run_once()
+    service.clock.now += 3600
+    reconciler.run_once()
+    look_for(service, reconciler, seconds=90)
+    assert service.get(job.id).state is JobState.RUNNING
+    look_for(service, reconciler, seconds=20)
     recovering = service.get(job.id)
     assert (recovering.state, recovering.reason and recovering.reason.code) == (JobState.RECOVERING, Code.HUNG)
     assert service.cluster.submissions[f"{job.id}-1"] is Submission.STOPPED
@@ -269,11 +281,11 @@ def test_cancel_during_the_submit_wins(service: FakeService) -> None:
     assert service.get(job.id).state is JobState.CANCELLED
 
 
-def test_job_that_somebody_else_holds_is_left_alone(service: FakeService) -> None:
+def test_job_that_somebody_else_looks_after_is_left_to_them(service: FakeService) -> None:
     job = service.submit()
     service.store.claim(job.id, Lease("other", now=service.clock.now, until=service.clock.now + 30))
     service.reconciler().run_once()
-    assert service.get(job.id).state is JobState.QUEUED
+    assert (service.get(job.id).state, service.cluster.launches) == (JobState.STARTING, [])
     service.clock.now += 31
     service.reconciler().run_once()
-    assert service.get(job.id).state is JobState.STARTING
+    assert [launch.submission_id for launch in service.cluster.launches] == [f"{job.id}-1"]

@@ -2,24 +2,28 @@
 
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterator
 from multiprocessing.pool import Pool
 
 import pytest
 import structlog
 
-from tests.support.simulation import RuleBroken, simulate
+from tests.support.simulation import EXPECTED, RuleBroken, simulate
 
 SEEDS = int(os.environ.get("TRAINSHED_SIMULATION_SEEDS", "10000"))
 _AT_ONCE = 100
 
 
 def _quiet() -> None:
-    # What fails on purpose is told in vain.
-    structlog.configure(processors=[_drop])
+    structlog.configure(processors=[_hear])
 
 
-def _drop(logger: object, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+def _hear(logger: object, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """What fails on purpose is told in vain; what else fails is a fault."""
+    error = sys.exc_info()[1]
+    if event.get("exc_info") and not isinstance(error, EXPECTED):
+        raise RuleBroken(repr(error)) from error
     raise structlog.DropEvent
 
 

@@ -73,7 +73,7 @@ def test_job_comes_back_as_it_was_stored(store: JobStore) -> None:
     job = job.end_attempt("failed", now=2.5, reason=reason, step=7).begin_attempt(now=2.75)
     job = replace(
         job,
-        wish=Wish("pause", checkpoint=False, deadline=7.125, by=Code.PREEMPTED, then_resume=True),
+        wish=Wish("pause", checkpoint=False, deadline=7.125, reason=Reason(Code.PREEMPTED, "x"), then_resume=True),
         reason=reason,
         times={JobState.QUEUED: 1.0, JobState.RUNNING: 2.5},
         next_attempt_at=3.0,
@@ -244,6 +244,16 @@ def test_whoever_lost_the_lead_can_start_nobody(store: JobStore) -> None:
     store.lead(Lease("b", now=20.0, until=30.0))
     assert not store.save(mine, owner="a", leads=True)
     assert store.save(mine, owner="a")
+
+
+def test_whoever_leads_needs_no_lease_of_the_job(store: JobStore) -> None:
+    store.add(a_job(), None)
+    store.claim("job-1", Lease("b", now=0.0, until=1e9))
+    store.lead(Lease("a", now=0.0, until=10.0))
+    job = store.get("job-1")
+    assert job is not None
+    assert store.save(job, owner="a", leads=True)
+    assert not store.save(job, owner="a", leads=True)
 
 
 def test_migrations_lead_to_the_tables_that_the_code_uses(tmp_path: Path) -> None:

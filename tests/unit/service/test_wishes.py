@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service.domain.admission import Ticket
 from service.domain.decide import make_room, start
 from service.domain.job import Job, JobState
 from service.domain.reason import Code
@@ -55,7 +56,7 @@ def test_everything_that_lives_can_be_cancelled(state: JobState) -> None:
 @pytest.mark.parametrize("state", [JobState.QUEUED, JobState.STARTING, JobState.RUNNING, JobState.RECOVERING])
 def test_what_waits_or_runs_can_be_paused(state: JobState) -> None:
     job = pause(in_state(state))
-    assert (job.state, job.wish and job.wish.by) == (JobState.PAUSING, Code.USER)
+    assert (job.state, job.wish and job.wish.reason.code) == (JobState.PAUSING, Code.USER)
     assert pause(job) == job
 
 
@@ -109,6 +110,11 @@ def test_another_size_counts_from_the_next_attempt_on() -> None:
         resume(in_state(JobState.RUNNING), four)
 
 
+def test_room_that_is_held_is_that_of_what_runs_whatever_size_comes_next() -> None:
+    job = resume(in_state(JobState.PAUSING), ScalingSpec(num_workers=1))
+    assert (job.size.world, Ticket.of(job).scaling.world) == (1, 2)
+
+
 def test_user_who_pauses_what_made_room_keeps_it_paused() -> None:
     leaving = make_room(in_state(JobState.RUNNING), whom="job-9", deadline=NOW + 30, now=NOW)
     left = leaving.end_attempt("paused", now=NOW).move(JobState.PAUSED, now=NOW, reason=leaving.reason)
@@ -116,7 +122,8 @@ def test_user_who_pauses_what_made_room_keeps_it_paused() -> None:
         held = pause(job)
         assert held.state is job.state
         assert held.wish is not None
-        assert held.wish.by is Code.USER
+        assert held.wish.reason.code is Code.USER
+        assert held.reason == held.wish.reason
 
 
 @given(st.lists(st.sampled_from([cancel, pause, resume]), max_size=8), st.sampled_from(JobState))

@@ -9,18 +9,26 @@ import pytest
 from train_loop.secrets import masker
 
 
-def test_values_of_secret_names_are_masked_and_others_are_not() -> None:
+def test_values_of_secret_names_are_masked_and_others_are_not(tmp_path: Path) -> None:
     environment = {
-        "AWS_SECRET_ACCESS_KEY": "abc/def+ghi",
+        "AWS_SECRET_ACCESS_KEY": "/bc/def+ghi",
         "HF_TOKEN": "hf_12345678",
-        "DB_PASSWORD": "abc/def+ghi and more",
+        "DB_PASSWORD": "/bc/def+ghi and more",
+        "DATABASE_URL": "postgresql://shed:hush-hush@db/jobs",
+        "SMTP_PASS": "letmein",
         "HOME": "/home/somebody",
         "KEYBOARD": "qwertyuiop",
-        "RAY_AUTH_TOKEN_PATH": "/home/somebody/token",
+        "RAY_AUTH_TOKEN_PATH": str(tmp_path),
+        "GOOGLE_CREDENTIALS": str(tmp_path),
         "API_KEY": "12345",
+        "MAX_TOKENS": "100000",
+        "TOKENIZER": "Qwen3-0.6B",
+        "SORT_KEY": "timestamp",
     }
-    said = "abc/def+ghi hf_12345678 abc/def+ghi and more /home/somebody/token qwertyuiop 12345"
-    assert masker(environment)(said) == "*** *** *** /home/somebody/token qwertyuiop 12345"
+    said = "/bc/def+ghi hf_12345678 /bc/def+ghi and more postgresql://shed:hush-hush@db/jobs letmein"
+    assert masker(environment)(said) == "*** *** *** postgresql://shed:***@db/jobs ***"
+    harmless = f"/home/somebody qwertyuiop {tmp_path} 12345 100000 Qwen3-0.6B timestamp"
+    assert masker(environment)(harmless) == harmless
 
 
 WAYS = ["print(os.environ['MY_SECRET'])", "logging.getLogger('train_loop').info(os.environ['MY_SECRET'])"]

@@ -56,7 +56,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Back to what 0001 knows: paused jobs become cancelled ones, as it has no word for a pause."""
+    """Back to what 0001 knows: it has no word for a pause, so jobs that users paused are cancelled, others queued."""
     op.drop_index("jobs_that_wait", "jobs")
     op.drop_index("jobs_that_hold", "jobs")
     for column in _old():
@@ -118,6 +118,8 @@ def _lower(row: Any) -> dict[str, Any]:
         attempt.pop("workers", None)
         attempt.pop("step", None)
     state = {"PAUSING": "CANCELLING", "PAUSED": "CANCELLED"}.get(row.state, row.state)
+    if row.state == "PAUSED" and wish and wish["reason"]["code"] == "preempted":
+        state = "QUEUED"
     return {
         "state": state,
         "reason": json.loads(row.reason)["message"] if row.reason else None,
