@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
+from alembic.operations import Operations
 from sqlalchemy import MetaData, Table, create_engine, text
 
 from service.adapters.memory import MemoryJobStore
@@ -318,6 +321,22 @@ def test_migrations_carry_jobs_up_and_down(database: str) -> None:
     assert found["job-1"].reason == "next in the queue"
     assert (found["job-2"].cancel_deadline, found["job-2"].cancel_checkpoint) == (7.5, 0)
     assert json.loads(found["job-2"].attempts)[0].keys() == {*attempts[0], "result", "reason"}
+
+
+def test_services_that_start_at_once_migrate_one_after_the_other(postgres: str) -> None:
+    empty_database(postgres)
+    code = f"from service.adapters.sql.database import open_database; open_database({postgres!r}).dispose()"
+    started = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
+    assert [process.wait(timeout=60) for process in started] == [0, 0, 0]
+
+
+def test_migration_that_is_cut_off_changes_nothing(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_database(database, revision="0001").dispose()
+    with monkeypatch.context() as patch:
+        patch.setattr(Operations, "create_index", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            open_database(database)
+    open_database(database).dispose()
 
 
 def test_sqlite_commits_are_on_disk_before_they_return(tmp_path: Path) -> None:
