@@ -18,7 +18,7 @@ from service.adapters.keys import ensure_key
 from service.adapters.preflight import HelperPreflight
 from service.adapters.ray_jobs import RayAddress, RayJobs
 from service.adapters.run_dirs import LocalRunDirs
-from service.adapters.sql.database import open_database
+from service.adapters.sql.database import open_database, sqlite_file
 from service.adapters.sql.store import SqlJobStore
 from service.api.build import build_api
 from service.api.guard import Guard
@@ -36,6 +36,9 @@ def create_app(settings: Settings) -> FastAPI:
     settings.make_home()
     engine = open_database(settings.database)
     store, run_dirs, board = SqlJobStore(engine), LocalRunDirs(), Board()
+    if sqlite_file(settings.database) is not None:
+        # The lock on it says that there is nobody else.
+        store.forget_requests()
     embedded = _embedded(settings)
     cluster = _cluster(settings, embedded)
     jobs = Jobs(

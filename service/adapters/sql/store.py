@@ -61,6 +61,11 @@ class SqlJobStore:
             raise KeyInFlight(once.key) from error
         return from_row(row)
 
+    def forget_requests(self) -> None:
+        """Free the keys of requests that were at work; for whoever knows that they have died with its predecessor."""
+        with self._engine.begin() as connection:
+            connection.execute(delete(idempotency_keys).where(idempotency_keys.c.job_id.is_(None)))
+
     def release(self, once: Once) -> None:
         """Give a key back under which no job was added."""
         with self._engine.begin() as connection:

@@ -156,6 +156,18 @@ def test_key_of_a_request_that_died_is_free_again_and_the_dead_cannot_use_it(sto
     store.add(a_job("job-2"), other)
 
 
+def test_requests_that_died_with_a_service_hold_no_key(tmp_path: Path) -> None:
+    engine = open_database(f"sqlite:///{tmp_path / 'jobs.db'}")
+    store, done = SqlJobStore(engine), Once("done", "sha")
+    for once in (ONCE, done):
+        store.begin(once, now=0.0)
+    store.add(a_job("job-1"), done)
+    store.forget_requests()
+    assert store.begin(ONCE, now=1.0) is None
+    assert store.begin(done, now=1.0) is not None
+    engine.dispose()
+
+
 def test_key_is_forgotten_after_a_day(store: JobStore) -> None:
     store.begin(ONCE, now=0.0)
     store.add(a_job("job-1"), ONCE)
