@@ -6,9 +6,9 @@ from typing import Literal, Protocol
 
 from pydantic import JsonValue
 
-from service.domain.admission import Ticket
 from service.domain.decide import Submission, Training
 from service.domain.job import Job, JobState
+from service.domain.ticket import Ticket
 from train_loop.plan import ModelShape
 from train_loop.run_dir import ExportStatus, ExportWish, Manifest, Outcome, Stop
 from train_loop.spec import JobSpec, Problem, ScalingSpec

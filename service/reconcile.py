@@ -11,7 +11,7 @@ from functools import partial
 
 import structlog
 
-from service.domain.admission import Board, Rules, Ticket, admit
+from service.domain.admission import Board, Rules, admit
 from service.domain.decide import (
     Decision,
     Effect,
@@ -27,6 +27,7 @@ from service.domain.decide import (
 )
 from service.domain.job import Attempt, Job
 from service.domain.reason import Code, Reason
+from service.domain.ticket import Ticket
 from service.errors import ClusterError
 from service.ports import Cluster, JobStore, Launch, Lease, RunDirs, Sighting
 from train_loop.run_dir import storage_failed

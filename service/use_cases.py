@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import date
 
-from service.domain.admission import Board, Ticket, never_fits
+from service.domain.admission import Board, never_fits
 from service.domain.job import Job, JobState
 from service.domain.reason import Reason
+from service.domain.ticket import Ticket
 from service.domain.usage import Usage, usage_by_day
 from service.domain.wishes import cancelled, paused, resumed
 from service.errors import Busy, IllegalState, InvalidSpec, JobNotFound

@@ -5,9 +5,9 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from service.domain.admission import Ticket
 from service.domain.decide import Submission
 from service.domain.job import LIVE, Job, JobState
+from service.domain.ticket import Ticket
 from service.errors import ClusterError, IdempotencyMismatch, KeyInFlight
 from service.ports import FLIGHT_SECONDS, KEPT_SECONDS, Findings, JobQuery, Launch, Lease, Once
 from train_loop.plan import read_shape

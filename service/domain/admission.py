@@ -8,61 +8,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from service.domain.job import Job, JobState
+from service.domain.job import JobState
 from service.domain.reason import Code, Reason
-from train_loop.plan import DATA_CPUS, data_starves, needed, too_big
+from service.domain.ticket import Resources, Ticket, add_up, queue_order
+from train_loop.plan import data_starves, too_big
 from train_loop.spec import ScalingSpec
 
-Resources = Mapping[str, float]
 _NOISE = 1e-9
 _SUMS = 4096
 """Loads that the running jobs may come to which are told apart; with more of them nobody passes."""
-
-
-@dataclass(frozen=True)
-class Ticket:
-    """What admission knows of a job that has not ended."""
-
-    id: str
-    project: str
-    priority: int
-    state: JobState
-    scaling: ScalingSpec
-    holds: bool
-    """Whether the cluster keeps room for it."""
-    waits: bool
-    """Whether it would start: it is queued, or was paused to make room."""
-    since: float = 0.0
-    """When its newest attempt began, in Unix seconds."""
-
-    @cached_property
-    def needs(self) -> Resources:
-        """What the cluster keeps for it: its workers, and a CPU for Ray Data."""
-        return _sum([needed(self.scaling), {"CPU": DATA_CPUS}])
-
-    @classmethod
-    def of(cls, job: Job) -> "Ticket":
-        """The ticket of a job."""
-        preempted = job.state is JobState.PAUSED and job.wish is not None and job.wish.reason.code is Code.PREEMPTED
-        return cls(
-            id=job.id,
-            project=job.spec.project,
-            priority=job.spec.priority,
-            state=job.state,
-            scaling=_held_size(job) if job.holds_resources else job.size,
-            holds=job.holds_resources,
-            waits=preempted or job.state is JobState.QUEUED,
-            since=job.attempt.started_at if job.attempt else 0.0,
-        )
-
-
-def _held_size(job: Job) -> ScalingSpec:
-    """What its live attempt has, whatever size it was given since for the next one."""
-    attempt = job.attempt
-    if attempt is None or not attempt.workers:
-        return job.size
-    each = dict(attempt.resources or job.size.resources_per_worker)
-    return job.size.model_copy(update={"num_workers": attempt.workers, "resources_per_worker": each})
 
 
 @dataclass(frozen=True)
@@ -106,11 +60,6 @@ class Board:
     """What the last look at the queue came to, for whoever asks why a job waits."""
 
     admission: Admission = field(default_factory=Admission)
-
-
-def queue_order(ticket: Ticket) -> tuple[int, str]:
-    """Sorts jobs into the order in which they start: priority, then age (ids sort by time)."""
-    return (-ticket.priority, ticket.id)
 
 
 def never_fits(scaling: ScalingSpec, total: Resources | None) -> str | None:
@@ -178,7 +127,7 @@ class _Books:
 
     def _hold(self, ticket: Ticket) -> None:
         self._holders.append(ticket)
-        self._held = _sum([self._held, ticket.needs])
+        self._held = add_up([self._held, ticket.needs])
         self._used[ticket.project] = self._used.get(ticket.project, _Use()).plus(ticket)
 
     def _why_wait(self, ticket: Ticket) -> Reason | None:
@@ -276,7 +225,7 @@ def _needed_victims(chosen: Sequence[Ticket], needs: Resources, total: Resources
     """Those without whom it would not fit: a large one that came last may have made small ones needless."""
     kept: list[Ticket] = []
     for one in chosen:
-        spared = _sum([held, one.needs])
+        spared = add_up([held, one.needs])
         if _shortage(needs, total, spared) is None:
             held = spared
         else:
@@ -304,14 +253,6 @@ def _subset_sums(loads: Sequence[float], most: float) -> set[float] | None:
     return sums
 
 
-def _sum(parts: Iterable[Resources]) -> Resources:
-    total: dict[str, float] = {}
-    for part in parts:
-        for name, amount in part.items():
-            total[name] = total.get(name, 0.0) + amount
-    return total
-
-
 def _less(whole: Resources, parts: Iterable[Resources]) -> Resources:
-    taken = _sum(parts)
+    taken = add_up(parts)
     return {name: amount - taken.get(name, 0.0) for name, amount in whole.items()}

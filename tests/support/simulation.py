@@ -14,9 +14,10 @@ from typing import Any
 from greenlet import GreenletExit, greenlet
 
 from service.adapters.memory import MemoryJobStore
-from service.domain.admission import Board, Quota, Rules, Ticket
+from service.domain.admission import Board, Quota, Rules
 from service.domain.decide import Retry, Submission, Training
 from service.domain.job import TRANSITIONS, Job, JobState
+from service.domain.ticket import Ticket
 from service.domain.wishes import cancelled, paused, resumed
 from service.errors import ClusterError, IllegalState, StaleAttempt
 from service.ports import Launch, Sighting

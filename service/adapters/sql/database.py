@@ -7,7 +7,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from sqlalchemy import Connection, Engine, create_engine, event, func, make_url, select
-from sqlalchemy.pool import ConnectionPoolEntry
+from sqlalchemy.pool import ConnectionPoolEntry, NullPool
 
 _LOCK = 7_451_966
 """Any number; the same for every version."""
@@ -19,23 +19,27 @@ def open_database(url: str, *, revision: str = "head") -> Engine:
 
     Raises sqlalchemy.exc.SQLAlchemyError.
     """
+    _bring_up_to_date(url, revision)
     engine = create_engine(url, pool_pre_ping=True)
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _make_durable)
-    migrator = create_engine(url)
-    if migrator.dialect.name == "sqlite":
-        event.listen(migrator, "connect", _leave_transactions_to_us)
-        event.listen(migrator, "begin", _begin_at_once)
-    with migrator.begin() as connection:
-        if migrator.dialect.name == "postgresql":
+    return engine
+
+
+def _bring_up_to_date(url: str, revision: str) -> None:
+    """Migrate in one transaction, all or nothing."""
+    engine = create_engine(url, poolclass=NullPool)
+    if engine.dialect.name == "sqlite":
+        event.listen(engine, "connect", _leave_transactions_to_us)
+        event.listen(engine, "begin", _begin_at_once)
+    with engine.begin() as connection:
+        if engine.dialect.name == "postgresql":
             # Of several that start at once, one migrates and the others wait.
             connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
         config = Config()
         config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
         config.attributes["connection"] = connection
         _migrate(connection, config, revision)
-    migrator.dispose()
-    return engine
 
 
 def _leave_transactions_to_us(connection: sqlite3.Connection, record: ConnectionPoolEntry) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 from pydantic import TypeAdapter
 from sqlalchemy import Row
 
-from service.domain.admission import Ticket
 from service.domain.job import Attempt, Job, JobState, Wish
 from service.domain.reason import Reason
+from service.domain.ticket import Ticket
 from train_loop.spec import JobSpec, ScalingSpec, dump
 
 Value = str | int | float | None

@@ -7,8 +7,8 @@ from sqlalchemy.exc import IntegrityError
 
 from service.adapters.sql.rows import from_row, ticket_of, to_row
 from service.adapters.sql.tables import idempotency_keys, jobs, labels, leases
-from service.domain.admission import Ticket
 from service.domain.job import Job, JobState
+from service.domain.ticket import Ticket
 from service.errors import IdempotencyMismatch, KeyInFlight
 from service.ports import FLIGHT_SECONDS, KEPT_SECONDS, JobQuery, Lease, Once
 

@@ -7,10 +7,11 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.domain.admission import Admission, Quota, Rules, Ticket, admit
+from service.domain.admission import Admission, Quota, Rules, admit
 from service.domain.decide import make_room
 from service.domain.job import Job, JobState
 from service.domain.reason import Code, Reason
+from service.domain.ticket import Ticket
 from tests.support.service import a_job
 
 GPU = {"CPU": 0.1, "GPU": 1}

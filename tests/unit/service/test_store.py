@@ -20,9 +20,9 @@ from service.adapters.memory import MemoryJobStore
 from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
 from service.adapters.sql.tables import metadata
-from service.domain.admission import Ticket
 from service.domain.job import JobState, Wish
 from service.domain.reason import Code, Reason
+from service.domain.ticket import Ticket
 from service.errors import IdempotencyMismatch, KeyInFlight
 from service.ports import FLIGHT_SECONDS, KEPT_SECONDS, JobQuery, JobStore, Lease, Once
 from tests.support.postgres import postgres_server
