@@ -8,13 +8,13 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from service.api.ledger_schemas import CheckpointOut, Checkpoints, ExportIn, ExportOut, Verified
+from service.api.plan_schemas import PlanOut
 from service.api.schemas import (
     CancelIn,
     JobOut,
     JobPage,
     LinePage,
     PauseIn,
-    PlanOut,
     ProblemDetails,
     ResumeIn,
     TextPage,

@@ -6,7 +6,8 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 
 from service.api.guard import parse_body, read_body, require_key
-from service.api.schemas import CancelIn, JobOut, JobPage, PauseIn, PlanOut, ResumeIn
+from service.api.plan_schemas import PlanOut
+from service.api.schemas import CancelIn, JobOut, JobPage, PauseIn, ResumeIn
 from service.domain.job import JobState
 from service.ports import JobQuery, Once
 from service.use_cases import Jobs

@@ -1,18 +1,15 @@
 """What goes over the wire: one model per answer, built from the domain."""
 
-from collections.abc import Mapping
-from dataclasses import asdict
-from datetime import UTC, date, datetime
-from typing import Annotated, Generic, Literal, TypeVar
+from datetime import UTC, datetime
+from typing import Annotated, Generic, TypeVar
 
 from pydantic import BaseModel, Field, JsonValue, PlainSerializer
 
 from service.domain.job import Attempt, JobState
 from service.domain.reason import Code, Reason
-from service.domain.usage import Usage, usage_of
+from service.domain.usage import usage_of
 from service.ports import Progress
-from service.use_cases import JobView, PlanView
-from train_loop.plan import MeshPlan
+from service.use_cases import JobView
 from train_loop.spec import JobSpec, ScalingSpec
 
 T = TypeVar("T")
@@ -173,28 +170,6 @@ def _goodput(view: JobView, now: float) -> float | None:
     return round(min(view.story.productive_seconds / wall, 1.0), 4) if wall > 0 else None
 
 
-class UsageOut(BaseModel):
-    """What the jobs of a project used on a day."""
-
-    project: str
-    day: date = Field(description="UTC")
-    worker_hours: float
-    cpu_hours: float
-    gpu_hours: float
-
-
-class UsageDays(BaseModel):
-    """By day, then by project."""
-
-    data: list[UsageOut]
-
-    @classmethod
-    def of(cls, found: Mapping[tuple[str, date], Usage]) -> "UsageDays":
-        """From the domain."""
-        rows = sorted(found.items(), key=lambda item: (item[0][1], item[0][0]))
-        return cls(data=[UsageOut(project=project, day=day, **asdict(used)) for (project, day), used in rows])
-
-
 class Page(BaseModel, Generic[T]):
     """A page of a list; `next` is the cursor for `?after=`, null where there is nothing to go on from."""
 
@@ -206,75 +181,6 @@ class Page(BaseModel, Generic[T]):
 JobPage = Page[JobOut]
 LinePage = Page[dict[str, JsonValue]]
 TextPage = Page[str]
-
-
-class MeshOut(BaseModel):
-    """The device mesh."""
-
-    ddp: int
-    fsdp: int
-    sp: int
-    shape: tuple[int, ...]
-    names: tuple[str, ...]
-
-    @classmethod
-    def of(cls, mesh: MeshPlan) -> "MeshOut":
-        """From the plan."""
-        return cls(ddp=mesh.ddp, fsdp=mesh.fsdp, sp=mesh.sp, shape=mesh.shape, names=mesh.names)
-
-
-class MemoryTermOut(BaseModel):
-    """One part of a worker's memory."""
-
-    name: str
-    bytes: int
-    formula: str
-    place: Literal["device", "host"]
-
-
-class MemoryOut(BaseModel):
-    """Estimated memory per worker at the peak of a step."""
-
-    total_bytes: int = Field(description="where the model computes")
-    host_bytes: int = Field(description="what waits in host memory, beside a GPU")
-    terms: list[MemoryTermOut]
-
-
-class PlanOut(BaseModel):
-    """What a spec comes to."""
-
-    name: str
-    world: int
-    mesh: MeshOut
-    data_parallel_size: int
-    global_batch_size: int
-    micro_batch_size: int
-    gradient_accumulation_steps: int
-    tokens_per_step: int
-    steps: int | None = Field(description="null until the data is prepared, unless max_steps says it")
-    parameters: int
-    memory: MemoryOut
-    warnings: list[str]
-
-    @classmethod
-    def of(cls, view: PlanView) -> "PlanOut":
-        """From what the use cases answer."""
-        spec, plan = view.spec, view.plan
-        terms = [MemoryTermOut(**asdict(term)) for term in plan.memory]
-        return cls(
-            name=spec.name,
-            world=plan.mesh.world,
-            mesh=MeshOut.of(plan.mesh),
-            data_parallel_size=plan.mesh.dp,
-            global_batch_size=plan.batch.global_batch,
-            micro_batch_size=plan.batch.per_device,
-            gradient_accumulation_steps=plan.batch.accumulation,
-            tokens_per_step=plan.batch.global_batch * spec.data.sequence_length,
-            steps=spec.training.max_steps,
-            parameters=plan.shape.parameters,
-            memory=MemoryOut(total_bytes=plan.memory_bytes, host_bytes=plan.host_memory_bytes, terms=terms),
-            warnings=list(view.warnings),
-        )
 
 
 class CancelIn(BaseModel):

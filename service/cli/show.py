@@ -7,7 +7,8 @@ from pydantic import BaseModel, JsonValue
 from rich.console import Console
 
 from service.api.ledger_schemas import Checkpoints
-from service.api.schemas import JobOut, PlanOut
+from service.api.plan_schemas import PlanOut
+from service.api.schemas import JobOut
 
 _console = Console(highlight=False, soft_wrap=True)
 _notes = Console(highlight=False, soft_wrap=True, stderr=True)

@@ -1,7 +1,7 @@
 """decide(job, seen, now) -> Decision: every rule by which a job moves. Pure.
 
-A decision is at most one side effect and the job as it should be stored after it. Effects are repeatable, so a crash
-between effect and store is repaired by deciding again. Who starts when is decided for all jobs at once, in `admission`.
+A decision is the job as it should be stored, after some side effects. These are repeatable, so a crash between effect
+and store is repaired by deciding again. Who starts when is decided for all jobs at once, in `admission`.
 """
 
 import zlib

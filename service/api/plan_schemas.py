@@ -1,0 +1,78 @@
+"""What goes over the wire of a plan."""
+
+from dataclasses import asdict
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+from service.use_cases import PlanView
+from train_loop.plan import MeshPlan
+
+
+class MeshOut(BaseModel):
+    """The device mesh."""
+
+    ddp: int
+    fsdp: int
+    sp: int
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, mesh: MeshPlan) -> "MeshOut":
+        """From the plan."""
+        return cls(ddp=mesh.ddp, fsdp=mesh.fsdp, sp=mesh.sp, shape=mesh.shape, names=mesh.names)
+
+
+class MemoryTermOut(BaseModel):
+    """One part of a worker's memory."""
+
+    name: str
+    bytes: int
+    formula: str
+    place: Literal["device", "host"]
+
+
+class MemoryOut(BaseModel):
+    """Estimated memory per worker at the peak of a step."""
+
+    total_bytes: int = Field(description="where the model computes")
+    host_bytes: int = Field(description="what waits in host memory, beside a GPU")
+    terms: list[MemoryTermOut]
+
+
+class PlanOut(BaseModel):
+    """What a spec comes to."""
+
+    name: str
+    world: int
+    mesh: MeshOut
+    data_parallel_size: int
+    global_batch_size: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    tokens_per_step: int
+    steps: int | None = Field(description="null until the data is prepared, unless max_steps says it")
+    parameters: int
+    memory: MemoryOut
+    warnings: list[str]
+
+    @classmethod
+    def of(cls, view: PlanView) -> "PlanOut":
+        """From what the use cases answer."""
+        spec, plan = view.spec, view.plan
+        terms = [MemoryTermOut(**asdict(term)) for term in plan.memory]
+        return cls(
+            name=spec.name,
+            world=plan.mesh.world,
+            mesh=MeshOut.of(plan.mesh),
+            data_parallel_size=plan.mesh.dp,
+            global_batch_size=plan.batch.global_batch,
+            micro_batch_size=plan.batch.per_device,
+            gradient_accumulation_steps=plan.batch.accumulation,
+            tokens_per_step=plan.batch.global_batch * spec.data.sequence_length,
+            steps=spec.training.max_steps,
+            parameters=plan.shape.parameters,
+            memory=MemoryOut(total_bytes=plan.memory_bytes, host_bytes=plan.host_memory_bytes, terms=terms),
+            warnings=list(view.warnings),
+        )
