@@ -7,53 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.domain.decide import Decision, Effect, Seen, Submission, Training, decide, make_room, start, wanted_stop
-from service.domain.job import TRANSITIONS, Job, JobState, Wish
+from service.domain.decide import Decision, Effect, Seen, Submission, Training, start
+from service.domain.job import TRANSITIONS, Job, JobState
 from service.domain.reason import Code, Reason
-from tests.support.service import RETRY, a_job
-from train_loop.run_dir import Outcome, Stop
-
-NOW = 100.0
-X = Reason(Code.WORKER_FAILURE, "x")
-ALIVE = Submission.RUNNING
-
-
-def step(job: Job, seen: Seen, *, now: float = NOW) -> Decision:
-    return decide(job, seen, now=now, retry=RETRY)
-
-
-def live(state: JobState = JobState.RUNNING, *, submitted: bool = True, attempt: int = 1) -> Job:
-    """A job in the middle of an attempt."""
-    job = a_job()
-    for number in range(1, attempt + 1):
-        job = job.begin_attempt(now=0.0)
-        job = job.end_attempt("failed", reason=X, now=1.0) if number < attempt else job
-    return replace(job.mark_submitted(now=1.0) if submitted else job, state=state)
-
-
-def cancelling(*, deadline: float = 200.0, submitted: bool = True) -> Job:
-    job = live(JobState.CANCELLING, submitted=submitted)
-    return replace(job, wish=Wish("cancel", checkpoint=True, deadline=deadline))
-
-
-def pausing(*, deadline: float = 200.0, submitted: bool = True, by: Code = Code.USER) -> Job:
-    reason = Reason(by, "paused")
-    job = replace(live(JobState.PAUSING, submitted=submitted), reason=reason)
-    return replace(job, wish=Wish("pause", checkpoint=True, deadline=deadline, reason=reason))
-
-
-def asked(job: Job) -> Stop:
-    assert job.wish is not None
-    return wanted_stop(job.wish, job.attempts[-1])
-
-
-def said(job: Job) -> str:
-    assert job.reason is not None
-    return job.reason.message
-
-
-def failed(*, retryable: bool) -> Outcome:
-    return Outcome(result="failed", reason="the data ended", code="data_error", retryable=retryable)
+from tests.support.attempts import ALIVE, NOW, asked, cancelling, failed, live, pausing, said, step
+from tests.support.service import a_job
+from train_loop.run_dir import Outcome
 
 
 def test_admitted_job_gets_its_attempt_before_anything_is_submitted() -> None:
@@ -163,36 +122,6 @@ def test_who_leaves_the_cluster_is_shut_out_first(outcome: Literal["succeeded", 
     assert step(live(attempt=3), Seen(Submission.FAILED)).effects == (Effect.FENCE_OFF,)
 
 
-def test_cancel_before_any_attempt_ends_at_once() -> None:
-    job = replace(a_job(), state=JobState.CANCELLING, wish=Wish("cancel", checkpoint=True, deadline=200.0))
-    assert step(job, Seen()).job.state is JobState.CANCELLED
-
-
-def test_cancel_before_the_submit_never_submits() -> None:
-    job = cancelling(submitted=False)
-    first = step(job, Seen(Submission.MISSING))
-    done = step(job, Seen(Submission.MISSING, stop=asked(job)))
-    assert (first.effects, done.effects) == ((Effect.ASK_TO_STOP,), (Effect.FENCE_OFF,))
-    assert done.job.state is JobState.CANCELLED
-
-
-def test_cancel_asks_the_loop_once_and_waits_for_its_answer() -> None:
-    job = cancelling()
-    stop = Stop(mode="cancel", checkpoint=True, deadline=200.0, attempt=1)
-    assert step(job, Seen(ALIVE)).effects == (Effect.ASK_TO_STOP,)
-    assert step(job, Seen(ALIVE, stop=stop)) == Decision(job)
-    ended = step(job, Seen(ALIVE, stop=stop, outcome=Outcome(result="cancelled", step=7))).job
-    assert (ended.state, ended.attempts[-1].result) == (JobState.CANCELLED, "cancelled")
-
-
-def test_cancel_ends_the_driver_when_patience_ends() -> None:
-    job = cancelling(deadline=150.0)
-    seen = Seen(ALIVE, stop=asked(job))
-    assert step(job, seen, now=149.0).effects == ()
-    assert step(job, seen, now=150.0).effects == (Effect.STOP_NOW,)
-    assert step(job, replace(seen, submission=Submission.STOPPED), now=151.0).job.state is JobState.CANCELLED
-
-
 def test_attempt_that_writes_nothing_for_too_long_is_stopped_and_tried_again() -> None:
     job = replace(live(), spec=a_job(failure={"hang_timeout_seconds": 100}, training={"logging_steps": 3}).spec)
     assert step(job, Seen(ALIVE, Training.YES, quiet=360.0)) == Decision(job)
@@ -209,70 +138,9 @@ def test_attempt_that_hangs_is_stopped_even_where_it_was_the_last() -> None:
     assert (decision.effects, decision.job.state) == ((Effect.STOP_NOW, Effect.FENCE_OFF), JobState.FAILED)
 
 
-def test_what_went_wrong_on_the_way_to_a_pause_is_forgotten_when_it_is_over() -> None:
-    job = replace(pausing(), reason=Reason(Code.EFFECT_FAILED, "the disk was slow"))
-    assert step(job, Seen(ALIVE, outcome=Outcome(result="paused"))).job.reason == Reason(Code.USER, "paused")
-
-
 def test_lost_workers_say_what_was_said_of_them() -> None:
     lost = step(live(), Seen(ALIVE, Training.LOST, trouble="the node is gone")).job
     assert said(lost) == "workers were lost (the node is gone); the run goes on from its latest checkpoint"
-
-
-def test_pause_is_over_only_when_the_driver_has_said_so() -> None:
-    job = pausing()
-    assert step(job, Seen(ALIVE)).effects == (Effect.ASK_TO_STOP,)
-    assert step(job, Seen(ALIVE, stop=asked(job))) == Decision(job)
-    done = step(job, Seen(ALIVE, stop=asked(job), outcome=Outcome(result="paused", step=7), committed=7)).job
-    assert (done.state, done.reason) == (JobState.PAUSED, job.reason)
-    assert (done.attempts[-1].result, done.attempts[-1].step) == ("paused", 7)
-    assert not done.holds_resources
-
-
-def test_pause_whose_driver_died_says_where_the_run_goes_on() -> None:
-    done = step(pausing(), Seen(Submission.FAILED, stop=asked(pausing()), committed=10)).job
-    assert done.state is JobState.PAUSED
-    assert said(done).endswith("before it had saved; the run goes on from step 10)")
-
-
-def test_pause_of_what_never_ran_is_over_at_once() -> None:
-    job = pausing(submitted=False)
-    assert step(job, Seen(Submission.MISSING, stop=asked(job))).job.state is JobState.PAUSED
-    held = replace(a_job(), state=JobState.PAUSING, wish=pausing().wish)
-    assert step(held, Seen()).job.state is JobState.PAUSED
-
-
-@pytest.mark.parametrize(
-    ("outcome", "state"),
-    [
-        (Outcome(result="succeeded"), JobState.SUCCEEDED),
-        (Outcome(result="failed", reason="bad data", code="data_error"), JobState.FAILED),
-        (Outcome(result="failed", reason="no disk", code="checkpoint_failed", retryable=True), JobState.PAUSED),
-    ],
-)
-def test_run_that_ends_while_it_is_to_pause_ends_as_it_did(outcome: Outcome, state: JobState) -> None:
-    assert step(pausing(), Seen(ALIVE, outcome=outcome)).job.state is state
-
-
-def test_pause_that_was_taken_back_goes_on_when_it_is_over() -> None:
-    job = pausing()
-    assert job.wish is not None
-    job = replace(job, wish=replace(job.wish, then_resume=True))
-    done = step(job, Seen(ALIVE, outcome=Outcome(result="paused"))).job
-    assert (done.state, done.wish) == (JobState.QUEUED, None)
-    assert JobState.PAUSED in done.times
-
-
-def test_job_that_made_room_starts_again_by_itself() -> None:
-    job = make_room(live(), whom="job-9", deadline=200.0, now=NOW)
-    paused = step(job, Seen(ALIVE, outcome=Outcome(result="paused"))).job
-    assert (paused.state, paused.reason and paused.reason.code) == (JobState.PAUSED, Code.PREEMPTED)
-    again = start(paused, now=NOW + 1)
-    assert (again.state, again.attempts[-1].submission_id, again.wish) == (JobState.STARTING, "job-1-2", None)
-
-
-def test_a_stop_is_for_one_attempt() -> None:
-    assert asked(pausing()) == Stop(mode="pause", checkpoint=True, deadline=200.0, attempt=1)
 
 
 outcomes = st.builds(
@@ -308,12 +176,6 @@ def test_an_outcome_counts_without_a_cluster_to_confirm_it(job: Job, seen: Seen,
     if job.attempts:
         found = [step(job, replace(seen, submission=s, outcome=outcome)).job for s in (ALIVE, Submission.UNKNOWN)]
         assert found[0] == found[1]
-
-
-def test_a_disk_that_takes_no_stop_file_does_not_keep_a_job_alive_past_its_deadline() -> None:
-    job = cancelling()
-    assert step(job, Seen(ALIVE), now=NOW).effects == (Effect.ASK_TO_STOP,)
-    assert step(job, Seen(ALIVE), now=1e9).effects == (Effect.STOP_NOW,)
 
 
 @given(jobs, st.lists(sightings, max_size=12))

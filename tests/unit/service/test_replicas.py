@@ -1,7 +1,6 @@
 """Two replicas on one Postgres, killed and frozen while 200 jobs go through: none lost, none submitted twice."""
 
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
 from service.domain.decide import Submission
 from service.domain.job import JobState
-from tests.support.postgres import postgres_server
 from tests.support.replica import CPUS, LEASE
 from tests.support.service import a_job
 from train_loop.run_dir import JsonLines, Outcome, RunDir
@@ -24,15 +22,6 @@ from train_loop.run_dir import JsonLines, Outcome, RunDir
 pytestmark = pytest.mark.timeout(240)
 JOBS = 200
 SEED = 6
-
-
-@pytest.fixture
-def database() -> Iterator[str]:
-    if shutil.which("initdb") is None or shutil.which("postgres") is None:
-        pytest.skip("no Postgres binaries on this machine")
-    pytest.importorskip("psycopg", reason="the Postgres driver is not installed")
-    with postgres_server() as url:
-        yield url
 
 
 class Replicas:
@@ -91,17 +80,17 @@ def run_what_was_submitted(folder: Path) -> None:
 
 
 @pytest.fixture
-def store(database: str) -> Iterator[SqlJobStore]:
-    engine = open_database(database)
+def store(postgres: str) -> Iterator[SqlJobStore]:
+    engine = open_database(postgres)
     yield SqlJobStore(engine)
     engine.dispose()
 
 
-def test_no_job_is_lost_or_submitted_twice(store: SqlJobStore, database: str, tmp_path: Path) -> None:
+def test_no_job_is_lost_or_submitted_twice(store: SqlJobStore, postgres: str, tmp_path: Path) -> None:
     for number in range(JOBS):
         job_id = f"job-{number:04d}"
         store.add(a_job(job_id, run_dir=(tmp_path / "runs" / "p" / job_id).as_uri(), priority=number % 3), None)
-    replicas = Replicas(database, tmp_path)
+    replicas = Replicas(postgres, tmp_path)
     try:
         for owner in ("a", "b"):
             replicas.start(owner)

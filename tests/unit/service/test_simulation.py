@@ -9,7 +9,8 @@ from multiprocessing.pool import Pool
 import pytest
 import structlog
 
-from tests.support.simulation import EXPECTED, RuleBroken, simulate
+from tests.support.simulated_world import EXPECTED, RuleBroken
+from tests.support.simulation import simulate
 
 SEEDS = int(os.environ.get("TRAINSHED_SIMULATION_SEEDS", "10000"))
 _AT_ONCE = 100

@@ -1,20 +1,12 @@
 """The contract of a JobStore: in memory, on SQLite and, where its binaries are, on a real Postgres."""
 
-import json
-import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from alembic.autogenerate import compare_metadata
-from alembic.migration import MigrationContext
-from alembic.operations import Operations
-from sqlalchemy import MetaData, Table, create_engine, text
+from sqlalchemy import text
 
 from service.adapters.memory import MemoryJobStore
 from service.adapters.sql.database import open_database
@@ -25,35 +17,7 @@ from service.domain.reason import Code, Reason
 from service.domain.ticket import Ticket
 from service.errors import IdempotencyMismatch, KeyInFlight
 from service.ports import FLIGHT_SECONDS, KEPT_SECONDS, JobQuery, JobStore, Lease, Once
-from tests.support.postgres import postgres_server
 from tests.support.service import a_job
-from train_loop.spec import dump
-
-
-def empty_database(url: str) -> None:
-    """Drop every table."""
-    engine, everything = create_engine(url), MetaData()
-    everything.reflect(engine)
-    everything.drop_all(engine)
-    engine.dispose()
-
-
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[str]:
-    if shutil.which("initdb") is None or shutil.which("postgres") is None:
-        pytest.skip("no Postgres binaries on this machine")
-    pytest.importorskip("psycopg", reason="the Postgres driver is not installed")
-    with postgres_server() as url:
-        yield url
-
-
-@pytest.fixture(params=["sqlite", "postgres"])
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """An empty database, and again when the test is over."""
-    url = request.getfixturevalue("postgres") if request.param == "postgres" else f"sqlite:///{tmp_path / 'jobs.db'}"
-    empty_database(url)
-    yield url
-    empty_database(url)
 
 
 @pytest.fixture(params=["memory", "sqlite", "postgres"])
@@ -269,86 +233,6 @@ def test_whoever_leads_needs_no_lease_of_the_job(store: JobStore) -> None:
     assert job is not None
     assert store.save(job, owner="a", leads=True)
     assert not store.save(job, owner="a", leads=True)
-
-
-def test_migrations_lead_to_the_tables_that_the_code_uses(tmp_path: Path) -> None:
-    engine = open_database(f"sqlite:///{tmp_path / 'jobs.db'}")
-    with engine.connect() as connection:
-        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
-    engine.dispose()
-
-
-def test_migrations_carry_jobs_up_and_down(database: str) -> None:
-    open_database(database, revision="0001").dispose()
-    engine = create_engine(database)
-    attempts = [{"number": 1, "submission_id": "job-2-1", "started_at": 1.5, "submitted_at": 2.0, "ended_at": None}]
-    old: dict[str, Any] = {
-        "name": "tiny",
-        "project": "default",
-        "spec": dump(a_job(priority=4).spec),
-        "run_dir": "file:///x",
-        "created_at": 1.0,
-        "updated_at": 9.0,
-        "version": 3,
-    }
-    rows: list[dict[str, Any]] = [
-        {"id": "job-1", "state": "QUEUED", "attempts": "[]", "reason": "next in the queue"},
-        {
-            "id": "job-2",
-            "state": "CANCELLING",
-            "attempts": json.dumps([one | {"result": None, "reason": None} for one in attempts]),
-            "reason": None,
-        },
-    ]
-    with engine.begin() as connection:
-        table = Table("jobs", MetaData(), autoload_with=connection)
-        for row in rows:
-            cancel = {"cancel_deadline": 7.5, "cancel_checkpoint": 0} if row["id"] == "job-2" else {}
-            connection.execute(table.insert().values(old | row | cancel))
-        keys = Table("idempotency_keys", MetaData(), autoload_with=connection)
-        connection.execute(keys.insert().values(key="key", body="sha", job_id="job-1"))
-    engine.dispose()
-
-    upgraded = open_database(database)
-    store = SqlJobStore(upgraded)
-    queued, cancelling = store.get("job-1"), store.get("job-2")
-    assert queued is not None
-    assert cancelling is not None
-    assert queued.reason == Reason(Code.WORKER_FAILURE, "next in the queue")
-    assert cancelling.wish == Wish("cancel", checkpoint=False, deadline=7.5)
-    assert (cancelling.attempts[0].workers, cancelling.times[JobState.CANCELLING]) == (2, 9.0)
-    assert sorted(store.tickets(), key=lambda one: one.id) == [Ticket.of(queued), Ticket.of(cancelling)]
-    assert store.begin(ONCE, now=2.0) == queued
-    assert store.begin(Once("other", "sha"), now=2.0) is None
-    upgraded.dispose()
-
-    open_database(database, revision="0001").dispose()
-    engine = create_engine(database)
-    with engine.connect() as connection:
-        table = Table("jobs", MetaData(), autoload_with=connection)
-        found = {row.id: row for row in connection.execute(table.select()).all()}
-        keys = Table("idempotency_keys", MetaData(), autoload_with=connection)
-        assert [row.key for row in connection.execute(keys.select()).all()] == ["key"]
-    engine.dispose()
-    assert found["job-1"].reason == "next in the queue"
-    assert (found["job-2"].cancel_deadline, found["job-2"].cancel_checkpoint) == (7.5, 0)
-    assert json.loads(found["job-2"].attempts)[0].keys() == {*attempts[0], "result", "reason"}
-
-
-def test_services_that_start_at_once_migrate_one_after_the_other(postgres: str) -> None:
-    empty_database(postgres)
-    code = f"from service.adapters.sql.database import open_database; open_database({postgres!r}).dispose()"
-    started = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
-    assert [process.wait(timeout=60) for process in started] == [0, 0, 0]
-
-
-def test_migration_that_is_cut_off_changes_nothing(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    open_database(database, revision="0001").dispose()
-    with monkeypatch.context() as patch:
-        patch.setattr(Operations, "create_index", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            open_database(database)
-    open_database(database).dispose()
 
 
 def test_sqlite_commits_are_on_disk_before_they_return(tmp_path: Path) -> None:

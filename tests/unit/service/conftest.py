@@ -1,0 +1,17 @@
+"""A real Postgres for the tests of a module, where its binaries are."""
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.postgres import postgres_server
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[str]:
+    if shutil.which("initdb") is None or shutil.which("postgres") is None:
+        pytest.skip("no Postgres binaries on this machine")
+    pytest.importorskip("psycopg", reason="the Postgres driver is not installed")
+    with postgres_server() as url:
+        yield url
