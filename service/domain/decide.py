@@ -245,7 +245,7 @@ def _gone(job: Job, seen: Seen, now: float) -> Job:
         result = "cancelled" if job.state is JobState.CANCELLING else "paused"
         return _stopped(_because(job.end_attempt(result, now=now), _told(job, None)), now)
     lost = _driver_lost(seen)
-    since = f"step {seen.committed}" if seen.committed is not None else "its start"
+    since = f"step {seen.committed}" if seen.committed is not None else "its newest checkpoint, if it has one"
     told = _told(job, f"{lost.message} before it had saved; the run goes on from {since}")
     return _stopped(_because(job.end_attempt("failed", now=now, reason=lost, step=seen.committed), told), now)
 
