@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from train_loop.assemble import Run, build_run
 from train_loop.checkpoint.contents import put_back, tensors_of
-from train_loop.checkpoint.load import faults_of_share, restore
+from train_loop.checkpoint.load import restore
+from train_loop.checkpoint.newest import faults_of_share
 from train_loop.data.cache import default_cache, find_dataset
 from train_loop.data.reader import local_stream
 from train_loop.garbage import no_garbage_collection
@@ -61,7 +62,7 @@ def ours(run: Run, step: int) -> None:
 
 def hashes(run: Run, step: int) -> None:
     """What of ours is the reading of all files for their SHA-256."""
-    assert faults_of_share(run, run.session.run_dir.manifests()[step]) == []
+    assert faults_of_share(run, run.session.run_dir, run.session.run_dir.manifests()[step]) == []
 
 
 WAYS = {"dcp.load": plainly, "Trainshed": ours, "SHA-256 alone": hashes}

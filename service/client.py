@@ -5,12 +5,13 @@ from types import TracebackType
 from typing import TypeVar
 
 import httpx
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, JsonValue, ValidationError
 
 from service.api.ledger_schemas import CheckpointOut, Checkpoints, ExportIn, ExportOut, Verified
 from service.api.plan_schemas import PlanOut
 from service.api.schemas import (
     CancelIn,
+    CloneIn,
     JobOut,
     JobPage,
     LinePage,
@@ -54,6 +55,19 @@ class Client:
         """Submit a spec in YAML or JSON."""
         headers = {"Idempotency-Key": idempotency_key} if idempotency_key else {}
         return _parse(JobOut, self._http.post("/jobs", content=spec, headers=headers))
+
+    def clone(
+        self,
+        job_id: str,
+        *,
+        from_checkpoint: int | None = None,
+        overrides: Mapping[str, JsonValue] | None = None,
+        idempotency_key: str | None = None,
+    ) -> JobOut:
+        """Submit a job that goes on from a checkpoint of another one, with some of its spec different."""
+        wish = CloneIn(from_checkpoint=from_checkpoint, overrides=dict(overrides or {}))
+        headers = {"Idempotency-Key": idempotency_key} if idempotency_key else {}
+        return _parse(JobOut, self._http.post(f"/jobs/{job_id}/clone", content=wish.model_dump_json(), headers=headers))
 
     def plan(self, spec: str | bytes) -> PlanOut:
         """What a spec comes to."""

@@ -10,7 +10,7 @@ from service.domain.decide import Submission, Training
 from service.domain.job import Job, JobState
 from service.domain.ticket import Ticket
 from train_loop.plan import ModelShape
-from train_loop.run_dir import ExportStatus, ExportWish, Manifest, Outcome, Stop
+from train_loop.run_dir import ExportStatus, ExportWish, Manifest, Outcome, Parent, Stop
 from train_loop.spec import JobSpec, Problem, ScalingSpec
 
 KEPT_SECONDS = 24 * 3600.0
@@ -239,6 +239,12 @@ class RunDirs(Protocol):
     def newest_attempt(self, run_dir: str) -> int:
         """Its number; 1 where none has begun."""
 
+    def inherit(self, run_dir: str, parent: Parent) -> bool:
+        """Have a run that has not begun go on from another one's checkpoint, and keep that; whether it is there."""
+
+    def let_go(self, run_dir: str) -> None:
+        """Leave the checkpoint that a run was begun from to retention. Repeatable."""
+
     def committed(self, run_dir: str) -> int | None:
         """The newest committed step."""
 
@@ -287,5 +293,5 @@ class Findings:
 class Preflight(Protocol):
     """What can only be found by looking at data and model, in a process of its own."""
 
-    def check(self, spec: JobSpec) -> Findings:
+    def check(self, spec: JobSpec, parent: Parent | None = None) -> Findings:
         """Look. Raises PreflightFailed when it cannot say."""

@@ -209,6 +209,9 @@ class Reconciler:
             self.store.save(replace(job, reason=reason), owner=self.owner)
 
     def _do(self, effect: Effect, job: Job) -> None:
+        if effect is Effect.LET_GO:
+            self.run_dirs.let_go(job.run_dir)
+            return
         attempt = job.attempts[-1]
         if effect is Effect.SUBMIT:
             self.run_dirs.prepare(job.run_dir, job.spec, job.size, attempt=attempt.number)

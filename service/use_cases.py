@@ -1,4 +1,4 @@
-"""What a user can ask for: submit, plan, get, page, pause, resume, cancel, delete.
+"""What a user can ask for: submit, clone, plan, get, page, pause, resume, cancel, delete.
 
 Answers come from the store, the run directory and the last look at the queue.
 """
@@ -7,16 +7,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import date
 
+from pydantic import JsonValue
+
 from service.domain.admission import Board, never_fits
-from service.domain.job import Job, JobState
+from service.domain.job import Job, JobState, Lineage
+from service.domain.lineage import nothing_left, parent_of
 from service.domain.reason import Reason
 from service.domain.ticket import Ticket
 from service.domain.usage import Usage, usage_by_day
 from service.domain.wishes import cancelled, paused, resumed
-from service.errors import Busy, IllegalState, InvalidSpec, JobNotFound
+from service.errors import Busy, CheckpointNotFound, IllegalState, InvalidSpec, JobNotFound
 from service.ports import Cluster, JobQuery, JobStore, Once, Preflight, RunDirs, Story
 from train_loop.plan import ModelShape, Plan, data_starves, plan_job
-from train_loop.spec import JobSpec, Problem, ScalingSpec, SpecError, dump, parse_text
+from train_loop.run_dir import Manifest, Parent
+from train_loop.spec import JobSpec, Problem, ScalingSpec, SpecError, dump, override, parse_text
 
 _TRIES = 20
 
@@ -67,24 +71,73 @@ class Jobs:
 
     def submit(self, body: bytes, once: Once | None) -> tuple[JobView, bool]:
         """Store a job durably; False beside it says that the key stood for it already. Raises ServiceError."""
-        if once is None:
-            return self._add(body, None), True
+        return self._once(once, lambda: self._begin(_parsed(body)))
+
+    def clone(
+        self, job_id: str, step: int | None, overrides: Mapping[str, JsonValue], once: Once | None
+    ) -> tuple[JobView, bool]:
+        """Store a job with another one's spec, changed, that goes on from one of its checkpoints; else as `submit`.
+
+        From the newest where no step is named, and from the start for step 0, or where there is no checkpoint. Raises
+        CheckpointNotFound, too.
+        """
+
+        def begin() -> Job:
+            origin = self.find(job_id)
+            spec = _overridden(origin, overrides)
+            manifest = self._manifest(origin, step)
+            if manifest is None:
+                return self._begin(spec)
+            if problems := nothing_left(origin, manifest, spec):
+                raise InvalidSpec(problems)
+            return self._begin(spec, parent_of(origin, manifest, spec))
+
+        return self._once(once, begin)
+
+    def _manifest(self, job: Job, step: int | None) -> Manifest | None:
+        """The checkpoint that a clone of a job goes on from; None: it begins anew."""
+        if step == 0:
+            return None
+        manifests = {found.manifest.step: found.manifest for found in self.run_dirs.checkpoints(job.run_dir)}
+        if step is None and not manifests and job.parent is not None:
+            raise IllegalState(
+                f"{job.id} has no checkpoint of its own yet; clone {job.parent.job} from step {job.parent.step}, from "
+                "which it goes on itself, or ask with from_checkpoint 0 for a clone that begins anew"
+            )
+        wanted = max(manifests, default=None) if step is None else step
+        if wanted is not None and wanted not in manifests:
+            raise CheckpointNotFound(job.id, wanted)
+        return None if wanted is None else manifests[wanted]
+
+    def _once(self, once: Once | None, begin: Callable[[], Job]) -> tuple[JobView, bool]:
+        """Store a job under a key, if there is one; False beside it says that the key stood for it already."""
         # Before any check: the data of a job that was taken may have moved since.
-        if known := self.store.begin(once, now=self.clock()):
+        if once is not None and (known := self.store.begin(once, now=self.clock())):
             return self._view(known), False
         try:
-            return self._add(body, once), True
+            job = begin()
+            try:
+                self.store.add(job, once)
+            except BaseException:
+                self.run_dirs.let_go(job.run_dir)
+                raise
         except BaseException:
-            self.store.release(once)
+            if once is not None:
+                self.store.release(once)
             raise
+        return self._view(job), True
 
-    def _add(self, body: bytes, once: Once | None) -> JobView:
-        spec, _ = self._checked(_parsed(body))
+    def _begin(self, spec: JobSpec, parent: Parent | None = None) -> Job:
+        """A job that was checked, with the checkpoint that it goes on from kept for it."""
+        self._checked(spec, parent)
         job_id, now = self.new_id(), self.clock()
         run_dir, times = f"{self.default_root}/{spec.project}/{job_id}", {JobState.QUEUED: now}
         job = Job(job_id, spec, run_dir, created_at=now, updated_at=now, times=times)
-        self.store.add(job, once)
-        return self._view(job)
+        if parent is None:
+            return job
+        if not self.run_dirs.inherit(run_dir, parent):
+            raise CheckpointNotFound(parent.job, parent.manifest.step)
+        return replace(job, parent=Lineage(parent.job, parent.manifest.step))
 
     def plan(self, body: bytes) -> PlanView:
         """What a spec comes to, by the same checks as submit; nothing is stored. Raises ServiceError."""
@@ -148,9 +201,9 @@ class Jobs:
                 return self._view(wanted)
         raise Busy(f"{job_id} changed {_TRIES} times while it was being changed; send the request again")
 
-    def _checked(self, spec: JobSpec) -> tuple[JobSpec, Plan]:
+    def _checked(self, spec: JobSpec, parent: Parent | None = None) -> tuple[JobSpec, Plan]:
         starves = data_starves(spec.scaling, self.cluster.capacity())
-        found = self.preflight.check(spec)
+        found = self.preflight.check(spec, parent)
         plan, broken = _planned(spec, found.shape)
         problems = [*([starves] if starves else []), *broken, *found.problems]
         if problems or plan is None:
@@ -169,6 +222,14 @@ class Jobs:
 def _parsed(body: bytes) -> JobSpec:
     try:
         return parse_text(body)
+    except SpecError as error:
+        raise InvalidSpec(error.problems) from error
+
+
+def _overridden(job: Job, overrides: Mapping[str, JsonValue]) -> JobSpec:
+    """The spec of a job at the size that it has now, with some of it different. Raises InvalidSpec."""
+    try:
+        return override(job.spec.model_copy(update={"scaling": job.size}), overrides)
     except SpecError as error:
         raise InvalidSpec(error.problems) from error
 

@@ -22,7 +22,8 @@ from train_loop.optim import Ema, build_optimizers, build_scheduler, time_optimi
 from train_loop.parallel.compile import CompileWatch
 from train_loop.parallel.mesh import Mesh, build_mesh, local_device
 from train_loop.parallel.shard import parallelize, place_buffers
-from train_loop.plan import BatchPlan, Plan, chunk_rows, plan_job, plan_samples, plan_steps
+from train_loop.plan import START, BatchPlan, Origin, Plan, chunk_rows, plan_job, plan_samples, plan_steps
+from train_loop.run_dir import Parent
 from train_loop.session import Session
 from train_loop.spec import JobSpec
 from train_loop.state import TrainState
@@ -50,6 +51,10 @@ class Run:
     journal: Journal
     evaluation: Dataset | None = None
     """What the run is evaluated on."""
+    parent: Parent | None = None
+    """What the run goes on from until it has a checkpoint of its own."""
+    origin: Origin = START
+    """Where the run begins."""
 
     @property
     def done(self) -> bool:
@@ -73,11 +78,14 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
     plan = plan_job(spec, model_shape(spec.model))
     mesh = build_mesh(plan.mesh, local_device(session.local_rank), timeout=session.timeout)
     sharded = build_sharded(spec, plan, mesh)
+    parent = session.run_dir.parent()
+    origin = _origin(parent, dataset)
     steps = plan_steps(
         spec.training,
         samples=dataset.epoch_samples,
         tokens=dataset.epoch_tokens,
         global_batch=plan.batch.global_batch,
+        origin=origin,
     )
     state = build_state(sharded.model, spec, mesh, steps=steps)
     time_optimizers(state.optimizers, sharded.timer)
@@ -87,7 +95,7 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
         mesh=mesh,
         batch=plan.batch,
         dataset=dataset,
-        order=_order(spec, plan.batch, dataset),
+        order=_order(spec, plan.batch, dataset, origin),
         steps=steps,
         state=state,
         loss=sharded.loss,
@@ -101,6 +109,8 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
         watch=CompileWatch() if spec.model.compile else None,
         journal=Journal(session.run_dir.attempt(session.attempt), rank=session.rank),
         evaluation=evaluation,
+        parent=parent,
+        origin=origin,
     )
 
 
@@ -138,8 +148,18 @@ def _loss(model: PreTrainedModel, spec: JobSpec, plan: Plan, *, head_is_last: bo
     return TokenLoss(model, rule, chunk_rows=rows)
 
 
-def _order(spec: JobSpec, batch: BatchPlan, dataset: Dataset) -> StepOrder:
+def _origin(parent: Parent | None, dataset: Dataset) -> Origin:
+    """Other data, or another order, begins at its beginning; steps and tokens go on being counted."""
+    if parent is None:
+        return START
+    manifest = parent.manifest
+    known = parent.same_order and manifest.dataset == dataset.fingerprint
+    consumed = manifest.position.epoch * dataset.epoch_samples + manifest.position.samples if known else 0
+    return Origin(manifest.step, manifest.tokens, consumed)
+
+
+def _order(spec: JobSpec, batch: BatchPlan, dataset: Dataset, origin: Origin) -> StepOrder:
     samples = dataset.epoch_samples
-    end = plan_samples(spec.training, samples=samples, global_batch=batch.global_batch)
+    end = plan_samples(spec.training, samples=samples, global_batch=batch.global_batch, origin=origin)
     order = Order(samples, spec.data.seed, spec.data.shuffle, dataset.fingerprint, end, dataset.mixture)
     return StepOrder(order, batch.dp, batch.per_data_rank)

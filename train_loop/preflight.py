@@ -1,8 +1,8 @@
 """All that can be said of a spec's data and model before anything runs; the service calls it as a helper process.
 
-Reads {"spec": …, "roots": […]} on standard input and prints {"problems": [{"pointer", "message"}], "shape": {…}}:
-the model's sizes, or null where they cannot be told. A process of its own, because a damaged file may crash the library
-that opens it, and torch takes memory that the service need not have.
+Reads {"spec": …, "roots": […], "parent": … or null} on standard input and prints {"problems": [{"pointer", "message"}],
+"shape": {…}}: the model's sizes, or null where they cannot be told. A process of its own, because a damaged file may
+crash the library that opens it, and torch takes memory that the service need not have.
 """
 
 import json
@@ -12,6 +12,9 @@ from dataclasses import asdict
 
 from transformers import PreTrainedModel
 
+from train_loop.checkpoint.ledger import METADATA
+from train_loop.checkpoint.manifest import verify
+from train_loop.checkpoint.saved import saved_shapes
 from train_loop.data.chat import load_chat_template
 from train_loop.data.rows import check_columns, is_empty
 from train_loop.data.sources import check_allowed, check_folder, list_files
@@ -25,6 +28,7 @@ from train_loop.model.tiled_mlp import apply_tiled_mlp
 from train_loop.model_folder import model_folder, model_shape, tokenizer_folder
 from train_loop.parallel.units import decoder_layers, find_units
 from train_loop.plan import ModelShape
+from train_loop.run_dir import Parent, RunDir
 from train_loop.spec import ColumnsSpec, JobSpec, Problem, SourceSpec, parse
 
 
@@ -42,10 +46,13 @@ def check_data(spec: JobSpec, roots: Sequence[str]) -> list[Problem]:
     return problems
 
 
-def check_model(spec: JobSpec, roots: Sequence[str]) -> tuple[ModelShape | None, list[Problem]]:
+def check_model(
+    spec: JobSpec, roots: Sequence[str], parent: Parent | None = None
+) -> tuple[ModelShape | None, list[Problem]]:
     """The sizes of a spec's model, unless they cannot be told, and the problems with it and its tokenizer.
 
-    It is built on the meta device, which takes no memory, and held against its folder's file headers.
+    It is built on the meta device, which takes no memory, and held against its folder's file headers, or against the
+    checkpoint of another run that this one is to go on from.
     """
     shape, pointer = None, "/model/config" if spec.model.path is None else "/model/path"
     try:
@@ -58,7 +65,34 @@ def check_model(spec: JobSpec, roots: Sequence[str]) -> tuple[ModelShape | None,
         seen = probe(model)
     except (ValueError, OSError) as error:
         return shape, [Problem(pointer, str(error))]
-    return shape, _tokenizer_problems(spec, roots, shape) + _wishes_not_granted(model, seen, spec)
+    problems = _checkpoint_problems(model, parent, pointer) if parent is not None else []
+    return shape, [*problems, *_tokenizer_problems(spec, roots, shape), *_wishes_not_granted(model, seen, spec)]
+
+
+def _checkpoint_problems(model: PreTrainedModel, parent: Parent, pointer: str) -> list[Problem]:
+    """Where the model is not the one that was saved."""
+    folder = RunDir.at(parent.run_dir).checkpoint(parent.manifest.step)
+    which = f"the checkpoint of step {parent.manifest.step} of {parent.job}"
+    try:
+        faults = verify(folder, parent.manifest, [METADATA])
+        if faults:
+            return [Problem("/from_checkpoint", f"{which} is damaged: {faults[0]}; choose another one")]
+        saved, own = saved_shapes(folder), {name: tuple(p.shape) for name, p in model.named_parameters()}
+    except OSError as error:
+        return [Problem("/from_checkpoint", f"{which} cannot be read: {error}")]
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)} | dict(model.named_buffers()).keys()
+    differ = [
+        *(
+            f"{name} is {list(of)} and was {list(saved[name]) if name in saved else 'not there'}"
+            for name, of in own.items()
+            if saved.get(name) != of
+        ),
+        *(f"{name} is not there any more" for name in saved if name not in known),
+    ]
+    if not differ:
+        return []
+    more = f", and {len(differ) - 1} more" if len(differ) > 1 else ""
+    return [Problem(pointer, f"the model is not that of {which}: {differ[0]}{more}; a clone changes no sizes")]
 
 
 def _wishes_not_granted(model: PreTrainedModel, seen: Seen, spec: JobSpec) -> list[Problem]:
@@ -124,7 +158,8 @@ def main() -> None:
     """Answer one question on standard input."""
     question = json.load(sys.stdin)
     spec = parse(question["spec"])
-    shape, problems = check_model(spec, question["roots"])
+    parent = Parent.model_validate(question["parent"]) if question["parent"] else None
+    shape, problems = check_model(spec, question["roots"], parent)
     problems = [*check_data(spec, question["roots"]), *problems]
     json.dump({"problems": [asdict(p) for p in problems], "shape": shape and asdict(shape)}, sys.stdout)
 

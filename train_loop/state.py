@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from train_loop.optim import Ema
@@ -21,7 +21,7 @@ class TrainState:
 
     model: PreTrainedModel
     optimizers: tuple[Optimizer, ...]
-    schedulers: tuple[LRScheduler, ...]
+    schedulers: tuple[LambdaLR, ...]
     """One for each optimizer, all at the same step and learning rate."""
     scaler: GradScaler
     """Scales the loss of fp16 runs; for other dtypes it does nothing."""

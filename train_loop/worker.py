@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from train_loop.assemble import Run, build_run
 from train_loop.batch import StepBatch, check_samples, check_vocabulary, micro_batches, share_rows
 from train_loop.checkpoint.contents import draft_manifest, tensors_to_save
-from train_loop.checkpoint.load import prove_newest, restore
+from train_loop.checkpoint.load import restore
+from train_loop.checkpoint.newest import prove_newest
 from train_loop.checkpoint.save import Saver
 from train_loop.checkpoint.times import SaveTimes
 from train_loop.control import StopSign, agree, who_works, wishes

@@ -63,6 +63,9 @@ class Chronicle:
         attempt, replayed = int(number(line, "attempt") or 0), int(number(line, "replayed") or 0)
         self._starts += 1
         self._of = int(number(line, "steps") or 0) or self._of
+        if self._starts == 1:
+            # What a clone begins with is another job's work.
+            self._best = int(number(line, "resumed_from") or 0)
         if self._starts > 1 and not self._was_asked_to_stop(attempt):
             self._fault = True
         self._attempt = attempt

@@ -11,6 +11,7 @@ from service.domain.ticket import Ticket
 from service.errors import ClusterError, IdempotencyMismatch, KeyInFlight
 from service.ports import FLIGHT_SECONDS, KEPT_SECONDS, Findings, JobQuery, Launch, Lease, Once
 from train_loop.plan import read_shape
+from train_loop.run_dir import Parent
 from train_loop.spec import JobSpec, Problem
 
 _QUEUE = "queue"
@@ -172,7 +173,7 @@ class MemoryPreflight:
 
     problems: list[Problem] = field(default_factory=list)
 
-    def check(self, spec: JobSpec) -> Findings:
+    def check(self, spec: JobSpec, parent: Parent | None = None) -> Findings:
         """The problems that a test put there, and the model's sizes."""
         return Findings(tuple(self.problems), read_shape(spec.model.config) if spec.model.config else None)
 

@@ -8,6 +8,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from service.errors import PreflightFailed
 from service.ports import Findings
+from train_loop.run_dir import Parent
 from train_loop.spec import JobSpec
 
 _COMMAND = (sys.executable, "-m", "train_loop.preflight")
@@ -16,6 +17,7 @@ _COMMAND = (sys.executable, "-m", "train_loop.preflight")
 class _Question(BaseModel):
     spec: JobSpec
     roots: tuple[str, ...]
+    parent: Parent | None
 
 
 class HelperPreflight:
@@ -26,9 +28,9 @@ class HelperPreflight:
         self._timeout = timeout
         self._command = tuple(command)
 
-    def check(self, spec: JobSpec) -> Findings:
+    def check(self, spec: JobSpec, parent: Parent | None = None) -> Findings:
         """Everything wrong, and the model's sizes. Raises PreflightFailed when the helper does not say."""
-        question = _Question(spec=spec, roots=self._roots).model_dump_json()
+        question = _Question(spec=spec, roots=self._roots, parent=parent).model_dump_json()
         try:
             done = subprocess.run(self._command, input=question, capture_output=True, text=True, timeout=self._timeout)
         except subprocess.TimeoutExpired as error:

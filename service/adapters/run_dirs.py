@@ -14,6 +14,7 @@ from train_loop.run_dir import (
     AttemptDir,
     ExportStatus,
     ExportWish,
+    Parent,
     RunDir,
     Stop,
     read_appended,
@@ -97,6 +98,20 @@ class LocalRunDirs:
         """Its number; 1 where none has begun."""
         return max((attempt.number for attempt in RunDir.at(run_dir).attempts()), default=1)
 
+    def inherit(self, run_dir: str, parent: Parent) -> bool:
+        """Have a run that has not begun go on from another one's checkpoint, and keep that; whether it is there."""
+        heir = RunDir.at(run_dir)
+        if not RunDir.at(parent.run_dir).pin(parent.manifest.step, by=_pinned_by(heir)):
+            return False
+        heir.write_parent(parent)
+        return True
+
+    def let_go(self, run_dir: str) -> None:
+        """Leave the checkpoint that a run was begun from to retention. Repeatable."""
+        heir = RunDir.at(run_dir)
+        if (parent := heir.parent()) is not None:
+            RunDir.at(parent.run_dir).unpin(parent.manifest.step, by=_pinned_by(heir))
+
     def committed(self, run_dir: str) -> int | None:
         """The newest committed step."""
         return max(RunDir.at(run_dir).manifests(), default=None)
@@ -121,6 +136,10 @@ class LocalRunDirs:
     def write_export(self, run_dir: str, status: ExportStatus) -> None:
         """Say how far an export is."""
         RunDir.at(run_dir).exports.write(status)
+
+
+def _pinned_by(heir: RunDir) -> str:
+    return f"clone-{heir.root.name}"
 
 
 def _page(run_dir: str, file: Callable[[AttemptDir], Path], after: Cursor, limit: int) -> list[Line]:

@@ -1,4 +1,4 @@
-"""/jobs: submit, plan, list, get, pause, resume, cancel, delete."""
+"""/jobs: submit, clone, plan, list, get, pause, resume, cancel, delete."""
 
 import hashlib
 from typing import Annotated
@@ -7,19 +7,20 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response
 
 from service.api.guard import parse_body, read_body, require_key
 from service.api.plan_schemas import PlanOut
-from service.api.schemas import CancelIn, JobOut, JobPage, PauseIn, ResumeIn
+from service.api.schemas import CancelIn, CloneIn, JobOut, JobPage, PauseIn, ResumeIn
 from service.domain.job import JobState
 from service.ports import JobQuery, Once
-from service.use_cases import Jobs
+from service.use_cases import Jobs, JobView
 
 router = APIRouter(prefix="/jobs", tags=["jobs"], dependencies=[Depends(require_key)])
 _SPEC = {"schema": {"$ref": "#/components/schemas/JobSpec"}}
 _SPEC_BODY = {"requestBody": {"required": True, "content": {"application/json": _SPEC, "application/yaml": _SPEC}}}
-_PAUSE_BODY, _RESUME_BODY, _CANCEL_BODY = (
+_CLONE_BODY, _PAUSE_BODY, _RESUME_BODY, _CANCEL_BODY = (
     {"requestBody": {"content": {"application/json": {"schema": body.model_json_schema()}}}}
-    for body in (PauseIn, ResumeIn, CancelIn)
+    for body in (CloneIn, PauseIn, ResumeIn, CancelIn)
 )
 Body = Annotated[bytes, Depends(read_body)]
+IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]
 
 
 def jobs_of(request: Request) -> Jobs:
@@ -32,15 +33,25 @@ UseCases = Annotated[Jobs, Depends(jobs_of)]
 
 
 @router.post("", status_code=201, openapi_extra=_SPEC_BODY)
-def submit(
-    jobs: UseCases,
-    body: Body,
-    response: Response,
-    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
-) -> JobOut:
+def submit(jobs: UseCases, body: Body, response: Response, idempotency_key: IdempotencyKey = None) -> JobOut:
     """Store a job durably; the same Idempotency-Key and body give the same job again, with 200."""
-    once = Once(idempotency_key, hashlib.sha256(body).hexdigest()) if idempotency_key else None
-    view, new = jobs.submit(body, once)
+    return _answer(jobs, response, *jobs.submit(body, _once(idempotency_key, body)))
+
+
+@router.post("/{job_id}/clone", status_code=201, openapi_extra=_CLONE_BODY)
+def clone(
+    jobs: UseCases, job_id: str, body: Body, response: Response, idempotency_key: IdempotencyKey = None
+) -> JobOut:
+    """Store a job that goes on from a checkpoint of this one, with some of its spec different; else as submit."""
+    wish, once = parse_body(CloneIn, body), _once(idempotency_key, f"clone {job_id} ".encode() + body)
+    return _answer(jobs, response, *jobs.clone(job_id, wish.from_checkpoint, wish.overrides, once))
+
+
+def _once(key: str | None, asked: bytes) -> Once | None:
+    return Once(key, hashlib.sha256(asked).hexdigest()) if key else None
+
+
+def _answer(jobs: Jobs, response: Response, view: JobView, new: bool) -> JobOut:
     response.status_code = 201 if new else 200
     response.headers["Location"] = f"/jobs/{view.job.id}"
     return JobOut.of(view, now=jobs.clock())

@@ -81,7 +81,8 @@ class ProgressOut(BaseModel):
     @classmethod
     def of_view(cls, view: JobView) -> "ProgressOut":
         """From what the run directory and the queue tell."""
-        done = view.story.progress or Progress(0, view.job.spec.training.max_steps)
+        parent = view.job.parent
+        done = view.story.progress or Progress(parent.step if parent else 0, view.job.spec.training.max_steps)
         return cls(
             step=done.step,
             of=done.of,
@@ -93,6 +94,13 @@ class ProgressOut(BaseModel):
             place=view.place,
             waits_for=ReasonOut.of(view.waits_for),
         )
+
+
+class LineageOut(BaseModel):
+    """The checkpoint that a job was cloned from."""
+
+    job: str
+    step: int
 
 
 class LostWork(BaseModel):
@@ -120,6 +128,7 @@ class JobOut(BaseModel):
     spec: JobSpec
     scaling: ScalingSpec = Field(description="the size of its next attempt")
     run_dir: str
+    parent: LineageOut | None = Field(description="what it was cloned from; null where it begins at its first step")
     attempt: int = Field(description="number of the newest attempt; 0 before the first")
     attempts: tuple[AttemptOut, ...]
     restarts: int = Field(description="times that training started again, in the same or another attempt")
@@ -151,6 +160,7 @@ class JobOut(BaseModel):
             spec=job.spec,
             scaling=job.size,
             run_dir=job.run_dir,
+            parent=LineageOut(job=job.parent.job, step=job.parent.step) if job.parent else None,
             attempt=len(job.attempts),
             attempts=tuple(map(AttemptOut.of, job.attempts)),
             restarts=story.restarts,
@@ -181,6 +191,19 @@ class Page(BaseModel, Generic[T]):
 JobPage = Page[JobOut]
 LinePage = Page[dict[str, JsonValue]]
 TextPage = Page[str]
+
+
+class CloneIn(BaseModel):
+    """How to make a job out of another one."""
+
+    model_config = {"extra": "forbid"}
+
+    from_checkpoint: int | None = Field(
+        default=None, ge=0, description="the step to go on from; default: the newest, if there is one; 0: begin anew"
+    )
+    overrides: dict[str, JsonValue] = Field(
+        default={}, description="what is to be different in the spec, merged mapping by mapping"
+    )
 
 
 class CancelIn(BaseModel):

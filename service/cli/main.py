@@ -10,6 +10,7 @@ import typer
 
 from service.api.ledger_schemas import ExportIn
 from service.api.schemas import LinePage
+from service.cli.changes import read_changes
 from service.cli.connect import connect
 from service.cli.show import (
     show_checkpoints,
@@ -52,6 +53,20 @@ def submit(
     """Submit a job."""
     with connect() as client:
         job = client.submit(_read(spec), idempotency_key=idempotency_key)
+        show_json(job) if as_json else show_text(job.id)
+
+
+@app.command()
+def clone(
+    job_id: JobId,
+    step: Annotated[int | None, typer.Option(min=0, help="default: the newest checkpoint; 0: begin anew")] = None,
+    changes: Annotated[list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="in the spec")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Submit a job that goes on from a checkpoint of another one, with some of its spec different."""
+    overrides = read_changes(changes or [])
+    with connect() as client:
+        job = client.clone(job_id, from_checkpoint=step, overrides=overrides)
         show_json(job) if as_json else show_text(job.id)
 
 

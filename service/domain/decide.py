@@ -51,6 +51,8 @@ class Effect(Enum):
     """The driver of the attempt before the newest."""
     FENCE_OFF = auto()
     """Have no attempt train any more, should a request to start one still be on its way."""
+    LET_GO = auto()
+    """Leave the checkpoint that the job was cloned from to retention again."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +102,13 @@ def decide(job: Job, seen: Seen, *, now: float, retry: Retry) -> Decision:
     if rule is None:
         return Decision(job)
     decision = rule(job, seen, now, retry)
-    if decision.job.state in _RULES or not job.attempts:
+    if decision.job.state in _RULES:
         return decision
+    fence = (Effect.FENCE_OFF,) if job.attempts else ()
+    let_go = (Effect.LET_GO,) if job.parent is not None and decision.job.state.terminal else ()
     # A disk that is full for ever must not keep a job alive for ever.
     late = job.wish is not None and now >= job.wish.deadline
-    return replace(decision, effects=(*decision.effects, Effect.FENCE_OFF), needed=not late)
+    return replace(decision, effects=(*decision.effects, *fence, *let_go), needed=not late)
 
 
 def start(job: Job, *, now: float) -> Job:

@@ -85,6 +85,14 @@ class Wish:
 
 
 @dataclass(frozen=True)
+class Lineage:
+    """The checkpoint of another job that a job goes on from."""
+
+    job: str
+    step: int
+
+
+@dataclass(frozen=True)
 class Job:
     """One training job. Times are Unix seconds."""
 
@@ -104,6 +112,8 @@ class Job:
     wish: Wish | None = None
     scaling: ScalingSpec | None = None
     """The size it was given since; None: the one in its spec."""
+    parent: Lineage | None = None
+    """What it was cloned from; None: it begins at its first step."""
     version: int = 1
     """Counts the changes of the stored row; a change on top of an older one is discarded."""
 

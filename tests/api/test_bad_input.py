@@ -9,6 +9,7 @@ from fastapi.testclient import TestClient
 from service.adapters.memory import MemoryPreflight
 from service.ports import Findings
 from tests.support.service import KEY, FakeService, raw_spec, spec_body
+from train_loop.run_dir import Parent
 from train_loop.spec import JobSpec, Problem
 
 
@@ -176,7 +177,7 @@ def test_cancel_with_a_field_that_does_not_exist(client: TestClient) -> None:
 
 
 class BrokenPreflight(MemoryPreflight):
-    def check(self, spec: JobSpec) -> Findings:
+    def check(self, spec: JobSpec, parent: Parent | None = None) -> Findings:
         raise RuntimeError("the password is 1234")
 
 

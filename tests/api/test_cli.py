@@ -45,6 +45,21 @@ def run(*arguments: str, stdin: str | None = None) -> Result:
     return CliRunner().invoke(app, list(arguments), input=stdin)
 
 
+def test_a_clone_is_submitted_with_changes(home: Path, service: FakeService) -> None:
+    run("submit", str(home / "spec.json"))
+    checkpoint(service.run_dir("job-0001"), 10, weights=b"1234567")
+    changes = ("--set", "training.learning_rate=5e-4", "--set", "labels={team: nlp}", "--set", "training.max_steps=30")
+    assert run("clone", "job-0001", *changes).stdout == "job-0002\n"
+    job = service.get("job-0002")
+    assert job.parent is not None
+    assert (job.parent.step, job.spec.training.learning_rate, job.spec.training.max_steps) == (10, 5e-4, 30)
+    assert job.spec.labels == {"team": "nlp"}
+    assert "step 10 of job-0001" in run("show", "job-0002").stdout
+    for change in ("training", "=3", "training..seed=3", "name=[1"):
+        refused = run("clone", "job-0001", "--set", change)
+        assert (refused.exit_code, refused.stderr.startswith(f"trainshed: {change!r}")) == (1, True), refused.stderr
+
+
 def test_a_job_from_submit_to_cancel(home: Path, service: FakeService) -> None:
     assert run("submit", str(home / "spec.json")).stdout == "job-0001\n"
     service.reconciler().run_once()

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from pydantic import JsonValue
 
 from service.client import ApiError
 from service.domain.job import JobState
@@ -23,6 +24,7 @@ from train_loop.checkpoint.manifest import newest_verified
 
 pytestmark = pytest.mark.timeout(400)
 STEPS = 40
+MORE: JsonValue = {"max_steps": STEPS + 5}
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +222,29 @@ def test_a_paused_job_goes_on_at_another_size(service: LiveService, reference: s
     lines, expected = service.metrics(job_id), service.metrics(reference)
     assert [line["samples"] for line in lines] == [line["samples"] for line in expected]
     assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in expected], rel=1e-5)
+
+
+def test_a_clone_goes_on_from_the_checkpoint_of_another_job(service: LiveService, reference: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        service.client.clone(reference, overrides={"model": {"config": {"hidden_size": 64}}, "training": MORE})
+    (problem,) = refused.value.problem.errors or []
+    assert problem.pointer == "/model/config"
+    assert "the model is not that of the checkpoint of step 40" in problem.message
+    first = service.client.checkpoints(reference).data[0].step
+    clones = (
+        service.client.clone(reference, from_checkpoint=first),
+        service.client.clone(reference, overrides={"name": "longer", "training": MORE}),
+    )
+    jobs = [service.wait_for_state(clone.id, JobState.SUCCEEDED) for clone in clones]
+    assert [job.parent.step for job in jobs if job.parent] == [first, STEPS]
+    assert [job.progress.step for job in jobs] == [STEPS, STEPS + 5]
+    names = ("samples", "loss", "grad_norm", "tokens", "lr")
+    expected = {line["step"]: [line[name] for name in names] for line in service.metrics(reference)}
+    found = {line["step"]: [line[name] for name in names] for line in service.metrics(clones[0].id)}
+    assert found == {step: expected[step] for step in range(first + 1, STEPS + 1)}
+    assert [line["step"] for line in service.metrics(clones[1].id)] == list(range(STEPS + 1, STEPS + 6))
+    assert jobs[1].goodput is not None
+    assert jobs[1].goodput < 1
 
 
 def test_bad_data_fails_at_once_with_a_reason_a_user_can_act_on(service: LiveService) -> None:

@@ -1,11 +1,10 @@
-"""Resuming: the newest checkpoint that verifies, loaded at any world size."""
+"""Resuming: the newest checkpoint that verifies, or another run's, loaded at any world size."""
 
-import errno
-import itertools
 import pickle
-from collections.abc import Callable
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -13,58 +12,102 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from train_loop.assemble import Run
 from train_loop.checkpoint.contents import put_back, rng_key, tensors_of
-from train_loop.checkpoint.ledger import check_fence
-from train_loop.checkpoint.ledgers import ledger_of
-from train_loop.checkpoint.manifest import verify
+from train_loop.checkpoint.newest import agree_on_newest, patience_of, prove_parent
 from train_loop.checkpoint.read import CheckpointReader
-from train_loop.errors import CheckpointError, DataError, UserError
-from train_loop.patience import patiently
-from train_loop.run_dir import Manifest, UnknownFormatError, is_remote, storage_failed
+from train_loop.errors import DataError
+from train_loop.optim import go_to
+from train_loop.run_dir import Manifest, Parent
 from train_loop.state import seed_generators, set_rng_state
 
-T = TypeVar("T")
-PATIENCE = 300.0
-"""Seconds for which storage may fail before a resume gives up."""
+Values = dict[str, Any]
 
 
 def restore(run: Run) -> None:
-    """Bring a fresh run to the newest checkpoint that verifies, or leave it at its start; a collective call.
+    """Bring a fresh run to where it goes on, or leave it at its start; a collective call.
 
-    A newer one that does not verify is reported and passed over. Nothing is unpickled before its hash was checked.
+    That is its newest checkpoint that verifies, or else the one of another run that it was begun from. A newer one that
+    does not verify is reported and passed over. Nothing is unpickled before its hash was checked.
     """
-    state, run_dir = run.state, run.session.run_dir
-    manifest = _agree_on_newest(run)
-    seed_generators(run.spec.training.seed, step=manifest.step if manifest else 0, rank=run.mesh.rank)
-    if manifest is None:
-        return
-    _check_same_data(run, manifest)
-    values = tensors_of(state)
+    manifest, parent = agree_on_newest(run), run.parent
+    if manifest is not None:
+        _check_same_data(run, manifest)
+        _resume(run, manifest)
+    elif parent is not None:
+        _continue(run, parent)
+    else:
+        seed_generators(run.spec.training.seed, step=0, rank=run.mesh.rank)
+
+
+def _resume(run: Run, manifest: Manifest) -> None:
+    """Take over all of a checkpoint of this run."""
+    values, reader = tensors_of(run.state), _reader(run, run.session.run_dir.checkpoint(manifest.step))
+    is_saved = partial(_is_saved, reader.read_metadata().state_dict_metadata)
+    states = values["optimizer"]["state"]
+    # Nothing was saved of parameters that had no gradient before: their states stay new.
+    unused = {name: states.pop(name) for name in list(states) if not is_saved(f"optimizer.state.{name}", states[name])}
+    _read(run, manifest, reader, values)
+    states |= unused
+    put_back(run.state, values)
+    run.state.consumed = run.order.order.consumed(manifest.position)
+
+
+def _continue(run: Run, parent: Parent) -> None:
+    """Take over what another run has learned. Hyperparameters are this run's, and new is what the other one had not."""
+    state, values = run.state, tensors_of(run.state)
+    reader = _reader(run, prove_parent(run, parent))
+    is_saved = partial(_is_saved, reader.read_metadata().state_dict_metadata)
+    states = values["optimizer"]["state"] if parent.same_optimizer else {}
+    averages = values.get("ema", {})
+    wanted: Values = {
+        "model": values["model"],
+        "optimizer": {
+            "state": {name: of for name, of in states.items() if is_saved(f"optimizer.state.{name}", of)},
+        },
+        "scheduler": {"0": {"last_epoch": 0}},
+        "scaler": values["scaler"] if is_saved("scaler", values["scaler"]) else {},
+        "ema": {name: average for name, average in averages.items() if is_saved("ema", {name: average})},
+    }
+    _read(run, parent.manifest, reader, wanted)
+    states |= wanted["optimizer"]["state"]
+    put_back(state, values | {name: wanted[name] for name in ("model", "scaler") if wanted[name]})
+    for scheduler in state.schedulers:
+        go_to(scheduler, wanted["scheduler"]["0"]["last_epoch"])
+    if state.ema is not None:
+        state.ema.begin(averages.keys() - wanted["ema"].keys())
+    state.consumed = run.origin.consumed
+    run.journal.event(
+        "continued",
+        job=parent.job,
+        step=parent.manifest.step,
+        consumed=run.origin.consumed,
+        same_optimizer=parent.same_optimizer,
+    )
+
+
+def _reader(run: Run, folder: Path) -> CheckpointReader:
+    return CheckpointReader(folder, patience=patience_of(run))
+
+
+def _read(run: Run, manifest: Manifest, reader: CheckpointReader, values: Values) -> None:
+    """Read tensors and other values in the place of those that are given, and take over generators and counters."""
+    state, rank = run.state, run.mesh.rank
+    seed_generators(run.spec.training.seed, step=manifest.step, rank=rank)
     # Generators belong to ranks: with another number of them, they start anew from (seed, step, rank).
-    same_world = manifest.world == dist.get_world_size()
-    if same_world:
-        values[rng_key(run.mesh.rank)] = b""
-    reader = CheckpointReader(run_dir.checkpoint(manifest.step), patience=_patience(run))
-    unused = _take_out_unused(values["optimizer"]["state"], reader)
+    generators = {rng_key(rank): b""} if manifest.world == dist.get_world_size() else {}
+    whole = values | generators
     try:
-        load(values, storage_reader=reader)
+        load(whole, storage_reader=reader)
     except CheckpointException as error:  # no Exception, so that nobody would log it
         raise RuntimeError(f"the checkpoint of step {manifest.step} verifies and does not load: {error}") from error
-    values["optimizer"]["state"] |= unused
-    put_back(state, values)
-    if same_world:
-        set_rng_state(pickle.loads(values[rng_key(run.mesh.rank)]))
+    for key in generators:
+        set_rng_state(pickle.loads(whole[key]))
+    values |= {name: whole[name] for name in values}
     state.step, state.tokens, state.skipped = manifest.step, manifest.tokens, manifest.skipped
-    state.consumed = run.order.order.consumed(manifest.position)
 
 
-def _take_out_unused(states: dict[str, Any], reader: CheckpointReader) -> dict[str, Any]:
-    """The states of parameters that had no gradient before the save: nothing of them was saved, and they stay new."""
-    saved = reader.read_metadata().state_dict_metadata
-    return {
-        name: states.pop(name)
-        for name, state in list(states.items())
-        if not any(f"optimizer.state.{name}.{part}" in saved for part in state)
-    }
+def _is_saved(saved: Mapping[str, Any], place: str, values: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint holds something of these values."""
+    return any(f"{place}.{name}" in saved for name in values)
 
 
 def _check_same_data(run: Run, manifest: Manifest) -> None:
@@ -74,110 +117,3 @@ def _check_same_data(run: Run, manifest: Manifest) -> None:
             f"{run.dataset.fingerprint[:12]}; a position in one means nothing in the other, so put the files back or "
             "start a new run"
         )
-
-
-def _agree_on_newest(run: Run) -> Manifest | None:
-    """The newest checkpoint that verifies, the hashing shared out over all ranks; damaged ones are put aside.
-
-    Aside, because retention counts by step, and would keep one that is of no use instead of a good one. Raises OSError,
-    on every rank, where what cannot be read is all there is: it may be whole, and nobody should start anew beside it.
-    """
-    rejected: dict[int, list[str]] = {}
-    newest, unreadable = None, None
-    for manifest in _ask_rank_0(run, partial(_candidates, run)):
-        found: list[Any] = [None] * run.session.world
-        dist.all_gather_object(found, faults_of_share(run, manifest))
-        errors = [faults for faults in found if isinstance(faults, Exception)]
-        lasting = next((error for error in errors if not _says_damage(run, error)), None)
-        if lasting is not None:
-            raise lasting
-        unreadable = unreadable or next(iter(errors), None)
-        faults = list(itertools.chain.from_iterable(_unread(f) if isinstance(f, Exception) else f for f in found))
-        if not faults:
-            newest = manifest
-            break
-        rejected[manifest.step] = faults
-    if newest is None and unreadable is not None:
-        raise unreadable
-    _ask_rank_0(run, partial(_reject, run, rejected))
-    return newest
-
-
-def prove_newest(run: Run) -> None:
-    """Read the newest checkpoint once more, by all ranks. Raises CheckpointError on each where it is damaged."""
-    newest = _ask_rank_0(run, lambda: next(reversed(run.session.run_dir.manifests().values()), None))
-    if newest is None:
-        return
-    found: list[Any] = [None] * run.session.world
-    dist.all_gather_object(found, faults_of_share(run, newest))
-    faults = list(itertools.chain.from_iterable([str(f)] if isinstance(f, Exception) else f for f in found))
-    if faults:
-        raise CheckpointError(f"the checkpoint of step {newest.step}, just committed, is damaged: {'; '.join(faults)}")
-
-
-def faults_of_share(run: Run, manifest: Manifest) -> list[str] | Exception:
-    """What is wrong with this rank's share of a checkpoint's files, or why it cannot be told: all ranks must hear."""
-    by_size = sorted(manifest.files, key=lambda name: manifest.files[name].size, reverse=True)
-    mine = by_size[run.mesh.rank :: run.session.world]
-    look = partial(verify, run.session.run_dir.checkpoint(manifest.step), manifest, mine)
-    try:
-        return _patiently(run, look)
-    except Exception as error:
-        return error
-
-
-def _says_damage(run: Run, error: Exception) -> bool:
-    """Whether it is the word of a broken disk; fsspec's packages say the same of requests that went wrong."""
-    return getattr(error, "errno", None) == errno.EIO and not is_remote(run.session.run_dir.root)
-
-
-def _unread(error: Exception) -> list[str]:
-    return [f"{getattr(error, 'filename', None) or 'a file'} cannot be read: {getattr(error, 'strerror', error)}"]
-
-
-def _reject(run: Run, faults: dict[int, list[str]]) -> None:
-    ledger = ledger_of(run.session.run_dir, run.session.attempt)
-    while faults:
-        # Said before it is done, and perhaps again, rather than done and never said.
-        step, found = next(iter(faults.items()))
-        run.journal.event("checkpoint_rejected", step=step, reason="; ".join(found))
-        ledger.put_aside(step)
-        del faults[step]
-
-
-def _candidates(run: Run) -> list[Manifest]:
-    """What claims to be a checkpoint, newest first, after a look at the fence and a clean-up, in this order."""
-    run_dir, attempt = run.session.run_dir, run.session.attempt
-    check_fence(run_dir, attempt)
-    ledger = ledger_of(run_dir, attempt)
-    try:
-        damaged = ledger.clear()
-    except UnknownFormatError as error:
-        raise UserError(str(error)) from error
-    _reject(run, {step: ["its manifest is missing or damaged"] for step in damaged})
-    return [manifest for _, manifest in sorted(run_dir.manifests().items(), reverse=True)]
-
-
-def _patience(run: Run) -> float:
-    """Less than the others wait for this rank."""
-    return min(PATIENCE, run.session.timeout.total_seconds() / 2)
-
-
-def _patiently(run: Run, call: Callable[[], T]) -> T:
-    return patiently(call, seconds=_patience(run), may_pass=storage_failed)
-
-
-def _ask_rank_0(run: Run, question: Callable[[], T]) -> T:
-    """What rank 0 finds, or the error that it met, on every rank."""
-    answer: list[Any] = [None]
-    if run.mesh.rank == 0:
-        try:
-            answer[0] = _patiently(run, question)
-        except Exception as error:
-            # Nobody may wait for rank 0 in vain.
-            answer[0] = error
-    dist.broadcast_object_list(answer, src=0)
-    if isinstance(answer[0], Exception):
-        raise answer[0]
-    found: T = answer[0]
-    return found

@@ -85,6 +85,13 @@ class SavedTensors:
                 yield Piece((offsets[0] + start, *offsets[1:]), _read(file, shape, dtype))
 
 
+def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of a model's tensors in a checkpoint whose description has been verified, by their names there."""
+    described = pickle.loads((folder / METADATA).read_bytes()).state_dict_metadata
+    tensors = {name: of for name, of in described.items() if isinstance(of, TensorStorageMetadata)}
+    return {name.removeprefix("model."): tuple(of.size) for name, of in tensors.items() if name.startswith("model.")}
+
+
 def _read(file: io.BufferedIOBase, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     content = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
     view = content.numpy().data

@@ -2,6 +2,14 @@
 
 from train_loop.optim.build import build_optimizers, clip_gradients, describe_groups, time_optimizers
 from train_loop.optim.ema import Ema
-from train_loop.optim.schedule import build_scheduler
+from train_loop.optim.schedule import build_scheduler, go_to
 
-__all__ = ["Ema", "build_optimizers", "build_scheduler", "clip_gradients", "describe_groups", "time_optimizers"]
+__all__ = [
+    "Ema",
+    "build_optimizers",
+    "build_scheduler",
+    "clip_gradients",
+    "describe_groups",
+    "go_to",
+    "time_optimizers",
+]

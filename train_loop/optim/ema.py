@@ -1,6 +1,6 @@
 """An exponential moving average of the weights (Polyak and Juditsky, 1992)."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,11 @@ class Ema:
         """Move the averages towards the weights: decay x average + (1 - decay) x weight."""
         weights = [weight.detach().float() for weight in self._weights.values()]
         self._average(list(self.averages.values()), weights, 0)
+
+    def begin(self, names: Iterable[str]) -> None:
+        """Let averages begin anew at the weights as they are."""
+        for name in names:
+            self.averages[name].copy_(self._weights[name].detach())
 
     def load(self, averages: Mapping[str, Tensor]) -> None:
         """Take over saved averages."""

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
@@ -31,6 +32,15 @@ def build_scheduler(optimizer: Optimizer, training: TrainingSpec, *, steps: int)
     # After the last planned step the formulas would go up again, below zero, or nowhere.
     scheduler.lr_lambdas = [functools.partial(_clamped, inner, steps) for inner in scheduler.lr_lambdas]
     return scheduler
+
+
+def go_to(scheduler: LambdaLR, step: int) -> None:
+    """Stand where so many steps of this schedule lead, whichever one was followed until now."""
+    rates = [base * rule(step) for base, rule in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        # torchao's optimizers keep it in a tensor, which their compiled step holds on to.
+        group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
+    scheduler.last_epoch, scheduler._step_count, scheduler._last_lr = step, step + 1, rates
 
 
 def _options(training: TrainingSpec, steps: int) -> dict[str, Any]:

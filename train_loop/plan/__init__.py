@@ -1,6 +1,6 @@
 """Pure arithmetic: degrees → mesh, batches → steps, parameters → memory, workers → resources. Torch-free."""
 
-from train_loop.plan.batch import BatchPlan, plan_batch, plan_samples, plan_steps
+from train_loop.plan.batch import START, BatchPlan, Origin, plan_batch, plan_samples, plan_steps
 from train_loop.plan.head import chunk_rows
 from train_loop.plan.mask import MASK_BYTES, mask_bytes
 from train_loop.plan.memory import MemoryTerm
@@ -12,10 +12,12 @@ from train_loop.plan.shape import ModelShape, read_shape
 __all__ = [
     "DATA_CPUS",
     "MASK_BYTES",
+    "START",
     "BatchPlan",
     "MemoryTerm",
     "MeshPlan",
     "ModelShape",
+    "Origin",
     "Plan",
     "chunk_rows",
     "data_starves",

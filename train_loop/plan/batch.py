@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from train_loop.spec import TrainingSpec
 
@@ -25,6 +26,18 @@ class BatchPlan:
         return self.per_device * self.accumulation
 
 
+class Origin(NamedTuple):
+    """Where a run begins: at its start, unless it goes on from another one's checkpoint."""
+
+    step: int = 0
+    tokens: int = 0
+    consumed: int = 0
+    """Samples taken from its order."""
+
+
+START = Origin()
+
+
 def plan_batch(training: TrainingSpec, *, dp: int) -> BatchPlan:
     """Sequences per step from either way of saying it. Raises ValueError where global_batch_size does not divide."""
     per_device = training.per_device_train_batch_size
@@ -41,24 +54,27 @@ def plan_batch(training: TrainingSpec, *, dp: int) -> BatchPlan:
     return BatchPlan(per_device, accumulation, dp)
 
 
-def plan_steps(training: TrainingSpec, *, samples: int, tokens: int, global_batch: int) -> int:
-    """Optimizer steps of the run: every sample once per epoch, the last step padded, or exactly max_steps.
+def plan_steps(training: TrainingSpec, *, samples: int, tokens: int, global_batch: int, origin: Origin = START) -> int:
+    """The number of the run's last optimizer step: every sample once per epoch, the last step padded, or max_steps.
 
     For max_tokens an estimate, by the mean length of the dataset's samples; `tokens` counts all of them.
     """
     if training.max_steps is not None:
         return training.max_steps
     if training.max_tokens is not None:
-        return math.ceil(training.max_tokens * samples / (tokens * global_batch))
-    return math.ceil(math.ceil((training.num_train_epochs or 1) * samples) / global_batch)
+        left = max(training.max_tokens - origin.tokens, 0)
+        return origin.step + math.ceil(left * samples / (tokens * global_batch))
+    left = max(math.ceil((training.num_train_epochs or 1) * samples) - origin.consumed, 0)
+    return origin.step + math.ceil(left / global_batch)
 
 
-def plan_samples(training: TrainingSpec, *, samples: int, global_batch: int) -> int:
-    """Samples that the run trains, repeats in later epochs counted; the last step may be short.
+def plan_samples(training: TrainingSpec, *, samples: int, global_batch: int, origin: Origin = START) -> int:
+    """The place in its order where the run ends, repeats in later epochs counted; the last step may be short.
 
     For max_tokens a bound that it does not pass even where every step has a single token.
     """
-    most_steps = training.max_steps or training.max_tokens
-    if most_steps is not None:
-        return most_steps * global_batch
+    if training.max_steps is not None:
+        return origin.consumed + max(training.max_steps - origin.step, 0) * global_batch
+    if training.max_tokens is not None:
+        return origin.consumed + max(training.max_tokens - origin.tokens, 0) * global_batch
     return math.ceil((training.num_train_epochs or 1) * samples)

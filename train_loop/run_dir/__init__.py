@@ -13,6 +13,7 @@ from train_loop.run_dir.formats import (
     Format,
     Manifest,
     Outcome,
+    Parent,
     Stop,
     UnknownFormatError,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "JsonLines",
     "Manifest",
     "Outcome",
+    "Parent",
     "RunDir",
     "Stop",
     "UnknownFormatError",

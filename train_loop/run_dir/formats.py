@@ -119,6 +119,18 @@ class Manifest(Format):
         return cls.model_validate(written)
 
 
+class Parent(Format):
+    """parent.json: the checkpoint of another run that a run goes on from until it has one of its own."""
+
+    job: str
+    run_dir: str
+    manifest: Manifest
+    same_order: bool
+    """Whether it goes through the same data in the same order, so that it goes on where the other one stood."""
+    same_optimizer: bool
+    """Whether what the other one's optimizer has gathered means something to its own."""
+
+
 def _digest(written: dict[str, Any]) -> str:
     """Over what stands there, known to this version or not."""
     rest = {name: value for name, value in written.items() if name != "digest"}

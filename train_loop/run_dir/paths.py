@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from train_loop.run_dir.durable import storage_path, write_durably
 from train_loop.run_dir.exports import ExportDir
-from train_loop.run_dir.formats import Fence, Format, Manifest, Outcome, Stop, UnknownFormatError
+from train_loop.run_dir.formats import Fence, Format, Manifest, Outcome, Parent, Stop, UnknownFormatError
 from train_loop.run_dir.remote import is_remote, list_folder, read_whole
 from train_loop.spec import JobSpec, ScalingSpec, dump, parse_text
 
@@ -209,6 +209,25 @@ class RunDir:
                 "choose a new one (a run goes on at another size where training.global_batch_size is given and only "
                 "scaling, strategy.fsdp_size, strategy.ulysses_size and training.per_device_train_batch_size differ)"
             )
+
+    @property
+    def parent_file(self) -> Path:
+        """Where it is said what the run goes on from, if it is not its own first step."""
+        return self.root / "parent.json"
+
+    def parent(self) -> Parent | None:
+        """What the run goes on from until it has a checkpoint of its own; None where it begins at its first step.
+
+        Raises ValueError where it cannot be read: nobody should take that for a run that begins anew.
+        """
+        try:
+            return Parent.model_validate_json(read_whole(self.parent_file))
+        except FileNotFoundError:
+            return None
+
+    def write_parent(self, parent: Parent) -> None:
+        """Say what the run goes on from."""
+        write_durably(self.parent_file, parent.model_dump_json(indent=2))
 
     def fence(self) -> int:
         """The attempt that may commit; 0 where none was set."""

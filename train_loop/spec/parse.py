@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -36,11 +37,15 @@ _Loader.add_implicit_resolver(
 
 def parse_text(text: str | bytes) -> JobSpec:
     """Parse YAML or JSON (JSON is YAML). Raises SpecError."""
+    return parse(read_yaml(text))
+
+
+def read_yaml(text: str | bytes) -> Any:
+    """Plain data as a spec's text has it. Raises SpecError."""
     try:
-        raw = yaml.load(text, Loader=_Loader)
+        return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise SpecError([Problem("", f"the body is neither YAML nor JSON: {' '.join(str(error).split())}")]) from error
-    return parse(raw)
 
 
 def parse(raw: Any) -> JobSpec:
@@ -54,6 +59,25 @@ def parse(raw: Any) -> JobSpec:
         if isinstance(error, ValidationError):
             raise SpecError(_problems(error)) from error
         raise SpecError([Problem("", f"a job spec holds JSON values only: {error}")]) from error
+
+
+def override(spec: JobSpec, patch: Mapping[str, Any]) -> JobSpec:
+    """A spec with some of it different, merged mapping by mapping. Raises SpecError."""
+    base = spec.model_dump(mode="json")
+    model, strategy = patch.get("model"), patch.get("strategy")
+    # Two homes of one quantity: who moves in one of them need not name the other.
+    if isinstance(model, dict) and "dtype" in model:
+        base["strategy"].pop("param_dtype")
+    if isinstance(strategy, dict) and "param_dtype" in strategy:
+        base["model"].pop("dtype")
+    return parse(_merged(base, patch))
+
+
+def _merged(base: Any, patch: Any) -> Any:
+    if not isinstance(patch, Mapping):
+        return patch
+    whole = dict(base) if isinstance(base, dict) else {}
+    return whole | {name: _merged(whole.get(name), value) for name, value in patch.items()}
 
 
 def _with_one_dtype(raw: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from sqlalchemy import Row
 
-from service.domain.job import Attempt, Job, JobState, Wish
+from service.domain.job import Attempt, Job, JobState, Lineage, Wish
 from service.domain.reason import Reason
 from service.domain.ticket import Ticket
 from train_loop.spec import JobSpec, ScalingSpec, dump
@@ -16,6 +16,7 @@ _attempts = TypeAdapter(tuple[Attempt, ...])
 _times = TypeAdapter(dict[JobState, float])
 _wish = TypeAdapter(Wish)
 _reason = TypeAdapter(Reason)
+_lineage = TypeAdapter(Lineage)
 
 
 def to_row(job: Job) -> dict[str, Value]:
@@ -39,6 +40,8 @@ def to_row(job: Job) -> dict[str, Value]:
         "times": _times.dump_json(dict(job.times)).decode(),
         "wish": _wish.dump_json(job.wish).decode() if job.wish else None,
         "scaling": job.scaling.model_dump_json() if job.scaling else None,
+        "parent": _lineage.dump_json(job.parent).decode() if job.parent else None,
+        "sizes": "[]",
         "size": ticket.scaling.model_dump_json(),
         "holds": int(ticket.holds),
         "waits": int(ticket.waits),
@@ -64,6 +67,7 @@ def from_row(row: Row[tuple[object, ...]]) -> Job:
         next_attempt_at=row.next_attempt_at,
         wish=_wish.validate_json(row.wish) if row.wish else None,
         scaling=_scaling(row.scaling) if row.scaling else None,
+        parent=_lineage.validate_json(row.parent) if row.parent else None,
         version=row.version,
     )
 

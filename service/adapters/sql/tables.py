@@ -24,6 +24,8 @@ jobs = Table(
     Column("times", Text, nullable=False),
     Column("wish", Text),
     Column("scaling", Text),
+    Column("parent", Text),
+    Column("sizes", Text, nullable=False),
     Column("size", Text, nullable=False),
     Column("holds", Integer, nullable=False),
     Column("waits", Integer, nullable=False),

@@ -1,0 +1,31 @@
+"""What a job was cloned from, and the numbers of workers that an elastic one may have."""
+
+import json
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0003"
+down_revision = "0002"
+
+
+def upgrade() -> None:
+    """Add what is new; nothing that was there has any of it."""
+    op.add_column("jobs", sa.Column("parent", sa.Text))
+    op.add_column("jobs", sa.Column("sizes", sa.Text, nullable=False, server_default="[]"))
+
+
+def downgrade() -> None:
+    """Back to what 0002 knows: an elastic job stays at the most workers that it asked for, a clone forgets its parent.
+
+    The parent's checkpoint is named in the run directory, too, from which the job goes on.
+    """
+    connection = op.get_bind()
+    table = sa.Table("jobs", sa.MetaData(), autoload_with=connection)
+    for row in connection.execute(sa.select(table).where(table.c.sizes != "[]")).all():
+        spec = json.loads(row.spec)
+        spec["scaling"]["num_workers"] = json.loads(row.sizes)[-1]
+        fixed = {"spec": json.dumps(spec, indent=2), "size": json.dumps(spec["scaling"])}
+        connection.execute(table.update().where(table.c.id == row.id).values(fixed))
+    op.drop_column("jobs", "sizes")
+    op.drop_column("jobs", "parent")

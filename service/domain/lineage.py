@@ -1,0 +1,35 @@
+"""What a clone takes over from the checkpoint that it goes on from. Pure."""
+
+from service.domain.job import Job
+from train_loop.run_dir import Manifest, Parent
+from train_loop.spec import JobSpec, Problem
+
+
+def parent_of(job: Job, manifest: Manifest, spec: JobSpec) -> Parent:
+    """What a clone with this spec finds in its run directory."""
+    before, after = job.spec, spec
+    return Parent(
+        job=job.id,
+        run_dir=job.run_dir,
+        manifest=manifest,
+        # Whether the samples themselves are the same, the data's fingerprint tells, once it is prepared.
+        same_order=(before.data.seed, before.data.shuffle) == (after.data.seed, after.data.shuffle),
+        same_optimizer=before.training.optimizer == after.training.optimizer,
+    )
+
+
+def nothing_left(job: Job, manifest: Manifest, spec: JobSpec) -> list[Problem]:
+    """Why a clone would end before its first step; nothing where it would not, or where that is not known yet."""
+    training, begins = spec.training, f"step {manifest.step} of {job.id}, where the clone begins"
+    if training.max_steps is not None and training.max_steps <= manifest.step:
+        said = f"max_steps={training.max_steps} does not lie beyond {begins}; it counts from the first step of all"
+        return [Problem("/training/max_steps", f"{said}, so choose more than {manifest.step}")]
+    if training.max_tokens is not None and training.max_tokens <= manifest.tokens:
+        said = f"max_tokens={training.max_tokens} is no more than the {manifest.tokens} tokens of {begins}"
+        return [Problem("/training/max_tokens", f"{said}; choose more")]
+    epochs = training.num_train_epochs or 1
+    endless = training.max_steps is not None or training.max_tokens is not None
+    if not endless and spec.data == job.spec.data and manifest.position.epoch >= epochs:
+        said = f"num_train_epochs={epochs:g} were trained at {begins}"
+        return [Problem("/training/num_train_epochs", f"{said}; choose more than {manifest.position.epoch}")]
+    return []

@@ -1,0 +1,171 @@
+"""Jobs that go on from the checkpoint of another one, over HTTP and from the shell."""
+
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from service.domain.decide import Submission
+from tests.support.checkpoints import checkpoint
+from tests.support.service import FakeService, spec_body
+from train_loop.checkpoint.ledgers import ledger_of
+from train_loop.checkpoint.retention import retire_others
+from train_loop.run_dir import Outcome, RunDir
+from train_loop.spec import CheckpointSpec
+
+
+@pytest.fixture
+def parent(client: TestClient, service: FakeService) -> str:
+    """A job with checkpoints of step 10 and 20."""
+    job_id = str(client.post("/jobs", content=spec_body(training={"max_steps": 20})).json()["id"])
+    for step in (10, 20):
+        checkpoint(service.run_dir(job_id), step, weights=b"1234567")
+    return job_id
+
+
+def clone(client: TestClient, job_id: str, **wish: Any) -> Any:
+    return client.post(f"/jobs/{job_id}/clone", json=wish)
+
+
+def retire(run_dir: RunDir) -> list[int]:
+    """What retention leaves of a run's checkpoints that keeps one."""
+    retire_others(run_dir, ledger_of(run_dir, 1), CheckpointSpec(keep_last=1))
+    return sorted(run_dir.manifests())
+
+
+def test_a_clone_goes_on_from_the_step_that_is_named(client: TestClient, service: FakeService, parent: str) -> None:
+    answer = clone(client, parent, from_checkpoint=10, overrides={"name": "again", "training": {"learning_rate": 0.5}})
+    job = answer.json()
+    assert (answer.status_code, answer.headers["location"]) == (201, f"/jobs/{job['id']}")
+    assert (job["parent"], job["state"], job["name"]) == ({"job": parent, "step": 10}, "QUEUED", "again")
+    assert (job["progress"]["step"], job["progress"]["percent"]) == (10, 50.0)
+    expected = client.get(f"/jobs/{parent}").json()["spec"]
+    expected["training"]["learning_rate"], expected["name"] = 0.5, "again"
+    assert job["spec"] == expected
+    found = service.run_dir(job["id"]).parent()
+    assert found is not None
+    assert (found.job, found.run_dir, found.manifest.step) == (parent, service.get(parent).run_dir, 10)
+    assert (found.same_order, found.same_optimizer) == (True, True)
+    assert client.get(f"/jobs/{parent}").json()["parent"] is None
+
+
+def test_without_a_step_it_is_the_newest(client: TestClient, parent: str) -> None:
+    job = clone(client, parent, overrides={"training": {"max_steps": 30}}).json()
+    assert job["parent"] == {"job": parent, "step": 20}
+
+
+def test_step_0_begins_anew_and_so_does_the_clone_of_a_job_without_checkpoints(
+    client: TestClient, service: FakeService, parent: str
+) -> None:
+    bare = client.post("/jobs", content=spec_body()).json()["id"]
+    for job in (clone(client, parent, from_checkpoint=0).json(), clone(client, bare).json()):
+        assert (job["parent"], job["progress"]["step"]) == (None, 0)
+        assert service.run_dir(job["id"]).parent() is None
+
+
+def test_other_orders_and_optimizers_are_told_to_the_workers(
+    client: TestClient, service: FakeService, parent: str
+) -> None:
+    changed = {"data": {"seed": 7}, "training": {"optimizer": "sgd"}}
+    job = clone(client, parent, from_checkpoint=10, overrides=changed).json()
+    found = service.run_dir(job["id"]).parent()
+    assert found is not None
+    assert (found.same_order, found.same_optimizer) == (False, False)
+
+
+def test_either_home_of_the_dtype_may_be_overridden(client: TestClient, parent: str) -> None:
+    for part in ({"model": {"dtype": "bf16"}}, {"strategy": {"param_dtype": "bf16"}}):
+        spec = clone(client, parent, from_checkpoint=10, overrides=part).json()["spec"]
+        assert (spec["model"]["dtype"], spec["strategy"]["param_dtype"]) == ("bf16", "bf16")
+
+
+def test_null_is_what_it_is_in_a_spec(client: TestClient, parent: str) -> None:
+    part = {"training": {"max_grad_norm": None, "max_steps": None, "num_train_epochs": 3}}
+    training = clone(client, parent, from_checkpoint=10, overrides=part).json()["spec"]["training"]
+    assert (training["max_grad_norm"], training["max_steps"], training["num_train_epochs"]) == (None, None, 3)
+
+
+def test_the_checkpoint_stays_until_the_clone_has_ended(client: TestClient, service: FakeService, parent: str) -> None:
+    job_id = clone(client, parent, from_checkpoint=10).json()["id"]
+    assert retire(service.run_dir(parent)) == [10, 20]
+    assert [c["pinned"] for c in client.get(f"/jobs/{parent}/checkpoints").json()["data"]] == [False, False]
+    client.post(f"/jobs/{parent}/cancel")
+    reconciler = service.reconciler()
+    for _ in range(3):
+        reconciler.run_once()
+    service.cluster.submissions[f"{job_id}-1"] = Submission.RUNNING
+    reconciler.run_once()
+    assert retire(service.run_dir(parent)) == [10, 20]
+    service.end(job_id, Outcome(result="succeeded"))
+    reconciler.run_once()
+    assert service.get(job_id).state == "SUCCEEDED"
+    assert retire(service.run_dir(parent)) == [20]
+
+
+def test_a_clone_that_is_cancelled_in_the_queue_lets_go_too(
+    client: TestClient, service: FakeService, parent: str
+) -> None:
+    job_id = clone(client, parent, from_checkpoint=10).json()["id"]
+    client.post(f"/jobs/{job_id}/cancel")
+    service.reconciler().run_once()
+    assert service.get(job_id).state == "CANCELLED"
+    assert retire(service.run_dir(parent)) == [20]
+
+
+def test_a_key_stands_for_one_clone(client: TestClient, parent: str) -> None:
+    key, other = {"Idempotency-Key": "k"}, client.post("/jobs", content=spec_body()).json()["id"]
+    answers = [client.post(f"/jobs/{parent}/clone", json={"from_checkpoint": 10}, headers=key) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [201, 200]
+    assert answers[0].json()["id"] == answers[1].json()["id"]
+    assert client.post(f"/jobs/{other}/clone", json={"from_checkpoint": 10}, headers=key).status_code == 422
+
+
+@pytest.mark.parametrize(
+    ("wish", "status", "code", "pointer", "message"),
+    [
+        ({"from_checkpoint": 15}, 404, "checkpoint_not_found", None, "has no checkpoint of step 15"),
+        ({"from_checkpoint": -1}, 422, "invalid_request", "/from_checkpoint", "greater than or equal to 0"),
+        ({"overides": {}}, 422, "invalid_request", "/overides", "Extra inputs are not permitted"),
+        (
+            {},
+            422,
+            "invalid_spec",
+            "/training/max_steps",
+            "max_steps=20 does not lie beyond step 20 of job-0001, where the clone begins; it counts from the first "
+            "step of all, so choose more than 20",
+        ),
+        ({"overrides": {"training": {"lerning": 1}}}, 422, "invalid_spec", "/training/lerning", "no such field"),
+        (
+            {"overrides": {"training": {"max_steps": None, "max_tokens": 20}}},
+            422,
+            "invalid_spec",
+            "/training/max_tokens",
+            "max_tokens=20 is no more than the 20 tokens of step 20 of job-0001, where the clone begins; choose more",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_and_nothing_is_stored_or_kept(
+    client: TestClient,
+    service: FakeService,
+    parent: str,
+    wish: dict[str, Any],
+    status: int,
+    code: str,
+    pointer: str | None,
+    message: str,
+) -> None:
+    answer = clone(client, parent, **wish)
+    assert (answer.status_code, answer.json()["code"]) == (status, code)
+    errors = answer.json().get("errors") or [{"pointer": None, "message": answer.json()["detail"]}]
+    assert errors[0]["pointer"] == pointer
+    assert message in errors[0]["message"]
+    assert len(client.get("/jobs").json()["data"]) == 1
+    assert retire(service.run_dir(parent)) == [20]
+
+
+def test_a_clone_that_has_no_checkpoint_yet_names_the_one_it_goes_on_from(client: TestClient, parent: str) -> None:
+    job_id = clone(client, parent, from_checkpoint=10).json()["id"]
+    answer = clone(client, job_id).json()
+    assert answer["code"] == "illegal_state"
+    assert f"clone {parent} from step 10, from which it goes on itself" in answer["detail"]
+    assert clone(client, job_id, from_checkpoint=0).status_code == 201
