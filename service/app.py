@@ -41,11 +41,12 @@ def create_app(settings: Settings) -> FastAPI:
         store.forget_requests()
     embedded = _embedded(settings)
     cluster = _cluster(settings, embedded)
+    preflight = HelperPreflight(roots=settings.roots, timeout=settings.preflight_seconds)
     jobs = Jobs(
         store=store,
         cluster=cluster,
         run_dirs=run_dirs,
-        preflight=HelperPreflight(roots=settings.roots, timeout=settings.preflight_seconds),
+        preflight=preflight,
         board=board,
         default_root=settings.default_root,
         grace=Grace(settings.cancel_grace_seconds, settings.pause_grace_seconds),
@@ -58,6 +59,8 @@ def create_app(settings: Settings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        # Seconds until it answers: the first who asks should not have to wait for all of them.
+        preflight.start()
         stop_reconciler = _in_background(reconciler, interval=settings.reconcile_seconds)
         if embedded is not None:
             embedded.start()
@@ -65,6 +68,7 @@ def create_app(settings: Settings) -> FastAPI:
             yield
         finally:
             await run_in_threadpool(stop_reconciler)
+            preflight.stop()
             if embedded is not None:
                 await run_in_threadpool(embedded.stop)
             engine.dispose()

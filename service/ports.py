@@ -9,7 +9,7 @@ from pydantic import JsonValue
 from service.domain.decide import Submission, Training
 from service.domain.job import Job, JobState
 from service.domain.ticket import Ticket
-from train_loop.plan import ModelShape
+from train_loop.plan import Capacity, ModelShape
 from train_loop.run_dir import ExportStatus, ExportWish, Manifest, Outcome, Parent, Stop
 from train_loop.spec import JobSpec, Problem, ScalingSpec
 
@@ -122,7 +122,7 @@ class Cluster(Protocol):
     def stop(self, submission_id: str) -> None:
         """End a driver now; one that is gone is fine."""
 
-    def capacity(self) -> Mapping[str, float] | None:
+    def capacity(self) -> Capacity | None:
         """What all nodes have, those an autoscaler may add among them; None when the cluster does not answer."""
 
     def dashboard(self, submission_id: str | None) -> str | None:

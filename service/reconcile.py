@@ -22,6 +22,7 @@ from service.domain.decide import (
     decide,
     hangs,
     make_room,
+    resize,
     start,
     wanted_stop,
 )
@@ -30,6 +31,7 @@ from service.domain.reason import Code, Reason
 from service.domain.ticket import Ticket
 from service.errors import ClusterError
 from service.ports import Cluster, JobStore, Launch, Lease, RunDirs, Sighting
+from train_loop.plan import Capacity
 from train_loop.run_dir import storage_failed
 
 log = structlog.get_logger(__name__)
@@ -98,16 +100,23 @@ class Reconciler:
     def _admit(self) -> list[str]:
         """Decide about the queue, as far as that is ours; the jobs that start."""
         leads, tickets = self.store.lead(self._lease()), {ticket.id: ticket for ticket in self.store.tickets()}
-        waits = any(ticket.waits for ticket in tickets.values())
-        admission = admit(tickets.values(), self.cluster.capacity() if waits else {}, self.rules)
+        # Asked only where it matters: each question costs Ray's dashboard what the training could use.
+        matters = any(ticket.waits or ticket.sizes for ticket in tickets.values())
+        now = self.clock()
+        admission = admit(tickets.values(), self.cluster.capacity() if matters else Capacity({}), self.rules, now=now)
         self.board.admission = admission
         if not leads:
             return []
-        now = self.clock()
         for job_id, whom in admission.preempts.items():
             deadline = now + self.pace.room
             self._change(tickets[job_id], partial(make_room, whom=whom, deadline=deadline, now=now))
-        return [job_id for job_id in admission.starts if self._change(tickets[job_id], partial(start, now=now))]
+        for job_id, workers in admission.resizes.items():
+            self._change(tickets[job_id], partial(resize, workers=workers, patience=self.pace.room, now=now))
+        return [
+            job_id
+            for job_id in admission.starts
+            if self._change(tickets[job_id], partial(start, now=now, workers=admission.workers.get(job_id)))
+        ]
 
     def _change(self, ticket: Ticket, change: Callable[[Job], Job]) -> bool:
         """Change a job as the one who decides about the queue, unless it is no longer what was decided about.

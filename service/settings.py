@@ -40,6 +40,7 @@ class Settings(BaseSettings):
     )
     backfill: bool = Field(default=True, description="a job may pass one that waits for room, if it does not delay it")
     preemption: bool = Field(default=True, description="jobs make room for those of higher priority, and go on later")
+    resize_seconds: float = Field(default=600.0, ge=0, description="an elastic job grows no more often")
     cluster_limit: dict[str, float] = Field(
         default={}, description='what an autoscaler may grow the cluster to, as JSON: {"GPU": 64, "CPU": 512}'
     )
@@ -65,7 +66,7 @@ class Settings(BaseSettings):
     @property
     def rules(self) -> Rules:
         """How the queue is gone through."""
-        return Rules(self.quotas, self.backfill, self.preemption)
+        return Rules(self.quotas, self.backfill, self.preemption, self.resize_seconds)
 
     @property
     def default_root(self) -> str:

@@ -18,7 +18,7 @@ from service.domain.usage import Usage, usage_by_day
 from service.domain.wishes import cancelled, paused, resumed
 from service.errors import Busy, CheckpointNotFound, IllegalState, InvalidSpec, JobNotFound
 from service.ports import Cluster, JobQuery, JobStore, Once, Preflight, RunDirs, Story
-from train_loop.plan import ModelShape, Plan, data_starves, plan_job
+from train_loop.plan import ModelShape, Plan, data_starves, groups_across_hosts, lay_out, plan_sizes
 from train_loop.run_dir import Manifest, Parent
 from train_loop.spec import JobSpec, Problem, ScalingSpec, SpecError, dump, override, parse_text
 
@@ -44,6 +44,11 @@ class PlanView:
 
     spec: JobSpec
     plan: Plan
+    """At the most workers that it can have."""
+    sizes: tuple[int, ...]
+    """Of an elastic job: the numbers of workers that it can run with."""
+    nodes: tuple[range, ...] | None
+    """The ranks that would share a node; None where that is not known, or where they have no place."""
     warnings: tuple[str, ...]
 
 
@@ -129,10 +134,10 @@ class Jobs:
 
     def _begin(self, spec: JobSpec, parent: Parent | None = None) -> Job:
         """A job that was checked, with the checkpoint that it goes on from kept for it."""
-        self._checked(spec, parent)
+        sizes = _sizes(spec, self._checked(spec, parent))
         job_id, now = self.new_id(), self.clock()
         run_dir, times = f"{self.default_root}/{spec.project}/{job_id}", {JobState.QUEUED: now}
-        job = Job(job_id, spec, run_dir, created_at=now, updated_at=now, times=times)
+        job = Job(job_id, spec, run_dir, created_at=now, updated_at=now, times=times, sizes=sizes)
         if parent is None:
             return job
         if not self.run_dirs.inherit(run_dir, parent):
@@ -141,10 +146,21 @@ class Jobs:
 
     def plan(self, body: bytes) -> PlanView:
         """What a spec comes to, by the same checks as submit; nothing is stored. Raises ServiceError."""
-        spec, plan = self._checked(_parsed(body))
-        never = never_fits(spec.scaling, self.cluster.capacity())
-        warnings = (*plan.warnings, f"the job would stay QUEUED: {never}") if never else plan.warnings
-        return PlanView(spec, plan, warnings)
+        spec = _parsed(body)
+        plans = self._checked(spec)
+        plan, cluster = plans[max(plans)], self.cluster.capacity()
+        nodes = lay_out(spec.scaling.at(max(plans)), cluster.nodes) if cluster is not None else None
+        warnings = list(plan.warnings)
+        if never := never_fits(spec.scaling.at(min(plans)), cluster):
+            warnings.append(f"the job would stay QUEUED: {never}")
+        if nodes and (
+            apart := groups_across_hosts(plan.mesh, [node for node, ranks in enumerate(nodes) for _ in ranks])
+        ):
+            warnings.append(
+                f"{len(apart)} of {plan.mesh.dp} Ulysses groups lie on several nodes, where their all-to-all is slow; "
+                f"let the workers of a node be a multiple of ulysses_size={plan.mesh.sp}"
+            )
+        return PlanView(spec, plan, _sizes(spec, plans), tuple(nodes) if nodes else None, tuple(warnings))
 
     def get(self, job_id: str) -> JobView:
         """One job. Raises JobNotFound."""
@@ -175,10 +191,13 @@ class Jobs:
         return self._change(job_id, lambda job, now: paused(job, deadline=now + grace, now=now))
 
     def resume(self, job_id: str, scaling: ScalingSpec | None) -> JobView:
-        """Let a paused job go on, at another size if one is given. Raises IllegalState, InvalidSpec, JobNotFound."""
+        """Let a job go on, at another size if one is given. Raises IllegalState, InvalidSpec, JobNotFound."""
+        sizes: tuple[int, ...] = ()
         if scaling is not None:
-            self._checked(_sized(self.find(job_id).spec, scaling))
-        return self._change(job_id, lambda job, now: resumed(job, scaling, now=now))
+            spec = _sized(self.find(job_id).spec, scaling)
+            sizes = _sizes(spec, self._checked(spec))
+        grace = self.grace.pause
+        return self._change(job_id, lambda job, now: resumed(job, scaling, sizes, deadline=now + grace, now=now))
 
     def delete(self, job_id: str) -> None:
         """Forget a job that has ended; its run directory stays. Raises IllegalState, JobNotFound."""
@@ -201,14 +220,17 @@ class Jobs:
                 return self._view(wanted)
         raise Busy(f"{job_id} changed {_TRIES} times while it was being changed; send the request again")
 
-    def _checked(self, spec: JobSpec, parent: Parent | None = None) -> tuple[JobSpec, Plan]:
-        starves = data_starves(spec.scaling, self.cluster.capacity())
+    def _checked(self, spec: JobSpec, parent: Parent | None = None) -> dict[int, Plan]:
+        """The plan for each number of workers that a job can have. Raises InvalidSpec."""
         found = self.preflight.check(spec, parent)
-        plan, broken = _planned(spec, found.shape)
+        plans, broken = _planned(spec, found.shape)
+        cluster = self.cluster.capacity()
+        fewest = spec.scaling.at(min(plans, default=spec.scaling.bounds[0]))
+        starves = data_starves(fewest, cluster.total if cluster else None)
         problems = [*([starves] if starves else []), *broken, *found.problems]
-        if problems or plan is None:
+        if problems or not plans:
             raise InvalidSpec(problems)
-        return spec, plan
+        return plans
 
     def _view(self, job: Job) -> JobView:
         submission = job.attempt.submission_id if job.attempt else None
@@ -229,7 +251,7 @@ def _parsed(body: bytes) -> JobSpec:
 def _overridden(job: Job, overrides: Mapping[str, JsonValue]) -> JobSpec:
     """The spec of a job at the size that it has now, with some of it different. Raises InvalidSpec."""
     try:
-        return override(job.spec.model_copy(update={"scaling": job.size}), overrides)
+        return override(job.spec.model_copy(update={"scaling": job.asked}), overrides)
     except SpecError as error:
         raise InvalidSpec(error.problems) from error
 
@@ -237,22 +259,27 @@ def _overridden(job: Job, overrides: Mapping[str, JsonValue]) -> JobSpec:
 def _sized(spec: JobSpec, scaling: ScalingSpec) -> JobSpec:
     """A run's spec at another size. Raises InvalidSpec where the size would change what is trained."""
     sized = spec.model_copy(update={"scaling": scaling})
-    if scaling.world != spec.scaling.world and spec.training.global_batch_size is None:
+    if scaling.bounds != spec.scaling.bounds and spec.training.global_batch_size is None:
         raise InvalidSpec(
             [
                 Problem(
                     "/scaling/num_workers",
-                    f"num_workers={scaling.world} is not the {spec.scaling.world} of the spec, and a step would take "
-                    "another number of sequences; a job is resized where its spec gives training.global_batch_size",
+                    f"num_workers={scaling.bounds[1]} is not the {spec.scaling.world} of the spec, and a step would "
+                    "take another number of sequences; a job is resized where its spec gives "
+                    "training.global_batch_size",
                 )
             ]
         )
     return _parsed(dump(sized).encode())
 
 
-def _planned(spec: JobSpec, shape: ModelShape | None) -> tuple[Plan | None, list[Problem]]:
-    """The plan for a model of known sizes, or the rules that the spec breaks."""
+def _planned(spec: JobSpec, shape: ModelShape | None) -> tuple[dict[int, Plan], list[Problem]]:
+    """The plans for a model of known sizes, or the rules that the spec breaks."""
     try:
-        return (plan_job(spec, shape) if shape else None), []
+        return (plan_sizes(spec, shape) if shape else {}), []
     except SpecError as error:
-        return None, error.problems
+        return {}, error.problems
+
+
+def _sizes(spec: JobSpec, plans: Mapping[int, Plan]) -> tuple[int, ...]:
+    return tuple(plans) if spec.scaling.elastic else ()

@@ -8,7 +8,10 @@ import functools
 import logging
 import math
 import os
-import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from train_loop.data.stream import ray_stream
 from train_loop.errors import FencedError
 from train_loop.failure import failed, failure_told, reason
 from train_loop.journal import Journal
+from train_loop.leave import leave
 from train_loop.logs import log_to
 from train_loop.run_dir import AttemptDir, Outcome, RunDir, is_remote, list_folder, read_lines, size_of
 from train_loop.session import Preemption, Session
@@ -34,6 +38,7 @@ from train_loop.spec import JobSpec
 from train_loop.worker import train
 
 log = logging.getLogger(__name__)
+_SHUTDOWN_SECONDS = 10.0
 
 # A dead worker is noticed within about this many seconds; Ray's default is 2.
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "1")
@@ -71,7 +76,7 @@ def main() -> None:
     outcome = run_attempt(run_dir, attempt, journal)
     journal.event("finished", **outcome.model_dump(exclude_none=True))
     attempt.write_outcome(outcome)
-    sys.exit(1 if outcome.result == "failed" else 0)
+    leave(1 if outcome.result == "failed" else 0)
 
 
 def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outcome:
@@ -95,6 +100,9 @@ def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outco
     except Exception as error:
         log.exception("the attempt failed")
         return failed(error)
+    finally:
+        # An outcome says that the workers are gone; a cluster that is stuck is not waited for.
+        _wait_for(ray.shutdown, seconds=_SHUTDOWN_SECONDS)
 
 
 def _asked_early(run_dir: RunDir, attempt: AttemptDir) -> Outcome | None:
@@ -167,7 +175,25 @@ def fit(spec: JobSpec, run_dir: RunDir, attempt: AttemptDir) -> None:
             worker_runtime_env=_environment(spec),
         ),
     )
-    trainer.fit()
+    _wait_for(trainer.fit)
+
+
+def _wait_for(call: Callable[[], object], *, seconds: float | None = None) -> None:
+    """Call it in another thread, and wait for its end, at most so long; what it raises is raised.
+
+    In the main thread Ray Train would take SIGINT for itself, and wait for ever where there is no room for its workers.
+    """
+    ended = Future[object]()
+
+    def run() -> None:
+        try:
+            ended.set_result(call())
+        except BaseException as error:
+            ended.set_exception(error)
+
+    threading.Thread(target=run, name=call.__name__, daemon=True).start()
+    with suppress(TimeoutError):
+        ended.result(timeout=seconds)
 
 
 def _storage(folder: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The end of a rank's process."""
+"""The end of a rank's or a driver's process."""
 
 import logging
 import os
@@ -8,7 +8,7 @@ from typing import NoReturn
 from train_loop.run_dir import flush_all
 
 
-def leave() -> NoReturn:
+def leave(code: int = 0) -> NoReturn:
     """End this process as done, without Python's finalization.
 
     Threads of gloo outlive `destroy_process_group` where anything else still refers to a group, as FSDP2 does, and free
@@ -20,4 +20,4 @@ def leave() -> NoReturn:
     flush_all()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)

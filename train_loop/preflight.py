@@ -1,14 +1,15 @@
 """All that can be said of a spec's data and model before anything runs; the service calls it as a helper process.
 
-Reads {"spec": …, "roots": […], "parent": … or null} on standard input and prints {"problems": [{"pointer", "message"}],
-"shape": {…}}: the model's sizes, or null where they cannot be told. A process of its own, because a damaged file may
-crash the library that opens it, and torch takes memory that the service need not have.
+`python -m train_loop.preflight SOCKET` listens there until its standard input ends. A question is {"spec": …,
+"roots": […], "parent": … or null, "seconds": …}, the answer {"problems": [{"pointer", "message"}], "shape": {…}}: the
+model's sizes, or null where they cannot be told. A process of its own, because torch takes memory and seconds that the
+service need not have; and a forked one for each question, because a damaged file may crash the library that opens it.
 """
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -20,6 +21,7 @@ from train_loop.data.rows import check_columns, is_empty
 from train_loop.data.sources import check_allowed, check_folder, list_files
 from train_loop.data.tokenizer import load_tokenizer
 from train_loop.errors import DataError, ModelError
+from train_loop.forking import serve
 from train_loop.model.build import build_model
 from train_loop.model.freeze import freeze
 from train_loop.model.load import match_folder
@@ -154,15 +156,13 @@ def _tokenizer_problems(spec: JobSpec, roots: Sequence[str], shape: ModelShape) 
     return []
 
 
-def main() -> None:
-    """Answer one question on standard input."""
-    question = json.load(sys.stdin)
-    spec = parse(question["spec"])
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    """What is wrong with a spec's data and model."""
+    spec, roots = parse(question["spec"]), question["roots"]
     parent = Parent.model_validate(question["parent"]) if question["parent"] else None
-    shape, problems = check_model(spec, question["roots"], parent)
-    problems = [*check_data(spec, question["roots"]), *problems]
-    json.dump({"problems": [asdict(p) for p in problems], "shape": shape and asdict(shape)}, sys.stdout)
+    shape, problems = check_model(spec, roots, parent)
+    return {"problems": [asdict(p) for p in (*check_data(spec, roots), *problems)], "shape": shape and asdict(shape)}
 
 
 if __name__ == "__main__":
-    main()
+    serve(sys.argv[1], answer)

@@ -38,6 +38,12 @@ def main() -> None:
         spec = parse_text(arguments.spec.read_bytes())
     except SpecError as error:
         sys.exit(f"{arguments.spec}: {error}")
+    fewest, most = spec.scaling.bounds
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if spec.scaling.elastic:
+        if not fewest <= world <= most:
+            sys.exit(f"{arguments.spec}: --nproc-per-node gives {world} workers, and num_workers is {fewest} to {most}")
+        spec = spec.at(world)
     told_to_end = _watch_signals()
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=spec.failure.hang_timeout_seconds))

@@ -10,7 +10,7 @@ from service.domain.job import LIVE, Job, JobState
 from service.domain.ticket import Ticket
 from service.errors import ClusterError, IdempotencyMismatch, KeyInFlight
 from service.ports import FLIGHT_SECONDS, KEPT_SECONDS, Findings, JobQuery, Launch, Lease, Once
-from train_loop.plan import read_shape
+from train_loop.plan import Capacity, read_shape
 from train_loop.run_dir import Parent
 from train_loop.spec import JobSpec, Problem
 
@@ -133,6 +133,7 @@ class MemoryCluster:
     """A cluster whose submissions are what a test says they are."""
 
     total: Mapping[str, float] | None = field(default_factory=lambda: {"CPU": 8.0})
+    nodes: tuple[Mapping[str, float], ...] = ()
     submissions: dict[str, Submission] = field(default_factory=dict)
     launches: list[Launch] = field(default_factory=list)
 
@@ -158,9 +159,9 @@ class MemoryCluster:
         if self.submissions.get(submission_id, Submission.MISSING).alive:
             self.submissions[submission_id] = Submission.STOPPED
 
-    def capacity(self) -> Mapping[str, float] | None:
+    def capacity(self) -> Capacity | None:
         """Resources of all living nodes; None when the cluster does not answer."""
-        return self.total
+        return None if self.total is None else Capacity(self.total, self.nodes)
 
     def dashboard(self, submission_id: str | None) -> str | None:
         """There is none."""

@@ -1,10 +1,18 @@
 """Looks at data and model in a helper process: a hang, a crash or a gigabyte there is not ours."""
 
+import json
+import socket
 import subprocess
 import sys
+import tempfile
+import threading
+import time
+from collections import OrderedDict
 from collections.abc import Sequence
+from pathlib import Path
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
+from tenacity import RetryError, Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from service.errors import PreflightFailed
 from service.ports import Findings
@@ -12,46 +20,127 @@ from train_loop.run_dir import Parent
 from train_loop.spec import JobSpec
 
 _COMMAND = (sys.executable, "-m", "train_loop.preflight")
+_FRESH_SECONDS = 30.0
+"""For so long what was in order is taken to be: a sweep asks for the same data and model again and again."""
+_KEPT = 256
+_findings = TypeAdapter(Findings)
 
 
 class _Question(BaseModel):
     spec: JobSpec
     roots: tuple[str, ...]
     parent: Parent | None
+    seconds: float
 
 
 class HelperPreflight:
-    """Runs `python -m train_loop.preflight` for each spec, with a time limit in seconds."""
+    """Asks a `python -m train_loop.preflight` that stays; each answer has a time limit in seconds."""
 
     def __init__(self, *, roots: Sequence[str], timeout: float, command: Sequence[str] = _COMMAND) -> None:
         self._roots = tuple(roots)
         self._timeout = timeout
         self._command = tuple(command)
+        self._lock = threading.Lock()
+        self._helper: subprocess.Popen[bytes] | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="shed-")
+        self._known: OrderedDict[str, tuple[float, Findings]] = OrderedDict()
+
+    def start(self) -> None:
+        """Start the helper, if it is not there; it takes seconds until it answers."""
+        with self._lock:
+            if self._helper is None or self._helper.poll() is not None:
+                self._end()
+                self._socket.unlink(missing_ok=True)
+                command = [*self._command, str(self._socket)]
+                # What is typed at the service is not for it.
+                self._helper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+    def stop(self) -> None:
+        """End the helper."""
+        with self._lock:
+            self._end()
+            self._folder.cleanup()
+
+    def _end(self) -> None:
+        if self._helper is not None:
+            self._helper.kill()
+            self._helper.communicate()
 
     def check(self, spec: JobSpec, parent: Parent | None = None) -> Findings:
         """Everything wrong, and the model's sizes. Raises PreflightFailed when the helper does not say."""
-        question = _Question(spec=spec, roots=self._roots, parent=parent).model_dump_json()
+        key, now = _what_is_looked_at(spec), time.monotonic()
+        with self._lock:
+            since, known = self._known.get(key, (-_FRESH_SECONDS, None))
+        if parent is None and known is not None and now - since < _FRESH_SECONDS:
+            return known
+        found = self._look(spec, parent)
+        if parent is None and not found.problems:
+            with self._lock:
+                self._known[key] = now, found
+                if len(self._known) > _KEPT:
+                    self._known.popitem(last=False)
+        return found
+
+    @property
+    def _socket(self) -> Path:
+        return Path(self._folder.name) / "preflight"
+
+    def _look(self, spec: JobSpec, parent: Parent | None) -> Findings:
+        question = _Question(spec=spec, roots=self._roots, parent=parent, seconds=self._timeout)
         try:
-            done = subprocess.run(self._command, input=question, capture_output=True, text=True, timeout=self._timeout)
-        except subprocess.TimeoutExpired as error:
+            answer = self._ask(question.model_dump_json().encode())
+        except (TimeoutError, RetryError) as error:
             raise PreflightFailed(
                 f"looking at the data and the model took over {self._timeout:g} s; check that the storage answers, "
                 "or raise TRAINSHED_PREFLIGHT_SECONDS"
             ) from error
-        if done.returncode:
-            raise PreflightFailed(f"the data and the model could not be looked at: {_last_line(done.stderr)}")
-        return _parse(done.stdout)
+        return _parse(answer)
+
+    def _ask(self, question: bytes) -> bytes:
+        """The helper's answer, empty where it died of the question. Raises as `_connect`, and TimeoutError."""
+        deadline = time.monotonic() + self._timeout
+        with self._connect() as connection:
+            connection.sendall(question)
+            connection.shutdown(socket.SHUT_WR)
+            parts = list[bytes]()
+            while True:
+                connection.settimeout(max(deadline - time.monotonic(), 0.001))
+                if not (part := connection.recv(1 << 16)):
+                    return b"".join(parts)
+                parts.append(part)
+
+    def _connect(self) -> socket.socket:
+        """A connection to the helper, once it has started, or has started again. Raises RetryError, PreflightFailed."""
+        self.start()
+        for attempt in Retrying(
+            retry=retry_if_exception_type((FileNotFoundError, ConnectionRefusedError)),
+            wait=wait_fixed(0.02),
+            stop=stop_after_delay(self._timeout),
+        ):
+            with attempt:
+                if self._helper is not None and (code := self._helper.poll()) is not None:
+                    raise PreflightFailed(
+                        f"the helper that looks at data and model ended with {code}; see the service's log"
+                    )
+                connection = socket.socket(socket.AF_UNIX)
+                try:
+                    connection.connect(str(self._socket))
+                except BaseException:
+                    connection.close()
+                    raise
+        return connection
 
 
-def _parse(answer: str) -> Findings:
+def _what_is_looked_at(spec: JobSpec) -> str:
+    """All that `train_loop.preflight` reads of a spec: of training, whether the loss is asked for in chunks."""
+    return spec.model_dump_json(include={"model": True, "data": True, "strategy": True, "training": {"chunked_loss"}})
+
+
+def _parse(answer: bytes) -> Findings:
+    if not answer:
+        raise PreflightFailed("the helper that looks at data and model died of the question; see the service's log")
     try:
-        return TypeAdapter(Findings).validate_json(answer)
+        return _findings.validate_json(answer)
     except ValidationError as error:
-        raise PreflightFailed(
-            "the helper that looks at data and model gave no answer; see the service's log"
-        ) from error
-
-
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else "the helper said nothing"
+        said = json.loads(answer).get("failed", answer.decode()[:200])
+        raise PreflightFailed(f"the data and the model could not be looked at: {said}") from error

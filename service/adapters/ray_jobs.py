@@ -16,6 +16,7 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 from service.domain.decide import Submission
 from service.errors import ClusterError
 from service.ports import Launch
+from train_loop.plan import Capacity
 from train_loop.run_dir import storage_path
 
 log = structlog.get_logger(__name__)
@@ -73,7 +74,7 @@ class RayJobs:
         self._lock = threading.Lock()
         self._ran: dict[str, float] = {}
         self._client: tuple[RayAddress, JobSubmissionClient] | None = None
-        self._capacity: tuple[float, Mapping[str, float] | None] = (-_CAPACITY_SECONDS, None)
+        self._capacity: tuple[float, Capacity | None] = (-_CAPACITY_SECONDS, None)
 
     def submit(self, launch: Launch) -> None:
         """Start a driver; one that is there already under this id is fine if it is the same. Raises ClusterError."""
@@ -110,7 +111,7 @@ class RayJobs:
             if not _does_not_exist(error):
                 raise ClusterError(f"Ray did not stop {submission_id}: {_first_line(error)}") from error
 
-    def capacity(self) -> Mapping[str, float] | None:
+    def capacity(self) -> Capacity | None:
         """What all nodes have, up to two seconds old, or may grow to; None when the cluster does not answer."""
         asked, known = self._capacity
         if time.monotonic() - asked >= _CAPACITY_SECONDS:
@@ -131,20 +132,25 @@ class RayJobs:
         except _FAULTS as error:
             return Submission.MISSING if _does_not_exist(error) else Submission.UNKNOWN
 
-    def _ask_capacity(self) -> Mapping[str, float] | None:
+    def _ask_capacity(self) -> Capacity | None:
         try:
             answer = self._connect()._do_request("GET", "/api/v0/nodes?detail=1&limit=10000")
             answer.raise_for_status()
-            nodes = _NodesAnswer.model_validate_json(answer.text).data.result.result
+            found = _NodesAnswer.model_validate_json(answer.text).data.result.result
         except _FAULTS:
             return None
-        total: dict[str, float] = {}
-        for node in nodes:
-            for name, amount in node.resources_total.items() if node.state == "ALIVE" else ():
-                if not name.startswith(_NOT_TOTALS):
-                    total[name] = total.get(name, 0.0) + amount
+        nodes = tuple(
+            {name: amount for name, amount in node.resources_total.items() if not name.startswith(_NOT_TOTALS)}
+            for node in found
+            if node.state == "ALIVE"
+        )
         # A head that has just started has no node yet: not a cluster of nothing, but one that is not up.
-        return {name: max(total.get(name, 0.0), self._limit.get(name, 0.0)) for name in {*total, *self._limit}} or None
+        if not nodes and not self._limit:
+            return None
+        names = {*self._limit, *(name for node in nodes for name in node)}
+        there = {name: sum(node.get(name, 0.0) for node in nodes) for name in names}
+        total = {name: max(amount, self._limit.get(name, 0.0)) for name, amount in there.items()}
+        return Capacity(total, () if self._limit else nodes)
 
     def _connect(self) -> JobSubmissionClient:
         """A client for where the cluster is now. Raises ConnectionError while there is none."""

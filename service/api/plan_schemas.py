@@ -46,7 +46,11 @@ class PlanOut(BaseModel):
 
     name: str
     world: int
+    sizes: list[int] = Field(description="of an elastic job: the workers that it can run with; the rest is of the most")
     mesh: MeshOut
+    nodes: list[list[int]] | None = Field(
+        description="the ranks of each node, were nobody else there; null where nodes are unknown or have no place"
+    )
     data_parallel_size: int
     global_batch_size: int
     micro_batch_size: int
@@ -65,7 +69,9 @@ class PlanOut(BaseModel):
         return cls(
             name=spec.name,
             world=plan.mesh.world,
+            sizes=list(view.sizes),
             mesh=MeshOut.of(plan.mesh),
+            nodes=None if view.nodes is None else [list(ranks) for ranks in view.nodes],
             data_parallel_size=plan.mesh.dp,
             global_batch_size=plan.batch.global_batch,
             micro_batch_size=plan.batch.per_device,

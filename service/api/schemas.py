@@ -126,7 +126,8 @@ class JobOut(BaseModel):
     started_at: Time | None
     finished_at: Time | None
     spec: JobSpec
-    scaling: ScalingSpec = Field(description="the size of its next attempt")
+    scaling: ScalingSpec = Field(description="the size of its newest attempt, or of its next one")
+    sizes: tuple[int, ...] = Field(description="of an elastic job: the numbers of workers that it can run with")
     run_dir: str
     parent: LineageOut | None = Field(description="what it was cloned from; null where it begins at its first step")
     attempt: int = Field(description="number of the newest attempt; 0 before the first")
@@ -159,6 +160,7 @@ class JobOut(BaseModel):
             finished_at=_time_or_none(job.finished_at),
             spec=job.spec,
             scaling=job.size,
+            sizes=job.sizes,
             run_dir=job.run_dir,
             parent=LineageOut(job=job.parent.job, step=job.parent.step) if job.parent else None,
             attempt=len(job.attempts),

@@ -209,7 +209,7 @@ def resume(
 ) -> None:
     """Let a paused job go on from its newest checkpoint."""
     with connect() as client:
-        scaling = client.job(job_id).scaling.model_copy(update={"num_workers": workers}) if workers else None
+        scaling = client.job(job_id).scaling.at(workers) if workers else None
         job = client.resume(job_id, scaling=scaling)
         show_json(job) if as_json else show_text(f"{job.id} is {job.state}")
 

@@ -56,6 +56,8 @@ def show_plan(plan: PlanOut) -> None:
         {
             "name": plan.name,
             "workers": plan.world,
+            "sizes": ", ".join(map(str, plan.sizes)) or None,
+            "ranks by node": _nodes(plan),
             "mesh": f"{mesh}, ulysses {plan.mesh.sp}",
             "sequences per step": plan.global_batch_size,
             "tokens per step": plan.tokens_per_step,
@@ -110,6 +112,14 @@ def _progress(job: JobOut) -> str | None:
         return None
     loss = f" loss {done.loss:.4f}" if done.loss is not None else ""
     return f"{done.step}/{done.of or '?'}{loss}"
+
+
+def _nodes(plan: PlanOut) -> str | None:
+    return None if plan.nodes is None else "; ".join(_span(ranks) for ranks in plan.nodes)
+
+
+def _span(ranks: list[int]) -> str:
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 
 def _short(value: JsonValue) -> str:

@@ -4,14 +4,14 @@ Jobs start by priority, then by age, all of their workers at once. What a job th
 behind it may pass only where that cannot make it wait longer, however long anybody runs.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from service.domain.job import JobState
 from service.domain.reason import Code, Reason
 from service.domain.ticket import Resources, Ticket, add_up, queue_order
-from train_loop.plan import data_starves, too_big
+from train_loop.plan import Capacity, data_starves, no_place, too_big
 from train_loop.spec import ScalingSpec
 
 _NOISE = 1e-9
@@ -36,6 +36,8 @@ class Rules:
     """By project; "*" is for those that are not named."""
     backfill: bool = True
     preemption: bool = True
+    resize_seconds: float = 600.0
+    """An elastic job grows no more often."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,12 @@ class Admission:
 
     starts: tuple[str, ...] = ()
     """Jobs that start now."""
+    workers: Mapping[str, int] = field(default_factory=dict)
+    """How many workers the elastic ones of them get."""
     preempts: Mapping[str, str] = field(default_factory=dict)
     """Jobs that make room, and for whom."""
+    resizes: Mapping[str, int] = field(default_factory=dict)
+    """Running elastic jobs that are to have another number of workers."""
     waits: Mapping[str, Reason] = field(default_factory=dict)
     """Why the others wait, in their order."""
 
@@ -62,25 +68,27 @@ class Board:
     admission: Admission = field(default_factory=Admission)
 
 
-def never_fits(scaling: ScalingSpec, total: Resources | None) -> str | None:
+def never_fits(scaling: ScalingSpec, cluster: Capacity | None) -> str | None:
     """Why the cluster as it is can never hold the job; None where it can, or where nobody knows."""
-    if total is None:
+    if cluster is None:
         return None
-    starves = data_starves(scaling, total)
-    return too_big(scaling, total) or (starves.message if starves else None)
+    starves = data_starves(scaling, cluster.total)
+    said = too_big(scaling, cluster.total) or (starves.message if starves else None)
+    return said or no_place(scaling, cluster.nodes)
 
 
-def admit(tickets: Iterable[Ticket], total: Resources | None, rules: Rules) -> Admission:
-    """Decide about every ticket at once; `total` is what the cluster has, None where it is silent."""
+def admit(tickets: Iterable[Ticket], cluster: Capacity | None, rules: Rules, *, now: float = 0.0) -> Admission:
+    """Decide about every ticket at once; `cluster` is what there is, None where it is silent."""
     everybody = sorted(tickets, key=queue_order)
     waiting = [ticket for ticket in everybody if ticket.waits]
-    if total is None:
+    if cluster is None:
         unknown = Reason(Code.CLUSTER_UNREACHABLE, "the cluster is not reachable yet; the job starts once it answers")
         return Admission(waits={ticket.id: unknown for ticket in waiting})
-    books = _Books(total, rules, [ticket for ticket in everybody if ticket.holds])
+    books = _Books(cluster, rules, [ticket for ticket in everybody if ticket.holds])
     for ticket in waiting:
         books.decide(ticket)
-    return Admission(tuple(books.starts), books.preempts, books.waits)
+    resizes = dict(books.shrink()) or dict(books.grow(now))
+    return Admission(tuple(books.starts), books.workers, books.preempts, resizes, books.waits)
 
 
 @dataclass(frozen=True)
@@ -96,15 +104,21 @@ class _Use:
         gpus = self.gpus + ticket.needs.get("GPU", 0.0)
         return _Use(self.jobs + 1, self.workers + ticket.scaling.world, gpus)
 
+    def with_workers(self, ticket: Ticket, *, instead_of: Ticket) -> "_Use":
+        """The same with a job at another size."""
+        gpus = self.gpus + ticket.needs.get("GPU", 0.0) - instead_of.needs.get("GPU", 0.0)
+        return _Use(self.jobs, self.workers + ticket.scaling.world - instead_of.scaling.world, gpus)
+
 
 class _Books:
     """Who holds what, while the queue is gone through from its front."""
 
-    def __init__(self, total: Resources, rules: Rules, holders: Sequence[Ticket]) -> None:
+    def __init__(self, cluster: Capacity, rules: Rules, holders: Sequence[Ticket]) -> None:
         self.starts: list[str] = []
+        self.workers: dict[str, int] = {}
         self.preempts: dict[str, str] = {}
         self.waits: dict[str, Reason] = {}
-        self._total = total
+        self._cluster, self._total = cluster, cluster.total
         self._rules = rules
         self._holders: list[Ticket] = []
         self._held: Resources = {}
@@ -117,13 +131,62 @@ class _Books:
             self._hold(ticket)
 
     def decide(self, ticket: Ticket) -> None:
-        """Start the next in the order, or say why it waits."""
+        """Start the next in the order, one that is elastic as large as there is room for, or say why it waits."""
+        if ticket.sizes:
+            larger = (ticket.at(workers) for workers in reversed(ticket.sizes[1:]))
+            ticket = next(filter(self._may_start, larger), ticket.at(ticket.sizes[0]))
         reason = self._why_wait(ticket)
-        if reason is None:
-            self.starts.append(ticket.id)
-            self._hold(ticket)
-        else:
+        if reason is not None:
             self.waits[ticket.id] = reason
+            return
+        self.starts.append(ticket.id)
+        self._hold(ticket)
+        if ticket.sizes:
+            self.workers[ticket.id] = ticket.scaling.world
+
+    def shrink(self) -> Iterator[tuple[str, int]]:
+        """The elastic jobs whose workers have no room any more, and how many of them would have some."""
+        for ticket in self._holders:
+            if ticket.state not in (JobState.STARTING, JobState.RECOVERING) or ticket.id in self.starts:
+                continue
+            others = _less(self._held, [ticket.needs])
+            if _shortage(ticket.needs, self._total, others) is None:
+                continue
+            smaller = (workers for workers in reversed(ticket.sizes) if workers < ticket.scaling.world)
+            for workers in smaller:
+                if _shortage(ticket.at(workers).needs, self._total, others) is None:
+                    self._held = add_up([others, ticket.at(workers).needs])
+                    yield ticket.id, workers
+                    break
+
+    def grow(self, now: float) -> Iterator[tuple[str, int]]:
+        """The elastic jobs that have room for more workers, which nobody waits for, and how many they would have."""
+        if self._blocked or self.preempts:
+            return
+        for ticket in self._holders:
+            if ticket.state is not JobState.RUNNING or now - ticket.since < self._rules.resize_seconds:
+                continue
+            others = _less(self._held, [ticket.needs])
+            for workers in reversed(ticket.sizes):
+                larger = ticket.at(workers)
+                if workers <= ticket.scaling.world:
+                    break
+                more = self._used[ticket.project].with_workers(larger, instead_of=ticket)
+                if self._over(ticket, more) is None and _shortage(larger.needs, self._total, others) is None:
+                    self._held, self._used[ticket.project] = add_up([others, larger.needs]), more
+                    yield ticket.id, workers
+                    break
+
+    def _may_start(self, ticket: Ticket) -> bool:
+        """Whether it could start now; nothing is said or kept of it if not."""
+        more = self._used.get(ticket.project, _Use()).plus(ticket)
+        return (
+            never_fits(ticket.scaling, self._cluster) is None
+            and ticket.project not in self._over_quota
+            and self._over(ticket, more) is None
+            and _shortage(ticket.needs, self._total, self._held) is None
+            and self._who_holds_back(ticket) is None
+        )
 
     def _hold(self, ticket: Ticket) -> None:
         self._holders.append(ticket)
@@ -132,7 +195,7 @@ class _Books:
 
     def _why_wait(self, ticket: Ticket) -> Reason | None:
         # Only what can never start blocks nobody.
-        if never := never_fits(ticket.scaling, self._total):
+        if never := never_fits(ticket.scaling, self._cluster):
             what, _, remedy = never.partition("; ")
             return Reason(Code.UNSCHEDULABLE, what, remedy)
         if never := self._over(ticket, _Use().plus(ticket)):

@@ -112,6 +112,10 @@ class Job:
     wish: Wish | None = None
     scaling: ScalingSpec | None = None
     """The size it was given since; None: the one in its spec."""
+    sizes: tuple[int, ...] = ()
+    """Of an elastic job: the numbers of workers that it can run with, fewest first."""
+    granted: int | None = None
+    """Of an elastic job: how many workers it was given when it was last admitted."""
     parent: Lineage | None = None
     """What it was cloned from; None: it begins at its first step."""
     version: int = 1
@@ -134,9 +138,14 @@ class Job:
         return tuple(found)
 
     @property
-    def size(self) -> ScalingSpec:
-        """How many workers its next attempt gets, and what each of them needs."""
+    def asked(self) -> ScalingSpec:
+        """The size that users want, which may be a range."""
         return self.scaling or self.spec.scaling
+
+    @property
+    def size(self) -> ScalingSpec:
+        """How many workers its next attempt gets, the fewest where that is open, and what each of them needs."""
+        return self.asked.at(self.granted or self.sizes[0]) if self.sizes else self.asked
 
     @property
     def holds_resources(self) -> bool:

@@ -1,7 +1,7 @@
 """What admission knows of a job: what it holds, or what it waits for. Pure."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from service.domain.job import Job, JobState
@@ -25,6 +25,8 @@ class Ticket:
     """Whether the cluster keeps room for it."""
     waits: bool
     """Whether it would start: it is queued, or was paused to make room."""
+    sizes: tuple[int, ...] = ()
+    """Of an elastic job: the numbers of workers that it can run with, fewest first."""
     since: float = 0.0
     """When its newest attempt began, in Unix seconds."""
 
@@ -32,6 +34,10 @@ class Ticket:
     def needs(self) -> Resources:
         """What the cluster keeps for it: its workers, and a CPU for Ray Data."""
         return add_up([needed(self.scaling), {"CPU": DATA_CPUS}])
+
+    def at(self, workers: int) -> "Ticket":
+        """The same with another number of workers."""
+        return replace(self, scaling=self.scaling.at(workers))
 
     @classmethod
     def of(cls, job: Job) -> "Ticket":
@@ -45,6 +51,7 @@ class Ticket:
             scaling=_held_size(job) if job.holds_resources else job.size,
             holds=job.holds_resources,
             waits=preempted or job.state is JobState.QUEUED,
+            sizes=job.sizes,
             since=job.attempt.started_at if job.attempt else 0.0,
         )
 

@@ -9,6 +9,7 @@ from service.errors import IllegalState
 from train_loop.spec import ScalingSpec
 
 _CANCELLED = Reason(Code.USER, "cancelled by a user")
+_RESIZED = Reason(Code.RESIZED, "goes on at the size that a user asked for, once there is room")
 _PAUSED = Reason(Code.USER, "paused by a user", "resume it when it is to go on")
 
 
@@ -39,15 +40,22 @@ def paused(job: Job, *, deadline: float, now: float) -> Job:
     return replace(job.move(JobState.PAUSING, now=now, reason=_PAUSED), wish=wish)
 
 
-def resumed(job: Job, scaling: ScalingSpec | None, *, now: float) -> Job:
-    """The job after a resume; one that is on its way to a pause goes on after it."""
+def resumed(job: Job, scaling: ScalingSpec | None, sizes: tuple[int, ...] = (), *, deadline: float, now: float) -> Job:
+    """The job after a resume, at another size if one is given; `sizes` are those it may then have, if it is elastic.
+
+    One that is on its way to a pause goes on after it; one that runs at another size saves, and waits for room.
+    """
     if job.state.terminal or job.state is JobState.CANCELLING:
         raise IllegalState(f"{job.id} is {job.state} and cannot be resumed; clone it to train on from a checkpoint")
-    if scaling is not None and job.holds_resources and job.state is not JobState.PAUSING and scaling != job.size:
-        raise IllegalState(f"{job.id} is {job.state}; pause it, then resume it at another size")
-    sized = replace(job, scaling=scaling) if scaling is not None and scaling != job.size else job
+    sized = job
+    if scaling is not None and scaling != job.asked:
+        # What it holds now its attempt knows; `granted` is about the size before.
+        sized = replace(job, scaling=scaling, sizes=sizes, granted=None)
     if job.state is JobState.PAUSED:
         return resume(sized, now=now)
+    if sized is not job and job.state in (JobState.STARTING, JobState.RUNNING, JobState.RECOVERING):
+        wish = Wish("resize", checkpoint=True, deadline=deadline, reason=_RESIZED, then_resume=True)
+        return replace(sized.move(JobState.PAUSING, now=now, reason=_RESIZED), wish=wish)
     if job.state is JobState.PAUSING and job.wish is not None and not job.wish.then_resume:
         return replace(sized, wish=replace(job.wish, then_resume=True))
     return sized

@@ -240,3 +240,73 @@ def test_finished_job_cannot_be_cancelled(client: TestClient, service: FakeServi
 def test_health_needs_no_key(service: FakeService, path: str) -> None:
     with service.client(authorization="") as client:
         assert client.get(path).status_code == 200
+
+
+ELASTIC = {"training": {"global_batch_size": 8}, "scaling": {"num_workers": {"min": 1, "max": 6}}}
+
+
+def test_plan_of_an_elastic_job_tells_its_sizes_and_is_that_of_the_largest(client: TestClient) -> None:
+    plan = client.post("/jobs/plan", content=spec_body(**ELASTIC)).json()
+    assert (plan["sizes"], plan["world"], plan["gradient_accumulation_steps"]) == ([1, 2, 4], 4, 2)
+    assert client.post("/jobs/plan", content=spec_body()).json()["sizes"] == []
+
+
+def test_range_in_which_no_size_works_is_refused(client: TestClient) -> None:
+    parts = ELASTIC | {"scaling": {"num_workers": {"min": 5, "max": 7}}}
+    (error,) = client.post("/jobs", content=spec_body(**parts)).json()["errors"]
+    assert error["pointer"] == "/training/global_batch_size"
+    assert error["message"].startswith(
+        "none of 5 to 7 workers can be shared out as the strategy and the batch ask; with 7: global_batch_size=8 is not"
+    )
+
+
+def test_elastic_job_starts_at_what_there_is_and_is_resized_by_its_user(
+    client: TestClient, service: FakeService
+) -> None:
+    service.cluster.total = {"CPU": 4.0}
+    job_id = client.post("/jobs", content=spec_body(**ELASTIC)).json()["id"]
+    service.reconciler().run_once()
+    job = client.get(f"/jobs/{job_id}").json()
+    assert (job["state"], job["sizes"], job["scaling"]["num_workers"]) == ("STARTING", [1, 2, 4], 2)
+    assert job["spec"]["scaling"]["num_workers"] == {"min": 1, "max": 6}
+    assert service.run_dir(job_id).attempt(1).spec(service.run_dir(job_id).spec()).scaling.world == 2
+    job = client.post(f"/jobs/{job_id}/resume", json={"scaling": {"num_workers": 1}}).json()
+    assert (job["state"], job["reason"]["code"], job["sizes"]) == ("PAUSING", "resized", [])
+    service.reconciler().run_once()
+    stop = service.run_dir(job_id).stop()
+    assert stop is not None
+    assert (stop.mode, stop.attempt) == ("resize", 1)
+    service.end(job_id, Outcome(result="resized"))
+    reconciler = service.reconciler()
+    for _ in range(2):
+        reconciler.run_once()
+    job = client.get(f"/jobs/{job_id}").json()
+    assert [attempt["workers"] for attempt in job["attempts"]] == [2, 1]
+
+
+def test_plan_lays_ranks_out_over_the_nodes_that_there_are(client: TestClient, service: FakeService) -> None:
+    service.cluster.total, node = {"CPU": 9.0}, {"CPU": 3.0}
+    service.cluster.nodes = (node, node, node)
+    body = spec_body(scaling={"num_workers": 4}, strategy={"ulysses_size": 2})
+    plan = client.post("/jobs/plan", content=body).json()
+    assert plan["nodes"] == [[0, 1, 2], [3]]
+    assert plan["warnings"] == [
+        "1 of 2 Ulysses groups lie on several nodes, where their all-to-all is slow; let the workers of a node be a "
+        "multiple of ulysses_size=2"
+    ]
+    service.cluster.nodes = ()
+    assert client.post("/jobs/plan", content=body).json()["nodes"] is None
+
+
+def test_worker_that_no_node_has_room_for_is_told_and_not_started(client: TestClient, service: FakeService) -> None:
+    service.cluster.total = {"CPU": 6.0}
+    service.cluster.nodes = ({"CPU": 3.0}, {"CPU": 3.0})
+    body = spec_body(scaling={"num_workers": 1, "resources_per_worker": {"CPU": 4}})
+    said = "a worker needs 4 CPU, which no single node of the cluster has"
+    remedy = "add larger nodes, or ask for less"
+    plan = client.post("/jobs/plan", content=body).json()
+    assert (plan["nodes"], plan["warnings"]) == (None, [f"the job would stay QUEUED: {said}; {remedy}"])
+    job_id = client.post("/jobs", content=body).json()["id"]
+    service.reconciler().run_once()
+    waits = client.get(f"/jobs/{job_id}").json()["progress"]["waits_for"]
+    assert waits == {"code": "unschedulable", "message": said, "remedy": remedy}

@@ -6,7 +6,6 @@ A submission is a file, made once; whoever would make it again is told that it i
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from service.adapters.run_dirs import LocalRunDirs
@@ -15,6 +14,7 @@ from service.adapters.sql.store import SqlJobStore
 from service.domain.decide import Retry, Submission
 from service.ports import Launch
 from service.reconcile import Pace, Reconciler
+from train_loop.plan import Capacity
 
 LEASE = 1.0
 CPUS = 40.0
@@ -50,9 +50,9 @@ class FileCluster:
     def stop(self, submission_id: str) -> None:
         """Nothing here runs on."""
 
-    def capacity(self) -> Mapping[str, float] | None:
+    def capacity(self) -> Capacity | None:
         """What there is."""
-        return {"CPU": CPUS}
+        return Capacity({"CPU": CPUS})
 
     def dashboard(self, submission_id: str | None) -> str | None:
         """There is none."""

@@ -15,8 +15,10 @@ from service.domain.wishes import cancelled, paused, resumed
 from service.errors import ClusterError, IllegalState, StaleAttempt
 from service.ports import Launch, Sighting
 from tests.support.service import a_spec
+from train_loop.plan import Capacity
 from train_loop.run_dir import Outcome, Stop
-from train_loop.spec import JobSpec
+from train_loop.spec import JobSpec, ScalingSpec
+from train_loop.spec.running import WorkerRange
 
 CPUS = 8.0
 QUOTAS = {"small": Quota(jobs=1)}
@@ -45,9 +47,11 @@ def hold(rule: object, otherwise: str) -> None:
 
 
 @cache
-def spec(workers: int, priority: int, project: str) -> JobSpec:
+def spec(fewest: int, most: int, priority: int, project: str) -> JobSpec:
     """A job's spec; parsed once for all worlds."""
-    return a_spec(scaling={"num_workers": workers}, priority=priority, project=project)
+    workers: Any = {"min": fewest, "max": most} if fewest < most else most
+    training = {"global_batch_size": 60}
+    return a_spec(scaling={"num_workers": workers}, training=training, priority=priority, project=project)
 
 
 @dataclass
@@ -84,6 +88,8 @@ class World:
     drivers: dict[str, Driver] = field(default_factory=dict)
     late: list[Launch] = field(default_factory=list)
     """Requests on their way to the cluster."""
+    cpus: float = CPUS
+    """What the cluster has: less while nodes are gone."""
     silent_until: float = 0.0
     """The cluster answers nobody until then."""
 
@@ -133,9 +139,9 @@ class World:
                 disk.outcomes[driver.attempt] = Outcome(result=disk.stop.result)
             driver.state = Submission.STOPPED
 
-    def capacity(self) -> dict[str, float] | None:
+    def capacity(self) -> Capacity | None:
         """What there is."""
-        return None if self.now < self.silent_until else {"CPU": CPUS}
+        return None if self.now < self.silent_until else Capacity({"CPU": self.cpus})
 
     def _answer(self) -> None:
         if self.now < self.silent_until:
@@ -186,10 +192,14 @@ class World:
             self._end(driver, Outcome(result="failed", code="worker_failure", reason="it fails", retryable=retryable))
         elif driver.state is Submission.PENDING:
             driver.state = Submission.RUNNING
-        elif self.roll(0.05):
+        elif self.roll(0.05) or self._too_many(driver):
             disk.started[driver.attempt] = Training.LOST
         else:
             self._train(driver, disk)
+
+    def _too_many(self, driver: Driver) -> bool:
+        """Whether the cluster has lost the room for its workers."""
+        return self.store.jobs[driver.job_id].attempts[driver.attempt - 1].workers + 1 > self.cpus
 
     def _train(self, driver: Driver, disk: Disk) -> None:
         job = self.store.jobs[driver.job_id]
@@ -212,15 +222,22 @@ class World:
         job, now = self.store.jobs[job_id], self.now
         wishes: list[Callable[[], Job]] = [
             lambda: paused(job, deadline=now + 10, now=now),
-            lambda: resumed(job, None, now=now),
+            lambda: resumed(job, None, deadline=now + 10, now=now),
+            lambda: resumed(job, *self._another_size(job), deadline=now + 10, now=now),
             lambda: cancelled(job, deadline=now + 10, checkpoint=True, now=now),
         ]
         try:
-            wanted = self.chance.choices(wishes, (4, 5, 1))[0]()
+            wanted = self.chance.choices(wishes, (4, 4, 1, 1))[0]()
         except IllegalState:
             return
         if wanted != job:
             self.save(wanted)
+
+    def _another_size(self, job: Job) -> tuple[ScalingSpec, tuple[int, ...]]:
+        most = self.chance.randint(1, 6)
+        if self.chance.random() < 0.5:
+            return job.asked.model_copy(update={"num_workers": WorkerRange(min=1, max=most)}), tuple(range(1, most + 1))
+        return job.asked.at(most), ()
 
     # ----------------------------------------------------------------------------------------------- what must hold
 

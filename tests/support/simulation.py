@@ -17,7 +17,7 @@ from service.domain.job import Job, JobState
 from service.domain.wishes import resumed
 from service.errors import ClusterError
 from service.reconcile import Pace, Reconciler
-from tests.support.simulated_world import PEACE, QUOTAS, DatabaseError, World, hold, spec
+from tests.support.simulated_world import CPUS, PEACE, QUOTAS, DatabaseError, World, hold, spec
 
 END = 600.0
 """Simulated seconds after which every job must have ended."""
@@ -104,7 +104,7 @@ class Replica:
             clock=world.clock,
             owner=self.owner,
             pace=Pace(lease=5.0, retry=Retry(base=1.0, cap=8.0), room=10.0),
-            rules=Rules(quotas=QUOTAS),
+            rules=Rules(quotas=QUOTAS, resize_seconds=5.0),
             board=Board(),
         )
         while True:
@@ -138,9 +138,12 @@ def simulate(seed: int) -> World:
 
 def _jobs(world: World) -> Iterator[Job]:
     for number in range(world.chance.randint(2, 5)):
-        wanted = spec(world.chance.randint(1, 6), world.chance.choice((0, 0, 5)), world.chance.choice(("small", "big")))
+        most = world.chance.randint(1, 6)
+        fewest = world.chance.choice((most, most, world.chance.randint(1, most)))
+        wanted = spec(fewest, most, world.chance.choice((0, 0, 5)), world.chance.choice(("small", "big")))
+        sizes = tuple(range(fewest, most + 1)) if fewest < most else ()
         job_id = f"job-{number}"
-        yield Job(job_id, wanted, job_id, created_at=0.0, updated_at=0.0)
+        yield Job(job_id, wanted, job_id, created_at=0.0, updated_at=0.0, sizes=sizes)
 
 
 def _happen(world: World) -> None:
@@ -154,12 +157,15 @@ def _happen(world: World) -> None:
         world.user(world.chance.choice(list(world.store.jobs)))
     if world.roll(0.01):
         world.silent_until = world.now + world.chance.random() * 20
+    if world.roll(0.01):
+        world.cpus = world.chance.choice((3.0, 5.0, CPUS, CPUS))
     if world.roll(0.003):
         # Another cluster in its place knows nothing, and nobody's request reaches the one that was.
         world.drivers.clear()
         world.late.clear()
     if world.now >= PEACE:
+        world.cpus = CPUS
         # Whoever paused a job wants it to go on after all.
         for job in list(world.store.jobs.values()):
             if job.state is JobState.PAUSED:
-                world.save(resumed(job, None, now=world.now))
+                world.save(resumed(job, None, deadline=world.now, now=world.now))

@@ -2,10 +2,11 @@
 
 from train_loop.plan.batch import START, BatchPlan, Origin, plan_batch, plan_samples, plan_steps
 from train_loop.plan.head import chunk_rows
+from train_loop.plan.layout import Capacity, lay_out, no_place
 from train_loop.plan.mask import MASK_BYTES, mask_bytes
 from train_loop.plan.memory import MemoryTerm
 from train_loop.plan.mesh import MeshPlan, groups_across_hosts, plan_mesh
-from train_loop.plan.plan import Plan, plan_job
+from train_loop.plan.plan import Plan, plan_job, plan_sizes
 from train_loop.plan.resources import DATA_CPUS, data_starves, needed, too_big
 from train_loop.plan.shape import ModelShape, read_shape
 
@@ -14,6 +15,7 @@ __all__ = [
     "MASK_BYTES",
     "START",
     "BatchPlan",
+    "Capacity",
     "MemoryTerm",
     "MeshPlan",
     "ModelShape",
@@ -22,12 +24,15 @@ __all__ = [
     "chunk_rows",
     "data_starves",
     "groups_across_hosts",
+    "lay_out",
     "mask_bytes",
     "needed",
+    "no_place",
     "plan_batch",
     "plan_job",
     "plan_mesh",
     "plan_samples",
+    "plan_sizes",
     "plan_steps",
     "read_shape",
     "too_big",

@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class MeshPlan:
         return rank % self.sp
 
 
-def groups_across_hosts(mesh: MeshPlan, hosts: Sequence[str]) -> dict[range, tuple[str, ...]]:
+def groups_across_hosts(mesh: MeshPlan, hosts: Sequence[T]) -> dict[range, tuple[T, ...]]:
     """The Ulysses groups, as ranges of ranks, that lie on more than one host; `hosts` says where each rank runs."""
     groups = (range(first, first + mesh.sp) for first in range(0, mesh.world, mesh.sp))
     found = {group: tuple(dict.fromkeys(hosts[rank] for rank in group)) for group in groups}

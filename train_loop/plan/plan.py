@@ -52,6 +52,27 @@ def plan_job(spec: JobSpec, shape: ModelShape) -> Plan:
     return Plan(mesh, batch, shape, estimate_memory(spec, shape, mesh), _warnings(spec, shape))
 
 
+def plan_sizes(spec: JobSpec, shape: ModelShape) -> dict[int, Plan]:
+    """The plan for every number of workers that a job can run with, fewest first; one where it is not elastic.
+
+    Raises SpecError where there is none, with the rules that it breaks at its largest.
+    """
+    fewest, most = spec.scaling.bounds
+    plans: dict[int, Plan] = {}
+    broken: list[Problem] = []
+    for workers in range(fewest, most + 1):
+        try:
+            plans[workers] = plan_job(spec.at(workers), shape)
+        except SpecError as error:
+            broken = error.problems
+    if plans:
+        return plans
+    if spec.scaling.elastic:
+        none = f"none of {fewest} to {most} workers can be shared out as the strategy and the batch ask"
+        broken = [Problem(one.pointer, f"{none}; with {most}: {one.message}") for one in broken]
+    raise SpecError(broken)
+
+
 def _ulysses_problems(spec: JobSpec, shape: ModelShape) -> list[Problem]:
     sp, length = spec.strategy.ulysses_size, spec.data.sequence_length
     found = []

@@ -41,6 +41,10 @@ class JobSpec(SpecModel):
     scaling: ScalingSpec = ScalingSpec()
     failure: FailureSpec = FailureSpec()
 
+    def at(self, workers: int) -> "JobSpec":
+        """The spec with a number of workers that was chosen."""
+        return self.model_copy(update={"scaling": self.scaling.at(workers)})
+
     def at_any_size(self) -> "JobSpec":
         """The spec without what may change when a run goes on: its size, where the global batch does not follow it."""
         if self.training.global_batch_size is None:
@@ -98,6 +102,17 @@ class JobSpec(SpecModel):
         raise ValueError(
             "data.eval is given and nothing says when to evaluate on it; add eval_steps, or remove data.eval"
         )
+
+    @field_validator("scaling")
+    @classmethod
+    def _elastic_steps_stay_the_same(cls, scaling: ScalingSpec, info: ValidationInfo) -> ScalingSpec:
+        training = info.data.get("training")
+        if training is not None and scaling.elastic and training.global_batch_size is None:
+            raise ValueError(
+                "num_workers is a range, and a step would take another number of sequences at every size; add "
+                "training.global_batch_size"
+            )
+        return scaling
 
     @field_validator("checkpoint")
     @classmethod

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from train_loop.spec.base import SpecModel
 
@@ -31,28 +31,45 @@ class WorkerRange(SpecModel):
     """The sizes that an elastic job accepts."""
 
     min: int = Field(ge=1)
-    max: int = Field(ge=1)
+    max: int = Field(ge=1, le=4096)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> "WorkerRange":
+        if self.min > self.max:
+            raise ValueError(f"min={self.min} is more than max={self.max}; swap them")
+        return self
 
 
 class ScalingSpec(SpecModel):
     """How many workers, and what each of them needs."""
 
-    num_workers: Annotated[int, Field(ge=1)] | WorkerRange = 1
+    num_workers: Annotated[
+        Annotated[int, Field(ge=1), Tag("int")] | Annotated[WorkerRange, Tag("WorkerRange")],
+        Discriminator(lambda given: "WorkerRange" if isinstance(given, dict | WorkerRange) else "int"),
+    ] = 1
     resources_per_worker: dict[str, Annotated[float, Field(ge=0)]] = Field(default={"CPU": 1.0})
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
 
-    @field_validator("num_workers")
-    @classmethod
-    def _fixed(cls, workers: int | WorkerRange) -> int | WorkerRange:
-        if isinstance(workers, WorkerRange):
-            raise ValueError("a range of workers is not supported yet; choose one number")
-        return workers
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of workers is the service's to choose, and to change."""
+        return isinstance(self.num_workers, WorkerRange)
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The fewest and the most workers."""
+        asked = self.num_workers
+        return (asked.min, asked.max) if isinstance(asked, WorkerRange) else (asked, asked)
 
     @property
     def world(self) -> int:
-        """Number of workers, one rank each."""
-        assert isinstance(self.num_workers, int)
+        """Number of workers, one rank each, where it has been chosen."""
+        assert isinstance(self.num_workers, int), "an elastic job is given a size before anything asks for it"
         return self.num_workers
+
+    def at(self, workers: int) -> "ScalingSpec":
+        """The same with a number of workers that was chosen."""
+        return self.model_copy(update={"num_workers": workers})
 
 
 class FailureSpec(SpecModel):

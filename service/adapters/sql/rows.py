@@ -17,6 +17,7 @@ _times = TypeAdapter(dict[JobState, float])
 _wish = TypeAdapter(Wish)
 _reason = TypeAdapter(Reason)
 _lineage = TypeAdapter(Lineage)
+_sizes = TypeAdapter(tuple[int, ...])
 
 
 def to_row(job: Job) -> dict[str, Value]:
@@ -41,7 +42,8 @@ def to_row(job: Job) -> dict[str, Value]:
         "wish": _wish.dump_json(job.wish).decode() if job.wish else None,
         "scaling": job.scaling.model_dump_json() if job.scaling else None,
         "parent": _lineage.dump_json(job.parent).decode() if job.parent else None,
-        "sizes": "[]",
+        "sizes": _sizes.dump_json(job.sizes).decode(),
+        "granted": job.granted,
         "size": ticket.scaling.model_dump_json(),
         "holds": int(ticket.holds),
         "waits": int(ticket.waits),
@@ -67,6 +69,8 @@ def from_row(row: Row[tuple[object, ...]]) -> Job:
         next_attempt_at=row.next_attempt_at,
         wish=_wish.validate_json(row.wish) if row.wish else None,
         scaling=_scaling(row.scaling) if row.scaling else None,
+        sizes=_sizes.validate_json(row.sizes),
+        granted=row.granted,
         parent=_lineage.validate_json(row.parent) if row.parent else None,
         version=row.version,
     )
@@ -82,6 +86,7 @@ def ticket_of(row: Any) -> Ticket:
         scaling=_scaling(row.size),
         holds=bool(row.holds),
         waits=bool(row.waits),
+        sizes=_sizes.validate_json(row.sizes),
         since=row.since,
     )
 

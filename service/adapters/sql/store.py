@@ -22,6 +22,7 @@ _TICKET = (
     jobs.c.size,
     jobs.c.holds,
     jobs.c.waits,
+    jobs.c.sizes,
     jobs.c.since,
 )
 
@@ -74,7 +75,7 @@ class SqlJobStore:
     def add(self, job: Job, once: Once | None) -> None:
         """Store a job, durably, with the key that was begun for it. Raises KeyInFlight where somebody took it since."""
         with self._engine.begin() as connection:
-            connection.execute(insert(jobs).values(to_row(job)))
+            connection.execute(insert(jobs), to_row(job))
             pairs = [{"job_id": job.id, "key": key, "value": value} for key, value in job.spec.labels.items()]
             if pairs:
                 connection.execute(insert(labels), pairs)

@@ -26,6 +26,7 @@ jobs = Table(
     Column("scaling", Text),
     Column("parent", Text),
     Column("sizes", Text, nullable=False),
+    Column("granted", Integer),
     Column("size", Text, nullable=False),
     Column("holds", Integer, nullable=False),
     Column("waits", Integer, nullable=False),

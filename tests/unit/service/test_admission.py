@@ -13,6 +13,7 @@ from service.domain.job import Job, JobState
 from service.domain.reason import Code, Reason
 from service.domain.ticket import Ticket
 from tests.support.service import a_job
+from train_loop.plan import Capacity
 
 GPU = {"CPU": 0.1, "GPU": 1}
 
@@ -26,7 +27,7 @@ def gpus(job_id: str, workers: int, **parts: Any) -> Job:
 
 
 def look(jobs: list[Job], total: dict[str, float] | None, rules: Rules | None = None) -> Admission:
-    return admit(map(Ticket.of, jobs), total, rules or Rules())
+    return admit(map(Ticket.of, jobs), None if total is None else Capacity(total), rules or Rules())
 
 
 def wait(job: Job, others: list[Job], total: dict[str, float] | None, rules: Rules | None = None) -> str | None:

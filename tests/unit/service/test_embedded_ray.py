@@ -102,7 +102,7 @@ def test_head_outlives_a_killed_service_and_not_a_stopped_one(tmp_path: Path, dr
     assert (recorded(tmp_path), address.url) == (left, left.dashboard_url)
     assert httpx.get(f"{address.url}/api/version").status_code == 401
     jobs = RayJobs(ray.address, python=driver)
-    assert wait_for(jobs.capacity)["CPU"] == CPUS
+    assert wait_for(jobs.capacity).total["CPU"] == CPUS
     assert jobs.status("job-1-1") is Submission.MISSING
     jobs.submit(launch(1))
     jobs.submit(launch(1))

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from sqlalchemy import MetaData, Table, create_engine
 from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
 from service.adapters.sql.tables import metadata
-from service.domain.job import JobState, Wish
+from service.domain.job import JobState, Lineage, Wish
 from service.domain.reason import Code, Reason
 from service.domain.ticket import Ticket
 from service.ports import Once
@@ -105,6 +106,21 @@ def test_migrations_carry_jobs_up_and_down(database: str) -> None:
     assert found["job-1"].reason == "next in the queue"
     assert (found["job-2"].cancel_deadline, found["job-2"].cancel_checkpoint) == (7.5, 0)
     assert json.loads(found["job-2"].attempts)[0].keys() == {*attempts[0], "result", "reason"}
+
+
+def test_an_elastic_job_stays_at_its_largest_size_where_nobody_knows_ranges(database: str) -> None:
+    store = SqlJobStore(engine := open_database(database))
+    workers = {"min": 1, "max": 5}
+    job = a_job(scaling={"num_workers": workers}, training={"global_batch_size": 8})
+    store.add(replace(job, sizes=(1, 2, 4), parent=Lineage("job-0", 10)), None)
+    engine.dispose()
+    open_database(database, revision="0002").dispose()
+    store = SqlJobStore(engine := open_database(database))
+    found = store.get("job-1")
+    assert found is not None
+    assert (found.size.world, found.sizes, found.parent) == (4, (), None)
+    assert store.tickets() == [Ticket.of(found)]
+    engine.dispose()
 
 
 def test_services_that_start_at_once_migrate_one_after_the_other(postgres: str) -> None:

@@ -1,6 +1,6 @@
 """The reconciler on a cluster that does what the test says, and with a crash after every side effect."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from service.domain.reason import Code
 from service.ports import Launch, Lease
 from service.reconcile import Reconciler
 from tests.support.service import FakeService
+from train_loop.plan import Capacity
 from train_loop.run_dir import Outcome
 
 
@@ -195,7 +196,7 @@ class CancelsMeanwhile(MemoryCluster):
 
     service: FakeService
 
-    def capacity(self) -> Mapping[str, float] | None:
+    def capacity(self) -> Capacity | None:
         self.service.jobs.cancel("job-0001", grace_seconds=60, checkpoint=True)
         return super().capacity()
 

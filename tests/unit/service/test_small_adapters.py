@@ -3,8 +3,12 @@
 import os
 import stat
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
+import psutil
 import pytest
 
 from service.adapters.keys import ensure_key
@@ -15,6 +19,7 @@ from service.settings import Settings
 from tests.support.folders import write_model, write_tokenizer
 from tests.support.service import a_spec
 from tests.support.specs import TINY
+from tests.support.waiting import wait_for
 from train_loop.plan import read_shape
 from train_loop.spec import Problem
 
@@ -37,42 +42,82 @@ def test_key_file_left_empty_by_a_crash_gets_a_key(tmp_path: Path) -> None:
     assert ensure_key(tmp_path / "admin.key")
 
 
-def preflight(code: str, *, timeout: float = 30.0) -> HelperPreflight:
-    return HelperPreflight(roots=["file:///data"], timeout=timeout, command=[sys.executable, "-c", code])
+@contextmanager
+def preflight(answer: str, *, timeout: float = 30.0) -> Iterator[HelperPreflight]:
+    """One whose helper answers so: Python that may use `asked`."""
+    code = f"import os, sys, time\nfrom train_loop.forking import serve\nserve(sys.argv[1], lambda asked: {answer})"
+    helper = HelperPreflight(roots=["file:///data"], timeout=timeout, command=[sys.executable, "-c", code])
+    try:
+        yield helper
+    finally:
+        helper.stop()
+
+
+ECHO = "{'problems': [{'pointer': asked['spec']['name'], 'message': asked['roots'][0]}], 'shape': None}"
 
 
 def test_preflight_is_told_spec_and_roots_and_answers_problems() -> None:
-    code = (
-        "import json, sys; asked = json.load(sys.stdin); "
-        "print(json.dumps({'problems': [{'pointer': asked['spec']['name'], 'message': asked['roots'][0]}], "
-        "'shape': None}))"
-    )
-    assert preflight(code).check(a_spec()) == Findings((Problem("tiny", "file:///data"),), None)
+    with preflight(ECHO) as helper:
+        assert helper.check(a_spec()) == Findings((Problem("tiny", "file:///data"),), None)
 
 
 @pytest.mark.parametrize(
-    ("code", "message"),
+    ("answer", "message"),
     [
-        ("import sys; print('a', file=sys.stderr); sys.exit('no disk')", "could not be looked at: no disk"),
-        ("raise SystemExit(3)", "the helper said nothing"),
-        ("print('hello')", "gave no answer"),
+        ("1 / 0", "could not be looked at: ZeroDivisionError: division by zero"),
+        ("os.abort()", "died of the question"),
+        ("{'hello': 1}", "could not be looked at"),
     ],
 )
-def test_preflight_that_fails_says_why(code: str, message: str) -> None:
-    with pytest.raises(PreflightFailed, match=message):
-        preflight(code).check(a_spec())
+def test_preflight_that_fails_says_why_and_is_asked_again(answer: str, message: str) -> None:
+    with preflight(f"{answer} if asked['spec']['name'] == 'bad' else {ECHO}") as helper:
+        for _ in range(2):
+            with pytest.raises(PreflightFailed, match=message):
+                helper.check(a_spec(name="bad"))
+            assert helper.check(a_spec()).problems
 
 
 def test_preflight_that_hangs_is_ended() -> None:
-    with pytest.raises(PreflightFailed, match=r"took over 0\.2 s"):
-        preflight("import time; time.sleep(60)", timeout=0.2).check(a_spec())
+    with preflight(f"time.sleep(3600) if asked['spec']['name'] == 'bad' else {ECHO}", timeout=20.0) as helper:
+        assert helper.check(a_spec()).problems
+        helper._timeout = 0.2
+        with pytest.raises(PreflightFailed, match=r"took over 0\.2 s"):
+            helper.check(a_spec(name="bad"))
+        assert helper._helper is not None
+        here = psutil.Process(helper._helper.pid)
+        wait_for(lambda: not here.children(), "the end of who hangs")
+
+
+def test_helper_that_cannot_start_says_so_and_one_that_was_killed_is_started_again() -> None:
+    broken = HelperPreflight(roots=[], timeout=30.0, command=[sys.executable, "-c", "raise SystemExit(3)"])
+    with pytest.raises(PreflightFailed, match="ended with 3; see the service's log"):
+        broken.check(a_spec())
+    broken.stop()
+    with preflight(ECHO) as helper:
+        assert helper.check(a_spec()).problems
+        assert helper._helper is not None
+        helper._helper.kill()
+        helper._helper.wait()
+        assert helper.check(a_spec()).problems
+
+
+def test_what_was_in_order_is_not_looked_at_again_at_once() -> None:
+    shape = asdict(read_shape({"model_type": "qwen3"}))
+    with preflight(f"{{'problems': [], 'shape': {{**{shape}, 'layers': os.getpid()}}}}") as helper:
+        first = helper.check(a_spec())
+        again = helper.check(a_spec(name="other", training={"learning_rate": 0.5}, scaling={"num_workers": 4}))
+        assert again is first
+        assert helper.check(a_spec(data={"sequence_length": 64})) is not first
 
 
 def test_the_real_helper_tells_the_sizes_of_a_model_in_a_folder(tmp_path: Path) -> None:
     write_tokenizer(write_model(tmp_path))
     spec = a_spec(model={"config": None, "path": tmp_path.as_uri()})
-    found = HelperPreflight(roots=[tmp_path.as_uri()], timeout=100.0).check(spec)
-    assert found == Findings((), read_shape(TINY))
+    helper = HelperPreflight(roots=[tmp_path.as_uri()], timeout=100.0)
+    try:
+        assert helper.check(spec) == Findings((), read_shape(TINY))
+    finally:
+        helper.stop()
 
 
 def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ def pause(job: Job, *, grace: float = 600.0) -> Job:
 
 
 def resume(job: Job, scaling: ScalingSpec | None = None) -> Job:
-    return resumed(job, scaling, now=NOW)
+    return resumed(job, scaling, deadline=NOW + 600.0, now=NOW)
 
 
 @pytest.mark.parametrize("state", [state for state in JobState if state not in ENDED])
@@ -106,8 +106,8 @@ def test_another_size_counts_from_the_next_attempt_on() -> None:
     assert (job.size, job.spec.scaling.world, job.attempts[-1].workers) == (four, 2, 2)
     assert start(job, now=NOW).attempts[-1].workers == 4
     assert resume(in_state(JobState.PAUSING), four).size == four
-    with pytest.raises(IllegalState, match="job-1 is RUNNING; pause it, then resume it at another size"):
-        resume(in_state(JobState.RUNNING), four)
+    running = resume(in_state(JobState.RUNNING), four)
+    assert (running.state, running.wish and running.wish.mode) == (JobState.PAUSING, "resize")
 
 
 def test_room_that_is_held_is_that_of_what_runs_whatever_size_comes_next() -> None:

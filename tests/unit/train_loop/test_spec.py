@@ -126,7 +126,6 @@ def test_layers_that_are_compiled_hold_no_units_of_their_own_for_norms() -> None
         ("/model/lora", {"r": 8, "alpha": 16, "target_modules": ["q_proj"]}),
         ("/strategy/wrap_policy/moe_experts", ["Experts"]),
         ("/strategy/apply_expert_patch", True),
-        ("/scaling/num_workers", {"min": 1, "max": 4}),
     ],
 )
 def test_what_no_code_honours_yet_is_refused_and_not_ignored(pointer: str, value: Any) -> None:
@@ -271,3 +270,28 @@ def test_a_way_to_save_that_there_is_not_is_told_once() -> None:
             "async_save_ckpt=maybe is no way to save; choose true, false, thread, process or sync",
         )
     ]
+
+
+@pytest.mark.parametrize(
+    ("workers", "training", "pointer", "message"),
+    [
+        ({"min": 4, "max": 2}, {"global_batch_size": 8}, "/scaling/num_workers", "min=4 is more than max=2; swap them"),
+        ({"min": 1}, {"global_batch_size": 8}, "/scaling/num_workers/max", "this field is required"),
+        ({"min": 1, "max": 2}, {}, "/scaling", "add training.global_batch_size"),
+    ],
+)
+def test_ranges_of_workers_that_cannot_be(
+    workers: dict[str, int], training: dict[str, int], pointer: str, message: str
+) -> None:
+    raw = raw_spec(scaling={"num_workers": workers})
+    raw["training"] |= training
+    assert message in problems(raw)[pointer]
+
+
+def test_a_range_of_workers_stays_one_until_a_number_is_chosen() -> None:
+    raw = raw_spec(scaling={"num_workers": {"min": 2, "max": 4}})
+    raw["training"] |= {"global_batch_size": 8}
+    spec = parse(raw)
+    assert (spec.scaling.elastic, spec.scaling.bounds) == (True, (2, 4))
+    assert (spec.at(3).scaling.elastic, spec.at(3).scaling.world, spec.at(3).scaling.bounds) == (False, 3, (3, 3))
+    assert parse_text(dump(spec)) == spec

@@ -13,6 +13,7 @@ def upgrade() -> None:
     """Add what is new; nothing that was there has any of it."""
     op.add_column("jobs", sa.Column("parent", sa.Text))
     op.add_column("jobs", sa.Column("sizes", sa.Text, nullable=False, server_default="[]"))
+    op.add_column("jobs", sa.Column("granted", sa.Integer))
 
 
 def downgrade() -> None:
@@ -27,5 +28,6 @@ def downgrade() -> None:
         spec["scaling"]["num_workers"] = json.loads(row.sizes)[-1]
         fixed = {"spec": json.dumps(spec, indent=2), "size": json.dumps(spec["scaling"])}
         connection.execute(table.update().where(table.c.id == row.id).values(fixed))
+    op.drop_column("jobs", "granted")
     op.drop_column("jobs", "sizes")
     op.drop_column("jobs", "parent")

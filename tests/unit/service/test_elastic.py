@@ -1,0 +1,153 @@
+"""Elastic jobs: how large they start, when they shrink and grow, and how they come to another size."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.domain.admission import Admission, Quota, Rules, admit
+from service.domain.decide import Retry, Seen, Submission, decide, resize, start
+from service.domain.job import Job, JobState
+from service.domain.reason import Code
+from service.domain.ticket import Ticket
+from service.domain.wishes import paused, resumed
+from tests.support.service import a_job
+from train_loop.plan import Capacity
+from train_loop.run_dir import Outcome
+from train_loop.spec import ScalingSpec
+
+GPU = {"CPU": 0.1, "GPU": 1}
+RETRY = Retry(base=10.0, cap=100.0)
+EVERY = 600.0
+"""Seconds between two times that a job grows."""
+
+
+def elastic(job_id: str, sizes: tuple[int, ...], **parts: Any) -> Job:
+    scaling = {"num_workers": {"min": sizes[0], "max": sizes[-1]}, "resources_per_worker": GPU}
+    job = a_job(job_id, scaling=scaling, training={"global_batch_size": 24}, **parts)
+    return replace(job, sizes=sizes)
+
+
+def running(job: Job, workers: int, *, since: float = 0.0, state: JobState = JobState.RUNNING) -> Job:
+    return replace(start(job, now=since, workers=workers), state=state)
+
+
+def fixed(job_id: str, workers: int, **parts: Any) -> Job:
+    return a_job(job_id, scaling={"num_workers": workers, "resources_per_worker": GPU}, **parts)
+
+
+def look(jobs: list[Job], gpus: float, rules: Rules | None = None, *, now: float = EVERY) -> Admission:
+    cluster = Capacity({"CPU": 999.0, "GPU": gpus})
+    return admit(map(Ticket.of, jobs), cluster, rules or Rules(resize_seconds=EVERY), now=now)
+
+
+@pytest.mark.parametrize(("gpus", "workers"), [(2, 2), (3, 2), (5, 4), (7, 6), (100, 6)])
+def test_it_starts_as_large_as_there_is_room_for(gpus: float, workers: int) -> None:
+    found = look([elastic("job-1", (2, 4, 6))], gpus)
+    assert (found.starts, found.workers) == (("job-1",), {"job-1": workers})
+
+
+def test_it_waits_for_its_smallest_size() -> None:
+    found = look([fixed("job-1", 3), elastic("job-2", (2, 4))], 4)
+    assert found.starts == ("job-1",)
+    assert "waits for 2 GPU (3 of the cluster's 4 are taken)" in found.waits["job-2"].message
+    assert look([elastic("job-2", (2, 4))], 1).waits["job-2"].code is Code.UNSCHEDULABLE
+
+
+def test_quotas_and_whoever_is_before_it_make_it_smaller() -> None:
+    rules = Rules(quotas={"*": Quota(workers=5)})
+    assert look([elastic("job-1", (2, 4, 6))], 8, rules).workers == {"job-1": 4}
+    held, first = running(elastic("job-0", (4,)), 4), fixed("job-1", 6)
+    assert look([held, first, elastic("job-2", (1, 2, 3))], 8).workers == {"job-2": 2}, "job-1 fits beside two of them"
+
+
+def test_it_grows_where_nobody_waits_and_not_too_often() -> None:
+    job = running(elastic("job-1", (2, 4, 6)), 2, since=100.0)
+    assert look([job], 8, now=100.0 + EVERY - 1).resizes == {}
+    assert look([job], 8, now=100.0 + EVERY).resizes == {"job-1": 6}
+    assert look([job, running(fixed("job-2", 3), 3)], 8, now=9e9).resizes == {"job-1": 4}
+    assert look([job, fixed("job-2", 7)], 8, now=9e9).resizes == {}, "the room is kept for who waits for it"
+    assert look([job], 8, Rules(quotas={"*": Quota(gpus=5)}), now=9e9).resizes == {"job-1": 4}
+    for state in (JobState.STARTING, JobState.RECOVERING):
+        assert look([replace(job, state=state)], 8, now=9e9).resizes == {}
+
+
+def test_two_that_could_grow_do_not_both_get_the_same_room() -> None:
+    jobs = [running(elastic(f"job-{n}", (2, 4)), 2) for n in range(3)]
+    assert look(jobs, 8).resizes == {"job-0": 4}
+
+
+def test_it_shrinks_where_its_workers_were_lost_and_have_no_room() -> None:
+    job = running(elastic("job-1", (1, 2, 4)), 4, state=JobState.RECOVERING)
+    assert look([job], 3).resizes == {"job-1": 2}
+    assert look([job], 4).resizes == {}, "they come back by themselves"
+    assert look([job], 0.5).resizes == {}, "there is no room for it at any size"
+    assert look([replace(job, state=JobState.RUNNING)], 3).resizes == {}, "it has lost nobody"
+    assert look([job, running(fixed("job-2", 1), 1)], 3).resizes == {"job-1": 2}
+
+
+def test_a_fixed_job_is_never_resized() -> None:
+    job = running(fixed("job-1", 2), 2)
+    assert look([job], 8, now=9e9).resizes == {}
+    assert look([replace(job, state=JobState.RECOVERING)], 1).resizes == {}
+
+
+def test_a_resize_saves_and_goes_on_through_the_queue() -> None:
+    job = resize(running(elastic("job-1", (2, 4)), 2), workers=4, patience=300.0, now=50.0)
+    assert (job.state, job.reason and job.reason.code) == (JobState.PAUSING, Code.RESIZED)
+    assert job.wish is not None
+    assert (job.wish.mode, job.wish.checkpoint, job.wish.deadline) == ("resize", True, 350.0)
+    seen = Seen(Submission.SUCCEEDED, outcome=Outcome(result="resized", step=7), committed=7)
+    queued = decide(job, seen, now=60.0, retry=RETRY).job
+    assert (queued.state, queued.wish, queued.granted) == (JobState.QUEUED, None, None)
+    assert [(attempt.result, attempt.workers) for attempt in queued.attempts] == [("resized", 2)]
+    assert queued.failures == ()
+    again = start(queued, now=61.0, workers=look([queued], 8).workers["job-1"])
+    assert (again.size.world, again.attempts[-1].workers) == (4, 4)
+
+
+def test_whose_workers_are_gone_is_not_waited_for() -> None:
+    job = resize(running(elastic("job-1", (2, 4)), 4), workers=2, patience=300.0, now=50.0)
+    assert job.wish is not None
+    assert job.wish.deadline == 60.0
+    assert job.reason is not None
+    assert job.reason.message == "goes on with 2 workers instead of 4: the cluster has lost the room for them"
+
+
+def test_an_attempt_that_is_tried_again_keeps_its_size() -> None:
+    job = running(elastic("job-1", (2, 4)), 4)
+    failed = decide(job, Seen(Submission.FAILED), now=10.0, retry=RETRY).job
+    tried = decide(failed, Seen(), now=9e9, retry=RETRY).job
+    assert [attempt.workers for attempt in tried.attempts] == [4, 4]
+
+
+def test_users_resize_what_runs() -> None:
+    job, asked = running(fixed("job-1", 2), 2), ScalingSpec(num_workers=4, resources_per_worker=GPU)
+    resized = resumed(job, asked, deadline=90.0, now=50.0)
+    assert (resized.state, resized.wish and resized.wish.mode) == (JobState.PAUSING, "resize")
+    assert Ticket.of(resized).scaling.world == 2, "what it holds is what its attempt has"
+    assert resumed(resized, asked, deadline=99.0, now=51.0) == resized
+    assert resumed(job, job.asked, deadline=90.0, now=50.0) == job
+    seen = Seen(Submission.SUCCEEDED, outcome=Outcome(result="resized", step=7), committed=7)
+    queued = decide(resized, seen, now=60.0, retry=RETRY).job
+    assert (queued.state, queued.size.world) == (JobState.QUEUED, 4)
+    held = paused(resized, deadline=90.0, now=52.0)
+    assert (held.wish and held.wish.mode, held.wish and held.wish.then_resume) == ("pause", False)
+
+
+sizes = st.lists(st.integers(1, 8), min_size=1, max_size=4, unique=True).map(lambda found: tuple(sorted(found)))
+
+
+@given(st.lists(st.tuples(sizes, st.booleans()), min_size=1, max_size=5), st.integers(0, 12))
+def test_nobody_gets_more_than_there_is_at_any_size(asked: list[tuple[tuple[int, ...], bool]], gpus: int) -> None:
+    jobs = [elastic(f"job-{n}", of) for n, (of, _) in enumerate(asked)]
+    jobs = [running(job, job.sizes[0]) if runs else job for job, (_, runs) in zip(jobs, asked, strict=True)]
+    found = look(jobs, gpus, now=9e9)
+    now = {job.id: job.attempts[-1].workers for job in jobs if job.attempts}
+    then = now | dict(found.workers) | dict(found.resizes)
+    assert sum(then.values()) <= max(gpus, sum(now.values()))
+    of = {job.id: job.sizes for job in jobs}
+    assert all(workers in of[job_id] for job_id, workers in then.items())
+    assert not found.resizes or not found.starts or sum(then.values()) <= gpus
