@@ -1,6 +1,6 @@
 """What the service needs of the world, as Protocols; adapters/ has the answers."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -79,6 +79,9 @@ class JobStore(Protocol):
 
     def tickets(self) -> list[Ticket]:
         """Every job that holds room in the cluster or waits for some."""
+
+    def queue_mark(self) -> Hashable:
+        """Another value whenever `tickets` may answer otherwise; much quicker than that."""
 
     def lead(self, lease: Lease) -> bool:
         """Whether this owner decides about the queue until the lease ends; nobody else does meanwhile."""
@@ -166,6 +169,10 @@ class Story:
     productive_seconds: float
     """Of steps that were new."""
     progress: Progress | None
+
+
+NO_STORY = Story(restarts=0, lost_steps=0, lost_seconds=0.0, productive_seconds=0.0, progress=None)
+"""Of a run that has not begun."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from functools import partial
 
 import structlog
 
-from service.domain.admission import Board, Rules, admit
+from service.domain.admission import Admission, Board, Rules, admit
 from service.domain.decide import (
     Decision,
     Effect,
@@ -99,12 +99,8 @@ class Reconciler:
 
     def _admit(self) -> list[str]:
         """Decide about the queue, as far as that is ours; the jobs that start."""
-        leads, tickets = self.store.lead(self._lease()), {ticket.id: ticket for ticket in self.store.tickets()}
-        # Asked only where it matters: each question costs Ray's dashboard what the training could use.
-        matters = any(ticket.waits or ticket.sizes for ticket in tickets.values())
-        now = self.clock()
-        admission = admit(tickets.values(), self.cluster.capacity() if matters else Capacity({}), self.rules, now=now)
-        self.board.admission = admission
+        leads, now = self.store.lead(self._lease()), self.clock()
+        admission, tickets = self._look_at_queue(now), self.board.tickets
         if not leads:
             return []
         for job_id, whom in admission.preempts.items():
@@ -117,6 +113,18 @@ class Reconciler:
             for job_id in admission.starts
             if self._change(tickets[job_id], partial(start, now=now, workers=admission.workers.get(job_id)))
         ]
+
+    def _look_at_queue(self, now: float) -> Admission:
+        """What is to be done about it; as before where nothing has changed that it follows from."""
+        board, mark = self.board, self.store.queue_mark()
+        if changed := mark != board.mark:
+            board.read(mark, self.store.tickets())
+        # Asked only where it matters: each question costs Ray's dashboard what the training could use.
+        cluster = self.cluster.capacity() if board.waits or board.elastic else Capacity({})
+        # What is elastic may grow by time alone.
+        if changed or cluster != board.cluster or board.elastic or board.admission.acts:
+            board.cluster, board.admission = cluster, admit(board.tickets.values(), cluster, self.rules, now=now)
+        return board.admission
 
     def _change(self, ticket: Ticket, change: Callable[[Job], Job]) -> bool:
         """Change a job as the one who decides about the queue, unless it is no longer what was decided about.

@@ -17,7 +17,7 @@ from service.domain.ticket import Ticket
 from service.domain.usage import Usage, usage_by_day
 from service.domain.wishes import cancelled, paused, resumed
 from service.errors import Busy, CheckpointNotFound, IllegalState, InvalidSpec, JobNotFound
-from service.ports import Cluster, JobQuery, JobStore, Once, Preflight, RunDirs, Story
+from service.ports import NO_STORY, Cluster, JobQuery, JobStore, Once, Preflight, RunDirs, Story
 from train_loop.plan import ModelShape, Plan, data_starves, groups_across_hosts, lay_out, plan_sizes
 from train_loop.run_dir import Manifest, Parent
 from train_loop.spec import JobSpec, Problem, ScalingSpec, SpecError, dump, override, parse_text
@@ -234,7 +234,9 @@ class Jobs:
 
     def _view(self, job: Job) -> JobView:
         submission = job.attempt.submission_id if job.attempt else None
-        story, dashboard = self.run_dirs.story(job.run_dir), self.cluster.dashboard(submission)
+        # A queue of ten thousand is listed without a look at ten thousand folders.
+        story = self.run_dirs.story(job.run_dir) if job.attempts else NO_STORY
+        dashboard = self.cluster.dashboard(submission)
         if not Ticket.of(job).waits:
             return JobView(job, story, dashboard)
         queue = self.board.admission

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from service.ports import Line, Place, Progress, Story, Tail, Written
+from service.ports import NO_STORY, Line, Place, Progress, Story, Tail, Written
 from train_loop.run_dir import RunDir
 
 _RECENT = 50
@@ -25,7 +25,7 @@ class Chronicle:
         self._run_dir = run_dir
         self._places = {kind: Place() for kind in _KINDS}
         self._lock = threading.Lock()
-        self._story = Story(restarts=0, lost_steps=0, lost_seconds=0.0, productive_seconds=0.0, progress=None)
+        self._story = NO_STORY
         self._starts = 0
         self._attempt = 0
         self._of: int | None = None

@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
 from service.domain.decide import Submission
@@ -88,6 +88,11 @@ class MemoryJobStore:
         """Every job that holds room in the cluster or waits for some."""
         with self.lock:
             return [ticket for ticket in map(Ticket.of, self.jobs.values()) if ticket.holds or ticket.waits]
+
+    def queue_mark(self) -> Hashable:
+        """Another value whenever `tickets` may answer otherwise."""
+        with self.lock:
+            return tuple((job.id, job.version) for job in self.jobs.values())
 
     def lead(self, lease: Lease) -> bool:
         """Whether this owner decides about the queue until the lease ends; nobody else does meanwhile."""

@@ -15,7 +15,7 @@ _EXPORT_BODY = {"requestBody": {"content": {"application/json": {"schema": Expor
 Step = Annotated[int, Path(ge=0, lt=10**8)]
 
 
-def ledger_of(request: Request) -> Ledger:
+async def ledger_of(request: Request) -> Ledger:
     """The use cases of the app that serves this request."""
     ledger: Ledger = request.app.state.ledger
     return ledger

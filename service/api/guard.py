@@ -34,21 +34,20 @@ def guard_of(request: Request) -> Guard:
     return guard
 
 
-def require_key(
-    guard: Annotated[Guard, Depends(guard_of)],
-    given: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
+async def require_key(
+    request: Request, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
 ) -> None:
     """Refuse a caller without the key. Raises Unauthorized."""
     if given is None:
         raise Unauthorized("no key was sent; add the header Authorization: Bearer KEY ($TRAINSHED_HOME/admin.key)")
     # Digests, so that the comparison takes the same time whatever was sent.
-    if not hmac.compare_digest(hashlib.sha256(given.credentials.encode()).digest(), guard.key_sha256):
+    if not hmac.compare_digest(hashlib.sha256(given.credentials.encode()).digest(), guard_of(request).key_sha256):
         raise Unauthorized("this key opens nothing; send the one line of $TRAINSHED_HOME/admin.key")
 
 
-async def read_body(request: Request, guard: Annotated[Guard, Depends(guard_of)]) -> bytes:
+async def read_body(request: Request) -> bytes:
     """The body, counted while it is read, because a chunked one does not say its size. Raises BodyTooLarge."""
-    parts, size = list[bytes](), 0
+    guard, parts, size = guard_of(request), list[bytes](), 0
     async for part in request.stream():
         size += len(part)
         if size > guard.max_body_bytes:

@@ -4,6 +4,7 @@ import hashlib
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from starlette.concurrency import run_in_threadpool
 
 from service.api.guard import parse_body, read_body, require_key
 from service.api.plan_schemas import PlanOut
@@ -23,7 +24,7 @@ Body = Annotated[bytes, Depends(read_body)]
 IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]
 
 
-def jobs_of(request: Request) -> Jobs:
+async def jobs_of(request: Request) -> Jobs:
     """The use cases of the app that serves this request."""
     jobs: Jobs = request.app.state.jobs
     return jobs
@@ -33,9 +34,11 @@ UseCases = Annotated[Jobs, Depends(jobs_of)]
 
 
 @router.post("", status_code=201, openapi_extra=_SPEC_BODY)
-def submit(jobs: UseCases, body: Body, response: Response, idempotency_key: IdempotencyKey = None) -> JobOut:
+async def submit(jobs: UseCases, body: Body, response: Response, idempotency_key: IdempotencyKey = None) -> JobOut:
     """Store a job durably; the same Idempotency-Key and body give the same job again, with 200."""
-    return _answer(jobs, response, *jobs.submit(body, _once(idempotency_key, body)))
+    # One thread for all of it: of a function that is not async, FastAPI writes the answer in another one.
+    view, new = await run_in_threadpool(jobs.submit, body, _once(idempotency_key, body))
+    return _answer(jobs, response, view, new)
 
 
 @router.post("/{job_id}/clone", status_code=201, openapi_extra=_CLONE_BODY)
@@ -63,7 +66,7 @@ def plan(jobs: UseCases, body: Body) -> PlanOut:
     return PlanOut.of(jobs.plan(body))
 
 
-def job_query(
+async def job_query(
     request: Request,
     state: Annotated[list[JobState] | None, Query()] = None,
     project: str | None = None,

@@ -30,7 +30,7 @@ class Log(NamedTuple):
     begin: Place
 
 
-def run_dirs_of(request: Request) -> RunDirs:
+async def run_dirs_of(request: Request) -> RunDirs:
     """The run directories of the app that serves this request."""
     run_dirs: RunDirs = request.app.state.run_dirs
     return run_dirs
@@ -39,7 +39,7 @@ def run_dirs_of(request: Request) -> RunDirs:
 Dirs = Annotated[RunDirs, Depends(run_dirs_of)]
 
 
-def cursor_of(
+async def cursor_of(
     request: Request,
     after: Annotated[str | None, Query(description="`next` of a page, or the id of a message")] = None,
 ) -> tuple[int, int] | None:
@@ -56,7 +56,7 @@ def cursor_of(
 After = Annotated[tuple[int, int] | None, Depends(cursor_of)]
 
 
-def filters_of(
+async def filters_of(
     contains: Annotated[str | None, Query(min_length=1, description="only lines that hold this text")] = None,
     level: Annotated[Level | None, Query(description="only lines of this level or a higher one")] = None,
 ) -> tuple[Filter, ...]:

@@ -50,7 +50,7 @@ class Sender:
         return Follower(reader, ended, self.request.app.state.leaving).follow(place)
 
 
-def sender_of(request: Request, jobs: UseCases) -> Sender:
+async def sender_of(request: Request, jobs: UseCases) -> Sender:
     """What makes the streams of this request."""
     return Sender(request, jobs)
 

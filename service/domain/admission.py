@@ -4,7 +4,7 @@ Jobs start by priority, then by age, all of their workers at once. What a job th
 behind it may pass only where that cannot make it wait longer, however long anybody runs.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -55,6 +55,11 @@ class Admission:
     waits: Mapping[str, Reason] = field(default_factory=dict)
     """Why the others wait, in their order."""
 
+    @property
+    def acts(self) -> bool:
+        """Whether there is anything to be done."""
+        return bool(self.starts or self.preempts or self.resizes)
+
     @cached_property
     def places(self) -> Mapping[str, int]:
         """The place of each that waits, from 1."""
@@ -63,9 +68,20 @@ class Admission:
 
 @dataclass
 class Board:
-    """What the last look at the queue came to, for whoever asks why a job waits."""
+    """What the last look at the queue came to, for whoever asks why a job waits, and what it was made from."""
 
     admission: Admission = field(default_factory=Admission)
+    mark: Hashable = None
+    tickets: Mapping[str, Ticket] = field(default_factory=dict)
+    cluster: Capacity | None = None
+    elastic: bool = False
+    waits: bool = False
+
+    def read(self, mark: Hashable, tickets: Iterable[Ticket]) -> None:
+        """Take note of the tickets that there are at this mark."""
+        self.mark, self.tickets = mark, {ticket.id: ticket for ticket in tickets}
+        self.elastic = any(ticket.sizes for ticket in self.tickets.values())
+        self.waits = any(ticket.waits for ticket in self.tickets.values())
 
 
 def never_fits(scaling: ScalingSpec, cluster: Capacity | None) -> str | None:

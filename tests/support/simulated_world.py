@@ -75,6 +75,8 @@ class Driver:
     state: Submission = Submission.PENDING
     ends_as: Submission | None = None
     """It has said how it ended, and its process is still there."""
+    late: bool = False
+    """Its attempt was over before it began: somebody had stood still who wanted to start it. The fence will end it."""
 
 
 @dataclass
@@ -112,15 +114,19 @@ class World:
         if self.roll(0.1):
             self.late.append(launch)
             raise ClusterError("timed out")
-        others = [one for one in self.drivers.values() if one.job_id == launch.job_id and one.state.alive]
+        others = [one for one in self._drivers_of(launch.job_id) if one.state.alive]
         # Whoever stood still may submit an attempt that is over; it finds the fence and ends.
         over = self.disks[launch.job_id].fence > launch.attempt
         hold(over or all(one.attempt == launch.attempt for one in others), f"{launch.job_id} has two drivers")
         self.begin(launch)
 
+    def _drivers_of(self, job_id: str) -> list[Driver]:
+        return [one for one in self.drivers.values() if one.job_id == job_id and not one.late]
+
     def begin(self, launch: Launch) -> None:
         """The request arrives; a second one with its id is the same."""
-        self.drivers.setdefault(launch.submission_id, Driver(launch.job_id, launch.attempt))
+        late = self.store.jobs[launch.job_id].attempts[launch.attempt - 1].ended_at is not None
+        self.drivers.setdefault(launch.submission_id, Driver(launch.job_id, launch.attempt, late=late))
 
     def status(self, submission_id: str) -> Submission:
         """What became of a driver."""
@@ -251,8 +257,8 @@ class World:
         if job.state is JobState.SUCCEEDED:
             hold(self.disks[job.id].committed >= STEPS, f"{job.id} succeeded without all of its steps")
         if job.state is JobState.PAUSED:
-            busy = [one for one in self.drivers.values() if one.state is Submission.RUNNING and one.ends_as is None]
-            hold(all(one.job_id != job.id for one in busy), f"{job.id} is paused and runs")
+            busy = [one for one in self._drivers_of(job.id) if one.state is Submission.RUNNING and one.ends_as is None]
+            hold(not busy, f"{job.id} is paused and runs")
         holders = [one for one in map(Ticket.of, self.store.jobs.values()) if one.holds]
         hold(sum(one.needs["CPU"] for one in holders) <= CPUS, "more room is held than there is")
         for project, quota in QUOTAS.items():

@@ -1,8 +1,8 @@
 """JobStore on SQLAlchemy; the same statements on SQLite and Postgres."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
-from sqlalchemy import ColumnElement, Engine, Row, Select, and_, delete, exists, insert, or_, select, update
+from sqlalchemy import ColumnElement, Engine, Row, Select, and_, delete, exists, func, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
 from service.adapters.sql.rows import from_row, ticket_of, to_row
@@ -25,6 +25,9 @@ _TICKET = (
     jobs.c.sizes,
     jobs.c.since,
 )
+
+
+_IN_QUEUE = or_(jobs.c.holds == 1, jobs.c.waits == 1)
 
 
 class SqlJobStore:
@@ -108,8 +111,14 @@ class SqlJobStore:
     def tickets(self) -> list[Ticket]:
         """Every job that holds room in the cluster or waits for some."""
         with self._engine.connect() as connection:
-            rows = connection.execute(select(*_TICKET).where(or_(jobs.c.holds == 1, jobs.c.waits == 1))).all()
+            rows = connection.execute(select(*_TICKET).where(_IN_QUEUE)).all()
         return [ticket_of(row) for row in rows]
+
+    def queue_mark(self) -> Hashable:
+        """Another value whenever `tickets` may answer otherwise; much quicker than that."""
+        rows = func.count(), func.max(jobs.c.id), func.sum(jobs.c.version), func.sum(jobs.c.updated_at)
+        with self._engine.connect() as connection:
+            return tuple(connection.execute(select(*rows).where(_IN_QUEUE)).one())
 
     def lead(self, lease: Lease) -> bool:
         """Whether this owner decides about the queue until the lease ends; nobody else does meanwhile."""
