@@ -4,7 +4,6 @@ Prepares the data, runs the worker group and restarts it after faults, and says 
 """
 
 import argparse
-import functools
 import logging
 import math
 import os
@@ -12,30 +11,27 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import ray
 from fsspec.core import url_to_fs
 from pyarrow.fs import FSSpecHandler, PyFileSystem
-from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback, get_context, get_preemption_info
+from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from train_loop.controller import TellOfLosses, last_word, work
 from train_loop.data.cache import evaluation_spec, pin, pinned_dataset
 from train_loop.data.dataset import Dataset
 from train_loop.data.prepare import prepare
-from train_loop.data.stream import ray_stream
 from train_loop.errors import FencedError
-from train_loop.failure import failed, failure_told, reason
+from train_loop.failure import failed
 from train_loop.journal import Journal
 from train_loop.leave import leave
 from train_loop.logs import log_to
-from train_loop.run_dir import AttemptDir, Outcome, RunDir, is_remote, list_folder, read_lines, size_of
-from train_loop.session import Preemption, Session
-from train_loop.spare import Spares, worker_environment
+from train_loop.run_dir import AttemptDir, Outcome, RunDir, is_remote
+from train_loop.spare import worker_environment
 from train_loop.spec import JobSpec
-from train_loop.worker import train
 
 log = logging.getLogger(__name__)
 _SHUTDOWN_SECONDS = 10.0
@@ -44,22 +40,6 @@ _SHUTDOWN_SECONDS = 10.0
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "1")
 # A node that is drained may be gone in half a minute; Ray's default is 5.
 os.environ.setdefault("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "1")
-
-
-class TellOfLosses(UserCallback):  # type: ignore[misc]
-    """Writes an event when workers die, while Ray Train starts the group again."""
-
-    def __init__(self, attempt: AttemptDir) -> None:
-        self.attempt = attempt
-
-    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        """Called by Ray Train's controller."""
-        # Peers of a dead worker fail of lost connections; the dead one is the news.
-        dead = [rank for rank, error in worker_exceptions.items() if hasattr(error, "health_check_failure")]
-        ranks = sorted(dead or worker_exceptions)
-        hung = [name for name in list_folder(self.attempt.stacks) if size_of(self.attempt.stacks / name)]
-        told = {"stacks": [f"{self.attempt.stacks.name}/{name}" for name in sorted(hung)]} if hung else {}
-        Journal(self.attempt).event("workers_lost", ranks=ranks, error=reason(worker_exceptions[ranks[0]]), **told)
 
 
 def main() -> None:
@@ -88,7 +68,7 @@ def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outco
         spec = attempt.spec(run_dir.spec())
         _prepare(spec, run_dir, journal)
         fit(spec, run_dir, attempt)
-        end = _last_word(attempt)
+        end = last_word(attempt)
         if end is None:
             raise RuntimeError("the workers ended without saying how; their logs lie beside this one")
         return Outcome.model_validate(end)
@@ -154,7 +134,7 @@ def fit(spec: JobSpec, run_dir: RunDir, attempt: AttemptDir) -> None:
     """Run the worker group, started again after faults up to failure.max_failures times."""
     resources = spec.scaling.resources_per_worker
     trainer = TorchTrainer(
-        _work,
+        work,
         train_loop_config={"run_dir": str(run_dir.root), "attempt": attempt.number},
         torch_config=TorchConfig(
             backend="cpu:gloo,cuda:nccl" if resources.get("GPU") else "gloo",
@@ -204,61 +184,9 @@ def _storage(folder: Path) -> dict[str, Any]:
     return {"storage_path": path, "storage_filesystem": PyFileSystem(FSSpecHandler(system))}
 
 
-def _work(config: dict[str, Any]) -> None:
-    """One worker: the loop in the place that Ray Train gave it."""
-    context, run_dir = get_context(), RunDir.at(config["run_dir"])
-    attempt = run_dir.attempt(config["attempt"])
-    spec = attempt.spec(run_dir.spec())
-    timeout = timedelta(seconds=spec.failure.hang_timeout_seconds)
-    session = Session(
-        rank=context.get_world_rank(),
-        world=context.get_world_size(),
-        local_rank=context.get_local_rank(),
-        attempt=attempt.number,
-        run_dir=run_dir,
-        open_stream=functools.partial(ray_stream, timeout=timeout),
-        timeout=timeout,
-        expect_restart=Spares(_spares(spec, context.get_world_rank())).keep,
-        proves_pauses=True,
-        preemption=_preemption,
-    )
-    log_to(attempt.rank_log(session.rank))
-    if _last_word(attempt) is not None:
-        # Ray Train starts the group again after any error. This one will not go away: there is nothing to do.
-        return
-    with failure_told(session):
-        train(spec, session, _prepared(run_dir.data), _prepared(run_dir.eval_data) if spec.data.eval else None)
-
-
 def _environment(spec: JobSpec) -> dict[str, Any]:
     cpus = spec.scaling.resources_per_worker.get("CPU", 1)
     return dict(worker_environment(cpus=cpus)) if spec.failure.spare_workers else {}
-
-
-def _spares(spec: JobSpec, rank: int) -> int:
-    """For a worker one that can take its place; where rank 0 is, Ray Data's coordinator would take one as well."""
-    if not spec.failure.spare_workers:
-        return 0
-    return 2 if rank == 0 else 1
-
-
-def _preemption() -> Preemption | None:
-    """What Ray knows of nodes that will be drained; a collective call of some milliseconds."""
-    found = get_preemption_info()
-    if found is None:
-        return None
-    deadline = found.deadline_ms / 1000 if found.deadline_ms else None
-    return Preemption(tuple(found.preempted_ranks), deadline)
-
-
-def _prepared(pointer: Path) -> Dataset:
-    return Dataset.model_validate_json(pointer.read_bytes())
-
-
-def _last_word(attempt: AttemptDir) -> dict[str, Any] | None:
-    """How the workers said that training ended; None while they have not."""
-    ends = [line for line in read_lines(attempt.events) if line.get("event") == "training_ended"]
-    return ends[0] if ends else None
 
 
 if __name__ == "__main__":

@@ -79,4 +79,4 @@ def get_ready() -> None:
 def _import_unless_taken() -> None:
     time.sleep(_TAKEN_WITHIN)
     if ray.get_runtime_context().get_actor_id() is None:
-        importlib.import_module("train_loop.driver")
+        importlib.import_module("train_loop.rank")

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from benchmarks import (
+    accepts,
     commits,
     data_wait,
+    first_step,
+    full_queue,
     gpu,
     memory,
     prepare,
@@ -184,3 +187,27 @@ def test_an_unknown_case_is_refused_with_the_known_ones(run: Run, capsys: pytest
     with pytest.raises(SystemExit):
         run(gpu.main, "speed", "qwen5")
     assert "qwen3-0.6b-4k" in capsys.readouterr().err
+
+
+def test_jobs_are_accepted_and_none_is_lost(run: Run) -> None:
+    result = run(accepts.main, "--quick")
+    found = {sample["variant"]: sample for sample in result["data"]}
+    assert [sample["error"] for sample in found.values()] == [None] * 3
+    assert found[accepts.OURS]["raw"]["sent"] > 0
+    assert found[accepts.OURS]["raw"]["lost"] == 0
+
+
+def test_full_queues_are_answered_and_gone_through(run: Run) -> None:
+    result = run(full_queue.main, "--quick")
+    *samples, supervisors = result["data"]
+    assert [sample["error"] for sample in samples] == [None] * 2
+    assert all(sample["raw"].keys() == full_queue.PARTS.keys() for sample in samples)
+    assert supervisors["supervisor_bytes"]
+
+
+def test_first_steps_are_timed_in_parts(run: Run) -> None:
+    needs_time()
+    result = run(first_step.main, "--quick")
+    assert [sample["error"] for sample in result["data"]] == [None] * 3
+    for sample in result["data"]:
+        assert sum(sample["raw"].values()) == pytest.approx(sample["value"])

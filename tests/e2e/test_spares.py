@@ -16,7 +16,7 @@ from tests.support.waiting import wait_for
 from train_loop import spare
 from train_loop.spare import Spares, task_environment, worker_environment
 
-SLOWEST_IMPORT = "train_loop.driver"
+SLOWEST_IMPORT = "train_loop.rank"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,0 +1,182 @@
+"""Jobs/s that are accepted durably: ours, checked and stored, against a bare FastAPI route and Ray's own job API.
+
+`python -m benchmarks.accepts [--rounds N] [--quick]`. Eight connections send the same spec again and again to a service
+of its own, on SQLite, whose cluster does not answer: what is accepted waits. At the end of each start of ours it is
+killed with SIGKILL while it is sent more, and started again: whatever it had said 201 to must be there.
+"""
+
+import functools
+import json
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from benchmarks.harness import (
+    Measured,
+    Sample,
+    command_line,
+    compare,
+    interleave,
+    markdown_table,
+    parse,
+    ratios_of,
+    write_result,
+)
+from benchmarks.launch import ProgramError, ask_module, end, last_words, start_module
+from benchmarks.workload import TOY, Workload
+from examples.demo import service
+from service.client import ApiError, Client
+
+BARE, OURS, RAY = "bare FastAPI route, SQLite commit", "Trainshed, POST /jobs", "Ray JobSubmissionClient"
+NOBODY = "http://127.0.0.1:9"
+"""Where no cluster answers."""
+WARM, LIMIT = 80, 60.0
+
+
+def main() -> None:
+    """Run the comparison and write its table."""
+    arguments = parse(command_line(__doc__))
+    count, few = (160, 4) if arguments.quick else (4000, 16)
+    with tempfile.TemporaryDirectory(prefix="trainshed-benchmark-") as root:
+        ways: dict[str, Callable[[Path], Measured]] = {
+            BARE: functools.partial(bare, count=count),
+            OURS: functools.partial(ours, count=count),
+            RAY: functools.partial(ray, count=few),
+        }
+
+        def measured(way: Callable[[Path], Measured]) -> Measured:
+            here = Path(tempfile.mkdtemp(dir=root))
+            try:
+                return way(here)
+            finally:
+                shutil.rmtree(here, ignore_errors=True)
+
+        samples = interleave({name: functools.partial(measured, way) for name, way in ways.items()}, arguments.rounds)
+    write_result(
+        "accepts",
+        settings={"rounds": arguments.rounds, "quick": arguments.quick, "jobs": count, "jobs_ray": few},
+        data=samples,
+        table=markdown_table(list(records(samples))),
+        folder=arguments.results,
+    )
+
+
+def records(samples: list[Sample]) -> Iterator[dict[str, str | None]]:
+    """A row of the table for each program."""
+    ratios = ratios_of(OURS, samples)
+    for row in compare(samples, BARE):
+        lost = [sample.raw["lost"] for sample in samples if sample.variant == row.variant and "lost" in sample.raw]
+        sent = [sample.raw["sent"] for sample in samples if sample.variant == row.variant and "sent" in sample.raw]
+        yield {
+            "program": row.variant,
+            "jobs/s, median": row.error if row.median is None else f"{row.median:,.1f}",
+            f"{OURS} ÷ it, median [95 % interval]": ratios.get(row.variant),
+            "lost after SIGKILL": f"{sum(lost)} of {sum(sent)}" if sent else None,
+        }
+
+
+def bare(here: Path, *, count: int) -> Measured:
+    """One start of the bare route. Raises ProgramError."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    log = here / "log"
+    process = start_module("benchmarks.peers.fastapi_sqlite", here / "jobs.db", port, log=log)
+    try:
+        _wait_for_port(port, process, log)
+        return Measured(speed(here, f"http://127.0.0.1:{port}", "", count))
+    finally:
+        end(process)
+
+
+def ours(here: Path, *, count: int) -> Measured:
+    """One start of the service, which is killed in the end. Raises ProgramError."""
+    with waiting_service(here) as (client, url):
+        key = (here / "admin.key").read_text().strip()
+        value = speed(here, url, key, count)
+        found = here / "killed.json"
+        load = start_module("benchmarks.accepts_run", found, url, key, spec(here), count, log=here / "load.log")
+        _wait_for_more(client, count)
+        service_of(here).kill()
+        load.wait(LIMIT)
+    accepted = json.loads(found.read_bytes())["ids"]
+    with waiting_service(here) as (client, _):
+        lost = sum(not exists(client, job_id) for job_id in accepted)
+    return Measured(value, {"sent": len(accepted), "lost": lost})
+
+
+def ray(here: Path, *, count: int) -> Measured:
+    """One start of a Ray of its own. Raises ProgramError."""
+    found = ask_module("benchmarks.accepts_ray", count, here=here)
+    return Measured(count / found["seconds"], {"supervisor_bytes": found["supervisor_bytes"]})
+
+
+@contextmanager
+def waiting_service(here: Path) -> Iterator[tuple[Client, str]]:
+    """A service whose cluster does not answer."""
+    with service(here, TRAINSHED_RAY_ADDRESS=NOBODY, RAY_AUTH_MODE="disabled") as found:
+        yield found
+
+
+def service_of(home: Path) -> psutil.Process:
+    """The process of a running service."""
+    return psutil.Process(json.loads((home / "service.json").read_bytes())["pid"])
+
+
+def speed(here: Path, url: str, key: str, count: int) -> float:
+    """Accepts/s, after some that are not counted. Raises ProgramError."""
+    for number in (WARM, count):
+        found = ask_module("benchmarks.accepts_run", url, key, spec(here), number, here=here)
+        if len(found["ids"]) < number:
+            raise ProgramError(f"{len(found['ids'])} of {number} were accepted")
+    return float(count / found["seconds"])
+
+
+def spec(here: Path) -> Path:
+    """The file with the job that is sent: a toy on Python's own sources."""
+    file = here / "spec.json"
+    raw = Workload(config=TOY).spec(here) | {"data": {"train": {"path": "stdlib://json/*.py"}, "sequence_length": 64}}
+    file.write_text(json.dumps(raw))
+    return file
+
+
+def exists(client: Client, job_id: str) -> bool:
+    """Whether the service knows the job."""
+    try:
+        return client.job(job_id).id == job_id
+    except ApiError as error:
+        if error.problem.status != 404:
+            raise
+        return False
+
+
+def _wait_for_more(client: Client, count: int) -> None:
+    """Until some of the second lot were accepted."""
+    (newest,) = client.jobs(limit=1).data
+    deadline = time.monotonic() + LIMIT
+    while len([job for job in client.jobs(limit=100).data if job.id > newest.id]) < min(count // 8, 100):
+        if time.monotonic() > deadline:
+            raise ProgramError("nothing more was accepted")
+        time.sleep(0.01)
+
+
+def _wait_for_port(port: int, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    deadline = time.monotonic() + LIMIT
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        except OSError:
+            time.sleep(0.05)
+        else:
+            return
+    raise ProgramError(f"the route did not answer: {last_words(log)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Sends the same job again and again over some connections: `-m benchmarks.accepts_run OUT URL KEY SPEC COUNT`.
+
+OUT gets the seconds that it took, and the ids of what was accepted, as far as it got before nobody answered any more.
+"""
+
+import http.client
+import json
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+CONNECTIONS = 8
+
+
+def main() -> None:
+    """Send, and write down what came back."""
+    out, url, key, spec, count = sys.argv[1:]
+    body, ids = Path(spec).read_bytes(), [list[str]() for _ in range(CONNECTIONS)]
+    each = int(count) // CONNECTIONS
+    threads = [threading.Thread(target=send, args=(url, key, body, each, ids[n])) for n in range(CONNECTIONS)]
+    began = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seconds = time.perf_counter() - began
+    Path(out).write_text(json.dumps({"seconds": seconds, "ids": [job_id for some in ids for job_id in some]}))
+
+
+def send(url: str, key: str, body: bytes, count: int, ids: list[str]) -> None:
+    """Send so many, one after the other, until nobody answers."""
+    place = urlsplit(url)
+    connection = http.client.HTTPConnection(place.hostname or "", place.port)
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    # Whoever was killed cannot answer.
+    with suppress(OSError, http.client.HTTPException):
+        for _ in range(count):
+            connection.request("POST", "/jobs", body, headers)
+            answer = connection.getresponse()
+            said = answer.read()
+            if answer.status != 201:
+                raise SystemExit(f"{answer.status}: {said[:300]!r}")
+            ids.append(json.loads(said)["id"])
+
+
+if __name__ == "__main__":
+    main()

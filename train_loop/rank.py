@@ -1,0 +1,65 @@
+"""One rank of an attempt under Ray Train."""
+
+import functools
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from ray.train import get_context, get_preemption_info
+
+from train_loop.controller import last_word
+from train_loop.data.dataset import Dataset
+from train_loop.data.stream import ray_stream
+from train_loop.failure import failure_told
+from train_loop.logs import log_to
+from train_loop.run_dir import RunDir
+from train_loop.session import Preemption, Session
+from train_loop.spare import Spares
+from train_loop.spec import JobSpec
+from train_loop.worker import train
+
+
+def work(config: dict[str, Any]) -> None:
+    """Train as one of the workers, in the place that Ray Train gave it."""
+    context, run_dir = get_context(), RunDir.at(config["run_dir"])
+    attempt = run_dir.attempt(config["attempt"])
+    spec = attempt.spec(run_dir.spec())
+    timeout = timedelta(seconds=spec.failure.hang_timeout_seconds)
+    session = Session(
+        rank=context.get_world_rank(),
+        world=context.get_world_size(),
+        local_rank=context.get_local_rank(),
+        attempt=attempt.number,
+        run_dir=run_dir,
+        open_stream=functools.partial(ray_stream, timeout=timeout),
+        timeout=timeout,
+        expect_restart=Spares(_spares(spec, context.get_world_rank())).keep,
+        proves_pauses=True,
+        preemption=_preemption,
+    )
+    log_to(attempt.rank_log(session.rank))
+    if last_word(attempt) is not None:
+        # Ray Train starts the group again after any error. This one will not go away: there is nothing to do.
+        return
+    with failure_told(session):
+        train(spec, session, _prepared(run_dir.data), _prepared(run_dir.eval_data) if spec.data.eval else None)
+
+
+def _spares(spec: JobSpec, rank: int) -> int:
+    """For a worker one that can take its place; where rank 0 is, Ray Data's coordinator would take one as well."""
+    if not spec.failure.spare_workers:
+        return 0
+    return 2 if rank == 0 else 1
+
+
+def _preemption() -> Preemption | None:
+    """What Ray knows of nodes that will be drained; a collective call of some milliseconds."""
+    found = get_preemption_info()
+    if found is None:
+        return None
+    deadline = found.deadline_ms / 1000 if found.deadline_ms else None
+    return Preemption(tuple(found.preempted_ranks), deadline)
+
+
+def _prepared(pointer: Path) -> Dataset:
+    return Dataset.model_validate_json(pointer.read_bytes())
