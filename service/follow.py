@@ -9,7 +9,8 @@ import anyio
 from starlette.concurrency import run_in_threadpool
 
 from service.filters import Filter
-from service.ports import Entry, Place, RunDirs, Written
+from service.lines import number, parse
+from service.ports import Cursor, Entry, Line, Place, RunDirs, Written
 
 
 class Signal(Enum):
@@ -65,6 +66,39 @@ class Reader:
                     return Batch((), place, more=False)
                 place = Place(tail.next_attempt)
         return Batch((), place, more=True)
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """A line of JSON, and the cursor behind it."""
+
+    line: Line
+    text: str
+    cursor: Cursor
+
+
+def numbered(entry: Entry, after: Cursor) -> Numbered | None:
+    """An entry that lies behind a cursor; None for one that does not, or is no line of ours."""
+    line = parse(entry.text)
+    seq = number(line, "seq") if line is not None else None
+    if line is None or seq is None:
+        return None
+    cursor = Cursor(entry.after.attempt, int(seq))
+    return Numbered(line, entry.text, cursor) if (cursor.attempt, cursor.seq) > (after.attempt, after.seq) else None
+
+
+def read_page(reader: Reader, after: Cursor, limit: int) -> tuple[list[Numbered], bool]:
+    """The next lines of JSON behind a cursor, and whether there are more."""
+    found, place = list[Numbered](), Place(after.attempt)
+    while True:
+        batch = reader.read(place)
+        found += [line for line in (numbered(entry, after) for entry in batch.entries) if line is not None]
+        if len(found) > limit:
+            return found[:limit], True
+        # Where an attempt ends the next one begins, if there is one.
+        if not batch.more and not batch.entries:
+            return found, False
+        place = batch.place
 
 
 @dataclass(frozen=True)

@@ -182,6 +182,9 @@ class Cursor:
     attempt: int = 0
     seq: int = 0
 
+    def __str__(self) -> str:
+        return f"{self.attempt}.{self.seq}"
+
 
 @dataclass(frozen=True)
 class Place:
@@ -233,12 +236,6 @@ class RunDirs(Protocol):
 
     def story(self, run_dir: str) -> Story:
         """What all attempts say together."""
-
-    def events(self, run_dir: str, *, after: Cursor, limit: int) -> list[Line]:
-        """Event lines of all attempts after a cursor."""
-
-    def metrics(self, run_dir: str, *, after: Cursor, limit: int) -> list[Line]:
-        """Metrics lines of all attempts after a cursor."""
 
     def tail(self, run_dir: str, what: Written, place: Place) -> Tail:
         """The next whole lines of a file from a place on; a line that is still being written is not there yet."""

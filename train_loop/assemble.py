@@ -22,8 +22,9 @@ from train_loop.optim import Ema, build_optimizers, build_scheduler, time_optimi
 from train_loop.parallel.compile import CompileWatch
 from train_loop.parallel.mesh import Mesh, build_mesh, local_device
 from train_loop.parallel.shard import parallelize, place_buffers
+from train_loop.patience import patiently
 from train_loop.plan import START, BatchPlan, Origin, Plan, chunk_rows, plan_job, plan_samples, plan_steps
-from train_loop.run_dir import Parent
+from train_loop.run_dir import Parent, storage_failed
 from train_loop.session import Session
 from train_loop.spec import JobSpec
 from train_loop.state import TrainState
@@ -78,7 +79,7 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
     plan = plan_job(spec, model_shape(spec.model))
     mesh = build_mesh(plan.mesh, local_device(session.local_rank), timeout=session.timeout)
     sharded = build_sharded(spec, plan, mesh)
-    parent = session.run_dir.parent()
+    parent = patiently(session.run_dir.parent, seconds=session.patience, may_pass=storage_failed)
     origin = _origin(parent, dataset)
     steps = plan_steps(
         spec.training,

@@ -19,6 +19,8 @@ class Preemption(NamedTuple):
     """Unix seconds; None where nobody said."""
 
 
+PATIENCE = 300.0
+"""Seconds for which storage may fail before a start gives up."""
 OpenStream = Callable[[StreamPlan, MeshPlan, int], Iterator[Rows | None]]
 
 
@@ -42,3 +44,8 @@ class Session:
     """Whether the checkpoint that a pause leaves is read once more: who asked for it may take hosts and disks away."""
     preemption: Callable[[], Preemption | None] | None = None
     """Asks for the newest word of a pre-emption, the same on all ranks; a collective call. None: nobody would know."""
+
+    @property
+    def patience(self) -> float:
+        """Seconds for which storage may fail: less than the others wait for this rank."""
+        return min(PATIENCE, self.timeout.total_seconds() / 2)

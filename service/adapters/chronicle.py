@@ -1,12 +1,12 @@
 """What a run directory tells of progress and faults, kept up to date by reading only what is new."""
 
-import json
 import statistics
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from service.lines import number, parse
 from service.ports import NO_STORY, Line, Place, Progress, Story, Tail, Written
 from train_loop.run_dir import RunDir
 
@@ -103,18 +103,3 @@ class Chronicle:
         eta = statistics.median(self._recent) * max(of - step, 0) if of and self._recent else None
         loss, speed, mfu = (number(line, name) for name in ("loss", "tokens_per_second", "mfu"))
         return Progress(step, of, loss, speed, mfu, eta)
-
-
-def parse(line: str) -> Line | None:
-    """A line of JSON; None for what is no object."""
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def number(line: Line, name: str) -> float | None:
-    """A number of a line, if it is one."""
-    value = line.get(name)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,15 +1,14 @@
 """Reads run directories through `train_loop.run_dir`, and writes what the service may write there."""
 
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from service.adapters.chronicle import Chronicle, number
+from service.adapters.chronicle import Chronicle
 from service.domain.decide import Training
 from service.errors import StaleAttempt
-from service.ports import Checkpoint, Cursor, Entry, Line, Place, Sighting, Story, Tail, Written
+from service.ports import Checkpoint, Entry, Place, Sighting, Story, Tail, Written
 from train_loop.run_dir import (
     AttemptDir,
     ExportStatus,
@@ -76,14 +75,6 @@ class LocalRunDirs:
                 del self._chronicles[next(iter(self._chronicles))]
         return chronicle.tell(partial(self.tail, run_dir))
 
-    def events(self, run_dir: str, *, after: Cursor, limit: int) -> list[Line]:
-        """Event lines of all attempts after a cursor."""
-        return _page(run_dir, lambda attempt: attempt.events, after, limit)
-
-    def metrics(self, run_dir: str, *, after: Cursor, limit: int) -> list[Line]:
-        """Metrics lines of all attempts after a cursor."""
-        return _page(run_dir, lambda attempt: attempt.metrics, after, limit)
-
     def tail(self, run_dir: str, what: Written, place: Place) -> Tail:
         """The next whole lines of a file from a place on; a line that is still being written is not there yet."""
         directory = RunDir.at(run_dir)
@@ -140,17 +131,6 @@ class LocalRunDirs:
 
 def _pinned_by(heir: RunDir) -> str:
     return f"clone-{heir.root.name}"
-
-
-def _page(run_dir: str, file: Callable[[AttemptDir], Path], after: Cursor, limit: int) -> list[Line]:
-    found: list[Line] = []
-    for attempt in RunDir.at(run_dir).attempts():
-        if attempt.number < after.attempt or len(found) >= limit:
-            continue
-        seen = after.seq if attempt.number == after.attempt else 0
-        lines = (line for line in read_lines(file(attempt)) if int(number(line, "seq") or 0) > seen)
-        found += [line for _, line in zip(range(limit - len(found)), lines, strict=False)]
-    return found
 
 
 def _file(attempt: AttemptDir, what: Written) -> Path:

@@ -2,8 +2,7 @@
 
 import re
 import sys
-from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 
@@ -11,11 +10,12 @@ from service.api.guard import require_key
 from service.api.jobs import UseCases
 from service.api.schemas import LinePage, TextPage
 from service.api.streams import Streams, asks_for_stream
+from service.domain.job import Job
 from service.errors import InvalidRequest
 from service.filters import AtLeast, Filter, Level, thin_out
 from service.filters import contains as containing
-from service.follow import Reader
-from service.ports import Cursor, Line, Place, RunDirs, Written
+from service.follow import Reader, read_page
+from service.ports import Cursor, Place, RunDirs, Written
 from train_loop.spec import Problem
 
 router = APIRouter(prefix="/jobs/{job_id}", tags=["runs"], dependencies=[Depends(require_key)])
@@ -56,8 +56,11 @@ async def cursor_of(
 After = Annotated[tuple[int, int] | None, Depends(cursor_of)]
 
 
+Contains = Annotated[str | None, Query(min_length=1, description="only lines that hold this text")]
+
+
 async def filters_of(
-    contains: Annotated[str | None, Query(min_length=1, description="only lines that hold this text")] = None,
+    contains: Contains = None,
     level: Annotated[Level | None, Query(description="only lines of this level or a higher one")] = None,
 ) -> tuple[Filter, ...]:
     """Which lines of a log are wanted."""
@@ -67,13 +70,17 @@ async def filters_of(
 
 @router.get("/events", response_model=LinePage, responses=_STREAM)
 def events(
-    jobs: UseCases, dirs: Dirs, streams: Streams, job_id: str, after: After, limit: Limit = 100
+    jobs: UseCases,
+    dirs: Dirs,
+    streams: Streams,
+    job_id: str,
+    after: After,
+    contains: Contains = None,
+    limit: Limit = 100,
 ) -> LinePage | Response:
     """What happened, oldest first, over all attempts."""
-    job, cursor = jobs.find(job_id), Cursor(*(after or (0, 0)))
-    if streams.wanted:
-        return streams.lines(Reader(dirs, job.run_dir, Written("events")), cursor, job_id)
-    return _page(dirs.events(job.run_dir, after=cursor, limit=limit + 1), cursor, limit)
+    reader, cursor = _reader(dirs, jobs.find(job_id), "events", contains), Cursor(*(after or (0, 0)))
+    return streams.lines(reader, cursor, job_id) if streams.wanted else _page(reader, cursor, limit)
 
 
 @router.get("/metrics", response_model=LinePage, responses=_STREAM)
@@ -87,14 +94,13 @@ def metrics(
     limit: Limit = 100,
 ) -> LinePage | Response:
     """One line per logged optimizer step, over all attempts; with `points`, a part of them that keeps the extremes."""
-    job, cursor = jobs.find(job_id), Cursor(*(after or (0, 0)))
+    reader, cursor = _reader(dirs, jobs.find(job_id), "metrics"), Cursor(*(after or (0, 0)))
     if streams.wanted:
-        return streams.lines(Reader(dirs, job.run_dir, Written("metrics")), cursor, job_id)
-    if points is not None:
-        every = dirs.metrics(job.run_dir, after=cursor, limit=sys.maxsize)
-        whole = _page(every, cursor, len(every))
-        return whole.model_copy(update={"data": [dict(line) for line in thin_out(every, points=points)]})
-    return _page(dirs.metrics(job.run_dir, after=cursor, limit=limit + 1), cursor, limit)
+        return streams.lines(reader, cursor, job_id)
+    if points is None:
+        return _page(reader, cursor, limit)
+    whole = _page(reader, cursor, sys.maxsize)
+    return whole.model_copy(update={"data": thin_out(whole.data, points=points)})
 
 
 def log_of(
@@ -124,8 +130,12 @@ def logs(
     return TextPage(data=[entry.text for entry in batch.entries], has_more=batch.more, next=end)
 
 
-def _page(lines: Sequence[Line], after: Cursor, limit: int) -> LinePage:
+def _reader(dirs: RunDirs, job: Job, kind: Literal["events", "metrics"], contains: str | None = None) -> Reader:
+    return Reader(dirs, job.run_dir, Written(kind), filters=(containing(contains),) if contains else ())
+
+
+def _page(reader: Reader, after: Cursor, limit: int) -> LinePage:
     """A page and the cursor behind it, which stays where it was while nothing is new."""
-    data = [dict(line) for line in lines[:limit]]
-    end = f"{data[-1]['attempt']}.{data[-1]['seq']}" if data else f"{after.attempt}.{after.seq}"
-    return LinePage(data=data, has_more=len(lines) > limit, next=end)
+    found, more = read_page(reader, after, limit)
+    end = found[-1].cursor if found else after
+    return LinePage(data=[dict(one.line) for one in found], has_more=more, next=str(end))

@@ -11,7 +11,7 @@ from fastapi.sse import EventSourceResponse, format_sse_event
 
 from service.api.jobs import UseCases
 from service.errors import JobNotFound
-from service.follow import Follower, Reader, Signal
+from service.follow import Follower, Reader, Signal, numbered
 from service.ports import Cursor, Entry, Place
 from service.use_cases import Jobs
 
@@ -76,12 +76,8 @@ async def _behind(entries: AsyncIterator[Entry | Signal], cursor: Cursor) -> Asy
         if isinstance(entry, Signal):
             yield entry
             continue
-        try:
-            seq = int(json.loads(entry.text)["seq"])
-        except (ValueError, KeyError, TypeError):
-            continue
-        if (entry.after.attempt, seq) > (cursor.attempt, cursor.seq):
-            yield Message(f"{entry.after.attempt}.{seq}", entry.text)
+        if (found := numbered(entry, cursor)) is not None:
+            yield Message(str(found.cursor), found.text)
 
 
 async def _as_text(entries: AsyncIterator[Entry | Signal]) -> AsyncIterator[Message | Signal]:

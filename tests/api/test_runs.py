@@ -94,3 +94,14 @@ def test_openapi_describes_the_spec_that_can_be_posted(client: TestClient) -> No
     spec = described["components"]["schemas"]["JobSpec"]
     assert sorted(spec["required"]) == ["data", "model", "name", "training"]
     assert client.get("/docs").status_code == 200
+
+
+def test_events_are_filtered_by_what_they_hold(client: TestClient, service: FakeService) -> None:
+    job_id = client.post("/jobs", content=spec_body()).json()["id"]
+    for number in range(3):
+        service.event(job_id, "checkpoint_committed", step=number)
+        service.event(job_id, "warning", message=f"number {number}")
+    page = client.get(f"/jobs/{job_id}/events", params={"contains": "warning", "limit": 2}).json()
+    assert ([line["message"] for line in page["data"]], page["has_more"]) == (["number 0", "number 1"], True)
+    rest = client.get(f"/jobs/{job_id}/events", params={"contains": "warning", "after": page["next"]}).json()
+    assert ([line["message"] for line in rest["data"]], rest["has_more"]) == (["number 2"], False)

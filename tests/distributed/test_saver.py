@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.ranks import on_ranks
 from tests.support.specs import spec
 from tests.support.torchrun import load_checkpoint, write_tokens
+from train_loop import session
 from train_loop.assemble import Run, build_run
 from train_loop.checkpoint import image, newest, save
 from train_loop.checkpoint.contents import draft_manifest, tensors_to_save
@@ -151,7 +152,7 @@ def resume_from_unreadable(folder: Path) -> list[str]:
     found = []
     with pytest.MonkeyPatch.context() as patch:
         for number, times in ((errno.ESTALE, 2), (errno.EACCES, 99), (errno.EIO, 99)):
-            patch.setattr(newest, "PATIENCE", 30.0 if times == 2 else 0.0)
+            patch.setattr(session, "PATIENCE", 30.0 if times == 2 else 0.0)
             patch.setattr(newest, "verify", unreadable(number, times))
             again = a_run(folder)
             try:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from service import ports
 from service.adapters.run_dirs import LocalRunDirs
+from service.follow import Reader, read_page
 from service.ports import Cursor, Written
 from tests.support.nfs import act_like_nfs
 from tests.support.ranks import on_ranks, ranks_to_kill
@@ -184,9 +185,10 @@ def test_it_stops_when_it_is_asked_to(folder: Path, place: Place) -> None:
 def test_the_service_reads_it(folder: Path, place: Place) -> None:
     run_dir, dirs = place("whole-thread"), LocalRunDirs()
     uri = str(run_dir.root)
-    first = dirs.metrics(uri, after=Cursor(), limit=4)
-    rest = dirs.metrics(uri, after=Cursor(1, int(str(first[-1]["seq"]))), limit=100)
-    assert [line["step"] for line in [*first, *rest]] == list(range(1, STEPS + 1))
+    reader = Reader(dirs, uri, Written("metrics"))
+    first, _ = read_page(reader, Cursor(), 4)
+    rest, _ = read_page(reader, first[-1].cursor, 100)
+    assert [one.line["step"] for one in [*first, *rest]] == list(range(1, STEPS + 1))
     assert [checkpoint.manifest.step for checkpoint in dirs.checkpoints(uri)] == [3, 6]
     progress = dirs.story(uri).progress
     assert progress is not None

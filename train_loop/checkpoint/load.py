@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from train_loop.assemble import Run
 from train_loop.checkpoint.contents import put_back, rng_key, tensors_of
-from train_loop.checkpoint.newest import agree_on_newest, patience_of, prove_parent
+from train_loop.checkpoint.newest import agree_on_newest, prove_parent
 from train_loop.checkpoint.read import CheckpointReader
 from train_loop.errors import DataError
 from train_loop.optim import go_to
@@ -85,7 +85,7 @@ def _continue(run: Run, parent: Parent) -> None:
 
 
 def _reader(run: Run, folder: Path) -> CheckpointReader:
-    return CheckpointReader(folder, patience=patience_of(run))
+    return CheckpointReader(folder, patience=run.session.patience)
 
 
 def _read(run: Run, manifest: Manifest, reader: CheckpointReader, values: Values) -> None:

@@ -18,8 +18,6 @@ from train_loop.patience import patiently
 from train_loop.run_dir import Manifest, Parent, RunDir, UnknownFormatError, is_remote, storage_failed
 
 T = TypeVar("T")
-PATIENCE = 300.0
-"""Seconds for which storage may fail before a resume gives up."""
 
 
 def agree_on_newest(run: Run) -> Manifest | None:
@@ -128,13 +126,8 @@ def _candidates(run: Run) -> list[Manifest]:
     return [manifest for _, manifest in sorted(run_dir.manifests().items(), reverse=True)]
 
 
-def patience_of(run: Run) -> float:
-    """Less than the others wait for this rank."""
-    return min(PATIENCE, run.session.timeout.total_seconds() / 2)
-
-
 def _patiently(run: Run, call: Callable[[], T]) -> T:
-    return patiently(call, seconds=patience_of(run), may_pass=storage_failed)
+    return patiently(call, seconds=run.session.patience, may_pass=storage_failed)
 
 
 def _ask_rank_0(run: Run, question: Callable[[], T]) -> T:

@@ -8,6 +8,8 @@ import pytest
 from service.adapters import run_dirs as module
 from service.adapters.run_dirs import LocalRunDirs
 from service.domain.decide import Training
+from service.filters import Filter, contains
+from service.follow import Reader, read_page
 from service.ports import Cursor, Place, Tail, Written
 from train_loop.run_dir import JsonLines, Outcome, RunDir
 
@@ -80,13 +82,18 @@ def test_lines_of_all_attempts_are_one_list_with_a_cursor(run_dir: RunDir) -> No
         event(run_dir, "a", attempt=attempt)
         event(run_dir, "b", attempt=attempt)
 
-    def page(after: Cursor, limit: int) -> list[tuple[object, object]]:
-        lines = LocalRunDirs().events(uri(run_dir), after=after, limit=limit)
-        return [(line["attempt"], line["seq"]) for line in lines]
+    with run_dir.attempt(2).events.open("a") as file:
+        file.write('no JSON\n{"event": "nobody counted"}\n[1]\n')
 
-    assert page(Cursor(), 3) == [(1, 1), (1, 2), (2, 1)]
-    assert page(Cursor(2, 1), 9) == [(2, 2), (10, 1), (10, 2)]
-    assert page(Cursor(10, 2), 9) == []
+    def page(after: Cursor, limit: int, *filters: Filter) -> tuple[list[str], bool]:
+        reader = Reader(LocalRunDirs(), uri(run_dir), Written("events"), filters=filters)
+        found, more = read_page(reader, after, limit)
+        return [str(one.cursor) for one in found], more
+
+    assert page(Cursor(), 3) == (["1.1", "1.2", "2.1"], True)
+    assert page(Cursor(2, 1), 3) == (["2.2", "10.1", "10.2"], False)
+    assert page(Cursor(10, 2), 9) == ([], False)
+    assert page(Cursor(1, 2), 9, contains('"event": "b"')) == (["2.2", "10.2"], False)
 
 
 def test_faults_cost_the_time_until_there_is_something_new(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
