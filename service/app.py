@@ -29,6 +29,7 @@ from service.ports import Cluster
 from service.reconcile import Pace, Reconciler
 from service.settings import Settings
 from service.use_cases import Grace, Jobs
+from train_loop.run_dir import SINKS_VARIABLE, format_sinks
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -85,10 +86,11 @@ def _embedded(settings: Settings) -> EmbeddedRay | None:
 
 
 def _cluster(settings: Settings, embedded: EmbeddedRay | None) -> Cluster:
+    told = {SINKS_VARIABLE: format_sinks(settings.sinks)}
     if embedded is not None:
-        return RayJobs(embedded.address, python=sys.executable)
+        return RayJobs(embedded.address, python=sys.executable, environment=told)
     address = RayAddress(settings.ray_address or "", token=None)
-    return RayJobs(lambda: address, python="python", limit=settings.cluster_limit)
+    return RayJobs(lambda: address, python="python", limit=settings.cluster_limit, environment=told)
 
 
 def _guard(settings: Settings) -> Guard:

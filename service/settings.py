@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from service.domain.admission import Quota, Rules
+from train_loop.run_dir import DEFAULT_SINKS, SINKS, SinkName, parse_sinks
 
 
 class Settings(BaseSettings):
@@ -26,6 +27,9 @@ class Settings(BaseSettings):
         default=(), description="URIs below which specs may read, besides home/runs"
     )
     runs: str | None = Field(default=None, description="URI below which run directories go; default: home/runs")
+    sinks: Annotated[tuple[SinkName, ...], NoDecode] = Field(
+        default=DEFAULT_SINKS, description=f"who shows metrics: {', '.join(SINKS)}, or none"
+    )
     ray_address: str | None = Field(default=None, description="dashboard URL of a cluster; default: embedded Ray")
     ray_cpus: int = Field(default_factory=lambda: max(2, os.cpu_count() or 1), ge=1, description="of embedded Ray")
     ray_object_store_bytes: int = Field(default=500_000_000, ge=80_000_000, description="of embedded Ray")
@@ -53,6 +57,11 @@ class Settings(BaseSettings):
     def _comma_list(cls, value: str | tuple[str, ...]) -> tuple[str, ...]:
         parts = value.split(",") if isinstance(value, str) else value
         return tuple(part.strip() for part in parts if part.strip())
+
+    @field_validator("sinks", mode="before")
+    @classmethod
+    def _sinks(cls, value: str | tuple[SinkName, ...]) -> tuple[SinkName, ...]:
+        return parse_sinks(value) if isinstance(value, str) else value
 
     @field_validator("home")
     @classmethod

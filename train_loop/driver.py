@@ -30,11 +30,13 @@ from train_loop.journal import Journal
 from train_loop.leave import leave
 from train_loop.logs import log_to
 from train_loop.run_dir import AttemptDir, Outcome, RunDir, is_remote
+from train_loop.sinks.forward import forward
 from train_loop.spare import worker_environment
 from train_loop.spec import JobSpec
 
 log = logging.getLogger(__name__)
 _SHUTDOWN_SECONDS = 10.0
+_CATCH_UP_SECONDS, _CLOSE_SECONDS = 2.0, 30.0
 
 # A dead worker is noticed within about this many seconds; Ray's default is 2.
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "1")
@@ -53,9 +55,15 @@ def main() -> None:
     log_to(attempt.driver_log)
     journal = Journal(attempt)
     journal.event("attempt_started")
+    sinks = forward(run_dir, attempt.number, journal.event, os.environ)
     outcome = run_attempt(run_dir, attempt, journal)
     journal.event("finished", **outcome.model_dump(exclude_none=True))
+    with suppress(KeyboardInterrupt):
+        # Whoever sees the outcome should find the last numbers too; who cannot wait for them need not.
+        sinks.catch_up(seconds=_CATCH_UP_SECONDS)
     attempt.write_outcome(outcome)
+    with suppress(KeyboardInterrupt):
+        sinks.close(outcome, seconds=_CLOSE_SECONDS)
     leave(1 if outcome.result == "failed" else 0)
 
 

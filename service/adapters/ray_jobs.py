@@ -63,13 +63,22 @@ class _NodesAnswer(BaseModel):
 
 
 class RayJobs:
-    """Drivers as Ray jobs. `address` says where the cluster is now; `limit`, what an autoscaler may grow it to."""
+    """Drivers as Ray jobs. `address` says where the cluster is now; `limit`, what an autoscaler may grow it to.
+
+    `environment` is what drivers are told by theirs, which whoever may look at the cluster can read.
+    """
 
     def __init__(
-        self, address: Callable[[], RayAddress | None], *, python: str, limit: Mapping[str, float] | None = None
+        self,
+        address: Callable[[], RayAddress | None],
+        *,
+        python: str,
+        limit: Mapping[str, float] | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self._address = address
         self._python = python
+        self._environment = environment or {}
         self._limit = limit or {}
         self._lock = threading.Lock()
         self._ran: dict[str, float] = {}
@@ -84,7 +93,7 @@ class RayJobs:
                 entrypoint=entrypoint,
                 submission_id=launch.submission_id,
                 metadata=_metadata(launch),
-                runtime_env={"env_vars": _env_vars()},
+                runtime_env={"env_vars": _env_vars(self._environment)},
             )
         except _FAULTS as error:
             # Ray's word for "already exists" cannot be told from a fault: ask what is there instead.
@@ -191,10 +200,12 @@ def _metadata(launch: Launch) -> dict[str, str]:
     return name | {"job_id": launch.job_id, "attempt": str(launch.attempt)}
 
 
-def _env_vars() -> dict[str, str]:
+def _env_vars(told: Mapping[str, str]) -> dict[str, str]:
     # A driver handles SIGINT, and Ray sends SIGTERM and three seconds later SIGKILL unless it is told otherwise.
     own = {name: os.environ[name] for name in ("OMP_NUM_THREADS",) if name in os.environ}
-    return own | {
+    return {
+        **own,
+        **told,
         "RAY_JOB_STOP_SIGNAL": "SIGINT",
         "RAY_JOB_STOP_WAIT_TIME_S": "30",
         "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",

@@ -18,6 +18,7 @@ from service.domain.job import JobState
 from tests.support.folders import write_tokenizer
 from tests.support.live import LiveService
 from tests.support.s3 import S3Server, s3_server
+from tests.support.sinks import shown
 from tests.support.torchrun import load_checkpoint
 from tests.support.waiting import wait_for
 from train_loop.checkpoint.manifest import newest_verified
@@ -146,6 +147,8 @@ def test_a_job_runs_to_its_end_and_its_traces_are_served(service: LiveService, r
     assert page.data == lines
     log = service.client.logs(job.id, rank=1, limit=1000)
     assert log.data, "rank 1 left no log"
+    numbers = dict(shown(service.run_dir(job.id).tensorboard))
+    assert numbers == pytest.approx({line["step"]: line["loss"] for line in lines})
     assert job.dashboard_url is not None
     assert job.dashboard_url.endswith(f"/#/jobs/{job.id}-1")
 
@@ -174,6 +177,8 @@ def test_one_worker_then_all_then_the_driver_killed(service: LiveService, refere
     starts = service.events(job_id, "training_started")
     assert all(start["resumed_from"] > 0 for start in starts[1:])
     assert (job.restarts, job.lost_work.steps) == (3, sum(start["replayed"] for start in starts))
+    # Over two drivers, of which one was killed.
+    assert [step for step, _ in shown(service.run_dir(job_id).tensorboard)] == list(range(1, STEPS + 1))
     assert_whole(service, job_id, reference)
 
 

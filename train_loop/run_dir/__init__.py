@@ -17,7 +17,7 @@ from train_loop.run_dir.formats import (
     Stop,
     UnknownFormatError,
 )
-from train_loop.run_dir.lines import JsonLines, read_appended, read_lines, size_appended
+from train_loop.run_dir.lines import JsonLines, read_appended, read_lines, read_lines_after, size_appended
 from train_loop.run_dir.paths import AttemptDir, RunDir
 from train_loop.run_dir.remote import (
     copy_files,
@@ -31,8 +31,22 @@ from train_loop.run_dir.remote import (
     storage_may_fail,
 )
 from train_loop.run_dir.segments import flush_all
+from train_loop.run_dir.sinks import (
+    DEFAULT_SINKS,
+    SINKS,
+    SINKS_VARIABLE,
+    SinkName,
+    SinkPlace,
+    format_sinks,
+    parse_sinks,
+    read_place,
+    write_place,
+)
 
 __all__ = [
+    "DEFAULT_SINKS",
+    "SINKS",
+    "SINKS_VARIABLE",
     "AttemptDir",
     "CheckpointFile",
     "DataPosition",
@@ -47,17 +61,23 @@ __all__ = [
     "Outcome",
     "Parent",
     "RunDir",
+    "SinkName",
+    "SinkPlace",
     "Stop",
     "UnknownFormatError",
     "copy_files",
     "create_object",
     "flush_all",
+    "format_sinks",
     "is_remote",
     "list_folder",
     "local_path",
     "make_folder",
+    "parse_sinks",
     "read_appended",
     "read_lines",
+    "read_lines_after",
+    "read_place",
     "read_whole",
     "remove_all",
     "replace_durably",
@@ -68,4 +88,5 @@ __all__ = [
     "storage_path",
     "sync",
     "write_durably",
+    "write_place",
 ]

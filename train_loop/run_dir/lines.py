@@ -13,6 +13,9 @@ from typing import Any
 from train_loop.run_dir.remote import is_remote, read_whole
 from train_loop.run_dir.segments import SegmentWriter, segments
 
+_WINDOW = 1 << 18
+"""Bytes of lines that are read at once."""
+
 
 class JsonLines:
     """An append-only file of JSON objects, each with seq, time and attempt; several processes may append.
@@ -59,6 +62,18 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     elif path.exists():
         with path.open("rb") as file:
             yield from filter(None, map(_parse_line, file))
+
+
+def read_lines_after(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
+    """The next whole lines from a byte on, some at a time, and the byte behind them; the same byte where none is."""
+    length = _WINDOW
+    while size_appended(path) > offset:
+        window = read_appended(path, offset, length)
+        whole = window[: window.rfind(b"\n") + 1]
+        if whole or len(window) < length:
+            return list(filter(None, map(_parse_line, whole.splitlines(keepends=True)))), offset + len(whole)
+        length *= 4
+    return [], offset
 
 
 def size_appended(path: Path) -> int:

@@ -12,6 +12,7 @@ from train_loop.run_dir.durable import storage_path, write_durably
 from train_loop.run_dir.exports import ExportDir
 from train_loop.run_dir.formats import Fence, Format, Manifest, Outcome, Parent, Stop, UnknownFormatError
 from train_loop.run_dir.remote import is_remote, list_folder, read_whole
+from train_loop.run_dir.sinks import SinkName
 from train_loop.spec import JobSpec, ScalingSpec, dump, parse_text
 
 T = TypeVar("T", bound=Format)
@@ -188,6 +189,15 @@ class RunDir:
     def eval_data(self) -> Path:
         """The pointer to the prepared eval data, where the spec has any."""
         return self.root / "data" / "eval.json"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Folder of TensorBoard's event files."""
+        return self.root / "tensorboard"
+
+    def sink_file(self, sink: SinkName) -> Path:
+        """Where it is said how far a sink has been given the run's metrics."""
+        return self.root / "sinks" / f"{sink}.json"
 
     def spec(self) -> JobSpec:
         """The resolved spec. Raises FileNotFoundError, SpecError."""

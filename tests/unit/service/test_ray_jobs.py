@@ -8,6 +8,7 @@ from service.adapters import ray_jobs
 from service.adapters.ray_jobs import RayJobs
 from service.domain.decide import Submission
 from service.errors import ClusterError
+from service.ports import Launch
 
 
 class Clock:
@@ -55,3 +56,22 @@ def test_drivers_are_told_apart_and_a_stopped_one_is_asked_for_at_once(clock: Cl
     with pytest.raises(ClusterError):
         jobs.stop("job-1-1")
     assert jobs.status("job-1-1") is Submission.STOPPED
+
+
+class Submitted:
+    """Takes a submission, in the place of Ray's client."""
+
+    def __init__(self) -> None:
+        self.environment: dict[str, str] = {}
+
+    def submit_job(self, *, runtime_env: dict[str, dict[str, str]], **_: object) -> None:
+        self.environment = runtime_env["env_vars"]
+
+
+def test_a_driver_is_told_what_the_service_says_and_how_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"TRAINSHED_SINKS": "mlflow", "RAY_JOB_STOP_SIGNAL": "SIGKILL"}
+    jobs, client = RayJobs(lambda: None, python="python", environment=told), Submitted()
+    monkeypatch.setattr(jobs, "_connect", lambda: client)
+    jobs.submit(Launch("job-1-1", "job-1", "tiny", attempt=1, run_dir="file:///nowhere"))
+    assert client.environment["TRAINSHED_SINKS"] == "mlflow"
+    assert client.environment["RAY_JOB_STOP_SIGNAL"] == "SIGINT", "its own way to be stopped is nobody's choice"

@@ -21,6 +21,7 @@ from tests.support.service import a_spec
 from tests.support.specs import TINY
 from tests.support.waiting import wait_for
 from train_loop.plan import read_shape
+from train_loop.run_dir import SinkName
 from train_loop.spec import Problem
 
 
@@ -129,3 +130,19 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     assert settings.database == "sqlite:////srv/shed/trainshed.db"
     assert settings.ray_address is None
     assert settings.ray_cpus >= 2
+
+
+@pytest.mark.parametrize(
+    ("said", "sinks"), [("", ("tensorboard",)), ("none", ()), ("wandb,tensorboard", ("tensorboard", "wandb"))]
+)
+def test_sinks_come_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, said: str, sinks: tuple[SinkName, ...]
+) -> None:
+    monkeypatch.setenv("TRAINSHED_SINKS", said)
+    assert Settings().sinks == sinks
+
+
+def test_a_service_does_not_start_with_a_sink_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINSHED_SINKS", "tensorbored")
+    with pytest.raises(ValueError, match="names tensorbored; choose of tensorboard, mlflow, wandb, or none"):
+        Settings()

@@ -1,0 +1,149 @@
+"""Threads of the driver that hand the metrics of a run to its sinks."""
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Protocol
+
+from train_loop.errors import FencedError, UserError
+from train_loop.run_dir import DEFAULT_SINKS, SINKS_VARIABLE, Outcome, RunDir, SinkName, format_sinks, parse_sinks
+from train_loop.secrets import masker
+from train_loop.sinks.handover import Handover
+from train_loop.sinks.open import open_sink
+
+log = logging.getLogger(__name__)
+_EVERY_SECONDS = 1.0
+_MOST_SECONDS = 60.0
+_MOST_SECONDS_AT_THE_END = 2.0
+_LATE = "its time was up before it had all metrics; the next attempt goes on, or whoever does it by hand"
+
+
+class Tell(Protocol):
+    """Says that something happened, as `Journal.event` does."""
+
+    def __call__(self, name: str, **fields: str) -> None:
+        """Say it."""
+
+
+class Forwarder:
+    """Hands over in a thread, about once a second; a sink that fails is told once, and tried again ever later.
+
+    Each sink has its own: one that hangs holds up nobody.
+    """
+
+    def __init__(self, handover: Handover, tell: Tell) -> None:
+        self.name = handover.name
+        self._handover = handover
+        self._tell = tell
+        self._told = False
+        self._outcome: Outcome | None = None
+        self._ended, self._has_all, self._closing = threading.Event(), threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"sink {handover.name}", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def end(self) -> None:
+        """Say that no more metrics will come."""
+        self._ended.set()
+
+    def wait(self, *, seconds: float) -> None:
+        """Wait until all is handed over, if that can be."""
+        self._has_all.wait(max(seconds, 0.0))
+
+    def close(self, outcome: Outcome) -> None:
+        """Have the sink closed once it has all metrics."""
+        self._outcome = outcome
+        self._closing.set()
+
+    def join(self, *, seconds: float) -> None:
+        """Wait until it is closed, or say that its time is up."""
+        self._thread.join(max(seconds, 0.0))
+        if self._thread.is_alive():
+            self._fail(f"{_LATE} (python -m train_loop.sinks {self._handover.run_dir.root} --sink {self.name})")
+
+    def _run(self) -> None:
+        try:
+            self._hand_over_all()
+        except FencedError as error:
+            log.info("%s", error)
+        except UserError as error:
+            # Nothing that trying again could help.
+            self._fail(str(error))
+        self._has_all.set()
+        self._closing.wait()
+        try:
+            self._handover.close(self._outcome)
+        except Exception as error:
+            self._fail(_said(error))
+
+    def _hand_over_all(self) -> None:
+        pause = _EVERY_SECONDS
+        while True:
+            is_last = self._ended.is_set()
+            try:
+                self._handover.hand_over()
+                if is_last:
+                    return
+                pause = _EVERY_SECONDS
+            except (FencedError, UserError):
+                raise
+            except Exception as error:
+                self._handover.drop()
+                if not self._told:
+                    self._told = True
+                    self._fail(_said(error))
+                pause = min(2 * pause, _MOST_SECONDS)
+            if is_last:
+                time.sleep(min(pause, _MOST_SECONDS_AT_THE_END))
+            else:
+                self._ended.wait(pause)
+
+    def _fail(self, error: str) -> None:
+        log.warning("the sink %s: %s", self.name, error)
+        self._tell("sink_failed", sink=self.name, error=error)
+
+
+class Forwarders:
+    """Those of all sinks of a run, for one attempt."""
+
+    def __init__(self, forwarders: Sequence[Forwarder]) -> None:
+        self._forwarders = forwarders
+        for forwarder in forwarders:
+            forwarder.start()
+
+    def catch_up(self, *, seconds: float) -> None:
+        """No more metrics will come: wait until sinks have what there is, at most so long."""
+        until = time.monotonic() + seconds
+        for forwarder in self._forwarders:
+            forwarder.end()
+        for forwarder in self._forwarders:
+            forwarder.wait(seconds=until - time.monotonic())
+
+    def close(self, outcome: Outcome, *, seconds: float) -> None:
+        """Have the rest handed over and sinks closed, within so many seconds for all of them."""
+        until = time.monotonic() + seconds
+        for forwarder in self._forwarders:
+            forwarder.close(outcome)
+        for forwarder in self._forwarders:
+            forwarder.join(seconds=until - time.monotonic())
+
+
+def forward(run_dir: RunDir, attempt: int, tell: Tell, environment: Mapping[str, str]) -> Forwarders:
+    """Begin to hand the metrics of a run, up to this attempt, to the sinks that the environment names."""
+    named = environment.get(SINKS_VARIABLE, format_sinks(DEFAULT_SINKS))
+    sinks: tuple[SinkName, ...] = ()
+    try:
+        sinks = parse_sinks(named)
+    except ValueError as error:
+        tell("sink_failed", sink=named, error=str(error))
+    handovers = [Handover(run_dir, name, partial(open_sink, name, run_dir), attempt=attempt) for name in sinks]
+    return Forwarders([Forwarder(handover, tell) for handover in handovers])
+
+
+def _said(error: Exception) -> str:
+    """What an error says, without the secrets that it may quote."""
+    return masker()(f"{type(error).__name__}: {error}"[:1000])

@@ -1,0 +1,68 @@
+"""Handing the metrics of a run to one sink, from where that was left."""
+
+from collections.abc import Callable
+from contextlib import suppress
+
+from train_loop.errors import FencedError
+from train_loop.run_dir import Outcome, RunDir, SinkName, SinkPlace, read_lines_after, read_place, write_place
+from train_loop.sinks.sink import Point, Sink, points
+
+
+class Handover:
+    """What one sink has still to be given of a run's metrics, of all attempts up to `attempt` (None: of all).
+
+    The place is written after the sink has what is before it: whoever is killed in between hands some over again.
+    """
+
+    def __init__(
+        self, run_dir: RunDir, name: SinkName, open_sink: Callable[[], Sink], *, attempt: int | None = None
+    ) -> None:
+        self.name = name
+        self.run_dir = run_dir
+        self._open = open_sink
+        self._attempt = attempt
+        self._sink: Sink | None = None
+        self._place: SinkPlace | None = None
+
+    def hand_over(self) -> None:
+        """Hand over all that is new. Raises FencedError where a newer attempt does it now, and what sinks raise."""
+        while (found := self._next()) is not None:
+            new, place = found
+            if new:
+                self._sink = self._sink or self._open()
+                self._sink.write(new)
+            write_place(self.run_dir.sink_file(self.name), place)
+            self._place = place
+
+    def drop(self) -> None:
+        """Let go of a sink that failed; the next hand-over opens it anew."""
+        failed, self._sink = self._sink, None
+        if failed is not None:
+            # It has failed, and was told.
+            with suppress(Exception):
+                failed.close(None)
+
+    def close(self, outcome: Outcome | None) -> None:
+        """Close the sink, if it was opened."""
+        sink, self._sink = self._sink, None
+        if sink is not None:
+            sink.close(outcome)
+
+    def _next(self) -> tuple[list[Point], SinkPlace] | None:
+        """The next points and the place behind them; None where there are none."""
+        place = self._place or read_place(self.run_dir.sink_file(self.name))
+        self._place = place
+        # Attempts first: whoever sees the next one has seen all of this one.
+        for attempt in self.run_dir.attempts():
+            if attempt.number < place.attempt or attempt.number > (self._attempt or attempt.number):
+                continue
+            offset = place.offset if attempt.number == place.attempt else 0
+            lines, behind = read_lines_after(attempt.metrics, offset)
+            if behind > offset:
+                self._check_fence()
+                return points(lines), SinkPlace(attempt=attempt.number, offset=behind)
+        return None
+
+    def _check_fence(self) -> None:
+        if self._attempt is not None and (newer := self.run_dir.fence()) > self._attempt:
+            raise FencedError(f"attempt {newer} hands metrics to {self.name} now")
