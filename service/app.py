@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
@@ -22,7 +23,7 @@ from service.adapters.sql.database import open_database, sqlite_file
 from service.adapters.sql.store import SqlJobStore
 from service.api.build import build_api
 from service.api.guard import Guard
-from service.domain.admission import Board
+from service.domain.board import Board
 from service.domain.decide import Retry
 from service.ledger import Ledger
 from service.ports import Cluster
@@ -58,25 +59,38 @@ def create_app(settings: Settings) -> FastAPI:
         store, cluster, run_dirs, time.time, _owner(settings), _pace(settings), settings.rules, board
     )
 
+    background = _Background(reconciler, settings.reconcile_seconds, preflight, embedded, engine.dispose)
+    hosts = (settings.host, *settings.allowed_hosts)
+    ledger = Ledger(jobs, run_dirs, HelperTools(timeout=settings.verify_seconds), time.time)
+    return build_api(ledger, _guard(settings), hosts=hosts, lifespan=background.lifespan)
+
+
+@dataclass(frozen=True)
+class _Background:
+    """What goes on beside the answers, for as long as the app runs."""
+
+    reconciler: Reconciler
+    interval: float
+    preflight: HelperPreflight
+    embedded: EmbeddedRay | None
+    close_database: Callable[[], None]
+
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        """Start all of it, and end it."""
         # Seconds until it answers: the first who asks should not have to wait for all of them.
-        preflight.start()
-        stop_reconciler = _in_background(reconciler, interval=settings.reconcile_seconds)
-        if embedded is not None:
-            embedded.start()
+        self.preflight.start()
+        stop_reconciler = _in_background(self.reconciler, interval=self.interval)
+        if self.embedded is not None:
+            self.embedded.start()
         try:
             yield
         finally:
             await run_in_threadpool(stop_reconciler)
-            preflight.stop()
-            if embedded is not None:
-                await run_in_threadpool(embedded.stop)
-            engine.dispose()
-
-    hosts = (settings.host, *settings.allowed_hosts)
-    ledger = Ledger(jobs, run_dirs, HelperTools(timeout=settings.verify_seconds), time.time)
-    return build_api(ledger, _guard(settings), hosts=hosts, lifespan=lifespan)
+            self.preflight.stop()
+            if self.embedded is not None:
+                await run_in_threadpool(self.embedded.stop)
+            self.close_database()
 
 
 def _embedded(settings: Settings) -> EmbeddedRay | None:

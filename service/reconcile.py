@@ -11,23 +11,13 @@ from functools import partial
 
 import structlog
 
-from service.domain.admission import Admission, Board, Rules, admit
-from service.domain.decide import (
-    Decision,
-    Effect,
-    Retry,
-    Seen,
-    Submission,
-    Training,
-    decide,
-    hangs,
-    make_room,
-    resize,
-    start,
-    wanted_stop,
-)
+from service.domain.admission import admit
+from service.domain.board import Admission, Board
+from service.domain.decide import Decision, Effect, Retry, Seen, Submission, Training, decide, hangs, wanted_stop
 from service.domain.job import Attempt, Job
+from service.domain.moves import make_room, resize, start
 from service.domain.reason import Code, Reason
+from service.domain.rules import Rules
 from service.domain.ticket import Ticket
 from service.errors import ClusterError
 from service.ports import Cluster, JobStore, Launch, Lease, RunDirs, Sighting

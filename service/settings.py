@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from service.domain.admission import Quota, Rules
+from service.domain.rules import Quota, Rules
 from train_loop.run_dir import DEFAULT_SINKS, SINKS, SinkName, parse_sinks
 
 

@@ -9,7 +9,8 @@ from datetime import date
 
 from pydantic import JsonValue
 
-from service.domain.admission import Board, never_fits
+from service.domain.admission import never_fits
+from service.domain.board import Board
 from service.domain.job import Job, JobState, Lineage
 from service.domain.lineage import nothing_left, parent_of
 from service.domain.reason import Reason

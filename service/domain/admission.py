@@ -4,12 +4,12 @@ Jobs start by priority, then by age, all of their workers at once. What a job th
 behind it may pass only where that cannot make it wait longer, however long anybody runs.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Sequence
 
+from service.domain.board import Admission
 from service.domain.job import JobState
 from service.domain.reason import Code, Reason
+from service.domain.rules import Quota, Rules, Use
 from service.domain.ticket import Resources, Ticket, add_up, queue_order
 from train_loop.plan import Capacity, data_starves, no_place, too_big
 from train_loop.spec import ScalingSpec
@@ -17,71 +17,6 @@ from train_loop.spec import ScalingSpec
 _NOISE = 1e-9
 _SUMS = 4096
 """Loads that the running jobs may come to which are told apart; with more of them nobody passes."""
-
-
-@dataclass(frozen=True)
-class Quota:
-    """What the running jobs of a project may come to; None: as much as there is."""
-
-    jobs: int | None = None
-    workers: int | None = None
-    gpus: float | None = None
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What the operator decided."""
-
-    quotas: Mapping[str, Quota] = field(default_factory=dict)
-    """By project; "*" is for those that are not named."""
-    backfill: bool = True
-    preemption: bool = True
-    resize_seconds: float = 600.0
-    """An elastic job grows no more often."""
-
-
-@dataclass(frozen=True)
-class Admission:
-    """What is to be done about the queue."""
-
-    starts: tuple[str, ...] = ()
-    """Jobs that start now."""
-    workers: Mapping[str, int] = field(default_factory=dict)
-    """How many workers the elastic ones of them get."""
-    preempts: Mapping[str, str] = field(default_factory=dict)
-    """Jobs that make room, and for whom."""
-    resizes: Mapping[str, int] = field(default_factory=dict)
-    """Running elastic jobs that are to have another number of workers."""
-    waits: Mapping[str, Reason] = field(default_factory=dict)
-    """Why the others wait, in their order."""
-
-    @property
-    def acts(self) -> bool:
-        """Whether there is anything to be done."""
-        return bool(self.starts or self.preempts or self.resizes)
-
-    @cached_property
-    def places(self) -> Mapping[str, int]:
-        """The place of each that waits, from 1."""
-        return {job_id: place for place, job_id in enumerate(self.waits, start=1)}
-
-
-@dataclass
-class Board:
-    """What the last look at the queue came to, for whoever asks why a job waits, and what it was made from."""
-
-    admission: Admission = field(default_factory=Admission)
-    mark: Hashable = None
-    tickets: Mapping[str, Ticket] = field(default_factory=dict)
-    cluster: Capacity | None = None
-    elastic: bool = False
-    waits: bool = False
-
-    def read(self, mark: Hashable, tickets: Iterable[Ticket]) -> None:
-        """Take note of the tickets that there are at this mark."""
-        self.mark, self.tickets = mark, {ticket.id: ticket for ticket in tickets}
-        self.elastic = any(ticket.sizes for ticket in self.tickets.values())
-        self.waits = any(ticket.waits for ticket in self.tickets.values())
 
 
 def never_fits(scaling: ScalingSpec, cluster: Capacity | None) -> str | None:
@@ -107,25 +42,6 @@ def admit(tickets: Iterable[Ticket], cluster: Capacity | None, rules: Rules, *, 
     return Admission(tuple(books.starts), books.workers, books.preempts, resizes, books.waits)
 
 
-@dataclass(frozen=True)
-class _Use:
-    """What the running jobs of a project come to."""
-
-    jobs: int = 0
-    workers: int = 0
-    gpus: float = 0.0
-
-    def plus(self, ticket: Ticket) -> "_Use":
-        """The same with one job more."""
-        gpus = self.gpus + ticket.needs.get("GPU", 0.0)
-        return _Use(self.jobs + 1, self.workers + ticket.scaling.world, gpus)
-
-    def with_workers(self, ticket: Ticket, *, instead_of: Ticket) -> "_Use":
-        """The same with a job at another size."""
-        gpus = self.gpus + ticket.needs.get("GPU", 0.0) - instead_of.needs.get("GPU", 0.0)
-        return _Use(self.jobs, self.workers + ticket.scaling.world - instead_of.scaling.world, gpus)
-
-
 class _Books:
     """Who holds what, while the queue is gone through from its front."""
 
@@ -138,7 +54,7 @@ class _Books:
         self._rules = rules
         self._holders: list[Ticket] = []
         self._held: Resources = {}
-        self._used: dict[str, _Use] = {}
+        self._used: dict[str, Use] = {}
         self._blocked: list[Ticket] = []
         self._refused: list[tuple[Resources, Ticket]] = []
         self._over_quota: set[str] = set()
@@ -195,7 +111,7 @@ class _Books:
 
     def _may_start(self, ticket: Ticket) -> bool:
         """Whether it could start now; nothing is said or kept of it if not."""
-        more = self._used.get(ticket.project, _Use()).plus(ticket)
+        more = self._used.get(ticket.project, Use()).plus(ticket)
         return (
             never_fits(ticket.scaling, self._cluster) is None
             and ticket.project not in self._over_quota
@@ -207,20 +123,20 @@ class _Books:
     def _hold(self, ticket: Ticket) -> None:
         self._holders.append(ticket)
         self._held = add_up([self._held, ticket.needs])
-        self._used[ticket.project] = self._used.get(ticket.project, _Use()).plus(ticket)
+        self._used[ticket.project] = self._used.get(ticket.project, Use()).plus(ticket)
 
     def _why_wait(self, ticket: Ticket) -> Reason | None:
         # Only what can never start blocks nobody.
         if never := never_fits(ticket.scaling, self._cluster):
             what, _, remedy = never.partition("; ")
             return Reason(Code.UNSCHEDULABLE, what, remedy)
-        if never := self._over(ticket, _Use().plus(ticket)):
+        if never := self._over(ticket, Use().plus(ticket)):
             return Reason(Code.UNSCHEDULABLE, never, "raise the quota, or cancel and submit fewer or smaller workers")
         self._place += 1
         if ticket.project in self._over_quota:
             before = f"number {self._place} in the queue; another job of project {ticket.project} is before it"
             return Reason(Code.QUOTA, before, "it starts when another job of the project ends")
-        if over := self._over(ticket, self._used.get(ticket.project, _Use()).plus(ticket)):
+        if over := self._over(ticket, self._used.get(ticket.project, Use()).plus(ticket)):
             self._over_quota.add(ticket.project)
             return Reason(Code.QUOTA, over, "it starts when another job of the project ends")
         if shortage := _shortage(ticket.needs, self._total, self._held):
@@ -240,7 +156,7 @@ class _Books:
         place = "next in the queue" if self._place == 1 else f"number {self._place} in the queue"
         return Reason(Code.CAPACITY, f"{place}; waits for {shortage}")
 
-    def _over(self, ticket: Ticket, after: _Use) -> str | None:
+    def _over(self, ticket: Ticket, after: Use) -> str | None:
         """Which quota of its project is broken by so much."""
         quotas = self._rules.quotas
         quota = quotas.get(ticket.project, quotas.get("*", Quota()))

@@ -10,14 +10,13 @@ from dataclasses import dataclass, replace
 from enum import Enum, StrEnum, auto
 
 from service.domain.job import Attempt, Job, JobState, Wish
+from service.domain.moves import resume
 from service.domain.reason import Code, Reason, code_of
 from train_loop.run_dir import Outcome, Stop
 
 _SLACK_SECONDS = 60.0
 _FENCE_SECONDS = 600.0
 """For so long an end waits for a run directory that cannot be written to: a request to start may be on its way."""
-_LOST_SECONDS = 10.0
-"""For whom a place has gone to be told so, before its driver is stopped."""
 
 
 class Submission(StrEnum):
@@ -113,32 +112,6 @@ def decide(job: Job, seen: Seen, *, now: float, retry: Retry) -> Decision:
     # A disk that is full for ever must not keep a job alive for ever.
     given_up = job.wish is not None and now >= job.wish.deadline + _FENCE_SECONDS
     return replace(decision, effects=(*decision.effects, *fence, *let_go), needed=not given_up)
-
-
-def start(job: Job, *, now: float, workers: int | None = None) -> Job:
-    """A waiting job with its next attempt, once it was admitted, with so many workers where it is elastic."""
-    queued = job if job.state is JobState.QUEUED else resume(job, now=now)
-    return replace(queued.move(JobState.STARTING, now=now), granted=workers).begin_attempt(now=now)
-
-
-def make_room(job: Job, *, whom: str, deadline: float, now: float) -> Job:
-    """A running job that is paused for another one, and goes on by itself later."""
-    reason = Reason(Code.PREEMPTED, f"makes room for {whom}, and goes on when there is room again")
-    wish = Wish("pause", checkpoint=True, deadline=deadline, reason=reason)
-    return replace(job.move(JobState.PAUSING, now=now, reason=reason), wish=wish)
-
-
-def resize(job: Job, *, workers: int, patience: float, now: float) -> Job:
-    """A running elastic job that is to go on with another number of workers, by way of the queue.
-
-    One that has lost workers cannot save any more: `patience` is for those that grow, in seconds.
-    """
-    grows, before = workers > job.size.world, job.size.world
-    why = "there is room for more" if grows else "the cluster has lost the room for them"
-    reason = Reason(Code.RESIZED, f"goes on with {workers} workers instead of {before}: {why}")
-    deadline = now + (patience if grows else min(patience, _LOST_SECONDS))
-    wish = Wish("resize", checkpoint=True, deadline=deadline, reason=reason, then_resume=True)
-    return replace(job.move(JobState.PAUSING, now=now, reason=reason), wish=wish)
 
 
 def wanted_stop(wish: Wish, attempt: Attempt) -> Stop:
@@ -284,11 +257,6 @@ def _stopped(job: Job, now: float) -> Job:
         return job.move(JobState.CANCELLED, now=now, reason=job.reason)
     paused = job.move(JobState.PAUSED, now=now, reason=job.reason)
     return resume(paused, now=now) if job.wish is not None and job.wish.then_resume else paused
-
-
-def resume(job: Job, *, now: float) -> Job:
-    """A paused job back in the queue."""
-    return replace(job.move(JobState.QUEUED, now=now), wish=None, granted=None)
 
 
 def _failure(outcome: Outcome) -> Reason:

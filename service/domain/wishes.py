@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from service.domain.decide import resume
 from service.domain.job import Job, JobState, Wish
+from service.domain.moves import resume
 from service.domain.reason import Code, Reason
 from service.errors import IllegalState
 from train_loop.spec import ScalingSpec

@@ -17,9 +17,10 @@ from service.adapters.memory import MemoryCluster, MemoryJobStore, MemoryPreflig
 from service.adapters.run_dirs import LocalRunDirs
 from service.api.build import build_api
 from service.api.guard import Guard
-from service.domain.admission import Board, Rules
+from service.domain.board import Board
 from service.domain.decide import Retry
 from service.domain.job import Job
+from service.domain.rules import Rules
 from service.ledger import Ledger
 from service.ports import Cluster, JobStore
 from service.reconcile import Pace, Reconciler

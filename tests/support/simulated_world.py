@@ -7,9 +7,9 @@ from functools import cache
 from typing import Any
 
 from service.adapters.memory import MemoryJobStore
-from service.domain.admission import Quota
 from service.domain.decide import Submission, Training
 from service.domain.job import TRANSITIONS, Job, JobState
+from service.domain.rules import Quota
 from service.domain.ticket import Ticket
 from service.domain.wishes import cancelled, paused, resumed
 from service.errors import ClusterError, IllegalState, StaleAttempt

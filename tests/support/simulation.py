@@ -11,9 +11,10 @@ from typing import Any
 
 from greenlet import GreenletExit, greenlet
 
-from service.domain.admission import Board, Rules
+from service.domain.board import Board
 from service.domain.decide import Retry, Submission
 from service.domain.job import Job, JobState
+from service.domain.rules import Rules
 from service.domain.wishes import resumed
 from service.errors import ClusterError
 from service.reconcile import Pace, Reconciler

@@ -7,10 +7,12 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.domain.admission import Admission, Quota, Rules, admit
-from service.domain.decide import make_room
+from service.domain.admission import admit
+from service.domain.board import Admission
 from service.domain.job import Job, JobState
+from service.domain.moves import make_room
 from service.domain.reason import Code, Reason
+from service.domain.rules import Quota, Rules
 from service.domain.ticket import Ticket
 from tests.support.service import a_job
 from train_loop.plan import Capacity

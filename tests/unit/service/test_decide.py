@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.domain.decide import Decision, Effect, Seen, Submission, Training, start
+from service.domain.decide import Decision, Effect, Seen, Submission, Training
 from service.domain.job import TRANSITIONS, Job, JobState
+from service.domain.moves import start
 from service.domain.reason import Code, Reason
 from tests.support.attempts import ALIVE, NOW, asked, cancelling, failed, live, pausing, said, step
 from tests.support.service import a_job

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from service.domain.decide import Decision, Effect, Seen, Submission, make_room, start
+from service.domain.decide import Decision, Effect, Seen, Submission
 from service.domain.job import JobState, Wish
+from service.domain.moves import make_room, start
 from service.domain.reason import Code, Reason
 from tests.support.attempts import ALIVE, NOW, asked, cancelling, live, pausing, said, step
 from tests.support.service import a_job

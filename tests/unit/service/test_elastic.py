@@ -7,10 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.domain.admission import Admission, Quota, Rules, admit
-from service.domain.decide import Retry, Seen, Submission, decide, resize, start
+from service.domain.admission import admit
+from service.domain.board import Admission
+from service.domain.decide import Retry, Seen, Submission, decide
 from service.domain.job import Job, JobState
+from service.domain.moves import resize, start
 from service.domain.reason import Code
+from service.domain.rules import Quota, Rules
 from service.domain.ticket import Ticket
 from service.domain.wishes import paused, resumed
 from tests.support.service import a_job

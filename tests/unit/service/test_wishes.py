@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.domain.decide import make_room, start
 from service.domain.job import Job, JobState
+from service.domain.moves import make_room, start
 from service.domain.reason import Code
 from service.domain.ticket import Ticket
 from service.domain.wishes import cancelled, paused, resumed
