@@ -1,9 +1,11 @@
 """Reading what a run writes, line by line, from any place on, over all attempts; and following it to the job's end."""
 
+import math
 import threading
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Hashable
+from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Any, TypeVar
 
 import anyio
 from starlette.concurrency import run_in_threadpool
@@ -11,6 +13,8 @@ from starlette.concurrency import run_in_threadpool
 from service.filters import Filter
 from service.lines import number, parse
 from service.ports import Cursor, Entry, Line, Place, RunDirs, Written
+
+T = TypeVar("T")
 
 
 class Signal(Enum):
@@ -25,6 +29,7 @@ _LOOK_SECONDS = 0.5
 _WINDOWS = 64
 """Parts of a file that are looked at before an answer, however few lines pass."""
 _END_SECONDS = 2.0
+_MOST_ANSWERS = 10_000
 _BEAT_SECONDS = 15.0
 
 
@@ -46,6 +51,10 @@ class Reader:
     what: Written
     stays: bool = False
     filters: tuple[Filter, ...] = ()
+
+    def mark(self) -> Hashable:
+        """Another value whenever there may be more to read; much quicker than reading."""
+        return self.run_dirs.mark(self.run_dir, self.what)
 
     def read(self, place: Place, *, limit: int = 1000) -> Batch:
         """The next lines from a place on that pass every filter; it looks at a bounded part of what there is."""
@@ -101,6 +110,27 @@ def read_page(reader: Reader, after: Cursor, limit: int) -> tuple[list[Numbered]
         place = batch.place
 
 
+class Recent:
+    """Answers that many who follow share for a moment, so that a thousand of them cost little more than one."""
+
+    def __init__(self) -> None:
+        self._answers: dict[Hashable, tuple[float, Any]] = {}
+
+    async def ask(self, key: Hashable, call: Callable[[], T], *, seconds: float) -> T:
+        """The answer of a call, at most so many seconds old, and while it is asked again the one before."""
+        if len(self._answers) > _MOST_ANSWERS:
+            self._answers.clear()
+        now = anyio.current_time()
+        asked, answer = self._answers.get(key, (-math.inf, None))
+        if now - asked >= seconds:
+            if key in self._answers:
+                self._answers[key] = now, answer
+            answer = await run_in_threadpool(call)
+            self._answers[key] = now, answer
+        found: T = answer
+        return found
+
+
 @dataclass(frozen=True)
 class Follower:
     """Follows a reader until the job has ended, or the service leaves."""
@@ -108,12 +138,18 @@ class Follower:
     reader: Reader
     ended: Callable[[], bool]
     leaving: threading.Event
+    recent: Recent = field(default_factory=Recent)
 
     async def follow(self, place: Place) -> AsyncIterator[Entry | Signal]:
         """Every line from a place on, as it comes, and now and then a word that somebody is there."""
-        over, looked, told = False, 0.0, anyio.current_time()
+        over, told, read = False, anyio.current_time(), None
+        run_dir, what = self.reader.run_dir, self.reader.what
         while not self.leaving.is_set():
-            batch = await run_in_threadpool(self.reader.read, place)
+            # Taken before it is read: what comes in between makes it another one.
+            mark = await self.recent.ask((run_dir, what), self.reader.mark, seconds=_LOOK_SECONDS / 2)
+            batch = Batch((), place, more=False)
+            if mark != read or over:
+                batch = await run_in_threadpool(self.reader.read, place)
             place = batch.place
             for entry in batch.entries:
                 yield entry
@@ -121,14 +157,14 @@ class Follower:
             if batch.entries or batch.more:
                 told = now
                 continue
+            read = mark
             if over:
                 yield Signal.END
                 return
             if now - told >= _BEAT_SECONDS:
                 yield Signal.STILL_HERE
                 told = now
-            if now - looked >= _END_SECONDS:
-                # What was written before it ended is read once more.
-                over, looked = await run_in_threadpool(self.ended), now
+            # What was written before it ended is read once more.
+            over = await self.recent.ask(run_dir, self.ended, seconds=_END_SECONDS)
             if not over:
                 await anyio.sleep(_LOOK_SECONDS)

@@ -240,6 +240,9 @@ class RunDirs(Protocol):
     def tail(self, run_dir: str, what: Written, place: Place) -> Tail:
         """The next whole lines of a file from a place on; a line that is still being written is not there yet."""
 
+    def mark(self, run_dir: str, what: Written) -> Hashable:
+        """Another value whenever there is more of a kind in any attempt; much quicker than reading it."""
+
     def newest_attempt(self, run_dir: str) -> int:
         """Its number; 1 where none has begun."""
 

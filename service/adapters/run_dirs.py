@@ -1,6 +1,7 @@
 """Reads run directories through `train_loop.run_dir`, and writes what the service may write there."""
 
 import threading
+from collections.abc import Hashable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -84,6 +85,11 @@ class LocalRunDirs:
         # A line of a log may have no end; one of JSON means nothing in pieces.
         entries, more = _next_lines(file, place, in_pieces=what.kind == "log")
         return Tail(entries, more, min(later, default=None))
+
+    def mark(self, run_dir: str, what: Written) -> Hashable:
+        """Another value whenever there is more of a kind in any attempt; much quicker than reading it."""
+        attempts = RunDir.at(run_dir).attempts()
+        return tuple((attempt.number, size_appended(_file(attempt, what))) for attempt in attempts)
 
     def newest_attempt(self, run_dir: str) -> int:
         """Its number; 1 where none has begun."""

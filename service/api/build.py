@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from service.api import checkpoints, health, jobs, runs, usage
 from service.api.guard import Guard, HostCheck
 from service.api.problems import install_problems
+from service.follow import Recent
 from service.ledger import Ledger
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
@@ -27,6 +28,7 @@ def build_api(ledger: Ledger, guard: Guard, *, hosts: Sequence[str] = (), lifesp
     app.state.ledger, app.state.guard = ledger, guard
     # Set when the service is to end: nobody may wait for those who follow a job.
     app.state.leaving = threading.Event()
+    app.state.recent = Recent()
     app.add_middleware(HostCheck, hosts=(*LOOPBACK, *hosts))
     install_problems(app)
     for module in (health, jobs, runs, checkpoints, usage):

@@ -47,7 +47,8 @@ class Sender:
 
     def _follow(self, reader: Reader, place: Place, job_id: str) -> AsyncIterator[Entry | Signal]:
         ended = partial(_has_ended, self.jobs, job_id)
-        return Follower(reader, ended, self.request.app.state.leaving).follow(place)
+        state = self.request.app.state
+        return Follower(reader, ended, state.leaving, state.recent).follow(place)
 
 
 async def sender_of(request: Request, jobs: UseCases) -> Sender:

@@ -17,6 +17,7 @@ from benchmarks import (
     full_queue,
     gpu,
     memory,
+    open_streams,
     prepare,
     recover,
     reshard,
@@ -211,3 +212,9 @@ def test_first_steps_are_timed_in_parts(run: Run) -> None:
     assert [sample["error"] for sample in result["data"]] == [None] * 3
     for sample in result["data"]:
         assert sum(sample["raw"].values()) == pytest.approx(sample["value"])
+
+
+def test_open_streams_are_watched_and_told_of_lines(run: Run) -> None:
+    result = run(open_streams.main, "--quick")
+    assert [sample["error"] for sample in result["data"]] == [None] * 2
+    assert all(0 <= sample["raw"]["most_late"] < open_streams.LATE for sample in result["data"])
