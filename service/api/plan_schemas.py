@@ -59,6 +59,7 @@ class PlanOut(BaseModel):
     steps: int | None = Field(description="null until the data is prepared, unless max_steps says it")
     parameters: int
     memory: MemoryOut
+    checkpoint_bytes: int = Field(description="estimated size of one checkpoint, of which keep_last stay")
     warnings: list[str]
 
     @classmethod
@@ -80,5 +81,6 @@ class PlanOut(BaseModel):
             steps=spec.training.max_steps,
             parameters=plan.shape.parameters,
             memory=MemoryOut(total_bytes=plan.memory_bytes, host_bytes=plan.host_memory_bytes, terms=terms),
+            checkpoint_bytes=plan.checkpoint_bytes,
             warnings=list(view.warnings),
         )

@@ -68,6 +68,7 @@ def test_plan_shows_the_arithmetic_and_stores_nothing(client: TestClient, servic
     assert (plan["world"], plan["data_parallel_size"], plan["global_batch_size"]) == (8, 4, 4)
     assert (plan["tokens_per_step"], plan["steps"]) == (512, 20)
     assert plan["memory"]["total_bytes"] == sum(term["bytes"] for term in plan["memory"]["terms"])
+    assert plan["checkpoint_bytes"] == pytest.approx(12 * plan["parameters"], rel=0.001), "fp32 weights, two moments"
     assert client.get("/jobs").json()["data"] == []
 
 

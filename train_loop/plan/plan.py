@@ -25,6 +25,13 @@ class Plan:
         return sum(term.bytes for term in self.memory if term.place == "device")
 
     @property
+    def checkpoint_bytes(self) -> int:
+        """Estimated bytes of a checkpoint, those of all ranks together."""
+        return self.mesh.fsdp * sum(
+            term.bytes for term in self.memory if term.name in ("parameters", "optimizer", "ema")
+        )
+
+    @property
     def host_memory_bytes(self) -> int:
         """Estimated bytes per worker that wait in host memory, beside a GPU."""
         return sum(term.bytes for term in self.memory if term.place == "host")
