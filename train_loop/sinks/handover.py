@@ -1,5 +1,7 @@
 """Handing the metrics of a run to one sink, from where that was left."""
 
+import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -11,18 +13,20 @@ from train_loop.sinks.sink import Point, Sink, points
 class Handover:
     """What one sink has still to be given of a run's metrics, of all attempts up to `attempt` (None: of all).
 
-    The place is written after the sink has what is before it: whoever is killed in between hands some over again.
+    The place is written once what is before it is safe in the sink: who is killed before that has it handed over again.
     """
 
     def __init__(
         self, run_dir: RunDir, name: SinkName, open_sink: Callable[[], Sink], *, attempt: int | None = None
     ) -> None:
-        self.name = name
         self.run_dir = run_dir
+        self.name = name
         self._open = open_sink
         self._attempt = attempt
         self._sink: Sink | None = None
         self._place: SinkPlace | None = None
+        self._given: deque[tuple[float, SinkPlace]] = deque()
+        """Places that are not written yet, and when the sink had what is before them."""
 
     def hand_over(self) -> None:
         """Hand over all that is new. Raises FencedError where a newer attempt does it now, and what sinks raise."""
@@ -31,12 +35,16 @@ class Handover:
             if new:
                 self._sink = self._sink or self._open()
                 self._sink.write(new)
-            write_place(self.run_dir.sink_file(self.name), place)
             self._place = place
+            self._given.append((time.monotonic(), place))
+            self._settle()
+        self._settle()
 
     def drop(self) -> None:
-        """Let go of a sink that failed; the next hand-over opens it anew."""
+        """Let go of a sink that failed; the next hand-over opens it anew, and gives it what may be lost again."""
         failed, self._sink = self._sink, None
+        self._place = None
+        self._given.clear()
         if failed is not None:
             # It has failed, and was told.
             with suppress(Exception):
@@ -47,6 +55,16 @@ class Handover:
         sink, self._sink = self._sink, None
         if sink is not None:
             sink.close(outcome)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Write the newest place before which all is safe."""
+        settled = None
+        until = time.monotonic() - (self._sink.settle_seconds if self._sink else 0.0)
+        while self._given and self._given[0][0] <= until:
+            _, settled = self._given.popleft()
+        if settled is not None:
+            write_place(self.run_dir.sink_file(self.name), settled)
 
     def _next(self) -> tuple[list[Point], SinkPlace] | None:
         """The next points and the place behind them; None where there are none."""

@@ -23,14 +23,17 @@ class Point:
 class Sink(Protocol):
     """Somewhere that shows the metrics of one run."""
 
+    settle_seconds: float
+    """So long after it was written, a point outlives a driver that is killed; 0 where it does on return."""
+
     def write(self, points: Sequence[Point]) -> None:
-        """Take points, some of them perhaps again, and have them safe on return. Raises whatever fails.
+        """Take points, some of them perhaps again. Raises whatever fails.
 
         Steps go back where the run went back to a checkpoint: the last of a step counts.
         """
 
     def close(self, outcome: Outcome | None) -> None:
-        """Let go; `outcome` is how the attempt ended, None where nobody has said so."""
+        """Have all points safe, and let go; `outcome` is how the attempt ended, None where nobody has said so."""
 
 
 def points(lines: Sequence[Mapping[str, Any]]) -> list[Point]:

@@ -15,6 +15,8 @@ _ROLL_BYTES = 1 << 20
 class TensorBoard:
     """Event files that `tensorboard --logdir` reads; for object storage they are made here and copied there."""
 
+    settle_seconds = 0.0
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._temporary = TemporaryDirectory(prefix="tensorboard-") if is_remote(folder) else None

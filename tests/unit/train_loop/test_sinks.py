@@ -10,7 +10,7 @@ import pytest
 from tests.support.sinks import a_run, log_steps, shown
 from tests.support.waiting import wait_for
 from train_loop.errors import FencedError, UserError
-from train_loop.run_dir import Outcome, RunDir, format_sinks, parse_sinks, read_lines_after
+from train_loop.run_dir import Outcome, RunDir, format_sinks, parse_sinks, read_lines_after, read_place
 from train_loop.sinks import forward as forwarding
 from train_loop.sinks.forward import Forwarder, Forwarders, forward
 from train_loop.sinks.handover import Handover
@@ -23,6 +23,7 @@ class Memory:
     """A sink that remembers, and fails or hangs when it is told to."""
 
     def __init__(self) -> None:
+        self.settle_seconds = 0.0
         self.steps: list[int] = []
         self.opened = 0
         self.failing = False
@@ -125,6 +126,38 @@ def test_an_attempt_hands_over_what_former_ones_left_and_nothing_once_it_is_repl
         second.hand_over()
     handover(run_dir, sink.open, attempt=3).hand_over()
     assert sink.steps == [1, 2, 3, 3, 4, 6, 4, 5], "a line that came before anybody had seen the next attempt's"
+
+
+def test_a_place_is_written_once_what_is_before_it_is_safe(tmp_path: Path) -> None:
+    run_dir, sink = a_run(tmp_path, range(1, 4)), Memory()
+    sink.settle_seconds = 3600.0
+    ours = handover(run_dir, sink.open)
+    ours.hand_over()
+    log_steps(run_dir, [4])
+    ours.hand_over()
+    assert sink.steps == [1, 2, 3, 4]
+    assert not run_dir.sink_file("tensorboard").exists()
+    sink.failing = True
+    log_steps(run_dir, [5])
+    with pytest.raises(ConnectionError):
+        ours.hand_over()
+    ours.drop()
+    sink.failing, sink.steps = False, []
+    ours.hand_over()
+    assert sink.steps == [1, 2, 3, 4, 5], "a sink that failed may have lost them"
+    sink.settle_seconds = 0.0
+    ours.hand_over()
+    assert read_place(run_dir.sink_file("tensorboard")).offset == run_dir.attempt(1).metrics.stat().st_size
+
+
+def test_all_is_safe_once_a_sink_is_closed(tmp_path: Path) -> None:
+    run_dir, sink = a_run(tmp_path, range(1, 4)), Memory()
+    sink.settle_seconds = 3600.0
+    for _ in range(2):
+        ours = handover(run_dir, sink.open)
+        ours.hand_over()
+        ours.close(DONE)
+    assert (sink.steps, sink.opened) == ([1, 2, 3], 1)
 
 
 def test_the_environment_names_sinks_and_a_name_that_is_unknown_ends_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,63 @@
+"""What trackers are told of a run besides its numbers."""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import JsonValue
+
+from train_loop.run_dir import RunDir
+from train_loop.secrets import masker
+
+_JOB_ID = re.compile(r"job-[0-9a-z]{26}")
+_NOT_IN_IDS = re.compile(r"[^0-9A-Za-z_.-]")
+
+
+@dataclass(frozen=True)
+class Description:
+    """A run's id, which no other run has, its name, its project, and its spec without the environment's secrets."""
+
+    id: str
+    name: str
+    project: str
+    spec: Mapping[str, JsonValue]
+
+    @classmethod
+    def of(cls, run_dir: RunDir) -> "Description":
+        """That of the run of a directory. Raises FileNotFoundError, SpecError."""
+        spec = run_dir.spec()
+        raw = spec.model_dump(mode="json")
+        masked = {name: _masked(value, masker()) for name, value in raw.items()}
+        return cls(_id(run_dir), spec.name, spec.project, masked)
+
+    def flat(self) -> dict[str, str]:
+        """The spec by dotted names, as model.config.hidden_size; what is null is left out."""
+        return dict(_flat(self.spec, ""))
+
+
+def _id(run_dir: RunDir) -> str:
+    """The job's; without a service, folders of the same name are told apart by where they lie."""
+    name = run_dir.root.name
+    if _JOB_ID.fullmatch(name):
+        return name
+    place = hashlib.sha256(str(run_dir.root).encode()).hexdigest()[:12]
+    return f"{_NOT_IN_IDS.sub('-', name)[:64]}-{place}"
+
+
+def _masked(value: Any, mask: Callable[[str], str]) -> JsonValue:
+    if isinstance(value, dict):
+        return {name: _masked(part, mask) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_masked(part, mask) for part in value]
+    return mask(value) if isinstance(value, str) else value
+
+
+def _flat(value: JsonValue | Mapping[str, JsonValue], name: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping) and value:
+        for key, part in value.items():
+            yield from _flat(part, f"{name}.{key}" if name else key)
+    elif value is not None:
+        yield name, value if isinstance(value, str) else json.dumps(value)
