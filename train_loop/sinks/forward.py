@@ -37,6 +37,7 @@ class Forwarder:
         self.name = handover.name
         self._handover = handover
         self._tell = tell
+        self._fails = False
         self._told = False
         self._outcome: Outcome | None = None
         self._ended, self._has_all, self._closing = threading.Event(), threading.Event(), threading.Event()
@@ -51,8 +52,9 @@ class Forwarder:
         self._ended.set()
 
     def wait(self, *, seconds: float) -> None:
-        """Wait until all is handed over, if that can be."""
-        self._has_all.wait(max(seconds, 0.0))
+        """Wait until all is handed over; not where the sink is failing."""
+        if not self._fails:
+            self._has_all.wait(max(seconds, 0.0))
 
     def close(self, outcome: Outcome) -> None:
         """Have the sink closed once it has all metrics."""
@@ -88,10 +90,11 @@ class Forwarder:
                 self._handover.hand_over()
                 if is_last:
                     return
-                pause = _EVERY_SECONDS
+                pause, self._fails = _EVERY_SECONDS, False
             except (FencedError, UserError):
                 raise
             except Exception as error:
+                self._fails = True
                 self._handover.drop()
                 if not self._told:
                     self._told = True

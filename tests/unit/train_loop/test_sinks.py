@@ -73,8 +73,8 @@ def test_a_sink_that_fails_is_told_once_and_gets_what_it_has_missed(
     log_steps(run_dir, [4, 5])
     sink.failing = False
     forwarders.catch_up(seconds=30)
-    assert sink.steps == [1, 2, 3, 4, 5]
     forwarders.close(DONE, seconds=30)
+    assert sink.steps == [1, 2, 3, 4, 5]
     assert told == [("sink_failed", "tensorboard", "ConnectionError: no route to ***")]
     assert sink.outcomes[-1] == DONE
 
@@ -96,6 +96,17 @@ def test_one_that_never_works_has_its_time_and_holds_up_no_other(tmp_path: Path,
     assert (name, sink) == ("sink_failed", "tensorboard")
     assert error.endswith(f"(python -m train_loop.sinks {tmp_path} --sink tensorboard)")
     assert len(told) == (1 if hangs else 2)
+
+
+def test_the_end_is_not_held_up_by_a_sink_that_is_known_to_fail(tmp_path: Path) -> None:
+    sink, told = Memory(), Told()
+    sink.failing = True
+    forwarders = Forwarders([Forwarder(handover(a_run(tmp_path, [1]), sink.open), told)])
+    wait_for(lambda: told, "the news")
+    forwarders.catch_up(seconds=3600)
+    sink.failing = False
+    forwarders.close(DONE, seconds=30)
+    assert sink.steps == [1], "it is tried again all the same"
 
 
 def test_one_whose_package_is_missing_is_told_and_not_tried_again(tmp_path: Path) -> None:
