@@ -199,6 +199,7 @@ def test_jobs_are_accepted_and_none_is_lost(run: Run) -> None:
 
 
 def test_full_queues_are_answered_and_gone_through(run: Run) -> None:
+    needs_time()
     result = run(full_queue.main, "--quick")
     *samples, supervisors = result["data"]
     assert [sample["error"] for sample in samples] == [None] * 2
@@ -215,6 +216,7 @@ def test_first_steps_are_timed_in_parts(run: Run) -> None:
 
 
 def test_open_streams_are_watched_and_told_of_lines(run: Run) -> None:
+    needs_time()
     result = run(open_streams.main, "--quick")
     assert [sample["error"] for sample in result["data"]] == [None] * 2
     assert all(0 <= sample["raw"]["most_late"] < open_streams.LATE for sample in result["data"])
