@@ -104,7 +104,8 @@ class _Books:
                 if workers <= ticket.scaling.world:
                     break
                 more = self._used[ticket.project].with_workers(larger, instead_of=ticket)
-                if self._over(ticket, more) is None and _shortage(larger.needs, self._total, others) is None:
+                fits = never_fits(larger.scaling, self._cluster) is None
+                if fits and self._over(ticket, more) is None and not _shortage(larger.needs, self._total, others):
                     self._held, self._used[ticket.project] = add_up([others, larger.needs]), more
                     yield ticket.id, workers
                     break

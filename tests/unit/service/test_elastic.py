@@ -77,6 +77,21 @@ def test_it_grows_where_nobody_waits_and_not_too_often() -> None:
         assert look([replace(job, state=state)], 8, now=9e9).resizes == {}
 
 
+def test_it_grows_only_to_what_the_nodes_have_places_for() -> None:
+    job = running(elastic("job-1", (2, 3)), 2)
+    pair = replace(
+        job,
+        spec=job.spec.model_copy(
+            update={"scaling": job.asked.model_copy(update={"resources_per_worker": {"GPU": 2.0}})}
+        ),
+    )
+    total = {"CPU": 9.0, "GPU": 6.0}
+    whole, halves = Capacity(total, (total,)), Capacity(total, ({"CPU": 9.0, "GPU": 3.0}, {"GPU": 3.0}))
+    tickets = [Ticket.of(replace(pair, attempts=(replace(pair.attempts[0], resources={"GPU": 2.0}),)))]
+    assert admit(tickets, whole, Rules(), now=EVERY).resizes == {"job-1": 3}
+    assert admit(tickets, halves, Rules(), now=EVERY).resizes == {}
+
+
 def test_two_that_could_grow_do_not_both_get_the_same_room() -> None:
     jobs = [running(elastic(f"job-{n}", (2, 4)), 2) for n in range(3)]
     assert look(jobs, 8).resizes == {"job-0": 4}
