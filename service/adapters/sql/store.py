@@ -7,6 +7,7 @@ from sqlalchemy.exc import IntegrityError
 
 from service.adapters.sql.rows import from_row, ticket_of, to_row
 from service.adapters.sql.tables import idempotency_keys, jobs, labels, leases
+from service.adapters.sql.together import Together
 from service.domain.job import Job, JobState
 from service.domain.ticket import Ticket
 from service.errors import IdempotencyMismatch, KeyInFlight
@@ -35,6 +36,7 @@ class SqlJobStore:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._add = Together(self._add_all)
 
     def begin(self, once: Once, *, now: float) -> Job | None:
         """The job that a key stands for; None: the key is the caller's, who adds a job under it or releases it.
@@ -77,12 +79,19 @@ class SqlJobStore:
 
     def add(self, job: Job, once: Once | None) -> None:
         """Store a job, durably, with the key that was begun for it. Raises KeyInFlight where somebody took it since."""
+        self._add((job, once))
+
+    def _add_all(self, added: Sequence[tuple[Job, Once | None]]) -> None:
         with self._engine.begin() as connection:
-            connection.execute(insert(jobs), to_row(job))
-            pairs = [{"job_id": job.id, "key": key, "value": value} for key, value in job.spec.labels.items()]
+            connection.execute(insert(jobs), [to_row(job) for job, _ in added])
+            pairs = [(job.id, *pair) for job, _ in added for pair in job.spec.labels.items()]
             if pairs:
-                connection.execute(insert(labels), pairs)
-            if once is not None:
+                connection.execute(
+                    insert(labels), [dict(zip(("job_id", "key", "value"), p, strict=True)) for p in pairs]
+                )
+            for job, once in added:
+                if once is None:
+                    continue
                 mine = update(idempotency_keys).where(_in_flight(once)).values(job_id=job.id)
                 if connection.execute(mine).rowcount != 1:
                     raise KeyInFlight(once.key)
