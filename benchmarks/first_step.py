@@ -31,7 +31,7 @@ from benchmarks.harness import (
     parse,
     write_result,
 )
-from benchmarks.launch import environment
+from benchmarks.launch import ProgramError, environment
 from benchmarks.recover import Line, first, wait
 from benchmarks.workload import TOY, Workload
 from examples.demo import service
@@ -115,8 +115,11 @@ def example(root: Path, url: str, *, by_hand: bool) -> Measured:
     else:
         name = JobSubmissionClient(url).submit_job(entrypoint=" ".join(entry), submission_id=here.name)
     answered = time.time()
-    wait(lambda: any("step" in line for line in marks()))
     client = JobSubmissionClient(url)
+    try:
+        wait(lambda: any("step" in line for line in marks()))
+    except ProgramError as error:
+        raise ProgramError(f"{error}; {client.get_job_status(name)}: {client.get_job_logs(name)[-600:]}") from None
     client.stop_job(name)
     wait(lambda: client.get_job_status(name).is_terminal())
     return spans(began, answered, marks(), driver="driver", ready="ready", loaded="loaded")
