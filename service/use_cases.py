@@ -150,7 +150,8 @@ class Jobs:
         spec = _parsed(body)
         plans = self._checked(spec)
         plan, cluster = plans[max(plans)], self.cluster.capacity()
-        nodes = lay_out(spec.scaling.at(max(plans)), cluster.nodes) if cluster is not None else None
+        ranks = lay_out(spec.scaling.at(max(plans)), cluster.nodes) if cluster is not None else None
+        nodes = tuple(ranks.values()) if ranks else None
         warnings = list(plan.warnings)
         if never := never_fits(spec.scaling.at(min(plans)), cluster):
             warnings.append(f"the job would stay QUEUED: {never}")
@@ -161,7 +162,7 @@ class Jobs:
                 f"{len(apart)} of {plan.mesh.dp} Ulysses groups lie on several nodes, where their all-to-all is slow; "
                 f"let the workers of a node be a multiple of ulysses_size={plan.mesh.sp}"
             )
-        return PlanView(spec, plan, _sizes(spec, plans), tuple(nodes) if nodes else None, tuple(warnings))
+        return PlanView(spec, plan, _sizes(spec, plans), nodes, tuple(warnings))
 
     def get(self, job_id: str) -> JobView:
         """One job. Raises JobNotFound."""

@@ -7,7 +7,7 @@ from ray.train import UserCallback
 
 from train_loop.failure import reason
 from train_loop.journal import Journal
-from train_loop.run_dir import AttemptDir, list_folder, read_lines, size_of
+from train_loop.run_dir import AttemptDir, list_folder, size_of
 
 
 class TellOfLosses(UserCallback):  # type: ignore[misc]
@@ -29,9 +29,3 @@ class TellOfLosses(UserCallback):  # type: ignore[misc]
 def work(config: dict[str, Any]) -> None:
     """One worker."""
     pkgutil.resolve_name("train_loop.rank:work")(config)
-
-
-def last_word(attempt: AttemptDir) -> dict[str, Any] | None:
-    """How the workers said that training ended; None while they have not."""
-    ends = [line for line in read_lines(attempt.events) if line.get("event") == "training_ended"]
-    return ends[0] if ends else None

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from typing import Any
 
-from train_loop.run_dir import AttemptDir, JsonLines, storage_may_fail
+from train_loop.run_dir import AttemptDir, JsonLines, read_lines, storage_may_fail
 
 log = logging.getLogger(__name__)
 _MOST_LATE = 100_000
@@ -46,6 +46,12 @@ class Journal:
         """Have all that was said on storage; on file systems it is. Raises what storage raises."""
         for lines in (self._events, self._metrics):
             lines.flush()
+
+
+def last_word(attempt: AttemptDir) -> dict[str, Any] | None:
+    """How the workers said that training ended; None while they have not."""
+    ends = [line for line in read_lines(attempt.events) if line.get("event") == "training_ended"]
+    return ends[0] if ends else None
 
 
 class _Patient:

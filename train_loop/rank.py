@@ -7,10 +7,10 @@ from typing import Any
 
 from ray.train import get_context, get_preemption_info
 
-from train_loop.controller import last_word
 from train_loop.data.dataset import Dataset
 from train_loop.data.stream import ray_stream
 from train_loop.failure import failure_told
+from train_loop.journal import last_word
 from train_loop.logs import log_to
 from train_loop.run_dir import RunDir
 from train_loop.session import Preemption, Session

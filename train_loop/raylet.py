@@ -1,26 +1,58 @@
-"""What is asked of Ray's node daemon by a protocol of its own: processes that are started ahead."""
+"""What is asked of Ray's node daemons by a protocol of their own: processes that are started ahead."""
+
+import json
+from collections.abc import Mapping
 
 import ray
+from ray._private import state
 from ray._private.grpc_utils import init_grpc_channel
 from ray.core.generated.common_pb2 import Language
 from ray.core.generated.node_manager_pb2 import PrestartWorkersRequest
 from ray.core.generated.node_manager_pb2_grpc import NodeManagerServiceStub
 from ray.core.generated.runtime_environment_pb2 import RuntimeEnvInfo
+from ray.train.v2._internal.constants import (
+    DEFAULT_RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_VALUE,
+    RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR,
+    get_env_vars_to_propagate,
+)
 
-_KEPT = 365 * 86_400
-"""Seconds; the end of the job ends what is left."""
+
+def this_node() -> str:
+    """The id of the node that this process is on."""
+    return str(ray.get_runtime_context().get_node_id())
 
 
-def prestart(count: int, *, seconds: float) -> None:
-    """Have this node start so many processes for actors with the runtime environment of this one. Raises RpcError."""
-    here = ray.get_runtime_context()
-    (node,) = (node for node in ray.nodes() if node["NodeID"] == here.get_node_id())
+def free() -> dict[str, Mapping[str, float]]:
+    """What nobody has on each node, by its id, as of some moments ago."""
+    return dict(state.available_resources_per_node())
+
+
+def own_environment() -> str:
+    """The runtime environment of this process, as Ray wrote it."""
+    return str(ray.get_runtime_context().get_runtime_env_string())
+
+
+def worker_group_environment(variables: Mapping[str, str]) -> str:
+    """That of the workers of Ray Train that this driver will give these variables, as Ray will write it.
+
+    An actor takes no process whose environment is written another way.
+    """
+    own = json.loads(own_environment())
+    of_controller = {RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR: DEFAULT_RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_VALUE}
+    own["env_vars"] = own.get("env_vars", {}) | of_controller | get_env_vars_to_propagate() | dict(variables)
+    return json.dumps(own, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def prestart(counts: Mapping[str, int], environment: str, *, kept_seconds: int, timeout: float) -> None:
+    """Have nodes, by their ids, start so many processes for actors with a runtime environment. Raises RpcError."""
     request = PrestartWorkersRequest(
         language=Language.PYTHON,
-        job_id=bytes.fromhex(here.get_job_id()),
-        runtime_env_info=RuntimeEnvInfo(serialized_runtime_env=here.get_runtime_env_string()),
-        keep_alive_duration_secs=_KEPT,
-        num_workers=count,
+        job_id=bytes.fromhex(ray.get_runtime_context().get_job_id()),
+        runtime_env_info=RuntimeEnvInfo(serialized_runtime_env=environment),
+        keep_alive_duration_secs=kept_seconds,
     )
-    with init_grpc_channel(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}") as channel:
-        NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=seconds)
+    for node in ray.nodes():
+        request.num_workers = counts.get(node["NodeID"], 0)
+        if request.num_workers:
+            with init_grpc_channel(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}") as channel:
+                NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=timeout)

@@ -1,8 +1,9 @@
-"""A process kept ready beside every worker, so that a group that is started again does not wait for imports.
+"""Processes that are started before their workers, so that these do not wait for imports.
 
-Ray starts a process for each actor, and most of a restart is what that process imports. A raylet can be told to start
+Ray starts a process for each actor, and most of a start is what that process imports. A raylet can be told to start
 processes ahead (`PrestartWorkers`); the next actor with the same runtime environment gets one. The set-up hook of that
-environment has the process import, while it waits, what a worker needs.
+environment has the process import, while it waits, what a worker needs. The driver has them started before it gets
+ready itself, and each worker keeps one beside it for when the group is started again.
 """
 
 import importlib
@@ -10,8 +11,13 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 
 import ray
+
+from train_loop.plan import lay_out
+from train_loop.spec import ScalingSpec
 
 log = logging.getLogger(__name__)
 
@@ -21,18 +27,23 @@ _WORTH_IT = 20.0
 """Seconds after which a run has spares."""
 _TAKEN_WITHIN = 2.0
 """Seconds within which a process that was started for an actor is given to it."""
+_UNTIL, _AHEAD_WITHIN = "TRAINSHED_AHEAD_UNTIL", 5.0
+"""Until when (Unix time) a process that starts is for a worker, so that it need not find out; seconds from a driver."""
 _ASKING = 30.0
 """Seconds in which a raylet answers, or there is no spare."""
+_KEPT_AHEAD, _KEPT = 60, 365 * 86_400
+"""Seconds for which nodes keep what nobody has taken: what a driver asked for, and a run's spares (until it ends)."""
 
 
 Environment = dict[str, dict[str, str]]
 
 
 def worker_environment(*, cpus: float) -> Environment:
-    """The runtime environment of workers that may take a spare."""
+    """The runtime environment of workers that may take a spare, of a driver that asks for them now."""
     return {
         "env_vars": {
             _HOOK: "train_loop.spare.get_ready",
+            _UNTIL: f"{time.time() + _AHEAD_WITHIN:.1f}",
             # As Ray does it, but that it comes to a spare after torch has read it.
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(int(cpus), 1)),
             # Who asks CUDA for devices fixes which ones a process sees, and a spare hears of its own when it is taken.
@@ -59,24 +70,55 @@ class Spares:
     def keep(self) -> None:
         """To be called now and then; returns at once."""
         if self._count and time.monotonic() - self._begun >= _WORTH_IT:
-            threading.Thread(target=_start, args=(self._count,), name="spares", daemon=True).start()
+            _in_background(partial(_start_here, self._count))
             self._count = 0
 
 
-def _start(count: int) -> None:
-    try:
-        # What it stands on is private to Ray, and may be gone one day: a restart is then as slow as Ray's own.
-        importlib.import_module("train_loop.raylet").prestart(count, seconds=_ASKING)
-    except Exception:
-        log.warning("no spare processes: a restart will wait for imports", exc_info=True)
+def start_ahead(scaling: ScalingSpec, environment: Environment) -> None:
+    """Have the processes of a driver's workers started on the nodes that have room for them now; returns at once.
+
+    What is guessed wrong, because somebody came first or Ray chose among equals, is taken by nobody and ends.
+    """
+    _in_background(partial(_start_ahead, scaling, environment))
+
+
+def _start_here(count: int) -> None:
+    raylet = importlib.import_module("train_loop.raylet")
+    here = {raylet.this_node(): count}
+    raylet.prestart(here, raylet.own_environment(), kept_seconds=_KEPT, timeout=_ASKING)
+
+
+def _start_ahead(scaling: ScalingSpec, environment: Environment) -> None:
+    raylet = importlib.import_module("train_loop.raylet")
+    nodes, free = zip(*raylet.free().items(), strict=True)
+    ranks = lay_out(scaling, free) or {}
+    counts = {nodes[place]: len(mine) for place, mine in ranks.items()}
+    written = raylet.worker_group_environment(environment["env_vars"])
+    raylet.prestart(counts, written, kept_seconds=_KEPT_AHEAD, timeout=_ASKING)
+
+
+def _in_background(start: Callable[[], None]) -> None:
+    def run() -> None:
+        try:
+            # What it stands on is private to Ray, and may be gone one day: a start is then as slow as Ray's own.
+            start()
+        except Exception:
+            log.warning("no spare processes: workers will wait for imports", exc_info=True)
+
+    threading.Thread(target=run, name="spares", daemon=True).start()
 
 
 def get_ready() -> None:
-    """In a process that Ray has just started: if it is not given to an actor at once, it is a spare, and gets ready."""
+    """In a process that Ray has just started: if it is not given to an actor at once, it is a spare, and gets ready.
+
+    One that a driver has asked for need not wait to know.
+    """
     threading.Thread(target=_import_unless_taken, name="get-ready", daemon=True).start()
 
 
 def _import_unless_taken() -> None:
-    time.sleep(_TAKEN_WITHIN)
-    if ray.get_runtime_context().get_actor_id() is None:
-        importlib.import_module("train_loop.rank")
+    if time.time() > float(os.environ[_UNTIL]):
+        time.sleep(_TAKEN_WITHIN)
+        if ray.get_runtime_context().get_actor_id() is not None:
+            return
+    importlib.import_module("train_loop.rank")

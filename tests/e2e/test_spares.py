@@ -3,18 +3,21 @@
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 import ray
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
 
 from tests.support.own_ray import own_ray
 from tests.support.waiting import wait_for
 from train_loop import spare
-from train_loop.spare import Spares, task_environment, worker_environment
+from train_loop.spare import Environment, Spares, start_ahead, task_environment, worker_environment
+from train_loop.spec import ScalingSpec
 
 SLOWEST_IMPORT = "train_loop.rank"
 
@@ -24,6 +27,8 @@ def cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         # Set for all tests, it would hide what a spare has read of it before its time.
         patch.delenv("OMP_NUM_THREADS", raising=False)
+        # Each test begins when the workers of its driver would have been started.
+        patch.setattr(spare, "_AHEAD_WITHIN", -1.0)
         with own_ray(store_bytes=100_000_000):
             yield
 
@@ -55,8 +60,16 @@ class Worker:
         spares.keep()
 
 
-def start() -> "ray.actor.ActorHandle":
-    return ray.remote(num_cpus=0.1, runtime_env=worker_environment(cpus=1))(Worker).remote()
+def start(environment: Environment) -> "ray.actor.ActorHandle":
+    return ray.remote(num_cpus=0.1, runtime_env=environment)(Worker).remote()
+
+
+def scaling(workers: int) -> ScalingSpec:
+    return ScalingSpec(num_workers=workers, resources_per_worker={"CPU": 0.1})
+
+
+def write_pid(config: dict[str, str]) -> None:
+    Path(config["folder"], str(os.getpid())).touch()
 
 
 def spares() -> list[int]:
@@ -70,14 +83,15 @@ def spares() -> list[int]:
 
 
 def test_a_worker_takes_the_spare_that_was_kept_for_it_and_a_task_does_not() -> None:
-    first = start()
+    environment = worker_environment(cpus=1)
+    first = start(environment)
     assert not ray.get(first.is_ready.remote()), "a process that was taken at once has imported for nobody"
     ray.get(first.ask.remote())
     (kept,) = wait_for(spares, "a spare with its imports")
     assert ray.get(first.task.remote()) != kept
     threads = ray.get(first.threads.remote())
     ray.kill(first)
-    second = start()
+    second = start(environment)
     assert ray.get(second.pid.remote()) == kept
     wait_for(lambda: ray.get(second.is_ready.remote()), "the rest of its imports")
     assert ray.get(second.threads.remote()) == threads == 1
@@ -86,7 +100,7 @@ def test_a_worker_takes_the_spare_that_was_kept_for_it_and_a_task_does_not() -> 
 
 def test_a_run_that_has_just_begun_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[int]()
-    monkeypatch.setattr(spare, "_start", asked.append)
+    monkeypatch.setattr(spare, "_start_here", asked.append)
     young, none, grown = Spares(2), Spares(0), Spares(2)
     grown._begun = time.monotonic() - spare._WORTH_IT
     for one in (young, none, grown, grown):
@@ -98,6 +112,31 @@ def test_where_ray_knows_no_such_call_a_run_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("train_loop.raylet.NodeManagerServiceStub", lambda channel: object())
-    spare._start(1)
-    assert "a restart will wait for imports" in caplog.text
+    start_ahead(scaling(1), worker_environment(cpus=1))
+    wait_for(lambda: "workers will wait for imports" in caplog.text, "a warning")
     assert "no attribute 'PrestartWorkers'" in caplog.text
+
+
+def test_workers_of_a_trainer_take_the_processes_that_its_driver_had_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(spare, "_AHEAD_WITHIN", 60.0)
+    monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "1")
+    environment = worker_environment(cpus=1)
+    start_ahead(scaling(2), environment)
+    ahead = wait_for(lambda: found if len(found := spares()) == 2 else None, "a process for each worker")
+    TorchTrainer(
+        write_pid,
+        train_loop_config={"folder": str(tmp_path)},
+        torch_config=TorchConfig(backend="gloo"),
+        scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.1}),
+        run_config=RunConfig(storage_path=str(tmp_path / "ray"), worker_runtime_env=environment),
+    ).fit()
+    assert sorted(int(file.name) for file in tmp_path.glob("[0-9]*")) == sorted(ahead)
+
+
+def test_where_there_is_no_room_nothing_is_started_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[Mapping[str, int]]()
+    monkeypatch.setattr("train_loop.raylet.prestart", lambda counts, *_, **__: asked.append(counts))
+    spare._start_ahead(scaling(100_000), worker_environment(cpus=1))
+    assert asked == [{}]

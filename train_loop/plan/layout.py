@@ -1,6 +1,6 @@
 """Workers → nodes: which ranks would share one, and whether every worker finds a place."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from train_loop.spec import ScalingSpec
@@ -17,27 +17,32 @@ class Capacity:
     """What each node has; empty where others may come, of which nobody knows what they have."""
 
 
-def lay_out(scaling: ScalingSpec, nodes: Sequence[Resources]) -> list[range] | None:
-    """The ranks of each node that would have some, if nobody else were there; None where some find no place.
+def lay_out(scaling: ScalingSpec, nodes: Sequence[Resources]) -> dict[int, range] | None:
+    """The ranks of each node, by its place in `nodes`, that would have some; None where some rank finds no place.
 
     Ray numbers ranks node by node. PACK takes as few nodes as it can, SPREAD as many.
     """
     places, world, strategy = [_places(scaling, node) for node in nodes], scaling.world, scaling.placement_strategy
     if strategy in ("PACK", "STRICT_PACK"):
-        whole = [count for count in places if count >= world]
-        counts = [min(whole)] if whole else sorted(places, reverse=True)
+        whole = [(count, node) for node, count in enumerate(places) if count >= world]
+        counts = [min(whole)] if whole else _largest_first(places)
         counts = counts[:1] if strategy == "STRICT_PACK" else counts
     else:
         most = 1 if strategy == "STRICT_SPREAD" else max(places, default=0)
         even = next((n for n in range(1, most + 1) if sum(min(count, n) for count in places) >= world), most)
-        counts = sorted((min(count, even) for count in places), reverse=True)
-    ranks, first = list[range](), 0
-    for count in counts:
+        counts = _largest_first(min(count, even) for count in places)
+    ranks, first = dict[int, range](), 0
+    for count, node in counts:
         last = min(first + count, world)
         if last > first:
-            ranks.append(range(first, last))
+            ranks[node] = range(first, last)
         first = last
     return ranks if first == world else None
+
+
+def _largest_first(counts: Iterable[int]) -> list[tuple[int, int]]:
+    """Counts with their places, which break ties."""
+    return sorted(((count, place) for place, count in enumerate(counts)), key=lambda pair: (-pair[0], pair[1]))
 
 
 def no_place(scaling: ScalingSpec, nodes: Sequence[Resources]) -> str | None:

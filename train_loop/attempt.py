@@ -1,0 +1,93 @@
+"""What an attempt is made of: the samples, and the trainer of Ray Train's that runs the worker group.
+
+Imported when the cluster has been asked for processes already, as it takes seconds.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from fsspec.core import url_to_fs
+from pyarrow.fs import FSSpecHandler, PyFileSystem
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from train_loop.controller import TellOfLosses, work
+from train_loop.data.cache import evaluation_spec, pin, pinned_dataset
+from train_loop.data.dataset import Dataset
+from train_loop.data.prepare import prepare
+from train_loop.journal import Journal
+from train_loop.run_dir import AttemptDir, RunDir, is_remote
+from train_loop.spec import JobSpec
+
+
+def prepare_samples(spec: JobSpec, run_dir: RunDir, journal: Journal) -> None:
+    """Have the samples of the run ready, to train on and to evaluate on: those that its first attempt prepared."""
+    dataset = _dataset(spec, run_dir.data, run_dir.cache, journal)
+    numbers = {
+        "dataset": dataset.fingerprint,
+        "samples": dataset.samples,
+        "tokens": dataset.tokens,
+        "utilisation": round(dataset.utilisation, 4),
+        "rows": sum(part.rows for part in dataset.parts),
+        "bad_rows": sum(part.bad_rows for part in dataset.parts),
+        "sources": [
+            {
+                "path": ", ".join(source.paths),
+                "dataset": part.fingerprint,
+                "rows": part.rows,
+                "samples": part.samples,
+                "tokens": part.tokens,
+                "utilisation": round(part.tokens / (part.samples * dataset.sequence_length), 4),
+            }
+            for source, part in zip(spec.data.sources, dataset.parts, strict=True)
+        ],
+    }
+    other = evaluation_spec(spec, dataset)
+    if other is not None:
+        evaluation = _dataset(other, run_dir.eval_data, run_dir.cache, journal)
+        numbers |= {"eval_dataset": evaluation.fingerprint, "eval_samples": evaluation.samples}
+    journal.event("prepared", **numbers)
+
+
+def _dataset(spec: JobSpec, pointer: Path, cache: Path, journal: Journal) -> Dataset:
+    dataset = pinned_dataset(spec, pointer)
+    if dataset is None:
+        dataset = prepare(spec, cache, journal.event)
+        pin(dataset, pointer)
+    return dataset
+
+
+def trainer(spec: JobSpec, run_dir: RunDir, attempt: AttemptDir, environment: dict[str, Any]) -> TorchTrainer:
+    """What runs the worker group, started again after faults up to failure.max_failures times."""
+    resources = spec.scaling.resources_per_worker
+    return TorchTrainer(
+        work,
+        train_loop_config={"run_dir": str(run_dir.root), "attempt": attempt.number},
+        torch_config=TorchConfig(
+            backend="cpu:gloo,cuda:nccl" if resources.get("GPU") else "gloo",
+            timeout_s=math.ceil(spec.failure.hang_timeout_seconds),
+        ),
+        scaling_config=ScalingConfig(
+            num_workers=spec.scaling.world,
+            use_gpu=bool(resources.get("GPU")),
+            resources_per_worker=resources,
+            placement_strategy=spec.scaling.placement_strategy,
+        ),
+        run_config=RunConfig(
+            # A name of its own for every attempt: two drivers under one name would share Ray's bookkeeping.
+            name=f"{spec.name} ({run_dir.root.name}-{attempt.number})",
+            **_storage(attempt.ray),
+            failure_config=FailureConfig(max_failures=spec.failure.max_failures),
+            callbacks=[TellOfLosses(attempt)],
+            worker_runtime_env=environment,
+        ),
+    )
+
+
+def _storage(folder: Path) -> dict[str, Any]:
+    """Where Ray Train keeps books of its own."""
+    if not is_remote(folder):
+        return {"storage_path": str(folder)}
+    system, path = url_to_fs(str(folder))
+    return {"storage_path": path, "storage_filesystem": PyFileSystem(FSSpecHandler(system))}
