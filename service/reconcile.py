@@ -5,6 +5,7 @@ Several of these may run: a job is its claimant's, and one of them at a time dec
 """
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,6 +28,8 @@ from train_loop.run_dir import storage_failed
 log = structlog.get_logger(__name__)
 # More than the steps from a first attempt to one that is submitted; what is left waits for the next pass.
 _STEPS_PER_PASS = 5
+_REST = 4.0
+"""Times the CPU seconds of a pass until the next: with any number of jobs, requests have most of a core."""
 _LONGEST_LOOK = 60.0
 """Seconds between two passes that count as silence of an attempt."""
 
@@ -66,11 +69,12 @@ class Reconciler:
     def run(self, stopped: threading.Event, *, interval: float) -> None:
         """Pass after pass until stopped. A pass that fails is logged, and the next one tries again."""
         while not stopped.is_set():
+            began = time.thread_time()
             try:
                 self.run_once(stopped)
             except Exception:
                 log.exception("reconcile_pass_failed")
-            stopped.wait(interval)
+            stopped.wait(max(interval, _REST * (time.thread_time() - began)))
 
     def run_once(self, stopped: threading.Event | None = None) -> None:
         """Let every job take the steps that are due. One job's trouble does not hold up the others."""

@@ -8,7 +8,8 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -43,7 +44,7 @@ class HelperPreflight:
         self._lock = threading.Lock()
         self._helper: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="shed-")
-        self._known: OrderedDict[str, tuple[float, Findings]] = OrderedDict()
+        self._answers = _Answers()
 
     def start(self) -> None:
         """Start the helper, if it is not there; it takes seconds until it answers."""
@@ -68,18 +69,9 @@ class HelperPreflight:
 
     def check(self, spec: JobSpec, parent: Parent | None = None) -> Findings:
         """Everything wrong, and the model's sizes. Raises PreflightFailed when the helper does not say."""
-        key, now = _what_is_looked_at(spec), time.monotonic()
-        with self._lock:
-            since, known = self._known.get(key, (-_FRESH_SECONDS, None))
-        if parent is None and known is not None and now - since < _FRESH_SECONDS:
-            return known
-        found = self._look(spec, parent)
-        if parent is None and not found.problems:
-            with self._lock:
-                self._known[key] = now, found
-                if len(self._known) > _KEPT:
-                    self._known.popitem(last=False)
-        return found
+        if parent is not None:
+            return self._look(spec, parent)
+        return self._answers.get(_what_is_looked_at(spec), lambda: self._look(spec, None))
 
     @property
     def _socket(self) -> Path:
@@ -89,6 +81,8 @@ class HelperPreflight:
         question = _Question(spec=spec, roots=self._roots, parent=parent, seconds=self._timeout)
         try:
             answer = self._ask(question.model_dump_json().encode())
+        except ConnectionError:
+            answer = b""
         except (TimeoutError, RetryError) as error:
             raise PreflightFailed(
                 f"looking at the data and the model took over {self._timeout:g} s; check that the storage answers, "
@@ -129,6 +123,39 @@ class HelperPreflight:
                     connection.close()
                     raise
         return connection
+
+
+class _Answers:
+    """What was in order a moment ago, and what is being asked: who asks the same at once waits for the same answer."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: OrderedDict[str, tuple[float, Future[Findings]]] = OrderedDict()
+
+    def get(self, key: str, ask: Callable[[], Findings]) -> Findings:
+        """The answer. Raises what `ask` raises."""
+        mine = Future[Findings]()
+        with self._lock:
+            since, answer = self._known.get(key, (0.0, mine))
+            if answer is mine or (answer.done() and time.monotonic() - since >= _FRESH_SECONDS):
+                answer = mine
+                self._known[key] = time.monotonic(), mine
+                self._known.move_to_end(key)
+                if len(self._known) > _KEPT:
+                    self._known.popitem(last=False)
+        if answer is mine:
+            self._fill(key, mine, ask)
+        return answer.result()
+
+    def _fill(self, key: str, answer: "Future[Findings]", ask: Callable[[], Findings]) -> None:
+        try:
+            answer.set_result(ask())
+        except BaseException as error:
+            answer.set_exception(error)
+        if answer.exception() or answer.result().problems:
+            # What is mended should be seen to be at once.
+            with self._lock:
+                self._known.pop(key, None)
 
 
 def _what_is_looked_at(spec: JobSpec) -> str:

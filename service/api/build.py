@@ -14,6 +14,8 @@ from service.ledger import Ledger
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+_CHECKS = 32
+"""Specs that are checked at once; more of them wait."""
 
 
 def build_api(ledger: Ledger, guard: Guard, *, hosts: Sequence[str] = (), lifespan: Lifespan | None = None) -> FastAPI:
@@ -29,6 +31,7 @@ def build_api(ledger: Ledger, guard: Guard, *, hosts: Sequence[str] = (), lifesp
     # Set when the service is to end: nobody may wait for those who follow a job.
     app.state.leaving = threading.Event()
     app.state.recent = Recent()
+    app.state.checks = jobs.InThreads(_CHECKS)
     app.add_middleware(HostCheck, hosts=(*LOOPBACK, *hosts))
     install_problems(app)
     for module in (health, jobs, runs, checkpoints, usage):

@@ -1,10 +1,12 @@
 """/jobs: submit, clone, plan, list, get, pause, resume, cancel, delete."""
 
 import hashlib
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, TypeVar
 
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
-from starlette.concurrency import run_in_threadpool
 
 from service.api.guard import parse_body, read_body, require_key
 from service.api.plan_schemas import PlanOut
@@ -13,6 +15,7 @@ from service.domain.job import JobState
 from service.ports import JobQuery, Once
 from service.use_cases import Jobs, JobView
 
+T = TypeVar("T")
 router = APIRouter(prefix="/jobs", tags=["jobs"], dependencies=[Depends(require_key)])
 _SPEC = {"schema": {"$ref": "#/components/schemas/JobSpec"}}
 _SPEC_BODY = {"requestBody": {"required": True, "content": {"application/json": _SPEC, "application/yaml": _SPEC}}}
@@ -33,21 +36,41 @@ async def jobs_of(request: Request) -> Jobs:
 UseCases = Annotated[Jobs, Depends(jobs_of)]
 
 
+class InThreads:
+    """Calls in threads of their own: checks may take as long as storage does, and other answers are not to wait."""
+
+    def __init__(self, threads: int) -> None:
+        self._limiter = CapacityLimiter(threads)
+
+    async def __call__(self, call: Callable[..., T], *arguments: object) -> T:
+        """What the call returns."""
+        return await run_sync(call, *arguments, limiter=self._limiter)
+
+
+async def checks_of(request: Request) -> InThreads:
+    """Where the app that serves this request checks what it is sent."""
+    checks: InThreads = request.app.state.checks
+    return checks
+
+
+Checks = Annotated[InThreads, Depends(checks_of)]
+
+
 @router.post("", status_code=201, openapi_extra=_SPEC_BODY)
-async def submit(jobs: UseCases, body: Body, response: Response, idempotency_key: IdempotencyKey = None) -> JobOut:
+async def submit(
+    jobs: UseCases, checks: Checks, body: Body, response: Response, idempotency_key: IdempotencyKey = None
+) -> JobOut:
     """Store a job durably; the same Idempotency-Key and body give the same job again, with 200."""
-    # One thread for all of it: of a function that is not async, FastAPI writes the answer in another one.
-    view, new = await run_in_threadpool(jobs.submit, body, _once(idempotency_key, body))
-    return _answer(jobs, response, view, new)
+    return _answer(jobs, response, *await checks(jobs.submit, body, _once(idempotency_key, body)))
 
 
 @router.post("/{job_id}/clone", status_code=201, openapi_extra=_CLONE_BODY)
-def clone(
-    jobs: UseCases, job_id: str, body: Body, response: Response, idempotency_key: IdempotencyKey = None
+async def clone(
+    jobs: UseCases, checks: Checks, job_id: str, body: Body, response: Response, idempotency_key: IdempotencyKey = None
 ) -> JobOut:
     """Store a job that goes on from a checkpoint of this one, with some of its spec different; else as submit."""
     wish, once = parse_body(CloneIn, body), _once(idempotency_key, f"clone {job_id} ".encode() + body)
-    return _answer(jobs, response, *jobs.clone(job_id, wish.from_checkpoint, wish.overrides, once))
+    return _answer(jobs, response, *await checks(jobs.clone, job_id, wish.from_checkpoint, wish.overrides, once))
 
 
 def _once(key: str | None, asked: bytes) -> Once | None:
@@ -61,9 +84,9 @@ def _answer(jobs: Jobs, response: Response, view: JobView, new: bool) -> JobOut:
 
 
 @router.post("/plan", openapi_extra=_SPEC_BODY)
-def plan(jobs: UseCases, body: Body) -> PlanOut:
+async def plan(jobs: UseCases, checks: Checks, body: Body) -> PlanOut:
     """The same checks as submit; nothing is stored."""
-    return PlanOut.of(jobs.plan(body))
+    return PlanOut.of(await checks(jobs.plan, body))
 
 
 async def job_query(
@@ -108,9 +131,10 @@ def pause(jobs: UseCases, job_id: str, body: Body) -> JobOut:
 
 
 @router.post("/{job_id}/resume", openapi_extra=_RESUME_BODY)
-def resume(jobs: UseCases, job_id: str, body: Body) -> JobOut:
+async def resume(jobs: UseCases, checks: Checks, job_id: str, body: Body) -> JobOut:
     """Let a paused job go on, at another size if one is given; repeatable."""
-    return JobOut.of(jobs.resume(job_id, parse_body(ResumeIn, body).scaling), now=jobs.clock())
+    view = await checks(jobs.resume, job_id, parse_body(ResumeIn, body).scaling)
+    return JobOut.of(view, now=jobs.clock())
 
 
 @router.post("/{job_id}/cancel", openapi_extra=_CANCEL_BODY)

@@ -15,6 +15,7 @@ from train_loop.spec import SourceSpec
 
 STDLIB = "stdlib://"
 """Python's own sources: real text that every machine has."""
+_PACKAGES = ("site-packages", "dist-packages")
 
 Format = Literal["parquet", "jsonl", "text"]
 _ENDINGS: dict[str, Format] = {
@@ -95,12 +96,13 @@ def _outside(uri: str, allowed: Iterable[str]) -> DataError:
 def _match(pattern: str) -> list[File]:
     path = _absolute(pattern)
     try:
-        found = _find(path)
+        found = _find(path) if pattern != STDLIB else [file for part in _stdlib_parts() for file in _find(part)]
     except ValueError as error:
         raise error if isinstance(error, DataError) else DataError(f"{pattern} is no pattern: {error}") from error
     if pattern.startswith(STDLIB):
         # Installed packages lie in the same folder, and are no part of the standard library.
-        found = [file for file in found if file.name.endswith(".py") and "/site-packages/" not in file.uri]
+        packages = tuple(f"/{name}/" for name in _PACKAGES)
+        found = [file for file in found if file.name.endswith(".py") and not any(p in file.uri for p in packages)]
     if not found:
         raise DataError(f"{pattern} matches no file; check the path, which must be visible from service and workers")
     return found
@@ -146,6 +148,12 @@ def _absolute(uri: str) -> str:
 
 def _stdlib_root() -> Path:
     return Path(sysconfig.get_path("stdlib")).resolve()
+
+
+def _stdlib_parts() -> list[str]:
+    """What lies in its folder, as in any other, but for the many thousand files of installed packages."""
+    parts = (str(part) for part in _stdlib_root().iterdir() if part.name not in _PACKAGES)
+    return [part for part in parts if not _hides(Path(part).name, (".", "_"))]
 
 
 def _fixed_part(path: str) -> str:

@@ -9,7 +9,7 @@ from sqlalchemy import Row
 from service.domain.job import Attempt, Job, JobState, Lineage, Wish
 from service.domain.reason import Reason
 from service.domain.ticket import Ticket
-from train_loop.spec import JobSpec, ScalingSpec, dump
+from train_loop.spec import JobSpec, ScalingSpec
 
 Value = str | int | float | None
 _attempts = TypeAdapter(tuple[Attempt, ...])
@@ -30,7 +30,7 @@ def to_row(job: Job) -> dict[str, Value]:
         "priority": job.spec.priority,
         "state": job.state.value,
         "reason": _reason.dump_json(job.reason).decode() if job.reason else None,
-        "spec": dump(job.spec),
+        "spec": job.spec.model_dump_json(),
         "run_dir": job.run_dir,
         "created_at": job.created_at,
         "updated_at": job.updated_at,

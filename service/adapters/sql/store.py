@@ -25,9 +25,8 @@ _TICKET = (
     jobs.c.waits,
     jobs.c.sizes,
     jobs.c.since,
+    jobs.c.version,
 )
-
-
 _IN_QUEUE = or_(jobs.c.holds == 1, jobs.c.waits == 1)
 
 
@@ -37,6 +36,7 @@ class SqlJobStore:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._add = Together(self._add_all)
+        self._tickets: dict[str, tuple[int, Ticket]] = {}
 
     def begin(self, once: Once, *, now: float) -> Job | None:
         """The job that a key stands for; None: the key is the caller's, who adds a job under it or releases it.
@@ -121,7 +121,15 @@ class SqlJobStore:
         """Every job that holds room in the cluster or waits for some."""
         with self._engine.connect() as connection:
             rows = connection.execute(select(*_TICKET).where(_IN_QUEUE)).all()
-        return [ticket_of(row) for row in rows]
+        # Of ten thousand jobs a few have changed since they were read.
+        known = self._tickets
+        self._tickets = {
+            row.id: before
+            if (before := known.get(row.id)) and before[0] == row.version
+            else (row.version, ticket_of(row))
+            for row in rows
+        }
+        return [ticket for _, ticket in self._tickets.values()]
 
     def queue_mark(self) -> Hashable:
         """Another value whenever `tickets` may answer otherwise; much quicker than that."""

@@ -1,5 +1,7 @@
 """The reconciler on a cluster that does what the test says, and with a crash after every side effect."""
 
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -290,3 +292,29 @@ def test_job_that_somebody_else_looks_after_is_left_to_them(service: FakeService
     service.clock.now += 31
     service.reconciler().run_once()
     assert [launch.submission_id for launch in service.cluster.launches] == [f"{job.id}-1"]
+
+
+def test_a_pass_that_takes_long_is_followed_by_a_longer_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reconciler = FakeService(tmp_path).reconciler()
+
+    def busy(self: Reconciler, stopped: threading.Event) -> None:
+        until = time.thread_time() + 0.2
+        while time.thread_time() < until:
+            pass
+
+    class Stopped(threading.Event):
+        rests = list[float]()
+
+        def wait(self, timeout: float | None = None) -> bool:
+            self.rests.append(timeout or 0.0)
+            self.set()
+            return True
+
+    monkeypatch.setattr(Reconciler, "run_once", busy)
+    stopped = Stopped()
+    reconciler.run(stopped, interval=0.5)
+    assert stopped.rests[0] >= 4 * 0.2
+    monkeypatch.setattr(Reconciler, "run_once", lambda self, stopped: None)
+    stopped.clear()
+    reconciler.run(stopped, interval=0.5)
+    assert stopped.rests[1] == 0.5

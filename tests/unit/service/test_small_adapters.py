@@ -4,6 +4,7 @@ import os
 import stat
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -109,6 +110,18 @@ def test_what_was_in_order_is_not_looked_at_again_at_once() -> None:
         again = helper.check(a_spec(name="other", training={"learning_rate": 0.5}, scaling={"num_workers": 4}))
         assert again is first
         assert helper.check(a_spec(data={"sequence_length": 64})) is not first
+
+
+def test_who_asks_the_same_at_once_waits_for_one_answer() -> None:
+    shape = asdict(read_shape({"model_type": "qwen3"}))
+    slow = f"time.sleep(1) or {{'problems': [], 'shape': {{**{shape}, 'layers': os.getpid()}}}}"
+    with preflight(slow) as helper, ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(helper.check, [a_spec(name=f"job-{number}") for number in range(8)]))
+        assert all(answer is answers[0] for answer in answers)
+    with preflight("time.sleep(1) or 1 / 0") as helper, ThreadPoolExecutor(8) as threads:
+        asked = [threads.submit(helper.check, a_spec()) for _ in range(8)]
+        errors = [one.exception() for one in asked]
+        assert all(error is errors[0] and isinstance(error, PreflightFailed) for error in errors)
 
 
 def test_the_real_helper_tells_the_sizes_of_a_model_in_a_folder(tmp_path: Path) -> None:

@@ -1,0 +1,46 @@
+"""Checks that take as long as a storage that does not answer: nobody else waits for them."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from service.adapters.memory import MemoryPreflight
+from service.ports import Findings
+from tests.support.service import FakeService, spec_body
+from tests.support.waiting import wait_for
+from train_loop.run_dir import Parent
+from train_loop.spec import JobSpec
+
+MANY = 60
+"""More than the threads that a server has for what is not async."""
+
+
+@dataclass
+class StuckPreflight(MemoryPreflight):
+    """Looks at data until it is let go."""
+
+    go: threading.Event = field(default_factory=threading.Event)
+    asked: int = 0
+
+    def check(self, spec: JobSpec, parent: Parent | None = None) -> Findings:
+        """Wait, then answer as the other does."""
+        self.asked += 1
+        self.go.wait(60)
+        return super().check(spec, parent)
+
+
+def test_jobs_are_shown_while_many_are_being_checked(tmp_path: Path) -> None:
+    stuck = StuckPreflight()
+    with FakeService(tmp_path, preflight=stuck).client() as client, ThreadPoolExecutor(MANY + 1) as threads:
+        try:
+            answers = [
+                threads.submit(client.post, path, content=spec_body())
+                for path in ("/jobs", "/jobs/plan")
+                for _ in range(MANY // 2)
+            ]
+            wait_for(lambda: stuck.asked >= 16, "specs that are being checked")
+            assert threads.submit(client.get, "/jobs").result(timeout=10).json()["data"] == []
+        finally:
+            stuck.go.set()
+        assert {answer.result().status_code for answer in answers} == {200, 201}
