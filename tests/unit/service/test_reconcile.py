@@ -302,19 +302,19 @@ def test_a_pass_that_takes_long_is_followed_by_a_longer_rest(tmp_path: Path, mon
         while time.thread_time() < until:
             pass
 
-    class Stopped(threading.Event):
-        rests = list[float]()
+    rests = list[float]()
 
+    class Stopped(threading.Event):
         def wait(self, timeout: float | None = None) -> bool:
-            self.rests.append(timeout or 0.0)
+            rests.append(timeout or 0.0)
             self.set()
             return True
 
     monkeypatch.setattr(Reconciler, "run_once", busy)
     stopped = Stopped()
     reconciler.run(stopped, interval=0.5)
-    assert stopped.rests[0] >= 4 * 0.2
+    assert rests[0] >= 4 * 0.2
     monkeypatch.setattr(Reconciler, "run_once", lambda self, stopped: None)
     stopped.clear()
     reconciler.run(stopped, interval=0.5)
-    assert stopped.rests[1] == 0.5
+    assert rests[1] == 0.5
