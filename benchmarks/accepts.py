@@ -7,7 +7,6 @@ killed with SIGKILL while it is sent more, and started again: whatever it had sa
 
 import functools
 import json
-import shutil
 import socket
 import subprocess
 import tempfile
@@ -52,11 +51,8 @@ def main() -> None:
         }
 
         def measured(way: Callable[[Path], Measured]) -> Measured:
-            here = Path(tempfile.mkdtemp(dir=root))
-            try:
-                return way(here)
-            finally:
-                shutil.rmtree(here, ignore_errors=True)
+            with tempfile.TemporaryDirectory(dir=root, ignore_cleanup_errors=True) as here:
+                return way(Path(here))
 
         samples = interleave({name: functools.partial(measured, way) for name, way in ways.items()}, arguments.rounds)
     write_result(

@@ -6,7 +6,6 @@ in its queue, and in turn 10,000. One connection asks for single jobs and for pa
 
 import functools
 import itertools
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -58,11 +57,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="trainshed-benchmark-") as root:
 
         def measured(count: int) -> Measured:
-            here = Path(tempfile.mkdtemp(dir=root))
-            try:
-                return measure(here, count, quick=arguments.quick)
-            finally:
-                shutil.rmtree(here, ignore_errors=True)
+            with tempfile.TemporaryDirectory(dir=root, ignore_cleanup_errors=True) as here:
+                return measure(Path(here), count, quick=arguments.quick)
 
         ways: dict[str, Callable[[], Measured]] = {
             name: functools.partial(measured, count) for name, count in names.items()

@@ -6,7 +6,6 @@ twice, each time into an empty cache: memory that a machine hands out for the fi
 """
 
 import functools
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -75,12 +74,9 @@ def one_run(
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Measured:
     """Tokens/s of one program; of the tokens that the corpus has in all of them. Raises ProgramError."""
-    here = Path(tempfile.mkdtemp(dir=root))
-    folders = [root / "corpus", here / "cache"] if caches else [root / "corpus"]
-    try:
-        found = ask_module(module, *folders, *arguments, here=here, variables=variables)
-    finally:
-        shutil.rmtree(here, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=root, ignore_cleanup_errors=True) as here:
+        folders = [root / "corpus", Path(here, "cache")] if caches else [root / "corpus"]
+        found = ask_module(module, *folders, *arguments, here=Path(here), variables=variables)
     reference = root / "tokens"
     if not reference.exists():
         reference.write_text(str(found["tokens"]))

@@ -61,11 +61,8 @@ def main() -> None:
         workload.write(Path(root, "workload"))
 
         def measured(way: Way) -> Measured:
-            here = Path(tempfile.mkdtemp(dir=root))
-            try:
-                return way(workload, Path(root, "workload"), here, settled)
-            finally:
-                shutil.rmtree(here, ignore_errors=True)
+            with tempfile.TemporaryDirectory(dir=root, ignore_cleanup_errors=True) as here:
+                return way(workload, Path(root, "workload"), Path(here), settled)
 
         samples = interleave({name: functools.partial(measured, way) for name, way in ways.items()}, arguments.rounds)
     write_result(

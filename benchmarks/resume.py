@@ -5,7 +5,6 @@ Every round starts every program once, which opens both places in turn, several 
 """
 
 import functools
-import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -73,12 +72,9 @@ def main() -> None:
 
 def one_run(root: Path, module: str, way: str, places: tuple[int, int], pairs: int) -> Measured:
     """Seconds at the late place. Raises ProgramError."""
-    here = Path(tempfile.mkdtemp(dir=root))
     variables = OFFLINE | {"HF_HOME": str(root / "hf")}
-    try:
-        found = ask_module(module, root / "samples", way, BATCH, pairs, *places, here=here, variables=variables)
-    finally:
-        shutil.rmtree(here, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=root, ignore_cleanup_errors=True) as here:
+        found = ask_module(module, root / "samples", way, BATCH, pairs, *places, here=Path(here), variables=variables)
     return Measured(found["late"], found)
 
 

@@ -113,13 +113,18 @@ def test_an_elastic_job_stays_at_its_largest_size_where_nobody_knows_ranges(data
     workers = {"min": 1, "max": 5}
     job = a_job(scaling={"num_workers": workers}, training={"global_batch_size": 8})
     store.add(replace(job, sizes=(1, 2, 4), parent=Lineage("job-0", 10)), None)
+    plain = a_job("job-2", training={"global_batch_size": 8})
+    store.add(replace(plain, scaling=job.spec.scaling, sizes=(1, 2, 4)), None)
+    store.add(replace(job, id="job-3", scaling=plain.spec.scaling), None)
     engine.dispose()
     open_database(database, revision="0002").dispose()
     store = SqlJobStore(engine := open_database(database))
     found = store.get("job-1")
     assert found is not None
     assert (found.size.world, found.sizes, found.parent) == (4, (), None)
-    assert store.tickets() == [Ticket.of(found)]
+    others = [store.get(job_id) for job_id in ("job-2", "job-3")]
+    assert [(one.spec.scaling.world, one.size.world) for one in others if one] == [(2, 4), (5, 2)]
+    assert store.tickets() == [Ticket.of(one) for one in (found, *others) if one]
     engine.dispose()
 
 

@@ -1,6 +1,7 @@
 """What a job was cloned from, and the numbers of workers that an elastic one may have."""
 
 import json
+from typing import Any
 
 import sqlalchemy as sa
 from alembic import op
@@ -23,11 +24,21 @@ def downgrade() -> None:
     """
     connection = op.get_bind()
     table = sa.Table("jobs", sa.MetaData(), autoload_with=connection)
-    for row in connection.execute(sa.select(table).where(table.c.sizes != "[]")).all():
-        spec = json.loads(row.spec)
-        spec["scaling"]["num_workers"] = json.loads(row.sizes)[-1]
-        fixed = {"spec": json.dumps(spec, indent=2), "size": json.dumps(spec["scaling"])}
+    for row in connection.execute(sa.select(table)).all():
+        spec, sizes = json.loads(row.spec), json.loads(row.sizes)
+        spec["scaling"] = _fixed(spec["scaling"], sizes)
+        scaling = None if row.scaling is None else json.dumps(_fixed(json.loads(row.scaling), sizes))
+        fixed = {"spec": json.dumps(spec), "scaling": scaling, "size": scaling or json.dumps(spec["scaling"])}
         connection.execute(table.update().where(table.c.id == row.id).values(fixed))
     op.drop_column("jobs", "granted")
     op.drop_column("jobs", "sizes")
     op.drop_column("jobs", "parent")
+
+
+def _fixed(scaling: dict[str, Any], sizes: list[int]) -> dict[str, Any]:
+    """A size without a range: the most workers that it can run with, or may have where that is another size's range."""
+    workers = scaling["num_workers"]
+    if not isinstance(workers, dict):
+        return scaling
+    possible = [size for size in sizes if workers["min"] <= size <= workers["max"]]
+    return scaling | {"num_workers": max(possible, default=workers["max"])}
