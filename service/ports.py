@@ -143,6 +143,8 @@ class Sighting:
     """What was said when workers were lost."""
     size: int = 0
     """Of what it has written: where it grows, somebody is alive."""
+    ready: bool = False
+    """Whether its workers are there, who should be heard of."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import structlog
 
 from service.domain.admission import admit
 from service.domain.board import Admission, Board
-from service.domain.decide import Decision, Effect, Retry, Seen, Submission, Training, decide, hangs, wanted_stop
+from service.domain.decide import Decision, Effect, Retry, Seen, Submission, decide, hangs, wanted_stop
 from service.domain.job import Attempt, Job
 from service.domain.moves import make_room, resize, start
 from service.domain.reason import Code, Reason
@@ -173,12 +173,12 @@ class Reconciler:
         )
 
     def _quiet(self, job: Job, sighting: Sighting) -> float:
-        """For how long an attempt that trains has written nothing, by our clock: others' may differ."""
+        """For how long an attempt whose workers are there has written nothing, by our clock: others' may differ."""
         now, size = self.clock(), (len(job.attempts), sighting.size)
         before = self.written.get(job.id, Silence(size, 0.0, now))
         # A machine that slept, or a clock that was set, is no sign of a hang.
         seconds = before.seconds + min(max(now - before.seen, 0.0), _LONGEST_LOOK)
-        if sighting.training is not Training.YES or before.size != size:
+        if not sighting.ready or before.size != size:
             seconds = 0.0
         self.written[job.id] = Silence(size, seconds, now)
         return seconds

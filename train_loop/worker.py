@@ -37,18 +37,19 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
     log.info("rank %d of %d: building %s", session.rank, session.world, model)
     journal = Journal(session.run_dir.attempt(session.attempt), rank=session.rank)
     journal.event("workers_ready", world=session.world)
-    run = build_run(spec, session, dataset, evaluation)
-    saver = Saver(session, run.journal, spec.checkpoint, spec.strategy.save_mode)
-    with no_garbage_collection(), watched(session) as watchdog:
-        restore(run)
-        keep_what_is_there()
-        record_start(run, who_works())
-        try:
-            stop = loop(run, saver, watchdog)
-        except UserError:
-            # What was right before somebody's mistake came to light should not be lost with it.
-            saver.wait()
-            raise
+    with watched(session) as watchdog:
+        run = build_run(spec, session, dataset, evaluation)
+        saver = Saver(session, run.journal, spec.checkpoint, spec.strategy.save_mode)
+        with no_garbage_collection():
+            restore(run)
+            keep_what_is_there()
+            record_start(run, who_works())
+            try:
+                stop = loop(run, saver, watchdog)
+            except UserError:
+                # What was right before somebody's mistake came to light should not be lost with it.
+                saver.wait()
+                raise
     told = close(saver, stop)
     if session.proves_pauses and stop is not None and stop.mode != "cancel" and stop.checkpoint:
         prove_newest(run)

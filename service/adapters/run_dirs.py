@@ -24,6 +24,7 @@ from train_loop.run_dir import (
 from train_loop.spec import JobSpec, ScalingSpec
 
 _TRAINING = {"training_started": Training.YES, "workers_lost": Training.LOST}
+_READY = {"workers_ready": True, "training_started": True, "workers_lost": False}
 _WINDOW = 1 << 18
 """Bytes read at once; a longer line of a log comes in pieces."""
 _CHRONICLES = 1024
@@ -58,13 +59,14 @@ class LocalRunDirs:
         """What an attempt says of itself."""
         directory = RunDir.at(run_dir)
         folder = directory.attempt(attempt)
-        training, trouble = Training.NOT_YET, None
+        training, ready, trouble = Training.NOT_YET, False, None
         for line in read_lines(folder.events):
-            training = _TRAINING.get(str(line.get("event")), training)
+            event = str(line.get("event"))
+            training, ready = _TRAINING.get(event, training), _READY.get(event, ready)
             if training is Training.LOST and "error" in line:
                 trouble = str(line["error"])
         size = size_appended(folder.metrics) + size_appended(folder.events)
-        return Sighting(training, folder.outcome(), directory.stop(), trouble, size)
+        return Sighting(training, folder.outcome(), directory.stop(), trouble, size, ready)
 
     def story(self, run_dir: str) -> Story:
         """What all attempts say together."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.support.small_runs import BATCH, LENGTH, STEPS, events, lines, number
 from tests.support.specs import TINY
 from tests.support.torchrun import write_tokens
 from train_loop import assemble, flops, worker
-from train_loop.assemble import Run
+from train_loop.assemble import Run, build_run
 from train_loop.data.dataset import Rows
 from train_loop.data.reader import StreamPlan, local_stream
 from train_loop.plan import MeshPlan
@@ -200,13 +201,22 @@ def stalled_stream(left: StreamPlan, mesh: MeshPlan, rank: int) -> Iterator[Rows
 def stall_and_not(data: Path, folder: Path) -> None:
     patience = {"timeout": timedelta(seconds=1)}
     run(data, folder / "stalled", place={"open_stream": stalled_stream, **patience})
+    with patch("train_loop.worker.build_run", slow_build):
+        run(data, folder / "late", place=patience)
     run(data, folder / "sound")
+
+
+def slow_build(*arguments: Any) -> Run:
+    """A model that takes too long."""
+    time.sleep(1.5)
+    return build_run(*arguments)
 
 
 def test_where_no_step_ends_in_time_every_rank_writes_where_it_stands(tmp_path: Path) -> None:
     write_tokens(tmp_path / "tokens.parquet", rows=BATCH * STEPS, length=LENGTH, vocab=TINY["vocab_size"])
     on_ranks(2, stall_and_not, tmp_path / "tokens.parquet", tmp_path)
-    stacks = RunDir(tmp_path / "stalled").attempt(1).stacks
-    for rank in range(2):
-        assert "in stalled_stream" in (stacks / f"rank-{rank:05d}.txt").read_text()
+    for name, where in (("stalled", "in stalled_stream"), ("late", "in slow_build")):
+        stacks = RunDir(tmp_path / name).attempt(1).stacks
+        for rank in range(2):
+            assert where in (stacks / f"rank-{rank:05d}.txt").read_text()
     assert list(RunDir(tmp_path / "sound").attempt(1).stacks.iterdir()) == []

@@ -173,7 +173,8 @@ class World:
     def observe(self, run_dir: str, attempt: int) -> Sighting:
         """What an attempt says of itself."""
         disk = self.disks.get(run_dir, Disk())
-        return Sighting(disk.started.get(attempt, Training.NOT_YET), disk.outcomes.get(attempt), disk.stop)
+        training = disk.started.get(attempt, Training.NOT_YET)
+        return Sighting(training, disk.outcomes.get(attempt), disk.stop, ready=training is Training.YES)
 
     def committed(self, run_dir: str) -> int | None:
         """The newest committed step."""

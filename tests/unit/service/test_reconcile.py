@@ -193,6 +193,22 @@ def test_attempt_that_hangs_is_replaced_and_one_that_writes_is_not(service: Fake
     assert service.cluster.launches[-1].submission_id == f"{job.id}-2"
 
 
+def test_attempt_whose_workers_hang_before_they_train_is_replaced(service: FakeService) -> None:
+    job, reconciler = service.submit(failure={"hang_timeout_seconds": 100}), service.reconciler()
+    reconciler.run_once()
+    service.cluster.submissions[f"{job.id}-1"] = Submission.RUNNING
+    # Data may take long to prepare.
+    look_for(service, reconciler, seconds=1000)
+    service.event(job.id, "workers_ready", world=2)
+    look_for(service, reconciler, seconds=160)
+    assert service.get(job.id).state is JobState.STARTING
+    look_for(service, reconciler, seconds=20)
+    reason = service.get(job.id).reason
+    assert reason is not None
+    assert reason.code is Code.HUNG
+    assert service.cluster.submissions[f"{job.id}-1"] is Submission.STOPPED
+
+
 class CancelsMeanwhile(MemoryCluster):
     """A user cancels while the queue is being looked at."""
 
