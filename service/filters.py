@@ -2,8 +2,9 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Literal, get_args
 
 from service.ports import Line
@@ -35,16 +36,48 @@ class AtLeast:
         return self._shown
 
 
-def thin_out(lines: Sequence[Line], *, points: int) -> list[Line]:
-    """At most so many lines: of each of equal parts the two of least and of most loss, in their order."""
-    if len(lines) <= points:
-        return list(lines)
-    parts = points // 2
-    kept = set[int]()
-    for part in range(parts):
-        places = range(part * len(lines) // parts, (part + 1) * len(lines) // parts)
-        kept |= {min(places, key=lambda place: _loss(lines[place])), max(places, key=lambda place: _loss(lines[place]))}
-    return [lines[place] for place in sorted(kept)]
+class _Part:
+    """Lines in a row, of which the two of least and of most loss are held, with their places among them."""
+
+    def __init__(self, line: Line) -> None:
+        self.count = 1
+        self.least = self.most = (0, line)
+
+    def add(self, line: Line) -> None:
+        """One more, behind the others."""
+        self._hold((self.count, line), (self.count, line))
+        self.count += 1
+
+    def join(self, other: "_Part") -> "_Part":
+        """Both in one, the other behind this one."""
+        self._hold(*((self.count + place, line) for place, line in (other.least, other.most)))
+        self.count += other.count
+        return self
+
+    def lines(self) -> list[Line]:
+        """What is held, in its order."""
+        return [line for _, line in sorted(dict((self.least, self.most)).items())]
+
+    def _hold(self, least: tuple[int, Line], most: tuple[int, Line]) -> None:
+        self.least = min(self.least, least, key=lambda one: _loss(one[1]))
+        self.most = max(self.most, most, key=lambda one: _loss(one[1]))
+
+
+def thin_out(lines: Iterable[Line], *, points: int) -> list[Line]:
+    """At most so many lines: all, or of each of equal parts the two of least and of most loss, in their order.
+
+    It goes over them once and holds no more of them than that: parts that become too many are joined, two by two.
+    """
+    most, size, parts = points // 2, 1, list[_Part]()
+    for line in lines:
+        while len(parts) == (2 * most if size == 1 else most) and parts[-1].count == size:
+            pairs = zip_longest(parts[::2], parts[1::2])
+            parts, size = [first.join(second) if second else first for first, second in pairs], 2 * size
+        if parts and parts[-1].count < size:
+            parts[-1].add(line)
+        else:
+            parts.append(_Part(line))
+    return [line for part in parts for line in part.lines()]
 
 
 def _loss(line: Line) -> float:

@@ -2,9 +2,10 @@
 
 import math
 import threading
-from collections.abc import AsyncIterator, Callable, Hashable
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import islice
 from typing import Any, TypeVar
 
 import anyio
@@ -96,18 +97,22 @@ def numbered(entry: Entry, after: Cursor) -> Numbered | None:
     return Numbered(line, entry.text, cursor) if (cursor.attempt, cursor.seq) > (after.attempt, after.seq) else None
 
 
-def read_page(reader: Reader, after: Cursor, limit: int) -> tuple[list[Numbered], bool]:
-    """The next lines of JSON behind a cursor, and whether there are more."""
-    found, place = list[Numbered](), Place(after.attempt)
+def read_lines(reader: Reader, after: Cursor) -> Iterator[Numbered]:
+    """The lines of JSON behind a cursor that are there now, of which a bounded part is held at once."""
+    place = Place(after.attempt)
     while True:
         batch = reader.read(place)
-        found += [line for line in (numbered(entry, after) for entry in batch.entries) if line is not None]
-        if len(found) > limit:
-            return found[:limit], True
+        yield from (line for line in (numbered(entry, after) for entry in batch.entries) if line is not None)
         # Where an attempt ends the next one begins, if there is one.
         if not batch.more and not batch.entries:
-            return found, False
+            return
         place = batch.place
+
+
+def read_page(reader: Reader, after: Cursor, limit: int) -> tuple[list[Numbered], bool]:
+    """The next lines of JSON behind a cursor, and whether there are more."""
+    found = list(islice(read_lines(reader, after), limit + 1))
+    return found[:limit], len(found) > limit
 
 
 class Recent:

@@ -1,7 +1,7 @@
 """/jobs/{id}/…: what a run leaves behind, in pages or as a stream: events, metrics, logs."""
 
 import re
-import sys
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -14,8 +14,8 @@ from service.domain.job import Job
 from service.errors import InvalidRequest
 from service.filters import AtLeast, Filter, Level, thin_out
 from service.filters import contains as containing
-from service.follow import Reader, read_page
-from service.ports import Cursor, Place, RunDirs, Written
+from service.follow import Reader, read_lines, read_page
+from service.ports import Cursor, Line, Place, RunDirs, Written
 from train_loop.spec import Problem
 
 router = APIRouter(prefix="/jobs/{job_id}", tags=["runs"], dependencies=[Depends(require_key)])
@@ -99,8 +99,7 @@ def metrics(
         return streams.lines(reader, cursor, job_id)
     if points is None:
         return _page(reader, cursor, limit)
-    whole = _page(reader, cursor, sys.maxsize)
-    return whole.model_copy(update={"data": thin_out(whole.data, points=points)})
+    return _thinned(reader, cursor, points)
 
 
 def log_of(
@@ -132,6 +131,19 @@ def logs(
 
 def _reader(dirs: RunDirs, job: Job, kind: Literal["events", "metrics"], contains: str | None = None) -> Reader:
     return Reader(dirs, job.run_dir, Written(kind), filters=(containing(contains),) if contains else ())
+
+
+def _thinned(reader: Reader, after: Cursor, points: int) -> LinePage:
+    """All there is behind a cursor, in so many lines at most."""
+    end = after
+
+    def lines() -> Iterator[Line]:
+        nonlocal end
+        for one in read_lines(reader, after):
+            end = one.cursor
+            yield one.line
+
+    return LinePage(data=[dict(line) for line in thin_out(lines(), points=points)], has_more=False, next=str(end))
 
 
 def _page(reader: Reader, after: Cursor, limit: int) -> LinePage:

@@ -76,7 +76,7 @@ def test_metrics_are_thinned_out_with_their_extremes(client: TestClient, service
     for step, loss in enumerate(losses, start=1):
         service.metric(job_id, step=step, loss=loss)
     page = client.get(f"/jobs/{job_id}/metrics", params={"points": 4}).json()
-    assert [line["step"] for line in page["data"]] == [2, 4, 7, 10]
+    assert [line["step"] for line in page["data"]] == [2, 7, 9, 10]
     assert (page["has_more"], page["next"]) == (False, "1.10")
     assert len(client.get(f"/jobs/{job_id}/metrics", params={"points": 10}).json()["data"]) == len(losses)
 
