@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 _NAMES = re.compile(
-    r"secret|(^|_)(token|pass|pwd|auth|apikey)$|passw(or)?d|passphrase|credential|(api|access|private|secret|account)_?key"
-    r"|connection_?string",
+    r"secret|token(?!iz)|(^|_)(pass|pwd|auth|apikey)$|passw(or)?d|passphrase|credential|(api|access|private|account)_?key"
+    r"|(?<!sort)(?<!primary)(?<!foreign)(?<!partition)_key$|connection_?string",
     re.IGNORECASE,
 )
 _IN_URLS = re.compile(r"://[^/@:\s]*:([^/@\s]+)@")
@@ -28,5 +28,5 @@ def masker(environment: Mapping[str, str] = os.environ) -> Callable[[str], str]:
 
 
 def _is_secret(value: str) -> bool:
-    # The path of a file with a secret is none.
-    return len(value) >= _LEAST and not (value.startswith("/") and Path(value).exists())
+    # Neither the path of a file with a secret is one, nor how many tokens there are of something.
+    return len(value) >= _LEAST and not value.isdigit() and not (value.startswith("/") and Path(value).exists())

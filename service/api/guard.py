@@ -67,7 +67,10 @@ def parse_body(kind: type[T], body: bytes) -> T:
 
 
 class HostCheck:
-    """Refuses requests whose Host header is none of ours: a page in a browser can be made to call loopback (ASGI)."""
+    """Refuses requests whose Host header is none of ours, and addresses that can be none of ours (ASGI).
+
+    A page in a browser can be made to call loopback.
+    """
 
     def __init__(self, app: ASGIApp, *, hosts: Sequence[str]) -> None:
         self.app = app
@@ -76,6 +79,12 @@ class HostCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer it with a problem."""
         host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else None
+        if host is not None and ("\0" in scope["path"] or b"%00" in scope["query_string"]):
+            # No name has one, and not every database takes one.
+            await problem(InvalidRequest([Problem("", "the address holds a NUL character; leave it out")]))(
+                scope, receive, send
+            )
+            return
         if host is None or _name(host) in self.hosts:
             await self.app(scope, receive, send)
             return

@@ -48,7 +48,9 @@ def usage(
     """Worker, CPU and GPU hours of each project on each day on which it had any."""
     today = datetime.fromtimestamp(jobs.clock(), UTC).date()
     first = since or today - timedelta(days=_DAYS)
-    return UsageDays.of(jobs.usage(_begin(first), _begin((until or today) + timedelta(days=1)), project=project))
+    # Nothing is used after today, and there is no day after the last one.
+    end = _begin(min(until or today, today) + timedelta(days=1))
+    return UsageDays.of(jobs.usage(_begin(first), end, project=project))
 
 
 def _begin(day: date) -> float:

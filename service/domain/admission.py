@@ -4,12 +4,14 @@ Jobs start by priority, then by age, all of their workers at once. What a job th
 behind it may pass only where that cannot make it wait longer, however long anybody runs.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from service.domain.board import Admission
 from service.domain.job import JobState
 from service.domain.reason import Code, Reason
 from service.domain.rules import Quota, Rules, Use
+from service.domain.seats import Seats
 from service.domain.ticket import Resources, Ticket, add_up, queue_order
 from train_loop.plan import Capacity, data_starves, no_place, too_big
 from train_loop.spec import ScalingSpec
@@ -59,13 +61,15 @@ class _Books:
         self._refused: list[tuple[Resources, Ticket]] = []
         self._over_quota: set[str] = set()
         self._place = 0
+        self._seats: Seats | None = None
         for ticket in holders:
             self._hold(ticket)
 
     def decide(self, ticket: Ticket) -> None:
         """Start the next in the order, one that is elastic as large as there is room for, or say why it waits."""
         if ticket.sizes:
-            larger = (ticket.at(workers) for workers in reversed(ticket.sizes[1:]))
+            most = self._most_workers(ticket)
+            larger = (ticket.at(workers) for workers in reversed(ticket.sizes[1:]) if workers <= most)
             ticket = next(filter(self._may_start, larger), ticket.at(ticket.sizes[0]))
         reason = self._why_wait(ticket)
         if reason is not None:
@@ -82,12 +86,12 @@ class _Books:
             if ticket.state not in (JobState.STARTING, JobState.RECOVERING) or ticket.id in self.starts:
                 continue
             others = _less(self._held, [ticket.needs])
-            if _shortage(ticket.needs, self._total, others) is None:
+            if self._has_room(ticket, others):
                 continue
-            smaller = (workers for workers in reversed(ticket.sizes) if workers < ticket.scaling.world)
-            for workers in smaller:
-                if _shortage(ticket.at(workers).needs, self._total, others) is None:
-                    self._held = add_up([others, ticket.at(workers).needs])
+            for workers in reversed(ticket.sizes):
+                smaller = ticket.at(workers)
+                if workers < ticket.scaling.world and self._has_room(smaller, others):
+                    self._held = add_up([others, smaller.needs])
                     yield ticket.id, workers
                     break
 
@@ -104,9 +108,10 @@ class _Books:
                 if workers <= ticket.scaling.world:
                     break
                 more = self._used[ticket.project].with_workers(larger, instead_of=ticket)
-                fits = never_fits(larger.scaling, self._cluster) is None
-                if fits and self._over(ticket, more) is None and not _shortage(larger.needs, self._total, others):
+                if self._over(ticket, more) is None and self._has_room(larger, others) and self._has_places(larger):
                     self._held, self._used[ticket.project] = add_up([others, larger.needs]), more
+                    if self._seats is not None:
+                        self._seats.take(larger)
                     yield ticket.id, workers
                     break
 
@@ -114,17 +119,36 @@ class _Books:
         """Whether it could start now; nothing is said or kept of it if not."""
         more = self._used.get(ticket.project, Use()).plus(ticket)
         return (
-            never_fits(ticket.scaling, self._cluster) is None
-            and ticket.project not in self._over_quota
+            ticket.project not in self._over_quota
             and self._over(ticket, more) is None
-            and _shortage(ticket.needs, self._total, self._held) is None
+            and self._has_room(ticket, self._held)
+            and self._has_places(ticket)
             and self._who_holds_back(ticket) is None
         )
+
+    def _most_workers(self, ticket: Ticket) -> float:
+        """More of them have no room, whatever else is asked of it: a look at one number instead of at every size."""
+        each = ((name, amount) for name, amount in ticket.scaling.resources_per_worker.items() if amount)
+        free = ((self._total.get(name, 0.0) - self._held.get(name, 0.0) + _NOISE, amount) for name, amount in each)
+        return min((left / amount for left, amount in free), default=math.inf)
+
+    def _has_room(self, ticket: Ticket, held: Resources) -> bool:
+        """Whether the cluster has what it needs beside what is held, and a node for each of its workers."""
+        return _shortage(ticket.needs, self._total, held) is None and never_fits(ticket.scaling, self._cluster) is None
+
+    def _has_places(self, ticket: Ticket) -> bool:
+        """Whether its workers find places between those of the others, as far as it can be told where those sit."""
+        if self._seats is None:
+            # Only those who may choose ask, and a thousand jobs are not seated in no time.
+            self._seats = Seats(self._cluster, self._holders)
+        return self._seats.fits(ticket)
 
     def _hold(self, ticket: Ticket) -> None:
         self._holders.append(ticket)
         self._held = add_up([self._held, ticket.needs])
         self._used[ticket.project] = self._used.get(ticket.project, Use()).plus(ticket)
+        if self._seats is not None:
+            self._seats.take(ticket)
 
     def _why_wait(self, ticket: Ticket) -> Reason | None:
         # Only what can never start blocks nobody.

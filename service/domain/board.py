@@ -49,5 +49,5 @@ class Board:
     def read(self, mark: Hashable, tickets: Iterable[Ticket]) -> None:
         """Take note of the tickets that there are at this mark."""
         self.mark, self.tickets = mark, {ticket.id: ticket for ticket in tickets}
-        self.elastic = any(ticket.sizes for ticket in self.tickets.values())
+        self.elastic = any(ticket.sizes and ticket.holds for ticket in self.tickets.values())
         self.waits = any(ticket.waits for ticket in self.tickets.values())

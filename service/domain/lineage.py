@@ -1,6 +1,6 @@
 """What a clone takes over from the checkpoint that it goes on from. Pure."""
 
-from service.domain.job import Job
+from service.domain.job import Job, JobState
 from train_loop.run_dir import Manifest, Parent
 from train_loop.spec import JobSpec, Problem
 
@@ -29,7 +29,10 @@ def nothing_left(job: Job, manifest: Manifest, spec: JobSpec) -> list[Problem]:
         return [Problem("/training/max_tokens", f"{said}; choose more")]
     epochs = training.num_train_epochs or 1
     endless = training.max_steps is not None or training.max_tokens is not None
-    if not endless and spec.data == job.spec.data and manifest.position.epoch >= epochs:
+    # An end within an epoch is known where the job came to it.
+    ended = job.state is JobState.SUCCEEDED and job.attempts[-1].step == manifest.step
+    all_seen = manifest.position.epoch >= epochs or (ended and epochs <= (job.spec.training.num_train_epochs or 1))
+    if not endless and spec.data == job.spec.data and all_seen:
         said = f"num_train_epochs={epochs:g} were trained at {begins}"
-        return [Problem("/training/num_train_epochs", f"{said}; choose more than {manifest.position.epoch}")]
+        return [Problem("/training/num_train_epochs", f"{said}; choose more")]
     return []

@@ -104,6 +104,41 @@ def test_body_that_is_no_mapping(client: TestClient) -> None:
     assert problems(client, [1]) == [("", "a job spec is a mapping of fields, not list")]
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "name: 2001-99-99",
+        "name: 2001-01-01T99:99:99Z",
+        '!!int "x"',
+        "!!float x",
+        "!!timestamp x",
+        "!!bool x",
+        f'{{"priority": {"9" * 5000}}}',
+        "{",
+        "a: *nobody",
+    ],
+)
+def test_body_that_cannot_be_read(client: TestClient, body: str) -> None:
+    answer = client.post("/jobs", content=body)
+    assert (answer.status_code, answer.json()["code"]) == (422, "invalid_spec")
+    assert "the body is neither YAML nor JSON" in answer.json()["errors"][0]["message"]
+
+
+@pytest.mark.parametrize("path", ["/jobs/%00", "/jobs?project=a%00b", "/jobs?label.team=%00"])
+def test_address_that_no_database_takes(client: TestClient, path: str) -> None:
+    code, _, detail = refusal(client, "GET", path)
+    assert code == 422, detail
+
+
+def test_labels_have_no_control_characters(client: TestClient) -> None:
+    ((pointer, _),) = problems(client, raw_spec(labels={"team": "a\0b"}))
+    assert pointer == "/labels/team"
+
+
+def test_a_day_that_has_no_next_one_is_a_last_day(client: TestClient) -> None:
+    assert client.get("/usage", params={"since": "0001-01-01", "until": "9999-12-31"}).json() == {"data": []}
+
+
 def refusal(client: TestClient, method: str, path: str, **arguments: Any) -> tuple[int, str, str]:
     answer = client.request(method, path, **arguments)
     assert answer.headers["content-type"] == "application/problem+json"

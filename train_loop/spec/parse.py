@@ -48,7 +48,8 @@ def read_yaml(text: str | bytes) -> Any:
         return json.loads(text, object_pairs_hook=_once_each, parse_constant=_no_number)
     try:
         return yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError) as error:
+        # YAML reads dates, numbers and its own tags by Python's functions, and passes on what those raise.
         raise SpecError([Problem("", f"the body is neither YAML nor JSON: {' '.join(str(error).split())}")]) from error
 
 

@@ -27,11 +27,14 @@ class CheckpointSpec(SpecModel):
     max_consecutive_failures: int = Field(default=3, ge=1, description="so many failed saves in a row end the attempt")
 
 
+MOST_WORKERS = 4096
+
+
 class WorkerRange(SpecModel):
     """The sizes that an elastic job accepts."""
 
     min: int = Field(ge=1)
-    max: int = Field(ge=1, le=4096)
+    max: int = Field(ge=1, le=MOST_WORKERS)
 
     @model_validator(mode="after")
     def _in_order(self) -> "WorkerRange":
@@ -44,7 +47,7 @@ class ScalingSpec(SpecModel):
     """How many workers, and what each of them needs."""
 
     num_workers: Annotated[
-        Annotated[int, Field(ge=1), Tag("int")] | Annotated[WorkerRange, Tag("WorkerRange")],
+        Annotated[int, Field(ge=1, le=MOST_WORKERS), Tag("int")] | Annotated[WorkerRange, Tag("WorkerRange")],
         Discriminator(lambda given: "WorkerRange" if isinstance(given, dict | WorkerRange) else "int"),
     ] = 1
     resources_per_worker: dict[str, Annotated[float, Field(ge=0)]] = Field(default={"CPU": 1.0})

@@ -92,6 +92,35 @@ def test_it_grows_only_to_what_the_nodes_have_places_for() -> None:
     assert admit(tickets, halves, Rules(), now=EVERY).resizes == {}
 
 
+def on_nodes(jobs: list[Job], nodes: int, **each: float) -> Admission:
+    every = {"CPU": 99.0, **each}
+    cluster = Capacity({name: nodes * amount for name, amount in every.items()}, (every,) * nodes)
+    return admit(map(Ticket.of, jobs), cluster, Rules(resize_seconds=EVERY), now=EVERY)
+
+
+def with_scaling(job: Job, **parts: Any) -> Job:
+    return replace(job, spec=job.spec.model_copy(update={"scaling": job.spec.scaling.model_copy(update=parts)}))
+
+
+def test_it_neither_starts_at_nor_grows_to_a_size_without_places_between_the_others() -> None:
+    # One GPU of each node is taken, and a worker needs two: of three that would fit into six, one has no place.
+    other = running(with_scaling(fixed("job-1", 2), placement_strategy="SPREAD"), 2)
+    job = with_scaling(elastic("job-2", (1, 2, 3)), resources_per_worker={"CPU": 0.1, "GPU": 2.0})
+    assert on_nodes([other, job], 2, GPU=4.0).workers == {"job-2": 2}
+    assert on_nodes([other, running(job, 2)], 2, GPU=4.0).resizes == {}
+    assert on_nodes([running(job, 2)], 2, GPU=4.0).resizes == {"job-2": 3}
+
+
+@pytest.mark.parametrize("strategy", ["PACK", "STRICT_SPREAD", "STRICT_PACK"])
+def test_it_shrinks_where_the_sums_fit_and_the_places_do_not(strategy: str) -> None:
+    each = {"CPU": 0.1, "GPU": 2.0}
+    job = with_scaling(elastic("job-1", (1, 2, 3)), resources_per_worker=each, placement_strategy=strategy)
+    lost = running(job, 3, state=JobState.RECOVERING)
+    # Six GPUs are there, and places for one worker on each of two nodes.
+    fits = 1 if strategy == "STRICT_PACK" else 2
+    assert on_nodes([lost], 2, GPU=3.0).resizes == {"job-1": fits}
+
+
 def test_two_that_could_grow_do_not_both_get_the_same_room() -> None:
     jobs = [running(elastic(f"job-{n}", (2, 4)), 2) for n in range(3)]
     assert look(jobs, 8).resizes == {"job-0": 4}

@@ -128,6 +128,40 @@ def test_an_elastic_job_stays_at_its_largest_size_where_nobody_knows_ranges(data
     engine.dispose()
 
 
+def test_a_job_that_made_room_goes_on_by_itself_after_every_migration(database: str) -> None:
+    store = SqlJobStore(engine := open_database(database))
+    paused = a_job().move(JobState.STARTING, now=1.0).move(JobState.PAUSING, now=2.0).move(JobState.PAUSED, now=3.0)
+    wish = Wish("pause", checkpoint=True, deadline=9.0, reason=Reason(Code.PREEMPTED, "makes room for job-9"))
+    store.add(replace(paused, wish=wish), None)
+    engine.dispose()
+    # Where the second revision knows only who asked.
+    engine = open_database(database, revision="0002")
+    with engine.connect() as connection:
+        table = Table("jobs", MetaData(), autoload_with=connection)
+        (row,) = connection.execute(table.select()).all()
+    assert json.loads(row.wish) == {
+        "mode": "pause",
+        "checkpoint": True,
+        "deadline": 9.0,
+        "then_resume": False,
+        "by": "preempted",
+    }
+    engine.dispose()
+    store = SqlJobStore(engine := open_database(database))
+    found = store.get("job-1")
+    assert found is not None
+    assert found.wish is not None
+    assert found.wish.reason.code is Code.PREEMPTED
+    assert store.tickets() == [Ticket.of(found)]
+    engine.dispose()
+    open_database(database, revision="0001").dispose()
+    engine = create_engine(database)
+    with engine.connect() as connection:
+        table = Table("jobs", MetaData(), autoload_with=connection)
+        assert [row.state for row in connection.execute(table.select()).all()] == ["QUEUED"]
+    engine.dispose()
+
+
 def test_services_that_start_at_once_migrate_one_after_the_other(postgres: str) -> None:
     empty_database(postgres)
     code = f"from service.adapters.sql.database import open_database; open_database({postgres!r}).dispose()"

@@ -16,6 +16,8 @@ def test_values_of_secret_names_are_masked_and_others_are_not(tmp_path: Path) ->
         "DB_PASSWORD": "/bc/def+ghi and more",
         "DATABASE_URL": "postgresql://shed:hush-hush@db/jobs",
         "SMTP_PASS": "letmein",
+        "AZURE_STORAGE_KEY": "azure+storage",
+        "NPM_AUTHTOKEN": "npm_123456",
         "HOME": "/home/somebody",
         "KEYBOARD": "qwertyuiop",
         "RAY_AUTH_TOKEN_PATH": str(tmp_path),
@@ -25,8 +27,9 @@ def test_values_of_secret_names_are_masked_and_others_are_not(tmp_path: Path) ->
         "TOKENIZER": "Qwen3-0.6B",
         "SORT_KEY": "timestamp",
     }
-    said = "/bc/def+ghi hf_12345678 /bc/def+ghi and more postgresql://shed:hush-hush@db/jobs letmein"
-    assert masker(environment)(said) == "*** *** *** postgresql://shed:***@db/jobs ***"
+    said = "/bc/def+ghi hf_12345678 /bc/def+ghi and more postgresql://shed:hush-hush@db/jobs letmein azure+storage"
+    assert masker(environment)(said) == "*** *** *** postgresql://shed:***@db/jobs *** ***"
+    assert masker(environment)("npm_123456") == "***"
     harmless = f"/home/somebody qwertyuiop {tmp_path} 12345 100000 Qwen3-0.6B timestamp"
     assert masker(environment)(harmless) == harmless
 

@@ -118,7 +118,7 @@ def _lower(row: Any) -> dict[str, Any]:
         attempt.pop("workers", None)
         attempt.pop("step", None)
     state = {"PAUSING": "CANCELLING", "PAUSED": "CANCELLED"}.get(row.state, row.state)
-    if row.state == "PAUSED" and wish and wish["reason"]["code"] == "preempted":
+    if row.state == "PAUSED" and wish and wish.get("by") == "preempted":
         state = "QUEUED"
     return {
         "state": state,
