@@ -102,6 +102,23 @@ def test_the_checkpoint_stays_until_the_clone_has_ended(client: TestClient, serv
     assert retire(service.run_dir(parent)) == [20]
 
 
+def test_a_run_that_ended_within_an_epoch_has_none_of_it_left(client: TestClient, service: FakeService) -> None:
+    training = {"max_steps": None, "num_train_epochs": 1.5}
+    job_id = client.post("/jobs", content=spec_body(training=training)).json()["id"]
+    service.reconciler().run_once()
+    for step in (10, 20):
+        checkpoint(service.run_dir(job_id), step, weights=b"1234567")
+    service.cluster.submissions[f"{job_id}-1"] = Submission.RUNNING
+    service.end(job_id, Outcome(result="succeeded"))
+    service.reconciler().run_once()
+    assert service.get(job_id).state == "SUCCEEDED"
+    refused = clone(client, job_id).json()["errors"]
+    assert [error["pointer"] for error in refused] == ["/training/num_train_epochs"]
+    assert "num_train_epochs=1.5 were trained at step 20" in refused[0]["message"]
+    assert clone(client, job_id, from_checkpoint=10).status_code == 201
+    assert clone(client, job_id, overrides={"training": {"num_train_epochs": 2.0}}).status_code == 201
+
+
 def test_a_clone_that_is_cancelled_in_the_queue_lets_go_too(
     client: TestClient, service: FakeService, parent: str
 ) -> None:
