@@ -64,8 +64,8 @@ def start(environment: Environment) -> "ray.actor.ActorHandle":
     return ray.remote(num_cpus=0.1, runtime_env=environment)(Worker).remote()
 
 
-def scaling(workers: int) -> ScalingSpec:
-    return ScalingSpec(num_workers=workers, resources_per_worker={"CPU": 0.1})
+def scaling(workers: int, *, cpus: float = 0.1) -> ScalingSpec:
+    return ScalingSpec(num_workers=workers, resources_per_worker={"CPU": cpus})
 
 
 def write_pid(config: dict[str, str]) -> None:
@@ -138,5 +138,5 @@ def test_workers_of_a_trainer_take_the_processes_that_its_driver_had_started(
 def test_where_there_is_no_room_nothing_is_started_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[Mapping[str, int]]()
     monkeypatch.setattr("train_loop.raylet.prestart", lambda counts, *_, **__: asked.append(counts))
-    spare._start_ahead(scaling(100_000), worker_environment(cpus=1))
+    spare._start_ahead(scaling(1, cpus=100_000.0), worker_environment(cpus=1))
     assert asked == [{}]
