@@ -1,5 +1,7 @@
 """Streaming on real Ray: every rank gets its samples once, in order, from any start, and little else is read."""
 
+import itertools
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,11 +16,13 @@ from ray.data import DataIterator
 
 from tests.support.own_ray import own_ray
 from tests.support.specs import spec
+from tests.support.waiting import wait_for
 from train_loop.data import stream
 from train_loop.data.cache import find_dataset
 from train_loop.data.dataset import Dataset, Rows
 from train_loop.data.order import Order, StepOrder
 from train_loop.data.prepare import prepare
+from train_loop.data.read import read_rows
 from train_loop.data.reader import StreamPlan
 from train_loop.data.stream import by_step, open_splits, ray_stream
 from train_loop.plan import MeshPlan
@@ -97,6 +101,34 @@ def test_the_first_steps_are_read_here_and_the_others_by_ray_data(
     assert opened == ([(start + first * per_rank, steps - first)] if steps > first else [])
 
 
+@pytest.mark.parametrize("late", [1, 10, 23, 24])
+def test_until_ray_data_has_started_the_ranks_read_on_themselves(
+    numbered: Dataset, alone: None, monkeypatch: pytest.MonkeyPatch, late: int
+) -> None:
+    may_start, own = threading.Event(), list[int]()
+
+    def open_late(plan: StreamPlan, start: int, count: int) -> list[DataIterator]:
+        may_start.wait(60)
+        return open_splits(plan, start, count)
+
+    def read_here(dataset: Dataset, ids: Any) -> Rows:
+        own.extend(ids.tolist())
+        return read_rows(dataset, ids)
+
+    monkeypatch.setattr(stream, "open_splits", open_late)
+    monkeypatch.setattr("train_loop.data.reader.read_rows", read_here)
+    deal = StepOrder(Order(200, 0, shuffle=True, dataset="x", end=160), 1, 4)
+    rows = ray_stream(StreamPlan(numbered, deal, 0, 40), MeshPlan(ddp=1, fsdp=1, sp=1), 0)
+    own_steps = stream._FIRST_STEPS + late
+    received = list(itertools.islice(rows, own_steps))
+    may_start.set()
+    wait_for(lambda: "first-rows" not in {thread.name for thread in threading.enumerate()}, "the first rows")
+    received += rows
+    told = [one.samples.tolist() for one in received if one is not None]
+    assert told == [deal.step(step * 4)[0].tolist() for step in range(40)]
+    assert own == list(itertools.chain(*told[:own_steps]))
+
+
 def test_what_goes_wrong_while_ray_data_starts_is_raised_where_its_rows_are_taken(
     numbered: Dataset, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,6 +140,7 @@ def test_what_goes_wrong_while_ray_data_starts_is_raised_where_its_rows_are_take
     rows = ray_stream(StreamPlan(numbered, deal, 0, 20), MeshPlan(ddp=1, fsdp=1, sp=1), 0)
     for _ in range(stream._FIRST_STEPS):
         assert next(rows) is not None
+    wait_for(lambda: "first-rows" not in {thread.name for thread in threading.enumerate()}, "the failure")
     with pytest.raises(OSError, match="no such storage"):
         next(rows)
 

@@ -33,7 +33,7 @@ from train_loop.spare import task_environment
 
 T = TypeVar("T")
 _FIRST_STEPS = 16
-"""Steps whose rows are read without Ray Data."""
+"""Steps whose rows the ranks read themselves in any case: a run of no more needs no Ray Data."""
 _BLOCK_STEPS = 128
 """Steps in one block, at most: each block costs some 30 ms of Ray Data's, whatever is in it."""
 _BLOCK_BYTES = 32 * 2**20
@@ -52,19 +52,25 @@ def ray_stream(
     """This rank's rows of every step, `order.per_rank` of them; every rank must take every step.
 
     Only the first rank of a Ulysses group gets rows, its peers get None and then the rows from it. Ray Data takes
-    seconds to start: meanwhile the ranks read the rows of the first steps themselves. `timeout`: for collectives.
+    seconds to start: until its rows have come, the ranks read theirs themselves. `timeout`: for collectives.
     """
-    head = replace(plan, steps=min(plan.steps, _FIRST_STEPS))
-    rest = replace(plan, start=plan.start + head.steps * plan.order.global_batch, steps=plan.steps - head.steps)
+    own = local_stream(plan, mesh, rank)
+    head = min(plan.steps, _FIRST_STEPS)
+    rest = replace(plan, start=plan.start + head * plan.order.global_batch, steps=plan.steps - head)
     if not rest.steps:
-        yield from local_stream(head, mesh, rank)
+        yield from own
         return
     # A group of its own: its collectives run in a thread beside the loop's.
     rows = _streamed(rest, mesh, rank, dist.new_group(backend="gloo", timeout=timeout))
     first = _begin(rows)
-    yield from local_stream(head, mesh, rank)
-    yield first.result()
-    yield from rows
+    yield from itertools.islice(own, head)
+    done = 0
+    # Each rank for itself: which rows a step has does not depend on who reads them.
+    while done < rest.steps and not first.done():
+        yield next(own)
+        done += 1
+    if done < rest.steps:
+        yield from itertools.islice(itertools.chain([first.result()], rows), done, None)
 
 
 def _begin(rows: Iterator[T]) -> Future[T]:
