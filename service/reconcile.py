@@ -28,8 +28,8 @@ from train_loop.run_dir import storage_failed
 log = structlog.get_logger(__name__)
 # More than the steps from a first attempt to one that is submitted; what is left waits for the next pass.
 _STEPS_PER_PASS = 5
-_REST = 4.0
-"""Times the CPU seconds of a pass until the next: with any number of jobs, requests have most of a core."""
+_REST = 9.0
+"""Times the CPU seconds of a pass until the next: with any number of jobs, nine tenths of a core are for requests."""
 _LONGEST_LOOK = 60.0
 """Seconds between two passes that count as silence of an attempt."""
 

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 
+from anyio import CapacityLimiter
 from fastapi import FastAPI
 
 from service.api import checkpoints, health, jobs, runs, usage
@@ -31,7 +32,7 @@ def build_api(ledger: Ledger, guard: Guard, *, hosts: Sequence[str] = (), lifesp
     # Set when the service is to end: nobody may wait for those who follow a job.
     app.state.leaving = threading.Event()
     app.state.recent = Recent()
-    app.state.checks = jobs.InThreads(_CHECKS)
+    app.state.checks = CapacityLimiter(_CHECKS)
     app.add_middleware(HostCheck, hosts=(*LOOPBACK, *hosts))
     install_problems(app)
     for module in (health, jobs, runs, checkpoints, usage):

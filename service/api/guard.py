@@ -4,9 +4,10 @@ import hashlib
 import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
-from fastapi import Depends, Request
+from fastapi import Request
+from fastapi.requests import HTTPConnection
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
@@ -17,7 +18,6 @@ from service.errors import BodyTooLarge, HostRefused, InvalidRequest, Unauthoriz
 from train_loop.spec import Problem
 
 T = TypeVar("T", bound=BaseModel)
-_bearer = HTTPBearer(auto_error=False, description="the one line of $TRAINSHED_HOME/admin.key")
 
 
 @dataclass(frozen=True)
@@ -28,21 +28,27 @@ class Guard:
     max_body_bytes: int
 
 
-def guard_of(request: Request) -> Guard:
+def guard_of(request: HTTPConnection) -> Guard:
     """The guard of the app that serves this request."""
     guard: Guard = request.app.state.guard
     return guard
 
 
-async def require_key(
-    request: Request, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
-) -> None:
-    """Refuse a caller without the key. Raises Unauthorized."""
-    if given is None:
-        raise Unauthorized("no key was sent; add the header Authorization: Bearer KEY ($TRAINSHED_HOME/admin.key)")
-    # Digests, so that the comparison takes the same time whatever was sent.
-    if not hmac.compare_digest(hashlib.sha256(given.credentials.encode()).digest(), guard_of(request).key_sha256):
-        raise Unauthorized("this key opens nothing; send the one line of $TRAINSHED_HOME/admin.key")
+class KeyBearer(HTTPBearer):
+    """The scheme `Authorization: Bearer KEY`, which refuses a caller without the key."""
+
+    async def __call__(self, request: HTTPConnection) -> HTTPAuthorizationCredentials:
+        """What was sent. Raises Unauthorized."""
+        given = await super().__call__(request)
+        if given is None:
+            raise Unauthorized("no key was sent; add the header Authorization: Bearer KEY ($TRAINSHED_HOME/admin.key)")
+        # Digests, so that the comparison takes the same time whatever was sent.
+        if not hmac.compare_digest(hashlib.sha256(given.credentials.encode()).digest(), guard_of(request).key_sha256):
+            raise Unauthorized("this key opens nothing; send the one line of $TRAINSHED_HOME/admin.key")
+        return given
+
+
+require_key = KeyBearer(auto_error=False, description="the one line of $TRAINSHED_HOME/admin.key")
 
 
 async def read_body(request: Request) -> bytes:

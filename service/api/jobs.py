@@ -2,7 +2,8 @@
 
 import hashlib
 from collections.abc import Callable
-from typing import Annotated, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, TypeVar, TypeVarTuple
 
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
@@ -16,6 +17,7 @@ from service.ports import JobQuery, Once
 from service.use_cases import Jobs, JobView
 
 T = TypeVar("T")
+Given = TypeVarTuple("Given")
 router = APIRouter(prefix="/jobs", tags=["jobs"], dependencies=[Depends(require_key)])
 _SPEC = {"schema": {"$ref": "#/components/schemas/JobSpec"}}
 _SPEC_BODY = {"requestBody": {"required": True, "content": {"application/json": _SPEC, "application/yaml": _SPEC}}}
@@ -36,41 +38,41 @@ async def jobs_of(request: Request) -> Jobs:
 UseCases = Annotated[Jobs, Depends(jobs_of)]
 
 
-class InThreads:
-    """Calls in threads of their own: checks may take as long as storage does, and other answers are not to wait."""
+@dataclass(frozen=True)
+class Asked:
+    """A request that brings what has to be checked."""
 
-    def __init__(self, threads: int) -> None:
-        self._limiter = CapacityLimiter(threads)
+    jobs: Jobs
+    body: bytes
+    threads: CapacityLimiter
 
-    async def __call__(self, call: Callable[..., T], *arguments: object) -> T:
-        """What the call returns."""
-        return await run_sync(call, *arguments, limiter=self._limiter)
+    @classmethod
+    async def read(cls, request: Request) -> "Asked":
+        """The body, and what the app that serves this request has for it. Raises BodyTooLarge."""
+        state = request.app.state
+        return cls(state.jobs, await read_body(request), state.checks)
+
+    async def call(self, use_case: Callable[[*Given], T], *given: *Given) -> T:
+        """What the use case returns, from threads that no other answer needs: checks may take long."""
+        return await run_sync(use_case, *given, limiter=self.threads)
 
 
-async def checks_of(request: Request) -> InThreads:
-    """Where the app that serves this request checks what it is sent."""
-    checks: InThreads = request.app.state.checks
-    return checks
-
-
-Checks = Annotated[InThreads, Depends(checks_of)]
+ToCheck = Annotated[Asked, Depends(Asked.read)]
 
 
 @router.post("", status_code=201, openapi_extra=_SPEC_BODY)
-async def submit(
-    jobs: UseCases, checks: Checks, body: Body, response: Response, idempotency_key: IdempotencyKey = None
-) -> JobOut:
+async def submit(asked: ToCheck, response: Response, idempotency_key: IdempotencyKey = None) -> JobOut:
     """Store a job durably; the same Idempotency-Key and body give the same job again, with 200."""
-    return _answer(jobs, response, *await checks(jobs.submit, body, _once(idempotency_key, body)))
+    once = _once(idempotency_key, asked.body)
+    return _answer(asked.jobs, response, *await asked.call(asked.jobs.submit, asked.body, once))
 
 
 @router.post("/{job_id}/clone", status_code=201, openapi_extra=_CLONE_BODY)
-async def clone(
-    jobs: UseCases, checks: Checks, job_id: str, body: Body, response: Response, idempotency_key: IdempotencyKey = None
-) -> JobOut:
+async def clone(asked: ToCheck, job_id: str, response: Response, idempotency_key: IdempotencyKey = None) -> JobOut:
     """Store a job that goes on from a checkpoint of this one, with some of its spec different; else as submit."""
-    wish, once = parse_body(CloneIn, body), _once(idempotency_key, f"clone {job_id} ".encode() + body)
-    return _answer(jobs, response, *await checks(jobs.clone, job_id, wish.from_checkpoint, wish.overrides, once))
+    wish, once = parse_body(CloneIn, asked.body), _once(idempotency_key, f"clone {job_id} ".encode() + asked.body)
+    view, new = await asked.call(asked.jobs.clone, job_id, wish.from_checkpoint, wish.overrides, once)
+    return _answer(asked.jobs, response, view, new)
 
 
 def _once(key: str | None, asked: bytes) -> Once | None:
@@ -84,9 +86,9 @@ def _answer(jobs: Jobs, response: Response, view: JobView, new: bool) -> JobOut:
 
 
 @router.post("/plan", openapi_extra=_SPEC_BODY)
-async def plan(jobs: UseCases, checks: Checks, body: Body) -> PlanOut:
+async def plan(asked: ToCheck) -> PlanOut:
     """The same checks as submit; nothing is stored."""
-    return PlanOut.of(await checks(jobs.plan, body))
+    return PlanOut.of(await asked.call(asked.jobs.plan, asked.body))
 
 
 async def job_query(
@@ -131,10 +133,10 @@ def pause(jobs: UseCases, job_id: str, body: Body) -> JobOut:
 
 
 @router.post("/{job_id}/resume", openapi_extra=_RESUME_BODY)
-async def resume(jobs: UseCases, checks: Checks, job_id: str, body: Body) -> JobOut:
+async def resume(asked: ToCheck, job_id: str) -> JobOut:
     """Let a paused job go on, at another size if one is given; repeatable."""
-    view = await checks(jobs.resume, job_id, parse_body(ResumeIn, body).scaling)
-    return JobOut.of(view, now=jobs.clock())
+    view = await asked.call(asked.jobs.resume, job_id, parse_body(ResumeIn, asked.body).scaling)
+    return JobOut.of(view, now=asked.jobs.clock())
 
 
 @router.post("/{job_id}/cancel", openapi_extra=_CANCEL_BODY)

@@ -20,7 +20,8 @@ def open_database(url: str, *, revision: str = "head") -> Engine:
     Raises sqlalchemy.exc.SQLAlchemyError.
     """
     _bring_up_to_date(url, revision)
-    engine = create_engine(url, pool_pre_ping=True)
+    # A file does not go away between two requests.
+    engine = create_engine(url, pool_pre_ping=sqlite_file(url) is None)
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _make_durable)
     return engine

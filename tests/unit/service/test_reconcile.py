@@ -329,7 +329,7 @@ def test_a_pass_that_takes_long_is_followed_by_a_longer_rest(tmp_path: Path, mon
     monkeypatch.setattr(Reconciler, "run_once", busy)
     stopped = Stopped()
     reconciler.run(stopped, interval=0.5)
-    assert rests[0] >= 4 * 0.2
+    assert rests[0] >= 9 * 0.2
     monkeypatch.setattr(Reconciler, "run_once", lambda self, stopped: None)
     stopped.clear()
     reconciler.run(stopped, interval=0.5)
