@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from datetime import date
 from typing import Literal, Protocol
 
 from pydantic import JsonValue
@@ -9,6 +10,7 @@ from pydantic import JsonValue
 from service.domain.decide import Submission, Training
 from service.domain.job import Job, JobState
 from service.domain.ticket import Ticket
+from service.domain.usage import Usage, UsageByDay
 from train_loop.plan import Capacity, ModelShape
 from train_loop.run_dir import ExportStatus, ExportWish, Manifest, Outcome, Parent, Stop
 from train_loop.spec import JobSpec, Problem, ScalingSpec
@@ -65,8 +67,8 @@ class JobStore(Protocol):
     def add(self, job: Job, once: Once | None) -> None:
         """Store a job, durably, with the key that was begun for it. Raises KeyInFlight where somebody took it since."""
 
-    def delete(self, job: Job) -> bool:
-        """Forget a job of the version that was read; False: it has changed."""
+    def delete(self, job: Job, used: Mapping[date, Usage]) -> bool:
+        """Forget a job of the version that was read, but for its hours of each day (UTC); False: it has changed."""
 
     def get(self, job_id: str) -> Job | None:
         """The job with this id."""
@@ -76,6 +78,9 @@ class JobStore(Protocol):
 
     def used_between(self, since: float, until: float, *, project: str | None = None) -> list[Job]:
         """The jobs that had an attempt between two moments."""
+
+    def used_by_deleted(self, first: date, last: date, *, project: str | None = None) -> UsageByDay:
+        """What deleted jobs had used from one day to another."""
 
     def tickets(self) -> list[Ticket]:
         """Every job that holds room in the cluster or waits for some."""

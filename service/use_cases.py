@@ -5,7 +5,7 @@ Answers come from the store, the run directory and the last look at the queue.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from datetime import date
+from datetime import date, timedelta
 
 from pydantic import JsonValue
 
@@ -15,7 +15,7 @@ from service.domain.job import Job, JobState, Lineage
 from service.domain.lineage import nothing_left, parent_of
 from service.domain.reason import Reason
 from service.domain.ticket import Ticket
-from service.domain.usage import Usage, usage_by_day
+from service.domain.usage import UsageByDay, begin_of, day_of, together, usage_by_day
 from service.domain.wishes import cancelled, paused, resumed
 from service.errors import Busy, CheckpointNotFound, IllegalState, InvalidSpec, JobNotFound
 from service.ports import NO_STORY, Cluster, JobQuery, JobStore, Once, Preflight, RunDirs, Story
@@ -202,17 +202,23 @@ class Jobs:
         return self._change(job_id, lambda job, now: resumed(job, scaling, sizes, deadline=now + grace, now=now))
 
     def delete(self, job_id: str) -> None:
-        """Forget a job that has ended; its run directory stays. Raises IllegalState, JobNotFound."""
+        """Forget a job that has ended; its run directory and its hours stay. Raises IllegalState, JobNotFound."""
         job = self.find(job_id)
         if not job.state.terminal:
             raise IllegalState(f"{job_id} is {job.state}; cancel it first, then delete it")
+        used = usage_by_day([job], since=0.0, until=self.clock())
         # Nothing changes a job that has ended, but somebody else who deletes it.
-        self.store.delete(job)
+        self.store.delete(job, {day: hours for (_, day), hours in used.items()})
 
-    def usage(self, since: float, until: float, *, project: str | None = None) -> Mapping[tuple[str, date], Usage]:
-        """What the jobs of each project have used on each day (UTC) between two moments, up to now."""
-        until = min(until, self.clock())
-        return usage_by_day(self.store.used_between(since, until, project=project), since=since, until=until)
+    def usage(self, first: date, last: date, *, project: str | None = None) -> UsageByDay:
+        """What jobs, deleted ones as well, have used from one day to another, up to now."""
+        now = self.clock()
+        # There may be no day after the last one.
+        since, until = begin_of(first), now if last >= day_of(now) else begin_of(last + timedelta(days=1))
+        deleted = self.store.used_by_deleted(first, last, project=project)
+        return together(
+            deleted, usage_by_day(self.store.used_between(since, until, project=project), since=since, until=until)
+        )
 
     def _change(self, job_id: str, change: Callable[[Job, float], Job]) -> JobView:
         for _ in range(_TRIES):

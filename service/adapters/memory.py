@@ -4,10 +4,12 @@ import math
 import threading
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import date
 
 from service.domain.decide import Submission
 from service.domain.job import LIVE, Job, JobState
 from service.domain.ticket import Ticket
+from service.domain.usage import Usage, UsageByDay, together
 from service.errors import ClusterError, IdempotencyMismatch, KeyInFlight
 from service.ports import FLIGHT_SECONDS, KEPT_SECONDS, Findings, JobQuery, Launch, Lease, Once
 from train_loop.plan import Capacity, read_shape
@@ -25,6 +27,7 @@ class MemoryJobStore:
     jobs: dict[str, Job] = field(default_factory=dict)
     keys: dict[str, tuple[Once, float, str | None]] = field(default_factory=dict)
     leases: dict[str, Lease] = field(default_factory=dict)
+    deleted: UsageByDay = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, once: Once, *, now: float) -> Job | None:
@@ -56,12 +59,13 @@ class MemoryJobStore:
                 self.keys[once.key] = (once, since, job.id)
             self.jobs[job.id] = job
 
-    def delete(self, job: Job) -> bool:
-        """Forget a job of the version that was read; False: it has changed."""
+    def delete(self, job: Job, used: Mapping[date, Usage]) -> bool:
+        """Forget a job of the version that was read, but for its hours of each day (UTC); False: it has changed."""
         with self.lock:
             if self.jobs.get(job.id) != job:
                 return False
             del self.jobs[job.id]
+            self.deleted = together(self.deleted, {(job.spec.project, day): hours for day, hours in used.items()})
             self.keys = {key: value for key, value in self.keys.items() if value[2] != job.id}
             return True
 
@@ -83,6 +87,11 @@ class MemoryJobStore:
             and (job.started_at or until) < until
             and (job.finished_at is None or job.finished_at > since)
         ]
+
+    def used_by_deleted(self, first: date, last: date, *, project: str | None = None) -> UsageByDay:
+        """What deleted jobs had used from one day to another."""
+        found = self.deleted.items()
+        return {key: used for key, used in found if first <= key[1] <= last and project in (None, key[0])}
 
     def tickets(self) -> list[Ticket]:
         """Every job that holds room in the cluster or waits for some."""

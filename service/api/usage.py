@@ -1,8 +1,7 @@
 """/usage: what projects have used of the cluster, by day."""
 
-from collections.abc import Mapping
 from dataclasses import asdict
-from datetime import UTC, date, datetime, time, timedelta
+from datetime import date, timedelta
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query
@@ -10,7 +9,7 @@ from pydantic import BaseModel, Field
 
 from service.api.guard import require_key
 from service.api.jobs import UseCases
-from service.domain.usage import Usage
+from service.domain.usage import UsageByDay, day_of
 
 router = APIRouter(tags=["usage"], dependencies=[Depends(require_key)])
 _DAYS = 30
@@ -32,7 +31,7 @@ class UsageDays(BaseModel):
     data: list[UsageOut]
 
     @classmethod
-    def of(cls, found: Mapping[tuple[str, date], Usage]) -> "UsageDays":
+    def of(cls, found: UsageByDay) -> "UsageDays":
         """From the domain."""
         rows = sorted(found.items(), key=lambda item: (item[0][1], item[0][0]))
         return cls(data=[UsageOut(project=project, day=day, **asdict(used)) for (project, day), used in rows])
@@ -46,12 +45,5 @@ def usage(
     project: str | None = None,
 ) -> UsageDays:
     """Worker, CPU and GPU hours of each project on each day on which it had any."""
-    today = datetime.fromtimestamp(jobs.clock(), UTC).date()
-    first = since or today - timedelta(days=_DAYS)
-    # Nothing is used after today, and there is no day after the last one.
-    end = _begin(min(until or today, today) + timedelta(days=1))
-    return UsageDays.of(jobs.usage(_begin(first), end, project=project))
-
-
-def _begin(day: date) -> float:
-    return datetime.combine(day, time(), UTC).timestamp()
+    today = day_of(jobs.clock())
+    return UsageDays.of(jobs.usage(since or today - timedelta(days=_DAYS), until or today, project=project))

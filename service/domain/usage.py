@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, date, datetime, timedelta
+from datetime import UTC, date, datetime, time, timedelta
 
 from service.domain.job import Attempt, Job
 
-_HOUR = 3600.0
+_HOUR, _DAY = 3600.0, timedelta(days=1)
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,17 @@ class Usage:
         )
 
 
+UsageByDay = Mapping[tuple[str, date], Usage]
+"""That of each project on each day (UTC); days without any are left out."""
+
+
 def usage_of(job: Job, *, since: float = 0.0, until: float) -> Usage:
     """What a job has used between two moments (Unix seconds); an attempt uses what it has until it is over."""
     return sum((_used(attempt, job, since, until) for attempt in job.attempts), Usage())
 
 
-def usage_by_day(jobs: Iterable[Job], *, since: float, until: float) -> Mapping[tuple[str, date], Usage]:
-    """What the jobs of each project have used on each day (UTC) between two moments; days without any are left out."""
+def usage_by_day(jobs: Iterable[Job], *, since: float, until: float) -> UsageByDay:
+    """What jobs have used between two moments."""
     found: dict[tuple[str, date], Usage] = {}
     for job in jobs:
         for day, begin, end in _days(job, since, until):
@@ -42,14 +46,28 @@ def usage_by_day(jobs: Iterable[Job], *, since: float, until: float) -> Mapping[
     return found
 
 
+def together(one: UsageByDay, other: UsageByDay) -> UsageByDay:
+    """The sum of two."""
+    return {key: one.get(key, Usage()) + other.get(key, Usage()) for key in (*one, *other)}
+
+
+def day_of(moment: float) -> date:
+    """The day (UTC) of a moment."""
+    return datetime.fromtimestamp(moment, UTC).date()
+
+
+def begin_of(day: date) -> float:
+    """The moment at which a day (UTC) begins."""
+    return datetime.combine(day, time(), UTC).timestamp()
+
+
 def _days(job: Job, since: float, until: float) -> Iterable[tuple[date, float, float]]:
     first = max(since, job.started_at or until)
     last = min(until, job.finished_at or until)
-    day = datetime.fromtimestamp(first, UTC).replace(hour=0, minute=0, second=0, microsecond=0)
-    while day.timestamp() < last:
-        after = day + timedelta(days=1)
-        yield day.date(), max(day.timestamp(), since), min(after.timestamp(), until)
-        day = after
+    day = day_of(first)
+    while begin_of(day) < last:
+        yield day, max(begin_of(day), since), min(begin_of(day + _DAY), until)
+        day += _DAY
 
 
 def _used(attempt: Attempt, job: Job, since: float, until: float) -> Usage:

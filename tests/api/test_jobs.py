@@ -146,6 +146,15 @@ def test_hours_count_attempts_and_are_told_by_day(client: TestClient, service: F
     assert client.get("/usage").json() == {"data": [first, second]}
     assert client.get("/usage", params={"until": "2026-11-21"}).json() == {"data": [first]}
     assert client.get("/usage", params={"project": "other"}).json() == {"data": []}
+    # A job that is forgotten has used what it used.
+    service.end(job_id, Outcome(result="succeeded", step=20))
+    service.cluster.submissions[f"{job_id}-1"] = Submission.SUCCEEDED
+    service.reconciler().run_once()
+    assert client.delete(f"/jobs/{job_id}").status_code == 204
+    service.clock.now += 3600
+    assert client.get("/usage").json() == {"data": [first, second]}
+    assert client.get("/usage", params={"until": "2026-11-21"}).json() == {"data": [first]}
+    assert client.get("/usage", params={"project": "other"}).json() == {"data": []}
 
 
 def test_cancel_can_be_repeated(client: TestClient, service: FakeService) -> None:

@@ -1,15 +1,18 @@
 """JobStore on SQLAlchemy; the same statements on SQLite and Postgres."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, fields
+from datetime import date
 
 from sqlalchemy import ColumnElement, Engine, Row, Select, and_, delete, exists, func, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
 from service.adapters.sql.rows import from_row, ticket_of, to_row
-from service.adapters.sql.tables import idempotency_keys, jobs, labels, leases
+from service.adapters.sql.tables import deleted_usage, idempotency_keys, jobs, labels, leases
 from service.adapters.sql.together import Together
 from service.domain.job import Job, JobState
 from service.domain.ticket import Ticket
+from service.domain.usage import Usage, UsageByDay
 from service.errors import IdempotencyMismatch, KeyInFlight
 from service.ports import FLIGHT_SECONDS, KEPT_SECONDS, JobQuery, Lease, Once
 
@@ -96,10 +99,16 @@ class SqlJobStore:
                 if connection.execute(mine).rowcount != 1:
                     raise KeyInFlight(once.key)
 
-    def delete(self, job: Job) -> bool:
-        """Forget a job of the version that was read; False: it has changed."""
+    def delete(self, job: Job, used: Mapping[date, Usage]) -> bool:
+        """Forget a job of the version that was read, but for its hours of each day (UTC); False: it has changed."""
+        kept = {"job_id": job.id, "project": job.spec.project}
         with self._engine.begin() as connection:
-            return connection.execute(delete(jobs).where(_unchanged(job))).rowcount == 1
+            if connection.execute(delete(jobs).where(_unchanged(job))).rowcount != 1:
+                return False
+            if used:
+                hours = [kept | {"day": day} | asdict(usage) for day, usage in used.items()]
+                connection.execute(insert(deleted_usage), hours)
+        return True
 
     def get(self, job_id: str) -> Job | None:
         """The job with this id."""
@@ -116,6 +125,17 @@ class SqlJobStore:
             jobs.c.started_at < until, or_(jobs.c.finished_at.is_(None), jobs.c.finished_at > since)
         )
         return self._all(query if project is None else query.where(jobs.c.project == project))
+
+    def used_by_deleted(self, first: date, last: date, *, project: str | None = None) -> UsageByDay:
+        """What deleted jobs had used from one day to another."""
+        columns = deleted_usage.c
+        hours = [func.sum(columns[field.name]).label(field.name) for field in fields(Usage)]
+        query = select(columns.project, columns.day, *hours).where(columns.day.between(first, last))
+        if project is not None:
+            query = query.where(columns.project == project)
+        with self._engine.connect() as connection:
+            rows = connection.execute(query.group_by(columns.project, columns.day)).all()
+        return {(project, day): Usage(*used) for project, day, *used in rows}
 
     def tickets(self) -> list[Ticket]:
         """Every job that holds room in the cluster or waits for some."""

@@ -1,6 +1,6 @@
 """The tables. A job is one row, so that one guarded UPDATE changes it whole."""
 
-from sqlalchemy import Column, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
+from sqlalchemy import Column, Date, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
 
 metadata = MetaData()
 
@@ -55,6 +55,18 @@ labels = Table(
     Column("key", String(64), primary_key=True),
     Column("value", String(512), nullable=False),
     Index("job_labels_by_value", "key", "value"),
+)
+
+deleted_usage = Table(
+    "deleted_usage",
+    metadata,
+    Column("job_id", String(64), primary_key=True),
+    Column("day", Date, primary_key=True),
+    Column("project", String(64), nullable=False),
+    Column("worker_hours", Float(53), nullable=False),
+    Column("cpu_hours", Float(53), nullable=False),
+    Column("gpu_hours", Float(53), nullable=False),
+    Index("deleted_usage_by_day", "day"),
 )
 
 idempotency_keys = Table(

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from service.adapters.sql.tables import metadata
 from service.domain.job import JobState, Lineage, Wish
 from service.domain.reason import Code, Reason
 from service.domain.ticket import Ticket
+from service.domain.usage import Usage
 from service.ports import Once
 from tests.support.service import a_job
 from train_loop.spec import dump
@@ -159,6 +161,20 @@ def test_a_job_that_made_room_goes_on_by_itself_after_every_migration(database: 
     with engine.connect() as connection:
         table = Table("jobs", MetaData(), autoload_with=connection)
         assert [row.state for row in connection.execute(table.select()).all()] == ["QUEUED"]
+    engine.dispose()
+
+
+def test_hours_of_deleted_jobs_are_gone_where_nobody_knows_of_them_and_jobs_are_not(database: str) -> None:
+    store, day = SqlJobStore(engine := open_database(database)), date(2026, 11, 21)
+    for number in (1, 2):
+        store.add(a_job(f"job-{number}"), None)
+    assert store.delete(a_job("job-1"), {day: Usage(1.0, 2.0)})
+    assert store.used_by_deleted(day, day) == {("default", day): Usage(1.0, 2.0)}
+    engine.dispose()
+    open_database(database, revision="0003").dispose()
+    store = SqlJobStore(engine := open_database(database))
+    assert store.used_by_deleted(day, day) == {}
+    assert store.get("job-2") == a_job("job-2")
     engine.dispose()
 
 

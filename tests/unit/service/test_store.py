@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from service.adapters.sql.tables import metadata
 from service.domain.job import JobState, Wish
 from service.domain.reason import Code, Reason
 from service.domain.ticket import Ticket
+from service.domain.usage import Usage
 from service.errors import IdempotencyMismatch, KeyInFlight
 from service.ports import FLIGHT_SECONDS, KEPT_SECONDS, JobQuery, JobStore, Lease, Once
 from tests.support.service import a_job
@@ -165,8 +167,8 @@ def test_forgotten_job_is_gone_with_its_labels_and_its_key(store: JobStore) -> N
     store.begin(ONCE, now=0.0)
     job = a_job("job-1", labels={"team": "nlp"})
     store.add(job, ONCE)
-    assert not store.delete(replace(job, version=7))
-    assert store.delete(job)
+    assert not store.delete(replace(job, version=7), {})
+    assert store.delete(job, {})
     assert (store.get("job-1"), store.page(JobQuery(labels=(("team", "nlp"),)))) == (None, [])
     assert store.begin(ONCE, now=1.0) is None
 
@@ -198,6 +200,21 @@ def test_jobs_that_used_the_cluster_between_two_moments(store: JobStore) -> None
     assert ids(18.0, 35.0) == ["job-1", "job-2", "job-3"]
     assert ids(25.0, 35.0, "p") == ["job-2"]
     assert ids(45.0, 50.0) == ["job-2"]
+
+
+def test_hours_of_deleted_jobs_stay_by_project_and_day(store: JobStore) -> None:
+    first, second = date(2026, 11, 20), date(2026, 11, 21)
+    for number, (project, used) in enumerate(
+        [("p", {first: Usage(1.0, 2.0, 0.5), second: Usage(0.25)}), ("p", {second: Usage(0.5, 0.5)}), ("q", {})]
+    ):
+        job = a_job(f"job-{number}", project=project)
+        store.add(job, None)
+        assert store.delete(job, used)
+        assert not store.delete(job, used), "it is gone"
+    both = {("p", first): Usage(1.0, 2.0, 0.5), ("p", second): Usage(0.75, 0.5)}
+    assert store.used_by_deleted(first, second) == store.used_by_deleted(first, second, project="p") == both
+    assert store.used_by_deleted(second, second) == {("p", second): Usage(0.75, 0.5)}
+    assert store.used_by_deleted(first, second, project="q") == {}
 
 
 def test_tickets_are_of_those_that_hold_room_or_wait_for_some(store: JobStore) -> None:
