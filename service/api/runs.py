@@ -110,10 +110,13 @@ def log_of(
     rank: Annotated[int | None, Query(ge=0, description="default: the driver")] = None,
     filters: Annotated[tuple[Filter, ...], Depends(filters_of)] = (),
 ) -> Log:
-    """Which log is wanted. Raises JobNotFound."""
-    run_dir = jobs.find(job_id).run_dir
-    reader = Reader(dirs, run_dir, Written("log", rank), stays=attempt is not None, filters=filters)
-    return Log(reader, Place(attempt or dirs.newest_attempt(run_dir)))
+    """Which log is wanted. Raises JobNotFound, and InvalidRequest where no attempt can have written it."""
+    job = jobs.find(job_id)
+    if rank is not None and rank >= job.most_workers:
+        known = f"the job has had {job.most_workers} workers at most; ask for a rank from 0 to {job.most_workers - 1}"
+        raise InvalidRequest([Problem("/query/rank", f"there is no rank {rank}: {known}")])
+    reader = Reader(dirs, job.run_dir, Written("log", rank), stays=attempt is not None, filters=filters)
+    return Log(reader, Place(attempt or dirs.newest_attempt(job.run_dir)))
 
 
 @router.get("/logs", response_model=TextPage, responses=_STREAM)

@@ -148,6 +148,11 @@ class Job:
         return self.asked.at(self.granted or self.sizes[0]) if self.sizes else self.asked
 
     @property
+    def most_workers(self) -> int:
+        """How many workers any of its attempts has had, or may have."""
+        return max(self.asked.bounds[1], *(attempt.workers for attempt in self.attempts), 0)
+
+    @property
     def holds_resources(self) -> bool:
         """Whether the cluster has to keep room for the job."""
         if self.state in (JobState.PAUSING, JobState.CANCELLING):

@@ -41,6 +41,16 @@ def test_logs_of_driver_and_rank(client: TestClient, service: FakeService, job_i
     # What an attempt writes is all there before the next one begins.
     assert client.get(url, params={"after": "1.9"}).json()["data"] == ["driver 2"]
     assert client.get(url, params={"after": "1.9", "attempt": 1}).json()["data"] == []
+    nobody = client.get(url, params={"rank": 2})
+    assert (nobody.status_code, nobody.json()["errors"]) == (
+        422,
+        [
+            {
+                "pointer": "/query/rank",
+                "message": "there is no rank 2: the job has had 2 workers at most; ask for a rank from 0 to 1",
+            }
+        ],
+    )
 
 
 LOG = """\

@@ -116,7 +116,8 @@ def write(service: FakeService, job_id: str, attempt: int, restart: threading.Ev
 
 
 def test_nothing_is_missed_or_seen_twice_over_restarts(service: FakeService) -> None:
-    job_id, address, restart, done = service.submit().id, Address(service), threading.Event(), threading.Event()
+    job_id = service.submit(scaling={"num_workers": RANKS, "resources_per_worker": {"CPU": 0.5}}).id
+    address, restart, done = Address(service), threading.Event(), threading.Event()
     service.reconciler().run_once()
 
     def work() -> None:
