@@ -34,6 +34,7 @@ from examples.demo import service
 from service.client import ApiError, Client
 
 BARE, OURS, RAY = "bare FastAPI route, SQLite commit", "Trainshed, POST /jobs", "Ray JobSubmissionClient"
+UNSTORED = "Trainshed, a pause of 0.3 ms instead of its row"
 NOBODY = "http://127.0.0.1:9"
 """Where no cluster answers."""
 WARM, LIMIT = 80, 60.0
@@ -47,6 +48,7 @@ def main() -> None:
         ways: dict[str, Callable[[Path], Measured]] = {
             BARE: functools.partial(bare, count=count),
             OURS: functools.partial(ours, count=count),
+            UNSTORED: functools.partial(unstored, count=count),
             RAY: functools.partial(ray, count=few),
         }
 
@@ -73,7 +75,8 @@ def records(samples: list[Sample]) -> Iterator[dict[str, str | None]]:
         yield {
             "program": row.variant,
             "jobs/s, median": row.error if row.median is None else f"{row.median:,.1f}",
-            f"{OURS} ÷ it, median [95 % interval]": ratios.get(row.variant),
+            "ratio to the bare route, median [95 % interval]": row.ratio_text,
+            f"{OURS} ÷ it": ratios.get(row.variant),
             "lost after SIGKILL": f"{sum(lost)} of {sum(sent)}" if sent else None,
         }
 
@@ -107,6 +110,12 @@ def ours(here: Path, *, count: int) -> Measured:
     return Measured(value, {"sent": len(accepted), "lost": lost})
 
 
+def unstored(here: Path, *, count: int) -> Measured:
+    """One start of the service that forgets what it accepts. Raises ProgramError."""
+    with waiting_service(here, module="benchmarks.peers.unstored") as (_, url):
+        return Measured(speed(here, url, (here / "admin.key").read_text().strip(), count))
+
+
 def ray(here: Path, *, count: int) -> Measured:
     """One start of a Ray of its own. Raises ProgramError."""
     found = ask_module("benchmarks.accepts_ray", count, here=here)
@@ -114,9 +123,9 @@ def ray(here: Path, *, count: int) -> Measured:
 
 
 @contextmanager
-def waiting_service(here: Path) -> Iterator[tuple[Client, str]]:
+def waiting_service(here: Path, *, module: str = "service.serve") -> Iterator[tuple[Client, str]]:
     """A service whose cluster does not answer."""
-    with service(here, TRAINSHED_RAY_ADDRESS=NOBODY, RAY_AUTH_MODE="disabled") as found:
+    with service(here, module=module, TRAINSHED_RAY_ADDRESS=NOBODY, RAY_AUTH_MODE="disabled") as found:
         yield found
 
 
