@@ -4,7 +4,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, fields
 from datetime import date
 
-from sqlalchemy import ColumnElement, Engine, Row, Select, and_, delete, exists, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Engine, Row, Select, and_, delete, exists, func, insert, or_, select, true, update
 from sqlalchemy.exc import IntegrityError
 
 from service.adapters.sql.rows import from_row, ticket_of, to_row
@@ -30,6 +30,8 @@ _TICKET = (
     jobs.c.since,
     jobs.c.version,
 )
+_NAMED = 1000
+"""Jobs that a statement names one by one, at most."""
 _IN_QUEUE = or_(jobs.c.holds == 1, jobs.c.waits == 1)
 
 
@@ -139,16 +141,16 @@ class SqlJobStore:
 
     def tickets(self) -> list[Ticket]:
         """Every job that holds room in the cluster or waits for some."""
-        with self._engine.connect() as connection:
-            rows = connection.execute(select(*_TICKET).where(_IN_QUEUE)).all()
-        # Of ten thousand jobs a few have changed since they were read.
         known = self._tickets
-        self._tickets = {
-            row.id: before
-            if (before := known.get(row.id)) and before[0] == row.version
-            else (row.version, ticket_of(row))
-            for row in rows
-        }
+        with self._engine.connect() as connection:
+            now = connection.execute(select(jobs.c.id, jobs.c.version).where(_IN_QUEUE)).all()
+            # Of ten thousand jobs a few have changed since they were read.
+            same = {job_id: known[job_id] for job_id, version in now if known.get(job_id, (0,))[0] == version}
+            others = [job_id for job_id, _ in now if job_id not in same]
+            which = jobs.c.id.in_(others) if len(others) <= _NAMED else true()
+            rows = connection.execute(select(*_TICKET).where(_IN_QUEUE, which)).all() if others else []
+        # One that has left the queue between the two looks is in neither.
+        self._tickets = same | {row.id: (row.version, ticket_of(row)) for row in rows}
         return [ticket for _, ticket in self._tickets.values()]
 
     def queue_mark(self) -> Hashable:

@@ -217,6 +217,26 @@ def test_hours_of_deleted_jobs_stay_by_project_and_day(store: JobStore) -> None:
     assert store.used_by_deleted(first, second, project="q") == {}
 
 
+def test_tickets_follow_every_change_of_a_long_queue(store: JobStore) -> None:
+    for number in range(1100):
+        store.add(a_job(f"job-{number:04}"), None)
+    assert len(store.tickets()) == 1100, "more than a statement names"
+    first, second = store.get("job-0001"), store.get("job-0002")
+    assert first is not None
+    assert second is not None
+    assert store.save(replace(first, state=JobState.FAILED))
+    assert store.save(second.begin_attempt(now=1.0).move(JobState.STARTING, now=2.0))
+    store.add(a_job("job-2000"), None)
+    assert store.delete(a_job("job-0003"), {})
+    found = {ticket.id: ticket for ticket in store.tickets()}
+    assert len(found) == 1099
+    assert found.keys().isdisjoint({"job-0001", "job-0003"})
+    changed = store.get("job-0002")
+    assert changed is not None
+    assert found["job-0002"] == Ticket.of(changed)
+    assert {ticket.id: ticket for ticket in store.tickets()} == found
+
+
 def test_tickets_are_of_those_that_hold_room_or_wait_for_some(store: JobStore) -> None:
     running = replace(a_job("job-2", priority=5).begin_attempt(now=3.5), state=JobState.RUNNING)
     for job in (a_job("job-1"), running, replace(a_job("job-3"), state=JobState.FAILED)):
