@@ -193,7 +193,7 @@ def test_an_unknown_case_is_refused_with_the_known_ones(run: Run, capsys: pytest
 def test_jobs_are_accepted_and_none_is_lost(run: Run) -> None:
     result = run(accepts.main, "--quick")
     found = {sample["variant"]: sample for sample in result["data"]}
-    assert [sample["error"] for sample in found.values()] == [None] * 3
+    assert not [sample for sample in found.values() if sample["error"]]
     assert found[accepts.OURS]["raw"]["sent"] > 0
     assert found[accepts.OURS]["raw"]["lost"] == 0
 
