@@ -34,7 +34,6 @@ from examples.demo import service
 from service.client import ApiError, Client
 
 BARE, OURS, RAY = "bare FastAPI route, SQLite commit", "Trainshed, POST /jobs", "Ray JobSubmissionClient"
-UNSTORED = "Trainshed, a pause of 0.3 ms instead of its row"
 NOBODY = "http://127.0.0.1:9"
 """Where no cluster answers."""
 WARM, LIMIT = 80, 60.0
@@ -48,7 +47,6 @@ def main() -> None:
         ways: dict[str, Callable[[Path], Measured]] = {
             BARE: functools.partial(bare, count=count),
             OURS: functools.partial(ours, count=count),
-            UNSTORED: functools.partial(unstored, count=count),
             RAY: functools.partial(ray, count=few),
         }
 
@@ -110,12 +108,6 @@ def ours(here: Path, *, count: int) -> Measured:
     return Measured(value, {"sent": len(accepted), "lost": lost})
 
 
-def unstored(here: Path, *, count: int) -> Measured:
-    """One start of the service that forgets what it accepts. Raises ProgramError."""
-    with waiting_service(here, module="benchmarks.peers.unstored") as (_, url):
-        return Measured(speed(here, url, (here / "admin.key").read_text().strip(), count))
-
-
 def ray(here: Path, *, count: int) -> Measured:
     """One start of a Ray of its own. Raises ProgramError."""
     found = ask_module("benchmarks.accepts_ray", count, here=here)
@@ -123,9 +115,9 @@ def ray(here: Path, *, count: int) -> Measured:
 
 
 @contextmanager
-def waiting_service(here: Path, *, module: str = "service.serve") -> Iterator[tuple[Client, str]]:
+def waiting_service(here: Path) -> Iterator[tuple[Client, str]]:
     """A service whose cluster does not answer."""
-    with service(here, module=module, TRAINSHED_RAY_ADDRESS=NOBODY, RAY_AUTH_MODE="disabled") as found:
+    with service(here, TRAINSHED_RAY_ADDRESS=NOBODY, RAY_AUTH_MODE="disabled") as found:
         yield found
 
 

@@ -80,14 +80,14 @@ def main() -> int:
 
 
 @contextmanager
-def service(home: Path, *, module: str = "service.serve", **settings: str) -> Iterator[tuple[Client, str]]:
+def service(home: Path, **settings: str) -> Iterator[tuple[Client, str]]:
     """A service on a home, with embedded Ray and SQLite unless settings say otherwise, ended when the block ends."""
     # One that was killed has left it there.
     (home / "service.json").unlink(missing_ok=True)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRAINSHED_", "RAY_"))}
     environment |= {"TRAINSHED_HOME": str(home), "TRAINSHED_PORT": "0", "OMP_NUM_THREADS": "1"} | settings
     with (home / "service.log").open("wb") as log:
-        process = subprocess.Popen([sys.executable, "-m", module], stdout=log, stderr=log, env=environment)
+        process = subprocess.Popen([sys.executable, "-m", "service.serve"], stdout=log, stderr=log, env=environment)
     try:
         address = _wait_for_address(home, process)
         console.print(f"[bold]Service[/] {address.url} (API docs: {address.url}/docs), home {home}")

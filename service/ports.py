@@ -1,6 +1,6 @@
 """What the service needs of the world, as Protocols; adapters/ has the answers."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from typing import Literal, Protocol
@@ -66,6 +66,9 @@ class JobStore(Protocol):
 
     def add(self, job: Job, once: Once | None) -> None:
         """Store a job, durably, with the key that was begun for it. Raises KeyInFlight where somebody took it since."""
+
+    def add_all(self, added: Sequence[tuple[Job, Once | None]], *, now: float) -> bool:
+        """Store jobs durably with keys that nobody began; False, and nothing stored: a key stands for another."""
 
     def delete(self, job: Job, used: Mapping[date, Usage]) -> bool:
         """Forget a job of the version that was read, but for its hours of each day (UTC); False: it has changed."""
@@ -309,3 +312,6 @@ class Preflight(Protocol):
 
     def check(self, spec: JobSpec, parent: Parent | None = None) -> Findings:
         """Look. Raises PreflightFailed when it cannot say."""
+
+    def known(self, spec: JobSpec) -> Findings | None:
+        """What a look found a moment ago, where all was in order; nobody looks now."""

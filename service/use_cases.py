@@ -3,7 +3,7 @@
 Answers come from the store, the run directory and the last look at the queue.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
 
@@ -18,12 +18,14 @@ from service.domain.ticket import Ticket
 from service.domain.usage import UsageByDay, begin_of, day_of, together, usage_by_day
 from service.domain.wishes import cancelled, paused, resumed
 from service.errors import Busy, CheckpointNotFound, IllegalState, InvalidSpec, JobNotFound
-from service.ports import NO_STORY, Cluster, JobQuery, JobStore, Once, Preflight, RunDirs, Story
+from service.ports import NO_STORY, Cluster, Findings, JobQuery, JobStore, Once, Preflight, RunDirs, Story
 from train_loop.plan import ModelShape, Plan, data_starves, groups_across_hosts, lay_out, plan_sizes
 from train_loop.run_dir import Manifest, Parent
 from train_loop.spec import JobSpec, Problem, ScalingSpec, SpecError, dump, override, parse_text
 
 _TRIES = 20
+_SMALL = 8192
+"""Bytes of a spec that are parsed while others wait for it: tens of milliseconds where they are YAML."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,32 @@ class Jobs:
 
     def submit(self, body: bytes, once: Once | None) -> tuple[JobView, bool]:
         """Store a job durably; False beside it says that the key stood for it already. Raises ServiceError."""
-        return self._once(once, lambda: self._begin(_parsed(body)))
+
+        def begin() -> Job:
+            spec = _parsed(body)
+            return self._begin(spec, self.preflight.check(spec))
+
+        return self._once(once, begin)
+
+    def submit_known(self, asked: Sequence[tuple[bytes, Once | None]]) -> list[JobView | None]:
+        """Store those jobs at once, durably, whose data and model need no look; None: `submit` has more to do there."""
+        jobs = [self._known(body) for body, _ in asked]
+        added = [(job, once) for job, (_, once) in zip(jobs, asked, strict=True) if job is not None]
+        if added and not self.store.add_all(added, now=self.clock()):
+            return [None] * len(asked)
+        return [None if job is None else self._view(job) for job in jobs]
+
+    def _known(self, body: bytes) -> Job | None:
+        """A job whose checks take no time, if nothing is wrong with it."""
+        if len(body) > _SMALL:
+            return None
+        try:
+            spec = _parsed(body)
+            found = self.preflight.known(spec)
+            return None if found is None else self._begin(spec, found)
+        except InvalidSpec:
+            # Whoever sends it under a key that was used is told of that instead.
+            return None
 
     def clone(
         self, job_id: str, step: int | None, overrides: Mapping[str, JsonValue], once: Once | None
@@ -93,10 +120,11 @@ class Jobs:
             spec = _overridden(origin, overrides)
             manifest = self._manifest(origin, step)
             if manifest is None:
-                return self._begin(spec)
+                return self._begin(spec, self.preflight.check(spec))
             if problems := nothing_left(origin, manifest, spec):
                 raise InvalidSpec(problems)
-            return self._begin(spec, parent_of(origin, manifest, spec))
+            parent = parent_of(origin, manifest, spec)
+            return self._begin(spec, self.preflight.check(spec, parent), parent)
 
         return self._once(once, begin)
 
@@ -133,9 +161,9 @@ class Jobs:
             raise
         return self._view(job), True
 
-    def _begin(self, spec: JobSpec, parent: Parent | None = None) -> Job:
-        """A job that was checked, with the checkpoint that it goes on from kept for it."""
-        sizes = _sizes(spec, self._checked(spec, parent))
+    def _begin(self, spec: JobSpec, found: Findings, parent: Parent | None = None) -> Job:
+        """A job that was checked, with the checkpoint that it goes on from kept for it. Raises InvalidSpec."""
+        sizes = _sizes(spec, self._plans(spec, found))
         job_id, now = self.new_id(), self.clock()
         run_dir, times = f"{self.default_root}/{spec.project}/{job_id}", {JobState.QUEUED: now}
         job = Job(job_id, spec, run_dir, created_at=now, updated_at=now, times=times, sizes=sizes)
@@ -148,7 +176,7 @@ class Jobs:
     def plan(self, body: bytes) -> PlanView:
         """What a spec comes to, by the same checks as submit; nothing is stored. Raises ServiceError."""
         spec = _parsed(body)
-        plans = self._checked(spec)
+        plans = self._plans(spec, self.preflight.check(spec))
         plan, cluster = plans[max(plans)], self.cluster.capacity()
         ranks = lay_out(spec.scaling.at(max(plans)), cluster.nodes) if cluster is not None else None
         nodes = tuple(ranks.values()) if ranks else None
@@ -197,7 +225,7 @@ class Jobs:
         sizes: tuple[int, ...] = ()
         if scaling is not None:
             spec = _sized(self.find(job_id).spec, scaling)
-            sizes = _sizes(spec, self._checked(spec))
+            sizes = _sizes(spec, self._plans(spec, self.preflight.check(spec)))
         grace = self.grace.pause
         return self._change(job_id, lambda job, now: resumed(job, scaling, sizes, deadline=now + grace, now=now))
 
@@ -228,9 +256,8 @@ class Jobs:
                 return self._view(wanted)
         raise Busy(f"{job_id} changed {_TRIES} times while it was being changed; send the request again")
 
-    def _checked(self, spec: JobSpec, parent: Parent | None = None) -> dict[int, Plan]:
+    def _plans(self, spec: JobSpec, found: Findings) -> dict[int, Plan]:
         """The plan for each number of workers that a job can have. Raises InvalidSpec."""
-        found = self.preflight.check(spec, parent)
         plans, broken = _planned(spec, found.shape)
         cluster = self.cluster.capacity()
         fewest = spec.scaling.at(min(plans, default=spec.scaling.bounds[0]))

@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 
@@ -58,6 +58,17 @@ class MemoryJobStore:
                     raise KeyInFlight(once.key)
                 self.keys[once.key] = (once, since, job.id)
             self.jobs[job.id] = job
+
+    def add_all(self, added: Sequence[tuple[Job, Once | None]], *, now: float) -> bool:
+        """Store jobs with keys that nobody began; False, and nothing stored: a key stands for another."""
+        with self.lock:
+            keys = {once.key: (once, now, job.id) for job, once in added if once is not None}
+            taken = {key for key in keys if key in self.keys and now - self.keys[key][1] <= KEPT_SECONDS}
+            if taken or len(keys) < sum(once is not None for _, once in added):
+                return False
+            self.keys |= keys
+            self.jobs |= {job.id: job for job, _ in added}
+            return True
 
     def delete(self, job: Job, used: Mapping[date, Usage]) -> bool:
         """Forget a job of the version that was read, but for its hours of each day (UTC); False: it has changed."""
@@ -187,10 +198,18 @@ class MemoryPreflight:
     """Finds the problems that a test put there, and the sizes in a spec's own config."""
 
     problems: list[Problem] = field(default_factory=list)
+    in_order: dict[str, Findings] = field(default_factory=dict)
 
     def check(self, spec: JobSpec, parent: Parent | None = None) -> Findings:
         """The problems that a test put there, and the model's sizes."""
-        return Findings(tuple(self.problems), read_shape(spec.model.config) if spec.model.config else None)
+        found = Findings(tuple(self.problems), read_shape(spec.model.config) if spec.model.config else None)
+        if not found.problems:
+            self.in_order[spec.model_dump_json()] = found
+        return found
+
+    def known(self, spec: JobSpec) -> Findings | None:
+        """What it said of the same spec before, where all was in order."""
+        return self.in_order.get(spec.model_dump_json())
 
 
 def _matches(job: Job, query: JobQuery) -> bool:

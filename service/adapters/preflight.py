@@ -1,6 +1,7 @@
 """Looks at data and model in a helper process: a hang, a crash or a gigabyte there is not ours."""
 
 import json
+import math
 import socket
 import subprocess
 import sys
@@ -73,6 +74,10 @@ class HelperPreflight:
             return self._look(spec, parent)
         return self._answers.get(_what_is_looked_at(spec), lambda: self._look(spec, None))
 
+    def known(self, spec: JobSpec) -> Findings | None:
+        """What a look found a moment ago, where all was in order; nobody looks now."""
+        return self._answers.known(_what_is_looked_at(spec))
+
     @property
     def _socket(self) -> Path:
         return Path(self._folder.name) / "preflight"
@@ -131,6 +136,14 @@ class _Answers:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: OrderedDict[str, tuple[float, Future[Findings]]] = OrderedDict()
+
+    def known(self, key: str) -> Findings | None:
+        """The answer, if it is there and is fresh."""
+        with self._lock:
+            since, answer = self._known.get(key, (-math.inf, Future[Findings]()))
+        if not answer.done() or answer.exception() or time.monotonic() - since >= _FRESH_SECONDS:
+            return None
+        return None if answer.result().problems else answer.result()
 
     def get(self, key: str, ask: Callable[[], Findings]) -> Findings:
         """The answer. Raises what `ask` raises."""

@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from service.api import checkpoints, health, jobs, runs, usage
 from service.api.guard import Guard, HostCheck
 from service.api.problems import install_problems
+from service.api.together import Together
 from service.follow import Recent
 from service.ledger import Ledger
 
@@ -32,7 +33,7 @@ def build_api(ledger: Ledger, guard: Guard, *, hosts: Sequence[str] = (), lifesp
     # Set when the service is to end: nobody may wait for those who follow a job.
     app.state.leaving = threading.Event()
     app.state.recent = Recent()
-    app.state.checks = CapacityLimiter(_CHECKS)
+    app.state.checks, app.state.known = CapacityLimiter(_CHECKS), Together(ledger.jobs.submit_known)
     app.add_middleware(HostCheck, hosts=(*LOOPBACK, *hosts))
     install_problems(app)
     for module in (health, jobs, runs, checkpoints, usage):

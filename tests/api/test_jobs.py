@@ -1,16 +1,13 @@
 """Submit, plan, list, get and cancel over HTTP."""
 
-import hashlib
 from datetime import UTC, datetime
 
 import pytest
 from fastapi.testclient import TestClient
 
 from service.domain.decide import Submission
-from service.ports import Once
 from tests.support.service import FakeService, spec_body
 from train_loop.run_dir import Outcome
-from train_loop.spec import Problem
 
 YAML = """
 name: tiny
@@ -36,28 +33,6 @@ def test_submit_answers_201_with_location_and_the_resolved_job(client: TestClien
 
 def test_yaml_is_a_spec_too(client: TestClient) -> None:
     assert client.post("/jobs", content=YAML).json()["spec"]["training"]["learning_rate"] == 1e-3
-
-
-def test_same_idempotency_key_gives_the_same_job(client: TestClient) -> None:
-    key = {"Idempotency-Key": "k1"}
-    first, second = (client.post("/jobs", content=spec_body(), headers=key) for _ in range(2))
-    assert (first.status_code, second.status_code) == (201, 200)
-    assert first.json()["id"] == second.json()["id"]
-    assert len(client.get("/jobs").json()["data"]) == 1
-
-
-def test_replay_answers_even_where_the_data_has_gone_since(client: TestClient, service: FakeService) -> None:
-    key = {"Idempotency-Key": "k1"}
-    client.post("/jobs", content=spec_body(), headers=key)
-    service.cluster.total = {"CPU": 2.0}
-    assert client.post("/jobs", content=spec_body(), headers=key).status_code == 200
-
-
-def test_idempotency_key_with_another_body_is_refused(client: TestClient) -> None:
-    key = {"Idempotency-Key": "k1"}
-    client.post("/jobs", content=spec_body(), headers=key)
-    answer = client.post("/jobs", content=spec_body(priority=1), headers=key)
-    assert (answer.status_code, answer.json()["code"]) == (422, "idempotency_mismatch")
 
 
 def test_plan_shows_the_arithmetic_and_stores_nothing(client: TestClient, service: FakeService) -> None:
@@ -217,21 +192,6 @@ def test_size_that_would_change_a_step_is_refused(client: TestClient) -> None:
             "a job is resized where its spec gives training.global_batch_size",
         }
     ]
-
-
-def test_key_of_a_refused_spec_can_be_used_again(client: TestClient, service: FakeService) -> None:
-    key = {"Idempotency-Key": "k1"}
-    service.preflight.problems = [Problem("/data", "bad")]
-    assert client.post("/jobs", content=spec_body(), headers=key).status_code == 422
-    service.preflight.problems = []
-    assert client.post("/jobs", content=spec_body(), headers=key).status_code == 201
-
-
-def test_key_whose_request_is_at_work_is_a_conflict(client: TestClient, service: FakeService) -> None:
-    body = spec_body()
-    service.store.begin(Once("k1", hashlib.sha256(body.encode()).hexdigest()), now=service.clock.now)
-    answer = client.post("/jobs", content=body, headers={"Idempotency-Key": "k1"})
-    assert (answer.status_code, answer.json()["code"]) == (409, "idempotency_in_flight")
 
 
 def test_finished_job_cannot_be_cancelled(client: TestClient, service: FakeService) -> None:

@@ -4,12 +4,26 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, fields
 from datetime import date
 
-from sqlalchemy import ColumnElement, Engine, Row, Select, and_, delete, exists, func, insert, or_, select, true, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Engine,
+    Row,
+    Select,
+    and_,
+    delete,
+    exists,
+    func,
+    insert,
+    or_,
+    select,
+    true,
+    update,
+)
 from sqlalchemy.exc import IntegrityError
 
 from service.adapters.sql.rows import from_row, ticket_of, to_row
 from service.adapters.sql.tables import deleted_usage, idempotency_keys, jobs, labels, leases
-from service.adapters.sql.together import Together
 from service.domain.job import Job, JobState
 from service.domain.ticket import Ticket
 from service.domain.usage import Usage, UsageByDay
@@ -40,7 +54,6 @@ class SqlJobStore:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._add = Together(self._add_all)
         self._tickets: dict[str, tuple[int, Ticket]] = {}
 
     def begin(self, once: Once, *, now: float) -> Job | None:
@@ -52,7 +65,7 @@ class SqlJobStore:
         dead = (keys.c.key == once.key) & keys.c.job_id.is_(None) & (keys.c.created_at < now - FLIGHT_SECONDS)
         try:
             with self._engine.begin() as connection:
-                connection.execute(delete(keys).where(or_(keys.c.created_at < now - KEPT_SECONDS, dead)))
+                connection.execute(delete(keys).where(or_(_outdated(now), dead)))
                 connection.execute(insert(keys).values(key=once.key, body=once.body, created_at=now))
         except IntegrityError as error:
             # The unique key decides between two that come at once.
@@ -84,22 +97,30 @@ class SqlJobStore:
 
     def add(self, job: Job, once: Once | None) -> None:
         """Store a job, durably, with the key that was begun for it. Raises KeyInFlight where somebody took it since."""
-        self._add((job, once))
-
-    def _add_all(self, added: Sequence[tuple[Job, Once | None]]) -> None:
         with self._engine.begin() as connection:
-            connection.execute(insert(jobs), [to_row(job) for job, _ in added])
-            pairs = [(job.id, *pair) for job, _ in added for pair in job.spec.labels.items()]
-            if pairs:
-                connection.execute(
-                    insert(labels), [dict(zip(("job_id", "key", "value"), p, strict=True)) for p in pairs]
-                )
-            for job, once in added:
-                if once is None:
-                    continue
-                mine = update(idempotency_keys).where(_in_flight(once)).values(job_id=job.id)
-                if connection.execute(mine).rowcount != 1:
-                    raise KeyInFlight(once.key)
+            _insert(connection, [job])
+            if once is None:
+                return
+            mine = update(idempotency_keys).where(_in_flight(once)).values(job_id=job.id)
+            if connection.execute(mine).rowcount != 1:
+                raise KeyInFlight(once.key)
+
+    def add_all(self, added: Sequence[tuple[Job, Once | None]], *, now: float) -> bool:
+        """Store jobs durably with keys that nobody began; False, and nothing stored: a key stands for another."""
+        keys = [
+            {"key": once.key, "body": once.body, "created_at": now, "job_id": job.id}
+            for job, once in added
+            if once is not None
+        ]
+        try:
+            with self._engine.begin() as connection:
+                _insert(connection, [job for job, _ in added])
+                if keys:
+                    connection.execute(delete(idempotency_keys).where(_outdated(now)))
+                    connection.execute(insert(idempotency_keys), keys)
+        except IntegrityError:
+            return False
+        return True
 
     def delete(self, job: Job, used: Mapping[date, Usage]) -> bool:
         """Forget a job of the version that was read, but for its hours of each day (UTC); False: it has changed."""
@@ -227,6 +248,17 @@ class SqlJobStore:
         with self._engine.connect() as connection:
             rows: Sequence[Row[tuple[object, ...]]] = connection.execute(query).all()
         return [from_row(row) for row in rows]
+
+
+def _insert(connection: Connection, added: Sequence[Job]) -> None:
+    connection.execute(insert(jobs), [to_row(job) for job in added])
+    pairs = [{"job_id": job.id, "key": key, "value": value} for job in added for key, value in job.spec.labels.items()]
+    if pairs:
+        connection.execute(insert(labels), pairs)
+
+
+def _outdated(now: float) -> ColumnElement[bool]:
+    return idempotency_keys.c.created_at < now - KEPT_SECONDS
 
 
 def _unchanged(job: Job) -> ColumnElement[bool]:

@@ -3,6 +3,7 @@
 import os
 import stat
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import psutil
 import pytest
 
 from service.adapters.keys import ensure_key
-from service.adapters.preflight import HelperPreflight
+from service.adapters.preflight import _FRESH_SECONDS, HelperPreflight
 from service.errors import PreflightFailed
 from service.ports import Findings
 from service.settings import Settings
@@ -110,6 +111,25 @@ def test_what_was_in_order_is_not_looked_at_again_at_once() -> None:
         again = helper.check(a_spec(name="other", training={"learning_rate": 0.5}, scaling={"num_workers": 4}))
         assert again is first
         assert helper.check(a_spec(data={"sequence_length": 64})) is not first
+
+
+def test_what_is_known_is_what_was_found_in_order_a_moment_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = asdict(read_shape({"model_type": "qwen3"}))
+    good, bad, ill = a_spec(), a_spec(data={"sequence_length": 64}), a_spec(data={"sequence_length": 256})
+    others = f"{{64: {ECHO}, 256: {{'failed': 'no'}}}}"
+    found = f"{others}.get(asked['spec']['data']['sequence_length'], {{'problems': [], 'shape': {shape}}})"
+    with preflight(found) as helper:
+        assert helper.known(good) is None
+        first = helper.check(good)
+        assert helper.check(bad).problems
+        with pytest.raises(PreflightFailed):
+            helper.check(ill)
+        assert helper.known(a_spec(name="other")) is first
+        assert helper.known(bad) is None
+        assert helper.known(ill) is None
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now + _FRESH_SECONDS)
+        assert helper.known(good) is None
 
 
 def test_who_asks_the_same_at_once_waits_for_one_answer() -> None:

@@ -163,6 +163,27 @@ def test_one_key_used_at_once_makes_one_job(store: JobStore) -> None:
     assert len(store.page(JobQuery())) == 1
 
 
+def test_many_jobs_are_stored_at_once_with_the_keys_that_stand_for_them(store: JobStore) -> None:
+    labelled = a_job("job-2", labels={"team": "nlp"})
+    assert store.add_all([(a_job("job-1"), None), (labelled, ONCE), (a_job("job-3"), Once("other", "sha"))], now=0.0)
+    assert [job.id for job in store.page(JobQuery())] == ["job-3", "job-2", "job-1"]
+    assert store.page(JobQuery(labels=(("team", "nlp"),))) == [labelled]
+    assert store.begin(ONCE, now=1.0) == labelled
+    with pytest.raises(IdempotencyMismatch):
+        store.begin(Once("other", "another"), now=1.0)
+
+
+def test_nothing_of_many_is_stored_where_a_key_stands_for_another(store: JobStore) -> None:
+    added = [(a_job("job-1"), None), (a_job("job-2"), ONCE)]
+    store.begin(ONCE, now=0.0)
+    assert not store.add_all(added, now=1.0)
+    assert not store.add_all([(a_job("job-1"), Once("new", "a")), (a_job("job-2"), Once("new", "b"))], now=1.0)
+    assert store.page(JobQuery()) == []
+    assert store.begin(Once("new", "c"), now=1.0) is None
+    assert store.add_all(added, now=KEPT_SECONDS + 1)
+    assert len(store.page(JobQuery())) == 2
+
+
 def test_forgotten_job_is_gone_with_its_labels_and_its_key(store: JobStore) -> None:
     store.begin(ONCE, now=0.0)
     job = a_job("job-1", labels={"team": "nlp"})

@@ -1,61 +1,88 @@
-"""Group commit: what comes while somebody writes is written at once, and each has its own trouble."""
+"""Group commit: what comes while others are answered is answered at once, and each has its own trouble."""
 
+import asyncio
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from service.adapters.sql.together import Together
+from service.api.together import Together
+
+LIMIT_SECONDS = 10.0
 
 
-def test_what_waits_is_written_at_once() -> None:
-    written, first, go_on = list[list[int]](), threading.Event(), threading.Event()
+class Doubling:
+    """Answers the double of each number, the first time only once it is let go; odd ones below 100 are refused."""
 
-    def write(items: Sequence[int]) -> None:
-        if not first.is_set():
-            first.set()
-            assert go_on.wait(10)
-        written.append(sorted(items))
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+        self.first, self.go = threading.Event(), threading.Event()
 
-    together = Together(write)
-    with ThreadPoolExecutor(9) as pool:
-        done = [pool.submit(together, 0)]
-        assert first.wait(10)
-        done += [pool.submit(together, number) for number in range(1, 9)]
-        while len(together._waiting) < 8:
-            threading.Event().wait(0.01)
-        go_on.set()
-        assert [one.result(10) for one in done] == [None] * 9
-    assert written == [[0], list(range(1, 9))]
+    def __call__(self, numbers: Sequence[int]) -> list[int]:
+        """The doubles. Raises ValueError."""
+        self.asked.append(list(numbers))
+        self.first.set()
+        assert self.go.wait(LIMIT_SECONDS)
+        if any(number < 100 and number % 2 for number in numbers):
+            raise ValueError(f"not {numbers}")
+        return [2 * number for number in numbers]
+
+
+async def _ask(doubling: Doubling, first: int, others: Sequence[int]) -> "list[asyncio.Task[int]]":
+    """The others come while the first one is being answered."""
+    together = Together(doubling)
+    tasks = [asyncio.create_task(together(first))]
+    assert await asyncio.to_thread(doubling.first.wait, LIMIT_SECONDS)
+    tasks += [asyncio.create_task(together(number)) for number in others]
+    await asyncio.sleep(0)
+    return tasks
+
+
+def test_what_waits_is_answered_at_once() -> None:
+    doubling, others = Doubling(), range(1000, 1064)
+
+    async def ask() -> list[int]:
+        tasks = await _ask(doubling, 100, others)
+        doubling.go.set()
+        return await asyncio.wait_for(asyncio.gather(*tasks), LIMIT_SECONDS)
+
+    assert asyncio.run(ask()) == [200, *(2 * number for number in others)]
+    assert doubling.asked == [[100], list(others)]
 
 
 def test_one_that_fails_fails_alone() -> None:
-    written = set[int]()
+    doubling, others = Doubling(), range(2, 20)
 
-    def write(items: Sequence[int]) -> None:
-        if any(item % 7 == 3 for item in items):
-            raise ValueError(f"not {items}")
-        written.update(items)
+    async def ask() -> list[int | BaseException]:
+        tasks = await _ask(doubling, 1, others)
+        doubling.go.set()
+        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), LIMIT_SECONDS)
 
-    together = Together(write)
-
-    def ask(number: int) -> str | None:
-        try:
-            together(number)
-        except ValueError as error:
-            return str(error)
-        return None
-
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(ask, range(200)))
-    assert found == [f"not [{n}]" if n % 7 == 3 else None for n in range(200)]
-    assert written == {n for n in range(200) if n % 7 != 3}
+    told = [f"not [{number}]" if number % 2 else str(2 * number) for number in (1, *others)]
+    assert [str(answer) for answer in asyncio.run(ask())] == told
 
 
-def test_who_is_interrupted_leaves_nobody_waiting() -> None:
-    def write(items: Sequence[int]) -> None:
-        raise KeyboardInterrupt
+def test_who_has_gone_keeps_nobody_waiting() -> None:
+    doubling = Doubling()
 
-    with pytest.raises(KeyboardInterrupt):
-        Together(write)(1)
+    async def ask() -> list[int]:
+        tasks = await _ask(doubling, 1, [200, 300, 400])
+        for gone in tasks[:2]:
+            gone.cancel()
+        doubling.go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[0]
+        return await asyncio.wait_for(asyncio.gather(*tasks[2:]), LIMIT_SECONDS)
+
+    assert asyncio.run(ask()) == [600, 800]
+
+
+def test_what_comes_to_the_next_loop_is_answered_as_well() -> None:
+    doubling = Doubling()
+    doubling.go.set()
+    together = Together(doubling)
+
+    async def ask(number: int) -> int:
+        return await asyncio.wait_for(together(number), LIMIT_SECONDS)
+
+    assert [asyncio.run(ask(number)) for number in (100, 102)] == [200, 204]

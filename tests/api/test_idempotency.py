@@ -1,0 +1,85 @@
+"""Idempotency keys: one job for each, whether or not its spec has just been looked at."""
+
+import hashlib
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from fastapi.testclient import TestClient
+
+from service.ports import Once
+from tests.support.service import FakeService, spec_body
+from train_loop.spec import Problem
+
+BODIES = (spec_body(), spec_body(priority=1))
+
+
+@pytest.fixture(autouse=True, params=["unknown", "known"])
+def specs(request: pytest.FixtureRequest, client: TestClient) -> None:
+    """What is known is stored with what comes at once; what is not is looked at first."""
+    if request.param == "known":
+        for body in BODIES:
+            assert client.post("/jobs/plan", content=body).status_code == 200
+
+
+def test_same_idempotency_key_gives_the_same_job(client: TestClient) -> None:
+    key = {"Idempotency-Key": "k1"}
+    first, second = (client.post("/jobs", content=spec_body(), headers=key) for _ in range(2))
+    assert (first.status_code, second.status_code) == (201, 200)
+    assert first.json()["id"] == second.json()["id"]
+    assert len(client.get("/jobs").json()["data"]) == 1
+
+
+def test_replay_answers_even_where_the_data_has_gone_since(client: TestClient, service: FakeService) -> None:
+    key = {"Idempotency-Key": "k1"}
+    client.post("/jobs", content=spec_body(), headers=key)
+    service.cluster.total = {"CPU": 2.0}
+    assert client.post("/jobs", content=spec_body(), headers=key).status_code == 200
+
+
+def test_idempotency_key_with_another_body_is_refused(client: TestClient) -> None:
+    key = {"Idempotency-Key": "k1"}
+    client.post("/jobs", content=spec_body(), headers=key)
+    answer = client.post("/jobs", content=spec_body(priority=1), headers=key)
+    assert (answer.status_code, answer.json()["code"]) == (422, "idempotency_mismatch")
+
+
+def test_key_of_a_refused_spec_can_be_used_again(client: TestClient, service: FakeService) -> None:
+    key, body = {"Idempotency-Key": "k1"}, spec_body(priority=2)
+    service.preflight.problems = [Problem("/data", "bad")]
+    assert client.post("/jobs", content=body, headers=key).status_code == 422
+    service.preflight.problems = []
+    assert client.post("/jobs", content=body, headers=key).status_code == 201
+
+
+def test_key_whose_request_is_at_work_is_a_conflict(client: TestClient, service: FakeService) -> None:
+    body = spec_body()
+    service.store.begin(Once("k1", hashlib.sha256(body.encode()).hexdigest()), now=service.clock.now)
+    answer = client.post("/jobs", content=body, headers={"Idempotency-Key": "k1"})
+    assert (answer.status_code, answer.json()["code"]) == (409, "idempotency_in_flight")
+
+
+def test_keys_that_come_at_once_make_one_job_each(client: TestClient) -> None:
+    keys = [f"k{number % 10}" for number in range(60)]
+
+    def submit(key: str) -> tuple[str, int, str | None]:
+        answer = client.post("/jobs", content=spec_body(), headers={"Idempotency-Key": key})
+        return key, answer.status_code, answer.json().get("id")
+
+    with ThreadPoolExecutor(16) as threads:
+        answers = list(threads.map(submit, keys))
+    assert Counter(key for key, status, _ in answers if status == 201) == dict.fromkeys(keys, 1)
+    assert {status for _, status, _ in answers} <= {200, 201, 409}
+    assert len({(key, job) for key, _, job in answers if job}) == len(client.get("/jobs").json()["data"]) == 10
+
+
+def test_spec_that_is_wrong_under_a_key_that_was_used_is_told_of_the_key(client: TestClient) -> None:
+    client.post("/jobs", content=spec_body(), headers={"Idempotency-Key": "k1"})
+    answer = client.post("/jobs", content="{}", headers={"Idempotency-Key": "k1"})
+    assert (answer.status_code, answer.json()["code"]) == (422, "idempotency_mismatch")
+
+
+def test_job_without_a_key_is_another_one_each_time(client: TestClient) -> None:
+    answers = [client.post("/jobs", content=body) for body in (spec_body(), spec_body(), spec_body(name="x" * 9000))]
+    assert [answer.status_code for answer in answers] == [201, 201, 422]
+    assert len(client.get("/jobs").json()["data"]) == 2
