@@ -1,8 +1,10 @@
 """Group commit: what requests ask for while others are being answered is answered next, at once."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from typing import Generic, TypeVar
 
 A = TypeVar("A")
@@ -18,38 +20,45 @@ class Together(Generic[A, B]):
 
     def __init__(self, answer: Callable[[Sequence[A]], Sequence[B]]) -> None:
         self._answer = answer
-        self._waiting: list[tuple[A, asyncio.Future[B]]] = []
-        self._turns: asyncio.Task[None] | None = None
+        self._waiting: deque[tuple[A, asyncio.Future[B]]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="together")
 
     async def __call__(self, asked: A) -> B:
         """The answer to this one. Raises what `answer` raises for it."""
         mine: asyncio.Future[B] = asyncio.get_running_loop().create_future()
         self._waiting.append((asked, mine))
-        if self._turns is None:
-            self._turns = asyncio.create_task(self._take_turns())
+        self._thread.submit(self._take_turn)
         return await mine
 
-    async def _take_turns(self) -> None:
-        try:
-            while self._waiting:
-                some, self._waiting = self._waiting, []
-                await self._answer_all(some)
-        finally:
-            self._turns = None
+    def _take_turn(self) -> None:
+        some = []
+        # Whoever comes from here on has a turn of its own, which finds nothing if this one takes it along.
+        while self._waiting:
+            some.append(self._waiting.popleft())
+        if some:
+            self._answer_all(some)
 
-    async def _answer_all(self, some: Sequence[tuple[A, asyncio.Future[B]]]) -> None:
-        loop = asyncio.get_running_loop()
+    def _answer_all(self, some: Sequence[tuple[A, "asyncio.Future[B]"]]) -> None:
+        answers: Sequence[B | Exception]
         try:
-            answers = await loop.run_in_executor(self._thread, self._answer, [asked for asked, _ in some])
+            answers = self._answer([asked for asked, _ in some])
         except Exception as error:
             if len(some) > 1:
                 for one in some:
-                    await self._answer_all([one])
-            elif not some[0][1].done():
-                some[0][1].set_exception(error)
-            return
-        for (_, future), answer in zip(some, answers, strict=True):
+                    self._answer_all([one])
+                return
+            answers = [error] * len(some)
+        told = zip([mine for _, mine in some], answers, strict=True)
+        for loop, theirs in groupby(told, key=lambda one: one[0].get_loop()):
+            loop.call_soon_threadsafe(_tell, list(theirs))
+
+
+def _tell(answers: "Iterable[tuple[asyncio.Future[B], B | Exception]]") -> None:
+    for asked, answer in answers:
+        if asked.done():
             # Whoever has gone does not wait any more.
-            if not future.done():
-                future.set_result(answer)
+            continue
+        if isinstance(answer, Exception):
+            asked.set_exception(answer)
+        else:
+            asked.set_result(answer)
