@@ -9,7 +9,6 @@ from datetime import date, timedelta
 
 from pydantic import JsonValue
 
-from service.domain.admission import never_fits
 from service.domain.board import Board
 from service.domain.job import Job, JobState, Lineage
 from service.domain.lineage import nothing_left, parent_of
@@ -18,8 +17,8 @@ from service.domain.ticket import Ticket
 from service.domain.usage import UsageByDay, begin_of, day_of, together, usage_by_day
 from service.domain.wishes import cancelled, paused, resumed
 from service.errors import Busy, CheckpointNotFound, IllegalState, InvalidSpec, JobNotFound
-from service.ports import NO_STORY, Cluster, Findings, JobQuery, JobStore, Once, Preflight, RunDirs, Story
-from train_loop.plan import ModelShape, Plan, data_starves, groups_across_hosts, lay_out, plan_sizes
+from service.planning import Planner, Plans, PlanView, sizes_of
+from service.ports import NO_STORY, Cluster, JobQuery, JobStore, Once, Preflight, RunDirs, Story
 from train_loop.run_dir import Manifest, Parent
 from train_loop.spec import JobSpec, Problem, ScalingSpec, SpecError, dump, override, parse_text
 
@@ -39,20 +38,6 @@ class JobView:
     """What a job lacks that would start."""
     place: int | None = None
     """Its place in the queue, from 1."""
-
-
-@dataclass(frozen=True)
-class PlanView:
-    """A plan with what the cluster adds."""
-
-    spec: JobSpec
-    plan: Plan
-    """At the most workers that it can have."""
-    sizes: tuple[int, ...]
-    """Of an elastic job: the numbers of workers that it can run with."""
-    nodes: tuple[range, ...] | None
-    """The ranks that would share a node; None where that is not known, or where they have no place."""
-    warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -77,12 +62,17 @@ class Jobs:
     clock: Callable[[], float]
     new_id: Callable[[], str]
 
+    @property
+    def planner(self) -> Planner:
+        """What checks specs."""
+        return Planner(self.preflight, self.cluster)
+
     def submit(self, body: bytes, once: Once | None) -> tuple[JobView, bool]:
         """Store a job durably; False beside it says that the key stood for it already. Raises ServiceError."""
 
         def begin() -> Job:
             spec = _parsed(body)
-            return self._begin(spec, self.preflight.check(spec))
+            return self._begin(spec, self.planner.check(spec))
 
         return self._once(once, begin)
 
@@ -100,8 +90,8 @@ class Jobs:
             return None
         try:
             spec = _parsed(body)
-            found = self.preflight.known(spec)
-            return None if found is None else self._begin(spec, found)
+            plans = self.planner.known(spec)
+            return None if plans is None else self._begin(spec, plans)
         except InvalidSpec:
             # Whoever sends it under a key that was used is told of that instead.
             return None
@@ -120,11 +110,11 @@ class Jobs:
             spec = _overridden(origin, overrides)
             manifest = self._manifest(origin, step)
             if manifest is None:
-                return self._begin(spec, self.preflight.check(spec))
+                return self._begin(spec, self.planner.check(spec))
             if problems := nothing_left(origin, manifest, spec):
                 raise InvalidSpec(problems)
             parent = parent_of(origin, manifest, spec)
-            return self._begin(spec, self.preflight.check(spec, parent), parent)
+            return self._begin(spec, self.planner.check(spec, parent), parent)
 
         return self._once(once, begin)
 
@@ -161,12 +151,11 @@ class Jobs:
             raise
         return self._view(job), True
 
-    def _begin(self, spec: JobSpec, found: Findings, parent: Parent | None = None) -> Job:
-        """A job that was checked, with the checkpoint that it goes on from kept for it. Raises InvalidSpec."""
-        sizes = _sizes(spec, self._plans(spec, found))
+    def _begin(self, spec: JobSpec, plans: Plans, parent: Parent | None = None) -> Job:
+        """A job that was checked, with the checkpoint that it goes on from kept for it."""
         job_id, now = self.new_id(), self.clock()
         run_dir, times = f"{self.default_root}/{spec.project}/{job_id}", {JobState.QUEUED: now}
-        job = Job(job_id, spec, run_dir, created_at=now, updated_at=now, times=times, sizes=sizes)
+        job = Job(job_id, spec, run_dir, created_at=now, updated_at=now, times=times, sizes=sizes_of(spec, plans))
         if parent is None:
             return job
         if not self.run_dirs.inherit(run_dir, parent):
@@ -176,21 +165,7 @@ class Jobs:
     def plan(self, body: bytes) -> PlanView:
         """What a spec comes to, by the same checks as submit; nothing is stored. Raises ServiceError."""
         spec = _parsed(body)
-        plans = self._plans(spec, self.preflight.check(spec))
-        plan, cluster = plans[max(plans)], self.cluster.capacity()
-        ranks = lay_out(spec.scaling.at(max(plans)), cluster.nodes) if cluster is not None else None
-        nodes = tuple(ranks.values()) if ranks else None
-        warnings = list(plan.warnings)
-        if never := never_fits(spec.scaling.at(min(plans)), cluster):
-            warnings.append(f"the job would stay QUEUED: {never}")
-        if nodes and (
-            apart := groups_across_hosts(plan.mesh, [node for node, ranks in enumerate(nodes) for _ in ranks])
-        ):
-            warnings.append(
-                f"{len(apart)} of {plan.mesh.dp} Ulysses groups lie on several nodes, where their all-to-all is slow; "
-                f"let the workers of a node be a multiple of ulysses_size={plan.mesh.sp}"
-            )
-        return PlanView(spec, plan, _sizes(spec, plans), nodes, tuple(warnings))
+        return self.planner.view(spec)
 
     def get(self, job_id: str) -> JobView:
         """One job. Raises JobNotFound."""
@@ -225,7 +200,7 @@ class Jobs:
         sizes: tuple[int, ...] = ()
         if scaling is not None:
             spec = _sized(self.find(job_id).spec, scaling)
-            sizes = _sizes(spec, self._plans(spec, self.preflight.check(spec)))
+            sizes = sizes_of(spec, self.planner.check(spec))
         grace = self.grace.pause
         return self._change(job_id, lambda job, now: resumed(job, scaling, sizes, deadline=now + grace, now=now))
 
@@ -255,17 +230,6 @@ class Jobs:
             if wanted == job or self.store.save(wanted):
                 return self._view(wanted)
         raise Busy(f"{job_id} changed {_TRIES} times while it was being changed; send the request again")
-
-    def _plans(self, spec: JobSpec, found: Findings) -> dict[int, Plan]:
-        """The plan for each number of workers that a job can have. Raises InvalidSpec."""
-        plans, broken = _planned(spec, found.shape)
-        cluster = self.cluster.capacity()
-        fewest = spec.scaling.at(min(plans, default=spec.scaling.bounds[0]))
-        starves = data_starves(fewest, cluster.total if cluster else None)
-        problems = [*([starves] if starves else []), *broken, *found.problems]
-        if problems or not plans:
-            raise InvalidSpec(problems)
-        return plans
 
     def _view(self, job: Job) -> JobView:
         submission = job.attempt.submission_id if job.attempt else None
@@ -308,15 +272,3 @@ def _sized(spec: JobSpec, scaling: ScalingSpec) -> JobSpec:
             ]
         )
     return _parsed(dump(sized).encode())
-
-
-def _planned(spec: JobSpec, shape: ModelShape | None) -> tuple[dict[int, Plan], list[Problem]]:
-    """The plans for a model of known sizes, or the rules that the spec breaks."""
-    try:
-        return (plan_sizes(spec, shape) if shape else {}), []
-    except SpecError as error:
-        return {}, error.problems
-
-
-def _sizes(spec: JobSpec, plans: Mapping[int, Plan]) -> tuple[int, ...]:
-    return tuple(plans) if spec.scaling.elastic else ()

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from service.use_cases import PlanView
+from service.planning import PlanView
 from train_loop.plan import MeshPlan
 
 
