@@ -3,10 +3,13 @@
 A submission is a file, made once; whoever would make it again is told that it is there.
 """
 
+import os
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from service.adapters.run_dirs import LocalRunDirs
 from service.adapters.sql.database import open_database
@@ -21,7 +24,7 @@ CPUS = 40.0
 
 
 class FileCluster:
-    """Submissions as files in a folder; whoever runs them writes their state there."""
+    """Submissions as files in a folder; whoever runs them leaves another beside each that is done."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -30,22 +33,18 @@ class FileCluster:
         """Make the file, and a line in a list of all that were asked for."""
         with (self._folder / "asked").open("a") as asked:
             asked.write(f"{launch.submission_id}\n")
-        try:
-            with (self._folder / f"{launch.submission_id}.new").open("x") as file:
-                file.write(launch.run_dir)
-        except FileExistsError:
-            return
-        (self._folder / f"{launch.submission_id}.state").write_text(Submission.RUNNING)
+        # Whole or not at all: whoever makes it may be killed at any moment.
+        with NamedTemporaryFile("w", dir=self._folder) as file:
+            file.write(launch.run_dir)
+            file.flush()
+            with suppress(FileExistsError):
+                os.link(file.name, self._folder / f"{launch.submission_id}.new")
 
     def status(self, submission_id: str) -> Submission:
-        """What its file says."""
-        try:
-            return Submission((self._folder / f"{submission_id}.state").read_text())
-        except FileNotFoundError:
-            return Submission.MISSING
-        except ValueError:
-            # It is being written.
-            return Submission.UNKNOWN
+        """What its files say."""
+        if (self._folder / f"{submission_id}.done").exists():
+            return Submission.SUCCEEDED
+        return Submission.RUNNING if (self._folder / f"{submission_id}.new").exists() else Submission.MISSING
 
     def stop(self, submission_id: str) -> None:
         """Nothing here runs on."""
