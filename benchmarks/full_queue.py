@@ -34,7 +34,7 @@ from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
 from service.domain.decide import Retry
 from service.domain.job import Job
-from service.ports import JobQuery
+from service.ports import JobQuery, NewJob
 from service.reconcile import Pace, Reconciler
 from train_loop.spec import parse_text
 
@@ -128,7 +128,7 @@ def fill(here: Path, count: int) -> list[str]:
         for number in range(count)
     ]
     for job in jobs:
-        store.add(job, None)
+        store.add(NewJob(job))
     engine.dispose()
     return [job.id for job in jobs]
 

@@ -13,12 +13,14 @@ from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
 from ulid import ULID
 
+from service.access import Access
 from service.adapters.checkpoint_tools import HelperTools
 from service.adapters.embedded_ray import EmbeddedRay
 from service.adapters.keys import ensure_key
 from service.adapters.preflight import HelperPreflight
 from service.adapters.ray_jobs import RayAddress, RayJobs
 from service.adapters.run_dirs import LocalRunDirs
+from service.adapters.sql.access import SqlKeyStore
 from service.adapters.sql.database import open_database, sqlite_file
 from service.adapters.sql.store import SqlJobStore
 from service.api.build import build_api
@@ -26,7 +28,7 @@ from service.api.guard import Guard
 from service.domain.board import Board
 from service.domain.decide import Retry
 from service.ledger import Ledger
-from service.ports import Cluster
+from service.ports import Cluster, KeyStore
 from service.reconcile import Pace, Reconciler
 from service.settings import Settings
 from service.use_cases import Grace, Jobs
@@ -53,16 +55,17 @@ def create_app(settings: Settings) -> FastAPI:
         default_root=settings.default_root,
         grace=Grace(settings.cancel_grace_seconds, settings.pause_grace_seconds),
         clock=time.time,
-        new_id=_new_job_id,
+        new_id=lambda: f"job-{_new_number()}",
     )
+    key_store = SqlKeyStore(engine)
     reconciler = Reconciler(
         store, cluster, run_dirs, time.time, _owner(settings), _pace(settings), settings.rules, board
     )
 
     background = _Background(reconciler, settings.reconcile_seconds, preflight, embedded, engine.dispose)
     hosts = (settings.host, *settings.allowed_hosts)
-    ledger = Ledger(jobs, run_dirs, HelperTools(timeout=settings.verify_seconds), time.time)
-    return build_api(ledger, _guard(settings), hosts=hosts, lifespan=background.lifespan)
+    ledger = Ledger(jobs, run_dirs, HelperTools(timeout=settings.verify_seconds), key_store, time.time)
+    return build_api(ledger, _guard(settings, key_store), hosts=hosts, lifespan=background.lifespan)
 
 
 @dataclass(frozen=True)
@@ -107,9 +110,9 @@ def _cluster(settings: Settings, embedded: EmbeddedRay | None) -> Cluster:
     return RayJobs(lambda: address, python="python", limit=settings.cluster_limit, environment=told)
 
 
-def _guard(settings: Settings) -> Guard:
-    key = ensure_key(settings.admin_key)
-    return Guard(hashlib.sha256(key.encode()).digest(), settings.max_body_bytes)
+def _guard(settings: Settings, keys: KeyStore) -> Guard:
+    operator = hashlib.sha256(ensure_key(settings.admin_key).encode()).hexdigest()
+    return Guard(Access(keys, operator, time.time, _new_number), settings.max_body_bytes)
 
 
 def _pace(settings: Settings) -> Pace:
@@ -122,8 +125,8 @@ def _owner(settings: Settings) -> str:
     return f"{socket.gethostname()}:{settings.home}"[:255]
 
 
-def _new_job_id() -> str:
-    return f"job-{ULID()}".lower()
+def _new_number() -> str:
+    return str(ULID()).lower()
 
 
 def _in_background(reconciler: Reconciler, *, interval: float) -> Callable[[], None]:

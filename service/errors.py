@@ -17,6 +17,23 @@ class Unauthorized(ServiceError):
     status = 401
 
 
+class Forbidden(ServiceError):
+    """The key opens the service, but not this."""
+
+    code = "forbidden"
+    status = 403
+
+
+class KeyNotFound(ServiceError):
+    """No key has this id."""
+
+    code = "key_not_found"
+    status = 404
+
+    def __init__(self, key_id: str) -> None:
+        super().__init__(f"there is no key {key_id}, or none that you may see; GET /keys lists the keys there are")
+
+
 class HostRefused(ServiceError):
     """The Host header is none of ours; a browser may have been tricked into calling."""
 

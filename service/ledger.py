@@ -1,10 +1,14 @@
 """What a user can ask of the checkpoints of a job: list, verify, pin, export."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
+from pydantic import JsonValue
+
+from service.domain.access import Caller, Role
+from service.domain.job import Job
 from service.errors import CheckpointNotFound, ExportNotFound, InvalidRequest
-from service.ports import Checkpoint, CheckpointTools, RunDirs
+from service.ports import Checkpoint, CheckpointTools, KeyStore, RunDirs
 from service.use_cases import Jobs
 from train_loop.run_dir import ExportStatus, ExportWish
 from train_loop.spec import Problem
@@ -17,7 +21,12 @@ class Ledger:
     jobs: Jobs
     run_dirs: RunDirs
     tools: CheckpointTools
+    audit: KeyStore
     clock: Callable[[], float]
+
+    def of(self, caller: Caller) -> "Ledger":
+        """The same for another caller."""
+        return replace(self, jobs=self.jobs.of(caller))
 
     def checkpoints(self, job_id: str) -> list[Checkpoint]:
         """The committed checkpoints, oldest first."""
@@ -25,25 +34,29 @@ class Ledger:
 
     def verify(self, job_id: str, step: int) -> list[str]:
         """What is wrong with a checkpoint, after all of it was read."""
-        faults = self.tools.verify(self.jobs.find(job_id).run_dir, step)
+        faults = self.tools.verify(self.jobs.find(job_id, Role.EDITOR).run_dir, step)
         if faults is None:
             raise CheckpointNotFound(job_id, step)
         return faults
 
     def pin(self, job_id: str, step: int) -> Checkpoint:
         """Keep a checkpoint whatever retention says."""
-        if not self.run_dirs.pin(self.jobs.find(job_id).run_dir, step):
+        job = self.jobs.find(job_id, Role.EDITOR)
+        if not self.run_dirs.pin(job.run_dir, step):
             raise CheckpointNotFound(job_id, step)
+        self._record("pin", job, step, {"pinned": True})
         return self._find(job_id, step)
 
     def unpin(self, job_id: str, step: int) -> Checkpoint:
         """Leave a checkpoint to retention again."""
-        self.run_dirs.unpin(self.jobs.find(job_id).run_dir, step)
+        job = self.jobs.find(job_id, Role.EDITOR)
+        self.run_dirs.unpin(job.run_dir, step)
+        self._record("unpin", job, step, {"pinned": False})
         return self._find(job_id, step)
 
     def export(self, job_id: str, step: int, wish: ExportWish) -> ExportStatus:
         """Make a Hugging Face folder of a checkpoint, once; how far it is. Raises InvalidRequest, Busy."""
-        job = self.jobs.find(job_id)
+        job = self.jobs.find(job_id, Role.EDITOR)
         status = self.run_dirs.exported(job.run_dir, step, wish, now=self.clock())
         if status is not None and status.state != "failed":
             return status
@@ -59,6 +72,7 @@ class Ledger:
             )
         # It may be refused: nobody should be told that it runs before it does.
         self.tools.export(job.run_dir, step, wish)
+        self._record("export", job, step, {"dtype": wish.dtype, "weights": wish.weights})
         begun = ExportStatus(step=step, wish=wish, state="running", time=self.clock())
         if self.run_dirs.exported(job.run_dir, step, wish, now=self.clock()) == status:
             # It has not said anything yet.
@@ -71,6 +85,9 @@ class Ledger:
         if status is None:
             raise ExportNotFound(step)
         return status
+
+    def _record(self, action: str, job: Job, step: int, after: Mapping[str, JsonValue]) -> None:
+        self.audit.record(self.jobs.deed(action, job, {}, {"step": step} | dict(after)))
 
     def _find(self, job_id: str, step: int) -> Checkpoint:
         found = next((c for c in self.checkpoints(job_id) if c.manifest.step == step), None)

@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 
 from pydantic import JsonValue
 
+from service.domain.access import Deed, Key
 from service.domain.decide import Submission, Training
 from service.domain.job import Job, JobState
 from service.domain.ticket import Ticket
@@ -28,7 +29,8 @@ class JobQuery:
     """Which jobs to list, newest first, those after the cursor (a job id)."""
 
     states: tuple[JobState, ...] = ()
-    project: str | None = None
+    projects: frozenset[str] | None = None
+    """None: any."""
     name: str | None = None
     labels: tuple[tuple[str, str], ...] = ()
     after: str | None = None
@@ -37,10 +39,25 @@ class JobQuery:
 
 @dataclass(frozen=True)
 class Once:
-    """An Idempotency-Key and the SHA-256 of the body that it came with."""
+    """An Idempotency-Key, the SHA-256 of the body that it came with, and whose it is."""
 
     key: str
     body: str
+    scope: str = ""
+
+    @property
+    def id(self) -> str:
+        """What tells it apart from the keys of others."""
+        return f"{self.scope}:{self.key}" if self.scope else self.key
+
+
+@dataclass(frozen=True)
+class NewJob:
+    """A job that is to be stored, with its Idempotency-Key and what the audit log says of it."""
+
+    job: Job
+    once: Once | None = None
+    deed: Deed | None = None
 
 
 @dataclass(frozen=True)
@@ -64,13 +81,13 @@ class JobStore(Protocol):
     def release(self, once: Once) -> None:
         """Give a key back under which no job was added."""
 
-    def add(self, job: Job, once: Once | None) -> None:
+    def add(self, new: NewJob) -> None:
         """Store a job, durably, with the key that was begun for it. Raises KeyInFlight where somebody took it since."""
 
-    def add_all(self, added: Sequence[tuple[Job, Once | None]], *, now: float) -> bool:
+    def add_all(self, added: Sequence[NewJob], *, now: float) -> bool:
         """Store jobs durably with keys that nobody began; False, and nothing stored: a key stands for another."""
 
-    def delete(self, job: Job, used: Mapping[date, Usage]) -> bool:
+    def delete(self, job: Job, used: Mapping[date, Usage], deed: Deed | None = None) -> bool:
         """Forget a job of the version that was read, but for its hours of each day (UTC); False: it has changed."""
 
     def get(self, job_id: str) -> Job | None:
@@ -79,10 +96,10 @@ class JobStore(Protocol):
     def page(self, query: JobQuery) -> list[Job]:
         """The jobs that match, newest first."""
 
-    def used_between(self, since: float, until: float, *, project: str | None = None) -> list[Job]:
+    def used_between(self, since: float, until: float, *, projects: frozenset[str] | None = None) -> list[Job]:
         """The jobs that had an attempt between two moments."""
 
-    def used_by_deleted(self, first: date, last: date, *, project: str | None = None) -> UsageByDay:
+    def used_by_deleted(self, first: date, last: date, *, projects: frozenset[str] | None = None) -> UsageByDay:
         """What deleted jobs had used from one day to another."""
 
     def tickets(self) -> list[Ticket]:
@@ -100,7 +117,7 @@ class JobStore(Protocol):
     def claim(self, job_id: str, lease: Lease) -> Job | None:
         """The job, if nobody else holds it; it is this owner's until the lease ends."""
 
-    def save(self, job: Job, *, owner: str | None = None, leads: bool = False) -> bool:
+    def save(self, job: Job, *, owner: str | None = None, leads: bool = False, deed: Deed | None = None) -> bool:
         """Store a change of the version that was read; False: discarded.
 
         Where an owner is named, only while it has the job's lease; where it leads, only while it has that one instead.
@@ -108,6 +125,28 @@ class JobStore(Protocol):
 
     def ping(self) -> None:
         """Raise unless the database answers."""
+
+
+class KeyStore(Protocol):
+    """Keys, and the audit log: every change of a key and its deed are stored at once, durably."""
+
+    def add(self, key: Key, deed: Deed) -> None:
+        """Store a new key."""
+
+    def get(self, key_id: str) -> Key | None:
+        """The key with this id."""
+
+    def all(self) -> list[Key]:
+        """Every key there was, newest first."""
+
+    def revoke(self, key_id: str, *, now: float, deed: Deed) -> bool:
+        """Let a key open nothing from now on; False: it was revoked before, and the first time stays."""
+
+    def record(self, deed: Deed) -> None:
+        """Write down what was done to something that is not in the database."""
+
+    def deeds(self, projects: frozenset[str] | None, *, after: int | None, limit: int) -> list[tuple[int, Deed]]:
+        """What was done in these projects, newest first, before a deed of this number; None: all of it."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from datetime import date, timedelta
 
 from pydantic import JsonValue
+from pydantic_core import to_jsonable_python
 
+from service.domain.access import OPERATOR, Caller, Deed, Role
 from service.domain.board import Board
 from service.domain.job import Job, JobState, Lineage
 from service.domain.lineage import nothing_left, parent_of
@@ -16,9 +18,9 @@ from service.domain.reason import Reason
 from service.domain.ticket import Ticket
 from service.domain.usage import UsageByDay, begin_of, day_of, together, usage_by_day
 from service.domain.wishes import cancelled, paused, resumed
-from service.errors import Busy, CheckpointNotFound, IllegalState, InvalidSpec, JobNotFound
+from service.errors import Busy, CheckpointNotFound, Forbidden, IllegalState, InvalidSpec, JobNotFound
 from service.planning import Planner, Plans, PlanView, sizes_of
-from service.ports import NO_STORY, Cluster, JobQuery, JobStore, Once, Preflight, RunDirs, Story
+from service.ports import NO_STORY, Cluster, JobQuery, JobStore, NewJob, Once, Preflight, RunDirs, Story
 from train_loop.run_dir import Manifest, Parent
 from train_loop.spec import JobSpec, Problem, ScalingSpec, SpecError, dump, override, parse_text
 
@@ -61,6 +63,12 @@ class Jobs:
     grace: Grace
     clock: Callable[[], float]
     new_id: Callable[[], str]
+    caller: Caller = OPERATOR
+    """Who asks: what may not be seen is not there."""
+
+    def of(self, caller: Caller) -> "Jobs":
+        """The same for another caller."""
+        return replace(self, caller=caller)
 
     @property
     def planner(self) -> Planner:
@@ -71,28 +79,27 @@ class Jobs:
         """Store a job durably; False beside it says that the key stood for it already. Raises ServiceError."""
 
         def begin() -> Job:
-            spec = _parsed(body)
+            spec = self._parsed(body)
             return self._begin(spec, self.planner.check(spec))
 
         return self._once(once, begin)
 
-    def submit_known(self, asked: Sequence[tuple[bytes, Once | None]]) -> list[JobView | None]:
+    def submit_known(self, asked: Sequence[tuple[Caller, bytes, Once | None]]) -> list[JobView | None]:
         """Store those jobs at once, durably, whose data and model need no look; None: `submit` has more to do there."""
-        jobs = [self._known(body) for body, _ in asked]
-        added = [(job, once) for job, (_, once) in zip(jobs, asked, strict=True) if job is not None]
-        if added and not self.store.add_all(added, now=self.clock()):
+        found = [self.of(caller)._known(body, once) for caller, body, once in asked]
+        if (added := [new for new in found if new is not None]) and not self.store.add_all(added, now=self.clock()):
             return [None] * len(asked)
-        return [None if job is None else self._view(job) for job in jobs]
+        return [None if new is None else self._view(new.job) for new in found]
 
-    def _known(self, body: bytes) -> Job | None:
+    def _known(self, body: bytes, once: Once | None) -> NewJob | None:
         """A job whose checks take no time, if nothing is wrong with it."""
         if len(body) > _SMALL:
             return None
         try:
-            spec = _parsed(body)
+            spec = self._parsed(body)
             plans = self.planner.known(spec)
-            return None if plans is None else self._begin(spec, plans)
-        except InvalidSpec:
+            return None if plans is None else self._new(self._begin(spec, plans), once)
+        except (InvalidSpec, Forbidden):
             # Whoever sends it under a key that was used is told of that instead.
             return None
 
@@ -108,6 +115,7 @@ class Jobs:
         def begin() -> Job:
             origin = self.find(job_id)
             spec = _overridden(origin, overrides)
+            self.must(Role.EDITOR, spec.project)
             manifest = self._manifest(origin, step)
             if manifest is None:
                 return self._begin(spec, self.planner.check(spec))
@@ -141,7 +149,7 @@ class Jobs:
         try:
             job = begin()
             try:
-                self.store.add(job, once)
+                self.store.add(self._new(job, once))
             except BaseException:
                 self.run_dirs.let_go(job.run_dir)
                 raise
@@ -150,6 +158,9 @@ class Jobs:
                 self.store.release(once)
             raise
         return self._view(job), True
+
+    def _new(self, job: Job, once: Once | None) -> NewJob:
+        return NewJob(job, once, self._deed("submit", None, job))
 
     def _begin(self, spec: JobSpec, plans: Plans, parent: Parent | None = None) -> Job:
         """A job that was checked, with the checkpoint that it goes on from kept for it."""
@@ -164,72 +175,101 @@ class Jobs:
 
     def plan(self, body: bytes) -> PlanView:
         """What a spec comes to, by the same checks as submit; nothing is stored. Raises ServiceError."""
-        spec = _parsed(body)
-        return self.planner.view(spec)
+        return self.planner.view(self._parsed(body))
 
     def get(self, job_id: str) -> JobView:
         """One job. Raises JobNotFound."""
         return self._view(self.find(job_id))
 
-    def find(self, job_id: str) -> Job:
-        """One job as it is stored. Raises JobNotFound."""
+    def find(self, job_id: str, role: Role = Role.VIEWER) -> Job:
+        """One job as it is stored, for one who has this role. Raises JobNotFound, Forbidden."""
         job = self.store.get(job_id)
-        if job is None:
+        if job is None or not self.caller.may(Role.VIEWER, job.spec.project):
             raise JobNotFound(job_id)
+        self.must(role, job.spec.project)
         return job
+
+    def must(self, role: Role, project: str) -> None:
+        """Raise Forbidden unless the caller has this role."""
+        if not self.caller.may(role, project):
+            raise Forbidden(f"key {self.caller.name!r} is no {role} of project {project!r}; ask an admin of it for one")
+
+    def deed(self, action: str, job: Job, before: Mapping[str, JsonValue], after: Mapping[str, JsonValue]) -> Deed:
+        """What the audit log says of something that the caller does to a job."""
+        return Deed(self.clock(), self.caller, f"job.{action}", job.spec.project, job.id, before, after)
+
+    def _deed(self, action: str, before: Job | None, after: Job | None) -> Deed:
+        old, new = _facts(before), _facts(after)
+        was, is_now = ({name: one[name] for name in one if old.get(name) != new.get(name)} for one in (old, new))
+        job = after or before
+        assert job is not None
+        return self.deed(action, job, was, is_now)
 
     def page(self, query: JobQuery) -> tuple[list[JobView], bool]:
         """The jobs that match, newest first, and whether there are more behind them."""
-        found = self.store.page(replace(query, limit=query.limit + 1))
+        found = self.store.page(replace(query, projects=self._among(query.projects), limit=query.limit + 1))
         return [self._view(job) for job in found[: query.limit]], len(found) > query.limit
 
     def cancel(self, job_id: str, *, grace_seconds: float | None, checkpoint: bool) -> JobView:
         """Ask for the end of a job; asking again can only shorten the grace. Raises IllegalState, JobNotFound."""
         grace = self.grace.cancel if grace_seconds is None else grace_seconds
         return self._change(
-            job_id, lambda job, now: cancelled(job, deadline=now + grace, checkpoint=checkpoint, now=now)
+            job_id, "cancel", lambda job, now: cancelled(job, deadline=now + grace, checkpoint=checkpoint, now=now)
         )
 
     def pause(self, job_id: str, *, grace_seconds: float | None) -> JobView:
         """Ask a job to save and to leave the cluster until it is resumed. Raises IllegalState, JobNotFound."""
         grace = self.grace.pause if grace_seconds is None else grace_seconds
-        return self._change(job_id, lambda job, now: paused(job, deadline=now + grace, now=now))
+        return self._change(job_id, "pause", lambda job, now: paused(job, deadline=now + grace, now=now))
 
     def resume(self, job_id: str, scaling: ScalingSpec | None) -> JobView:
         """Let a job go on, at another size if one is given. Raises IllegalState, InvalidSpec, JobNotFound."""
         sizes: tuple[int, ...] = ()
         if scaling is not None:
-            spec = _sized(self.find(job_id).spec, scaling)
+            spec = _sized(self.find(job_id, Role.EDITOR).spec, scaling)
             sizes = sizes_of(spec, self.planner.check(spec))
         grace = self.grace.pause
-        return self._change(job_id, lambda job, now: resumed(job, scaling, sizes, deadline=now + grace, now=now))
+        return self._change(
+            job_id, "resume", lambda job, now: resumed(job, scaling, sizes, deadline=now + grace, now=now)
+        )
 
     def delete(self, job_id: str) -> None:
         """Forget a job that has ended; its run directory and its hours stay. Raises IllegalState, JobNotFound."""
-        job = self.find(job_id)
+        job = self.find(job_id, Role.EDITOR)
         if not job.state.terminal:
             raise IllegalState(f"{job_id} is {job.state}; cancel it first, then delete it")
         used = usage_by_day([job], since=0.0, until=self.clock())
         # Nothing changes a job that has ended, but somebody else who deletes it.
-        self.store.delete(job, {day: hours for (_, day), hours in used.items()})
+        self.store.delete(job, {day: hours for (_, day), hours in used.items()}, self._deed("delete", job, None))
 
-    def usage(self, first: date, last: date, *, project: str | None = None) -> UsageByDay:
+    def usage(self, first: date, last: date, *, projects: frozenset[str] | None = None) -> UsageByDay:
         """What jobs, deleted ones as well, have used from one day to another, up to now."""
-        now = self.clock()
+        now, projects = self.clock(), self._among(projects)
         # There may be no day after the last one.
         since, until = begin_of(first), now if last >= day_of(now) else begin_of(last + timedelta(days=1))
-        deleted = self.store.used_by_deleted(first, last, project=project)
+        deleted = self.store.used_by_deleted(first, last, projects=projects)
         return together(
-            deleted, usage_by_day(self.store.used_between(since, until, project=project), since=since, until=until)
+            deleted, usage_by_day(self.store.used_between(since, until, projects=projects), since=since, until=until)
         )
 
-    def _change(self, job_id: str, change: Callable[[Job, float], Job]) -> JobView:
+    def _among(self, projects: frozenset[str] | None) -> frozenset[str] | None:
+        """Those of some projects, or of all, that the caller may see; None: any."""
+        seen = self.caller.projects(Role.VIEWER)
+        return seen if projects is None else projects if seen is None else projects & seen
+
+    def _change(self, job_id: str, action: str, change: Callable[[Job, float], Job]) -> JobView:
         for _ in range(_TRIES):
-            job = self.find(job_id)
+            job = self.find(job_id, Role.EDITOR)
             wanted = change(job, self.clock())
-            if wanted == job or self.store.save(wanted):
+            if wanted == job or self.store.save(wanted, deed=self._deed(action, job, wanted)):
                 return self._view(wanted)
         raise Busy(f"{job_id} changed {_TRIES} times while it was being changed; send the request again")
+
+    def _parsed(self, body: bytes) -> JobSpec:
+        """A spec that the caller may submit. Raises InvalidSpec, Forbidden."""
+        spec = _parsed(body)
+        self.must(Role.EDITOR, spec.project)
+        return spec
 
     def _view(self, job: Job) -> JobView:
         submission = job.attempt.submission_id if job.attempt else None
@@ -240,6 +280,15 @@ class Jobs:
             return JobView(job, story, dashboard)
         queue = self.board.admission
         return JobView(job, story, dashboard, queue.waits.get(job.id), queue.places.get(job.id))
+
+
+def _facts(job: Job | None) -> dict[str, JsonValue]:
+    """What the audit log tells of a job."""
+    if job is None:
+        return {}
+    facts = {"name": job.spec.name, "state": job.state, "wish": job.wish, "scaling": job.size, "parent": job.parent}
+    told: dict[str, JsonValue] = to_jsonable_python({name: fact for name, fact in facts.items() if fact is not None})
+    return told
 
 
 def _parsed(body: bytes) -> JobSpec:

@@ -6,12 +6,13 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 
+from service.domain.access import Deed, Key
 from service.domain.decide import Submission
 from service.domain.job import LIVE, Job, JobState
 from service.domain.ticket import Ticket
 from service.domain.usage import Usage, UsageByDay, together
 from service.errors import ClusterError, IdempotencyMismatch, KeyInFlight
-from service.ports import FLIGHT_SECONDS, KEPT_SECONDS, Findings, JobQuery, Launch, Lease, Once
+from service.ports import FLIGHT_SECONDS, KEPT_SECONDS, Findings, JobQuery, Launch, Lease, NewJob, Once
 from train_loop.plan import Capacity, read_shape
 from train_loop.run_dir import Parent
 from train_loop.spec import JobSpec, Problem
@@ -28,14 +29,15 @@ class MemoryJobStore:
     keys: dict[str, tuple[Once, float, str | None]] = field(default_factory=dict)
     leases: dict[str, Lease] = field(default_factory=dict)
     deleted: UsageByDay = field(default_factory=dict)
+    deeds: list[Deed] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, once: Once, *, now: float) -> Job | None:
         """The job that a key stands for; None: it is the caller's. Raises IdempotencyMismatch, KeyInFlight."""
         with self.lock:
-            first, since, job_id = self.keys.get(once.key, (once, -math.inf, None))
+            first, since, job_id = self.keys.get(once.id, (once, -math.inf, None))
             if now - since > (FLIGHT_SECONDS if job_id is None else KEPT_SECONDS):
-                self.keys[once.key] = (once, now, None)
+                self.keys[once.id] = (once, now, None)
                 return None
             if first != once:
                 raise IdempotencyMismatch(once.key)
@@ -46,31 +48,34 @@ class MemoryJobStore:
     def release(self, once: Once) -> None:
         """Give a key back under which no job was added."""
         with self.lock:
-            if self.keys.get(once.key, (None, 0.0, ""))[2] is None:
-                del self.keys[once.key]
+            if self.keys.get(once.id, (None, 0.0, ""))[2] is None:
+                del self.keys[once.id]
 
-    def add(self, job: Job, once: Once | None) -> None:
+    def add(self, new: NewJob) -> None:
         """Store a job with the key that was begun for it. Raises KeyInFlight where somebody took it since."""
         with self.lock:
-            if once is not None:
-                first, since, job_id = self.keys.get(once.key, (None, 0.0, None))
-                if first != once or job_id is not None:
-                    raise KeyInFlight(once.key)
-                self.keys[once.key] = (once, since, job.id)
-            self.jobs[job.id] = job
+            if new.once is not None:
+                first, since, job_id = self.keys.get(new.once.id, (None, 0.0, None))
+                if first != new.once or job_id is not None:
+                    raise KeyInFlight(new.once.key)
+                self.keys[new.once.id] = (new.once, since, new.job.id)
+            self.jobs[new.job.id] = new.job
+            self._record(new.deed)
 
-    def add_all(self, added: Sequence[tuple[Job, Once | None]], *, now: float) -> bool:
+    def add_all(self, added: Sequence[NewJob], *, now: float) -> bool:
         """Store jobs with keys that nobody began; False, and nothing stored: a key stands for another."""
         with self.lock:
-            keys = {once.key: (once, now, job.id) for job, once in added if once is not None}
+            keys = {new.once.id: (new.once, now, new.job.id) for new in added if new.once is not None}
             taken = {key for key in keys if key in self.keys and now - self.keys[key][1] <= KEPT_SECONDS}
-            if taken or len(keys) < sum(once is not None for _, once in added):
+            if taken or len(keys) < sum(new.once is not None for new in added):
                 return False
             self.keys |= keys
-            self.jobs |= {job.id: job for job, _ in added}
+            self.jobs |= {new.job.id: new.job for new in added}
+            for new in added:
+                self._record(new.deed)
             return True
 
-    def delete(self, job: Job, used: Mapping[date, Usage]) -> bool:
+    def delete(self, job: Job, used: Mapping[date, Usage], deed: Deed | None = None) -> bool:
         """Forget a job of the version that was read, but for its hours of each day (UTC); False: it has changed."""
         with self.lock:
             if self.jobs.get(job.id) != job:
@@ -78,6 +83,7 @@ class MemoryJobStore:
             del self.jobs[job.id]
             self.deleted = together(self.deleted, {(job.spec.project, day): hours for day, hours in used.items()})
             self.keys = {key: value for key, value in self.keys.items() if value[2] != job.id}
+            self._record(deed)
             return True
 
     def get(self, job_id: str) -> Job | None:
@@ -89,20 +95,22 @@ class MemoryJobStore:
         found = sorted((job for job in self.jobs.values() if _matches(job, query)), key=lambda job: job.id)
         return found[::-1][: query.limit]
 
-    def used_between(self, since: float, until: float, *, project: str | None = None) -> list[Job]:
+    def used_between(self, since: float, until: float, *, projects: frozenset[str] | None = None) -> list[Job]:
         """The jobs that had an attempt between two moments."""
         return [
             job
             for job in self.jobs.values()
-            if project in (None, job.spec.project)
+            if (projects is None or job.spec.project in projects)
             and (job.started_at or until) < until
             and (job.finished_at is None or job.finished_at > since)
         ]
 
-    def used_by_deleted(self, first: date, last: date, *, project: str | None = None) -> UsageByDay:
+    def used_by_deleted(self, first: date, last: date, *, projects: frozenset[str] | None = None) -> UsageByDay:
         """What deleted jobs had used from one day to another."""
-        found = self.deleted.items()
-        return {key: used for key, used in found if first <= key[1] <= last and project in (None, key[0])}
+        found = (
+            self.deleted.items() if projects is None else [one for one in self.deleted.items() if one[0][0] in projects]
+        )
+        return {key: used for key, used in found if first <= key[1] <= last}
 
     def tickets(self) -> list[Ticket]:
         """Every job that holds room in the cluster or waits for some."""
@@ -129,13 +137,14 @@ class MemoryJobStore:
         with self.lock:
             return self.jobs[job_id] if job_id in self.jobs and self._take(job_id, lease) else None
 
-    def save(self, job: Job, *, owner: str | None = None, leads: bool = False) -> bool:
+    def save(self, job: Job, *, owner: str | None = None, leads: bool = False, deed: Deed | None = None) -> bool:
         """Store a change of the version that was read, as whoever has the leases; False: discarded."""
         with self.lock:
             mine = owner is None or self._owns(_QUEUE if leads else job.id, owner)
             if not mine or job.id not in self.jobs or self.jobs[job.id].version != job.version:
                 return False
             self.jobs[job.id] = replace(job, version=job.version + 1)
+            self._record(deed)
             return True
 
     def _take(self, name: str, lease: Lease) -> bool:
@@ -151,6 +160,49 @@ class MemoryJobStore:
 
     def ping(self) -> None:
         """It always answers."""
+
+    def _record(self, deed: Deed | None) -> None:
+        if deed is not None:
+            self.deeds.append(deed)
+
+
+@dataclass
+class MemoryKeyStore:
+    """Keys in a dict, and the deeds that the jobs' store shares."""
+
+    done: list[Deed] = field(default_factory=list)
+    keys: dict[str, Key] = field(default_factory=dict)
+
+    def add(self, key: Key, deed: Deed) -> None:
+        """Store a new key."""
+        self.keys[key.id] = key
+        self.record(deed)
+
+    def get(self, key_id: str) -> Key | None:
+        """The key with this id."""
+        return self.keys.get(key_id)
+
+    def all(self) -> list[Key]:
+        """Every key there was, newest first."""
+        return sorted(self.keys.values(), key=lambda key: key.id, reverse=True)
+
+    def revoke(self, key_id: str, *, now: float, deed: Deed) -> bool:
+        """Let a key open nothing from now on; False: it was revoked before, and the first time stays."""
+        if key_id not in self.keys or self.keys[key_id].revoked_at is not None:
+            return False
+        self.keys[key_id] = replace(self.keys[key_id], revoked_at=now)
+        self.record(deed)
+        return True
+
+    def record(self, deed: Deed) -> None:
+        """Write down what was done to something that is not in the store."""
+        self.done.append(deed)
+
+    def deeds(self, projects: frozenset[str] | None, *, after: int | None, limit: int) -> list[tuple[int, Deed]]:
+        """What was done in these projects, newest first, before a deed of this number; None: all of it."""
+        found = reversed(list(enumerate(self.done, 1)))
+        wanted = ((n, deed) for n, deed in found if projects is None or deed.project in projects)
+        return [(n, deed) for n, deed in wanted if after is None or n < after][:limit]
 
 
 @dataclass
@@ -215,7 +267,7 @@ class MemoryPreflight:
 def _matches(job: Job, query: JobQuery) -> bool:
     return (
         (not query.states or job.state in query.states)
-        and query.project in (None, job.spec.project)
+        and (query.projects is None or job.spec.project in query.projects)
         and query.name in (None, job.spec.name)
         and all(job.spec.labels.get(key) == value for key, value in query.labels)
         and (query.after is None or job.id < query.after)

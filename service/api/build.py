@@ -7,8 +7,8 @@ from contextlib import AbstractAsyncContextManager
 from anyio import CapacityLimiter
 from fastapi import FastAPI
 
-from service.api import checkpoints, health, jobs, runs, usage
-from service.api.guard import Guard, HostCheck
+from service.api import checkpoints, health, jobs, keys, runs, usage
+from service.api.guard import Guard, HostCheck, RequestIds
 from service.api.problems import install_problems
 from service.api.together import Together
 from service.follow import Recent
@@ -29,13 +29,14 @@ def build_api(ledger: Ledger, guard: Guard, *, hosts: Sequence[str] = (), lifesp
         separate_input_output_schemas=False,
     )
     app.state.jobs, app.state.run_dirs = ledger.jobs, ledger.run_dirs
-    app.state.ledger, app.state.guard = ledger, guard
+    app.state.ledger, app.state.guard, app.state.access = ledger, guard, guard.access
     # Set when the service is to end: nobody may wait for those who follow a job.
     app.state.leaving = threading.Event()
     app.state.recent = Recent()
     app.state.checks, app.state.known = CapacityLimiter(_CHECKS), Together(ledger.jobs.submit_known)
     app.add_middleware(HostCheck, hosts=(*LOOPBACK, *hosts))
+    app.add_middleware(RequestIds)
     install_problems(app)
-    for module in (health, jobs, runs, checkpoints, usage):
+    for module in (health, jobs, runs, checkpoints, usage, keys):
         app.include_router(module.router)
     return app

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
-from service.api.guard import parse_body, read_body, require_key
+from service.api.guard import CallerIs, parse_body, read_body, require_key
 from service.api.ledger_schemas import CheckpointOut, Checkpoints, ExportIn, ExportOut, Verified
 from service.domain.job import Job
 from service.ledger import Ledger
@@ -15,10 +15,10 @@ _EXPORT_BODY = {"requestBody": {"content": {"application/json": {"schema": Expor
 Step = Annotated[int, Path(ge=0, lt=10**8)]
 
 
-async def ledger_of(request: Request) -> Ledger:
-    """The use cases of the app that serves this request."""
+async def ledger_of(request: Request, caller: CallerIs) -> Ledger:
+    """The use cases for the caller of this request."""
     ledger: Ledger = request.app.state.ledger
-    return ledger
+    return ledger.of(caller)
 
 
 UseCases = Annotated[Ledger, Depends(ledger_of)]

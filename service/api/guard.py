@@ -1,54 +1,69 @@
 """Who may call: the Host header, the bearer key, and the size of what they send."""
 
-import hashlib
-import hmac
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Annotated, TypeVar
 
-from fastapi import Request
-from fastapi.requests import HTTPConnection
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi import Depends, Request
+from fastapi.openapi.models import HTTPBearer
+from fastapi.security.base import SecurityBase
+from fastapi.security.utils import get_authorization_scheme_param
 from pydantic import BaseModel, ValidationError
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from structlog.contextvars import bound_contextvars
+from ulid import ULID
 
+from service.access import Access
 from service.api.problems import problem
+from service.domain.access import OPERATOR, Caller
 from service.errors import BodyTooLarge, HostRefused, InvalidRequest, Unauthorized
 from train_loop.spec import Problem
 
 T = TypeVar("T", bound=BaseModel)
+_REQUEST_ID = "X-Request-Id"
 
 
 @dataclass(frozen=True)
 class Guard:
     """What the guards check against."""
 
-    key_sha256: bytes
+    access: Access
     max_body_bytes: int
 
 
-def guard_of(request: HTTPConnection) -> Guard:
+def guard_of(request: Request) -> Guard:
     """The guard of the app that serves this request."""
     guard: Guard = request.app.state.guard
     return guard
 
 
-class KeyBearer(HTTPBearer):
-    """The scheme `Authorization: Bearer KEY`, which refuses a caller without the key."""
+class KeyBearer(SecurityBase):
+    """The scheme `Authorization: Bearer KEY`, which refuses a caller without a key that opens anything."""
 
-    async def __call__(self, request: HTTPConnection) -> HTTPAuthorizationCredentials:
-        """What was sent. Raises Unauthorized."""
-        given = await super().__call__(request)
-        if given is None:
+    def __init__(self) -> None:
+        self.model = HTTPBearer(description="a key of one's own, or the one line of $TRAINSHED_HOME/admin.key")
+        self.scheme_name = type(self).__name__
+
+    async def __call__(self, request: Request) -> Caller:
+        """Whose key was sent. Raises Unauthorized."""
+        scheme, secret = get_authorization_scheme_param(request.headers.get("authorization"))
+        if scheme.lower() != "bearer" or not secret:
             raise Unauthorized("no key was sent; add the header Authorization: Bearer KEY ($TRAINSHED_HOME/admin.key)")
-        # Digests, so that the comparison takes the same time whatever was sent.
-        if not hmac.compare_digest(hashlib.sha256(given.credentials.encode()).digest(), guard_of(request).key_sha256):
-            raise Unauthorized("this key opens nothing; send the one line of $TRAINSHED_HOME/admin.key")
-        return given
+        access = guard_of(request).access
+        caller = OPERATOR if access.is_operator(secret) else await run_in_threadpool(access.identify, secret)
+        if caller is None:
+            raise Unauthorized(
+                "this key opens nothing, or not any more; send the one line of $TRAINSHED_HOME/admin.key, or ask an "
+                "admin of your project for a key"
+            )
+        return replace(caller, request_id=request.state.request_id)
 
 
-require_key = KeyBearer(auto_error=False, description="the one line of $TRAINSHED_HOME/admin.key")
+require_key = KeyBearer()
+CallerIs = Annotated[Caller, Depends(require_key)]
 
 
 async def read_body(request: Request) -> bytes:
@@ -70,6 +85,30 @@ def parse_body(kind: type[T], body: bytes) -> T:
         raise InvalidRequest(
             [Problem("".join(f"/{part}" for part in e["loc"]), e["msg"]) for e in error.errors()]
         ) from error
+
+
+class RequestIds:
+    """Gives every request an id, the caller's own if it sent a plain one: in the answer and in each log line (ASGI)."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        sent = Headers(scope=scope).get(_REQUEST_ID, "")
+        request_id = sent if re.fullmatch(r"[-\w.:]{1,64}", sent, re.ASCII) else str(ULID()).lower()
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[_REQUEST_ID] = request_id
+            await send(message)
+
+        with bound_contextvars(request_id=request_id):
+            await self.app(scope, receive, answer)
 
 
 class HostCheck:

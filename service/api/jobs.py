@@ -9,10 +9,11 @@ from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 
-from service.api.guard import parse_body, read_body, require_key
+from service.api.guard import CallerIs, parse_body, read_body, require_key
 from service.api.plan_schemas import PlanOut
 from service.api.schemas import CancelIn, CloneIn, JobOut, JobPage, PauseIn, ResumeIn
 from service.api.together import Together
+from service.domain.access import Caller
 from service.domain.job import JobState
 from service.ports import JobQuery, Once
 from service.use_cases import Jobs, JobView
@@ -30,10 +31,10 @@ Body = Annotated[bytes, Depends(read_body)]
 IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]
 
 
-async def jobs_of(request: Request) -> Jobs:
-    """The use cases of the app that serves this request."""
+async def jobs_of(request: Request, caller: CallerIs) -> Jobs:
+    """The use cases for the caller of this request."""
     jobs: Jobs = request.app.state.jobs
-    return jobs
+    return jobs.of(caller)
 
 
 UseCases = Annotated[Jobs, Depends(jobs_of)]
@@ -46,17 +47,17 @@ class Asked:
     jobs: Jobs
     body: bytes
     threads: CapacityLimiter
-    known: Together[tuple[bytes, Once | None], JobView | None]
+    known: Together[tuple[Caller, bytes, Once | None], JobView | None]
 
     @classmethod
-    async def read(cls, request: Request) -> "Asked":
+    async def read(cls, request: Request, caller: CallerIs) -> "Asked":
         """The body, and what the app that serves this request has for it. Raises BodyTooLarge."""
         state = request.app.state
-        return cls(state.jobs, await read_body(request), state.checks, state.known)
+        return cls(state.jobs.of(caller), await read_body(request), state.checks, state.known)
 
     async def submit(self, once: Once | None) -> tuple[JobView, bool]:
         """As `Jobs.submit`, with others who come at once, where nothing has to be looked at."""
-        view = await self.known((self.body, once))
+        view = await self.known((self.jobs.caller, self.body, once))
         return (view, True) if view is not None else await self.call(self.jobs.submit, self.body, once)
 
     async def call(self, use_case: Callable[[*Given], T], *given: *Given) -> T:
@@ -70,19 +71,22 @@ ToCheck = Annotated[Asked, Depends(Asked.read)]
 @router.post("", status_code=201, openapi_extra=_SPEC_BODY)
 async def submit(asked: ToCheck, response: Response, idempotency_key: IdempotencyKey = None) -> JobOut:
     """Store a job durably; the same Idempotency-Key and body give the same job again, with 200."""
-    return _answer(asked.jobs, response, *await asked.submit(_once(idempotency_key, asked.body)))
+    return _answer(asked.jobs, response, *await asked.submit(_once(asked, idempotency_key, asked.body)))
 
 
 @router.post("/{job_id}/clone", status_code=201, openapi_extra=_CLONE_BODY)
 async def clone(asked: ToCheck, job_id: str, response: Response, idempotency_key: IdempotencyKey = None) -> JobOut:
     """Store a job that goes on from a checkpoint of this one, with some of its spec different; else as submit."""
-    wish, once = parse_body(CloneIn, asked.body), _once(idempotency_key, f"clone {job_id} ".encode() + asked.body)
+    wish, once = (
+        parse_body(CloneIn, asked.body),
+        _once(asked, idempotency_key, f"clone {job_id} ".encode() + asked.body),
+    )
     view, new = await asked.call(asked.jobs.clone, job_id, wish.from_checkpoint, wish.overrides, once)
     return _answer(asked.jobs, response, view, new)
 
 
-def _once(key: str | None, asked: bytes) -> Once | None:
-    return Once(key, hashlib.sha256(asked).hexdigest()) if key else None
+def _once(asked: Asked, key: str | None, body: bytes) -> Once | None:
+    return Once(key, hashlib.sha256(body).hexdigest(), asked.jobs.caller.scope) if key else None
 
 
 def _answer(jobs: Jobs, response: Response, view: JobView, new: bool) -> JobOut:
@@ -108,7 +112,8 @@ async def job_query(
     """The filters; `label.k=v` asks for a label, several of them for all."""
     given = request.query_params.multi_items()
     labels = tuple((key.removeprefix("label."), value) for key, value in given if key.startswith("label."))
-    return JobQuery(tuple(state or ()), project, name, labels, after, limit)
+    projects = None if project is None else frozenset({project})
+    return JobQuery(tuple(state or ()), projects, name, labels, after, limit)
 
 
 @router.get("")

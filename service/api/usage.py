@@ -46,4 +46,10 @@ def usage(
 ) -> UsageDays:
     """Worker, CPU and GPU hours of each project on each day on which it had any."""
     today = day_of(jobs.clock())
-    return UsageDays.of(jobs.usage(since or today - timedelta(days=_DAYS), until or today, project=project))
+    return UsageDays.of(
+        jobs.usage(
+            since or today - timedelta(days=_DAYS),
+            until or today,
+            projects=None if project is None else frozenset({project}),
+        )
+    )

@@ -12,8 +12,9 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from service.access import Access
 from service.adapters.checkpoint_tools import HelperTools
-from service.adapters.memory import MemoryCluster, MemoryJobStore, MemoryPreflight
+from service.adapters.memory import MemoryCluster, MemoryJobStore, MemoryKeyStore, MemoryPreflight
 from service.adapters.run_dirs import LocalRunDirs
 from service.api.build import build_api
 from service.api.guard import Guard
@@ -97,6 +98,17 @@ class FakeService:
     run_dirs: LocalRunDirs = field(default_factory=LocalRunDirs)
     rules: Rules = field(default_factory=Rules)
     board: Board = field(default_factory=Board)
+    keys: MemoryKeyStore = field(default_factory=MemoryKeyStore)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.store, MemoryJobStore):
+            self.keys.done = self.store.deeds
+
+    @property
+    def access(self) -> Access:
+        """The use cases of keys."""
+        operator = hashlib.sha256(KEY.encode()).hexdigest()
+        return Access(self.keys, operator, self.clock, lambda: f"{len(self.keys.keys) + 1:04d}")
 
     @property
     def jobs(self) -> Jobs:
@@ -115,8 +127,8 @@ class FakeService:
 
     def app(self, *, max_body_bytes: int = 1 << 16) -> FastAPI:
         """The HTTP side."""
-        ledger = Ledger(self.jobs, self.run_dirs, HelperTools(timeout=60.0), self.clock)
-        return build_api(ledger, Guard(hashlib.sha256(KEY.encode()).digest(), max_body_bytes))
+        ledger = Ledger(self.jobs, self.run_dirs, HelperTools(timeout=60.0), self.keys, self.clock)
+        return build_api(ledger, Guard(self.access, max_body_bytes))
 
     def client(self, **headers: str) -> TestClient:
         """A caller with the key; `client(authorization="")` is one without."""

@@ -17,6 +17,7 @@ from service.domain.job import Job, JobState
 from service.domain.rules import Rules
 from service.domain.wishes import resumed
 from service.errors import ClusterError
+from service.ports import NewJob
 from service.reconcile import Pace, Reconciler
 from tests.support.simulated_world import CPUS, PEACE, QUOTAS, DatabaseError, World, hold, spec
 
@@ -126,7 +127,7 @@ def simulate(seed: int) -> World:
             hold(world.now < END, f"not ended: {left}")
             world.now += world.chance.random() * 0.4
             if jobs and world.chance.random() < 0.1:
-                world.store.add(replace(jobs.pop(0), created_at=world.now), None)
+                world.store.add(NewJob(replace(jobs.pop(0), created_at=world.now)))
             for replica in replicas:
                 for _ in range(world.chance.randint(0, 12)):
                     replica.go_on()

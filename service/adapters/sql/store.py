@@ -22,13 +22,15 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import IntegrityError
 
+from service.adapters.sql.access import write_deeds
 from service.adapters.sql.rows import from_row, ticket_of, to_row
 from service.adapters.sql.tables import deleted_usage, idempotency_keys, jobs, labels, leases
+from service.domain.access import Deed
 from service.domain.job import Job, JobState
 from service.domain.ticket import Ticket
 from service.domain.usage import Usage, UsageByDay
 from service.errors import IdempotencyMismatch, KeyInFlight
-from service.ports import FLIGHT_SECONDS, KEPT_SECONDS, JobQuery, Lease, Once
+from service.ports import FLIGHT_SECONDS, KEPT_SECONDS, JobQuery, Lease, NewJob, Once
 
 _QUEUE = "queue"
 _ACTIVE = (JobState.STARTING, JobState.RUNNING, JobState.RECOVERING, JobState.PAUSING, JobState.CANCELLING)
@@ -62,11 +64,11 @@ class SqlJobStore:
         Raises IdempotencyMismatch, and KeyInFlight while somebody else has it.
         """
         keys = idempotency_keys
-        dead = (keys.c.key == once.key) & keys.c.job_id.is_(None) & (keys.c.created_at < now - FLIGHT_SECONDS)
+        dead = (keys.c.key == once.id) & keys.c.job_id.is_(None) & (keys.c.created_at < now - FLIGHT_SECONDS)
         try:
             with self._engine.begin() as connection:
                 connection.execute(delete(keys).where(or_(_outdated(now), dead)))
-                connection.execute(insert(keys).values(key=once.key, body=once.body, created_at=now))
+                connection.execute(insert(keys).values(key=once.id, body=once.body, created_at=now))
         except IntegrityError as error:
             # The unique key decides between two that come at once.
             return self._known(once, error)
@@ -76,7 +78,7 @@ class SqlJobStore:
         query = (
             select(idempotency_keys.c.body.label("body_sha256"), jobs)
             .join_from(idempotency_keys, jobs, jobs.c.id == idempotency_keys.c.job_id, isouter=True)
-            .where(idempotency_keys.c.key == once.key)
+            .where(idempotency_keys.c.key == once.id)
         )
         row = self._first(query)
         if row is not None and row.body_sha256 != once.body:
@@ -95,26 +97,26 @@ class SqlJobStore:
         with self._engine.begin() as connection:
             connection.execute(delete(idempotency_keys).where(_in_flight(once)))
 
-    def add(self, job: Job, once: Once | None) -> None:
+    def add(self, new: NewJob) -> None:
         """Store a job, durably, with the key that was begun for it. Raises KeyInFlight where somebody took it since."""
         with self._engine.begin() as connection:
-            _insert(connection, [job])
-            if once is None:
+            _insert(connection, [new])
+            if new.once is None:
                 return
-            mine = update(idempotency_keys).where(_in_flight(once)).values(job_id=job.id)
+            mine = update(idempotency_keys).where(_in_flight(new.once)).values(job_id=new.job.id)
             if connection.execute(mine).rowcount != 1:
-                raise KeyInFlight(once.key)
+                raise KeyInFlight(new.once.key)
 
-    def add_all(self, added: Sequence[tuple[Job, Once | None]], *, now: float) -> bool:
+    def add_all(self, added: Sequence[NewJob], *, now: float) -> bool:
         """Store jobs durably with keys that nobody began; False, and nothing stored: a key stands for another."""
         keys = [
-            {"key": once.key, "body": once.body, "created_at": now, "job_id": job.id}
-            for job, once in added
-            if once is not None
+            {"key": new.once.id, "body": new.once.body, "created_at": now, "job_id": new.job.id}
+            for new in added
+            if new.once is not None
         ]
         try:
             with self._engine.begin() as connection:
-                _insert(connection, [job for job, _ in added])
+                _insert(connection, added)
                 if keys:
                     connection.execute(delete(idempotency_keys).where(_outdated(now)))
                     connection.execute(insert(idempotency_keys), keys)
@@ -122,7 +124,7 @@ class SqlJobStore:
             return False
         return True
 
-    def delete(self, job: Job, used: Mapping[date, Usage]) -> bool:
+    def delete(self, job: Job, used: Mapping[date, Usage], deed: Deed | None = None) -> bool:
         """Forget a job of the version that was read, but for its hours of each day (UTC); False: it has changed."""
         kept = {"job_id": job.id, "project": job.spec.project}
         with self._engine.begin() as connection:
@@ -131,6 +133,7 @@ class SqlJobStore:
             if used:
                 hours = [kept | {"day": day} | asdict(usage) for day, usage in used.items()]
                 connection.execute(insert(deleted_usage), hours)
+            write_deeds(connection, [deed])
         return True
 
     def get(self, job_id: str) -> Job | None:
@@ -142,20 +145,20 @@ class SqlJobStore:
         """The jobs that match, newest first."""
         return self._all(_matching(query).order_by(jobs.c.id.desc()).limit(query.limit))
 
-    def used_between(self, since: float, until: float, *, project: str | None = None) -> list[Job]:
+    def used_between(self, since: float, until: float, *, projects: frozenset[str] | None = None) -> list[Job]:
         """The jobs that had an attempt between two moments."""
         query = select(jobs).where(
             jobs.c.started_at < until, or_(jobs.c.finished_at.is_(None), jobs.c.finished_at > since)
         )
-        return self._all(query if project is None else query.where(jobs.c.project == project))
+        return self._all(query if projects is None else query.where(jobs.c.project.in_(projects)))
 
-    def used_by_deleted(self, first: date, last: date, *, project: str | None = None) -> UsageByDay:
+    def used_by_deleted(self, first: date, last: date, *, projects: frozenset[str] | None = None) -> UsageByDay:
         """What deleted jobs had used from one day to another."""
         columns = deleted_usage.c
         hours = [func.sum(columns[field.name]).label(field.name) for field in fields(Usage)]
         query = select(columns.project, columns.day, *hours).where(columns.day.between(first, last))
-        if project is not None:
-            query = query.where(columns.project == project)
+        if projects is not None:
+            query = query.where(columns.project.in_(projects))
         with self._engine.connect() as connection:
             rows = connection.execute(query.group_by(columns.project, columns.day)).all()
         return {(project, day): Usage(*used) for project, day, *used in rows}
@@ -220,7 +223,7 @@ class SqlJobStore:
             row = connection.execute(select(jobs).where(mine)).first()
         return from_row(row) if row is not None else None
 
-    def save(self, job: Job, *, owner: str | None = None, leads: bool = False) -> bool:
+    def save(self, job: Job, *, owner: str | None = None, leads: bool = False, deed: Deed | None = None) -> bool:
         """Store a change of the version that was read; False: discarded.
 
         Where an owner is named, only while it has the job's lease; where it leads, only while it has that one instead.
@@ -234,7 +237,10 @@ class SqlJobStore:
         with self._engine.begin() as connection:
             if leads and connection.execute(lead).rowcount != 1:
                 return False
-            return connection.execute(update(jobs).where(guard).values(values)).rowcount == 1
+            if connection.execute(update(jobs).where(guard).values(values)).rowcount != 1:
+                return False
+            write_deeds(connection, [deed])
+        return True
 
     def ping(self) -> None:
         """Raise unless the database answers."""
@@ -250,11 +256,13 @@ class SqlJobStore:
         return [from_row(row) for row in rows]
 
 
-def _insert(connection: Connection, added: Sequence[Job]) -> None:
-    connection.execute(insert(jobs), [to_row(job) for job in added])
-    pairs = [{"job_id": job.id, "key": key, "value": value} for job in added for key, value in job.spec.labels.items()]
+def _insert(connection: Connection, added: Sequence[NewJob]) -> None:
+    connection.execute(insert(jobs), [to_row(new.job) for new in added])
+    given = [(new.job.id, new.job.spec.labels) for new in added]
+    pairs = [{"job_id": job_id, "key": key, "value": value} for job_id, pairs in given for key, value in pairs.items()]
     if pairs:
         connection.execute(insert(labels), pairs)
+    write_deeds(connection, [new.deed for new in added])
 
 
 def _outdated(now: float) -> ColumnElement[bool]:
@@ -267,15 +275,15 @@ def _unchanged(job: Job) -> ColumnElement[bool]:
 
 def _in_flight(once: Once) -> ColumnElement[bool]:
     keys = idempotency_keys
-    return and_(keys.c.key == once.key, keys.c.body == once.body, keys.c.job_id.is_(None))
+    return and_(keys.c.key == once.id, keys.c.body == once.body, keys.c.job_id.is_(None))
 
 
 def _matching(query: JobQuery) -> Select[tuple[object, ...]]:
     found = select(jobs)
     if query.states:
         found = found.where(jobs.c.state.in_(query.states))
-    if query.project is not None:
-        found = found.where(jobs.c.project == query.project)
+    if query.projects is not None:
+        found = found.where(jobs.c.project.in_(query.projects))
     if query.name is not None:
         found = found.where(jobs.c.name == query.name)
     if query.after is not None:

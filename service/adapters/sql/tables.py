@@ -1,6 +1,6 @@
 """The tables. A job is one row, so that one guarded UPDATE changes it whole."""
 
-from sqlalchemy import Column, Date, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
+from sqlalchemy import BigInteger, Column, Date, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
 
 metadata = MetaData()
 
@@ -72,9 +72,39 @@ deleted_usage = Table(
 idempotency_keys = Table(
     "idempotency_keys",
     metadata,
-    Column("key", String(255), primary_key=True),
+    Column("key", String(320), primary_key=True),
     Column("body", String(64), nullable=False),
     Column("job_id", String(64), ForeignKey("jobs.id", ondelete="CASCADE")),
     Column("created_at", Float(53), nullable=False),
     Index("idempotency_keys_by_age", "created_at"),
+)
+
+keys = Table(
+    "keys",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("name", String(64), nullable=False),
+    Column("roles", Text, nullable=False),
+    Column("sha256", String(64), nullable=False),
+    Column("created_at", Float(53), nullable=False),
+    Column("created_by", String(64), nullable=False),
+    Column("expires_at", Float(53)),
+    Column("revoked_at", Float(53)),
+)
+
+deeds = Table(
+    "deeds",
+    metadata,
+    # SQLite counts by itself only what it calls INTEGER.
+    Column("number", BigInteger().with_variant(Integer, "sqlite"), primary_key=True),
+    Column("time", Float(53), nullable=False),
+    Column("key_id", String(64), nullable=False),
+    Column("key_name", String(64), nullable=False),
+    Column("request_id", String(64), nullable=False),
+    Column("action", String(64), nullable=False),
+    Column("project", String(64), nullable=False),
+    Column("target", String(64), nullable=False),
+    Column("before", Text, nullable=False),
+    Column("after", Text, nullable=False),
+    Index("deeds_by_project", "project", "number"),
 )

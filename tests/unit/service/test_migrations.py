@@ -22,7 +22,7 @@ from service.domain.job import JobState, Lineage, Wish
 from service.domain.reason import Code, Reason
 from service.domain.ticket import Ticket
 from service.domain.usage import Usage
-from service.ports import Once
+from service.ports import NewJob, Once
 from tests.support.service import a_job
 from train_loop.spec import dump
 
@@ -114,10 +114,10 @@ def test_an_elastic_job_stays_at_its_largest_size_where_nobody_knows_ranges(data
     store = SqlJobStore(engine := open_database(database))
     workers = {"min": 1, "max": 5}
     job = a_job(scaling={"num_workers": workers}, training={"global_batch_size": 8})
-    store.add(replace(job, sizes=(1, 2, 4), parent=Lineage("job-0", 10)), None)
+    store.add(NewJob(replace(job, sizes=(1, 2, 4), parent=Lineage("job-0", 10))))
     plain = a_job("job-2", training={"global_batch_size": 8})
-    store.add(replace(plain, scaling=job.spec.scaling, sizes=(1, 2, 4)), None)
-    store.add(replace(job, id="job-3", scaling=plain.spec.scaling), None)
+    store.add(NewJob(replace(plain, scaling=job.spec.scaling, sizes=(1, 2, 4))))
+    store.add(NewJob(replace(job, id="job-3", scaling=plain.spec.scaling)))
     engine.dispose()
     open_database(database, revision="0002").dispose()
     store = SqlJobStore(engine := open_database(database))
@@ -134,7 +134,7 @@ def test_a_job_that_made_room_goes_on_by_itself_after_every_migration(database: 
     store = SqlJobStore(engine := open_database(database))
     paused = a_job().move(JobState.STARTING, now=1.0).move(JobState.PAUSING, now=2.0).move(JobState.PAUSED, now=3.0)
     wish = Wish("pause", checkpoint=True, deadline=9.0, reason=Reason(Code.PREEMPTED, "makes room for job-9"))
-    store.add(replace(paused, wish=wish), None)
+    store.add(NewJob(replace(paused, wish=wish)))
     engine.dispose()
     # Where the second revision knows only who asked.
     engine = open_database(database, revision="0002")
@@ -167,7 +167,7 @@ def test_a_job_that_made_room_goes_on_by_itself_after_every_migration(database: 
 def test_hours_of_deleted_jobs_are_gone_where_nobody_knows_of_them_and_jobs_are_not(database: str) -> None:
     store, day = SqlJobStore(engine := open_database(database)), date(2026, 11, 21)
     for number in (1, 2):
-        store.add(a_job(f"job-{number}"), None)
+        store.add(NewJob(a_job(f"job-{number}")))
     assert store.delete(a_job("job-1"), {day: Usage(1.0, 2.0)})
     assert store.used_by_deleted(day, day) == {("default", day): Usage(1.0, 2.0)}
     engine.dispose()

@@ -14,6 +14,7 @@ import pytest
 from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
 from service.domain.job import JobState
+from service.ports import NewJob
 from tests.support.replica import CPUS, LEASE
 from tests.support.service import a_job
 from train_loop.run_dir import JsonLines, Outcome, RunDir
@@ -88,7 +89,7 @@ def store(postgres: str) -> Iterator[SqlJobStore]:
 def test_no_job_is_lost_or_submitted_twice(store: SqlJobStore, postgres: str, tmp_path: Path) -> None:
     for number in range(JOBS):
         job_id = f"job-{number:04d}"
-        store.add(a_job(job_id, run_dir=(tmp_path / "runs" / "p" / job_id).as_uri(), priority=number % 3), None)
+        store.add(NewJob(a_job(job_id, run_dir=(tmp_path / "runs" / "p" / job_id).as_uri(), priority=number % 3)))
     replicas = Replicas(postgres, tmp_path)
     try:
         for owner in ("a", "b"):

@@ -18,7 +18,7 @@ from service.domain.reason import Code, Reason
 from service.domain.ticket import Ticket
 from service.domain.usage import Usage
 from service.errors import IdempotencyMismatch, KeyInFlight
-from service.ports import FLIGHT_SECONDS, KEPT_SECONDS, JobQuery, JobStore, Lease, Once
+from service.ports import FLIGHT_SECONDS, KEPT_SECONDS, JobQuery, JobStore, Lease, NewJob, Once
 from tests.support.service import a_job
 
 
@@ -48,7 +48,7 @@ def test_job_comes_back_as_it_was_stored(store: JobStore) -> None:
         next_attempt_at=3.0,
         scaling=a_job(scaling={"num_workers": 4}).spec.scaling,
     )
-    store.add(job, None)
+    store.add(NewJob(job))
     assert store.get("job-1") == job
 
 
@@ -57,7 +57,7 @@ def test_unknown_job_is_none(store: JobStore) -> None:
 
 
 def test_change_on_top_of_an_older_version_is_discarded(store: JobStore) -> None:
-    store.add(a_job(), None)
+    store.add(NewJob(a_job()))
     mine = store.get("job-1")
     assert mine is not None
     assert store.save(replace(mine, next_attempt_at=1.0))
@@ -68,7 +68,7 @@ def test_change_on_top_of_an_older_version_is_discarded(store: JobStore) -> None
 
 
 def test_lease_keeps_others_away_until_it_ends(store: JobStore) -> None:
-    store.add(a_job(), None)
+    store.add(NewJob(a_job()))
     assert store.claim("job-1", Lease("a", now=0.0, until=10.0)) is not None
     assert store.claim("job-1", Lease("b", now=5.0, until=15.0)) is None
     assert store.claim("job-1", Lease("a", now=9.0, until=19.0)) is not None
@@ -76,7 +76,7 @@ def test_lease_keeps_others_away_until_it_ends(store: JobStore) -> None:
 
 
 def test_owner_that_lost_its_lease_cannot_save(store: JobStore) -> None:
-    store.add(a_job(), None)
+    store.add(NewJob(a_job()))
     mine = store.claim("job-1", Lease("a", now=0.0, until=10.0))
     assert mine is not None
     store.claim("job-1", Lease("b", now=20.0, until=30.0))
@@ -89,7 +89,7 @@ ONCE = Once("key", "sha")
 
 def test_same_key_and_body_give_the_first_job(store: JobStore) -> None:
     assert store.begin(ONCE, now=0.0) is None
-    store.add(a_job("job-1"), ONCE)
+    store.add(NewJob(a_job("job-1"), ONCE))
     first = store.begin(ONCE, now=KEPT_SECONDS - 1)
     assert first is not None
     assert first.id == "job-1"
@@ -107,7 +107,7 @@ def test_key_whose_request_is_at_work_is_in_flight_until_it_has_a_job_or_is_give
         store.begin(ONCE, now=1.0)
     store.release(ONCE)
     assert store.begin(ONCE, now=2.0) is None
-    store.add(a_job("job-1"), ONCE)
+    store.add(NewJob(a_job("job-1"), ONCE))
     store.release(ONCE)
     assert store.begin(ONCE, now=3.0) is not None
 
@@ -117,9 +117,9 @@ def test_key_of_a_request_that_died_is_free_again_and_the_dead_cannot_use_it(sto
     other = Once("key", "other")
     assert store.begin(other, now=FLIGHT_SECONDS + 1) is None
     with pytest.raises(KeyInFlight):
-        store.add(a_job("job-1"), ONCE)
+        store.add(NewJob(a_job("job-1"), ONCE))
     assert store.get("job-1") is None
-    store.add(a_job("job-2"), other)
+    store.add(NewJob(a_job("job-2"), other))
 
 
 def test_requests_that_died_with_a_service_hold_no_key(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_requests_that_died_with_a_service_hold_no_key(tmp_path: Path) -> None:
     store, done = SqlJobStore(engine), Once("done", "sha")
     for once in (ONCE, done):
         store.begin(once, now=0.0)
-    store.add(a_job("job-1"), done)
+    store.add(NewJob(a_job("job-1"), done))
     store.forget_requests()
     assert store.begin(ONCE, now=1.0) is None
     assert store.begin(done, now=1.0) is not None
@@ -136,7 +136,7 @@ def test_requests_that_died_with_a_service_hold_no_key(tmp_path: Path) -> None:
 
 def test_key_is_forgotten_after_a_day(store: JobStore) -> None:
     store.begin(ONCE, now=0.0)
-    store.add(a_job("job-1"), ONCE)
+    store.add(NewJob(a_job("job-1"), ONCE))
     assert store.begin(ONCE, now=KEPT_SECONDS + 1) is None
 
 
@@ -150,7 +150,7 @@ def test_one_key_used_at_once_makes_one_job(store: JobStore) -> None:
             answers.append("in flight")
             return
         if known is None:
-            store.add(a_job(f"job-{number}"), ONCE)
+            store.add(NewJob(a_job(f"job-{number}"), ONCE))
         answers.append("new" if known is None else "known")
 
     threads = [threading.Thread(target=submit, args=(number,)) for number in range(6)]
@@ -165,7 +165,9 @@ def test_one_key_used_at_once_makes_one_job(store: JobStore) -> None:
 
 def test_many_jobs_are_stored_at_once_with_the_keys_that_stand_for_them(store: JobStore) -> None:
     labelled = a_job("job-2", labels={"team": "nlp"})
-    assert store.add_all([(a_job("job-1"), None), (labelled, ONCE), (a_job("job-3"), Once("other", "sha"))], now=0.0)
+    assert store.add_all(
+        [NewJob(a_job("job-1")), NewJob(labelled, ONCE), NewJob(a_job("job-3"), Once("other", "sha"))], now=0.0
+    )
     assert [job.id for job in store.page(JobQuery())] == ["job-3", "job-2", "job-1"]
     assert store.page(JobQuery(labels=(("team", "nlp"),))) == [labelled]
     assert store.begin(ONCE, now=1.0) == labelled
@@ -174,10 +176,12 @@ def test_many_jobs_are_stored_at_once_with_the_keys_that_stand_for_them(store: J
 
 
 def test_nothing_of_many_is_stored_where_a_key_stands_for_another(store: JobStore) -> None:
-    added = [(a_job("job-1"), None), (a_job("job-2"), ONCE)]
+    added = [NewJob(a_job("job-1")), NewJob(a_job("job-2"), ONCE)]
     store.begin(ONCE, now=0.0)
     assert not store.add_all(added, now=1.0)
-    assert not store.add_all([(a_job("job-1"), Once("new", "a")), (a_job("job-2"), Once("new", "b"))], now=1.0)
+    assert not store.add_all(
+        [NewJob(a_job("job-1"), Once("new", "a")), NewJob(a_job("job-2"), Once("new", "b"))], now=1.0
+    )
     assert store.page(JobQuery()) == []
     assert store.begin(Once("new", "c"), now=1.0) is None
     assert store.add_all(added, now=KEPT_SECONDS + 1)
@@ -187,7 +191,7 @@ def test_nothing_of_many_is_stored_where_a_key_stands_for_another(store: JobStor
 def test_forgotten_job_is_gone_with_its_labels_and_its_key(store: JobStore) -> None:
     store.begin(ONCE, now=0.0)
     job = a_job("job-1", labels={"team": "nlp"})
-    store.add(job, ONCE)
+    store.add(NewJob(job, ONCE))
     assert not store.delete(replace(job, version=7), {})
     assert store.delete(job, {})
     assert (store.get("job-1"), store.page(JobQuery(labels=(("team", "nlp"),)))) == (None, [])
@@ -197,14 +201,14 @@ def test_forgotten_job_is_gone_with_its_labels_and_its_key(store: JobStore) -> N
 def test_pages_are_newest_first_and_filtered(store: JobStore) -> None:
     for number in range(1, 6):
         labels = {"team": "nlp" if number % 2 else "cv", "n": str(number)}
-        store.add(a_job(f"job-{number}", name=f"n{number}", project="p", labels=labels), None)
+        store.add(NewJob(a_job(f"job-{number}", name=f"n{number}", project="p", labels=labels)))
 
     def ids(query: JobQuery) -> list[str]:
         return [job.id for job in store.page(query)]
 
     assert ids(JobQuery(limit=2)) == ["job-5", "job-4"]
     assert ids(JobQuery(limit=2, after="job-4")) == ["job-3", "job-2"]
-    assert ids(JobQuery(name="n3", project="p")) == ["job-3"]
+    assert ids(JobQuery(name="n3", projects=frozenset({"p"}))) == ["job-3"]
     assert ids(JobQuery(labels=(("team", "nlp"), ("n", "5")))) == ["job-5"]
     assert ids(JobQuery(states=(JobState.RUNNING,))) == []
 
@@ -212,10 +216,13 @@ def test_pages_are_newest_first_and_filtered(store: JobStore) -> None:
 def test_jobs_that_used_the_cluster_between_two_moments(store: JobStore) -> None:
     for number, (started, finished) in enumerate([(10.0, 20.0), (15.0, None), (30.0, 40.0), (None, None)], start=1):
         job = a_job(f"job-{number}", project="p" if number < 3 else "q")
-        store.add(replace(job, started_at=started, finished_at=finished), None)
+        store.add(NewJob(replace(job, started_at=started, finished_at=finished)))
 
     def ids(since: float, until: float, project: str | None = None) -> list[str]:
-        return sorted(job.id for job in store.used_between(since, until, project=project))
+        return sorted(
+            job.id
+            for job in store.used_between(since, until, projects=None if project is None else frozenset({project}))
+        )
 
     assert ids(0.0, 12.0) == ["job-1"]
     assert ids(18.0, 35.0) == ["job-1", "job-2", "job-3"]
@@ -229,25 +236,27 @@ def test_hours_of_deleted_jobs_stay_by_project_and_day(store: JobStore) -> None:
         [("p", {first: Usage(1.0, 2.0, 0.5), second: Usage(0.25)}), ("p", {second: Usage(0.5, 0.5)}), ("q", {})]
     ):
         job = a_job(f"job-{number}", project=project)
-        store.add(job, None)
+        store.add(NewJob(job))
         assert store.delete(job, used)
         assert not store.delete(job, used), "it is gone"
     both = {("p", first): Usage(1.0, 2.0, 0.5), ("p", second): Usage(0.75, 0.5)}
-    assert store.used_by_deleted(first, second) == store.used_by_deleted(first, second, project="p") == both
+    assert (
+        store.used_by_deleted(first, second) == store.used_by_deleted(first, second, projects=frozenset({"p"})) == both
+    )
     assert store.used_by_deleted(second, second) == {("p", second): Usage(0.75, 0.5)}
-    assert store.used_by_deleted(first, second, project="q") == {}
+    assert store.used_by_deleted(first, second, projects=frozenset({"q"})) == {}
 
 
 def test_tickets_follow_every_change_of_a_long_queue(store: JobStore) -> None:
     for number in range(1100):
-        store.add(a_job(f"job-{number:04}"), None)
+        store.add(NewJob(a_job(f"job-{number:04}")))
     assert len(store.tickets()) == 1100, "more than a statement names"
     first, second = store.get("job-0001"), store.get("job-0002")
     assert first is not None
     assert second is not None
     assert store.save(replace(first, state=JobState.FAILED))
     assert store.save(second.begin_attempt(now=1.0).move(JobState.STARTING, now=2.0))
-    store.add(a_job("job-2000"), None)
+    store.add(NewJob(a_job("job-2000")))
     assert store.delete(a_job("job-0003"), {})
     found = {ticket.id: ticket for ticket in store.tickets()}
     assert len(found) == 1099
@@ -261,7 +270,7 @@ def test_tickets_follow_every_change_of_a_long_queue(store: JobStore) -> None:
 def test_tickets_are_of_those_that_hold_room_or_wait_for_some(store: JobStore) -> None:
     running = replace(a_job("job-2", priority=5).begin_attempt(now=3.5), state=JobState.RUNNING)
     for job in (a_job("job-1"), running, replace(a_job("job-3"), state=JobState.FAILED)):
-        store.add(job, None)
+        store.add(NewJob(job))
     assert sorted(store.tickets(), key=lambda ticket: ticket.id) == [Ticket.of(a_job("job-1")), Ticket.of(running)]
     assert store.active() == ["job-2"]
 
@@ -274,7 +283,7 @@ def test_one_at_a_time_decides_about_the_queue(store: JobStore) -> None:
 
 
 def test_whoever_lost_the_lead_can_start_nobody(store: JobStore) -> None:
-    store.add(a_job(), None)
+    store.add(NewJob(a_job()))
     store.lead(Lease("a", now=0.0, until=10.0))
     mine = store.claim("job-1", Lease("a", now=0.0, until=100.0))
     assert mine is not None
@@ -284,7 +293,7 @@ def test_whoever_lost_the_lead_can_start_nobody(store: JobStore) -> None:
 
 
 def test_whoever_leads_needs_no_lease_of_the_job(store: JobStore) -> None:
-    store.add(a_job(), None)
+    store.add(NewJob(a_job()))
     store.claim("job-1", Lease("b", now=0.0, until=1e9))
     store.lead(Lease("a", now=0.0, until=10.0))
     job = store.get("job-1")

@@ -1,0 +1,90 @@
+"""A KeyStore on SQLite or Postgres."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+
+from sqlalchemy import Connection, Engine, Row, insert, select, update
+
+from service.adapters.sql.tables import deeds, keys
+from service.domain.access import Caller, Deed, Key, Role
+
+
+class SqlKeyStore:
+    """Keys and deeds as rows."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def add(self, key: Key, deed: Deed) -> None:
+        """Store a new key."""
+        with self._engine.begin() as connection:
+            connection.execute(insert(keys).values(asdict(key) | {"roles": json.dumps(key.roles)}))
+            write_deeds(connection, [deed])
+
+    def get(self, key_id: str) -> Key | None:
+        """The key with this id."""
+        with self._engine.connect() as connection:
+            row = connection.execute(select(keys).where(keys.c.id == key_id)).first()
+        return _key(row) if row is not None else None
+
+    def all(self) -> list[Key]:
+        """Every key there was, newest first."""
+        with self._engine.connect() as connection:
+            return [_key(row) for row in connection.execute(select(keys).order_by(keys.c.id.desc()))]
+
+    def revoke(self, key_id: str, *, now: float, deed: Deed) -> bool:
+        """Let a key open nothing from now on; False: it was revoked before, and the first time stays."""
+        mine = update(keys).where(keys.c.id == key_id, keys.c.revoked_at.is_(None)).values(revoked_at=now)
+        with self._engine.begin() as connection:
+            if connection.execute(mine).rowcount != 1:
+                return False
+            write_deeds(connection, [deed])
+        return True
+
+    def record(self, deed: Deed) -> None:
+        """Write down what was done to something that is not in the database."""
+        with self._engine.begin() as connection:
+            write_deeds(connection, [deed])
+
+    def deeds(self, projects: frozenset[str] | None, *, after: int | None, limit: int) -> list[tuple[int, Deed]]:
+        """What was done in these projects, newest first, before a deed of this number; None: all of it."""
+        query = select(deeds).order_by(deeds.c.number.desc()).limit(limit)
+        if projects is not None:
+            query = query.where(deeds.c.project.in_(projects))
+        if after is not None:
+            query = query.where(deeds.c.number < after)
+        with self._engine.connect() as connection:
+            return [(row.number, _deed(row)) for row in connection.execute(query)]
+
+
+def write_deeds(connection: Connection, done: Iterable[Deed | None]) -> None:
+    """In the transaction of what they tell of."""
+    rows = [
+        {
+            "time": deed.time,
+            "key_id": deed.caller.id,
+            "key_name": deed.caller.name,
+            "request_id": deed.caller.request_id,
+            "action": deed.action,
+            "project": deed.project,
+            "target": deed.target,
+            "before": json.dumps(dict(deed.before)),
+            "after": json.dumps(dict(deed.after)),
+        }
+        for deed in done
+        if deed is not None
+    ]
+    if rows:
+        connection.execute(insert(deeds), rows)
+
+
+def _key(row: Row[tuple[object, ...]]) -> Key:
+    roles = {project: Role(role) for project, role in json.loads(row.roles).items()}
+    return Key(**dict(row._mapping) | {"roles": roles})
+
+
+def _deed(row: Row[tuple[object, ...]]) -> Deed:
+    caller = Caller(row.key_id, row.key_name, {}, row.request_id)
+    before, after = json.loads(row.before), json.loads(row.after)
+    return Deed(row.time, caller, row.action, row.project, row.target, before, after)

@@ -1,0 +1,88 @@
+"""Who may do what: keys, the roles that they give in projects, and the record of what was done with them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from pydantic import JsonValue
+
+ANY = "*"
+"""In the place of a project: every one, those to come as well."""
+
+
+class Role(StrEnum):
+    """What one may do in a project; each may do what those before it may."""
+
+    VIEWER = "viewer"
+    EDITOR = "editor"
+    ADMIN = "admin"
+
+    def covers(self, other: "Role") -> bool:
+        """Whether it is the other one or more than it."""
+        ranks = list(Role)
+        return ranks.index(self) >= ranks.index(other)
+
+
+Roles = Mapping[str, Role]
+"""By project, or for ANY."""
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who calls: the key that was sent, and what it opens."""
+
+    id: str
+    name: str
+    roles: Roles
+    request_id: str = ""
+
+    def may(self, role: Role, project: str) -> bool:
+        """Whether it has at least this role in a project."""
+        return any(self.roles[scope].covers(role) for scope in (project, ANY) if scope in self.roles)
+
+    def projects(self, role: Role) -> frozenset[str] | None:
+        """Where it has at least this role; None: everywhere."""
+        return None if self.may(role, ANY) else frozenset(one for one in self.roles if self.may(role, one))
+
+    @property
+    def scope(self) -> str:
+        """What its Idempotency-Keys are told apart by from those of others."""
+        return "" if self.id == OPERATOR.id else self.id
+
+
+OPERATOR = Caller("operator", "operator", {ANY: Role.ADMIN})
+"""Whoever can read $TRAINSHED_HOME/admin.key."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """What opens the service to somebody; of its secret only the SHA-256 is known. Times are Unix seconds."""
+
+    id: str
+    name: str
+    roles: Roles
+    sha256: str
+    created_at: float
+    created_by: str
+    expires_at: float | None = None
+    revoked_at: float | None = None
+
+    def opens(self, now: float) -> bool:
+        """Whether it is neither revoked nor over."""
+        return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
+
+
+@dataclass(frozen=True)
+class Deed:
+    """One write, for the audit log: who did what, and what it changed."""
+
+    time: float
+    caller: Caller
+    action: str
+    """`<noun>.<verb>`: job.pause."""
+    project: str
+    """ANY where it is about several."""
+    target: str
+    """The id of what was changed."""
+    before: Mapping[str, JsonValue] = field(default_factory=dict)
+    after: Mapping[str, JsonValue] = field(default_factory=dict)
