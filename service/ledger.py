@@ -1,9 +1,7 @@
 """What a user can ask of the checkpoints of a job: list, verify, pin, export."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-
-from pydantic import JsonValue
 
 from service.domain.access import Caller, Role
 from service.domain.job import Job
@@ -41,18 +39,24 @@ class Ledger:
 
     def pin(self, job_id: str, step: int) -> Checkpoint:
         """Keep a checkpoint whatever retention says."""
-        job = self.jobs.find(job_id, Role.EDITOR)
+        job = self._to_pin(job_id, step, pinned=True)
         if not self.run_dirs.pin(job.run_dir, step):
             raise CheckpointNotFound(job_id, step)
-        self._record("pin", job, step, {"pinned": True})
         return self._find(job_id, step)
 
     def unpin(self, job_id: str, step: int) -> Checkpoint:
         """Leave a checkpoint to retention again."""
-        job = self.jobs.find(job_id, Role.EDITOR)
+        job = self._to_pin(job_id, step, pinned=False)
         self.run_dirs.unpin(job.run_dir, step)
-        self._record("unpin", job, step, {"pinned": False})
         return self._find(job_id, step)
+
+    def _to_pin(self, job_id: str, step: int, *, pinned: bool) -> Job:
+        job = self.jobs.find(job_id, Role.EDITOR)
+        if self._find(job_id, step).pinned != pinned:
+            # First: the log may tell of what a crash has kept from being done, but not leave out what was.
+            before, after = ({"step": step, "pinned": is_so} for is_so in (not pinned, pinned))
+            self.audit.record(self.jobs.deed("pin" if pinned else "unpin", job, before, after))
+        return job
 
     def export(self, job_id: str, step: int, wish: ExportWish) -> ExportStatus:
         """Make a Hugging Face folder of a checkpoint, once; how far it is. Raises InvalidRequest, Busy."""
@@ -72,7 +76,9 @@ class Ledger:
             )
         # It may be refused: nobody should be told that it runs before it does.
         self.tools.export(job.run_dir, step, wish)
-        self._record("export", job, step, {"dtype": wish.dtype, "weights": wish.weights})
+        self.audit.record(
+            self.jobs.deed("export", job, {}, {"step": step, "dtype": wish.dtype, "weights": wish.weights})
+        )
         begun = ExportStatus(step=step, wish=wish, state="running", time=self.clock())
         if self.run_dirs.exported(job.run_dir, step, wish, now=self.clock()) == status:
             # It has not said anything yet.
@@ -85,9 +91,6 @@ class Ledger:
         if status is None:
             raise ExportNotFound(step)
         return status
-
-    def _record(self, action: str, job: Job, step: int, after: Mapping[str, JsonValue]) -> None:
-        self.audit.record(self.jobs.deed(action, job, {}, {"step": step} | dict(after)))
 
     def _find(self, job_id: str, step: int) -> Checkpoint:
         found = next((c for c in self.checkpoints(job_id) if c.manifest.step == step), None)

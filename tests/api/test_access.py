@@ -1,0 +1,223 @@
+"""Who gets what answer: every call, every role, in one's own project and in another, and keys that open nothing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from service.adapters.memory import MemoryJobStore
+from service.domain.access import ANY, Role
+from tests.support.service import KEY, FakeService, spec_body
+
+PUBLIC = {("get", "/healthz"), ("get", "/readyz")}
+ABOUT_ALL = {("get", path) for path in ("/jobs", "/usage", "/keys", "/audit", "/me")}
+"""What answers with as much as the caller may see, be it nothing."""
+SHUT = ("none", "unknown", "revoked", "expired")
+Call = tuple[str, str]
+
+
+def calls() -> list[Call]:
+    """Every call that there is: a new one is in the matrix before anybody thinks of it."""
+    paths = FakeService(Path("/nowhere")).app().openapi()["paths"]
+    return [(method, path) for path, methods in paths.items() for method in methods]
+
+
+class World:
+    """A service with a job, and a key to it, in a project."""
+
+    def __init__(self, root: Path, project: str) -> None:
+        self.service = FakeService(root)
+        self.project = project
+        self.client = self.service.client()
+        self.job = self.client.post("/jobs", content=spec_body(project=project)).json()["id"]
+        self.target, _ = self.key({project: "viewer"})
+
+    def key(self, roles: dict[str, str], **fields: Any) -> tuple[str, str]:
+        """The id and the secret of a new key."""
+        answer = self.client.post("/keys", json={"name": "somebody", "roles": roles} | fields)
+        assert answer.status_code == 201, answer.text
+        return answer.json()["key"]["id"], answer.json()["secret"]
+
+    def written(self) -> tuple[object, ...]:
+        """All jobs and keys."""
+        assert isinstance(self.service.store, MemoryJobStore)
+        return dict(self.service.store.jobs), dict(self.service.keys.keys)
+
+    def secret(self, kind: str) -> str | None:
+        """What somebody sends."""
+        if kind in ("none", "unknown"):
+            return None if kind == "none" else f"trainshed_0001_{'0' * 64}"
+        soon = "1970-01-01T00:16:50Z"
+        key_id, secret = self.key(
+            {"own": kind if kind in list(Role) else "admin"}, expires_at=soon if kind == "expired" else None
+        )
+        if kind == "revoked":
+            assert self.client.delete(f"/keys/{key_id}").status_code == 204
+        if kind == "expired":
+            self.service.clock.now = 1010.0
+        return secret
+
+    def ask(self, call: Call, secret: str | None) -> Any:
+        """What somebody with this key is answered."""
+        method, path = call
+        path = path.format(job_id=self.job, step=10, key_id=self.target)
+        bodies = {
+            "/jobs": spec_body(project=self.project),
+            "/jobs/plan": spec_body(project=self.project),
+            "/keys": json.dumps({"name": "new", "roles": {self.project: "viewer"}}),
+        }
+        headers = {"authorization": f"Bearer {secret}" if secret else ""}
+        return self.client.request(method, path, content=bodies.get(path, ""), headers=headers)
+
+
+def code_of(answer: Any) -> tuple[int, str | None]:
+    """The status, and the code of a problem."""
+    return answer.status_code, answer.json().get("code") if answer.content and answer.status_code >= 400 else None
+
+
+def expected(call: Call, kind: str, project: str, best: tuple[int, str | None]) -> tuple[int, str | None]:
+    """What somebody is answered, where the operator is answered `best`."""
+    method, path = call
+    if call in PUBLIC:
+        return best
+    if kind in SHUT:
+        return 401, "unauthorized"
+    if call in ABOUT_ALL:
+        return 200, None
+    keys = path.startswith("/keys")
+    needed = Role.ADMIN if keys else Role.VIEWER if method == "get" else Role.EDITOR
+    if project == "own" and Role(kind).covers(needed):
+        return best
+    if path == "/keys/{key_id}":
+        return 404, "key_not_found"
+    return (404, "job_not_found") if project == "other" and "{job_id}" in path else (403, "forbidden")
+
+
+@pytest.mark.parametrize("project", ["own", "other"])
+@pytest.mark.parametrize("kind", [*Role, *SHUT])
+@pytest.mark.parametrize("call", calls(), ids=" ".join)
+def test_every_call_answers_each_caller_as_its_role_says(tmp_path: Path, call: Call, kind: str, project: str) -> None:
+    best = code_of(World(tmp_path / "best", project).ask(call, KEY))
+    world = World(tmp_path / "world", project)
+    secret = world.secret(kind)
+    before, deeds = world.written(), len(world.service.keys.done)
+    answer = code_of(world.ask(call, secret))
+    assert answer == expected(call, kind, project, best)
+    changed = world.written() != before
+    assert len(world.service.keys.done) == deeds + changed, "what was written is in the audit log, and nothing else"
+    assert not changed or (answer[0] < 300 and call[0] != "get")
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path, "own")
+
+
+def test_lists_hold_what_the_caller_may_see(world: World) -> None:
+    other = world.client.post("/jobs", content=spec_body(project="other")).json()["id"]
+    secret = world.secret("viewer")
+    mine = {"authorization": f"Bearer {secret}"}
+    assert [job["id"] for job in world.client.get("/jobs", headers=mine).json()["data"]] == [world.job]
+    assert world.client.get("/jobs?project=other", headers=mine).json()["data"] == []
+    assert [job["id"] for job in world.client.get("/jobs").json()["data"]] == [other, world.job]
+    assert world.client.get("/audit", headers=mine).json()["data"] == []
+    assert world.client.get("/me", headers=mine).json()["roles"] == {"own": "viewer"}
+
+
+def test_secret_is_shown_once_and_not_kept(world: World) -> None:
+    key_id, secret = world.key({"own": "editor", "b": "viewer"})
+    assert secret.startswith(f"trainshed_{key_id.removeprefix('key-')}_")
+    assert len(bytes.fromhex(secret.rpartition("_")[2])) == 32
+    assert secret not in world.client.get("/keys").text + world.client.get("/audit").text
+    assert secret.rpartition("_")[2] not in repr(world.service.keys)
+
+
+def test_key_with_another_secret_opens_nothing(world: World) -> None:
+    _, secret = world.key({"own": "admin"})
+    for wrong in (secret[:-1] + "x", secret[:-65], "trainshed", "trainshed__", f"trainshed_nobody_{'0' * 64}", "ü"):
+        answer = world.client.get("/me", headers=[(b"authorization", f"Bearer {wrong}".encode())])
+        assert code_of(answer) == (401, "unauthorized")
+    assert world.client.get("/me", headers={"authorization": f"bearer {secret}"}).status_code == 200
+
+
+def test_nobody_lets_others_in_further_than_oneself(world: World) -> None:
+    _, secret = world.key({"own": "admin"})
+    mine = {"authorization": f"Bearer {secret}"}
+    for roles in ({"own": "admin", "other": "viewer"}, {ANY: "viewer"}):
+        assert world.client.post("/keys", json={"name": "x", "roles": roles}, headers=mine).status_code == 403
+    both, _ = world.key({"own": "editor", "other": "viewer"})
+    assert both in [key["id"] for key in world.client.get("/keys", headers=mine).json()["data"]]
+    assert code_of(world.client.delete(f"/keys/{both}", headers=mine)) == (403, "forbidden")
+
+
+@pytest.mark.parametrize(
+    ("body", "pointer"),
+    [
+        ({"name": "", "roles": {"own": "viewer"}}, "/name"),
+        ({"name": "x", "roles": {}}, "/roles"),
+        ({"name": "x", "roles": {"own": "owner"}}, "/roles/own"),
+        ({"name": "x", "roles": {"Own!": "viewer"}}, "/roles/Own!/[key]"),
+        ({"name": "x", "roles": {"own": "viewer"}, "expires_at": "1970-01-01T00:00:01Z"}, "/expires_at"),
+        ({"name": "x", "roles": {"own": "viewer"}, "expires_at": "2026-01-01"}, "/expires_at"),
+    ],
+)
+def test_key_that_makes_no_sense_is_refused(world: World, body: dict[str, Any], pointer: str) -> None:
+    answer = world.client.post("/keys", json=body)
+    assert (answer.status_code, answer.json()["errors"][0]["pointer"]) == (422, pointer)
+
+
+def test_same_idempotency_key_of_two_callers_makes_two_jobs(world: World) -> None:
+    found = [
+        world.client.post(
+            "/jobs",
+            content=spec_body(project="own"),
+            headers={"authorization": f"Bearer {secret}", "idempotency-key": "k"},
+        )
+        for secret in (KEY, world.secret("editor"), world.secret("editor"))
+        for _ in range(2)
+    ]
+    assert [answer.status_code for answer in found] == [201, 200] * 3
+    assert len({answer.json()["id"] for answer in found}) == 3
+
+
+def test_clone_needs_to_see_the_one_and_to_edit_where_the_other_goes(world: World) -> None:
+    _, secret = world.key({"own": "viewer", "mine": "editor"})
+    mine = {"authorization": f"Bearer {secret}"}
+    path = f"/jobs/{world.job}/clone"
+    assert code_of(world.client.post(path, json={}, headers=mine)) == (403, "forbidden")
+    answer = world.client.post(path, json={"overrides": {"project": "mine"}}, headers=mine)
+    assert (answer.status_code, answer.json()["project"]) == (201, "mine")
+
+
+def test_audit_log_tells_who_did_what_and_what_it_changed(world: World) -> None:
+    key_id, secret = world.key({"own": "editor"})
+    headers = {"authorization": f"Bearer {secret}", "x-request-id": "abc-1"}
+    assert world.client.post(f"/jobs/{world.job}/pause", headers=headers).status_code == 200
+    assert world.client.post(f"/jobs/{world.job}/pause", headers=headers).status_code == 200
+    first = world.client.get("/audit?limit=1").json()
+    (deed,) = first["data"]
+    assert {name: deed[name] for name in ("key_id", "key_name", "request_id", "action", "project", "target")} == {
+        "key_id": key_id,
+        "key_name": "somebody",
+        "request_id": "abc-1",
+        "action": "job.pause",
+        "project": "own",
+        "target": world.job,
+    }
+    assert (deed["before"]["state"], deed["after"]["state"]) == ("QUEUED", "PAUSING")
+    rest = world.client.get(f"/audit?after={first['next']}").json()
+    assert [one["action"] for one in rest["data"]] == ["key.create", "key.create", "job.submit"]
+    assert not rest["has_more"]
+
+
+def test_every_answer_has_the_id_of_its_request(world: World) -> None:
+    given = [world.client.get("/healthz", headers={"x-request-id": sent}) for sent in ("mine.1", "not plain", "x" * 65)]
+    found = [answer.headers["x-request-id"] for answer in given]
+    assert found[0] == "mine.1"
+    assert len(set(found)) == 3
+    assert all(len(one) == 26 for one in found[1:])
+    refused = world.client.get("/jobs", headers={"authorization": "", "x-request-id": "r1"})
+    assert refused.headers["x-request-id"] == "r1"
+    assert TestClient(world.service.app(), base_url="http://evil").get("/jobs").headers["x-request-id"]

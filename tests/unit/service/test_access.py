@@ -1,0 +1,112 @@
+"""Roles by project, and the contract of a KeyStore: in memory, on SQLite and, where its binaries are, on Postgres."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.adapters.memory import MemoryJobStore, MemoryKeyStore
+from service.adapters.sql.access import SqlKeyStore
+from service.adapters.sql.database import open_database
+from service.adapters.sql.store import SqlJobStore
+from service.adapters.sql.tables import metadata
+from service.domain.access import ANY, Caller, Deed, Key, Role
+from service.domain.job import Wish
+from service.ports import JobStore, KeyStore, NewJob
+from tests.support.service import a_job
+
+ROLES = st.dictionaries(st.sampled_from(["a", "b", ANY]), st.sampled_from(Role))
+ALICE = Caller("key-1", "alice", {}, "request-1")
+Stores = tuple[JobStore, KeyStore]
+
+
+@pytest.fixture(params=["memory", "sqlite", "postgres"])
+def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stores]:
+    if request.param == "memory":
+        memory = MemoryJobStore()
+        yield memory, MemoryKeyStore(memory.deeds)
+        return
+    url = request.getfixturevalue("postgres") if request.param == "postgres" else f"sqlite:///{tmp_path / 'jobs.db'}"
+    engine = open_database(url)
+    yield SqlJobStore(engine), SqlKeyStore(engine)
+    with engine.begin() as connection:
+        for table in reversed(metadata.sorted_tables):
+            connection.execute(table.delete())
+    engine.dispose()
+
+
+def a_key(number: int, **roles: Role) -> Key:
+    return Key(f"key-{number}", "bob", roles or {"a": Role.EDITOR}, "ab" * 32, 1.5, "operator", expires_at=9.5)
+
+
+def a_deed(action: str, project: str = "default", target: str = "job-1") -> Deed:
+    return Deed(2.5, ALICE, action, project, target, {"state": "QUEUED"}, {"state": "PAUSED", "step": 3})
+
+
+@given(ROLES)
+def test_a_role_is_had_where_it_or_a_higher_one_was_given(roles: dict[str, Role]) -> None:
+    caller, ranks = Caller("key-1", "bob", roles), list(Role)
+    for project in ("a", "b", "c"):
+        given_here = [ranks.index(roles[scope]) for scope in (project, ANY) if scope in roles]
+        for role in Role:
+            assert caller.may(role, project) == any(rank >= ranks.index(role) for rank in given_here)
+            seen = caller.projects(role)
+            assert caller.may(role, project) == (seen is None or project in seen)
+
+
+def test_a_key_opens_until_it_is_over_or_revoked() -> None:
+    key = a_key(1)
+    assert [key.opens(now) for now in (0.0, 9.4, 9.5, 10.0)] == [True, True, False, False]
+    assert not replace(key, revoked_at=5.0).opens(5.0)
+    assert replace(key, expires_at=None).opens(1e12)
+
+
+def test_keys_come_back_as_they_were_stored_and_are_revoked_once(stores: Stores) -> None:
+    _, keys = stores
+    first, second = a_key(1), a_key(2, a=Role.VIEWER, b=Role.ADMIN)
+    for key in (first, second):
+        keys.add(key, a_deed("key.create", target=key.id))
+    assert keys.get("key-2") == second
+    assert keys.get("key-3") is None
+    assert keys.all() == [second, first]
+    assert keys.revoke("key-1", now=4.0, deed=a_deed("key.revoke"))
+    assert not keys.revoke("key-1", now=5.0, deed=a_deed("key.revoke"))
+    assert not keys.revoke("key-3", now=5.0, deed=a_deed("key.revoke"))
+    assert keys.get("key-1") == replace(first, revoked_at=4.0)
+    assert [deed.action for _, deed in keys.deeds(None, after=None, limit=9)] == [
+        "key.revoke",
+        "key.create",
+        "key.create",
+    ]
+
+
+def test_a_deed_is_written_with_what_it_tells_of_or_not_at_all(stores: Stores) -> None:
+    jobs, keys = stores
+    job = a_job()
+    jobs.add(NewJob(job, deed=a_deed("job.submit")))
+    assert jobs.add_all([NewJob(a_job("job-2"), deed=a_deed("job.submit", target="job-2"))], now=0.0)
+    paused = replace(job, wish=Wish("pause", checkpoint=True, deadline=5.0))
+    assert jobs.save(paused, deed=a_deed("job.pause"))
+    assert not jobs.save(paused, deed=a_deed("job.pause")), "the version has changed"
+    assert not jobs.save(a_job(), owner="me", deed=a_deed("job.pause")), "nobody has its lease"
+    assert not jobs.delete(job, {}, a_deed("job.delete"))
+    newest = jobs.get("job-1")
+    assert newest is not None
+    assert jobs.delete(newest, {}, a_deed("job.delete"))
+    found = [deed for _, deed in keys.deeds(None, after=None, limit=9)]
+    assert [deed.action for deed in found] == ["job.delete", "job.pause", "job.submit", "job.submit"]
+    assert found[1] == a_deed("job.pause")
+
+
+def test_deeds_are_paged_and_those_of_other_projects_left_out(stores: Stores) -> None:
+    _, keys = stores
+    for number in range(6):
+        keys.record(a_deed(f"job.{number}", project="ab"[number % 2]))
+    first = keys.deeds(frozenset({"a"}), after=None, limit=2)
+    assert [deed.action for _, deed in first] == ["job.4", "job.2"]
+    rest = keys.deeds(frozenset({"a"}), after=first[-1][0], limit=2)
+    assert [deed.action for _, deed in rest] == ["job.0"]
+    assert keys.deeds(frozenset(), after=None, limit=9) == []
