@@ -34,7 +34,9 @@ def main() -> None:
 def supervisors() -> list[int]:
     """Memory of each supervisor that is its own (USS), once they are there."""
     time.sleep(5)
-    found = [process for process in psutil.process_iter(["cmdline"]) if "JobSupervisor" in " ".join(process.cmdline())]
+    # What was read once: any other process of the machine may end meanwhile.
+    everybody = psutil.process_iter(["cmdline"])
+    found = [process for process in everybody if "JobSupervisor" in " ".join(process.info["cmdline"] or ())]
     return [process.memory_full_info().uss for process in found]
 
 
