@@ -7,6 +7,7 @@ from typing import TypeVar
 import httpx
 from pydantic import BaseModel, JsonValue, ValidationError
 
+from service.api.access_schemas import DeedOut, KeyIn, Keys, Me, NewKey
 from service.api.ledger_schemas import CheckpointOut, Checkpoints, ExportIn, ExportOut, Verified
 from service.api.plan_schemas import PlanOut
 from service.api.schemas import (
@@ -15,6 +16,7 @@ from service.api.schemas import (
     JobOut,
     JobPage,
     LinePage,
+    Page,
     PauseIn,
     ProblemDetails,
     ResumeIn,
@@ -158,6 +160,28 @@ class Client:
         """Begin to make a Hugging Face folder of a checkpoint."""
         body = (wish or ExportIn()).model_dump_json()
         return _parse(ExportOut, self._http.post(f"/jobs/{job_id}/checkpoints/{step}/export", content=body))
+
+    def create_key(self, wish: KeyIn) -> NewKey:
+        """Make a key; its secret is in this answer alone."""
+        return _parse(NewKey, self._http.post("/keys", content=wish.model_dump_json()))
+
+    def keys(self) -> Keys:
+        """The keys that open a project of which one is an admin, newest first."""
+        return self._get(Keys, "/keys", {})
+
+    def revoke_key(self, key_id: str) -> None:
+        """Let a key open nothing from now on."""
+        answer = self._http.delete(f"/keys/{key_id}")
+        if not answer.is_success:
+            raise _error(answer)
+
+    def me(self) -> Me:
+        """What the key in use opens."""
+        return self._get(Me, "/me", {})
+
+    def audit(self, *, project: str | None = None, after: int | None = None, limit: int = 50) -> Page[DeedOut]:
+        """A page of the writes in projects of which one is an admin, newest first."""
+        return self._get(Page[DeedOut], "/audit", {"project": project, "after": after, "limit": limit})
 
     def _get(self, kind: type[T], path: str, params: Params) -> T:
         given = {name: value for name, value in params.items() if value not in (None, [])}

@@ -80,7 +80,7 @@ def _configure_logs() -> None:
     )
     stamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
     structlog.configure(
-        processors=[structlog.processors.add_log_level, stamp, renderer],
+        processors=[structlog.contextvars.merge_contextvars, structlog.processors.add_log_level, stamp, renderer],
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
 

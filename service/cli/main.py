@@ -10,6 +10,7 @@ import typer
 
 from service.api.ledger_schemas import ExportIn
 from service.api.schemas import LinePage
+from service.cli import keys
 from service.cli.changes import read_changes
 from service.cli.connect import connect
 from service.cli.show import (
@@ -27,6 +28,10 @@ from train_loop.run_dir import storage_path
 
 _LOOK_SECONDS = 1.0
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Distributed training jobs that survive faults.")
+
+app.add_typer(keys.app, name="keys")
+app.command()(keys.whoami)
+app.command()(keys.audit)
 
 SpecFile = Annotated[Path, typer.Argument(help="job spec in YAML or JSON; - reads standard input", allow_dash=True)]
 JobId = Annotated[str, typer.Argument(help="id of a job, as `trainshed ps` shows it")]

@@ -6,9 +6,11 @@ from datetime import datetime
 from pydantic import BaseModel, JsonValue
 from rich.console import Console
 
+from service.api.access_schemas import DeedOut, KeyOut, Me
 from service.api.ledger_schemas import Checkpoints
 from service.api.plan_schemas import PlanOut
 from service.api.schemas import JobOut
+from service.domain.access import Role
 
 _console = Console(highlight=False, soft_wrap=True)
 _notes = Console(highlight=False, soft_wrap=True, stderr=True)
@@ -87,6 +89,44 @@ def show_checkpoints(checkpoints: Checkpoints) -> None:
         for c in checkpoints.data
     )
     _table(("step", "tokens", "size", "attempt", "time", "", "metrics"), rows)
+
+
+def show_keys(keys: Iterable[KeyOut]) -> None:
+    """Keys, one per row."""
+    rows = (
+        (
+            key.id,
+            key.name,
+            f"{key.created_at:%F}",
+            "revoked" if key.revoked_at else f"until {key.expires_at:%F %T}" if key.expires_at else "",
+            _roles(key.roles),
+        )
+        for key in keys
+    )
+    _table(("id", "name", "created", "", "roles"), rows)
+
+
+def show_me(me: Me) -> None:
+    """Whose key is in use."""
+    _facts({"id": me.id, "name": me.name, "roles": _roles(me.roles)})
+
+
+def show_deeds(deeds: Iterable[DeedOut]) -> None:
+    """The audit log, one write per row."""
+    rows = (
+        (str(deed.number), f"{deed.time:%F %T}", deed.key_name, deed.action, deed.target, deed.project, _changes(deed))
+        for deed in deeds
+    )
+    _table(("number", "time", "who", "what", "to", "project", "changes"), rows)
+
+
+def _roles(roles: Mapping[str, Role]) -> str:
+    return " ".join(f"{project}={role}" for project, role in roles.items())
+
+
+def _changes(deed: DeedOut) -> str:
+    names = dict.fromkeys((*deed.before, *deed.after))
+    return ", ".join(f"{name}: {deed.before.get(name)} → {deed.after.get(name)}" for name in names)
 
 
 def show_line(line: Mapping[str, JsonValue]) -> None:

@@ -135,3 +135,35 @@ def test_missing_key_and_missing_file_say_what_to_do(home: Path) -> None:
     (home / "admin.key").unlink()
     answer = run("ps")
     assert (answer.exit_code, "start the service first, or set TRAINSHED_KEY" in answer.stderr) == (1, True)
+
+
+def test_keys_from_create_to_revoke(home: Path, service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = run("keys", "create", "alice", "--role", "nlp=editor", "--role", "default=viewer", "--days", "30")
+    assert (made.exit_code, made.stdout.count("\n")) == (0, 1), made.stderr
+    assert made.stderr.startswith("key-0001; keep the line above")
+    run("submit", str(home / "spec.json"))
+    assert "key-0001" in run("keys", "ls").stdout
+    assert "nlp=editor default=viewer" in run("keys", "ls").stdout
+    assert "job.submit" in run("audit", "--limit", "1").stdout
+    assert json.loads(run("audit", "--json", "--project", "default").stdout)["data"][0]["key_id"] == "operator"
+    monkeypatch.setenv("TRAINSHED_KEY", made.stdout.strip())
+    assert "nlp=editor default=viewer" in run("whoami").stdout
+    assert "job-0001" in run("ps").stdout
+    refused = run("cancel", "job-0001")
+    assert (refused.exit_code, refused.stderr) == (
+        1,
+        "trainshed: key 'alice' is no editor of project 'default'; ask an admin of it for one\n",
+    )
+    monkeypatch.delenv("TRAINSHED_KEY")
+    assert run("keys", "revoke", "key-0001").stdout == "key-0001 opens nothing any more\n"
+    monkeypatch.setenv("TRAINSHED_KEY", made.stdout.strip())
+    assert "opens nothing, or not any more" in run("whoami").stderr
+
+
+@pytest.mark.parametrize("role", ["nlp", "nlp=owner", "=viewer", "N!=viewer"])
+def test_a_key_that_makes_no_sense_is_not_made(home: Path, service: FakeService, role: str) -> None:
+    refused = run("keys", "create", "alice", "--role", role)
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert refused.stderr.startswith("trainshed: roles/")
+    assert refused.stderr.endswith("; write --role nlp=editor\n")
+    assert service.keys.all() == []

@@ -15,9 +15,11 @@ from alembic.migration import MigrationContext
 from alembic.operations import Operations
 from sqlalchemy import MetaData, Table, create_engine
 
+from service.adapters.sql.access import SqlKeyStore
 from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
 from service.adapters.sql.tables import metadata
+from service.domain.access import OPERATOR, Deed, Key, Role
 from service.domain.job import JobState, Lineage, Wish
 from service.domain.reason import Code, Reason
 from service.domain.ticket import Ticket
@@ -175,6 +177,28 @@ def test_hours_of_deleted_jobs_are_gone_where_nobody_knows_of_them_and_jobs_are_
     store = SqlJobStore(engine := open_database(database))
     assert store.used_by_deleted(day, day) == {}
     assert store.get("job-2") == a_job("job-2")
+    engine.dispose()
+
+
+def test_keys_are_gone_where_nobody_knows_of_them_and_what_they_submitted_is_not(database: str) -> None:
+    engine = open_database(database)
+    store, keys = SqlJobStore(engine), SqlKeyStore(engine)
+    key = Key("key-1", "alice", {"nlp": Role.EDITOR}, "ab" * 32, 1.0, "operator")
+    deed = Deed(1.0, OPERATOR, "key.create", "nlp", "key-1", {}, {"name": "alice"})
+    keys.add(key, deed)
+    assert [one for _, one in keys.deeds(None, after=None, limit=9)] == [
+        replace(deed, caller=replace(OPERATOR, roles={}))
+    ]
+    for number, once in enumerate((ONCE, Once("k" * 255, "sha", scope="key-01m7y52wjcsrqx0er877149vvx"))):
+        assert store.begin(once, now=1.0) is None
+        store.add(NewJob(a_job(f"job-{number}"), once))
+    engine.dispose()
+    open_database(database, revision="0004").dispose()
+    engine = open_database(database)
+    store, keys = SqlJobStore(engine), SqlKeyStore(engine)
+    assert keys.all() == [item for _, item in keys.deeds(None, after=None, limit=9)] == []
+    assert store.begin(ONCE, now=2.0) == a_job("job-0")
+    assert store.get("job-1") == a_job("job-1")
     engine.dispose()
 
 

@@ -1,0 +1,97 @@
+"""What goes over the wire of keys and of the audit log."""
+
+from typing import Annotated
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, JsonValue
+
+from service.api.schemas import Time, as_time
+from service.domain.access import ANY, Deed, Key, Role
+
+Project = Annotated[str, Field(pattern=rf"^([a-z0-9]([-a-z0-9]*[a-z0-9])?|\{ANY})$", max_length=40)]
+
+
+class KeyIn(BaseModel):
+    """A key that is to be made."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(min_length=1, max_length=64, description="whose it is")
+    roles: dict[Project, Role] = Field(min_length=1, max_length=64, description=f"by project; {ANY} stands for all")
+    expires_at: AwareDatetime | None = None
+
+
+class KeyOut(BaseModel):
+    """A key, without what it opens the service with."""
+
+    id: str
+    name: str
+    roles: dict[str, Role]
+    created_at: Time
+    created_by: str = Field(description="id of a key; `operator` is the one in $TRAINSHED_HOME/admin.key")
+    expires_at: Time | None
+    revoked_at: Time | None
+
+    @classmethod
+    def of(cls, key: Key) -> "KeyOut":
+        """From the domain."""
+        return cls(
+            id=key.id,
+            name=key.name,
+            roles=dict(key.roles),
+            created_at=as_time(key.created_at),
+            created_by=key.created_by,
+            expires_at=None if key.expires_at is None else as_time(key.expires_at),
+            revoked_at=None if key.revoked_at is None else as_time(key.revoked_at),
+        )
+
+
+class NewKey(BaseModel):
+    """A key that was made just now."""
+
+    key: KeyOut
+    secret: str = Field(description="what goes behind `Authorization: Bearer`; it is not shown again")
+
+
+class Keys(BaseModel):
+    """Keys, newest first."""
+
+    data: list[KeyOut]
+
+
+class DeedOut(BaseModel):
+    """A write: who did what, and what it changed."""
+
+    number: int
+    time: Time
+    key_id: str
+    key_name: str
+    request_id: str
+    action: str
+    project: str
+    target: str
+    before: dict[str, JsonValue]
+    after: dict[str, JsonValue]
+
+    @classmethod
+    def of(cls, number: int, deed: Deed) -> "DeedOut":
+        """From the domain."""
+        return cls(
+            number=number,
+            time=as_time(deed.time),
+            key_id=deed.caller.id,
+            key_name=deed.caller.name,
+            request_id=deed.caller.request_id,
+            action=deed.action,
+            project=deed.project,
+            target=deed.target,
+            before=dict(deed.before),
+            after=dict(deed.after),
+        )
+
+
+class Me(BaseModel):
+    """Who the caller is."""
+
+    id: str
+    name: str
+    roles: dict[str, Role]
