@@ -1,6 +1,7 @@
 """Who may call: the Host header, the bearer key, and the size of what they send."""
 
 import re
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, TypeVar
@@ -11,10 +12,9 @@ from fastapi.security.base import SecurityBase
 from fastapi.security.utils import get_authorization_scheme_param
 from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from structlog.contextvars import bound_contextvars
-from ulid import ULID
+from structlog.contextvars import bind_contextvars
 
 from service.access import Access
 from service.api.problems import problem
@@ -23,7 +23,7 @@ from service.errors import BodyTooLarge, HostRefused, InvalidRequest, Unauthoriz
 from train_loop.spec import Problem
 
 T = TypeVar("T", bound=BaseModel)
-_REQUEST_ID = "X-Request-Id"
+_REQUEST_ID = b"x-request-id"
 
 
 @dataclass(frozen=True)
@@ -98,17 +98,18 @@ class RequestIds:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        sent = Headers(scope=scope).get(_REQUEST_ID, "")
-        request_id = sent if re.fullmatch(r"[-\w.:]{1,64}", sent, re.ASCII) else str(ULID()).lower()
-        scope.setdefault("state", {})["request_id"] = request_id
+        sent = next((value for name, value in scope["headers"] if name == _REQUEST_ID), b"")
+        request_id = sent if re.fullmatch(rb"[-\w.:]{1,64}", sent) else secrets.token_hex(13).encode()
+        scope.setdefault("state", {})["request_id"] = request_id.decode()
+        # A request has a context of its own: nobody sees it afterwards.
+        bind_contextvars(request_id=request_id.decode())
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[_REQUEST_ID] = request_id
+                message["headers"] = [*message["headers"], (_REQUEST_ID, request_id)]
             await send(message)
 
-        with bound_contextvars(request_id=request_id):
-            await self.app(scope, receive, answer)
+        await self.app(scope, receive, answer)
 
 
 class HostCheck:
