@@ -1,0 +1,49 @@
+"""What the service needs of the world, as Protocols; adapters/ has the answers."""
+
+from service.ports.access import KeyStore
+from service.ports.cluster import Cluster, Launch
+from service.ports.jobs import FLIGHT_SECONDS, KEPT_SECONDS, JobQuery, JobStore, Lease, NewJob, Once
+from service.ports.looks import Findings, Preflight
+from service.ports.runs import (
+    NO_STORY,
+    Checkpoint,
+    CheckpointTools,
+    Cursor,
+    Entry,
+    Line,
+    Place,
+    Progress,
+    RunDirs,
+    Sighting,
+    Story,
+    Tail,
+    Written,
+)
+
+__all__ = [
+    "FLIGHT_SECONDS",
+    "KEPT_SECONDS",
+    "NO_STORY",
+    "Checkpoint",
+    "CheckpointTools",
+    "Cluster",
+    "Cursor",
+    "Entry",
+    "Findings",
+    "JobQuery",
+    "JobStore",
+    "KeyStore",
+    "Launch",
+    "Lease",
+    "Line",
+    "NewJob",
+    "Once",
+    "Place",
+    "Preflight",
+    "Progress",
+    "RunDirs",
+    "Sighting",
+    "Story",
+    "Tail",
+    "Written",
+]

@@ -1,0 +1,27 @@
+"""Where keys and the audit log are stored, durably."""
+
+from typing import Protocol
+
+from service.domain.access import Deed, Key
+
+
+class KeyStore(Protocol):
+    """Keys, and the audit log: every change of a key and its deed are stored at once, durably."""
+
+    def add(self, key: Key, deed: Deed) -> None:
+        """Store a new key."""
+
+    def get(self, key_id: str) -> Key | None:
+        """The key with this id."""
+
+    def all(self) -> list[Key]:
+        """Every key there was, newest first."""
+
+    def revoke(self, key_id: str, *, now: float, deed: Deed) -> bool:
+        """Let a key open nothing from now on; False: it was revoked before, and the first time stays."""
+
+    def record(self, deed: Deed) -> None:
+        """Write down what was done to something that is not in the database."""
+
+    def deeds(self, projects: frozenset[str] | None, *, after: int | None, limit: int) -> list[tuple[int, Deed]]:
+        """What was done in these projects, newest first, before a deed of this number; None: all of it."""

@@ -1,0 +1,37 @@
+"""Where drivers run."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from service.domain.decide import Submission
+from train_loop.plan import Capacity
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the cluster is told of an attempt."""
+
+    submission_id: str
+    job_id: str
+    name: str
+    attempt: int
+    run_dir: str
+
+
+class Cluster(Protocol):
+    """Where drivers run. Every call may raise ClusterError, except those that have a word for not knowing."""
+
+    def submit(self, launch: Launch) -> None:
+        """Start a driver; one that is there already under this id is fine if it is the same."""
+
+    def status(self, submission_id: str) -> Submission:
+        """What became of a driver; UNKNOWN when the cluster does not answer."""
+
+    def stop(self, submission_id: str) -> None:
+        """End a driver now; one that is gone is fine."""
+
+    def capacity(self) -> Capacity | None:
+        """What all nodes have, those an autoscaler may add among them; None when the cluster does not answer."""
+
+    def dashboard(self, submission_id: str | None) -> str | None:
+        """The page that shows a submission, or the cluster."""

@@ -1,0 +1,26 @@
+"""What can only be found by looking at data and model."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from train_loop.plan import ModelShape
+from train_loop.run_dir import Parent
+from train_loop.spec import JobSpec, Problem
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a look at data and model found: everything wrong, and the model's sizes, unless they cannot be told."""
+
+    problems: tuple[Problem, ...]
+    shape: ModelShape | None
+
+
+class Preflight(Protocol):
+    """What can only be found by looking at data and model, in a process of its own."""
+
+    def check(self, spec: JobSpec, parent: Parent | None = None) -> Findings:
+        """Look. Raises PreflightFailed when it cannot say."""
+
+    def known(self, spec: JobSpec) -> Findings | None:
+        """What a look found a moment ago, where all was in order; nobody looks now."""
