@@ -3,14 +3,12 @@
 import hashlib
 import socket
 import sys
-import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from fastapi import FastAPI
-from starlette.concurrency import run_in_threadpool
 from ulid import ULID
 
 from service.access import Access
@@ -21,12 +19,14 @@ from service.adapters.preflight import HelperPreflight
 from service.adapters.ray_jobs import RayAddress, RayJobs
 from service.adapters.run_dirs import LocalRunDirs
 from service.adapters.sql.access import SqlKeyStore
-from service.adapters.sql.database import open_database, sqlite_file
+from service.adapters.sql.database import Database, sqlite_file
 from service.adapters.sql.store import SqlJobStore
-from service.api.build import build_api
+from service.api.build import Parts, build_api
 from service.api.guard import Guard
+from service.background import Background, Part, looping
 from service.domain.board import Board
 from service.domain.decide import Retry
+from service.leaving import Leaving
 from service.ledger import Ledger
 from service.ports import Cluster, KeyStore
 from service.reconcile import Pace, Reconciler
@@ -35,65 +35,93 @@ from service.use_cases import Grace, Jobs
 from train_loop.run_dir import SINKS_VARIABLE, format_sinks
 
 
+@dataclass(frozen=True)
+class _World:
+    """The adapters: what the ports are here."""
+
+    database: Database
+    store: SqlJobStore
+    keys: SqlKeyStore
+    run_dirs: LocalRunDirs
+    preflight: HelperPreflight
+    embedded: EmbeddedRay | None
+    cluster: Cluster
+    board: Board
+
+
 def create_app(settings: Settings) -> FastAPI:
     """The whole service as an ASGI app; while it runs, so do the reconciler and, unless there is another, Ray."""
     settings.make_home()
-    engine = open_database(settings.database)
-    store, run_dirs, board = SqlJobStore(engine), LocalRunDirs(), Board()
+    world, leaving = _world(settings), Leaving()
+    ledger = Ledger(
+        _jobs(settings, world), world.run_dirs, HelperTools(timeout=settings.verify_seconds), world.keys, time.time
+    )
+    return build_api(
+        Parts(
+            ledger,
+            _guard(settings, world.keys),
+            hosts=(settings.host, *settings.allowed_hosts),
+            lifespan=Background(list(_parts(settings, world)), leaving).lifespan,
+            leaving=leaving,
+        )
+    )
+
+
+def _world(settings: Settings) -> _World:
+    database, embedded = Database(settings.database), _embedded(settings)
+    database.bring_up_to_date()
+    store = SqlJobStore(database.engine)
     if sqlite_file(settings.database) is not None:
         # The lock on it says that there is nobody else.
         store.forget_requests()
-    embedded = _embedded(settings)
-    cluster = _cluster(settings, embedded)
-    preflight = HelperPreflight(roots=settings.roots, timeout=settings.preflight_seconds)
-    jobs = Jobs(
+    return _World(
+        database=database,
         store=store,
-        cluster=cluster,
-        run_dirs=run_dirs,
-        preflight=preflight,
-        board=board,
+        keys=SqlKeyStore(database.engine),
+        run_dirs=LocalRunDirs(),
+        preflight=HelperPreflight(roots=settings.roots, timeout=settings.preflight_seconds),
+        embedded=embedded,
+        cluster=_cluster(settings, embedded),
+        board=Board(),
+    )
+
+
+def _jobs(settings: Settings, world: _World) -> Jobs:
+    return Jobs(
+        store=world.store,
+        cluster=world.cluster,
+        run_dirs=world.run_dirs,
+        preflight=world.preflight,
+        board=world.board,
         default_root=settings.default_root,
         grace=Grace(settings.cancel_grace_seconds, settings.pause_grace_seconds),
         clock=time.time,
         new_id=lambda: f"job-{_new_number()}",
     )
-    key_store = SqlKeyStore(engine)
-    reconciler = Reconciler(
-        store, cluster, run_dirs, time.time, _owner(settings), _pace(settings), settings.rules, board
+
+
+def _parts(settings: Settings, world: _World) -> Iterator[Part]:
+    """What goes on beside the answers, in the order in which it starts; it ends in the other one."""
+    yield Part("database", _nothing, world.database.close, seconds=1.0)
+    # Seconds until it answers: the first who asks should not have to wait for all of them.
+    yield Part("preflight", world.preflight.start, world.preflight.stop, seconds=1.0)
+    if world.embedded is not None:
+        yield Part("embedded Ray", world.embedded.start, world.embedded.stop, seconds=20.0)
+    reconciler = _reconciler(settings, world)
+    yield looping("reconciler", partial(reconciler.run, interval=settings.reconcile_seconds), seconds=20.0)
+
+
+def _reconciler(settings: Settings, world: _World) -> Reconciler:
+    return Reconciler(
+        world.store,
+        world.cluster,
+        world.run_dirs,
+        time.time,
+        _owner(settings),
+        _pace(settings),
+        settings.rules,
+        world.board,
     )
-
-    background = _Background(reconciler, settings.reconcile_seconds, preflight, embedded, engine.dispose)
-    hosts = (settings.host, *settings.allowed_hosts)
-    ledger = Ledger(jobs, run_dirs, HelperTools(timeout=settings.verify_seconds), key_store, time.time)
-    return build_api(ledger, _guard(settings, key_store), hosts=hosts, lifespan=background.lifespan)
-
-
-@dataclass(frozen=True)
-class _Background:
-    """What goes on beside the answers, for as long as the app runs."""
-
-    reconciler: Reconciler
-    interval: float
-    preflight: HelperPreflight
-    embedded: EmbeddedRay | None
-    close_database: Callable[[], None]
-
-    @asynccontextmanager
-    async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        """Start all of it, and end it."""
-        # Seconds until it answers: the first who asks should not have to wait for all of them.
-        self.preflight.start()
-        stop_reconciler = _in_background(self.reconciler, interval=self.interval)
-        if self.embedded is not None:
-            self.embedded.start()
-        try:
-            yield
-        finally:
-            await run_in_threadpool(stop_reconciler)
-            self.preflight.stop()
-            if self.embedded is not None:
-                await run_in_threadpool(self.embedded.stop)
-            self.close_database()
 
 
 def _embedded(settings: Settings) -> EmbeddedRay | None:
@@ -129,16 +157,5 @@ def _new_number() -> str:
     return str(ULID()).lower()
 
 
-def _in_background(reconciler: Reconciler, *, interval: float) -> Callable[[], None]:
-    """Run the reconciler in a thread; what is returned stops it."""
-    stopped = threading.Event()
-    thread = threading.Thread(
-        target=reconciler.run, args=(stopped,), kwargs={"interval": interval}, name="reconcile", daemon=True
-    )
-    thread.start()
-
-    def stop() -> None:
-        stopped.set()
-        thread.join()
-
-    return stop
+def _nothing() -> None:
+    """What needs no start."""

@@ -1,8 +1,8 @@
 """The HTTP side as one FastAPI app, over use cases that somebody else wired."""
 
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 
 from anyio import CapacityLimiter
 from fastapi import FastAPI
@@ -12,6 +12,7 @@ from service.api.guard import Guard, HostCheck, RequestIds
 from service.api.problems import install_problems
 from service.api.together import Together
 from service.follow import Recent
+from service.leaving import Leaving
 from service.ledger import Ledger
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
@@ -20,23 +21,39 @@ _CHECKS = 32
 """Specs that are checked at once; more of them wait."""
 
 
-def build_api(ledger: Ledger, guard: Guard, *, hosts: Sequence[str] = (), lifespan: Lifespan | None = None) -> FastAPI:
+@dataclass(frozen=True)
+class Parts:
+    """What the HTTP side is made of."""
+
+    ledger: Ledger
+    guard: Guard
+    hosts: Sequence[str] = ()
+    """Names besides those of loopback by which callers may address the service."""
+    lifespan: Lifespan | None = None
+    leaving: Leaving = field(default_factory=Leaving)
+
+
+def build_api(parts: Parts) -> FastAPI:
     """Routers, guards and error answers in one app."""
     app = FastAPI(
         title="Trainshed",
         summary="Distributed training jobs that survive faults.",
-        lifespan=lifespan,
+        lifespan=parts.lifespan,
         separate_input_output_schemas=False,
     )
-    app.state.jobs, app.state.run_dirs = ledger.jobs, ledger.run_dirs
-    app.state.ledger, app.state.guard, app.state.access = ledger, guard, guard.access
-    # Set when the service is to end: nobody may wait for those who follow a job.
-    app.state.leaving = threading.Event()
-    app.state.recent = Recent()
-    app.state.checks, app.state.known = CapacityLimiter(_CHECKS), Together(ledger.jobs.submit_known)
-    app.add_middleware(HostCheck, hosts=(*LOOPBACK, *hosts))
+    _put_state(app, parts)
+    app.add_middleware(HostCheck, hosts=(*LOOPBACK, *parts.hosts))
     app.add_middleware(RequestIds)
     install_problems(app)
     for module in (health, jobs, runs, checkpoints, usage, keys):
         app.include_router(module.router)
     return app
+
+
+def _put_state(app: FastAPI, parts: Parts) -> None:
+    """What handlers find in `request.app.state`."""
+    ledger, guard = parts.ledger, parts.guard
+    app.state.jobs, app.state.run_dirs, app.state.ledger = ledger.jobs, ledger.run_dirs, ledger
+    app.state.guard, app.state.access = guard, guard.access
+    app.state.leaving, app.state.recent = parts.leaving, Recent()
+    app.state.checks, app.state.known = CapacityLimiter(_CHECKS), Together(ledger.jobs.submit_known)

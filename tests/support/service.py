@@ -16,7 +16,7 @@ from service.access import Access
 from service.adapters.checkpoint_tools import HelperTools
 from service.adapters.memory import MemoryCluster, MemoryJobStore, MemoryKeyStore, MemoryPreflight
 from service.adapters.run_dirs import LocalRunDirs
-from service.api.build import build_api
+from service.api.build import Parts, build_api
 from service.api.guard import Guard
 from service.domain.board import Board
 from service.domain.decide import Retry
@@ -128,7 +128,7 @@ class FakeService:
     def app(self, *, max_body_bytes: int = 1 << 16) -> FastAPI:
         """The HTTP side."""
         ledger = Ledger(self.jobs, self.run_dirs, HelperTools(timeout=60.0), self.keys, self.clock)
-        return build_api(ledger, Guard(self.access, max_body_bytes))
+        return build_api(Parts(ledger, Guard(self.access, max_body_bytes)))
 
     def client(self, **headers: str) -> TestClient:
         """A caller with the key; `client(authorization="")` is one without."""

@@ -14,17 +14,32 @@ _LOCK = 7_451_966
 _MIGRATIONS = Path(__file__).parent / "migrations"
 
 
+class Database:
+    """One engine, which connects when it is first asked, and the schema that the code expects."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        # A file does not go away between two requests.
+        self.engine = create_engine(url, pool_pre_ping=sqlite_file(url) is None)
+        if self.engine.dialect.name == "sqlite":
+            event.listen(self.engine, "connect", _make_durable)
+
+    def bring_up_to_date(self) -> None:
+        """Migrate. Raises sqlalchemy.exc.SQLAlchemyError."""
+        _bring_up_to_date(self.url, "head")
+
+    def close(self) -> None:
+        """Let go of what is not in use."""
+        self.engine.dispose()
+
+
 def open_database(url: str, *, revision: str = "head") -> Engine:
     """An engine whose tables are those that the code expects, or those of an older revision.
 
     Raises sqlalchemy.exc.SQLAlchemyError.
     """
     _bring_up_to_date(url, revision)
-    # A file does not go away between two requests.
-    engine = create_engine(url, pool_pre_ping=sqlite_file(url) is None)
-    if engine.dialect.name == "sqlite":
-        event.listen(engine, "connect", _make_durable)
-    return engine
+    return Database(url).engine
 
 
 def _bring_up_to_date(url: str, revision: str) -> None:
