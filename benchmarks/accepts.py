@@ -31,7 +31,7 @@ from benchmarks.harness import (
 from benchmarks.launch import ProgramError, ask_module, end, last_words, start_module
 from benchmarks.workload import TOY, Workload
 from examples.demo import service
-from service.client import ApiError, Client
+from service.client import Api, ApiError
 
 BARE, OURS, RAY = "bare FastAPI route, SQLite commit", "Trainshed, POST /jobs", "Ray JobSubmissionClient"
 NOBODY = "http://127.0.0.1:9"
@@ -115,7 +115,7 @@ def ray(here: Path, *, count: int) -> Measured:
 
 
 @contextmanager
-def waiting_service(here: Path) -> Iterator[tuple[Client, str]]:
+def waiting_service(here: Path) -> Iterator[tuple[Api, str]]:
     """A service whose cluster does not answer."""
     with service(here, TRAINSHED_RAY_ADDRESS=NOBODY, RAY_AUTH_MODE="disabled") as found:
         yield found
@@ -143,7 +143,7 @@ def spec(here: Path) -> Path:
     return file
 
 
-def exists(client: Client, job_id: str) -> bool:
+def exists(client: Api, job_id: str) -> bool:
     """Whether the service knows the job."""
     try:
         return client.job(job_id).id == job_id
@@ -153,7 +153,7 @@ def exists(client: Client, job_id: str) -> bool:
         return False
 
 
-def _wait_for_more(client: Client, count: int) -> None:
+def _wait_for_more(client: Api, count: int) -> None:
     """Until some of the second lot were accepted."""
     (newest,) = client.jobs(limit=1).data
     deadline = time.monotonic() + LIMIT

@@ -33,7 +33,7 @@ from benchmarks.prepare import OFFLINE
 from benchmarks.step_overhead import POLL_SECONDS
 from benchmarks.streams import write_samples
 from examples.demo import SPEC, service
-from service.client import Client
+from service.client import Api
 from train_loop.run_dir import RunDir
 
 TENTH = {"hidden_size": 40, "intermediate_size": 112, "head_dim": 8}
@@ -94,7 +94,7 @@ def run_jobs(root: Path, rounds: int, *, quick: bool) -> list[Sample]:
         return interleave(runs, rounds)
 
 
-def one_job(client: Client, spec: str) -> Measured:
+def one_job(client: Api, spec: str) -> Measured:
     """The share of its steps that a job waits for data. Raises ProgramError."""
     job = client.submit(spec)
     while not job.state.terminal:

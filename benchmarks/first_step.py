@@ -35,7 +35,7 @@ from benchmarks.launch import ProgramError, environment
 from benchmarks.recover import Line, first, wait
 from benchmarks.workload import TOY, Workload
 from examples.demo import service
-from service.client import Client
+from service.client import Api
 from service.domain.job import JobState
 from train_loop.run_dir import RunDir, read_lines
 
@@ -125,7 +125,7 @@ def example(root: Path, url: str, *, by_hand: bool) -> Measured:
     return spans(began, answered, marks(), driver="driver", ready="ready", loaded="loaded")
 
 
-def ours(client: Client, spec: dict[str, Any]) -> Measured:
+def ours(client: Api, spec: dict[str, Any]) -> Measured:
     """One job of the service. Raises ProgramError."""
     body, began = yaml.safe_dump(spec), time.time()
     job = client.submit(body)

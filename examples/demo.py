@@ -21,9 +21,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from service.address import ServiceAddress
 from service.api.schemas import JobOut, LinePage
-from service.client import Client
-from service.serve import ServiceAddress
+from service.client import Api, Client
 from train_loop.checkpoint.manifest import newest_verified
 from train_loop.run_dir import RunDir
 
@@ -80,7 +80,7 @@ def main() -> int:
 
 
 @contextmanager
-def service(home: Path, **settings: str) -> Iterator[tuple[Client, str]]:
+def service(home: Path, **settings: str) -> Iterator[tuple[Api, str]]:
     """A service on a home, with embedded Ray and SQLite unless settings say otherwise, ended when the block ends."""
     # One that was killed has left it there.
     (home / "service.json").unlink(missing_ok=True)
@@ -92,7 +92,7 @@ def service(home: Path, **settings: str) -> Iterator[tuple[Client, str]]:
         address = _wait_for_address(home, process)
         console.print(f"[bold]Service[/] {address.url} (API docs: {address.url}/docs), home {home}")
         with Client(address.url, (home / "admin.key").read_text().strip()) as client:
-            yield client, address.url
+            yield client.api, address.url
     finally:
         process.send_signal(signal.SIGTERM)
         try:
@@ -111,7 +111,7 @@ def _wait_for_address(home: Path, process: subprocess.Popen[bytes]) -> ServiceAd
     raise DemoError(f"the service did not start: {(home / 'service.log').read_text()[-2000:]}")
 
 
-def follow(client: Client, job: JobOut) -> Story:
+def follow(client: Api, job: JobOut) -> Story:
     """Watch the job to its end, and kill a worker once a checkpoint has been committed."""
     console.print(f"[bold]Job[/] {job.id} submitted from {SPEC.name}")
     story, said, deadline = Story(job), time.monotonic(), time.monotonic() + RUN_LIMIT
@@ -138,7 +138,7 @@ def _is_past_a_checkpoint(story: Story) -> bool:
     return bool(committed and story.metrics and story.metrics[-1]["step"] >= committed[0]["step"] + STEPS_TO_LOSE)
 
 
-def look(client: Client, story: Story) -> None:
+def look(client: Api, story: Story) -> None:
     """Read what is new of the job, and tell of what happened."""
     before = story.job.state
     story.job = client.job(story.job.id)

@@ -14,19 +14,12 @@ import structlog
 import uvicorn
 from fastapi import FastAPI
 from filelock import FileLock, Timeout
-from pydantic import BaseModel
 
 from service.adapters.sql.database import sqlite_file
+from service.address import ServiceAddress
 from service.app import create_app
 from service.settings import Settings
 from train_loop.run_dir import write_durably
-
-
-class ServiceAddress(BaseModel):
-    """home/service.json: where the running service listens."""
-
-    url: str
-    pid: int
 
 
 def main() -> int:

@@ -10,10 +10,10 @@ from typing import Any
 import psutil
 import yaml
 
+from service.address import ServiceAddress
 from service.api.schemas import JobOut
-from service.client import Client
+from service.client import Api, Client
 from service.domain.job import JobState
-from service.serve import ServiceAddress
 from tests.support.specs import TINY, raw_spec
 from tests.support.torchrun import write_tokens
 from tests.support.waiting import wait_for
@@ -34,10 +34,10 @@ class LiveService:
         self._client: Client | None = None
 
     @property
-    def client(self) -> Client:
-        """A client of the running service."""
+    def client(self) -> Api:
+        """The API of the running service."""
         assert self._client is not None
-        return self._client
+        return self._client.api
 
     def start(self) -> None:
         """Start, or start again on the same home."""
@@ -75,7 +75,7 @@ class LiveService:
 
     def _end(self, number: signal.Signals) -> None:
         if self._client is not None:
-            self._client.__exit__(None, None, None)
+            self._client.close()
             self._client = None
         if self._process is not None:
             self._process.send_signal(number)
