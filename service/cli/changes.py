@@ -1,16 +1,14 @@
 """`--set a.b=c` → the part of a job spec that is to be different."""
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-import typer
-
+from service.cli.ends import Exit, fail
 from train_loop.spec import SpecError, read_yaml
 
 
 def read_changes(changes: Sequence[str]) -> dict[str, Any]:
-    """Values are YAML, as in a spec. Ends the command with a readable line and exit code 1 where one is no change."""
+    """Values are YAML, as in a spec. Ends the command with a readable line and exit code 2 where one is no change."""
     whole: dict[str, Any] = {}
     for change in changes:
         place, equals, value = change.partition("=")
@@ -19,16 +17,17 @@ def read_changes(changes: Sequence[str]) -> dict[str, Any]:
         for step in above:
             part = part.setdefault(step, {})
             if not isinstance(part, dict):
-                _fail(f"{change!r} goes on below a value that another --set gives")
+                fail(f"{change!r} goes on below a value that another --set gives", code=Exit.USAGE)
         if not equals or not all((*above, name)):
-            _fail(f"{change!r} is no change; write --set training.max_steps=200")
+            fail(f"{change!r} is no change; write --set training.max_steps=200", code=Exit.USAGE)
         try:
             part[name] = read_yaml(value)
         except SpecError as error:
-            _fail(f"{change!r}: {error}")
+            fail(f"{change!r}: {error}", code=Exit.USAGE)
     return whole
 
 
-def _fail(message: str) -> None:
-    print(f"trainshed: {message}", file=sys.stderr)
-    raise typer.Exit(1)
+def made_by(pointer: str, changes: Sequence[str]) -> str | None:
+    """The change that gave the value to which a JSON pointer points, if one did."""
+    places = {"/" + change.partition("=")[0].replace(".", "/"): change for change in changes}
+    return next((change for place, change in places.items() if f"{pointer}/".startswith(f"{place}/")), None)

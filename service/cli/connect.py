@@ -1,33 +1,36 @@
 """How the CLI calls the service, and what a refusal looks like."""
 
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import httpx
-import typer
 
 from service.address import NoKeyError
+from service.api.schemas import ProblemOut
+from service.cli.changes import made_by
+from service.cli.ends import fail
 from service.client import Api, ApiError, Client
 
-_PATIENCE_SECONDS = 3.0
+SHORT_SECONDS = 3.0
 """Somebody waits at a terminal."""
+LONG_SECONDS = 120.0
+"""Somebody follows a job, which outlives a restart of the service."""
 
 
 @contextmanager
-def connect() -> Iterator[Api]:
-    """A client of the service; its refusals end the command with a readable line and exit code 1."""
+def connect(changes: Sequence[str] = (), *, patience: float = SHORT_SECONDS) -> Iterator[Api]:
+    """The service; its refusals end the command with a readable line and exit code 1, and name the --set at fault."""
     try:
-        with Client(patience=_PATIENCE_SECONDS) as client:
+        with Client(patience=patience) as client:
             yield client.api
     except NoKeyError as error:
-        _fail(str(error), [])
+        fail(str(error))
     except ApiError as error:
-        _fail(error.problem.detail, [f"  {e.pointer or '/'}: {e.message}" for e in error.problem.errors or []])
+        fail(error.problem.detail, [_detail(one, changes) for one in error.problem.errors or []])
     except httpx.HTTPError as error:
-        _fail(f"the service does not answer ({error}); start it with `trainshed serve`, or set TRAINSHED_URL", [])
+        fail(f"the service does not answer ({error}); start it with `trainshed serve`, or set TRAINSHED_URL")
 
 
-def _fail(message: str, details: list[str]) -> None:
-    print("\n".join([f"trainshed: {message}", *details]), file=sys.stderr)
-    raise typer.Exit(1)
+def _detail(problem: ProblemOut, changes: Sequence[str]) -> str:
+    change = made_by(problem.pointer, changes)
+    return f"{problem.pointer or '/'}: {problem.message}" + (f" (--set {change})" if change else "")

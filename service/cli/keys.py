@@ -1,6 +1,5 @@
 """`trainshed keys …`, `whoami` and `audit`: who may call, and what callers did."""
 
-import sys
 from datetime import UTC, datetime, timedelta
 from typing import Annotated
 
@@ -8,12 +7,15 @@ import typer
 from pydantic import ValidationError
 
 from service.api.access_schemas import KeyIn
+from service.cli.common import AsJson
 from service.cli.connect import connect
-from service.cli.show import show_deeds, show_json, show_keys, show_me, show_note, show_text
+from service.cli.ends import Exit, fail
+from service.cli.ids import find_key_id
+from service.cli.show import Gone, show_json, show_next, show_note, show_text
+from service.cli.tables import show_deeds, show_keys, show_me
 from service.domain.access import Role
 
 app = typer.Typer(no_args_is_help=True, help="Keys: who may call, and what they may do in which projects.")
-AsJson = Annotated[bool, typer.Option("--json", help="the service's answer as it is")]
 
 
 @app.command()
@@ -27,36 +29,53 @@ def create(
 ) -> None:
     """Make a key and print its secret, which is not shown again."""
     wish = _wish(name, role, None if days is None else datetime.now(UTC) + timedelta(days=days))
-    with connect() as client:
-        made = client.create_key(wish)
+    with connect() as api:
+        made = api.create_key(wish)
     if as_json:
         show_json(made)
         return
     show_text(made.secret)
-    show_note(f"{made.key.id}; keep the line above, it is not shown again: TRAINSHED_KEY=… trainshed whoami")
+    show_note(f"{made.key.id}; keep the line above, it is not shown again")
+    show_next("whoami (with TRAINSHED_KEY set to it)")
 
 
 @app.command()
 def ls(as_json: AsJson = False) -> None:
     """List the keys that open a project of which one is an admin, newest first."""
-    with connect() as client:
-        answer = client.keys()
-        show_json(answer) if as_json else show_keys(answer.data)
+    with connect() as api:
+        answer = api.keys()
+    if as_json:
+        show_json(answer)
+        return
+    show_keys(answer.data)
+    show_next("keys revoke KEY" if answer.data else "keys create NAME --role PROJECT=ROLE")
 
 
 @app.command()
-def revoke(key_id: Annotated[str, typer.Argument(help="id of a key, as `trainshed keys ls` shows it")]) -> None:
+def revoke(
+    key: Annotated[str, typer.Argument(metavar="KEY", help="a key's id, or enough of its beginning")],
+    as_json: AsJson = False,
+) -> None:
     """Let a key open nothing from now on."""
-    with connect() as client:
-        client.revoke_key(key_id)
-        show_text(f"{key_id} opens nothing any more")
+    with connect() as api:
+        key_id = find_key_id(api, key)
+        api.revoke_key(key_id)
+    if as_json:
+        show_json(Gone(id=key_id))
+        return
+    show_text(f"{key_id} opens nothing any more")
+    show_next("keys ls")
 
 
 def whoami(as_json: AsJson = False) -> None:
     """Show what the key in use opens."""
-    with connect() as client:
-        answer = client.me()
-        show_json(answer) if as_json else show_me(answer)
+    with connect() as api:
+        answer = api.me()
+    if as_json:
+        show_json(answer)
+        return
+    show_me(answer)
+    show_next("ps")
 
 
 def audit(
@@ -66,18 +85,21 @@ def audit(
     as_json: AsJson = False,
 ) -> None:
     """Show who wrote what, newest first."""
-    with connect() as client:
-        page = client.audit(project=project, after=after, limit=limit)
-        show_json(page) if as_json else show_deeds(page.data)
+    with connect() as api:
+        page = api.audit(project=project, after=after, limit=limit)
+    if as_json:
+        show_json(page)
+        return
+    show_deeds(page.data)
+    show_next(f"audit --after {page.next}" if page.has_more else "keys ls")
 
 
 def _wish(name: str, roles: list[str], expires_at: datetime | None) -> KeyIn:
-    """Ends the command with a readable line and exit code 1 where it makes no sense."""
+    """Ends the command with a readable line and exit code 2 where it makes no sense."""
     given = {project: role for project, _, role in (one.partition("=") for one in roles)}
     try:
         return KeyIn.model_validate({"name": name, "roles": given, "expires_at": expires_at})
     except ValidationError as error:
-        for problem in error.errors():
-            place = "/".join(map(str, problem["loc"]))
-            print(f"trainshed: {place}: {problem['msg']}; write --role nlp=editor", file=sys.stderr)
-        raise typer.Exit(1) from error
+        problem = error.errors()[0]
+        place = "/".join(map(str, problem["loc"]))
+        fail(f"{place}: {problem['msg']}; write --role nlp=editor", code=Exit.USAGE)

@@ -85,14 +85,15 @@ def override(spec: JobSpec, patch: Mapping[str, Any]) -> JobSpec:
         base["strategy"].pop("param_dtype")
     if isinstance(strategy, dict) and "param_dtype" in strategy:
         base["model"].pop("dtype")
-    return parse(_merged(base, patch))
+    return parse(merged(base, patch))
 
 
-def _merged(base: Any, patch: Any) -> Any:
+def merged(base: Any, patch: Any) -> Any:
+    """Plain data with some of it different, mapping by mapping."""
     if not isinstance(patch, Mapping):
         return patch
     whole = dict(base) if isinstance(base, dict) else {}
-    return whole | {name: _merged(whole.get(name), value) for name, value in patch.items()}
+    return whole | {name: merged(whole.get(name), value) for name, value in patch.items()}
 
 
 def _with_one_dtype(raw: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,68 @@
+"""What commands have in common: their arguments and options, and how a spec is read."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from service.cli.changes import read_changes
+from service.cli.ends import Exit, fail
+from service.cli.ids import LAST, complete_job
+from train_loop.spec import SpecError, merged, read_yaml
+
+_JOB_HELP = f"a job's id, or enough of its beginning; `{LAST}` is the newest one"
+SpecFile = Annotated[Path, typer.Argument(help="job spec in YAML or JSON; - reads standard input", allow_dash=True)]
+JobRef = Annotated[str, typer.Argument(metavar="JOB", help=_JOB_HELP, autocompletion=complete_job)]
+JobRefs = Annotated[
+    list[str] | None, typer.Argument(metavar="[JOB]...", help=_JOB_HELP, autocompletion=complete_job, show_default=False)
+]
+Step = Annotated[int, typer.Argument(help="of a checkpoint, as `trainshed checkpoints` shows it", min=0)]
+AsJson = Annotated[bool, typer.Option("--json", help="the service's answer, as one JSON document")]
+AsJsonLines = Annotated[bool, typer.Option("--json", help="JSON: one document, or while it follows a line for each")]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=VALUE", help="what is to be different in the spec; VALUE is YAML"),
+]
+After = Annotated[str | None, typer.Option(metavar="CURSOR", help="`next` of the page before")]
+Limit = Annotated[int, typer.Option(min=1, max=1000, help="lines at most")]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="go on until the job has ended")]
+Wait = Annotated[bool, typer.Option("--wait", help="until it has ended; exit code 3 where it does not succeed")]
+Once = Annotated[
+    str | None, typer.Option("--idempotency-key", metavar="KEY", help="a second call with it gives the same job")
+]
+Grace = Annotated[float | None, typer.Option(min=0, metavar="SECONDS", help="until it is ended by force")]
+
+
+def read_spec(file: Path, changes: Sequence[str]) -> bytes:
+    """A spec with its changes. Ends the command with a readable line and exit code 2 where that cannot be."""
+    text = _read(file)
+    if not changes:
+        return text
+    try:
+        spec = read_yaml(text)
+        if not isinstance(spec, dict):
+            fail(f"{file}: a job spec is a mapping of fields, not {type(spec).__name__}", code=Exit.USAGE)
+        return json.dumps(merged(spec, read_changes(changes)), allow_nan=False).encode()
+    except (SpecError, TypeError, ValueError) as error:
+        fail(f"{file}: {error}", code=Exit.USAGE)
+
+
+def read_pairs(pairs: Sequence[str], option: str) -> dict[str, str]:
+    """`K=V` → mapping. Ends the command likewise."""
+    split = [pair.partition("=") for pair in pairs]
+    for pair, (key, equals, _) in zip(pairs, split, strict=True):
+        if not key or not equals:
+            fail(f"{pair!r} is no pair; write {option} key=value", code=Exit.USAGE)
+    return {key: value for key, _, value in split}
+
+
+def _read(file: Path) -> bytes:
+    if str(file) == "-":
+        return sys.stdin.buffer.read()
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        fail(f"{file}: {error.strerror}; name a readable job spec", code=Exit.USAGE)

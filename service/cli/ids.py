@@ -1,0 +1,76 @@
+"""Ids may be shortened: to any beginning that only one of them has, with or without what all of them begin with."""
+
+import re
+from collections.abc import Iterable, Sequence
+from os.path import commonprefix
+
+import httpx
+
+from service.address import NoKeyError, find_key, find_url
+from service.cli.ends import fail
+from service.client import Api
+
+LAST = "last"
+_WHOLE = re.compile(r"[a-z]+-[0-9a-z]{26}")
+_PART = re.compile(r"[a-z]+-[0-9a-z]{1,25}")
+_SHORT = len("job-01m7y52w")
+"""Eight characters of an id tell the second in which it was made."""
+_CANDIDATES = 10
+_COMPLETION_SECONDS = 0.8
+
+
+def find_job(api: Api, given: str) -> str:
+    """The id of the job that is meant. Ends the command with a readable line where it is none, or more than one."""
+    if given == LAST:
+        newest = api.jobs(limit=1).data
+        return newest[0].id if newest else fail("there is no job yet; `trainshed submit FILE` makes one")
+    wanted = _with("job-", given)
+    # Of a whole one the service says itself whether it is there.
+    if _WHOLE.fullmatch(wanted):
+        return wanted
+    candidates = api.jobs(id=wanted, limit=_CANDIDATES).data if _PART.fullmatch(wanted) else []
+    return _only(wanted, [job.id for job in candidates], "trainshed ps")
+
+
+def find_key_id(api: Api, given: str) -> str:
+    """The id of the key that is meant. Ends the command likewise."""
+    wanted = _with("key-", given)
+    return wanted if _WHOLE.fullmatch(wanted) else _only(wanted, [key.id for key in api.keys().data], "trainshed keys ls")
+
+
+def shorten(ids: Sequence[str]) -> list[str]:
+    """Each id as short as a person wants to read it, and as long as it takes to tell it from the others."""
+    between = sorted(ids)
+    shared = max((len(commonprefix(pair)) for pair in zip(between, between[1:])), default=0)
+    return [one[: max(_SHORT, shared + 1)] for one in ids]
+
+
+def complete_job(incomplete: str) -> list[tuple[str, str]]:
+    """Jobs for the shell, newest first; none where nobody answers at once: a shell must not hang, nor be written into."""
+    bare = not "job-".startswith(incomplete[:4].lower())
+    part = incomplete.lower().removeprefix("job-") if len(incomplete) >= len("job-") or bare else ""
+    try:
+        answer = httpx.get(
+            f"{find_url()}/jobs",
+            params={"limit": 50} | ({"id": part} if part else {}),
+            headers={"Authorization": f"Bearer {find_key()}"},
+            timeout=_COMPLETION_SECONDS,
+        )
+        jobs = answer.raise_for_status().json()["data"]
+    except (NoKeyError, OSError, httpx.HTTPError, ValueError, KeyError):
+        return []
+    return [(job["id"].removeprefix("job-" if bare else ""), f"{job['name']} {job['state']}") for job in jobs]
+
+
+def _with(beginning: str, given: str) -> str:
+    lower = given.lower()
+    return lower if lower.startswith(beginning) else beginning + lower
+
+
+def _only(wanted: str, ids: Iterable[str], listing: str) -> str:
+    found = [one for one in ids if one.startswith(wanted)]
+    if wanted in found or len(found) == 1:
+        return wanted if wanted in found else found[0]
+    if not found:
+        fail(f"no id begins with {wanted}; `{listing}` lists what there is")
+    fail(f"{len(found)} ids begin with {wanted}; write more of the one that you mean", found)

@@ -1,0 +1,104 @@
+"""How a job looks: in a line, in a table, fact by fact."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from rich.text import Text
+
+from service.api.schemas import JobOut
+from service.cli.ids import shorten
+from service.cli.show import show_facts, show_table
+from service.domain.job import JobState
+
+_STYLES = {
+    JobState.QUEUED: "cyan",
+    JobState.STARTING: "blue",
+    JobState.RUNNING: "green",
+    JobState.RECOVERING: "yellow",
+    JobState.PAUSING: "magenta",
+    JobState.PAUSED: "magenta",
+    JobState.CANCELLING: "yellow",
+    JobState.CANCELLED: "dim",
+    JobState.SUCCEEDED: "bold green",
+    JobState.FAILED: "bold red",
+}
+_UNITS = (("d", 86400), ("h", 3600), ("m", 60))
+
+
+def show_job(job: JobOut) -> None:
+    """One job, a fact per line."""
+    show_facts(
+        {
+            "id": job.id,
+            "name": job.name,
+            "project": job.project,
+            "state": job.state,
+            "reason": job.reason.message if job.reason else None,
+            "what helps": job.reason.remedy if job.reason else None,
+            "goes on from": f"step {job.parent.step} of {job.parent.job}" if job.parent else None,
+            "progress": progress_of(job) or None,
+            "attempt": job.attempt,
+            "restarts": job.restarts,
+            "steps trained again": job.lost_work.steps,
+            "GPU hours": job.gpu_hours,
+            "run directory": job.run_dir,
+            "dashboard": job.dashboard_url,
+        }
+    )
+
+
+def show_jobs(jobs: Sequence[JobOut]) -> None:
+    """Jobs, one per row."""
+    now = datetime.now(UTC)
+    rows = (
+        (short, job.name, job.project, state_of(job), progress_of(job), age(job, now), why(job))
+        for short, job in zip(shorten([job.id for job in jobs]), jobs, strict=True)
+    )
+    show_table(("id", "name", "project", "state", "progress", "age", "reason"), rows)
+
+
+def state_of(job: JobOut) -> Text:
+    """The state, in its colour."""
+    return Text(job.state.value, _STYLES[job.state])
+
+
+def progress_of(job: JobOut) -> str:
+    """How far it is, and how well it does; nothing before the first step."""
+    done = job.progress
+    if not done.step:
+        return ""
+    loss = f" loss {done.loss:.4f}" if done.loss is not None else ""
+    return f"{done.step}/{done.of or '?'}{loss}"
+
+
+def pace_of(job: JobOut) -> str:
+    """How fast it goes, and for how long, while it does."""
+    done, parts = job.progress, list[str]()
+    if job.state.terminal:
+        return ""
+    if done.tokens_per_second is not None:
+        parts.append(f"{done.tokens_per_second:,.0f} tok/s")
+    if done.eta_seconds is not None:
+        parts.append(f"{span(done.eta_seconds)} left")
+    return ", ".join(parts)
+
+
+def why(job: JobOut) -> str:
+    """Why it stands where it stands, with its place in the queue."""
+    place = f"{job.progress.place}. in the queue" if job.progress.place else ""
+    return ": ".join(part for part in (place, job.reason.message if job.reason else "") if part)
+
+
+def age(job: JobOut, now: datetime) -> str:
+    """How long ago it was submitted."""
+    return span((now - job.created_at).total_seconds())
+
+
+def span(seconds: float) -> str:
+    """A time in its two largest units."""
+    left, parts = max(0, int(seconds)), list[str]()
+    for unit, size in _UNITS:
+        if left >= size:
+            parts.append(f"{left // size}{unit}")
+        left %= size
+    return "".join([*parts, f"{left}s"][:2])

@@ -1,0 +1,157 @@
+"""`trainshed submit`, `clone`, `plan`, `ps`, `show`, `pause`, `resume`, `cancel`, `rm`."""
+
+from typing import Annotated
+
+import typer
+
+from service.api.schemas import JobOut, JobPage
+from service.cli.changes import read_changes
+from service.cli.common import After, AsJson, Changes, Grace, JobRef, Once, SpecFile, Wait, read_pairs, read_spec
+from service.cli.connect import connect
+from service.cli.hints import next_of
+from service.cli.ids import find_job
+from service.cli.job_view import show_job, show_jobs
+from service.cli.show import Gone, show_json, show_next, show_text
+from service.cli.tables import show_plan
+from service.cli.watch import wait_for_end
+from service.domain.job import JobState
+
+
+def submit(
+    spec: SpecFile, changes: Changes = None, wait: Wait = False, idempotency_key: Once = None, as_json: AsJson = False
+) -> None:
+    """Submit a job, and print its id."""
+    body = read_spec(spec, changes or ())
+    with connect(changes or ()) as api:
+        made = api.submit(body, idempotency_key=idempotency_key)
+    _started(made, wait=wait, as_json=as_json)
+
+
+def clone(
+    job: JobRef,
+    step: Annotated[int | None, typer.Option(min=0, help="default: the newest checkpoint; 0: begin anew")] = None,
+    changes: Changes = None,
+    wait: Wait = False,
+    as_json: AsJson = False,
+) -> None:
+    """Submit a job that goes on from a checkpoint of another one, with some of its spec different."""
+    overrides = read_changes(changes or ())
+    with connect(changes or ()) as api:
+        made = api.clone(find_job(api, job), from_checkpoint=step, overrides=overrides)
+    _started(made, wait=wait, as_json=as_json)
+
+
+def plan(spec: SpecFile, changes: Changes = None, as_json: AsJson = False) -> None:
+    """Show what a spec comes to, without submitting it."""
+    body = read_spec(spec, changes or ())
+    with connect(changes or ()) as api:
+        answer = api.plan(body)
+    if as_json:
+        show_json(answer)
+        return
+    show_plan(answer)
+    show_next(f"submit {spec}")
+
+
+def ps(
+    state: Annotated[list[JobState] | None, typer.Option(help="only these states", case_sensitive=False)] = None,
+    project: Annotated[str | None, typer.Option(help="only this project")] = None,
+    name: Annotated[str | None, typer.Option(help="only jobs of this name")] = None,
+    label: Annotated[list[str] | None, typer.Option(metavar="K=V", help="only jobs with all of these labels")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=200, help="jobs at most")] = 50,
+    after: After = None,
+    every: Annotated[bool, typer.Option("--all", help="all pages, not only the first")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List jobs, newest first."""
+    labels = read_pairs(label or (), "--label")
+    with connect() as api:
+
+        def page_after(cursor: str | None) -> JobPage:
+            return api.jobs(states=state or (), project=project, name=name, labels=labels, after=cursor, limit=limit)
+
+        page = page_after(after)
+        while every and page.has_more:
+            following = page_after(page.next)
+            page = following.model_copy(update={"data": [*page.data, *following.data]})
+    if as_json:
+        show_json(page)
+        return
+    show_jobs(page.data)
+    if page.has_more:
+        show_next(f"ps --after {page.next} (or --all)")
+    else:
+        show_next(next_of(page.data[0]) if page.data else "submit FILE")
+
+
+def show(job: JobRef, as_json: AsJson = False) -> None:
+    """Show one job."""
+    with connect() as api:
+        found = api.job(find_job(api, job))
+    if as_json:
+        show_json(found)
+        return
+    show_job(found)
+    show_next(next_of(found))
+
+
+def pause(job: JobRef, grace: Grace = None, as_json: AsJson = False) -> None:
+    """Commit a checkpoint and leave the cluster until the job is resumed."""
+    with connect() as api:
+        _asked(api.pause(find_job(api, job), grace_seconds=grace), as_json=as_json)
+
+
+def resume(
+    job: JobRef,
+    workers: Annotated[int | None, typer.Option(min=1, help="default: as many as before")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let a paused job go on from its newest checkpoint; with --workers at another size, also one that runs."""
+    with connect() as api:
+        job_id = find_job(api, job)
+        scaling = api.job(job_id).scaling.at(workers) if workers else None
+        _asked(api.resume(job_id, scaling=scaling), as_json=as_json)
+
+
+def cancel(
+    job: JobRef,
+    grace: Grace = None,
+    checkpoint: Annotated[bool, typer.Option(help="commit a last checkpoint first")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """End a job for good."""
+    with connect() as api:
+        _asked(api.cancel(find_job(api, job), grace_seconds=grace, checkpoint=checkpoint), as_json=as_json)
+
+
+def rm(job: JobRef, as_json: AsJson = False) -> None:
+    """Forget a job that has ended, without asking back; its run directory stays."""
+    with connect() as api:
+        job_id = find_job(api, job)
+        api.delete(job_id)
+    if as_json:
+        show_json(Gone(id=job_id))
+        return
+    show_text(f"{job_id} is forgotten")
+    show_next("ps")
+
+
+def _started(job: JobOut, *, wait: bool, as_json: bool) -> None:
+    """A new job: its id for scripts, at once, whatever becomes of the wait."""
+    if not as_json:
+        show_text(job.id)
+    if wait:
+        wait_for_end(job.id, as_json=as_json)
+    elif as_json:
+        show_json(job)
+    else:
+        show_next(next_of(job))
+
+
+def _asked(job: JobOut, *, as_json: bool) -> None:
+    """A job that was asked to change."""
+    if as_json:
+        show_json(job)
+        return
+    show_text(f"{job.id} is {job.state}")
+    show_next(next_of(job))

@@ -1,0 +1,88 @@
+"""A look at jobs while they go on: bars on a terminal, lines elsewhere, JSON lines for programs."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import datetime
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID
+from rich.table import Column
+from rich.text import Text
+
+from service.api.schemas import JobOut
+from service.cli.job_view import pace_of, progress_of, state_of, why
+from service.cli.show import show_json
+
+Look = Callable[[Sequence[JobOut]], None]
+"""Shows jobs as they are now."""
+_LINE_PERCENT = 10
+
+
+def looking(console: Console, *, as_json: bool) -> AbstractContextManager[Look]:
+    """What shows jobs on a console, as it can."""
+    if as_json:
+        return nullcontext(_json_lines())
+    if console.is_terminal and not console.is_dumb_terminal:
+        return _bars(console)
+    return nullcontext(_lines(console))
+
+
+class _Cell(ProgressColumn):
+    """What a job's row tells at one place."""
+
+    def __init__(self, cell: Callable[[JobOut], str | Text], *, last: bool = False) -> None:
+        # What is long comes last, and is cut at the terminal's edge.
+        super().__init__(Column(no_wrap=True, overflow="ellipsis", ratio=1 if last else None))
+        self._cell = cell
+
+    def render(self, task: Task) -> Text:
+        """As rich asks for it."""
+        found = self._cell(task.fields["job"])
+        return found if isinstance(found, Text) else Text(found)
+
+
+@contextmanager
+def _bars(console: Console) -> Iterator[Look]:
+    cells = (_Cell(lambda job: job.id), _Cell(lambda job: job.name), _Cell(state_of), BarColumn(20))
+    rows = Progress(*cells, _Cell(progress_of), _Cell(pace_of), _Cell(why, last=True), console=console, expand=True)
+    tasks: dict[str, TaskID] = {}
+
+    def show(jobs: Sequence[JobOut]) -> None:
+        for job in jobs:
+            if job.id not in tasks:
+                tasks[job.id] = rows.add_task(job.name, job=job)
+            # Without an end the bar would run to and fro, as if there were work.
+            total = job.progress.of or (None if job.progress.step else 1)
+            rows.update(tasks[job.id], completed=job.progress.step, total=total, job=job)
+
+    with rows:
+        yield show
+
+
+def _lines(console: Console) -> Look:
+    told: dict[str, object] = {}
+
+    def show(jobs: Sequence[JobOut]) -> None:
+        for job in jobs:
+            news = (job.state, why(job), (job.progress.percent or 0) // _LINE_PERCENT)
+            if told.get(job.id) != news:
+                told[job.id] = news
+                parts = (job.id, job.name, job.state, progress_of(job), pace_of(job), why(job))
+                line = f"{datetime.now():%T} {'  '.join(part for part in parts if part)}"
+                console.print(line, markup=False)
+
+    return show
+
+
+def _json_lines() -> Look:
+    told: dict[str, object] = {}
+
+    def show(jobs: Sequence[JobOut]) -> None:
+        for job in jobs:
+            # Hours grow all the time; nobody waits for them.
+            news = (job.state, job.reason, job.progress, job.attempts, job.restarts)
+            if told.get(job.id) != news:
+                told[job.id] = news
+                show_json(job, lines=True)
+
+    return show

@@ -1,0 +1,122 @@
+"""`trainshed events`, `metrics` and `logs`: what a run writes."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+from pydantic import RootModel
+
+from service.api.schemas import LinePage, TextPage
+from service.cli.common import After, AsJsonLines, Follow, JobRef, Limit
+from service.cli.connect import LONG_SECONDS, SHORT_SECONDS, connect
+from service.cli.curves import show_curves
+from service.cli.ends import leaving_alone
+from service.cli.hints import next_of
+from service.cli.ids import find_job
+from service.cli.show import show_json, show_line, show_next, show_text
+from service.client import Api, Line
+from service.filters import Level
+
+_POINTS = 1000
+Contains = Annotated[str | None, typer.Option(metavar="TEXT", help="only lines that hold this text")]
+Attempt = Annotated[int | None, typer.Option(min=1, help="default: the newest")]
+Rank = Annotated[int | None, typer.Option(min=0, help="default: the driver")]
+AtLeast = Annotated[Level | None, typer.Option(help="only lines of this level or a higher one", case_sensitive=False)]
+Points = Annotated[int | None, typer.Option(min=2, max=10_000, help="all of them, in so many lines at most")]
+AsLines = Annotated[bool, typer.Option("--lines", help="line by line, with all values")]
+
+
+class _One(RootModel[Line | str]):
+    """A line, for programs."""
+
+
+def events(
+    job: JobRef,
+    follow: Follow = False,
+    contains: Contains = None,
+    after: After = None,
+    limit: Limit = 100,
+    as_json: AsJsonLines = False,
+) -> None:
+    """Show what happened, over all attempts, oldest first."""
+    with _run(job, follow=follow) as (api, job_id):
+        if follow:
+            _follow(api, job_id, api.follow_events(job_id, after=after, contains=contains), as_json)
+        else:
+            _show(api.events(job_id, after=after, contains=contains, limit=limit), f"events {job_id}", as_json)
+
+
+def logs(
+    job: JobRef,
+    follow: Follow = False,
+    attempt: Attempt = None,
+    rank: Rank = None,
+    contains: Contains = None,
+    level: AtLeast = None,
+    after: After = None,
+    limit: Limit = 1000,
+    as_json: AsJsonLines = False,
+) -> None:
+    """Show a log of the driver or of one rank."""
+    with _run(job, follow=follow) as (api, job_id):
+        if follow:
+            lines = api.follow_logs(
+                job_id, attempt=attempt, rank=rank, after=after, contains=contains, level=level
+            )
+            _follow(api, job_id, lines, as_json)
+            return
+        page = api.logs(
+            job_id, attempt=attempt, rank=rank, after=after, contains=contains, level=level, limit=limit
+        )
+        _show(page, f"logs {job_id}", as_json)
+
+
+def metrics(
+    job: JobRef,
+    follow: Follow = False,
+    lines: AsLines = False,
+    points: Points = None,
+    after: After = None,
+    limit: Limit = 100,
+    as_json: AsJsonLines = False,
+) -> None:
+    """Show the curves of loss, speed, gradient norm and learning rate; or the metrics of each logged step."""
+    with _run(job, follow=follow) as (api, job_id):
+        if follow:
+            _follow(api, job_id, api.follow_metrics(job_id, after=after), as_json)
+        elif lines or as_json:
+            page = api.metrics(job_id, after=after, points=points, limit=limit)
+            _show(page, f"metrics {job_id} --lines", as_json)
+        else:
+            show_curves(api.metrics(job_id, after=after, points=points or _POINTS).data)
+            show_next(f"metrics {job_id} --lines")
+
+
+@contextmanager
+def _run(job: str, *, follow: bool) -> Iterator[tuple[Api, str]]:
+    """The service, and the id of a job; whoever follows one has patience, and may leave."""
+    with connect(patience=LONG_SECONDS if follow else SHORT_SECONDS) as api:
+        job_id = find_job(api, job)
+        with leaving_alone(job_id):
+            yield api, job_id
+
+
+def _follow(api: Api, job_id: str, lines: Iterable[Line | str], as_json: bool) -> None:
+    for line in lines:
+        show_json(_One(line), lines=True) if as_json else _show_one(line)
+    if not as_json:
+        show_next(next_of(api.job(job_id)))
+
+
+def _show(page: LinePage | TextPage, command: str, as_json: bool) -> None:
+    if as_json:
+        show_json(page)
+        return
+    for line in page.data:
+        _show_one(line)
+    show_next(f"{command} --after {page.next}" if page.has_more else f"{command} --follow")
+
+
+def _show_one(line: Line | str) -> None:
+    show_text(line) if isinstance(line, str) else show_line(line)

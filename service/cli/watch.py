@@ -1,0 +1,100 @@
+"""`trainshed watch`, and the wait of `submit --wait`."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import typer
+
+from service.api.schemas import JobOut
+from service.cli.common import AsJsonLines, JobRefs
+from service.cli.connect import LONG_SECONDS, connect
+from service.cli.ends import Exit, leaving_alone
+from service.cli.hints import next_of
+from service.cli.ids import find_job
+from service.cli.live import Look, looking
+from service.cli.show import console, notes, show_json, show_next
+from service.client import Api
+from service.domain.job import LIVE, JobState
+
+_LOOK_SECONDS = 1.0
+_MOST_JOBS = 200
+
+
+def watch(
+    jobs: JobRefs = None,
+    until: Annotated[
+        JobState | None, typer.Option(help="end once every job has come to this state", case_sensitive=False)
+    ] = None,
+    as_json: AsJsonLines = False,
+) -> None:
+    """Watch jobs until they have ended: those that are named, or all that go on.
+
+    Exit code 3 where one that is named ends as FAILED or CANCELLED, or with --until in any other state.
+    """
+    with connect(patience=LONG_SECONDS) as api:
+        named = [find_job(api, job) for job in jobs or ()]
+        watched = Watched(api, named)
+        with leaving_alone(*named), looking(console, as_json=as_json) as look:
+            last = follow(watched, until, look)
+    if not as_json:
+        show_next(next_of(last[0]) if last else "ps")
+    raise typer.Exit(Exit.ENDED_BADLY if named and not all(as_hoped(job, until) for job in last) else Exit.DONE)
+
+
+def wait_for_end(job_id: str, *, as_json: bool) -> None:
+    """Follow a job to its end on stderr, or, where JSON is wanted, in silence; exit code 3 where it did not succeed."""
+    with connect(patience=LONG_SECONDS) as api, leaving_alone(job_id), looking(notes, as_json=False) as look:
+        job = follow(Watched(api, [job_id]), None, _unseen if as_json else look)[0]
+    if as_json:
+        show_json(job)
+    else:
+        show_next(next_of(job))
+    raise typer.Exit(Exit.DONE if as_hoped(job, None) else Exit.ENDED_BADLY)
+
+
+def _unseen(jobs: Sequence[JobOut]) -> None:
+    """For whoever wants the end alone."""
+
+
+@dataclass
+class Watched:
+    """The jobs with these ids; with none, all that go on, and those that did when they were looked at last."""
+
+    api: Api
+    ids: list[str]
+    _known: list[str] = field(default_factory=list)
+
+    def look(self) -> list[JobOut]:
+        """As they are now."""
+        if self.ids:
+            return [self.api.job(job_id) for job_id in self.ids]
+        live = self.api.jobs(states=LIVE, limit=_MOST_JOBS).data
+        ids = {job.id for job in live}
+        ended = [self.api.job(job_id) for job_id in self._known if job_id not in ids]
+        self._known = [job.id for job in live]
+        return [*live, *ended]
+
+
+def follow(watched: Watched, until: JobState | None, look: Look) -> list[JobOut]:
+    """Show jobs until each of them has ended, or come to a state; as they were last."""
+    first = {job.id: job for job in watched.look()}
+    while True:
+        jobs = watched.look()
+        look(jobs)
+        if all(job.state.terminal or has_come(job, until, since=first.get(job.id)) for job in jobs):
+            return jobs
+        time.sleep(_LOOK_SECONDS)
+
+
+def has_come(job: JobOut, state: JobState | None, *, since: JobOut | None) -> bool:
+    """Whether a job is in a state, or was between two looks."""
+    if state is None:
+        return False
+    return job.state is state or (since is not None and job.times.get(state) != since.times.get(state))
+
+
+def as_hoped(job: JobOut, until: JobState | None) -> bool:
+    """Whether a job came to the state that was waited for; without one, whether it did not fail."""
+    return until in job.times if until else job.state not in (JobState.FAILED, JobState.CANCELLED)
