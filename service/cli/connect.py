@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
 
 import httpx
 
 from service.address import NoKeyError
-from service.api.schemas import ProblemOut
+from service.api.schemas import ProblemDetails, ProblemOut
 from service.cli.changes import made_by
 from service.cli.ends import fail
 from service.client import Api, ApiError, Client
@@ -26,9 +27,16 @@ def connect(changes: Sequence[str] = (), *, patience: float = SHORT_SECONDS) -> 
     except NoKeyError as error:
         fail(str(error))
     except ApiError as error:
-        fail(error.problem.detail, [_detail(one, changes) for one in error.problem.errors or []])
+        _refused(error.problem, changes)
     except httpx.HTTPError as error:
         fail(f"the service does not answer ({error}); start it with `trainshed serve`, or set TRAINSHED_URL")
+
+
+def _refused(problem: ProblemDetails, changes: Sequence[str]) -> NoReturn:
+    faults = [_detail(one, changes) for one in problem.errors or []]
+    if len(faults) > 1:
+        fail(f"{len(faults)} things are wrong:", faults)
+    fail(faults[0] if faults else problem.detail)
 
 
 def _detail(problem: ProblemOut, changes: Sequence[str]) -> str:

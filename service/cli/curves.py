@@ -32,7 +32,7 @@ def show_curves(lines: Sequence[Line]) -> None:
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
-    """At most `width` bars, each the mean of as many values as the others; heights lie between the least and the most."""
+    """At most `width` bars, each the mean of equally many values; heights lie between the least and the most."""
     means = [_mean(part) for part in _parts(values, width)]
     known = [mean for mean in means if mean is not None]
     if not known:
@@ -47,9 +47,9 @@ def _parts(values: Sequence[float | None], width: int) -> list[Sequence[float | 
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """Of those that are numbers; halved first, so that no sum overflows."""
+    """Of those that are numbers; divided first, so that no sum overflows, and never beyond them by rounding."""
     known = [value for value in values if value is not None and math.isfinite(value)]
-    return sum(value / len(known) for value in known) if known else None
+    return min(max(sum(value / len(known) for value in known), min(known)), max(known)) if known else None
 
 
 def _height(value: float, least: float, most: float) -> int:

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from os.path import commonprefix
 
 import httpx
 
@@ -28,25 +27,28 @@ def find_job(api: Api, given: str) -> str:
     # Of a whole one the service says itself whether it is there.
     if _WHOLE.fullmatch(wanted):
         return wanted
-    candidates = api.jobs(id=wanted, limit=_CANDIDATES).data if _PART.fullmatch(wanted) else []
+    candidates = api.jobs(id_prefix=wanted, limit=_CANDIDATES).data if _PART.fullmatch(wanted) else []
     return _only(wanted, [job.id for job in candidates], "trainshed ps")
 
 
 def find_key_id(api: Api, given: str) -> str:
     """The id of the key that is meant. Ends the command likewise."""
     wanted = _with("key-", given)
-    return wanted if _WHOLE.fullmatch(wanted) else _only(wanted, [key.id for key in api.keys().data], "trainshed keys ls")
+    return (
+        wanted if _WHOLE.fullmatch(wanted) else _only(wanted, [key.id for key in api.keys().data], "trainshed keys ls")
+    )
 
 
 def shorten(ids: Sequence[str]) -> list[str]:
     """Each id as short as a person wants to read it, and as long as it takes to tell it from the others."""
-    between = sorted(ids)
-    shared = max((len(commonprefix(pair)) for pair in zip(between, between[1:])), default=0)
-    return [one[: max(_SHORT, shared + 1)] for one in ids]
+    length = _SHORT
+    while len({one[:length] for one in ids}) < len(set(ids)):
+        length += 1
+    return [one[:length] for one in ids]
 
 
 def complete_job(incomplete: str) -> list[tuple[str, str]]:
-    """Jobs for the shell, newest first; none where nobody answers at once: a shell must not hang, nor be written into."""
+    """Jobs for the shell, newest first; none where nobody answers at once: a shell must not hang."""
     bare = not "job-".startswith(incomplete[:4].lower())
     part = incomplete.lower().removeprefix("job-") if len(incomplete) >= len("job-") or bare else ""
     try:
@@ -69,8 +71,8 @@ def _with(beginning: str, given: str) -> str:
 
 def _only(wanted: str, ids: Iterable[str], listing: str) -> str:
     found = [one for one in ids if one.startswith(wanted)]
-    if wanted in found or len(found) == 1:
-        return wanted if wanted in found else found[0]
-    if not found:
-        fail(f"no id begins with {wanted}; `{listing}` lists what there is")
-    fail(f"{len(found)} ids begin with {wanted}; write more of the one that you mean", found)
+    if wanted in found:
+        return wanted
+    if len(found) > 1:
+        fail(f"{wanted} is the beginning of several ids; write more of the one that you mean", found)
+    return found[0] if found else fail(f"no id begins with {wanted}; `{listing}` lists what there is")

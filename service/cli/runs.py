@@ -47,7 +47,7 @@ def events(
             _show(api.events(job_id, after=after, contains=contains, limit=limit), f"events {job_id}", as_json)
 
 
-def logs(
+def logs(  # noqa: PLR0913 - each is an option of the command
     job: JobRef,
     follow: Follow = False,
     attempt: Attempt = None,
@@ -61,14 +61,10 @@ def logs(
     """Show a log of the driver or of one rank."""
     with _run(job, follow=follow) as (api, job_id):
         if follow:
-            lines = api.follow_logs(
-                job_id, attempt=attempt, rank=rank, after=after, contains=contains, level=level
-            )
+            lines = api.follow_logs(job_id, attempt=attempt, rank=rank, after=after, contains=contains, level=level)
             _follow(api, job_id, lines, as_json)
             return
-        page = api.logs(
-            job_id, attempt=attempt, rank=rank, after=after, contains=contains, level=level, limit=limit
-        )
+        page = api.logs(job_id, attempt=attempt, rank=rank, after=after, contains=contains, level=level, limit=limit)
         _show(page, f"logs {job_id}", as_json)
 
 

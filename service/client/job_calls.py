@@ -51,13 +51,15 @@ class JobCalls:
         states: Sequence[JobState] = (),
         project: str | None = None,
         name: str | None = None,
+        id_prefix: str | None = None,
         labels: Mapping[str, str] | None = None,
         after: str | None = None,
         limit: int = 50,
     ) -> Sent:
         """A page of jobs, newest first."""
         wanted = {f"label.{key}": value for key, value in (labels or {}).items()}
-        among: Query = {"state": [state.value for state in states], "project": project, "name": name}
+        values = [state.value for state in states]
+        among: Query = {"state": values, "project": project, "name": name, "id": id_prefix}
         return Sent(query={**among, **wanted, "after": after, "limit": limit})
 
     @operation(JobOut, "GET", "/jobs/{job_id}")

@@ -57,7 +57,7 @@ def test_a_clone_is_submitted_with_changes(home: Path, service: FakeService) -> 
     assert "step 10 of job-0001" in run("show", "job-0002").stdout
     for change in ("training", "=3", "training..seed=3", "name=[1"):
         refused = run("clone", "job-0001", "--set", change)
-        assert (refused.exit_code, refused.stderr.startswith(f"trainshed: {change!r}")) == (1, True), refused.stderr
+        assert (refused.exit_code, refused.stderr.startswith(f"trainshed: {change!r}")) == (2, True), refused.stderr
 
 
 def test_a_job_from_submit_to_cancel(home: Path, service: FakeService) -> None:
@@ -71,7 +71,7 @@ def test_a_job_from_submit_to_cancel(home: Path, service: FakeService) -> None:
     assert "STARTING" in run("ps", "--state", "STARTING").stdout
     assert "file://" in run("show", "job-0001").stdout
     assert "event=prepared samples=3" in run("events", "job-0001").stdout
-    assert "step=1 loss=2 rank_seconds=[0.123457, 1]" in run("metrics", "job-0001").stdout
+    assert "step=1 loss=2 rank_seconds=[0.123457, 1]" in run("metrics", "job-0001", "--lines").stdout
     assert run("logs", "job-0001").stdout == "[red]as it is\n"
     assert "step" in run("checkpoints", "job-0001").stdout
     assert run("cancel", "job-0001", "--grace", "5", "--no-checkpoint").stdout == "job-0001 is CANCELLING\n"
@@ -163,7 +163,7 @@ def test_keys_from_create_to_revoke(home: Path, service: FakeService, monkeypatc
 @pytest.mark.parametrize("role", ["nlp", "nlp=owner", "=viewer", "N!=viewer"])
 def test_a_key_that_makes_no_sense_is_not_made(home: Path, service: FakeService, role: str) -> None:
     refused = run("keys", "create", "alice", "--role", role)
-    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert (refused.exit_code, refused.stdout) == (2, "")
     assert refused.stderr.startswith("trainshed: roles/")
     assert refused.stderr.endswith("; write --role nlp=editor\n")
     assert service.keys.all() == []

@@ -1,0 +1,274 @@
+"""Every command as a user types it, against a real service process: its exit code, its JSON, its error."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+import typer.main
+from typer.core import TyperGroup
+from typer.testing import CliRunner, Result
+
+from service.api.access_schemas import KeyIn
+from service.cli.ends import Exit
+from service.cli.main import app
+from service.client import Api, Client
+from service.domain.job import JobState
+from tests.support.checkpoints import checkpoint
+from tests.support.service import spec_body
+from tests.support.waiting import wait_for
+from train_loop.run_dir import ExportStatus, ExportWish, JsonLines, RunDir
+
+UNKNOWN = "job-00000000000000000000000000"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command line and what comes of it; names in braces stand for what the service has."""
+
+    typed: str
+    said: str
+    """What stdout holds, and is without --json."""
+    fields: str
+    """What its JSON has, at least."""
+    bad: str
+    refusal: str
+    """All of stderr."""
+    bad_code: int = 1
+
+
+_NO_JOB = f"there is no job {UNKNOWN}; GET /jobs lists the jobs there are"
+_NOTHING_BEGINS = "no id begins with job-zz; `trainshed ps` lists what there is"
+_NO_STEP = "{trained} has no checkpoint of step 7, or not any more; GET /jobs/{trained}/checkpoints lists them"
+CASES = {
+    "submit": Case(
+        "submit {spec} --set name=another --set training.max_steps=7",
+        "job-",
+        "id spec progress",
+        "submit {spec} --set training.max_stepz=7",
+        "/training/max_stepz: no such field; check its spelling against GET /openapi.json, or remove it"
+        " (--set training.max_stepz=7)",
+    ),
+    "clone": Case(
+        "clone {trained} --step 0 --set training.max_steps=40",
+        "job-",
+        "id parent",
+        "clone {trained} --step 7",
+        _NO_STEP,
+    ),
+    "plan": Case(
+        "plan {spec} --set scaling.num_workers=4",
+        "fsdp 4, ulysses 1",
+        "mesh memory",
+        "plan {home}/nowhere.yaml",
+        "{home}/nowhere.yaml: No such file or directory; name a readable job spec",
+        bad_code=2,
+    ),
+    "ps": Case(
+        "ps --name tiny --label team=nlp --state queued --project default --all",
+        "tiny",
+        "data has_more",
+        "ps --label team",
+        "'team' is no pair; write --label key=value",
+        bad_code=2,
+    ),
+    "show": Case("show {short}", "{trained}", "id state", "show zz", _NOTHING_BEGINS),
+    "watch": Case("watch {trained} --until queued", "QUEUED", "id state", f"watch {UNKNOWN}", _NO_JOB),
+    "pause": Case("pause {other}", "{other} is PAUS", "state", f"pause {UNKNOWN}", _NO_JOB),
+    "resume": Case(
+        "resume {other}",
+        "{other} is ",
+        "state",
+        "resume {ended}",
+        "{ended} is CANCELLED and cannot be resumed; clone it to train on from a checkpoint",
+    ),
+    "cancel": Case("cancel {ended}", "{ended} is CANCELLED", "state", f"cancel {UNKNOWN}", _NO_JOB),
+    "rm": Case(
+        "rm {ended}",
+        "{ended} is forgotten",
+        "id gone",
+        "rm {trained}",
+        "{trained} is QUEUED; cancel it first, then delete it",
+    ),
+    "events": Case(
+        "events {trained} --contains prepared",
+        "event=prepared samples=3",
+        "data next",
+        "events {trained} --after here",
+        "/query/after: 'here' is no cursor; use `next` of a page",
+    ),
+    "metrics": Case(
+        "metrics {trained}",
+        "loss  █▁  2 → 1",
+        "data next",
+        "metrics {trained} --points 1",
+        "Invalid value for '--points': Input should be greater than or equal to 2",
+        bad_code=2,
+    ),
+    "logs": Case(
+        "logs {trained} --rank 0 --level warning --contains disk",
+        "disk is full",
+        "data next",
+        "logs {trained} --rank 9",
+        "/query/rank: there is no rank 9: the job has had 2 workers at most; ask for a rank from 0 to 1",
+    ),
+    "checkpoints": Case("checkpoints {trained}", "20", "data", f"checkpoints {UNKNOWN}", _NO_JOB),
+    "verify": Case(
+        "verify {trained} 20", "the checkpoint of step 20 is whole", "ok faults", "verify {trained} 7", _NO_STEP
+    ),
+    "pin": Case("pin {trained} 20", "the checkpoint of step 20 is pinned", "pinned", "pin {trained} 7", _NO_STEP),
+    "export": Case(
+        "export {trained} 20 --dtype bf16", "/export/step-00000020-model-bf16", "path", "export {trained} 7", _NO_STEP
+    ),
+    "keys create": Case(
+        "keys create alice --role nlp=editor --days 3",
+        "trainshed_",
+        "key secret",
+        "keys create alice --role nlp=owner",
+        "roles/nlp: Input should be 'viewer', 'editor' or 'admin'; write --role nlp=editor",
+        bad_code=2,
+    ),
+    "keys ls": Case("keys ls", "bob", "data", "keys ls bob", "Got unexpected extra argument(s) (bob)", bad_code=2),
+    "keys revoke": Case(
+        "keys revoke {key}",
+        "{key} opens nothing any more",
+        "id gone",
+        "keys revoke zz",
+        "no id begins with key-zz; `trainshed keys ls` lists what there is",
+    ),
+    "whoami": Case(
+        "whoami", "operator", "id roles", "whoami alice", "Got unexpected extra argument(s) (alice)", bad_code=2
+    ),
+    "audit": Case(
+        "audit --limit 50",
+        "job.submit",
+        "data next",
+        "audit --limit 0",
+        "Invalid value for '--limit': Input should be greater than or equal to 1",
+        bad_code=2,
+    ),
+    "usage": Case(
+        "usage --since 2026-01-01 --project default",
+        "day",
+        "data",
+        "usage --since yesterday",
+        "Invalid value for '--since': Value error, 'yesterday' does not match the formats '%Y-%m-%d'.",
+        bad_code=2,
+    ),
+}
+# They change what others look at.
+_LAST = ("cancel", "rm")
+ELSEWHERE = {"serve": "runs until it is told to stop: test_serve.py"}
+
+
+@dataclass(frozen=True)
+class World:
+    """A service with some jobs."""
+
+    api: Api
+    environment: dict[str, str]
+    names: dict[str, str]
+
+    def fill(self, text: str) -> str:
+        """A text with the names of what the service has."""
+        return text.format_map(self.names)
+
+    def type(self, line: str) -> subprocess.CompletedProcess[str]:
+        """A command line in a process of its own."""
+        command = [sys.executable, "-m", "service.cli.main", *shlex.split(self.fill(line))]
+        return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=120)
+
+    def invoke(self, line: str) -> Result:
+        """The same in this process, which is sooner."""
+        return CliRunner(env=self.environment).invoke(app, shlex.split(self.fill(line)))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """A service of its own, whose cluster never answers."""
+    home = tmp_path_factory.mktemp("home")
+    own = {"TRAINSHED_HOME": str(home), "TRAINSHED_PORT": "0", "TRAINSHED_RAY_ADDRESS": "http://127.0.0.1:9"}
+    foreign = {name: value for name, value in os.environ.items() if not name.startswith("TRAINSHED_")}
+    environment = {**foreign, **own, "COLUMNS": "200", "TERM": "dumb"}
+    command = [sys.executable, "-m", "service.serve"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().split()[3]
+            with Client(url, (home / "admin.key").read_text().strip()) as client:
+                yield World(client.api, environment, _names(client.api, home))
+        finally:
+            process.kill()
+
+
+def _names(api: Api, home: Path) -> dict[str, str]:
+    (home / "spec.json").write_text(spec_body())
+    trained, other, ended, gone = (api.submit(spec_body(labels={"team": "nlp"})) for _ in range(4))
+    _train(RunDir.at(trained.run_dir))
+    for job in (ended, gone):
+        api.cancel(job.id)
+        wait_for(partial(_has_ended, api, job.id), "a job that has ended")
+    key = api.create_key(KeyIn.model_validate({"name": "bob", "roles": {"nlp": "viewer"}})).key
+    jobs = {"trained": trained.id, "short": trained.id.removeprefix("job-").upper()[:-1], "other": other.id}
+    jobs |= {"ended": ended.id, "gone": gone.id}
+    return {**jobs, "key": key.id, "home": str(home), "spec": str(home / "spec.json")}
+
+
+def _has_ended(api: Api, job_id: str) -> bool:
+    return api.job(job_id).state is JobState.CANCELLED
+
+
+def _train(run_dir: RunDir) -> None:
+    """What two steps and a checkpoint leave behind."""
+    attempt = run_dir.attempt(1)
+    attempt.logs.mkdir(parents=True)
+    JsonLines(attempt.events, attempt=1).append(event="prepared", samples=3)
+    for step in (1, 2):
+        JsonLines(attempt.metrics, attempt=1).append(step=step, loss=3.0 - step, tokens_per_second=10.0)
+    attempt.rank_log(0).write_text("2026-11-23 20:00:00,000 INFO here\n2026-11-23 20:00:01,000 WARNING disk is full\n")
+    checkpoint(run_dir, 20, weights=b"abc")
+    wish = ExportWish(dtype="bf16")
+    run_dir.exports.folder(20, wish).mkdir(parents=True)
+    run_dir.exports.write(ExportStatus(step=20, wish=wish, state="done", time=0.0))
+
+
+def _commands(group: TyperGroup, above: str = "") -> Iterator[str]:
+    for name, command in group.commands.items():
+        if isinstance(command, TyperGroup):
+            yield from _commands(command, f"{above}{name} ")
+        else:
+            yield above + name
+
+
+def test_every_command_is_in_the_table() -> None:
+    group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup)
+    assert sorted(_commands(group)) == sorted([*CASES, *ELSEWHERE])
+
+
+@pytest.mark.parametrize("command", sorted(CASES, key=_LAST.count))
+def test_command(world: World, command: str) -> None:
+    case = CASES[command]
+    refused = world.invoke(case.bad)
+    assert (refused.exit_code, refused.stdout) == (case.bad_code, ""), refused.output
+    assert _said(refused.stderr) == world.fill(case.refusal)
+    answer = world.invoke(f"{case.typed} --json")
+    assert (answer.exit_code, answer.stderr) == (Exit.DONE, "")
+    assert json.loads(answer.stdout).keys() >= set(case.fields.split())
+    done = world.type(case.typed.replace("{ended}", "{gone}"))
+    assert done.returncode == Exit.DONE, done.stderr
+    assert world.fill(case.said.replace("{ended}", "{gone}")) in done.stdout
+    assert re.search(r"^next: trainshed [a-z]", done.stderr, re.MULTILINE), done.stderr
+
+
+def _said(stderr: str) -> str:
+    """An error without its frame: one of ours is a line, one of the command line stands in a box."""
+    boxed = [line.strip("│ ") for line in stderr.splitlines() if line.startswith("│")]
+    return " ".join(boxed) if boxed else stderr.removeprefix("trainshed: ").rstrip("\n")
