@@ -1,6 +1,7 @@
 """create_app(settings): the only place where ports meet adapters."""
 
 import hashlib
+import os
 import socket
 import sys
 import time
@@ -16,9 +17,11 @@ from service.adapters.checkpoint_tools import HelperTools
 from service.adapters.embedded_ray import EmbeddedRay
 from service.adapters.keys import ensure_key
 from service.adapters.preflight import HelperPreflight
+from service.adapters.prometheus import PrometheusWatch
 from service.adapters.ray_jobs import RayAddress, RayJobs
 from service.adapters.run_dirs import LocalRunDirs
 from service.adapters.sql.access import SqlKeyStore
+from service.adapters.sql.counts import SqlJobCounts
 from service.adapters.sql.database import Database, sqlite_file
 from service.adapters.sql.store import SqlJobStore
 from service.api.build import Parts, build_api
@@ -31,7 +34,9 @@ from service.ledger import Ledger
 from service.ports import Cluster, KeyStore
 from service.reconcile import Pace, Reconciler
 from service.settings import Settings
+from service.traces import AppTraces, open_traces
 from service.use_cases import Grace, Jobs
+from service.watch import Watching
 from train_loop.run_dir import SINKS_VARIABLE, format_sinks
 
 
@@ -47,6 +52,8 @@ class _World:
     embedded: EmbeddedRay | None
     cluster: Cluster
     board: Board
+    watch: PrometheusWatch
+    traces: AppTraces
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -56,15 +63,18 @@ def create_app(settings: Settings) -> FastAPI:
     ledger = Ledger(
         _jobs(settings, world), world.run_dirs, HelperTools(timeout=settings.verify_seconds), world.keys, time.time
     )
-    return build_api(
+    app = build_api(
         Parts(
             ledger,
             _guard(settings, world.keys),
+            _watching(world),
             hosts=(settings.host, *settings.allowed_hosts),
             lifespan=Background(list(_parts(settings, world)), leaving).lifespan,
             leaving=leaving,
         )
     )
+    world.traces.instrument(app)
+    return app
 
 
 def _world(settings: Settings) -> _World:
@@ -83,6 +93,8 @@ def _world(settings: Settings) -> _World:
         embedded=embedded,
         cluster=_cluster(settings, embedded),
         board=Board(),
+        watch=PrometheusWatch(),
+        traces=open_traces(os.environ),
     )
 
 
@@ -100,8 +112,14 @@ def _jobs(settings: Settings, world: _World) -> Jobs:
     )
 
 
+def _watching(world: _World) -> Watching:
+    return Watching(SqlJobCounts(world.database.engine), world.store, world.run_dirs, world.watch, time.time)
+
+
 def _parts(settings: Settings, world: _World) -> Iterator[Part]:
     """What goes on beside the answers, in the order in which it starts; it ends in the other one."""
+    # A collector that does not answer is not waited for.
+    yield Part("traces", _nothing, world.traces.close, seconds=1.0)
     yield Part("database", _nothing, world.database.close, seconds=1.0)
     # Seconds until it answers: the first who asks should not have to wait for all of them.
     yield Part("preflight", world.preflight.start, world.preflight.stop, seconds=1.0)
@@ -121,6 +139,8 @@ def _reconciler(settings: Settings, world: _World) -> Reconciler:
         _pace(settings),
         settings.rules,
         world.board,
+        watch=world.watch,
+        traces=world.traces,
     )
 
 

@@ -14,6 +14,7 @@ import structlog
 
 from service.domain.admission import admit
 from service.domain.board import Admission, Board
+from service.domain.changes import outcomes, waited
 from service.domain.decide import Decision, Effect, Retry, Seen, Submission, decide, hangs, wanted_stop
 from service.domain.job import Attempt, Job
 from service.domain.moves import make_room, resize, start
@@ -21,7 +22,18 @@ from service.domain.reason import Code, Reason
 from service.domain.rules import Rules
 from service.domain.ticket import Ticket
 from service.errors import ClusterError
-from service.ports import Cluster, JobStore, Launch, Lease, RunDirs, Sighting
+from service.ports import (
+    Cluster,
+    JobStore,
+    Launch,
+    Lease,
+    RunDirs,
+    Sighting,
+    Traces,
+    Untraced,
+    Unwatched,
+    Watch,
+)
 from train_loop.plan import Capacity
 from train_loop.run_dir import storage_failed
 
@@ -65,13 +77,17 @@ class Reconciler:
     rules: Rules = field(default_factory=Rules)
     board: Board = field(default_factory=Board)
     written: dict[str, Silence] = field(default_factory=dict)
+    watch: Watch = field(default_factory=Unwatched)
+    traces: Traces = field(default_factory=Untraced)
 
     def run(self, stopped: threading.Event, *, interval: float) -> None:
         """Pass after pass until stopped. A pass that fails is logged, and the next one tries again."""
         while not stopped.is_set():
-            began = time.thread_time()
+            began, at = time.thread_time(), time.monotonic()
             try:
-                self.run_once(stopped)
+                with self.traces.span("reconcile.pass"):
+                    self.run_once(stopped)
+                self.watch.passed(time.monotonic() - at)
             except Exception:
                 log.exception("reconcile_pass_failed")
             stopped.wait(max(interval, _REST * (time.thread_time() - began)))
@@ -87,7 +103,8 @@ class Reconciler:
             if stopped is not None and stopped.is_set():
                 return
             try:
-                self._steps(job_id)
+                with self.traces.span("reconcile.job", **{"trainshed.job.id": job_id}):
+                    self._steps(job_id)
             except Exception:
                 log.exception("reconcile_failed", job=job_id)
 
@@ -206,12 +223,21 @@ class Reconciler:
     def _store(self, job: Job, after: Job, *, leads: bool = False) -> bool:
         if not self.store.save(after, owner=self.owner, leads=leads):
             return False
+        self._tell(job, after)
         if after.state is not job.state:
             if after.state.terminal:
                 self.written.pop(job.id, None)
             reason = after.reason.message if after.reason else None
             log.info("job_moved", job=job.id, from_state=job.state, to_state=after.state, reason=reason)
         return True
+
+    def _tell(self, before: Job, after: Job) -> None:
+        for outcome in outcomes(before, after):
+            self.watch.ended(outcome)
+        if after.state is not before.state:
+            self.watch.moved(after.state)
+        if (seconds := waited(before, after)) is not None:
+            self.watch.waited(seconds)
 
     def _explain(self, job: Job, message: str) -> None:
         """Let the owner see why nothing moves; the next pass tries again."""
@@ -227,7 +253,16 @@ class Reconciler:
         if effect is Effect.SUBMIT:
             self.run_dirs.prepare(job.run_dir, job.spec, job.size, attempt=attempt.number)
             self.cluster.submit(
-                Launch(attempt.submission_id, job.id, job.spec.name, attempt=attempt.number, run_dir=job.run_dir)
+                Launch(
+                    attempt.submission_id,
+                    job.id,
+                    job.spec.name,
+                    attempt=attempt.number,
+                    run_dir=job.run_dir,
+                    project=job.spec.project,
+                    labels=job.spec.labels,
+                    told=self.traces.carry(),
+                )
             )
         elif effect is Effect.STOP_NOW:
             self.cluster.stop(attempt.submission_id)

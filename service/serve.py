@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
-import structlog
 import uvicorn
 from fastapi import FastAPI
 from filelock import FileLock, Timeout
@@ -18,6 +17,7 @@ from filelock import FileLock, Timeout
 from service.adapters.sql.database import sqlite_file
 from service.address import ServiceAddress
 from service.app import create_app
+from service.logs import configure_logs
 from service.settings import Settings
 from train_loop.run_dir import write_durably
 
@@ -25,7 +25,7 @@ from train_loop.run_dir import write_durably
 def main() -> int:
     """Serve; 1 where another service has the home."""
     settings = Settings()
-    _configure_logs()
+    configure_logs(settings.logs)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     settings.make_home()
@@ -54,7 +54,10 @@ def _locks(settings: Settings) -> Iterator[tuple[Path, str]]:
 
 def _serve(settings: Settings) -> int:
     app = create_app(settings)
-    config = uvicorn.Config(app, host=settings.host, port=settings.port, log_level="warning", server_header=False)
+    # Its logs go where all go, and each request is a line of ours.
+    config = uvicorn.Config(
+        app, host=settings.host, port=settings.port, log_config=None, access_log=False, server_header=False
+    )
     # What was imported stays, and a full collection of the garbage would walk it, for 100 ms, under load every second.
     gc.collect()
     gc.freeze()
@@ -63,19 +66,6 @@ def _serve(settings: Settings) -> int:
     finally:
         settings.address_file.unlink(missing_ok=True)
     return 0
-
-
-def _configure_logs() -> None:
-    """To stderr, because stdout is for the one line that says where we listen."""
-    # Plain tracebacks: the pretty ones show local variables, and some of those are keys.
-    renderer = structlog.dev.ConsoleRenderer(
-        colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
-    )
-    stamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
-    structlog.configure(
-        processors=[structlog.contextvars.merge_contextvars, structlog.processors.add_log_level, stamp, renderer],
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
 
 
 class _Server(uvicorn.Server):

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from service.domain.rules import Quota, Rules
+from service.logs import LogFormat
 from train_loop.run_dir import DEFAULT_SINKS, SINKS, SinkName, parse_sinks
 
 
@@ -51,6 +52,7 @@ class Settings(BaseSettings):
     preflight_seconds: float = Field(default=120.0, gt=0)
     verify_seconds: float = Field(default=600.0, gt=0, description="to read all of a checkpoint")
     max_body_bytes: int = Field(default=1 << 20, ge=1)
+    logs: LogFormat = Field(default="console", description="lines for people, or JSON for machines; on stderr")
 
     @field_validator("allowed_hosts", "storage_roots", mode="before")
     @classmethod

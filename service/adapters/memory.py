@@ -2,6 +2,7 @@
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
@@ -12,7 +13,7 @@ from service.domain.job import LIVE, Job, JobState
 from service.domain.ticket import Ticket
 from service.domain.usage import Usage, UsageByDay, together
 from service.errors import ClusterError, IdempotencyMismatch, KeyInFlight
-from service.ports import FLIGHT_SECONDS, KEPT_SECONDS, Findings, JobQuery, Launch, Lease, NewJob, Once
+from service.ports import FLIGHT_SECONDS, KEPT_SECONDS, Counts, Findings, JobQuery, Launch, Lease, NewJob, Once
 from train_loop.plan import Capacity, read_shape
 from train_loop.run_dir import Parent
 from train_loop.spec import JobSpec, Problem
@@ -131,6 +132,11 @@ class MemoryJobStore:
         """The jobs that somebody has to look after."""
         with self.lock:
             return [job.id for job in self.jobs.values() if job.state in LIVE and job.state not in _AT_REST]
+
+    def counts(self) -> Counts:
+        """How many jobs there are by state and project."""
+        with self.lock:
+            return Counter((job.state, job.spec.project) for job in self.jobs.values())
 
     def claim(self, job_id: str, lease: Lease) -> Job | None:
         """The job, if nobody else holds it; it is this owner's until the lease ends."""

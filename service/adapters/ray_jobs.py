@@ -93,7 +93,7 @@ class RayJobs:
                 entrypoint=entrypoint,
                 submission_id=launch.submission_id,
                 metadata=_metadata(launch),
-                runtime_env={"env_vars": _env_vars(self._environment)},
+                runtime_env={"env_vars": _env_vars({**self._environment, **launch.told})},
             )
         except _FAULTS as error:
             # Ray's word for "already exists" cannot be told from a fault: ask what is there instead.
@@ -196,8 +196,10 @@ _STATUS: Mapping[JobStatus, Submission] = {
 
 def _metadata(launch: Launch) -> dict[str, str]:
     """What Ray's dashboard shows of a job."""
-    name = {"name": launch.name, "job_name": launch.name}
-    return name | {"job_id": launch.job_id, "attempt": str(launch.attempt)}
+    name = f"{launch.name} ({launch.submission_id})"
+    labels = {f"label.{key}": value for key, value in launch.labels.items()}
+    job = {"job_id": launch.job_id, "attempt": str(launch.attempt), "project": launch.project}
+    return {"name": name, "job_name": name, **job, **labels}
 
 
 def _env_vars(told: Mapping[str, str]) -> dict[str, str]:
@@ -208,7 +210,9 @@ def _env_vars(told: Mapping[str, str]) -> dict[str, str]:
         **told,
         "RAY_JOB_STOP_SIGNAL": "SIGINT",
         "RAY_JOB_STOP_WAIT_TIME_S": "30",
+        # The Train page of the dashboard, and a log of the same that outlives the driver.
         "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
+        "RAY_enable_export_api_write_config": "EXPORT_TRAIN_RUN,EXPORT_TRAIN_RUN_ATTEMPT",
     }
 
 

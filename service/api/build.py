@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 from anyio import CapacityLimiter
 from fastapi import FastAPI
 
-from service.api import checkpoints, health, jobs, keys, runs, usage
+from service.api import checkpoints, health, jobs, keys, runs, usage, watched
 from service.api.guard import Guard, HostCheck, RequestIds
 from service.api.problems import install_problems
 from service.api.together import Together
+from service.api.watched import Observed
 from service.follow import Recent
 from service.leaving import Leaving
 from service.ledger import Ledger
+from service.watch import Watching
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
@@ -27,6 +29,7 @@ class Parts:
 
     ledger: Ledger
     guard: Guard
+    watching: Watching
     hosts: Sequence[str] = ()
     """Names besides those of loopback by which callers may address the service."""
     lifespan: Lifespan | None = None
@@ -43,9 +46,10 @@ def build_api(parts: Parts) -> FastAPI:
     )
     _put_state(app, parts)
     app.add_middleware(HostCheck, hosts=(*LOOPBACK, *parts.hosts))
+    app.add_middleware(Observed, watch=parts.watching.watch)
     app.add_middleware(RequestIds)
     install_problems(app)
-    for module in (health, jobs, runs, checkpoints, usage, keys):
+    for module in (health, jobs, runs, checkpoints, usage, keys, watched):
         app.include_router(module.router)
     return app
 
@@ -55,5 +59,6 @@ def _put_state(app: FastAPI, parts: Parts) -> None:
     ledger, guard = parts.ledger, parts.guard
     app.state.jobs, app.state.run_dirs, app.state.ledger = ledger.jobs, ledger.run_dirs, ledger
     app.state.guard, app.state.access = guard, guard.access
+    app.state.watching = parts.watching
     app.state.leaving, app.state.recent = parts.leaving, Recent()
     app.state.checks, app.state.known = CapacityLimiter(_CHECKS), Together(ledger.jobs.submit_known)

@@ -59,6 +59,7 @@ class KeyBearer(SecurityBase):
                 "this key opens nothing, or not any more; send the one line of $TRAINSHED_HOME/admin.key, or ask an "
                 "admin of your project for a key"
             )
+        request.state.key_id = caller.id
         return replace(caller, request_id=request.state.request_id)
 
 

@@ -12,7 +12,7 @@ from fastapi.sse import EventSourceResponse, format_sse_event
 from service.api.jobs import UseCases
 from service.errors import JobNotFound
 from service.follow import Follower, Reader, Signal, numbered
-from service.ports import Cursor, Entry, Place
+from service.ports import Cursor, Entry, Place, Watch
 from service.use_cases import Jobs
 
 
@@ -38,12 +38,15 @@ class Sender:
 
     def text(self, reader: Reader, place: Place, job_id: str) -> EventSourceResponse:
         """The lines of a log; ids are places."""
-        return EventSourceResponse(_send(_as_text(self._follow(reader, place, job_id))))
+        return self._answer(_as_text(self._follow(reader, place, job_id)))
 
     def lines(self, reader: Reader, cursor: Cursor, job_id: str) -> EventSourceResponse:
         """JSON lines of all attempts behind a cursor; ids are cursors."""
         entries = self._follow(reader, Place(cursor.attempt), job_id)
-        return EventSourceResponse(_send(_behind(entries, cursor)))
+        return self._answer(_behind(entries, cursor))
+
+    def _answer(self, messages: AsyncIterator[Message | Signal]) -> EventSourceResponse:
+        return EventSourceResponse(_counted(_send(messages), self.request.app.state.watching.watch))
 
     def _follow(self, reader: Reader, place: Place, job_id: str) -> AsyncIterator[Entry | Signal]:
         ended = partial(_has_ended, self.jobs, job_id)
@@ -88,6 +91,15 @@ async def _as_text(entries: AsyncIterator[Entry | Signal]) -> AsyncIterator[Mess
             yield entry
         else:
             yield Message(f"{entry.after.attempt}.{entry.after.offset}", json.dumps(entry.text))
+
+
+async def _counted(parts: AsyncIterator[bytes], watch: Watch) -> AsyncIterator[bytes]:
+    watch.followed(more=True)
+    try:
+        async for part in parts:
+            yield part
+    finally:
+        watch.followed(more=False)
 
 
 async def _send(messages: AsyncIterator[Message | Signal]) -> AsyncIterator[bytes]:

@@ -19,6 +19,7 @@ from service.ports.runs import (
     Tail,
     Written,
 )
+from service.ports.watch import Counts, JobCounts, Totals, Traces, Untraced, Unwatched, Watch
 
 __all__ = [
     "FLIGHT_SECONDS",
@@ -27,9 +28,11 @@ __all__ = [
     "Checkpoint",
     "CheckpointTools",
     "Cluster",
+    "Counts",
     "Cursor",
     "Entry",
     "Findings",
+    "JobCounts",
     "JobQuery",
     "JobStore",
     "KeyStore",
@@ -45,5 +48,10 @@ __all__ = [
     "Sighting",
     "Story",
     "Tail",
+    "Totals",
+    "Traces",
+    "Untraced",
+    "Unwatched",
+    "Watch",
     "Written",
 ]

@@ -1,6 +1,7 @@
 """Where drivers run."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from service.domain.decide import Submission
@@ -16,6 +17,10 @@ class Launch:
     name: str
     attempt: int
     run_dir: str
+    project: str = "default"
+    labels: Mapping[str, str] = field(default_factory=dict)
+    told: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of its own."""
 
 
 class Cluster(Protocol):

@@ -84,6 +84,9 @@ def expected(call: Call, kind: str, project: str, best: tuple[int, str | None]) 
         return best
     if kind in SHUT:
         return 401, "unauthorized"
+    if path == "/metrics":
+        # It tells of all projects.
+        return 403, "forbidden"
     if call in ABOUT_ALL:
         return 200, None
     keys = path.startswith("/keys")
@@ -124,6 +127,12 @@ def test_lists_hold_what_the_caller_may_see(world: World) -> None:
     assert [job["id"] for job in world.client.get("/jobs").json()["data"]] == [other, world.job]
     assert world.client.get("/audit", headers=mine).json()["data"] == []
     assert world.client.get("/me", headers=mine).json()["roles"] == {"own": "viewer"}
+
+
+def test_metrics_of_all_projects_are_for_a_viewer_of_all(world: World) -> None:
+    _, secret = world.key({ANY: "viewer"})
+    answer = world.client.get("/metrics", headers={"authorization": f"Bearer {secret}"})
+    assert (answer.status_code, 'project="own"' in answer.text) == (200, True)
 
 
 def test_secret_is_shown_once_and_not_kept(world: World) -> None:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,6 +14,7 @@ import pytest
 import torch
 from pydantic import JsonValue
 
+from service.adapters.ray_head import read_head
 from service.client import ApiError
 from service.domain.job import JobState
 from tests.support.folders import write_tokenizer
@@ -49,7 +51,7 @@ def service(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 @pytest.fixture(scope="module")
 def reference(service: LiveService) -> str:
     """A job that nobody disturbed."""
-    job_id = service.submit()
+    job_id = service.submit(labels={"team": "tests"})
     service.wait_for_state(job_id, JobState.SUCCEEDED)
     return job_id
 
@@ -152,6 +154,22 @@ def test_a_job_runs_to_its_end_and_its_traces_are_served(service: LiveService, r
     assert losses == pytest.approx([line["loss"] for line in lines])
     assert job.dashboard_url is not None
     assert job.dashboard_url.endswith(f"/#/jobs/{job.id}-1")
+
+
+def test_ray_s_dashboard_names_the_attempt_and_has_its_train_run(service: LiveService, reference: str) -> None:
+    job, head = service.client.job(reference), read_head(service.home / "ray.json")
+    assert head is not None
+    token = (service.home / "ray.token").read_text().strip()
+    name = f"{job.name} ({job.id}-1)"
+    with httpx.Client(base_url=head.dashboard_url, headers={"authorization": f"Bearer {token}"}, timeout=60) as ray:
+        submission = ray.get(f"/api/jobs/{job.id}-1").json()
+        runs = ray.get("/api/train/v2/runs/v1").json()["train_runs"]
+    told = {"job_id": job.id, "attempt": "1", "project": job.project, "label.team": "tests"}
+    assert submission["metadata"] == {"name": name, "job_name": name, **told}
+    assert job.dashboard_url == f"{head.dashboard_url}/#/jobs/{submission['submission_id']}"
+    assert [run["status"] for run in runs if run["name"] == name] == ["FINISHED"]
+    exported = Path(head.temp_dir) / "session_latest" / "logs" / "export_events"
+    assert any(name in path.read_text() for path in exported.glob("event_EXPORT_TRAIN_STATE*"))
 
 
 def test_one_worker_then_all_then_the_driver_killed(service: LiveService, reference: str) -> None:

@@ -15,6 +15,7 @@ from fastapi.testclient import TestClient
 from service.access import Access
 from service.adapters.checkpoint_tools import HelperTools
 from service.adapters.memory import MemoryCluster, MemoryJobStore, MemoryKeyStore, MemoryPreflight
+from service.adapters.prometheus import PrometheusWatch
 from service.adapters.run_dirs import LocalRunDirs
 from service.api.build import Parts, build_api
 from service.api.guard import Guard
@@ -23,9 +24,10 @@ from service.domain.decide import Retry
 from service.domain.job import Job
 from service.domain.rules import Rules
 from service.ledger import Ledger
-from service.ports import Cluster, JobStore
+from service.ports import Cluster, JobCounts, JobStore, Traces, Untraced, Watch
 from service.reconcile import Pace, Reconciler
 from service.use_cases import Grace, Jobs
+from service.watch import Watching
 from train_loop.run_dir import JsonLines, Outcome, RunDir
 from train_loop.spec import JobSpec, parse
 
@@ -99,10 +101,13 @@ class FakeService:
     rules: Rules = field(default_factory=Rules)
     board: Board = field(default_factory=Board)
     keys: MemoryKeyStore = field(default_factory=MemoryKeyStore)
+    counts: JobCounts = field(default_factory=MemoryJobStore)
+    watch: Watch = field(default_factory=PrometheusWatch)
 
     def __post_init__(self) -> None:
         if isinstance(self.store, MemoryJobStore):
             self.keys.done = self.store.deeds
+            self.counts = self.store
 
     @property
     def access(self) -> Access:
@@ -125,16 +130,23 @@ class FakeService:
             new_id=lambda: f"job-{next(self.ids):04d}",
         )
 
+    @property
+    def watching(self) -> Watching:
+        """The use case of those who watch."""
+        return Watching(self.counts, self.store, self.run_dirs, self.watch, self.clock)
+
     def app(self, *, max_body_bytes: int = 1 << 16) -> FastAPI:
         """The HTTP side."""
         ledger = Ledger(self.jobs, self.run_dirs, HelperTools(timeout=60.0), self.keys, self.clock)
-        return build_api(Parts(ledger, Guard(self.access, max_body_bytes)))
+        return build_api(Parts(ledger, Guard(self.access, max_body_bytes), self.watching))
 
     def client(self, **headers: str) -> TestClient:
         """A caller with the key; `client(authorization="")` is one without."""
         return TestClient(self.app(), base_url="http://127.0.0.1", headers={"authorization": f"Bearer {KEY}"} | headers)
 
-    def reconciler(self, *, store: JobStore | None = None, cluster: Cluster | None = None) -> Reconciler:
+    def reconciler(
+        self, *, store: JobStore | None = None, cluster: Cluster | None = None, traces: Traces | None = None
+    ) -> Reconciler:
         """A reconciler as it is after a restart."""
         return Reconciler(
             store or self.store,
@@ -145,6 +157,8 @@ class FakeService:
             pace=Pace(lease=30.0, retry=RETRY),
             rules=self.rules,
             board=self.board,
+            watch=self.watch,
+            traces=traces or Untraced(),
         )
 
     def submit(self, **parts: Any) -> Job:

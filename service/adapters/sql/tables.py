@@ -34,7 +34,7 @@ jobs = Table(
     Column("version", Integer, nullable=False),
     Column("lease_owner", String(255)),
     Column("lease_until", Float(53)),
-    Index("jobs_by_state", "state"),
+    Index("jobs_by_state", "state", "project"),
     Index("jobs_by_project", "project"),
     Index("jobs_that_hold", "holds"),
     Index("jobs_that_wait", "waits"),

@@ -1,6 +1,7 @@
 """What is asked of Ray, and how often."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -63,9 +64,10 @@ class Submitted:
 
     def __init__(self) -> None:
         self.environment: dict[str, str] = {}
+        self.metadata: dict[str, str] = {}
 
-    def submit_job(self, *, runtime_env: dict[str, dict[str, str]], **_: object) -> None:
-        self.environment = runtime_env["env_vars"]
+    def submit_job(self, *, runtime_env: dict[str, dict[str, str]], metadata: dict[str, str], **_: object) -> None:
+        self.environment, self.metadata = runtime_env["env_vars"], metadata
 
 
 def test_a_driver_is_told_what_the_service_says_and_how_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,3 +77,20 @@ def test_a_driver_is_told_what_the_service_says_and_how_it_is_stopped(monkeypatc
     jobs.submit(Launch("job-1-1", "job-1", "tiny", attempt=1, run_dir="file:///nowhere"))
     assert client.environment["TRAINSHED_SINKS"] == "mlflow"
     assert client.environment["RAY_JOB_STOP_SIGNAL"] == "SIGINT", "its own way to be stopped is nobody's choice"
+
+
+def test_an_attempt_has_a_name_and_what_it_belongs_to_in_ray_s_dashboard(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs, client = RayJobs(lambda: None, python="python"), Submitted()
+    monkeypatch.setattr(jobs, "_connect", lambda: client)
+    launch = Launch("job-1-2", "job-1", "tiny", attempt=2, run_dir="file:///nowhere", project="nlp")
+    jobs.submit(replace(launch, labels={"team": "b"}, told={"TRACEPARENT": "00-1-2-01"}))
+    assert client.metadata == {
+        "name": "tiny (job-1-2)",
+        "job_name": "tiny (job-1-2)",
+        "job_id": "job-1",
+        "attempt": "2",
+        "project": "nlp",
+        "label.team": "b",
+    }
+    assert client.environment["TRACEPARENT"] == "00-1-2-01"
+    assert client.environment["RAY_TRAIN_ENABLE_STATE_TRACKING"] == "1"

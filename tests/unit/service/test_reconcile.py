@@ -39,7 +39,7 @@ def started(service: FakeService) -> Job:
 def test_job_goes_from_queue_to_success(service: FakeService) -> None:
     job = started(service)
     assert service.cluster.launches == [
-        Launch(f"{job.id}-1", job.id, "tiny", attempt=1, run_dir=service.get(job.id).run_dir)
+        Launch(f"{job.id}-1", job.id, "tiny", attempt=1, run_dir=service.get(job.id).run_dir, project="default")
     ]
     assert (service.run_dir(job.id).fence(), service.run_dir(job.id).spec()) == (1, job.spec)
     service.end(job.id, Outcome(result="succeeded", step=20))

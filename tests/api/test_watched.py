@@ -1,0 +1,166 @@
+"""/metrics and the log as operators see them, of a real process and of one on fakes; and its traces."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from structlog.testing import capture_logs
+
+from service.adapters.otel import OtelTraces
+from service.adapters.sql.database import open_database
+from service.adapters.sql.store import SqlJobStore
+from service.ports import NewJob, Untraced
+from service.traces import open_traces
+from tests.support.otlp import Collector, collector
+from tests.support.service import FakeService, a_job
+from tests.support.waiting import wait_for
+
+STARTED = re.compile(r"Trainshed listens on (http://\S+) \(docs: /docs\)\n")
+
+
+@dataclass
+class Process:
+    """A service of its own, on a cluster that never answers, whose spans go to a collector of ours."""
+
+    process: subprocess.Popen[str]
+    client: httpx.Client
+    log: Path
+    collector: Collector
+    store: SqlJobStore
+
+    def lines(self, **wanted: object) -> list[dict[str, Any]]:
+        """The lines of its log, each a JSON object, that say this."""
+        # The last one may be half written.
+        whole = self.log.read_text().split("\n")[:-1]
+        return [line for line in map(json.loads, whole) if wanted.items() <= line.items()]
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    home = tmp_path_factory.mktemp("watched")
+    with collector() as spans, (home / "log").open("w") as log:
+        environment = os.environ | {
+            "TRAINSHED_HOME": str(home),
+            "TRAINSHED_PORT": "0",
+            "TRAINSHED_RAY_ADDRESS": "http://127.0.0.1:9",
+            "TRAINSHED_LOGS": "json",
+            "OTEL_EXPORTER_OTLP_ENDPOINT": spans.url,
+            # Nothing but the promise of the service ends the wait for a collector that hangs.
+            "OTEL_EXPORTER_OTLP_TIMEOUT": "600",
+            "OTEL_BSP_SCHEDULE_DELAY": "100",
+        }
+        command = [sys.executable, "-m", "service.serve"]
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True) as process:
+            try:
+                assert process.stdout is not None
+                started = STARTED.fullmatch(process.stdout.readline())
+                assert started is not None, (home / "log").read_text()
+                engine = open_database(f"sqlite:///{home}/trainshed.db")
+                headers = {"authorization": f"Bearer {(home / 'admin.key').read_text().strip()}"}
+                with httpx.Client(base_url=started[1], headers=headers, timeout=60) as client:
+                    yield Process(process, client, home / "log", spans, SqlJobStore(engine))
+                engine.dispose()
+            finally:
+                process.kill()
+
+
+def test_every_request_is_a_line_of_json(watched: Process) -> None:
+    assert watched.client.get("/jobs?limit=1", headers={"x-request-id": "r-1"}).status_code == 200
+    assert watched.client.get("/jobs/nobody%0Aelse", headers={"x-request-id": "r-2"}).status_code == 404
+    assert watched.client.get("/readyz", headers={"x-request-id": "r-3"}).status_code == 200
+    assert watched.client.get("/jobs", headers={"x-request-id": "r-4", "authorization": ""}).status_code == 401
+    (line,) = wait_for(lambda: watched.lines(request_id="r-4"), "the line of the last request")
+    assert (line["key"], line["status"]) == (None, 401)
+    (line,) = watched.lines(request_id="r-1")
+    assert line.pop("ms") > 0
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+Z", line.pop("time"))
+    assert line == {
+        "level": "info",
+        "event": "request",
+        "request_id": "r-1",
+        "key": "operator",
+        "method": "GET",
+        "route": "/jobs",
+        "path": "/jobs",
+        "status": 200,
+    }
+    (line,) = watched.lines(request_id="r-2")
+    assert (line["route"], line["path"], line["status"]) == ("/jobs/{job_id}", "/jobs/nobody%0Aelse", 404)
+    assert watched.lines(request_id="r-3") == [], "machines ask for health every few seconds"
+
+
+def test_metrics_of_a_process_grow_with_what_it_does(watched: Process) -> None:
+    watched.store.add(NewJob(a_job(project="seen")))
+    answer = watched.client.get("/metrics")
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    passes = re.compile(r"^trainshed_reconcile_pass_seconds_count [1-9]", re.MULTILINE)
+    wait_for(lambda: passes.search(watched.client.get("/metrics").text), "a pass of the reconciler")
+    assert watched.client.get("/elsewhere").status_code == 404
+    assert watched.client.request("BREW", "/jobs").status_code == 405
+    following = "trainshed_stream_clients 1.0"
+    with watched.client.stream("GET", "/jobs/job-1/events", headers={"accept": "text/event-stream"}) as stream:
+        lines = stream.iter_lines()
+        assert next(lines) == ": begin"
+        text = watched.client.get("/metrics").text
+        assert following in text
+    assert 'trainshed_http_requests_total{method="GET",route="/jobs/{job_id}/events",status="200"} 1.0' in text
+    assert 'trainshed_http_requests_total{method="GET",route="(none)",status="404"} 1.0' in text
+    assert 'trainshed_http_requests_total{method="(other)",route="/jobs",status="405"} 1.0' in text
+    queued = 'trainshed_jobs{project="seen",state="QUEUED"} 1.0'
+    wait_for(lambda: queued in watched.client.get("/metrics").text, "the job among those of the database")
+    wait_for(lambda: following not in watched.client.get("/metrics").text, "nobody that follows")
+
+
+# The last one: it ends the process.
+def test_spans_have_routes_and_a_collector_that_hangs_does_not_hold_up_the_end(watched: Process) -> None:
+    assert watched.client.get("/jobs/nobody").status_code == 404
+    (span, *_) = wait_for(lambda: watched.collector.named("GET /jobs/{job_id}"), "the span of a request")
+    assert span.attributes["http.route"] == "/jobs/{job_id}"
+    assert wait_for(lambda: watched.collector.named("reconcile.pass"), "the span of a pass")
+    assert not watched.collector.named("GET /readyz")
+    watched.collector.answers.clear()
+    assert watched.client.get("/jobs").status_code == 200
+    watched.process.send_signal(signal.SIGTERM)
+    assert watched.process.wait(timeout=60) == 0
+    watched.collector.answers.set()
+    assert [line for line in watched.lines() if line["level"] not in ("info", "warning")] == []
+
+
+def test_a_job_s_step_is_a_span_that_its_driver_goes_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with collector() as spans:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", spans.url)
+        service, traces = FakeService(tmp_path), open_traces(os.environ)
+        assert isinstance(traces, OtelTraces)
+        job, stopped = service.submit(), threading.Event()
+        reconciler = service.reconciler(traces=traces)
+        thread = threading.Thread(target=reconciler.run, args=(stopped,), kwargs={"interval": 0.01})
+        thread.start()
+        wait_for(lambda: service.cluster.launches, "a submission")
+        stopped.set()
+        thread.join()
+        traces.close()
+        (step, *_) = spans.named("reconcile.job")
+        assert step.attributes == {"trainshed.job.id": job.id}
+        assert step.parent in [one.id for one in spans.named("reconcile.pass")]
+        (launch,) = service.cluster.launches
+        assert launch.told["TRACEPARENT"].startswith(f"00-{step.trace}-{step.id}-")
+
+
+def test_nobody_is_traced_unless_asked_and_missing_packages_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(open_traces({}), Untraced)
+    # As where the extra is not installed.
+    monkeypatch.delitem(sys.modules, "service.adapters.otel")
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with capture_logs() as lines:
+        assert isinstance(open_traces({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}), Untraced)
+    assert [(line["event"], line["remedy"]) for line in lines] == [("traces_are_off", "pip install 'trainshed[otel]'")]

@@ -1,0 +1,65 @@
+"""What the log looks like, for people and for machines; in processes of their own, because there is one log in each."""
+
+import json
+import subprocess
+import sys
+
+PROGRAM = """
+import logging, sys, warnings
+import structlog
+from service.logs import configure_logs
+
+configure_logs(sys.argv[1])
+log = structlog.get_logger()
+log.debug("unheard")
+log.info("said", job="job-1", text="a\\nb")
+logging.getLogger("sqlalchemy.pool").warning("a library %s", "speaks")
+logging.getLogger("httpx").info("unheard")
+warnings.warn("careful")
+def fail(secret):
+    raise ValueError("it failed")
+try:
+    fail("hun" + "ter2")
+except ValueError:
+    log.exception("failed")
+    logging.getLogger("uvicorn.error").exception("failed, too")
+"""
+
+
+def said(kind: str) -> str:
+    """What the program says."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, kind], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout == ""
+    assert "unheard" not in done.stderr
+    assert "hunter2" not in done.stderr, "local variables may be keys"
+    return done.stderr
+
+
+def test_json_is_an_object_a_line_whoever_speaks() -> None:
+    lines = [json.loads(line) for line in said("json").splitlines()]
+    assert all({"time", "level", "event"} <= line.keys() for line in lines)
+    assert [(line["level"], line.get("logger")) for line in lines] == [
+        ("info", None),
+        ("warning", "sqlalchemy.pool"),
+        ("warning", "py.warnings"),
+        ("error", None),
+        ("error", "uvicorn.error"),
+    ]
+    assert (lines[0]["job"], lines[0]["text"]) == ("job-1", "a\nb")
+    assert lines[1]["event"] == "a library speaks"
+    for line in lines[-2:]:
+        ((trace,),) = [line["exception"]]
+        assert (trace["exc_type"], trace["exc_value"], trace["frames"][-1]["name"]) == (
+            "ValueError",
+            "it failed",
+            "fail",
+        )
+
+
+def test_people_get_lines_and_plain_tracebacks() -> None:
+    lines = said("console").splitlines()
+    assert lines[0].endswith(r"Z [info] said job='job-1' text='a\nb'")
+    assert lines[1].endswith("Z [warning] a library speaks logger='sqlalchemy.pool'")
+    assert lines.count("ValueError: it failed") == 2

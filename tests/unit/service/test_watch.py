@@ -1,0 +1,138 @@
+"""What those who watch are told: waits, outcomes, counts, goodput, and how far the reconciler is behind."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from service.adapters.memory import MemoryJobStore
+from service.adapters.sql.counts import SqlJobCounts
+from service.adapters.sql.database import open_database
+from service.adapters.sql.store import SqlJobStore
+from service.domain.changes import outcomes, waited
+from service.domain.decide import Submission
+from service.domain.job import JobState
+from service.domain.moves import start
+from service.ports import NewJob
+from service.watch import OTHERS, bounded
+from tests.support.service import FakeService, a_job
+from train_loop.run_dir import Outcome
+
+Labels = tuple[tuple[str, str], ...]
+counts = st.dictionaries(
+    st.tuples(st.sampled_from(JobState), st.sampled_from("abcdefgh")), st.integers(min_value=1, max_value=9)
+)
+
+
+@given(counts, st.integers(min_value=0, max_value=9))
+def test_bounded_counts_lose_no_job_and_have_few_projects(jobs: dict[tuple[JobState, str], int], most: int) -> None:
+    found = bounded(jobs, most)
+    own = {project for _, project in found} - {OTHERS}
+    assert len(own) == min(most, len({project for _, project in jobs}))
+    for state in JobState:
+        assert sum(n for (s, _), n in found.items() if s is state) == sum(n for (s, _), n in jobs.items() if s is state)
+    sizes = {project: sum(n for (_, p), n in jobs.items() if p == project) for _, project in jobs}
+    left_out = sizes.keys() - own
+    assert all(sizes[one] >= sizes[other] for one in own for other in left_out)
+
+
+@given(st.floats(min_value=0, max_value=1e9), st.floats(min_value=-1e6, max_value=1e6))
+def test_a_wait_is_told_once_and_is_never_negative(since: float, seconds: float) -> None:
+    queued = replace(a_job(now=since), times={JobState.QUEUED: since})
+    started = start(queued, now=since + seconds)
+    assert waited(queued, started) == pytest.approx(max(seconds, 0.0), abs=1e-3)
+    assert waited(started, started.move(JobState.RUNNING, now=since)) is None
+    assert waited(queued, queued) is None
+
+
+def test_an_attempt_that_ends_is_told_once() -> None:
+    running = start(a_job(), now=1.0)
+    over = running.end_attempt("failed", now=2.0)
+    assert (outcomes(running, over), outcomes(over, over), outcomes(over, over.begin_attempt(now=3.0))) == (
+        ("failed",),
+        (),
+        (),
+    )
+    again = over.begin_attempt(now=3.0)
+    assert outcomes(again, again.end_attempt("succeeded", now=4.0)) == ("succeeded",)
+
+
+def series(text: bytes) -> dict[tuple[str, Labels], float]:
+    """Every sample by name and labels."""
+    families = text_string_to_metric_families(text.decode())
+    return {(one.name, tuple(sorted(one.labels.items()))): one.value for each in families for one in each.samples}
+
+
+def value(service: FakeService, name: str, **labels: str) -> float | None:
+    """What a sample says now."""
+    return series(service.watching.text()).get((f"trainshed_{name}", tuple(sorted(labels.items()))))
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> FakeService:
+    return FakeService(tmp_path)
+
+
+def test_a_job_is_told_of_from_the_queue_to_its_end(service: FakeService) -> None:
+    job = service.submit(project="nlp")
+    assert value(service, "jobs", state="QUEUED", project="nlp") == 1
+    service.clock.now += 40
+    service.reconciler().run_once()
+    assert (value(service, "queue_wait_seconds_count"), value(service, "queue_wait_seconds_sum")) == (1, 40)
+    service.cluster.submissions[f"{job.id}-1"] = Submission.RUNNING
+    service.event(job.id, "training_started", steps=20, replayed=0)
+    for step in (1, 2):
+        service.metric(job.id, step=step, step_seconds=5.0)
+    service.reconciler().run_once()
+    service.clock.now += 40
+    assert value(service, "goodput_ratio", project="nlp") == pytest.approx(10 / 40)
+    service.end(job.id, Outcome(result="succeeded", step=20))
+    service.reconciler().run_once()
+    assert value(service, "attempts_total", outcome="succeeded") == 1
+    assert [value(service, "job_moves_total", state=one) for one in ("STARTING", "RUNNING", "SUCCEEDED")] == [1, 1, 1]
+    assert value(service, "jobs", state="QUEUED", project="nlp") == 0
+    assert value(service, "jobs", state="SUCCEEDED", project="nlp") == 1
+    assert value(service, "goodput_ratio", project="nlp") is None, "of jobs that run"
+
+
+def test_those_who_scrape_at_once_ask_the_database_once(service: FakeService) -> None:
+    watching = service.watching
+    service.submit()
+    first = watching.text()
+    service.submit()
+    queued = ("trainshed_jobs", (("project", "default"), ("state", "QUEUED")))
+    assert series(watching.text())[queued] == series(first)[queued] == 1
+    service.clock.now += 5
+    assert series(watching.text())[queued] == 2
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[SqlJobStore, SqlJobCounts]]:
+    url = request.getfixturevalue("postgres") if request.param == "postgres" else f"sqlite:///{tmp_path / 'jobs.db'}"
+    engine = open_database(url)
+    yield SqlJobStore(engine), SqlJobCounts(engine)
+    engine.dispose()
+
+
+def test_databases_count_as_memory_does(stores: tuple[SqlJobStore, SqlJobCounts]) -> None:
+    (store, database), memory = stores, MemoryJobStore()
+    before = dict(database.counts())
+    jobs = [a_job(f"job-watch-{n}", project=f"watch-{n % 2}") for n in range(5)]
+    jobs[0] = start(jobs[0], now=1.0)
+    for one in (store, memory):
+        for job in jobs:
+            one.add(NewJob(job))
+    found = {key: count for key, count in database.counts().items() if key not in before}
+    assert (
+        found
+        == memory.counts()
+        == {
+            (JobState.STARTING, "watch-0"): 1,
+            (JobState.QUEUED, "watch-0"): 2,
+            (JobState.QUEUED, "watch-1"): 2,
+        }
+    )
