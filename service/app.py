@@ -31,6 +31,7 @@ from service.domain.board import Board
 from service.domain.decide import Retry
 from service.leaving import Leaving
 from service.ledger import Ledger
+from service.opening import Opening
 from service.ports import Cluster, KeyStore
 from service.reconcile import Pace, Reconciler
 from service.settings import Settings
@@ -60,6 +61,8 @@ def create_app(settings: Settings) -> FastAPI:
     """The whole service as an ASGI app; while it runs, so do the reconciler and, unless there is another, Ray."""
     settings.make_home()
     world, leaving = _world(settings), Leaving()
+    opening = Opening(partial(_open, world), patience=settings.database_seconds)
+    once_open = list(_parts_once_open(settings, world, leaving))
     ledger = Ledger(
         _jobs(settings, world), world.run_dirs, HelperTools(timeout=settings.verify_seconds), world.keys, time.time
     )
@@ -69,7 +72,8 @@ def create_app(settings: Settings) -> FastAPI:
             _guard(settings, world.keys),
             _watching(world),
             hosts=(settings.host, *settings.allowed_hosts),
-            lifespan=Background(list(_parts(settings, world)), leaving).lifespan,
+            lifespan=Background(list(_parts(world)), once_open, opening, leaving).lifespan,
+            opening=opening,
             leaving=leaving,
         )
     )
@@ -79,14 +83,9 @@ def create_app(settings: Settings) -> FastAPI:
 
 def _world(settings: Settings) -> _World:
     database, embedded = Database(settings.database), _embedded(settings)
-    database.bring_up_to_date()
-    store = SqlJobStore(database.engine)
-    if sqlite_file(settings.database) is not None:
-        # The lock on it says that there is nobody else.
-        store.forget_requests()
     return _World(
         database=database,
-        store=store,
+        store=SqlJobStore(database.engine),
         keys=SqlKeyStore(database.engine),
         run_dirs=LocalRunDirs(),
         preflight=HelperPreflight(roots=settings.roots, timeout=settings.preflight_seconds),
@@ -96,6 +95,14 @@ def _world(settings: Settings) -> _World:
         watch=PrometheusWatch(),
         traces=open_traces(os.environ),
     )
+
+
+def _open(world: _World) -> None:
+    """Have the tables as the code expects them. Raises DatabaseUnreachable, DatabaseUnusable."""
+    world.database.bring_up_to_date()
+    if sqlite_file(world.database.url) is not None:
+        # The lock on it says that there is nobody else.
+        world.store.forget_requests()
 
 
 def _jobs(settings: Settings, world: _World) -> Jobs:
@@ -116,7 +123,7 @@ def _watching(world: _World) -> Watching:
     return Watching(SqlJobCounts(world.database.engine), world.store, world.run_dirs, world.watch, time.time)
 
 
-def _parts(settings: Settings, world: _World) -> Iterator[Part]:
+def _parts(world: _World) -> Iterator[Part]:
     """What goes on beside the answers, in the order in which it starts; it ends in the other one."""
     # A collector that does not answer is not waited for.
     yield Part("traces", _nothing, world.traces.close, seconds=1.0)
@@ -124,9 +131,15 @@ def _parts(settings: Settings, world: _World) -> Iterator[Part]:
     # Seconds until it answers: the first who asks should not have to wait for all of them.
     yield Part("preflight", world.preflight.start, world.preflight.stop, seconds=1.0)
     if world.embedded is not None:
-        yield Part("embedded Ray", world.embedded.start, world.embedded.stop, seconds=20.0)
-    reconciler = _reconciler(settings, world)
-    yield looping("reconciler", partial(reconciler.run, interval=settings.reconcile_seconds), seconds=20.0)
+        yield Part("embedded Ray", world.embedded.start, world.embedded.stop, seconds=2.5)
+
+
+def _parts_once_open(settings: Settings, world: _World, leaving: Leaving) -> Iterator[Part]:
+    """What goes on beside them and needs the database."""
+    # Ended after whoever uses them, so that another service takes over at once.
+    yield Part("leases", _nothing, partial(world.store.give_up_leases, _owner(settings)), seconds=1.0)
+    run = partial(_reconciler(settings, world).run, interval=settings.reconcile_seconds)
+    yield looping("reconciler", run, leaving, seconds=1.5)
 
 
 def _reconciler(settings: Settings, world: _World) -> Reconciler:

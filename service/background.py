@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
 
 from service.leaving import Leaving
+from service.opening import Opening
 
 log = structlog.get_logger(__name__)
 
@@ -24,46 +25,59 @@ class Part:
     seconds: float
 
 
-def looping(name: str, loop: Callable[[threading.Event], object], *, seconds: float) -> Part:
-    """A part that is one thread, which ends once its event is set."""
-    stopped = threading.Event()
-    thread = threading.Thread(target=loop, args=(stopped,), name=name, daemon=True)
-
-    def stop() -> None:
-        stopped.set()
-        if thread.ident is not None:
-            thread.join()
-
-    return Part(name, thread.start, stop, seconds)
+def looping(name: str, loop: Callable[[threading.Event], object], leaving: Leaving, *, seconds: float) -> Part:
+    """A part that is one thread, which ends by itself once the service is to end."""
+    thread = threading.Thread(target=loop, args=(leaving,), name=name, daemon=True)
+    return Part(name, thread.start, thread.join, seconds)
 
 
 class Background:
-    """Starts parts in order, and ends those that were started, the last one first."""
+    """Starts parts in order, some of them once the database is open; ends those that were started, the last first."""
 
-    def __init__(self, parts: Sequence[Part], leaving: Leaving) -> None:
+    def __init__(self, parts: Sequence[Part], once_open: Sequence[Part], opening: Opening, leaving: Leaving) -> None:
         self._parts = parts
+        self._once_open = once_open
+        self._opening = opening
         self._leaving = leaving
+        self._lock = threading.Lock()
         self._started = list[Part]()
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         """Start all of it, and end it."""
-        for part in self._parts:
-            self._start(part)
+        self.start()
         try:
             yield
         finally:
-            self._leaving.set()
-            await run_in_threadpool(self._end)
+            await run_in_threadpool(self.end)
 
-    def _start(self, part: Part) -> None:
-        self._started.append(part)
-        part.start()
+    def start(self) -> None:
+        """Start what needs no database, and begin to open that."""
+        for part in self._parts:
+            self._start(part)
+        # A daemon: a migration that is cut off has changed nothing.
+        threading.Thread(target=self._open, name="opening", daemon=True).start()
 
-    def _end(self) -> None:
-        for part in reversed(self._started):
+    def end(self) -> None:
+        """End all of it, each part in its time."""
+        self._leaving.set()
+        with self._lock:
+            started = self._started[::-1]
+        for part in started:
             self._leaving.waits_for = part.name
             _end_in_time(part)
+        self._leaving.waits_for = "the end of the process"
+
+    def _open(self) -> None:
+        if self._opening.run(self._leaving):
+            for part in self._once_open:
+                self._start(part)
+
+    def _start(self, part: Part) -> None:
+        with self._lock:
+            if not self._leaving.is_set():
+                part.start()
+                self._started.append(part)
 
 
 def _end_in_time(part: Part) -> None:

@@ -128,6 +128,52 @@ class IdempotencyMismatch(ServiceError):
         super().__init__(f"Idempotency-Key {key!r} was used with another body; send the same body, or a new key")
 
 
+class NotReady(ServiceError):
+    """The service runs, and cannot answer now."""
+
+    code = "not_ready"
+    status = 503
+
+
+class Migrating(NotReady):
+    """The database is being brought up to date."""
+
+    code = "migrating"
+
+
+class GoingAway(NotReady):
+    """The service is ending."""
+
+    code = "leaving"
+
+
+class DatabaseUnreachable(NotReady):
+    """The database does not answer now; it may later."""
+
+    code = "database_unreachable"
+
+
+class DatabaseUnusable(ServiceError):
+    """The database can never be used as it is: a wrong URL, another schema, a damaged file."""
+
+    code = "database_unusable"
+    status = 503
+
+
+class BackupFailed(ServiceError):
+    """A backup could not be written, or cannot be restored; nothing has changed."""
+
+    code = "backup_failed"
+    status = 409
+
+
+class HomeInUse(ServiceError):
+    """Another process has the home or its database."""
+
+    code = "home_in_use"
+    status = 409
+
+
 class KeyInFlight(ServiceError):
     """A request with the same Idempotency-Key is still at work."""
 

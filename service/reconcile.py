@@ -15,7 +15,7 @@ import structlog
 from service.domain.admission import admit
 from service.domain.board import Admission, Board
 from service.domain.changes import outcomes, waited
-from service.domain.decide import Decision, Effect, Retry, Seen, Submission, decide, hangs, wanted_stop
+from service.domain.decide import NO_ATTEMPT, Decision, Effect, Retry, Seen, Submission, decide, hangs, wanted_stop
 from service.domain.job import Attempt, Job
 from service.domain.moves import make_room, resize, start
 from service.domain.reason import Code, Reason
@@ -96,20 +96,20 @@ class Reconciler:
         """Let every job take the steps that are due. One job's trouble does not hold up the others."""
         # Who has ended makes room for who waits.
         self._look_after(self.store.active(), stopped)
-        self._look_after(self._admit(), stopped)
+        self._look_after(self._admit(stopped), stopped)
 
     def _look_after(self, job_ids: list[str], stopped: threading.Event | None) -> None:
         for job_id in job_ids:
-            if stopped is not None and stopped.is_set():
-                return
             try:
                 with self.traces.span("reconcile.job", **{"trainshed.job.id": job_id}):
-                    self._steps(job_id)
+                    self._steps(job_id, stopped)
             except Exception:
                 log.exception("reconcile_failed", job=job_id)
 
-    def _admit(self) -> list[str]:
+    def _admit(self, stopped: threading.Event | None) -> list[str]:
         """Decide about the queue, as far as that is ours; the jobs that start."""
+        if _is_over(stopped):
+            return []
         leads, now = self.store.lead(self._lease()), self.clock()
         admission, tickets = self._look_at_queue(now), self.board.tickets
         if not leads:
@@ -147,8 +147,11 @@ class Reconciler:
             return False
         return self._store(job, change(job), leads=True)
 
-    def _steps(self, job_id: str) -> None:
+    def _steps(self, job_id: str, stopped: threading.Event | None) -> None:
         for _ in range(_STEPS_PER_PASS):
+            # Whoever leaves gives its leases up, and must not take one again.
+            if _is_over(stopped):
+                return
             job = self.store.claim(job_id, self._lease())
             if job is None:
                 return
@@ -167,6 +170,7 @@ class Reconciler:
         submission = self.cluster.status(job.attempt.submission_id)
         try:
             sighting = self.run_dirs.observe(job.run_dir, job.attempt.number)
+            latest = NO_ATTEMPT if submission.alive else self.run_dirs.latest(job.run_dir)
         except Exception as error:
             if not storage_failed(error):
                 raise
@@ -178,6 +182,7 @@ class Reconciler:
         quiet = self._quiet(job, sighting)
         over = sighting.outcome is not None or not (silent or submission.alive) or hangs(job, quiet)
         committed = self.run_dirs.committed(job.run_dir) if over else None
+        known = job.attempt.number
         return Seen(
             submission=submission,
             training=sighting.training,
@@ -186,6 +191,8 @@ class Reconciler:
             committed=committed,
             trouble=sighting.trouble,
             quiet=quiet,
+            begun=sighting.size > 0 or (latest.over and latest.attempt >= known),
+            latest=latest if latest.attempt > known else None,
             previous=self._previous(job, job.attempt),
         )
 
@@ -272,3 +279,7 @@ class Reconciler:
             self.run_dirs.fence_off(job.run_dir, attempt=attempt.number + 1)
         elif job.wish is not None:
             self.run_dirs.ask_to_stop(job.run_dir, wanted_stop(job.wish, attempt))
+
+
+def _is_over(stopped: threading.Event | None) -> bool:
+    return stopped is not None and stopped.is_set()

@@ -5,81 +5,86 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack
-from pathlib import Path
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
-from filelock import FileLock, Timeout
 
-from service.adapters.sql.database import sqlite_file
 from service.address import ServiceAddress
 from service.app import create_app
+from service.errors import DatabaseUnreachable, DatabaseUnusable, HomeInUse
+from service.leaving import Leaving
+from service.locks import locked
 from service.logs import configure_logs
+from service.opening import Opening
 from service.settings import Settings
 from train_loop.run_dir import write_durably
 
+_ANSWER_SECONDS = 4
+"""For answers that are being given when the service is asked to stop."""
+
 
 def main() -> int:
-    """Serve; 1 where another service has the home."""
+    """Serve; 1 where that cannot be: another service has the home, or the database can never work."""
     settings = Settings()
     configure_logs(settings.logs)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
-    settings.make_home()
-    with ExitStack() as stack:
-        for path, refusal in _locks(settings):
-            try:
-                stack.enter_context(FileLock(path).acquire(timeout=0))
-            except Timeout:
-                print(refusal, file=sys.stderr)  # noqa: T201
-                return 1
-        return _serve(settings)
+    try:
+        with locked(settings):
+            _serve(settings)
+    except (HomeInUse, DatabaseUnusable, DatabaseUnreachable) as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return 1
+    return 0
 
 
-def _locks(settings: Settings) -> Iterator[tuple[Path, str]]:
-    """What one service at a time may have, and what the next one is told."""
-    yield settings.home / "service.lock", f"Another service uses {settings.home}; stop it, or set TRAINSHED_HOME"
-    database = sqlite_file(settings.database)
-    if database is not None:
-        # Its writers would wait for each other, and for nobody's leases.
-        yield (
-            database.with_name(f"{database.name}.lock"),
-            f"Another service uses the SQLite database {database}; several services share a Postgres one, "
-            "which TRAINSHED_DATABASE_URL names",
-        )
-
-
-def _serve(settings: Settings) -> int:
-    app = create_app(settings)
-    # Its logs go where all go, and each request is a line of ours.
-    config = uvicorn.Config(
-        app, host=settings.host, port=settings.port, log_config=None, access_log=False, server_header=False
-    )
+def _serve(settings: Settings) -> None:
+    """Until somebody asks for the end. Raises DatabaseUnusable, DatabaseUnreachable."""
+    server = _Server(create_app(settings), settings)
     # What was imported stays, and a full collection of the garbage would walk it, for 100 ms, under load every second.
     gc.collect()
     gc.freeze()
     try:
-        _Server(config, settings, app).run()
+        server.run()
     finally:
         settings.address_file.unlink(missing_ok=True)
-    return 0
+    if server.opening.hopeless is not None:
+        raise server.opening.hopeless
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, which says where it listens once it does: only then is a port of 0 a number."""
+    """uvicorn, which says where it listens once it does (only then is a port of 0 a number), and ends in time."""
 
-    def __init__(self, config: uvicorn.Config, settings: Settings, app: FastAPI) -> None:
+    def __init__(self, app: FastAPI, settings: Settings) -> None:
+        # Its logs go where all go, and each request is a line of ours.
+        config = uvicorn.Config(
+            app,
+            host=settings.host,
+            port=settings.port,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=_ANSWER_SECONDS,
+        )
         super().__init__(config)
         self._settings = settings
-        self._app = app
+        self._leaving: Leaving = app.state.leaving
+        self.opening: Opening = app.state.opening
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Let those go who follow a job; they come back with the id of the last line that they got."""
-        self._app.state.leaving.set()
+        if self.should_exit:
+            self._leaving.end_now(128 + sig, "it was asked to stop a second time")
+        self._leaving.begin()
         super().handle_exit(sig, frame)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to end: nobody waits for a database that can never work."""
+        if self.opening.hopeless is not None:
+            self._leaving.begin()
+            return True
+        return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Bind, then announce."""

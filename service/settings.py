@@ -24,6 +24,7 @@ class Settings(BaseSettings):
         default=(), description="names besides localhost and `host` by which callers may address the service"
     )
     database_url: str | None = Field(default=None, description="SQLAlchemy URL; default: SQLite in home")
+    database_seconds: float = Field(default=600.0, gt=0, description="to wait at start for a database to answer")
     storage_roots: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(), description="URIs below which specs may read, besides home/runs"
     )

@@ -15,6 +15,7 @@ from service.adapters.ray_jobs import RayAddress
 log = structlog.get_logger(__name__)
 _POLL_SECONDS = 0.5
 _UP_SECONDS = 90.0
+_JOIN_SECONDS = 0.5
 _LONGEST_PAUSE_SECONDS = 30.0
 
 
@@ -26,6 +27,7 @@ class EmbeddedRay:
         self._cpus = cpus
         self._object_store_bytes = object_store_bytes
         self._stopped = threading.Event()
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._keep_alive, name="embedded-ray", daemon=True)
         self._head: RayHead | None = None
         self._child: subprocess.Popen[bytes] | None = None
@@ -43,10 +45,12 @@ class EmbeddedRay:
         """End the head and all that it started."""
         self._stopped.set()
         if self._thread.is_alive():
-            self._thread.join()
+            # No longer: it may wait for a dashboard that does not answer.
+            self._thread.join(_JOIN_SECONDS)
         self._up = None
-        self._head = self._head or read_head(self._home / "ray.json")
-        self._end_head()
+        with self._lock:
+            self._head = self._head or read_head(self._home / "ray.json")
+            self._end_head()
 
     def _keep_alive(self) -> None:
         self._head, pause = read_head(self._home / "ray.json"), _POLL_SECONDS
@@ -67,17 +71,22 @@ class EmbeddedRay:
         token = ensure_key(self._home / "ray.token")
         if not (self._head is not None and self._alive() and self._comes_up(self._head, token)):
             self._replace_head()
-        assert self._head is not None
-        if self._comes_up(self._head, token):
+        if self._head is not None and self._comes_up(self._head, token):
             self._up = RayAddress(self._head.dashboard_url, token)
             log.info("embedded_ray_up", dashboard=self._head.dashboard_url, pid=self._head.pid)
         elif not self._stopped.is_set():
-            self._end_head()
+            with self._lock:
+                self._end_head()
             raise RuntimeError(f"Ray ended, or its dashboard did not answer within {_UP_SECONDS:g} s")
 
     def _replace_head(self) -> None:
-        self._end_head()
-        self._head, self._child = start_head(self._home, cpus=self._cpus, object_store_bytes=self._object_store_bytes)
+        with self._lock:
+            # Not after `stop`: nobody would end it.
+            if not self._stopped.is_set():
+                self._end_head()
+                self._head, self._child = start_head(
+                    self._home, cpus=self._cpus, object_store_bytes=self._object_store_bytes
+                )
 
     def _comes_up(self, head: RayHead, token: str) -> bool:
         return _wait(lambda: head.answers(token), lambda: self._stopped.is_set() or not self._alive())

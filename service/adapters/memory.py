@@ -143,6 +143,11 @@ class MemoryJobStore:
         with self.lock:
             return self.jobs[job_id] if job_id in self.jobs and self._take(job_id, lease) else None
 
+    def give_up_leases(self, owner: str) -> None:
+        """Leave all that this owner holds to others."""
+        with self.lock:
+            self.leases = {name: lease for name, lease in self.leases.items() if lease.owner != owner}
+
     def save(self, job: Job, *, owner: str | None = None, leads: bool = False, deed: Deed | None = None) -> bool:
         """Store a change of the version that was read, as whoever has the leases; False: discarded."""
         with self.lock:

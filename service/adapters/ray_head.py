@@ -17,8 +17,9 @@ from pydantic import BaseModel, ConfigDict
 from train_loop.run_dir import write_durably
 
 _MARK = "TRAINSHED_EMBEDDED_RAY"
-_STOP_SECONDS = 8.0
-_KILL_SECONDS = 5.0
+_STOP_SECONDS = 1.5
+"""For the head to end by itself: what it runs ends with it either way, and the service has ten seconds for all."""
+_KILL_SECONDS = 1.0
 
 
 class RayHead(BaseModel):

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from service.adapters.chronicle import Chronicle
-from service.domain.decide import Training
+from service.domain.decide import Latest, Training
 from service.errors import StaleAttempt
 from service.ports import Checkpoint, Entry, Place, Sighting, Story, Tail, Written
 from train_loop.run_dir import (
@@ -67,6 +67,15 @@ class LocalRunDirs:
                 trouble = str(line["error"])
         size = size_appended(folder.metrics) + size_appended(folder.events)
         return Sighting(training, folder.outcome(), directory.stop(), trouble, size, ready)
+
+    def latest(self, run_dir: str) -> Latest:
+        """The newest attempt that was prepared or shut out; number 0 where there is none."""
+        directory = RunDir.at(run_dir)
+        fence = directory.fence()
+        prepared = max((attempt.number for attempt in directory.attempts()), default=0)
+        # A fence shuts out what is older than it, prepared or not.
+        number = max(prepared, fence - 1)
+        return Latest(number, directory.attempt(number).size(), over=fence > number)
 
     def story(self, run_dir: str) -> Story:
         """What all attempts say together."""

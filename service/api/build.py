@@ -9,12 +9,14 @@ from fastapi import FastAPI
 
 from service.api import checkpoints, health, jobs, keys, runs, usage, watched
 from service.api.guard import Guard, HostCheck, RequestIds
+from service.api.opening import Gate, Pulse
 from service.api.problems import install_problems
 from service.api.together import Together
 from service.api.watched import Observed
 from service.follow import Recent
 from service.leaving import Leaving
 from service.ledger import Ledger
+from service.opening import Opening, opened
 from service.watch import Watching
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
@@ -33,6 +35,7 @@ class Parts:
     hosts: Sequence[str] = ()
     """Names besides those of loopback by which callers may address the service."""
     lifespan: Lifespan | None = None
+    opening: Opening = field(default_factory=opened)
     leaving: Leaving = field(default_factory=Leaving)
 
 
@@ -45,6 +48,7 @@ def build_api(parts: Parts) -> FastAPI:
         separate_input_output_schemas=False,
     )
     _put_state(app, parts)
+    app.add_middleware(Gate, opening=parts.opening)
     app.add_middleware(HostCheck, hosts=(*LOOPBACK, *parts.hosts))
     app.add_middleware(Observed, watch=parts.watching.watch)
     app.add_middleware(RequestIds)
@@ -60,5 +64,6 @@ def _put_state(app: FastAPI, parts: Parts) -> None:
     app.state.jobs, app.state.run_dirs, app.state.ledger = ledger.jobs, ledger.run_dirs, ledger
     app.state.guard, app.state.access = guard, guard.access
     app.state.watching = parts.watching
-    app.state.leaving, app.state.recent = parts.leaving, Recent()
+    app.state.leaving, app.state.opening, app.state.recent = parts.leaving, parts.opening, Recent()
+    app.state.pulse = Pulse(ledger.jobs.store.ping)
     app.state.checks, app.state.known = CapacityLimiter(_CHECKS), Together(ledger.jobs.submit_known)

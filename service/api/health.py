@@ -1,26 +1,30 @@
 """/healthz and /readyz: with the API's own description, the only calls without a key."""
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Request
 
+from service.api.opening import Pulse
 from service.api.schemas import Health
-from service.use_cases import Jobs
+from service.errors import DatabaseUnreachable, GoingAway
+from service.opening import Opening
 
 router = APIRouter(tags=["health"])
 
 
 @router.get("/healthz")
-def healthz() -> Health:
-    """The process answers."""
+async def healthz() -> Health:
+    """The process answers, even where all threads wait for a database that does not."""
     return Health(status="ok")
 
 
 @router.get("/readyz")
-def readyz(request: Request, response: Response) -> Health:
+async def readyz(request: Request) -> Health:
     """The database answers, so that jobs can be taken; the cluster may still be on its way."""
-    jobs: Jobs = request.app.state.jobs
-    try:
-        jobs.store.ping()
-    except Exception:
-        response.status_code = 503
-        return Health(status="the database does not answer")
+    pulse: Pulse = request.app.state.pulse
+    opening: Opening = request.app.state.opening
+    if opening.trouble is not None:
+        raise opening.trouble
+    if request.app.state.leaving.is_set():
+        raise GoingAway("the service is ending; ask another one, or this one once it was started again")
+    if not await pulse.beats():
+        raise DatabaseUnreachable("the database does not answer; the service goes on once it does")
     return Health(status="ready")

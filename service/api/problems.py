@@ -9,7 +9,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from service.api.schemas import ProblemDetails, ProblemOut
-from service.errors import Busy, InvalidRequest, ServiceError, Unauthorized
+from service.errors import Busy, InvalidRequest, NotReady, ServiceError, Unauthorized
 from train_loop.spec import Problem
 
 log = structlog.get_logger(__name__)
@@ -27,7 +27,7 @@ def problem(error: ServiceError) -> Response:
     """The answer to a ServiceError."""
     errors = [ProblemOut(pointer=p.pointer, message=p.message) for p in getattr(error, "problems", [])]
     headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}
-    headers |= {"Retry-After": "5"} if isinstance(error, Busy) else {}
+    headers |= {"Retry-After": "5"} if isinstance(error, Busy | NotReady) else {}
     return _answer(error.status, error.code, str(error), errors=errors or None, headers=headers)
 
 

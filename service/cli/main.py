@@ -5,7 +5,7 @@ import sys
 
 import typer
 
-from service.cli import checkpoints, jobs, keys, runs, usage, watch
+from service.cli import backup, checkpoints, jobs, keys, runs, usage, watch
 from service.cli.ends import EPILOG
 
 app = typer.Typer(no_args_is_help=True, help="Distributed training jobs that survive faults.", epilog=EPILOG)
@@ -25,6 +25,7 @@ _PANELS = {
     ),
     "Runs": (runs.logs, runs.metrics, runs.events),
     "Checkpoints": (checkpoints.checkpoints, checkpoints.verify, checkpoints.pin, checkpoints.export),
+    "Service": (backup.backup, backup.restore),
     "Access": (keys.whoami, keys.audit, usage.usage),
 }
 for _panel, _verbs in _PANELS.items():

@@ -13,6 +13,7 @@ from service.domain.job import Attempt, Job, JobState, Wish
 from service.domain.moves import resume
 from service.domain.reason import Code, Reason, code_of
 from train_loop.run_dir import Outcome, Stop
+from train_loop.spec import ScalingSpec
 
 _SLACK_SECONDS = 60.0
 _FENCE_SECONDS = 600.0
@@ -59,6 +60,19 @@ class Effect(Enum):
 
 
 @dataclass(frozen=True)
+class Latest:
+    """The newest attempt that a run directory knows of, and the size that it was given, if that is there."""
+
+    attempt: int
+    size: ScalingSpec | None = None
+    over: bool = False
+    """Whether it was shut out: it may not commit any more."""
+
+
+NO_ATTEMPT = Latest(0)
+
+
+@dataclass(frozen=True)
 class Seen:
     """What was observed of a job's newest attempt."""
 
@@ -72,6 +86,10 @@ class Seen:
     """What was said when workers were lost."""
     quiet: float = 0.0
     """For so many seconds an attempt that trains has written nothing."""
+    begun: bool = False
+    """Whether an attempt that is not known to be submitted has written, or was shut out."""
+    latest: Latest | None = None
+    """An attempt after the newest that is known here: what is stored is older than the run, as after a restore."""
     previous: Submission = Submission.MISSING
     """The attempt before it; looked for only until it is submitted itself."""
 
@@ -104,6 +122,9 @@ def decide(job: Job, seen: Seen, *, now: float, retry: Retry) -> Decision:
     rule = _RULES.get(job.state)
     if rule is None:
         return Decision(job)
+    if seen.latest is not None:
+        # With no effect: if it is we who are late, and not what is stored, the store discards this.
+        return Decision(job.catch_up(seen.latest.attempt, seen.latest.size, now=now))
     decision = rule(job, seen, now, retry)
     if decision.job.state in _RULES:
         return decision
@@ -129,7 +150,8 @@ def _active(job: Job, seen: Seen, now: float, retry: Retry) -> Decision:
         return Decision(job if now < (job.next_attempt_at or 0) else job.begin_attempt(now=now))
     if seen.submission is Submission.UNKNOWN:
         return Decision(job)
-    if seen.submission is Submission.MISSING and attempt.submitted_at is None:
+    # One that has written was submitted, whatever is stored; who may still be at it anywhere must find a newer fence.
+    if seen.submission is Submission.MISSING and attempt.submitted_at is None and not seen.begun:
         return _submit(job, seen.previous, now)
     if not seen.submission.alive:
         return Decision(_failed(job, _driver_lost(seen), seen.committed, now, retry))

@@ -186,6 +186,18 @@ class Job:
             updated_at=now,
         )
 
+    def catch_up(self, number: int, size: ScalingSpec | None, *, now: float) -> "Job":
+        """The job with the attempts up to this one, of which its run directory knows and it did not.
+
+        The newest may live; nobody knows what became of those before it.
+        """
+        job = self.end_attempt("forgotten", now=now)
+        if size is not None and self.sizes:
+            job = replace(job, granted=size.world)
+        while len(job.attempts) < number:
+            job = job.end_attempt("forgotten", now=now).begin_attempt(now=now)
+        return job.mark_submitted(now=now)
+
     def mark_submitted(self, *, now: float) -> "Job":
         """The job once the cluster has its newest attempt."""
         return replace(self, attempts=(*self.attempts[:-1], replace(self.attempts[-1], submitted_at=now)))

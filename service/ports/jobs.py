@@ -111,6 +111,9 @@ class JobStore(Protocol):
     def claim(self, job_id: str, lease: Lease) -> Job | None:
         """The job, if nobody else holds it; it is this owner's until the lease ends."""
 
+    def give_up_leases(self, owner: str) -> None:
+        """Leave all that this owner holds to others, at once; what it still does with them is discarded."""
+
     def save(self, job: Job, *, owner: str | None = None, leads: bool = False, deed: Deed | None = None) -> bool:
         """Store a change of the version that was read; False: discarded.
 

@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 
 from pydantic import JsonValue
 
-from service.domain.decide import Training
+from service.domain.decide import Latest, Training
 from train_loop.run_dir import ExportStatus, ExportWish, Manifest, Outcome, Parent, Stop
 from train_loop.spec import JobSpec, ScalingSpec
 
@@ -125,6 +125,9 @@ class RunDirs(Protocol):
 
     def observe(self, run_dir: str, attempt: int) -> Sighting:
         """What an attempt says of itself."""
+
+    def latest(self, run_dir: str) -> Latest:
+        """The newest attempt that was prepared or shut out; number 0 where there is none."""
 
     def story(self, run_dir: str) -> Story:
         """What all attempts say together."""

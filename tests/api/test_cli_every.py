@@ -165,7 +165,11 @@ CASES = {
 }
 # They change what others look at.
 _LAST = ("cancel", "rm")
-ELSEWHERE = {"serve": "runs until it is told to stop: test_serve.py"}
+ELSEWHERE = {
+    "serve": "runs until it is told to stop: test_serve.py",
+    "backup": "needs no service: tests/unit/service/test_backup.py",
+    "restore": "needs a home without one: tests/unit/service/test_backup.py",
+}
 
 
 @dataclass(frozen=True)

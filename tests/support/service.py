@@ -24,6 +24,7 @@ from service.domain.decide import Retry
 from service.domain.job import Job
 from service.domain.rules import Rules
 from service.ledger import Ledger
+from service.opening import Opening, opened
 from service.ports import Cluster, JobCounts, JobStore, Traces, Untraced, Watch
 from service.reconcile import Pace, Reconciler
 from service.use_cases import Grace, Jobs
@@ -135,10 +136,11 @@ class FakeService:
         """The use case of those who watch."""
         return Watching(self.counts, self.store, self.run_dirs, self.watch, self.clock)
 
-    def app(self, *, max_body_bytes: int = 1 << 16) -> FastAPI:
+    def app(self, *, max_body_bytes: int = 1 << 16, opening: Opening | None = None) -> FastAPI:
         """The HTTP side."""
         ledger = Ledger(self.jobs, self.run_dirs, HelperTools(timeout=60.0), self.keys, self.clock)
-        return build_api(Parts(ledger, Guard(self.access, max_body_bytes), self.watching))
+        guard = Guard(self.access, max_body_bytes)
+        return build_api(Parts(ledger, guard, self.watching, opening=opening or opened()))
 
     def client(self, **headers: str) -> TestClient:
         """A caller with the key; `client(authorization="")` is one without."""

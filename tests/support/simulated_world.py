@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from service.adapters.memory import MemoryJobStore
-from service.domain.decide import Submission, Training
+from service.domain.decide import Latest, Submission, Training
 from service.domain.job import TRANSITIONS, Job, JobState
 from service.domain.rules import Quota
 from service.domain.ticket import Ticket
@@ -59,6 +59,7 @@ class Disk:
     """The run directory of one job."""
 
     fence: int = 0
+    prepared: int = 0
     stop: Stop | None = None
     committed: int = 0
     committed_by: int = 0
@@ -158,6 +159,7 @@ class World:
     def prepare(self, run_dir: str, spec: JobSpec, size: Any, *, attempt: int) -> None:
         """Shut out older attempts, unless this is one."""
         self.fence_off(run_dir, attempt=attempt)
+        self.disks[run_dir].prepared = max(self.disks[run_dir].prepared, attempt)
         if self.disks[run_dir].fence > attempt:
             raise StaleAttempt(run_dir, attempt)
 
@@ -175,6 +177,12 @@ class World:
         disk = self.disks.get(run_dir, Disk())
         training = disk.started.get(attempt, Training.NOT_YET)
         return Sighting(training, disk.outcomes.get(attempt), disk.stop, ready=training is Training.YES)
+
+    def latest(self, run_dir: str) -> Latest:
+        """The newest attempt that was prepared or shut out."""
+        disk = self.disks.get(run_dir, Disk())
+        number = max(disk.prepared, disk.fence - 1)
+        return Latest(number, over=disk.fence > number)
 
     def committed(self, run_dir: str) -> int | None:
         """The newest committed step."""

@@ -77,13 +77,17 @@ class AttemptDir:
         """Say how many workers the attempt has."""
         write_durably(self.size_file, size.model_dump_json(indent=2))
 
+    def size(self) -> ScalingSpec | None:
+        """How many workers the attempt was given; None where that was not said."""
+        try:
+            return ScalingSpec.model_validate_json(read_whole(self.size_file))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
     def spec(self, spec: JobSpec) -> JobSpec:
         """The run's spec at the attempt's size."""
-        try:
-            size = ScalingSpec.model_validate_json(read_whole(self.size_file))
-        except FileNotFoundError:
-            return spec
-        return spec.model_copy(update={"scaling": size})
+        size = self.size()
+        return spec if size is None else spec.model_copy(update={"scaling": size})
 
     def outcome(self) -> Outcome | None:
         """How the attempt ended; None while it has not said so."""
@@ -243,7 +247,7 @@ class RunDir:
         """The attempt that may commit; 0 where none was set."""
         try:
             return Fence.model_validate_json(read_whole(self.root / "control" / "fence.json")).attempt
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return 0
 
     def write_fence(self, attempt: int) -> None:

@@ -1,36 +1,82 @@
 """The database: one engine, and its schema brought up to date at start."""
 
+import re
 import sqlite3
 from pathlib import Path
 
 from alembic import command
 from alembic.config import Config
 from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, Engine, create_engine, event, func, make_url, select
+from sqlalchemy.exc import ArgumentError, InterfaceError, OperationalError, SQLAlchemyError, TimeoutError
 from sqlalchemy.pool import ConnectionPoolEntry, NullPool
+
+from service.errors import DatabaseUnreachable, DatabaseUnusable, ServiceError
 
 _LOCK = 7_451_966
 """Any number; the same for every version."""
 _MIGRATIONS = Path(__file__).parent / "migrations"
+_PATIENCE = {
+    "connect_timeout": 5,
+    "keepalives_idle": 15,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    # Milliseconds.
+    "tcp_user_timeout": 30_000,
+}
+_NEVER = re.compile("password authentication failed|does not exist|unable to open database file|readonly database")
+"""What databases say of what no waiting mends."""
 
 
 class Database:
-    """One engine, which connects when it is first asked, and the schema that the code expects."""
+    """One engine, which connects when it is first asked, and the schema that the code expects.
+
+    Raises DatabaseUnusable where nothing can ever be asked at this URL.
+    """
 
     def __init__(self, url: str) -> None:
         self.url = url
-        # A file does not go away between two requests.
-        self.engine = create_engine(url, pool_pre_ping=sqlite_file(url) is None)
-        if self.engine.dialect.name == "sqlite":
-            event.listen(self.engine, "connect", _make_durable)
+        try:
+            self.engine = _engine(url)
+        except (SQLAlchemyError, ImportError) as error:
+            raise DatabaseUnusable(f"TRAINSHED_DATABASE_URL names no database that can be used: {error}") from error
 
     def bring_up_to_date(self) -> None:
-        """Migrate. Raises sqlalchemy.exc.SQLAlchemyError."""
-        _bring_up_to_date(self.url, "head")
+        """Migrate. Raises DatabaseUnreachable, DatabaseUnusable."""
+        try:
+            _bring_up_to_date(self.url, "head")
+        except SQLAlchemyError as error:
+            raise _judged(self.url, error) from error
 
     def close(self) -> None:
         """Let go of what is not in use."""
         self.engine.dispose()
+
+
+def _engine(url: str) -> Engine:
+    # A file does not go away between two requests.
+    engine = create_engine(url, pool_pre_ping=sqlite_file(url) is None, connect_args=_patience(url))
+    if engine.dialect.name == "sqlite":
+        event.listen(engine, "connect", _make_durable)
+    return engine
+
+
+def _patience(url: str) -> dict[str, int]:
+    """How long a database that has gone silent is waited for, in libpq's words, unless the URL says."""
+    parsed = make_url(url)
+    if parsed.get_backend_name() != "postgresql":
+        return {}
+    return {name: value for name, value in _PATIENCE.items() if name not in parsed.query}
+
+
+def _judged(url: str, error: SQLAlchemyError) -> ServiceError:
+    """What a failure to migrate means: whether to ask again."""
+    shown = make_url(url).render_as_string(hide_password=True)
+    said = " ".join(str(getattr(error, "orig", None) or error).split())
+    if isinstance(error, OperationalError | InterfaceError | TimeoutError) and not _NEVER.search(said):
+        return DatabaseUnreachable(f"the database {shown} does not answer: {said}; it is asked again")
+    return DatabaseUnusable(f"the database {shown} cannot be used: {said}; mend it, or set TRAINSHED_DATABASE_URL")
 
 
 def open_database(url: str, *, revision: str = "head") -> Engine:
@@ -39,12 +85,12 @@ def open_database(url: str, *, revision: str = "head") -> Engine:
     Raises sqlalchemy.exc.SQLAlchemyError.
     """
     _bring_up_to_date(url, revision)
-    return Database(url).engine
+    return _engine(url)
 
 
 def _bring_up_to_date(url: str, revision: str) -> None:
     """Migrate in one transaction, all or nothing."""
-    engine = create_engine(url, poolclass=NullPool)
+    engine = create_engine(url, poolclass=NullPool, connect_args=_patience(url))
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _leave_transactions_to_us)
         event.listen(engine, "begin", _begin_at_once)
@@ -68,14 +114,28 @@ def _begin_at_once(connection: Connection) -> None:
 
 
 def sqlite_file(url: str) -> Path | None:
-    """The file of a SQLite database; None for any other."""
-    parsed = make_url(url)
+    """The file of a SQLite database; None for any other. Raises DatabaseUnusable where the URL is none."""
+    try:
+        parsed = make_url(url)
+    except ArgumentError as error:
+        raise DatabaseUnusable(f"TRAINSHED_DATABASE_URL is no URL of a database: {error}") from error
     return Path(parsed.database) if parsed.get_backend_name() == "sqlite" and parsed.database else None
+
+
+def newest_revision() -> str:
+    """The schema that the code expects."""
+    return ScriptDirectory(str(_MIGRATIONS)).get_current_head() or ""
 
 
 def _migrate(connection: Connection, config: Config, revision: str) -> None:
     now = MigrationContext.configure(connection).get_current_revision()
+    newest = newest_revision()
     # Revisions are numbers, so that they compare.
+    if now is not None and now > newest:
+        raise DatabaseUnusable(
+            f"the database is at schema revision {now}, and this version of Trainshed knows revisions up to {newest}; "
+            "run the version that migrated it, or a newer one, or restore a backup from before"
+        )
     if revision != "head" and now is not None and now > revision:
         command.downgrade(config, revision)
     else:

@@ -223,6 +223,14 @@ class SqlJobStore:
             row = connection.execute(select(jobs).where(mine)).first()
         return from_row(row) if row is not None else None
 
+    def give_up_leases(self, owner: str) -> None:
+        """Leave all that this owner holds to others, at once; what it still does with them is discarded."""
+        with self._engine.begin() as connection:
+            connection.execute(
+                update(jobs).where(jobs.c.lease_owner == owner).values(lease_owner=None, lease_until=None)
+            )
+            connection.execute(delete(leases).where(leases.c.owner == owner))
+
     def save(self, job: Job, *, owner: str | None = None, leads: bool = False, deed: Deed | None = None) -> bool:
         """Store a change of the version that was read; False: discarded.
 

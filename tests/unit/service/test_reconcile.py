@@ -116,7 +116,7 @@ def test_submission_that_the_cluster_refuses_says_why_and_is_tried_again(service
     blocked = service.root / "default"
     blocked.write_text("a file where the folder should be")
     service.reconciler().run_once()
-    assert "File exists" in str(service.get(job.id).reason)
+    assert "Not a directory" in str(service.get(job.id).reason)
     blocked.unlink()
     service.reconciler().run_once()
     assert len(service.cluster.launches) == 1

@@ -75,6 +75,21 @@ def test_lease_keeps_others_away_until_it_ends(store: JobStore) -> None:
     assert store.claim("job-1", Lease("b", now=20.0, until=30.0)) is not None
 
 
+def test_leases_that_are_given_up_are_anybodys_and_their_owner_cannot_save(store: JobStore) -> None:
+    for job_id in ("job-1", "job-2"):
+        store.add(NewJob(a_job(job_id)))
+    mine = store.claim("job-1", Lease("a", now=0.0, until=1000.0))
+    store.claim("job-2", Lease("b", now=0.0, until=1000.0))
+    store.lead(Lease("a", now=0.0, until=1000.0))
+    store.give_up_leases("a")
+    assert mine is not None
+    assert not store.save(mine, owner="a")
+    assert not store.save(mine, owner="a", leads=True)
+    assert store.lead(Lease("c", now=1.0, until=2.0))
+    assert store.claim("job-1", Lease("c", now=1.0, until=2.0)) is not None
+    assert store.claim("job-2", Lease("c", now=1.0, until=2.0)) is None
+
+
 def test_owner_that_lost_its_lease_cannot_save(store: JobStore) -> None:
     store.add(NewJob(a_job()))
     mine = store.claim("job-1", Lease("a", now=0.0, until=10.0))

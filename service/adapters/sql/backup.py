@@ -1,0 +1,73 @@
+"""Copies of a SQLite database: made while it is in use, checked, and put in its place."""
+
+import sqlite3
+from contextlib import closing, suppress
+from pathlib import Path
+
+from sqlalchemy import make_url
+
+from service.adapters.sql.database import newest_revision
+from service.errors import BackupFailed
+
+_NOBODYS = (
+    # Whoever goes on with the copy has all of it to itself, at once.
+    "UPDATE jobs SET lease_owner = NULL, lease_until = NULL",
+    "DELETE FROM leases",
+    "DELETE FROM idempotency_keys WHERE job_id IS NULL",
+    # One file, with nothing beside it.
+    "PRAGMA journal_mode = DELETE",
+)
+
+
+def copy_database(source: Path, target: Path) -> str:
+    """Copy a database as it is at one instant, with no leases; its schema revision. Raises BackupFailed.
+
+    Those who write to it meanwhile do not wait.
+    """
+    try:
+        with (
+            closing(sqlite3.connect(f"{source.as_uri()}?mode=rw", uri=True, timeout=30)) as here,
+            closing(sqlite3.connect(target, isolation_level=None)) as there,
+        ):
+            here.backup(there)
+            for statement in _NOBODYS:
+                there.execute(statement)
+    except sqlite3.Error as error:
+        raise BackupFailed(
+            f"the database {source} could not be copied: {error}; start the service once, or mend it"
+        ) from error
+    return check_database(target)
+
+
+def check_database(file: Path) -> str:
+    """The schema revision of a database that is whole and known to this version. Raises BackupFailed."""
+    try:
+        with closing(sqlite3.connect(f"{file.as_uri()}?mode=rw", uri=True)) as connection:
+            said = connection.execute("PRAGMA integrity_check").fetchone()[0]
+            revision = str(connection.execute("SELECT version_num FROM alembic_version").fetchone()[0])
+    except (sqlite3.Error, TypeError) as error:
+        raise BackupFailed(f"{file.name} is no database of Trainshed: {error}; choose another backup") from error
+    if said != "ok":
+        raise BackupFailed(f"{file.name} is damaged: {said}; choose another backup")
+    if revision > newest_revision():
+        raise BackupFailed(
+            f"{file.name} is at schema revision {revision}, and this version of Trainshed knows revisions up to "
+            f"{newest_revision()}; restore it with the version that wrote it, or a newer one"
+        )
+    return revision
+
+
+def settle(database: Path) -> None:
+    """Have all of a database that nobody uses in its one file, where that can be."""
+    with suppress(sqlite3.Error), closing(sqlite3.connect(f"{database.as_uri()}?mode=rw", uri=True)) as connection:
+        connection.execute("PRAGMA journal_mode = DELETE")
+
+
+def dump_command(url: str, file: Path) -> str | None:
+    """How a database that is no SQLite one is backed up, with its own tools; None for SQLite."""
+    parsed = make_url(url)
+    if parsed.get_backend_name() == "sqlite":
+        return None
+    # libpq's form, without the password, which is for ~/.pgpass.
+    plain = parsed._replace(drivername=parsed.get_backend_name(), password=None).render_as_string()
+    return f"pg_dump --format=custom --file={file} '{plain}'"

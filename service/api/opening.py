@@ -1,0 +1,70 @@
+"""What is answered before the database is open, and whether it answers from then on."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from service.api.problems import problem
+from service.errors import Migrating, ServiceError
+from service.opening import Opening
+
+_HEALTH = ("/healthz", "/readyz")
+_HOLD_SECONDS = 5.0
+"""A database that is up to date is open in less, and nobody who calls a service that just began should see that."""
+_LOOK_SECONDS = 0.05
+_PATIENCE_SECONDS = 2.0
+
+
+class Gate:
+    """Refuses, after a moment, what is asked before the database is open; health has answers of its own (ASGI)."""
+
+    def __init__(self, app: ASGIApp, *, opening: Opening) -> None:
+        self.app = app
+        self.opening = opening
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        if self.opening.trouble is None or scope["type"] != "http" or scope["path"] in _HEALTH:
+            await self.app(scope, receive, send)
+            return
+        if (trouble := await self._trouble()) is None:
+            await self.app(scope, receive, send)
+        else:
+            await problem(trouble)(scope, receive, send)
+
+    async def _trouble(self) -> ServiceError | None:
+        """Why the database is not open, a moment later where it is being migrated."""
+        end = time.monotonic() + _HOLD_SECONDS
+        while isinstance(self.opening.trouble, Migrating) and time.monotonic() < end:
+            await asyncio.sleep(_LOOK_SECONDS)
+        return self.opening.trouble
+
+
+class Pulse:
+    """Whether the database answers soon. However many ask and however long it hangs, one thread waits for it."""
+
+    def __init__(self, ping: Callable[[], None]) -> None:
+        self._ping = ping
+        self._asked: Future[None] | None = None
+
+    async def beats(self) -> bool:
+        """Ask it, or wait with those who have."""
+        if self._asked is None or self._asked.done():
+            self._asked = Future()
+            # A daemon: the process does not stay for one that hangs.
+            threading.Thread(target=self._ask, args=(self._asked,), name="pulse", daemon=True).start()
+        try:
+            await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._asked)), _PATIENCE_SECONDS)
+        except Exception:
+            return False
+        return True
+
+    def _ask(self, answer: "Future[None]") -> None:
+        try:
+            answer.set_result(self._ping())
+        except BaseException as error:
+            answer.set_exception(error)

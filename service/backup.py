@@ -1,0 +1,185 @@
+"""Backup and restore of the embedded database and the operator's key: one .tar file, whole or not there.
+
+Run directories are not in it: they lie on storage of their own, and say more about runs than any backup.
+"""
+
+import hashlib
+import os
+import shutil
+import tarfile
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import IO, Literal
+
+from pydantic import BaseModel, ValidationError
+
+from service.adapters.sql.backup import check_database, copy_database, dump_command, settle
+from service.adapters.sql.database import sqlite_file
+from service.errors import BackupFailed
+from service.locks import locked
+from service.settings import Settings
+from train_loop.run_dir import make_folder, sync
+
+_MANIFEST, _DATABASE, _KEY = "manifest.json", "trainshed.db", "admin.key"
+_BESIDE = ("-wal", "-shm", "-journal")
+"""What SQLite has beside its file; of another database, it would spoil the one that is put there."""
+
+
+class Backup(BaseModel):
+    """What a backup says of itself: its manifest.json."""
+
+    format: Literal[1] = 1
+    trainshed: str
+    created_at: float
+    revision: str
+    sha256: dict[str, str]
+
+
+class Restored(BaseModel):
+    """What was restored, and where what was there before is now."""
+
+    backup: Backup
+    kept: list[str]
+
+
+def back_up(settings: Settings, target: Path) -> Backup:
+    """Write a backup, beside a running service if there is one. Raises BackupFailed."""
+    database = _embedded(settings, target)
+    if target.exists():
+        raise BackupFailed(f"{target} exists; name a new file")
+    if not target.parent.is_dir():
+        raise BackupFailed(f"{target.parent} is no folder; make it, or name a file in another one")
+    # Beside the target, so that it is there with one rename.
+    with TemporaryDirectory(dir=target.parent, prefix=".trainshed-backup-") as folder:
+        staged = Path(folder)
+        revision = copy_database(database, staged / _DATABASE)
+        _copy(settings.admin_key, staged / _KEY)
+        sums = {name: _sha256(staged / name) for name in (_DATABASE, _KEY)}
+        backup = Backup(trainshed=version("trainshed"), created_at=time.time(), revision=revision, sha256=sums)
+        (staged / _MANIFEST).write_text(backup.model_dump_json(indent=2))
+        _pack(staged, staged / "backup.tar")
+        # What was written is read once more, before anybody relies on it.
+        _unpack(staged / "backup.tar", {name: staged / f"read-{name}" for name in sums})
+        (staged / "backup.tar").rename(target)
+    sync(target.parent)
+    return backup
+
+
+def restore(settings: Settings, source: Path, *, force: bool) -> Restored:
+    """Put a backup where a service will look for it. Raises BackupFailed, HomeInUse; then nothing has changed.
+
+    What is there already is kept under another name, and only where that is wanted.
+    """
+    database = _embedded(settings, source)
+    targets = {_DATABASE: database, _KEY: settings.admin_key}
+    with locked(settings), ExitStack() as stack:
+        if (there := [str(path) for path in targets.values() if path.exists()]) and not force:
+            raise BackupFailed(f"{' and '.join(there)} exist; --force keeps them under another name")
+        staged = {name: path.with_name(f".{path.name}.restored") for name, path in targets.items()}
+        for path in staged.values():
+            stack.callback(path.unlink, missing_ok=True)
+        backup = _unpack(source, staged)
+        check_database(staged[_DATABASE])
+        kept = _replace({staged[name]: path for name, path in targets.items()}, database)
+    return Restored(backup=backup, kept=[str(path) for path in kept])
+
+
+def _embedded(settings: Settings, file: Path) -> Path:
+    """The file of the embedded database. Raises BackupFailed where there is another one."""
+    database = sqlite_file(settings.database)
+    if database is None:
+        raise BackupFailed(
+            "the database is not the embedded one; back it up with its own tools: "
+            f"{dump_command(settings.database, file)}, and keep a copy of {settings.admin_key}; "
+            "pg_restore --clean --if-exists brings it back"
+        )
+    return database.absolute()
+
+
+def _pack(folder: Path, tar: Path) -> None:
+    descriptor = os.open(tar, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        with tarfile.open(fileobj=file, mode="w") as archive:
+            for name in (_MANIFEST, _DATABASE, _KEY):
+                archive.add(folder / name, name, filter=_private)
+        file.flush()
+        os.fsync(descriptor)
+
+
+def _private(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    member.mode, member.uid, member.gid, member.uname, member.gname = 0o600, 0, 0, "", ""
+    return member
+
+
+def _unpack(tar: Path, targets: Mapping[str, Path]) -> Backup:
+    """Write the files of a backup, which must be as its manifest says. Raises BackupFailed."""
+    try:
+        with tarfile.open(tar) as archive:
+            backup = Backup.model_validate_json(_member(archive, _MANIFEST).read())
+            for name, path in targets.items():
+                _write(path, _member(archive, name))
+                if _sha256(path) != backup.sha256.get(name):
+                    raise BackupFailed(f"{tar} is damaged: {name} is not what was backed up; choose another backup")
+    except (OSError, tarfile.TarError, ValidationError, KeyError) as error:
+        said = str(error).splitlines()[0]
+        raise BackupFailed(f"{tar} cannot be restored: {said}; name a file that `trainshed backup` wrote") from error
+    return backup
+
+
+def _member(archive: tarfile.TarFile, name: str) -> IO[bytes]:
+    file = archive.extractfile(name)
+    if file is None:
+        raise KeyError(f"{name} is no file")
+    return file
+
+
+def _write(path: Path, content: IO[bytes]) -> None:
+    make_folder(path.parent)
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        shutil.copyfileobj(content, file)
+        file.flush()
+        os.fsync(descriptor)
+
+
+def _copy(source: Path, target: Path) -> None:
+    try:
+        with source.open("rb") as content:
+            _write(target, content)
+    except OSError as error:
+        raise BackupFailed(
+            f"{source} cannot be read: {error.strerror}; start the service once, it makes one"
+        ) from error
+
+
+def _replace(moves: Mapping[Path, Path], database: Path) -> list[Path]:
+    """Put files in the place of others, which are kept under another name; all of them, or none."""
+    settle(database)
+    ending = time.strftime(".before-%Y%m%dT%H%M%SZ", time.gmtime())
+    kept = list[Path]()
+    with ExitStack() as undo:
+        for path in (*(Path(f"{database}{end}") for end in _BESIDE), *moves.values()):
+            if path.exists():
+                kept.append(path.with_name(path.name + ending))
+                # A second name, so that there is no instant without the file.
+                os.link(path, kept[-1])
+                undo.callback(kept[-1].replace, path)
+        for end in _BESIDE:
+            Path(f"{database}{end}").unlink(missing_ok=True)
+        for staged, path in moves.items():
+            if not path.exists():
+                undo.callback(path.unlink, missing_ok=True)
+            staged.replace(path)
+            sync(path.parent)
+        undo.pop_all()
+    return kept
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,56 @@
+"""`trainshed backup` and `restore`: the embedded database and the operator's key as one file."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from service.backup import back_up
+from service.backup import restore as restore_backup
+from service.cli.common import AsJson
+from service.cli.ends import fail
+from service.cli.show import show_json, show_next, show_note, show_text
+from service.errors import ServiceError
+from service.settings import Settings
+
+
+def backup(
+    file: Annotated[Path, typer.Argument(help="to write, a .tar; it must not exist")], as_json: AsJson = False
+) -> None:
+    """Back the embedded database and the admin key up, beside a running service if there is one."""
+    with _readable():
+        made = back_up(Settings(), file.absolute())
+    if as_json:
+        show_json(made)
+        return
+    show_text(str(file))
+    show_note("it holds the admin key: keep it safe")
+    show_next(f"restore {file}")
+
+
+def restore(
+    file: Annotated[Path, typer.Argument(help="that `trainshed backup` wrote")],
+    force: Annotated[bool, typer.Option("--force", help="where a database is there already; it is kept aside")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Put a backup into the home of a service that does not run."""
+    with _readable():
+        done = restore_backup(Settings(), file.absolute(), force=force)
+    if as_json:
+        show_json(done)
+        return
+    for path in done.kept:
+        show_text(f"kept {path}")
+    show_note(f"{file} is restored; a service goes on with its jobs")
+    show_next("serve")
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    """A refusal as a line, with exit code 1."""
+    try:
+        yield
+    except (ServiceError, OSError) as error:
+        fail(str(error))

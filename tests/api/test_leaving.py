@@ -1,0 +1,172 @@
+"""Real processes that are asked to stop while something hangs: what is being answered is, leases are given up, and all
+of it is over in ten seconds."""
+
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import psycopg
+import pytest
+
+from service.adapters.sql.database import open_database
+from service.adapters.sql.store import SqlJobStore
+from service.domain.moves import start
+from service.leaving import FORCED
+from service.ports import NewJob
+from tests.support.postgres import postgres_server
+from tests.support.served import Served, served
+from tests.support.service import a_job
+from tests.support.waiting import wait_for
+
+LIMIT = 12.0
+"""Ten seconds are promised, and two are for a machine that is busy."""
+
+
+@contextmanager
+def mute_server() -> Iterator[str]:
+    """Something that accepts whoever connects, and never says a word."""
+    held, over = list[socket.socket](), threading.Event()
+
+    def accept(listener: socket.socket) -> None:
+        while not over.is_set():
+            try:
+                held.append(listener.accept()[0])
+            except OSError:
+                return
+
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        thread = threading.Thread(target=accept, args=(listener,), daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            over.set()
+            # Closing does not wake who waits in accept.
+            socket.create_connection(listener.getsockname()).close()
+            thread.join()
+            for connection in held:
+                connection.close()
+
+
+class SlowRequest:
+    """A POST whose first half was sent, and is being waited for by the service."""
+
+    def __init__(self, served: Served, path: str, body: bytes) -> None:
+        url = served.client.base_url
+        self._body = body
+        self._socket = socket.create_connection((url.host, url.port), timeout=60)
+        key = served.client.headers["authorization"]
+        head = f"POST {path} HTTP/1.1\r\nhost: {url.host}\r\nauthorization: {key}\r\ncontent-length: {len(body)}\r\n"
+        self._socket.sendall(f"{head}expect: 100-continue\r\n\r\n".encode())
+        # Said by uvicorn once the handler asks for the body.
+        assert self._socket.recv(1000).startswith(b"HTTP/1.1 100 ")
+        self._socket.sendall(body[:5])
+
+    def finish(self) -> bytes:
+        """Send the rest; the whole answer."""
+        self._socket.sendall(self._body[5:])
+        parts = list[bytes]()
+        while part := self._socket.recv(1 << 16):
+            parts.append(part)
+        self._socket.close()
+        return b"".join(parts)
+
+
+def listens(served: Served) -> bool:
+    try:
+        socket.create_connection((served.client.base_url.host, served.client.base_url.port or 0)).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+def ends(served: Served, *, since: float) -> int:
+    code = served.process.wait(timeout=60)
+    assert time.monotonic() - since < LIMIT
+    return code
+
+
+def test_answer_that_is_being_given_is_given_though_the_cluster_never_answers(tmp_path: Path) -> None:
+    with mute_server() as mute, served(tmp_path / "home", TRAINSHED_RAY_ADDRESS=mute) as service:
+        service.ready()
+        job = service.client.post("/jobs", content=json.dumps({}))
+        assert job.status_code == 422
+        slow = SlowRequest(service, "/keys", json.dumps({"name": "late", "roles": {"*": "viewer"}}).encode())
+        service.process.send_signal(signal.SIGTERM)
+        since = time.monotonic()
+        wait_for(lambda: not listens(service), "a closed door")
+        assert slow.finish().startswith(b"HTTP/1.1 201 ")
+        assert ends(service, since=since) == 0
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[str]:
+    with postgres_server() as url:
+        yield url
+
+
+def owners(connection: "psycopg.Connection[tuple[str]]") -> set[str]:
+    """Who holds the queue, and who holds jobs."""
+    rows = connection.execute(
+        "SELECT owner FROM leases UNION SELECT lease_owner FROM jobs WHERE lease_owner IS NOT NULL"
+    ).fetchall()
+    connection.rollback()
+    return {row[0].rpartition("/")[2] for row in rows}
+
+
+def test_replicas_take_over_at_once_and_end_though_the_database_hangs(postgres: str, tmp_path: Path) -> None:
+    engine = open_database(postgres)
+    SqlJobStore(engine).add(NewJob(start(a_job("job-1", run_dir=(tmp_path / "run").as_uri()), now=time.time())))
+    engine.dispose()
+    settings = {"TRAINSHED_DATABASE_URL": postgres, "TRAINSHED_LEASE_SECONDS": "3600"}
+    plain = postgres.replace("+psycopg", "")
+    with ExitStack() as stack:
+        first = stack.enter_context(served(tmp_path / "first", **settings))
+        connection = stack.enter_context(psycopg.connect(plain))
+        wait_for(lambda: owners(connection) == {"first"}, "leases of the first")
+        second = stack.enter_context(served(tmp_path / "second", **settings))
+        third = stack.enter_context(served(tmp_path / "third", **settings))
+        for service in (first, second, third):
+            service.ready()
+        assert owners(connection) == {"first"}
+        since = time.monotonic()
+        first.process.send_signal(signal.SIGTERM)
+        assert ends(first, since=since) == 0
+        # In an hour, were they not given up.
+        wait_for(lambda: owners(connection) and "first" not in owners(connection), "leases of another one")
+
+        connection.execute("LOCK TABLE jobs, leases, keys IN ACCESS EXCLUSIVE MODE")
+        pid = psutil.Process(second.process.pid)
+        assert second.trouble() == "database_unreachable"
+        threads = pid.num_threads()
+        assert {second.trouble() for _ in range(3)} == {"database_unreachable"}
+        assert pid.num_threads() <= threads + 1
+        assert second.client.get("/healthz").status_code == 200
+
+        hung = threading.Thread(target=_ask, args=(second,), daemon=True)
+        hung.start()
+        since = time.monotonic()
+        for service in (second, third):
+            service.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: not listens(third), "a closed door")
+        # Asked again, it does not wait for anything.
+        third.process.send_signal(signal.SIGTERM)
+        assert ends(third, since=since) == 128 + signal.SIGTERM
+        assert ends(second, since=since) == FORCED
+        connection.rollback()
+    assert "it was asked to stop a second time" in third.log.read_text()
+    assert "it did not end within 9 s" in second.log.read_text()
+
+
+def _ask(service: Served) -> None:
+    try:
+        httpx.get(f"{service.client.base_url}/jobs", headers=service.client.headers, timeout=60)
+    except httpx.HTTPError:
+        return

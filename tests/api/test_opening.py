@@ -1,0 +1,94 @@
+"""What is answered while the database is being opened, and once it hangs."""
+
+import sqlite3
+import subprocess
+import sys
+import threading
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+
+from service.adapters.memory import MemoryJobStore
+from service.api import opening as module
+from service.opening import Opening
+from tests.support.served import environment_of, served
+from tests.support.service import KEY, FakeService
+from tests.support.waiting import wait_for
+
+
+class HangingStore(MemoryJobStore):
+    """A store that answers once it is let."""
+
+    let = threading.Event()
+
+    def ping(self) -> None:
+        self.let.wait()
+
+
+def test_nothing_is_answered_before_the_database_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_HOLD_SECONDS", 0.1)
+    opening = Opening(lambda: None, patience=0.0)
+    app = FakeService(tmp_path).app(opening=opening)
+    with TestClient(app, base_url="http://127.0.0.1", headers={"authorization": f"Bearer {KEY}"}) as client:
+        assert client.get("/healthz").status_code == 200
+        for path in ("/readyz", "/jobs", "/openapi.json"):
+            answer = client.get(path)
+            assert (answer.status_code, answer.json()["code"]) == (503, "migrating")
+            assert answer.headers["retry-after"] == "5"
+            assert answer.headers["content-type"] == "application/problem+json"
+        opening.run(threading.Event())
+        assert [client.get(path).status_code for path in ("/readyz", "/jobs")] == [200, 200]
+        app.state.leaving.set()
+        answer = client.get("/readyz")
+        assert (answer.status_code, answer.json()["code"]) == (503, "leaving")
+
+
+def test_call_that_comes_just_before_the_database_is_open_waits_for_it(tmp_path: Path) -> None:
+    opening = Opening(lambda: None, patience=0.0)
+    with TestClient(FakeService(tmp_path).app(opening=opening), base_url="http://127.0.0.1") as client:
+        timer = threading.Timer(0.2, opening.run, (threading.Event(),))
+        timer.start()
+        assert client.get("/jobs", headers={"authorization": f"Bearer {KEY}"}).status_code == 200
+        timer.join()
+
+
+def test_database_that_hangs_costs_one_thread_however_many_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PATIENCE_SECONDS", 0.05)
+    store = HangingStore()
+    with FakeService(tmp_path, store=store).client() as client:
+        codes = {client.get("/readyz").json()["code"] for _ in range(5)}
+        assert codes == {"database_unreachable"}
+        assert [thread.name for thread in threading.enumerate()].count("pulse") == 1
+        store.let.set()
+        wait_for(lambda: client.get("/readyz").status_code == 200)
+
+
+def test_locked_database_is_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    with closing(sqlite3.connect(tmp_path / "home" / "trainshed.db", isolation_level=None)) as connection:
+        connection.execute("BEGIN EXCLUSIVE")
+        # Seconds that SQLite waits for a lock.
+        url = f"sqlite:///{tmp_path / 'home' / 'trainshed.db'}?timeout=3"
+        with served(tmp_path / "home", TRAINSHED_DATABASE_URL=url) as service:
+            assert service.trouble() == "migrating"
+            assert service.client.get("/healthz").status_code == 200
+            wait_for(lambda: service.trouble() == "database_unreachable", "the word that it does not answer")
+            assert "database is locked" in service.client.get("/readyz").json()["detail"]
+            connection.rollback()
+            service.ready()
+        assert "database_does_not_answer" in service.log.read_text()
+
+
+def test_database_of_a_newer_version_ends_the_process_with_one_line(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "trainshed.db")) as connection:
+        connection.execute("CREATE TABLE alembic_version (version_num VARCHAR(32))")
+        connection.execute("INSERT INTO alembic_version VALUES ('9999')")
+        connection.commit()
+    command = [sys.executable, "-m", "service.serve"]
+    ended = subprocess.run(command, env=environment_of(tmp_path), capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith("the database is at schema revision 9999, and this version of Trainshed knows")
+    assert not (tmp_path / "service.json").exists()

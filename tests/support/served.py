@@ -1,0 +1,63 @@
+"""The service as a process of its own, on a home of its own, with a cluster that never answers: no Ray is started."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from tests.support.waiting import wait_for
+
+NOBODY = "http://127.0.0.1:9"
+SAID = re.compile(r"Trainshed listens on (http://127\.0\.0\.1:\d+) \(docs: /docs\)\n")
+
+
+def environment_of(home: Path, **settings: str) -> dict[str, str]:
+    """What such a process is told."""
+    own = {"TRAINSHED_HOME": str(home), "TRAINSHED_PORT": "0", "TRAINSHED_RAY_ADDRESS": NOBODY}
+    return {**os.environ, **own, **settings}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A process that listens, and a caller with its key."""
+
+    process: subprocess.Popen[str]
+    client: httpx.Client
+    log: Path
+
+    def ready(self) -> None:
+        """Wait until it can be used."""
+        wait_for(lambda: self.client.get("/readyz").status_code == 200, "a service that is ready", seconds=90)
+
+    def trouble(self) -> str | None:
+        """Why it is not ready."""
+        answer = self.client.get("/readyz")
+        return None if answer.status_code == 200 else str(answer.json()["code"])
+
+
+@contextmanager
+def served(home: Path, **settings: str) -> Iterator[Served]:
+    """Start one, and kill it in the end if it is still there."""
+    home.mkdir(exist_ok=True)
+    log = home / "service.log"
+    command = [sys.executable, "-m", "service.cli.main", "serve"]
+    environment = environment_of(home, **settings)
+    with (
+        log.open("a") as errors,
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            line = SAID.fullmatch(process.stdout.readline())
+            assert line is not None, log.read_text()
+            key = (home / "admin.key").read_text().strip()
+            with httpx.Client(base_url=line[1], headers={"Authorization": f"Bearer {key}"}, timeout=60) as client:
+                yield Served(process, client, log)
+        finally:
+            process.kill()

@@ -1,0 +1,198 @@
+"""Backup of a database that is being written to, and restore: whole or refused, and nothing lost either way."""
+
+import io
+import json
+import sqlite3
+import stat
+import tarfile
+import threading
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+from typer.testing import CliRunner
+
+from service import backup as module
+from service.adapters.keys import ensure_key
+from service.adapters.sql.database import open_database
+from service.adapters.sql.store import SqlJobStore
+from service.backup import back_up, restore
+from service.cli.main import app
+from service.errors import BackupFailed, HomeInUse
+from service.ports import JobQuery, Lease, NewJob
+from service.settings import Settings
+from tests.support.service import a_job
+
+
+def home(path: Path, *, jobs: int = 0) -> Settings:
+    """A home as a service leaves it, with some jobs."""
+    settings = Settings(home=path)
+    settings.make_home()
+    ensure_key(settings.admin_key)
+    engine = open_database(settings.database)
+    for number in range(jobs):
+        SqlJobStore(engine).add(NewJob(a_job(f"job-{number:04d}")))
+    engine.dispose()
+    return settings
+
+
+def jobs_of(settings: Settings) -> list[str]:
+    engine = open_database(settings.database)
+    found = [job.id for job in SqlJobStore(engine).page(JobQuery(limit=10_000))]
+    engine.dispose()
+    return found[::-1]
+
+
+@pytest.fixture
+def used(tmp_path: Path) -> Settings:
+    return home(tmp_path / "used", jobs=3)
+
+
+def test_backup_of_a_database_that_is_written_to_is_a_moment_of_it(used: Settings, tmp_path: Path) -> None:
+    store, enough = SqlJobStore(open_database(used.database)), threading.Event()
+
+    def write() -> None:
+        for number in range(3, 10_000):
+            store.add(NewJob(a_job(f"job-{number:04d}")))
+            if enough.is_set() and number > 50:
+                return
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        made = back_up(used, tmp_path / "b.tar")
+    finally:
+        enough.set()
+        writer.join()
+    assert stat.S_IMODE((tmp_path / "b.tar").stat().st_mode) == 0o600
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    fresh = Settings(home=tmp_path / "fresh")
+    assert restore(fresh, tmp_path / "b.tar", force=False).backup == made
+    assert (tmp_path / "fresh" / "admin.key").read_text() == used.admin_key.read_text()
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (fresh.admin_key, fresh.home / "trainshed.db")} == {0o600}
+    found = jobs_of(fresh)
+    assert len(found) >= 3
+    assert found == [f"job-{number:04d}" for number in range(len(found))]
+
+
+def test_restored_jobs_are_anybodys_at_once(used: Settings, tmp_path: Path) -> None:
+    SqlJobStore(open_database(used.database)).claim("job-0000", Lease("dead", now=0.0, until=1e12))
+    SqlJobStore(open_database(used.database)).lead(Lease("dead", now=0.0, until=1e12))
+    back_up(used, tmp_path / "b.tar")
+    fresh = Settings(home=tmp_path / "fresh")
+    restore(fresh, tmp_path / "b.tar", force=False)
+    store = SqlJobStore(open_database(fresh.database))
+    assert store.claim("job-0000", Lease("me", now=1.0, until=2.0)) is not None
+    assert store.lead(Lease("me", now=1.0, until=2.0))
+
+
+def test_restore_over_a_home_in_use_needs_force_and_keeps_what_was_there(used: Settings, tmp_path: Path) -> None:
+    back_up(used, tmp_path / "b.tar")
+    other = home(tmp_path / "other", jobs=1)
+    key = other.admin_key.read_text()
+    with pytest.raises(BackupFailed, match="exist; --force keeps them"):
+        restore(other, tmp_path / "b.tar", force=False)
+    with FileLock(other.home / "service.lock"), pytest.raises(HomeInUse, match="Another service uses"):
+        restore(other, tmp_path / "b.tar", force=True)
+    assert (jobs_of(other), other.admin_key.read_text()) == (["job-0000"], key)
+    kept = restore(other, tmp_path / "b.tar", force=True).kept
+    assert jobs_of(other) == ["job-0000", "job-0001", "job-0002"]
+    aside = next(path for path in kept if "trainshed.db" in path)
+    with closing(sqlite3.connect(aside)) as before:
+        assert before.execute("SELECT id FROM jobs").fetchall() == [("job-0000",)]
+    assert key in [Path(path).read_text() for path in kept if "admin.key" in path]
+
+
+def test_restore_that_fails_half_way_changes_nothing(
+    used: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    back_up(used, tmp_path / "b.tar")
+    other = home(tmp_path / "other", jobs=1)
+    key, before = other.admin_key.read_text(), {path.name for path in other.home.iterdir()}
+    synced = iter([None])
+
+    def sync_once(path: Path) -> None:
+        if next(synced, 1):
+            raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "sync", sync_once)
+        with pytest.raises(OSError, match="No space left"):
+            restore(other, tmp_path / "b.tar", force=True)
+    assert {path.name for path in other.home.iterdir()} - before == {"service.lock", "trainshed.db.lock"}
+    assert (jobs_of(other), other.admin_key.read_text()) == (["job-0000"], key)
+
+
+def changed(tar: Path, name: str, content: bytes) -> None:
+    """The same backup with another file in it."""
+    with tarfile.open(tar) as archive:
+        files = {member.name: archive.extractfile(member) for member in archive}
+        held = {known: file.read() for known, file in files.items() if file is not None} | {name: content}
+    with tarfile.open(tar, "w") as archive:
+        for known, content in held.items():
+            member = tarfile.TarInfo(known)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+
+
+def test_damaged_backups_are_refused_and_leave_nothing(used: Settings, tmp_path: Path) -> None:
+    fresh, tar = Settings(home=tmp_path / "fresh"), tmp_path / "b.tar"
+    for name, message in (("trainshed.db", "not what was backed up"), ("manifest.json", "cannot be restored")):
+        tar.unlink(missing_ok=True)
+        back_up(used, tar)
+        changed(tar, name, b"{}")
+        with pytest.raises(BackupFailed, match=message):
+            restore(fresh, tar, force=False)
+    tar.write_bytes(b"no tar")
+    with pytest.raises(BackupFailed, match="name a file that `trainshed backup` wrote"):
+        restore(fresh, tar, force=False)
+    assert {path.name for path in fresh.home.iterdir()} <= {"service.lock", "trainshed.db.lock"}
+
+
+def test_backup_of_a_newer_version_is_refused(used: Settings, tmp_path: Path) -> None:
+    with closing(sqlite3.connect(used.home / "trainshed.db")) as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+        connection.commit()
+    with pytest.raises(BackupFailed, match="at schema revision 9999"):
+        back_up(used, tmp_path / "b.tar")
+    assert [path.name for path in tmp_path.iterdir()] == ["used"]
+
+
+def test_database_that_is_damaged_is_not_backed_up(used: Settings, tmp_path: Path) -> None:
+    (used.home / "trainshed.db").write_bytes(b"x" * 8192)
+    with pytest.raises(BackupFailed, match="file is not a database"):
+        back_up(used, tmp_path / "b.tar")
+    assert [path.name for path in tmp_path.iterdir()] == ["used"]
+
+
+def test_the_commands(used: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, tar = CliRunner(), tmp_path / "b.tar"
+    monkeypatch.setenv("TRAINSHED_HOME", str(used.home))
+    told = runner.invoke(app, ["backup", str(tar)])
+    assert (told.exit_code, told.stdout) == (0, f"{tar}\n")
+    assert f"next: trainshed restore {tar}" in told.stderr.replace("\n", "")
+    again = runner.invoke(app, ["backup", str(tar)])
+    assert (again.exit_code, again.stderr) == (1, f"trainshed: {tar} exists; name a new file\n")
+    assert runner.invoke(app, ["backup"]).exit_code == 2
+    monkeypatch.setenv("TRAINSHED_HOME", str(tmp_path / "fresh"))
+    missing = runner.invoke(app, ["restore", str(tmp_path / "none.tar")])
+    assert missing.exit_code == 1
+    assert "No such file" in missing.stderr
+    told = runner.invoke(app, ["restore", str(tar), "--json"])
+    assert (told.exit_code, json.loads(told.stdout)["kept"]) == (0, [])
+    refused = runner.invoke(app, ["restore", str(tar)])
+    assert (refused.exit_code, "--force" in refused.stderr) == (1, True)
+    forced = runner.invoke(app, ["restore", str(tar), "--force"])
+    assert (forced.exit_code, forced.stdout.count("kept ")) == (0, 2)
+    assert runner.invoke(app, ["restore"]).exit_code == 2
+
+
+def test_postgres_is_left_to_its_own_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINSHED_HOME", str(tmp_path))
+    monkeypatch.setenv("TRAINSHED_DATABASE_URL", "postgresql+psycopg://shed:secret@db.example:5433/shed")
+    told = CliRunner().invoke(app, ["backup", str(tmp_path / "b.dump")])
+    assert told.exit_code == 1
+    dump = f"pg_dump --format=custom --file={tmp_path / 'b.dump'} 'postgresql://shed@db.example:5433/shed'"
+    assert dump in told.stderr
+    assert "secret" not in told.stderr
