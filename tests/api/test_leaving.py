@@ -121,6 +121,12 @@ def owners(connection: "psycopg.Connection[tuple[str]]") -> set[str]:
     return {row[0].rpartition("/")[2] for row in rows}
 
 
+def waits(connection: "psycopg.Connection[tuple[str]]") -> bool:
+    """Whether somebody wants to list jobs, and has to wait."""
+    query = "SELECT query FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%ORDER BY jobs.id DESC%'"
+    return connection.execute(query).fetchone() is not None
+
+
 def test_replicas_take_over_at_once_and_end_though_the_database_hangs(postgres: str, tmp_path: Path) -> None:
     engine = open_database(postgres)
     SqlJobStore(engine).add(NewJob(start(a_job("job-1", run_dir=(tmp_path / "run").as_uri()), now=time.time())))
@@ -152,6 +158,8 @@ def test_replicas_take_over_at_once_and_end_though_the_database_hangs(postgres: 
 
         hung = threading.Thread(target=_ask, args=(second,), daemon=True)
         hung.start()
+        looker = stack.enter_context(psycopg.connect(plain, autocommit=True))
+        wait_for(lambda: waits(looker), "a request that waits for the database")
         since = time.monotonic()
         for service in (second, third):
             service.process.send_signal(signal.SIGTERM)
