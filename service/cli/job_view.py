@@ -22,7 +22,7 @@ _STYLES = {
     JobState.SUCCEEDED: "bold green",
     JobState.FAILED: "bold red",
 }
-_UNITS = (("d", 86400), ("h", 3600), ("m", 60))
+_UNITS = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
 
 
 def show_job(job: JobOut) -> None:
@@ -98,7 +98,7 @@ def span(seconds: float) -> str:
     """A time in its two largest units."""
     left, parts = max(0, int(seconds)), list[str]()
     for unit, size in _UNITS:
-        if left >= size:
-            parts.append(f"{left // size}{unit}")
-        left %= size
-    return "".join([*parts, f"{left}s"][:2])
+        count, left = divmod(left, size)
+        if count:
+            parts.append(f"{count}{unit}")
+    return "".join(parts[:2]) or "0s"

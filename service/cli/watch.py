@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -45,8 +46,9 @@ def watch(
 
 def wait_for_end(job_id: str, *, as_json: bool) -> None:
     """Follow a job to its end on stderr, or, where JSON is wanted, in silence; exit code 3 where it did not succeed."""
-    with connect(patience=LONG_SECONDS) as api, leaving_alone(job_id), looking(notes, as_json=False) as look:
-        job = follow(Watched(api, [job_id]), None, _unseen if as_json else look)[0]
+    view = nullcontext(_unseen) if as_json else looking(notes, as_json=False)
+    with connect(patience=LONG_SECONDS) as api, leaving_alone(job_id), view as look:
+        job = follow(Watched(api, [job_id]), None, look)[0]
     if as_json:
         show_json(job)
     else:
@@ -79,20 +81,19 @@ class Watched:
 
 def follow(watched: Watched, until: JobState | None, look: Look) -> list[JobOut]:
     """Show jobs until each of them has ended, or come to a state; as they were last."""
-    first = {job.id: job for job in watched.look()}
+    first = dict[str, JobOut]()
     while True:
         jobs = watched.look()
         look(jobs)
-        if all(job.state.terminal or has_come(job, until, since=first.get(job.id)) for job in jobs):
+        first = {job.id: job for job in jobs} | first
+        if all(job.state.terminal or has_come(job, until, since=first[job.id]) for job in jobs):
             return jobs
         time.sleep(_LOOK_SECONDS)
 
 
-def has_come(job: JobOut, state: JobState | None, *, since: JobOut | None) -> bool:
+def has_come(job: JobOut, state: JobState | None, *, since: JobOut) -> bool:
     """Whether a job is in a state, or was between two looks."""
-    if state is None:
-        return False
-    return job.state is state or (since is not None and job.times.get(state) != since.times.get(state))
+    return state is not None and (job.state is state or job.times.get(state) != since.times.get(state))
 
 
 def as_hoped(job: JobOut, until: JobState | None) -> bool:

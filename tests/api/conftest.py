@@ -1,14 +1,18 @@
-"""A service on fakes, and a caller with its key."""
+"""A service on fakes, a caller with its key, and a home from which the command finds it."""
 
+import json
 import logging
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import structlog
+import uvicorn
 from fastapi.testclient import TestClient
 
-from tests.support.service import FakeService
+from tests.support.service import KEY, FakeService, spec_body
 
 
 @pytest.fixture(autouse=True)
@@ -28,3 +32,28 @@ def service(tmp_path: Path) -> FakeService:
 def client(service: FakeService) -> Iterator[TestClient]:
     with service.client() as client:
         yield client
+
+
+@pytest.fixture
+def url(service: FakeService) -> Iterator[str]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(service.app(), log_level="warning", lifespan="off"))
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+    listener.close()
+
+
+@pytest.fixture
+def home(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home as a running service leaves it, and a terminal wide enough."""
+    for name in ("TRAINSHED_URL", "TRAINSHED_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TRAINSHED_HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "service.json").write_text(json.dumps({"url": url, "pid": 1}))
+    (tmp_path / "admin.key").write_text(KEY + "\n")
+    (tmp_path / "spec.json").write_text(spec_body())
+    return tmp_path

@@ -1,48 +1,19 @@
 """The `trainshed` command against a service that listens."""
 
 import json
-import socket
-import threading
-from collections.abc import Iterator
+import time
 from pathlib import Path
 
 import pytest
-import uvicorn
-from typer.testing import CliRunner, Result
 
-from service.cli.main import app
+from service.cli.hints import next_of
+from service.cli.job_view import span
+from service.client import Client
+from service.domain.job import JobState
 from tests.support.checkpoints import checkpoint
-from tests.support.service import KEY, FakeService, spec_body
+from tests.support.command import run
+from tests.support.service import FakeService, spec_body
 from train_loop.run_dir import ExportStatus, ExportWish
-
-
-@pytest.fixture
-def url(service: FakeService) -> Iterator[str]:
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(service.app(), log_level="warning", lifespan="off"))
-    thread = threading.Thread(target=server.run, args=([listener],))
-    thread.start()
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server.should_exit = True
-    thread.join()
-    listener.close()
-
-
-@pytest.fixture
-def home(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home as a running service leaves it, and a terminal wide enough."""
-    for name in ("TRAINSHED_URL", "TRAINSHED_KEY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TRAINSHED_HOME", str(tmp_path))
-    monkeypatch.setenv("COLUMNS", "200")
-    (tmp_path / "service.json").write_text(json.dumps({"url": url, "pid": 1}))
-    (tmp_path / "admin.key").write_text(KEY + "\n")
-    (tmp_path / "spec.json").write_text(spec_body())
-    return tmp_path
-
-
-def run(*arguments: str, stdin: str | None = None) -> Result:
-    return CliRunner().invoke(app, list(arguments), input=stdin)
 
 
 def test_a_clone_is_submitted_with_changes(home: Path, service: FakeService) -> None:
@@ -167,3 +138,59 @@ def test_a_key_that_makes_no_sense_is_not_made(home: Path, service: FakeService,
     assert refused.stderr.startswith("trainshed: roles/")
     assert refused.stderr.endswith("; write --role nlp=editor\n")
     assert service.keys.all() == []
+
+
+def test_a_spec_is_submitted_with_changes(home: Path, service: FakeService) -> None:
+    run(
+        "submit", "-", "--set", "training.max_steps=7", "--set", "labels.team=nlp", stdin=spec_body(labels={"by": "me"})
+    )
+    spec = service.get("job-0001").spec
+    assert (spec.training.max_steps, spec.labels) == (7, {"by": "me", "team": "nlp"})
+    refused = run("submit", str(home / "spec.json"), "--set", "seed=1", "--set", "training.max_steps=soon")
+    assert (refused.exit_code, refused.stderr) == (
+        1,
+        "trainshed: 2 things are wrong:\n"
+        '  /training/max_steps: input should be a valid integer; the value is "soon" (--set training.max_steps=soon)\n'
+        "  /seed: no such field; check its spelling against GET /openapi.json, or remove it (--set seed=1)\n",
+    )
+    for text, why in (("[1]", "a job spec is a mapping of fields, not list"), ("a: [", "is neither YAML nor JSON")):
+        refused = run("submit", "-", "--set", "name=a", stdin=text)
+        assert (refused.exit_code, why in refused.stderr) == (2, True), refused.stderr
+
+
+def test_ps_shows_all_pages(home: Path, service: FakeService) -> None:
+    ids = [service.submit(name=name).id for name in ("a", "b", "c")]
+    service.clock.now = time.time()
+    first = run("ps", "--limit", "2")
+    assert first.stderr == "next: trainshed ps --after job-0002 (or --all)\n"
+    assert [line.split()[0] for line in first.stdout.splitlines()] == ["id", "job-0003", "job-0002"]
+    assert "job-0001" in run("ps", "--limit", "2", "--after", "job-0002").stdout
+    found = json.loads(run("ps", "--limit", "1", "--all", "--json").stdout)
+    assert ([job["id"] for job in found["data"]], found["has_more"], found["next"]) == (ids[::-1], False, None)
+    assert run("ps", "--name", "none").stderr == "next: trainshed submit FILE\n"
+
+
+def test_metrics_are_curves(home: Path, service: FakeService) -> None:
+    job_id = service.submit().id
+    assert run("metrics", job_id).stdout == "no step is logged yet\n"
+    for step in (1, 2, 3, 2, 3):
+        service.metric(job_id, step=step, loss=4.0 - step, lr=1e-3)
+    assert run("metrics", job_id).stdout == (
+        "steps 1 to 3\n         loss  █▅▁  3 → 1\nlearning rate  ▁▁▁  0.001 → 0.001\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0, "0s"), (59, "59s"), (61, "1m1s"), (7200, "2h"), (90061, "1d1h"), (-5, "0s")]
+)
+def test_times_are_told_in_two_units(seconds: float, said: str) -> None:
+    assert span(seconds) == said
+
+
+def test_every_state_has_a_next_command(home: Path, service: FakeService) -> None:
+    job = service.submit()
+    with Client() as client:
+        found = client.api.job(job.id)
+    said = {state: next_of(found.model_copy(update={"state": state})) for state in JobState}
+    assert said[JobState.PAUSED] == f"resume {job.id}"
+    assert all(job.id in command for command in said.values())

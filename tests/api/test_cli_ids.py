@@ -1,0 +1,97 @@
+"""Ids may be shortened, and shells complete them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.cli.ids import shorten
+from tests.support.command import run
+from tests.support.service import FakeService
+
+ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
+IDS = st.lists(st.text(ALPHABET, min_size=26, max_size=26).map("job-{}".format), unique=True, max_size=20)
+
+
+@pytest.fixture
+def jobs(home: Path, service: FakeService) -> list[str]:
+    numbers = iter(["0001", "0112", "0113"])
+    service.ids = iter(())
+    made = []
+    for number in numbers:
+        service.ids = iter([int(number)])
+        made.append(service.submit().id)
+    return made
+
+
+def test_what_only_one_begins_with_is_enough(jobs: list[str]) -> None:
+    for short in ("job-0001", "0001", "JOB-0001", "000", "job-00"):
+        assert f"id  {jobs[0]}" in run("show", short).stdout, short
+    assert f"id  {jobs[2]}" in run("show", "last").stdout
+
+
+def test_what_several_begin_with_names_them(jobs: list[str]) -> None:
+    refused = run("cancel", "011")
+    assert (refused.exit_code, refused.stdout, refused.stderr) == (
+        1,
+        "",
+        "trainshed: job-011 is the beginning of several ids; write more of the one that you mean\n"
+        "  job-0113\n  job-0112\n",
+    )
+    for short in ("0114", "what?", "job-"):
+        assert run("show", short).exit_code == 1
+    assert run("show", "what?").stderr == (
+        "trainshed: no id begins with job-what?; `trainshed ps` lists what there is\n"
+    )
+
+
+def test_without_a_job_the_last_one_is_none(home: Path) -> None:
+    assert run("logs", "last").stderr == "trainshed: there is no job yet; `trainshed submit FILE` makes one\n"
+
+
+def test_keys_may_be_shortened_too(home: Path) -> None:
+    for name in ("alice", "bob"):
+        run("keys", "create", name, "--role", "nlp=viewer")
+    assert "is the beginning of several ids" in run("keys", "revoke", "00").stderr
+    assert run("keys", "revoke", "0002").stdout == "key-0002 opens nothing any more\n"
+
+
+@given(IDS)
+def test_short_ids_tell_jobs_apart(ids: list[str]) -> None:
+    short = shorten(ids)
+    assert len(set(short)) == len(ids)
+    assert all(whole.startswith(part) and len(part) >= 12 for whole, part in zip(ids, short, strict=True))
+
+
+def complete(*words: str, shell: str = "bash") -> subprocess.CompletedProcess[str]:
+    """What a shell does on Tab."""
+    line = " ".join(("trainshed", *words))
+    asked = {"_TRAINSHED_COMPLETE": f"complete_{shell}", "COMP_WORDS": line, "COMP_CWORD": str(len(words))}
+    command = [sys.executable, "-c", "from service.cli.main import app; app(prog_name='trainshed')"]
+    return subprocess.run(command, env=os.environ | asked, capture_output=True, text=True, timeout=60)
+
+
+def test_the_shell_completes_ids(jobs: list[str]) -> None:
+    assert complete("pause", "job-").stdout.split() == jobs[::-1]
+    assert complete("logs", "--rank", "0", "000").stdout.split() == ["0001"]
+    assert complete("watch", jobs[0], "01").stdout.split() == ["0113", "0112"]
+    assert complete("ps", "--state", "pau").stdout.split() == ["PAUSING", "PAUSED"]
+    assert complete("chec").stdout.split() == ["checkpoints"]
+
+
+def test_the_shell_hears_nothing_of_trouble(jobs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINSHED_URL", "http://127.0.0.1:9")
+    done = complete("show", "job-")
+    assert (done.stdout.strip(), done.stderr) == ("", "")
+
+
+def test_completion_can_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    command = [sys.executable, "-c", "from service.cli.main import app; app(prog_name='trainshed')"]
+    done = subprocess.run([*command, "--install-completion", "bash"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "_TRAINSHED_COMPLETE=complete_bash" in (tmp_path / ".bash_completions" / "trainshed.sh").read_text()
