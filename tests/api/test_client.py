@@ -282,7 +282,9 @@ def test_job_is_paused_resumed_and_shown(client: Client, service: FakeService) -
     assert repr(job).endswith(f"Job({job.id!r}, QUEUED)") or isinstance(job, Blocking)
     job.pause()
     service.reconciler().run_once()
-    assert job.wait(JobState.PAUSED).reason.message == "paused by a user"
+    reason = job.wait(JobState.PAUSED).reason
+    assert reason is not None
+    assert reason.message == "paused by a user"
     assert job.resume(workers=1).state is JobState.QUEUED
     assert (job.info.scaling.num_workers, job.name, job.progress.step) == (1, "tiny", 0)
 

@@ -37,7 +37,7 @@ def cluster(service: FakeService) -> Iterator[None]:
 
 def _drive(service: FakeService, job: Job) -> None:
     """What its driver would do."""
-    if not job.attempts or service.run_dir(job.id).attempt(job.attempts[-1].number).outcome is not None:
+    if not job.attempts or service.run_dir(job.id).attempt(job.attempts[-1].number).outcome_file.exists():
         return
     if job.state is JobState.STARTING and job.parent is None:
         _train(service, job.id)
