@@ -38,15 +38,15 @@ class Sender:
 
     def text(self, reader: Reader, place: Place, job_id: str) -> EventSourceResponse:
         """The lines of a log; ids are places."""
-        return self._answer(_as_text(self._follow(reader, place, job_id)))
+        return self._answer(_id(place), _as_text(self._follow(reader, place, job_id)))
 
     def lines(self, reader: Reader, cursor: Cursor, job_id: str) -> EventSourceResponse:
         """JSON lines of all attempts behind a cursor; ids are cursors."""
         entries = self._follow(reader, Place(cursor.attempt), job_id)
-        return self._answer(_behind(entries, cursor))
+        return self._answer(str(cursor), _behind(entries, cursor))
 
-    def _answer(self, messages: AsyncIterator[Message | Signal]) -> EventSourceResponse:
-        return EventSourceResponse(_counted(_send(messages), self.request.app.state.watching.watch))
+    def _answer(self, begin: str, messages: AsyncIterator[Message | Signal]) -> EventSourceResponse:
+        return EventSourceResponse(_counted(_send(begin, messages), self.request.app.state.watching.watch))
 
     def _follow(self, reader: Reader, place: Place, job_id: str) -> AsyncIterator[Entry | Signal]:
         ended = partial(_has_ended, self.jobs, job_id)
@@ -90,7 +90,11 @@ async def _as_text(entries: AsyncIterator[Entry | Signal]) -> AsyncIterator[Mess
         if isinstance(entry, Signal):
             yield entry
         else:
-            yield Message(f"{entry.after.attempt}.{entry.after.offset}", json.dumps(entry.text))
+            yield Message(_id(entry.after), json.dumps(entry.text))
+
+
+def _id(place: Place) -> str:
+    return f"{place.attempt}.{place.offset}"
 
 
 async def _counted(parts: AsyncIterator[bytes], watch: Watch) -> AsyncIterator[bytes]:
@@ -102,9 +106,9 @@ async def _counted(parts: AsyncIterator[bytes], watch: Watch) -> AsyncIterator[b
         watch.followed(more=False)
 
 
-async def _send(messages: AsyncIterator[Message | Signal]) -> AsyncIterator[bytes]:
-    # Said at once, so that the caller knows that it is heard.
-    yield format_sse_event(comment="begin")
+async def _send(begin: str, messages: AsyncIterator[Message | Signal]) -> AsyncIterator[bytes]:
+    # Said at once, so that the caller knows that it is heard; cut off before the first line, it goes on from here, too.
+    yield format_sse_event(comment="begin", id=begin)
     async for message in messages:
         if isinstance(message, Message):
             yield format_sse_event(data_str=message.data, id=message.id)

@@ -1,8 +1,30 @@
 """The typed Python client; docs/client.md shows how it is used."""
 
+from service.address import NoKeyError
 from service.client.api import Api, AsyncApi
+from service.client.async_client import AsyncClient
+from service.client.async_job import AsyncJob
 from service.client.client import Client
 from service.client.errors import ApiError
+from service.client.job import Job
 from service.client.run_calls import Line
+from service.client.seen import AmbiguousId, ExportFailed, JobCancelled, JobEnded, JobFailed
+from service.domain.job import JobState
 
-__all__ = ["Api", "ApiError", "AsyncApi", "Client", "Line"]
+__all__ = [
+    "AmbiguousId",
+    "Api",
+    "ApiError",
+    "AsyncApi",
+    "AsyncClient",
+    "AsyncJob",
+    "Client",
+    "ExportFailed",
+    "Job",
+    "JobCancelled",
+    "JobEnded",
+    "JobFailed",
+    "JobState",
+    "Line",
+    "NoKeyError",
+]

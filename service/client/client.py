@@ -1,19 +1,25 @@
 """A service as Python sees it."""
 
+from collections.abc import Iterator, Mapping
 from types import TracebackType
+from typing import Self
 
 import httpx
 
 from service.address import find_key, find_url
+from service.api.plan_schemas import PlanOut
 from service.client.api import Api
+from service.client.job import Job, pages
+from service.client.seen import Spec, States, is_whole, meant, spec_text, states_of
 
-_PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 60.0
+_PAGE = 100
 
 
 class Client:
-    """One service; `Client()` finds it as the command `trainshed` does.
+    """One service; `Client()` finds it as the command `trainshed` does, and raises NoKeyError where it cannot.
 
-    Every call raises ApiError, or httpx.HTTPError where nobody answers.
+    Every call raises ApiError, or httpx.HTTPError where nobody answers for `patience` seconds. `api` has all of them.
     """
 
     def __init__(
@@ -21,14 +27,14 @@ class Client:
         url: str | None = None,
         key: str | None = None,
         *,
-        patience: float = _PATIENCE_SECONDS,
+        patience: float = PATIENCE_SECONDS,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         headers = {"Authorization": f"Bearer {key or find_key()}"}
         self._http = httpx.Client(base_url=url or find_url(), headers=headers, transport=transport)
         self.api = Api(self._http, patience)
 
-    def __enter__(self) -> "Client":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -39,3 +45,32 @@ class Client:
     def close(self) -> None:
         """Let go of its connections."""
         self._http.close()
+
+    def submit(self, spec: Spec, *, idempotency_key: str | None = None) -> Job:
+        """Submit a job; with the same key and spec it is the same one, however often it is submitted."""
+        return Job(self.api, self.api.submit(spec_text(spec), idempotency_key=idempotency_key))
+
+    def plan(self, spec: Spec) -> PlanOut:
+        """What a spec comes to, by the same checks; nothing is stored."""
+        return self.api.plan(spec_text(spec))
+
+    def job(self, job_id: str) -> Job:
+        """One job, by its id or a beginning of it that no other has. Raises AmbiguousId."""
+        found = None if is_whole(job_id) else meant(job_id, self.api.jobs(id_prefix=job_id).data)
+        return Job(self.api, found or self.api.job(job_id))
+
+    def jobs(
+        self,
+        *,
+        state: States = (),
+        project: str | None = None,
+        name: str | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> Iterator[Job]:
+        """All jobs of these states, this project, this name and all these labels, newest first."""
+        found = pages(
+            lambda after: self.api.jobs(
+                states=states_of(state), project=project, name=name, labels=labels, after=after, limit=_PAGE
+            )
+        )
+        return (Job(self.api, info) for info in found)

@@ -14,9 +14,11 @@ _UNANSWERED = frozenset({HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE,
 class ApiError(Exception):
     """The service said no; `problem` is what it said."""
 
-    def __init__(self, problem: ProblemDetails) -> None:
+    def __init__(self, problem: ProblemDetails, retry_after: float | None = None) -> None:
         super().__init__(problem.detail)
         self.problem = problem
+        self.retry_after = retry_after
+        """Seconds after which it may say yes."""
 
     @property
     def code(self) -> str:
@@ -29,14 +31,6 @@ class ApiError(Exception):
         return self.problem.status
 
 
-class Refused(ApiError):
-    """The service said no, and when it may say yes."""
-
-    def __init__(self, problem: ProblemDetails, retry_after: float) -> None:
-        super().__init__(problem)
-        self.retry_after = retry_after
-
-
 def error_of(response: httpx.Response) -> Exception:
     """What the service said, or, where it was somebody else who answered, the status."""
     try:
@@ -44,8 +38,14 @@ def error_of(response: httpx.Response) -> Exception:
     except ValidationError:
         what = f"{response.status_code} from {response.url}, which does not answer like Trainshed"
         return httpx.HTTPStatusError(what, request=response.request, response=response)
-    seconds = response.headers.get("retry-after", "")
-    return Refused(problem, float(seconds)) if seconds.isdecimal() else ApiError(problem)
+    return ApiError(problem, _seconds(response))
+
+
+def wished_pause(error: BaseException | None) -> float | None:
+    """Seconds until the next try, if whoever answered has said how many."""
+    if isinstance(error, httpx.HTTPStatusError):
+        return _seconds(error.response)
+    return error.retry_after if isinstance(error, ApiError) else None
 
 
 def was_kept_out(error: BaseException) -> bool:
@@ -69,3 +69,8 @@ def _status(error: BaseException) -> int | None:
     if isinstance(error, httpx.HTTPStatusError):
         return error.response.status_code
     return error.status if isinstance(error, ApiError) else None
+
+
+def _seconds(response: httpx.Response) -> float | None:
+    given = response.headers.get("retry-after", "")
+    return float(given) if given.isdecimal() else None

@@ -10,7 +10,7 @@ import httpx
 from tenacity import RetryCallState, wait_random_exponential
 
 from service.client.call import Call
-from service.client.errors import Refused, may_pass, was_kept_out
+from service.client.errors import may_pass, was_kept_out, wished_pause
 
 T = TypeVar("T")
 _FIRST_SECONDS, _MOST_SECONDS = 0.2, 10.0
@@ -42,10 +42,11 @@ class Tries(Generic[T]):
 
 def pause(state: RetryCallState) -> float:
     """Seconds until the next try: what the service asks for, otherwise more each time, and never as others do."""
-    error = state.outcome.exception() if state.outcome else None
-    return error.retry_after if isinstance(error, Refused) else _backoff(state)
+    wished = wished_pause(state.outcome.exception() if state.outcome else None)
+    return _backoff(state) if wished is None else wished
 
 
-def pause_after(tries: int) -> float:
+def pause_after(tries: int, error: Exception | None) -> float:
     """The same, for a stream that was cut."""
-    return random.uniform(0, min(_MOST_SECONDS, _FIRST_SECONDS * 2 ** min(tries, 10)))
+    wished = wished_pause(error)
+    return random.uniform(0, min(_MOST_SECONDS, _FIRST_SECONDS * 2 ** min(tries, 10))) if wished is None else wished

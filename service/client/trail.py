@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 from httpx_sse import ServerSentEvent
 
 from service.client.call import Call
-from service.client.errors import Refused, may_pass
+from service.client.errors import may_pass
 from service.client.retry import pause_after
 
 T = TypeVar("T")
@@ -53,4 +53,4 @@ class Trail(Generic[T]):
         if error is not None and (not may_pass(error) or time.monotonic() - self._heard > self.patience):
             raise error
         self._tries += 1
-        return error.retry_after if isinstance(error, Refused) else pause_after(self._tries)
+        return pause_after(self._tries, error)

@@ -91,7 +91,7 @@ class Reader(threading.Thread):
             elif not line:
                 if message.get("event") == "end":
                     return True
-                if "id" in message:
+                if "data" in message:
                     self.got.append(json.loads(message["data"]))
                     self._last_id = message["id"]
                 message = {}

@@ -1,0 +1,76 @@
+"""A service as Python sees it from an event loop."""
+
+from collections.abc import AsyncIterator, Mapping
+from types import TracebackType
+from typing import Self
+
+import httpx
+
+from service.address import find_key, find_url
+from service.api.plan_schemas import PlanOut
+from service.client.api import AsyncApi
+from service.client.async_job import AsyncJob, pages
+from service.client.client import PATIENCE_SECONDS
+from service.client.seen import Spec, States, is_whole, meant, spec_text, states_of
+
+_PAGE = 100
+
+
+class AsyncClient:
+    """One service; `AsyncClient()` finds it as the command `trainshed` does, and raises NoKeyError where it cannot.
+
+    Every call raises ApiError, or httpx.HTTPError where nobody answers for `patience` seconds. `api` has all of them.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        key: str | None = None,
+        *,
+        patience: float = PATIENCE_SECONDS,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        headers = {"Authorization": f"Bearer {key or find_key()}"}
+        self._http = httpx.AsyncClient(base_url=url or find_url(), headers=headers, transport=transport)
+        self.api = AsyncApi(self._http, patience)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Let go of its connections."""
+        await self._http.aclose()
+
+    async def submit(self, spec: Spec, *, idempotency_key: str | None = None) -> AsyncJob:
+        """Submit a job; with the same key and spec it is the same one, however often it is submitted."""
+        return AsyncJob(self.api, await self.api.submit(spec_text(spec), idempotency_key=idempotency_key))
+
+    async def plan(self, spec: Spec) -> PlanOut:
+        """What a spec comes to, by the same checks; nothing is stored."""
+        return await self.api.plan(spec_text(spec))
+
+    async def job(self, job_id: str) -> AsyncJob:
+        """One job, by its id or a beginning of it that no other has. Raises AmbiguousId."""
+        found = None if is_whole(job_id) else meant(job_id, (await self.api.jobs(id_prefix=job_id)).data)
+        return AsyncJob(self.api, found or await self.api.job(job_id))
+
+    def jobs(
+        self,
+        *,
+        state: States = (),
+        project: str | None = None,
+        name: str | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[AsyncJob]:
+        """All jobs of these states, this project, this name and all these labels, newest first."""
+        found = pages(
+            lambda after: self.api.jobs(
+                states=states_of(state), project=project, name=name, labels=labels, after=after, limit=_PAGE
+            )
+        )
+        return (AsyncJob(self.api, info) async for info in found)

@@ -1,0 +1,139 @@
+"""A job, and what can be done to it, from an event loop."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Literal, Self, TypeVar
+
+from pydantic import JsonValue
+
+from service.api.ledger_schemas import CheckpointOut, ExportIn, ExportOut
+from service.api.schemas import Page
+from service.client.api import AsyncApi
+from service.client.run_calls import Line
+from service.client.seen import LOOK_SECONDS, Seen, States, has_come, is_exported, newest_step, states_of
+from service.domain.job import JobState
+from service.filters import Level
+
+T = TypeVar("T")
+
+
+class AsyncJob(Seen[AsyncApi]):
+    """A job; its properties are of the last time that it was asked for, and `refresh` asks again."""
+
+    async def refresh(self) -> Self:
+        """Ask how it is now."""
+        self.info = await self._api.job(self.id)
+        return self
+
+    async def wait(self, until: States = JobState.SUCCEEDED, *, timeout: float | None = None) -> Self:
+        """Wait until it is in a state, or in one of several.
+
+        Raises JobFailed, JobCancelled or JobEnded once it never will be, and TimeoutError after so many seconds.
+        """
+        wanted = states_of(until)
+
+        async def come() -> bool:
+            return has_come((await self.refresh()).info, wanted)
+
+        await _wait_for(come, f"{self.id} to be {' or '.join(wanted)}", timeout)
+        return self
+
+    async def pause(self, *, grace_seconds: float | None = None) -> Self:
+        """Ask it to save and to leave the cluster; `wait(JobState.PAUSED)` waits until it has."""
+        self.info = await self._api.pause(self.id, grace_seconds=grace_seconds)
+        return self
+
+    async def resume(self, *, workers: int | None = None) -> Self:
+        """Let it go on, with as many workers as before unless told otherwise."""
+        scaling = self.info.scaling.at(workers) if workers else None
+        self.info = await self._api.resume(self.id, scaling=scaling)
+        return self
+
+    async def cancel(self, *, grace_seconds: float | None = None, checkpoint: bool = True) -> Self:
+        """Ask for its end; `wait(JobState.CANCELLED)` waits for it."""
+        self.info = await self._api.cancel(self.id, grace_seconds=grace_seconds, checkpoint=checkpoint)
+        return self
+
+    async def delete(self) -> None:
+        """Forget it, once it has ended; its run directory stays."""
+        await self._api.delete(self.id)
+
+    async def clone(self, *, from_checkpoint: int | None = None, **overrides: JsonValue) -> "AsyncJob":
+        """Submit a job that goes on from its newest checkpoint, or from another, with some of its spec different."""
+        return AsyncJob(self._api, await self._api.clone(self.id, from_checkpoint=from_checkpoint, overrides=overrides))
+
+    async def checkpoints(self) -> list[CheckpointOut]:
+        """The committed checkpoints, oldest first."""
+        return (await self._api.checkpoints(self.id)).data
+
+    async def export(
+        self,
+        step: int | None = None,
+        *,
+        dtype: Literal["bf16", "fp16", "fp32"] | None = None,
+        weights: Literal["model", "ema"] = "model",
+        timeout: float | None = None,
+    ) -> ExportOut:
+        """Make a Hugging Face folder of a checkpoint, by default of the newest, and wait until it is at `path`.
+
+        Raises ExportFailed, LookupError without a checkpoint, and TimeoutError after so many seconds.
+        """
+        step = newest_step(self.id, await self.checkpoints()) if step is None else step
+        wish = ExportIn(dtype=dtype, weights=weights)
+        status = await self._api.export(self.id, step, wish)
+
+        async def come() -> bool:
+            return is_exported(await self._api.exported(self.id, step, wish))
+
+        if not is_exported(status):
+            await _wait_for(come, f"the export of step {step}", timeout)
+        return await self._api.exported(self.id, step, wish)
+
+    def logs(
+        self,
+        *,
+        follow: bool = False,
+        attempt: int | None = None,
+        rank: int | None = None,
+        contains: str | None = None,
+        level: Level | None = None,
+    ) -> AsyncIterator[str]:
+        """The lines of a log, by default of the driver's in the newest attempt; to the job's end with `follow`."""
+        if follow:
+            return self._api.follow_logs(self.id, attempt=attempt, rank=rank, contains=contains, level=level)
+        return pages(
+            lambda after: self._api.logs(
+                self.id, attempt=attempt, rank=rank, contains=contains, level=level, after=after, limit=1000
+            )
+        )
+
+    def events(self, *, follow: bool = False, contains: str | None = None) -> AsyncIterator[Line]:
+        """What happened, over all attempts; to the job's end with `follow`."""
+        if follow:
+            return self._api.follow_events(self.id, contains=contains)
+        return pages(lambda after: self._api.events(self.id, contains=contains, after=after, limit=1000))
+
+    def metrics(self, *, follow: bool = False) -> AsyncIterator[Line]:
+        """One line per logged step, over all attempts; to the job's end with `follow`."""
+        if follow:
+            return self._api.follow_metrics(self.id)
+        return pages(lambda after: self._api.metrics(self.id, after=after, limit=1000))
+
+
+async def pages(ask: Callable[[str | None], Awaitable[Page[T]]]) -> AsyncIterator[T]:
+    """What is on all pages; each is asked for when it is needed."""
+    more, after = True, None
+    while more:
+        page = await ask(after)
+        for one in page.data:
+            yield one
+        more, after = page.has_more, page.next
+
+
+async def _wait_for(come: Callable[[], Awaitable[bool]], what: str, timeout: float | None) -> None:
+    began = time.monotonic()
+    while not await come():
+        if timeout is not None and time.monotonic() - began > timeout:
+            raise TimeoutError(f"{timeout:g} s were not enough for {what}; wait again, or longer")
+        await asyncio.sleep(LOOK_SECONDS)

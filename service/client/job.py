@@ -1,0 +1,131 @@
+"""A job, and what can be done to it."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Literal, Self, TypeVar
+
+from pydantic import JsonValue
+
+from service.api.ledger_schemas import CheckpointOut, ExportIn, ExportOut
+from service.api.schemas import Page
+from service.client.api import Api
+from service.client.run_calls import Line
+from service.client.seen import LOOK_SECONDS, Seen, States, has_come, is_exported, newest_step, states_of
+from service.domain.job import JobState
+from service.filters import Level
+
+T = TypeVar("T")
+
+
+class Job(Seen[Api]):
+    """A job; its properties are of the last time that it was asked for, and `refresh` asks again."""
+
+    def refresh(self) -> Self:
+        """Ask how it is now."""
+        self.info = self._api.job(self.id)
+        return self
+
+    def wait(self, until: States = JobState.SUCCEEDED, *, timeout: float | None = None) -> Self:
+        """Wait until it is in a state, or in one of several.
+
+        Raises JobFailed, JobCancelled or JobEnded once it never will be, and TimeoutError after so many seconds.
+        """
+        wanted = states_of(until)
+        _wait_for(lambda: has_come(self.refresh().info, wanted), f"{self.id} to be {' or '.join(wanted)}", timeout)
+        return self
+
+    def pause(self, *, grace_seconds: float | None = None) -> Self:
+        """Ask it to save and to leave the cluster; `wait(JobState.PAUSED)` waits until it has."""
+        self.info = self._api.pause(self.id, grace_seconds=grace_seconds)
+        return self
+
+    def resume(self, *, workers: int | None = None) -> Self:
+        """Let it go on, with as many workers as before unless told otherwise."""
+        scaling = self.info.scaling.at(workers) if workers else None
+        self.info = self._api.resume(self.id, scaling=scaling)
+        return self
+
+    def cancel(self, *, grace_seconds: float | None = None, checkpoint: bool = True) -> Self:
+        """Ask for its end; `wait(JobState.CANCELLED)` waits for it."""
+        self.info = self._api.cancel(self.id, grace_seconds=grace_seconds, checkpoint=checkpoint)
+        return self
+
+    def delete(self) -> None:
+        """Forget it, once it has ended; its run directory stays."""
+        self._api.delete(self.id)
+
+    def clone(self, *, from_checkpoint: int | None = None, **overrides: JsonValue) -> "Job":
+        """Submit a job that goes on from its newest checkpoint, or from another, with some of its spec different."""
+        return Job(self._api, self._api.clone(self.id, from_checkpoint=from_checkpoint, overrides=overrides))
+
+    def checkpoints(self) -> list[CheckpointOut]:
+        """The committed checkpoints, oldest first."""
+        return self._api.checkpoints(self.id).data
+
+    def export(
+        self,
+        step: int | None = None,
+        *,
+        dtype: Literal["bf16", "fp16", "fp32"] | None = None,
+        weights: Literal["model", "ema"] = "model",
+        timeout: float | None = None,
+    ) -> ExportOut:
+        """Make a Hugging Face folder of a checkpoint, by default of the newest, and wait until it is at `path`.
+
+        Raises ExportFailed, LookupError without a checkpoint, and TimeoutError after so many seconds.
+        """
+        step = newest_step(self.id, self.checkpoints()) if step is None else step
+        wish = ExportIn(dtype=dtype, weights=weights)
+        status = self._api.export(self.id, step, wish)
+        if not is_exported(status):
+            _wait_for(
+                lambda: is_exported(self._api.exported(self.id, step, wish)), f"the export of step {step}", timeout
+            )
+        return self._api.exported(self.id, step, wish)
+
+    def logs(
+        self,
+        *,
+        follow: bool = False,
+        attempt: int | None = None,
+        rank: int | None = None,
+        contains: str | None = None,
+        level: Level | None = None,
+    ) -> Iterator[str]:
+        """The lines of a log, by default of the driver's in the newest attempt; to the job's end with `follow`."""
+        if follow:
+            return self._api.follow_logs(self.id, attempt=attempt, rank=rank, contains=contains, level=level)
+        return pages(
+            lambda after: self._api.logs(
+                self.id, attempt=attempt, rank=rank, contains=contains, level=level, after=after, limit=1000
+            )
+        )
+
+    def events(self, *, follow: bool = False, contains: str | None = None) -> Iterator[Line]:
+        """What happened, over all attempts; to the job's end with `follow`."""
+        if follow:
+            return self._api.follow_events(self.id, contains=contains)
+        return pages(lambda after: self._api.events(self.id, contains=contains, after=after, limit=1000))
+
+    def metrics(self, *, follow: bool = False) -> Iterator[Line]:
+        """One line per logged step, over all attempts; to the job's end with `follow`."""
+        if follow:
+            return self._api.follow_metrics(self.id)
+        return pages(lambda after: self._api.metrics(self.id, after=after, limit=1000))
+
+
+def pages(ask: Callable[[str | None], Page[T]]) -> Iterator[T]:
+    """What is on all pages; each is asked for when it is needed."""
+    more, after = True, None
+    while more:
+        page = ask(after)
+        yield from page.data
+        more, after = page.has_more, page.next
+
+
+def _wait_for(come: Callable[[], bool], what: str, timeout: float | None) -> None:
+    began = time.monotonic()
+    while not come():
+        if timeout is not None and time.monotonic() - began > timeout:
+            raise TimeoutError(f"{timeout:g} s were not enough for {what}; wait again, or longer")
+        time.sleep(LOOK_SECONDS)
