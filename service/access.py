@@ -1,4 +1,4 @@
-"""Keys and the audit log: who opens the service, who may let others in, and what was done."""
+"""Keys, tokens and the audit log: who opens the service, who may let others in, and what was done."""
 
 import hashlib
 import hmac
@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from pydantic import JsonValue
 
 from service.domain.access import ANY, OPERATOR, Caller, Deed, Key, Role, Roles
-from service.errors import Forbidden, InvalidRequest, KeyNotFound
-from service.ports import KeyStore
+from service.domain.token import NoSubject, TokenRules, is_token
+from service.errors import Forbidden, InvalidRequest, KeyNotFound, Unauthorized
+from service.ports import KeyStore, TokenVerifier
 from train_loop.spec import Problem
 
 _MARK = "trainshed"
@@ -18,13 +19,29 @@ _MARK = "trainshed"
 
 
 @dataclass(frozen=True)
+class Tokens:
+    """Callers who are known to somebody else, who issues tokens to them."""
+
+    verifier: TokenVerifier
+    rules: TokenRules
+
+    def identify(self, token: str) -> Caller:
+        """Whose token this is. Raises Unauthorized, IssuerUnavailable."""
+        try:
+            return self.rules.caller_of(self.verifier.verify(token))
+        except NoSubject as error:
+            raise Unauthorized(f"this token opens nothing: {error}; its issuer has to say of whom it is") from error
+
+
+@dataclass(frozen=True)
 class Access:
-    """The use cases of keys, over the ports they need."""
+    """The use cases of keys and tokens, over the ports they need."""
 
     store: KeyStore
     operator_sha256: str
     clock: Callable[[], float]
     new_id: Callable[[], str]
+    tokens: Tokens | None = None
     caller: Caller = OPERATOR
 
     def of(self, caller: Caller) -> "Access":
@@ -35,16 +52,32 @@ class Access:
         """Whether this is the key in the operator's file; asks nobody."""
         return hmac.compare_digest(_sha256(secret), self.operator_sha256)
 
-    def identify(self, secret: str) -> Caller | None:
-        """Whose key this is, if it opens anything now."""
+    def identify(self, secret: str) -> Caller:
+        """Whose key or token this is, if it opens anything now. Raises Unauthorized, IssuerUnavailable."""
         if self.is_operator(secret):
             return OPERATOR
+        if is_token(secret):
+            if self.tokens is None:
+                raise Unauthorized(
+                    "this is a token, and only keys are known here; send one, or set TRAINSHED_OIDC_ISSUER"
+                )
+            return self.tokens.identify(secret)
         mark, _, rest = secret.partition("_")
         key = self.store.get(f"key-{rest.partition('_')[0]}") if mark == _MARK else None
         # Digests, so that the comparison takes the same time whatever was sent.
         if key is None or not hmac.compare_digest(_sha256(secret), key.sha256) or not key.opens(self.clock()):
-            return None
+            raise Unauthorized(
+                "this key opens nothing, or not any more; send the one line of $TRAINSHED_HOME/admin.key, or ask an "
+                "admin of your project for a key"
+            )
         return Caller(key.id, key.name, key.roles)
+
+    def opens(self, caller: Caller) -> bool:
+        """Whether one who was let in would be let in now."""
+        if caller.until is not None:
+            return self.clock() < caller.until
+        key = self.store.get(caller.id) if caller.id != OPERATOR.id else None
+        return caller.id == OPERATOR.id or (key is not None and key.opens(self.clock()))
 
     def create(self, name: str, roles: Roles, expires_at: float | None) -> tuple[Key, str]:
         """A new key, and its secret, which nobody can be told again. Raises Forbidden, InvalidRequest."""

@@ -12,10 +12,11 @@ from functools import partial
 from fastapi import FastAPI
 from ulid import ULID
 
-from service.access import Access
+from service.access import Access, Tokens
 from service.adapters.checkpoint_tools import HelperTools
 from service.adapters.embedded_ray import EmbeddedRay
 from service.adapters.keys import ensure_key
+from service.adapters.oidc import OidcVerifier
 from service.adapters.preflight import HelperPreflight
 from service.adapters.prometheus import PrometheusWatch
 from service.adapters.ray_jobs import RayAddress, RayJobs
@@ -29,10 +30,12 @@ from service.api.guard import Guard
 from service.background import Background, Part, looping
 from service.domain.board import Board
 from service.domain.decide import Retry
+from service.domain.token import TokenRules
 from service.leaving import Leaving
 from service.ledger import Ledger
 from service.opening import Opening
 from service.ports import Cluster, KeyStore
+from service.rates import Kind, Limits, Rates
 from service.reconcile import Pace, Reconciler
 from service.settings import Settings
 from service.traces import AppTraces, open_traces
@@ -173,7 +176,20 @@ def _cluster(settings: Settings, embedded: EmbeddedRay | None) -> Cluster:
 
 def _guard(settings: Settings, keys: KeyStore) -> Guard:
     operator = hashlib.sha256(ensure_key(settings.admin_key).encode()).hexdigest()
-    return Guard(Access(keys, operator, time.time, _new_number), settings.max_body_bytes)
+    access = Access(keys, operator, time.time, _new_number, _tokens(settings))
+    return Guard(access, Rates(_limits(settings), time.monotonic), settings.max_body_bytes)
+
+
+def _tokens(settings: Settings) -> Tokens | None:
+    if settings.oidc_issuer is None or settings.oidc_audience is None:
+        return None
+    verifier = OidcVerifier(settings.oidc_issuer, settings.oidc_audience)
+    return Tokens(verifier, TokenRules(settings.oidc_groups_claim, settings.oidc_groups))
+
+
+def _limits(settings: Settings) -> Limits:
+    rates = {kind: getattr(settings, kind) for kind in Kind}
+    return Limits({kind: rate for kind, rate in rates.items() if rate is not None}, settings.streams_per_key)
 
 
 def _pace(settings: Settings) -> Pace:

@@ -1,5 +1,7 @@
 """Everything that a caller can be told went wrong: a stable code and an HTTP status each."""
 
+from collections.abc import Sequence
+
 from train_loop.spec import Problem
 
 
@@ -8,13 +10,50 @@ class ServiceError(Exception):
 
     code = "internal"
     status = 500
+    challenge: str | None = None
+    """How one makes oneself known (WWW-Authenticate)."""
+    retry_after: int | None = None
+    """Seconds after which the same call may be answered."""
+    problems: Sequence[Problem] = ()
+    notable = False
+    """Whether the service's log tells of it."""
 
 
 class Unauthorized(ServiceError):
-    """No key, or one that opens nothing."""
+    """No key or token, or one that opens nothing."""
 
     code = "unauthorized"
     status = 401
+    challenge = "Bearer"
+    notable = True
+
+
+class RateLimited(ServiceError):
+    """Too many calls in too short a time."""
+
+    code = "rate_limited"
+    status = 429
+
+    def __init__(self, message: str, retry_after: int, *, first: bool = True) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+        # A flood is told of where it begins: whoever makes one must not fill the log.
+        self.notable = first
+
+
+class IssuerUnavailable(ServiceError):
+    """Tokens cannot be checked for now: who issues them does not tell its keys."""
+
+    code = "issuer_unavailable"
+    status = 503
+    notable = True
+
+    def __init__(self, why: str, retry_after: int) -> None:
+        super().__init__(
+            f"the token cannot be checked: its issuer does not tell its keys ({why}); try again in {retry_after} s, or "
+            "send a key, which needs no issuer"
+        )
+        self.retry_after = retry_after
 
 
 class Forbidden(ServiceError):
@@ -92,6 +131,7 @@ class Busy(ServiceError):
 
     code = "busy"
     status = 503
+    retry_after = 5
 
 
 class BodyTooLarge(ServiceError):
@@ -133,6 +173,7 @@ class NotReady(ServiceError):
 
     code = "not_ready"
     status = 503
+    retry_after = 5
 
 
 class Migrating(NotReady):

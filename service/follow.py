@@ -30,6 +30,7 @@ _LOOK_SECONDS = 0.5
 _WINDOWS = 64
 """Parts of a file that are looked at before an answer, however few lines pass."""
 _END_SECONDS = 2.0
+_LISTENER_SECONDS = 2.0
 _MOST_ANSWERS = 10_000
 _BEAT_SECONDS = 15.0
 
@@ -137,19 +138,28 @@ class Recent:
 
 
 @dataclass(frozen=True)
+class Listener:
+    """Who follows: what all streams of one have in common, and whether they may go on."""
+
+    id: Hashable
+    may_stay: Callable[[], bool] = field(compare=False)
+
+
+@dataclass(frozen=True)
 class Follower:
-    """Follows a reader until the job has ended, or the service leaves."""
+    """Follows a reader until the job has ended, the listener may not stay, or the service leaves."""
 
     reader: Reader
     ended: Callable[[], bool]
     leaving: threading.Event
+    listener: Listener
     recent: Recent = field(default_factory=Recent)
 
     async def follow(self, place: Place) -> AsyncIterator[Entry | Signal]:
         """Every line from a place on, as it comes, and now and then a word that somebody is there."""
         over, told, read = False, anyio.current_time(), None
         run_dir, what = self.reader.run_dir, self.reader.what
-        while not self.leaving.is_set():
+        while not self.leaving.is_set() and await self._may_stay():
             # Taken before it is read: what comes in between makes it another one.
             mark = await self.recent.ask((run_dir, what), self.reader.mark, seconds=_LOOK_SECONDS / 2)
             batch = Batch((), place, more=False)
@@ -173,3 +183,6 @@ class Follower:
             over = await self.recent.ask(run_dir, self.ended, seconds=_END_SECONDS)
             if not over:
                 await anyio.sleep(_LOOK_SECONDS)
+
+    async def _may_stay(self) -> bool:
+        return await self.recent.ask(self.listener, self.listener.may_stay, seconds=_LISTENER_SECONDS)

@@ -4,12 +4,27 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from service.domain.access import Role
+from service.domain.rates import Rate
 from service.domain.rules import Quota, Rules
+from service.domain.token import tamper_proof
 from service.logs import LogFormat
 from train_loop.run_dir import DEFAULT_SINKS, SINKS, SinkName, parse_sinks
+
+
+def _none(value: object) -> object:
+    """Nothing, where it says so."""
+    return None if value == "none" else value
+
+
+def _rate(value: object) -> object:
+    return Rate.parse(value) if isinstance(value, str) and value != "none" else _none(value)
+
+
+Limit = Annotated[Rate | None, NoDecode, BeforeValidator(_rate)]
 
 
 class Settings(BaseSettings):
@@ -54,6 +69,20 @@ class Settings(BaseSettings):
     verify_seconds: float = Field(default=600.0, gt=0, description="to read all of a checkpoint")
     max_body_bytes: int = Field(default=1 << 20, ge=1)
     logs: LogFormat = Field(default="console", description="lines for people, or JSON for machines; on stderr")
+    reads_per_key: Limit = Field(
+        default=Rate(6000, "minute"), description="calls that change nothing; none: any number"
+    )
+    writes_per_key: Limit = Field(default=Rate(600, "minute"), description="all others")
+    strangers_per_address: Limit = Field(default=Rate(600, "minute"), description="calls that no key comes with")
+    streams_per_key: Annotated[int | None, BeforeValidator(_none)] = Field(
+        default=200, ge=1, description="open at once; none: any number"
+    )
+    oidc_issuer: str | None = Field(default=None, description="URL of an OpenID Connect issuer whose tokens open, too")
+    oidc_audience: str | None = Field(default=None, description="what its tokens must be issued for")
+    oidc_groups_claim: str = Field(default="groups", description="claim with the names of the groups of a caller")
+    oidc_groups: dict[str, dict[str, Role]] = Field(
+        default={}, description='by group, roles by project, as JSON: {"nlp-team": {"nlp": "editor"}}'
+    )
 
     @field_validator("allowed_hosts", "storage_roots", mode="before")
     @classmethod
@@ -65,6 +94,21 @@ class Settings(BaseSettings):
     @classmethod
     def _sinks(cls, value: str | tuple[SinkName, ...]) -> tuple[SinkName, ...]:
         return parse_sinks(value) if isinstance(value, str) else value
+
+    @field_validator("oidc_issuer")
+    @classmethod
+    def _issuer(cls, value: str | None) -> str | None:
+        if value is not None and not tamper_proof(value):
+            raise ValueError(f"{value!r} does not begin with https://; only an issuer on this machine may do without")
+        return value
+
+    @model_validator(mode="after")
+    def _whole_oidc(self) -> "Settings":
+        if self.oidc_issuer is not None and (self.oidc_audience is None or not self.oidc_groups):
+            raise ValueError(
+                "TRAINSHED_OIDC_ISSUER alone lets nobody in; set TRAINSHED_OIDC_AUDIENCE and TRAINSHED_OIDC_GROUPS, too"
+            )
+        return self
 
     @field_validator("home")
     @classmethod

@@ -47,7 +47,7 @@ def build_api(parts: Parts) -> FastAPI:
         lifespan=parts.lifespan,
         separate_input_output_schemas=False,
     )
-    _put_state(app, parts)
+    put_state(app, parts)
     app.add_middleware(Gate, opening=parts.opening)
     app.add_middleware(HostCheck, hosts=(*LOOPBACK, *parts.hosts))
     app.add_middleware(Observed, watch=parts.watching.watch)
@@ -58,7 +58,7 @@ def build_api(parts: Parts) -> FastAPI:
     return app
 
 
-def _put_state(app: FastAPI, parts: Parts) -> None:
+def put_state(app: FastAPI, parts: Parts) -> None:
     """What handlers find in `request.app.state`."""
     ledger, guard = parts.ledger, parts.guard
     app.state.jobs, app.state.run_dirs, app.state.ledger = ledger.jobs, ledger.run_dirs, ledger

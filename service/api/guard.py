@@ -1,17 +1,18 @@
-"""Who may call: the Host header, the bearer key, and the size of what they send."""
+"""Who may call: the Host header, the bearer key or token, how often, and the size of what they send."""
 
 import re
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, TypeVar
 
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
 from fastapi import Depends, Request
 from fastapi.openapi.models import HTTPBearer
 from fastapi.security.base import SecurityBase
 from fastapi.security.utils import get_authorization_scheme_param
 from pydantic import BaseModel, ValidationError
-from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.contextvars import bind_contextvars
@@ -19,11 +20,15 @@ from structlog.contextvars import bind_contextvars
 from service.access import Access
 from service.api.problems import problem
 from service.domain.access import OPERATOR, Caller
+from service.domain.token import is_token
 from service.errors import BodyTooLarge, HostRefused, InvalidRequest, Unauthorized
+from service.rates import Attempt, Kind, Rates
 from train_loop.spec import Problem
 
 T = TypeVar("T", bound=BaseModel)
 _REQUEST_ID = b"x-request-id"
+_TOKENS = 16
+"""Tokens that are checked at once; more of them wait."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,9 @@ class Guard:
     """What the guards check against."""
 
     access: Access
+    rates: Rates
     max_body_bytes: int
+    token_threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_TOKENS))
 
 
 def guard_of(request: Request) -> Guard:
@@ -41,26 +48,45 @@ def guard_of(request: Request) -> Guard:
 
 
 class KeyBearer(SecurityBase):
-    """The scheme `Authorization: Bearer KEY`, which refuses a caller without a key that opens anything."""
+    """The scheme `Authorization: Bearer KEY`, which refuses a caller whose key or token opens nothing."""
 
     def __init__(self) -> None:
-        self.model = HTTPBearer(description="a key of one's own, or the one line of $TRAINSHED_HOME/admin.key")
+        self.model = HTTPBearer(
+            description="a key, a token of TRAINSHED_OIDC_ISSUER, or the one line of $TRAINSHED_HOME/admin.key"
+        )
         self.scheme_name = type(self).__name__
 
     async def __call__(self, request: Request) -> Caller:
-        """Whose key was sent. Raises Unauthorized."""
+        """Whose key or token was sent. Raises Unauthorized, RateLimited, IssuerUnavailable."""
         scheme, secret = get_authorization_scheme_param(request.headers.get("authorization"))
-        if scheme.lower() != "bearer" or not secret:
-            raise Unauthorized("no key was sent; add the header Authorization: Bearer KEY ($TRAINSHED_HOME/admin.key)")
-        access = guard_of(request).access
-        caller = OPERATOR if access.is_operator(secret) else await run_in_threadpool(access.identify, secret)
-        if caller is None:
-            raise Unauthorized(
-                "this key opens nothing, or not any more; send the one line of $TRAINSHED_HOME/admin.key, or ask an "
-                "admin of your project for a key"
-            )
+        secret = secret if scheme.lower() == "bearer" else ""
+        guard = guard_of(request)
+        caller = OPERATOR if guard.access.is_operator(secret) else await _let_in(guard, _attempt(request, secret))
         request.state.key_id = caller.id
         return replace(caller, request_id=request.state.request_id)
+
+
+async def _let_in(guard: Guard, attempt: Attempt) -> Caller:
+    guard.rates.admit(attempt)
+    try:
+        caller = await _identify(guard, attempt.secret)
+    except Unauthorized:
+        guard.rates.turned_away(attempt)
+        raise
+    guard.rates.let_in(attempt, caller)
+    return caller
+
+
+async def _identify(guard: Guard, secret: str) -> Caller:
+    if not secret:
+        raise Unauthorized("no key was sent; add the header Authorization: Bearer KEY ($TRAINSHED_HOME/admin.key)")
+    # An issuer that does not answer holds up nobody but those with its tokens.
+    return await run_sync(guard.access.identify, secret, limiter=guard.token_threads if is_token(secret) else None)
+
+
+def _attempt(request: Request, secret: str) -> Attempt:
+    kind = Kind.READS if request.method in ("GET", "HEAD") else Kind.WRITES
+    return Attempt(secret, request.client.host if request.client else "", kind)
 
 
 require_key = KeyBearer()

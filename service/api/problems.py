@@ -9,7 +9,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from service.api.schemas import ProblemDetails, ProblemOut
-from service.errors import Busy, InvalidRequest, NotReady, ServiceError, Unauthorized
+from service.errors import InvalidRequest, ServiceError
 from train_loop.spec import Problem
 
 log = structlog.get_logger(__name__)
@@ -25,14 +25,19 @@ def install_problems(app: FastAPI) -> None:
 
 def problem(error: ServiceError) -> Response:
     """The answer to a ServiceError."""
-    errors = [ProblemOut(pointer=p.pointer, message=p.message) for p in getattr(error, "problems", [])]
-    headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}
-    headers |= {"Retry-After": "5"} if isinstance(error, Busy | NotReady) else {}
+    errors = [ProblemOut(pointer=p.pointer, message=p.message) for p in error.problems]
+    told = {"WWW-Authenticate": error.challenge, "Retry-After": error.retry_after}
+    headers = {name: str(value) for name, value in told.items() if value is not None}
     return _answer(error.status, error.code, str(error), errors=errors or None, headers=headers)
 
 
 def _service_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServiceError)
+    if error.notable:
+        client = request.client.host if request.client else None
+        log.warning(
+            "refused", status=error.status, code=error.code, method=request.method, path=request.url.path, client=client
+        )
     return problem(error)
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
@@ -9,9 +10,10 @@ from typing import Annotated
 from fastapi import Depends, Request
 from fastapi.sse import EventSourceResponse, format_sse_event
 
+from service.api.guard import guard_of
 from service.api.jobs import UseCases
 from service.errors import JobNotFound
-from service.follow import Follower, Reader, Signal, numbered
+from service.follow import Follower, Listener, Reader, Signal, numbered
 from service.ports import Cursor, Entry, Place, Watch
 from service.use_cases import Jobs
 
@@ -50,13 +52,16 @@ class Sender:
 
     def _follow(self, reader: Reader, place: Place, job_id: str) -> AsyncIterator[Entry | Signal]:
         ended = partial(_has_ended, self.jobs, job_id)
-        state = self.request.app.state
-        return Follower(reader, ended, state.leaving, state.recent).follow(place)
+        state, caller = self.request.app.state, self.jobs.caller
+        listener = Listener((caller.id, caller.until), partial(state.access.opens, caller))
+        return Follower(reader, ended, state.leaving, listener, state.recent).follow(place)
 
 
-async def sender_of(request: Request, jobs: UseCases) -> Sender:
-    """What makes the streams of this request."""
-    return Sender(request, jobs)
+async def sender_of(request: Request, jobs: UseCases) -> AsyncIterator[Sender]:
+    """What makes the streams of this request, one of which is open until it is answered. Raises RateLimited."""
+    counted = asks_for_stream(request)
+    with guard_of(request).rates.stream(jobs.caller) if counted else nullcontext():
+        yield Sender(request, jobs)
 
 
 Streams = Annotated[Sender, Depends(sender_of)]

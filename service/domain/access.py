@@ -1,5 +1,6 @@
 """Who may do what: keys, the roles that they give in projects, and the record of what was done with them."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -29,12 +30,14 @@ Roles = Mapping[str, Role]
 
 @dataclass(frozen=True)
 class Caller:
-    """Who calls: the key that was sent, and what it opens."""
+    """Who calls: the key or the token that was sent, and what it opens."""
 
     id: str
     name: str
     roles: Roles
     request_id: str = ""
+    until: float | None = None
+    """When their token is over (Unix seconds); None for a key, of which the store knows."""
 
     def may(self, role: Role, project: str) -> bool:
         """Whether it has at least this role in a project."""
@@ -47,7 +50,10 @@ class Caller:
     @property
     def scope(self) -> str:
         """What its Idempotency-Keys are told apart by from those of others."""
-        return "" if self.id == OPERATOR.id else self.id
+        if self.id == OPERATOR.id:
+            return ""
+        # A subject may hold what parts a scope from a key, and be longer than there is room for.
+        return self.id if self.until is None else hashlib.sha256(self.id.encode()).hexdigest()
 
 
 OPERATOR = Caller("operator", "operator", {ANY: Role.ADMIN})

@@ -1,6 +1,6 @@
 """What the service needs of the world, as Protocols; adapters/ has the answers."""
 
-from service.ports.access import KeyStore
+from service.ports.access import KeyStore, TokenVerifier
 from service.ports.cluster import Cluster, Launch
 from service.ports.jobs import FLIGHT_SECONDS, KEPT_SECONDS, JobQuery, JobStore, Lease, NewJob, Once
 from service.ports.looks import Findings, Preflight
@@ -48,6 +48,7 @@ __all__ = [
     "Sighting",
     "Story",
     "Tail",
+    "TokenVerifier",
     "Totals",
     "Traces",
     "Untraced",

@@ -1,8 +1,9 @@
-"""Where keys and the audit log are stored, durably."""
+"""Where keys and the audit log are stored, durably; and who checks tokens."""
 
 from typing import Protocol
 
 from service.domain.access import Deed, Key
+from service.domain.token import Claims
 
 
 class KeyStore(Protocol):
@@ -25,3 +26,10 @@ class KeyStore(Protocol):
 
     def deeds(self, projects: frozenset[str] | None, *, after: int | None, limit: int) -> list[tuple[int, Deed]]:
         """What was done in these projects, newest first, before a deed of this number; None: all of it."""
+
+
+class TokenVerifier(Protocol):
+    """Knows which tokens were issued for this service."""
+
+    def verify(self, token: str) -> Claims:
+        """The claims of a token that is in order. Raises Unauthorized, IssuerUnavailable."""

@@ -1,36 +1,53 @@
 """Who gets what answer: every call, every role, in one's own project and in another, and keys that open nothing."""
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from service.adapters.memory import MemoryJobStore
+from service.access import Tokens
+from service.adapters.memory import MemoryJobStore, MemoryTokens
+from service.api.build import put_state
 from service.domain.access import ANY, Role
+from service.domain.token import Claims, TokenRules
 from tests.support.service import KEY, FakeService, spec_body
 
 PUBLIC = {("get", "/healthz"), ("get", "/readyz")}
 ABOUT_ALL = {("get", path) for path in ("/jobs", "/usage", "/keys", "/audit", "/me")}
 """What answers with as much as the caller may see, be it nothing."""
-SHUT = ("none", "unknown", "revoked", "expired")
+SHUT = ("none", "unknown", "revoked", "expired", "token-expired")
+TOKENS = {f"token-{role}": f"token.{role}.sound" for role in Role}
+CLAIMS: dict[str, Claims] = {TOKENS[f"token-{role}"]: {"sub": role, "exp": 1e12, "groups": [role]} for role in Role}
+RULES = TokenRules("groups", {role: {"own": role} for role in Role})
 Call = tuple[str, str]
+Best = Callable[[Call, str], tuple[int, str | None]]
+
+
+@cache
+def app() -> FastAPI:
+    """The routes, which are the same in every world and take long to make."""
+    return FakeService(Path("/nowhere")).app()
 
 
 def calls() -> list[Call]:
     """Every call that there is: a new one is in the matrix before anybody thinks of it."""
-    paths = FakeService(Path("/nowhere")).app().openapi()["paths"]
+    paths = app().openapi()["paths"]
     return [(method, path) for path, methods in paths.items() for method in methods]
 
 
 class World:
-    """A service with a job, and a key to it, in a project."""
+    """A service with a job, and a key to it, in a project; the one that was made last answers."""
 
     def __init__(self, root: Path, project: str) -> None:
-        self.service = FakeService(root)
+        self.service = FakeService(root, tokens=Tokens(MemoryTokens(CLAIMS), RULES))
         self.project = project
-        self.client = self.service.client()
+        put_state(app(), self.service.parts())
+        self.client = TestClient(app(), base_url="http://127.0.0.1", headers={"authorization": f"Bearer {KEY}"})
         self.job = self.client.post("/jobs", content=spec_body(project=project)).json()["id"]
         self.target, _ = self.key({project: "viewer"})
 
@@ -49,6 +66,8 @@ class World:
         """What somebody sends."""
         if kind in ("none", "unknown"):
             return None if kind == "none" else f"trainshed_0001_{'0' * 64}"
+        if kind.startswith("token-"):
+            return TOKENS.get(kind, "token.is.over")
         soon = "1970-01-01T00:16:50Z"
         key_id, secret = self.key(
             {"own": kind if kind in list(Role) else "admin"}, expires_at=soon if kind == "expired" else None
@@ -91,19 +110,26 @@ def expected(call: Call, kind: str, project: str, best: tuple[int, str | None]) 
         return 200, None
     keys = path.startswith("/keys")
     needed = Role.ADMIN if keys else Role.VIEWER if method == "get" else Role.EDITOR
-    if project == "own" and Role(kind).covers(needed):
+    if project == "own" and Role(kind.removeprefix("token-")).covers(needed):
         return best
     if path == "/keys/{key_id}":
         return 404, "key_not_found"
     return (404, "job_not_found") if project == "other" and "{job_id}" in path else (403, "forbidden")
 
 
+@pytest.fixture(scope="module")
+def best_of(tmp_path_factory: pytest.TempPathFactory) -> Best:
+    """What the operator is answered, asked once."""
+    return cache(lambda call, project: code_of(World(tmp_path_factory.mktemp("best"), project).ask(call, KEY)))
+
+
 @pytest.mark.parametrize("project", ["own", "other"])
-@pytest.mark.parametrize("kind", [*Role, *SHUT])
+@pytest.mark.parametrize("kind", [*Role, *TOKENS, *SHUT])
 @pytest.mark.parametrize("call", calls(), ids=" ".join)
-def test_every_call_answers_each_caller_as_its_role_says(tmp_path: Path, call: Call, kind: str, project: str) -> None:
-    best = code_of(World(tmp_path / "best", project).ask(call, KEY))
-    world = World(tmp_path / "world", project)
+def test_every_call_answers_each_caller_as_its_role_says(
+    tmp_path: Path, best_of: Best, call: Call, kind: str, project: str
+) -> None:
+    best, world = best_of(call, project), World(tmp_path, project)
     secret = world.secret(kind)
     before, deeds = world.written(), len(world.service.keys.done)
     answer = code_of(world.ask(call, secret))

@@ -5,15 +5,18 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 
+from service.access import Tokens
+from service.adapters.memory import MemoryTokens
+from service.domain.access import Role
+from service.domain.token import LEEWAY, Claims, TokenRules
 from tests.support.service import KEY, FakeService
+from tests.support.streams import Address
 from tests.support.waiting import wait_for
 from train_loop.run_dir import Outcome
 
@@ -23,33 +26,6 @@ RANKS, ATTEMPTS, LINES = 8, 3, 40
 @pytest.fixture
 def service(tmp_path: Path) -> FakeService:
     return FakeService(tmp_path)
-
-
-class Address:
-    """Where the service listens, each time that it starts anew."""
-
-    def __init__(self, service: FakeService) -> None:
-        self._service = service
-        self.url: str | None = None
-        self.starts = 0
-
-    @contextmanager
-    def serving(self) -> Iterator[None]:
-        """A real server on a port of its own, until the block ends."""
-        app = self._service.app()
-        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
-        thread = threading.Thread(target=server.run)
-        thread.start()
-        try:
-            wait_for(lambda: server.started, "the server")
-            self.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-            self.starts += 1
-            yield
-        finally:
-            self.url = None
-            app.state.leaving.set()
-            server.should_exit = True
-            thread.join()
 
 
 class Reader(threading.Thread):
@@ -163,6 +139,49 @@ def test_lines_come_while_the_job_runs_and_the_end_is_told(service: FakeService)
         reader.join(timeout=10)
         assert not reader.is_alive()
     assert [line["step"] for line in reader.got] == [1, 2, 3]
+
+
+class Follower(threading.Thread):
+    """Follows a job once, with a secret, until the stream ends, however it does."""
+
+    def __init__(self, address: Address, job_id: str, secret: str) -> None:
+        super().__init__(daemon=True)
+        self._url, self._secret = f"{address.url}/jobs/{job_id}/events", secret
+        self.lines = list[str]()
+        self.start()
+
+    def run(self) -> None:
+        """To the end, which comes in good order: the connection is not broken."""
+        headers = {"authorization": f"Bearer {self._secret}", "accept": "text/event-stream"}
+        with httpx.stream("GET", self._url, headers=headers, timeout=60) as answer:
+            self.lines.extend(line for line in answer.iter_lines() if line)
+
+
+def test_stream_ends_with_its_key_on_every_service_and_others_go_on(tmp_path: Path) -> None:
+    claims: dict[str, Claims] = {"t.o.ken": {"sub": "carol", "exp": 5000.0, "groups": ["all"]}}
+    tokens = Tokens(MemoryTokens(claims), TokenRules("groups", {"all": {"default": Role.VIEWER}}))
+    one = FakeService(tmp_path, tokens=tokens)
+    two = FakeService(tmp_path, store=one.store, keys=one.keys, clock=one.clock, tokens=tokens)
+    job_id = one.submit().id
+    one.reconciler().run_once()
+    (alice, secret), (_, over) = (one.access.create(name, {"default": Role.VIEWER}, 3000.0) for name in "ab")
+    here, there = Address(one), Address(two)
+    with here.serving(), there.serving():
+        with_keys = [Follower(address, job_id, secret) for address in (here, there) for _ in range(3)]
+        expiring, with_token, operator = (Follower(there, job_id, sent) for sent in (over, "t.o.ken", KEY))
+        everybody = [*with_keys, expiring, with_token, operator]
+        wait_for(lambda: all(reader.lines for reader in everybody), "all streams")
+        one.access.revoke(alice.id)
+        for ended, now in ((with_keys, 2000.0), ([expiring], 3000.0), ([with_token], 5000.0 + LEEWAY)):
+            one.clock.now = now
+            for reader in ended:
+                reader.join(timeout=60)
+                assert not reader.is_alive()
+                assert reader.lines == [": begin"], "nobody says that the job has ended"
+                everybody.remove(reader)
+            assert all(reader.is_alive() for reader in everybody)
+        one.event(job_id, "said")
+        wait_for(lambda: len(operator.lines) > 1, "a line to who may still read")
 
 
 def test_stream_of_no_job_is_not_found_and_a_bad_cursor_is_refused(service: FakeService) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from service.access import Access
+from service.access import Access, Tokens
 from service.adapters.checkpoint_tools import HelperTools
 from service.adapters.memory import MemoryCluster, MemoryJobStore, MemoryKeyStore, MemoryPreflight
 from service.adapters.prometheus import PrometheusWatch
@@ -26,6 +26,7 @@ from service.domain.rules import Rules
 from service.ledger import Ledger
 from service.opening import Opening, opened
 from service.ports import Cluster, JobCounts, JobStore, Traces, Untraced, Watch
+from service.rates import Limits, Rates
 from service.reconcile import Pace, Reconciler
 from service.use_cases import Grace, Jobs
 from service.watch import Watching
@@ -104,6 +105,8 @@ class FakeService:
     keys: MemoryKeyStore = field(default_factory=MemoryKeyStore)
     counts: JobCounts = field(default_factory=MemoryJobStore)
     watch: Watch = field(default_factory=PrometheusWatch)
+    tokens: Tokens | None = None
+    limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
         if isinstance(self.store, MemoryJobStore):
@@ -114,7 +117,7 @@ class FakeService:
     def access(self) -> Access:
         """The use cases of keys."""
         operator = hashlib.sha256(KEY.encode()).hexdigest()
-        return Access(self.keys, operator, self.clock, lambda: f"{len(self.keys.keys) + 1:04d}")
+        return Access(self.keys, operator, self.clock, lambda: f"{len(self.keys.keys) + 1:04d}", self.tokens)
 
     @property
     def jobs(self) -> Jobs:
@@ -138,9 +141,13 @@ class FakeService:
 
     def app(self, *, max_body_bytes: int = 1 << 16, opening: Opening | None = None) -> FastAPI:
         """The HTTP side."""
+        return build_api(self.parts(max_body_bytes, opening))
+
+    def parts(self, max_body_bytes: int = 1 << 16, opening: Opening | None = None) -> Parts:
+        """What the HTTP side is made of."""
         ledger = Ledger(self.jobs, self.run_dirs, HelperTools(timeout=60.0), self.keys, self.clock)
-        guard = Guard(self.access, max_body_bytes)
-        return build_api(Parts(ledger, guard, self.watching, opening=opening or opened()))
+        guard = Guard(self.access, Rates(self.limits, self.clock), max_body_bytes)
+        return Parts(ledger, guard, self.watching, opening=opening or opened())
 
     def client(self, **headers: str) -> TestClient:
         """A caller with the key; `client(authorization="")` is one without."""

@@ -87,7 +87,7 @@ keys = Table(
     Column("roles", Text, nullable=False),
     Column("sha256", String(64), nullable=False),
     Column("created_at", Float(53), nullable=False),
-    Column("created_by", String(64), nullable=False),
+    Column("created_by", String(320), nullable=False),
     Column("expires_at", Float(53)),
     Column("revoked_at", Float(53)),
 )
@@ -98,7 +98,7 @@ deeds = Table(
     # SQLite counts by itself only what it calls INTEGER.
     Column("number", BigInteger().with_variant(Integer, "sqlite"), primary_key=True),
     Column("time", Float(53), nullable=False),
-    Column("key_id", String(64), nullable=False),
+    Column("key_id", String(320), nullable=False),
     Column("key_name", String(64), nullable=False),
     Column("request_id", String(64), nullable=False),
     Column("action", String(64), nullable=False),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import JsonValue
 
 from service.adapters.memory import MemoryJobStore, MemoryKeyStore
 from service.adapters.sql.access import SqlKeyStore
@@ -15,11 +16,12 @@ from service.adapters.sql.store import SqlJobStore
 from service.adapters.sql.tables import metadata
 from service.domain.access import ANY, Caller, Deed, Key, Role
 from service.domain.job import Wish
-from service.ports import JobStore, KeyStore, NewJob
+from service.domain.token import LEEWAY, NoSubject, TokenRules
+from service.ports import JobStore, KeyStore, NewJob, Once
 from tests.support.service import a_job
 
 ROLES = st.dictionaries(st.sampled_from(["a", "b", ANY]), st.sampled_from(Role))
-ALICE = Caller("key-1", "alice", {}, "request-1")
+ALICE = Caller(f"oidc:{'a' * 255}", "alice", {}, "request-1")
 Stores = tuple[JobStore, KeyStore]
 
 
@@ -55,6 +57,35 @@ def test_a_role_is_had_where_it_or_a_higher_one_was_given(roles: dict[str, Role]
             assert caller.may(role, project) == any(rank >= ranks.index(role) for rank in given_here)
             seen = caller.projects(role)
             assert caller.may(role, project) == (seen is None or project in seen)
+
+
+@given(st.lists(st.sampled_from(["x", "y", "z", "unheard-of"])), st.dictionaries(st.sampled_from("xyz"), ROLES))
+def test_a_token_gives_the_highest_role_of_its_groups(names: list[str], groups: dict[str, dict[str, Role]]) -> None:
+    caller = TokenRules("teams", groups).caller_of({"sub": "1", "exp": 9, "teams": [*names, 7, None]})
+    for project in ("a", "b", "c"):
+        for role in Role:
+            given_here = (Caller("key-1", "bob", groups[name]) for name in names if name in groups)
+            assert caller.may(role, project) == any(one.may(role, project) for one in given_here)
+
+
+def test_a_token_names_its_bearer_as_people_know_them() -> None:
+    rules = TokenRules("groups", {})
+    bare: dict[str, JsonValue] = {"sub": "00u1", "exp": 9.5}
+    assert rules.caller_of(bare) == Caller("oidc:00u1", "00u1", {}, until=9.5 + LEEWAY)
+    named: dict[str, JsonValue] = {"name": "Alice A.", "email": "alice@acme.example", "preferred_username": "a\0"}
+    assert rules.caller_of(bare | named).name == "alice@acme.example"
+    assert len(rules.caller_of(bare | {"name": "x" * 200}).name) == 64
+    for name, wrong in (("sub", None), ("sub", ""), ("sub", 7), ("sub", "x" * 256), ("sub", "a\n"), ("exp", "soon")):
+        with pytest.raises(NoSubject):
+            rules.caller_of({**bare, name: wrong})
+
+
+def test_idempotency_keys_of_two_callers_are_never_the_same() -> None:
+    callers = [
+        Caller(one, "x", {}, until=until) for one, until in (("oidc:a", 1.0), ("oidc:a:b", 1.0), ("key-1", None))
+    ]
+    assert len({Once(key, "", one.scope).id for one in callers for key in ("k", "b:k", "x" * 255)}) == 9
+    assert all(len(Once("x" * 255, "", one.scope).id) <= 320 for one in callers)
 
 
 def test_a_key_opens_until_it_is_over_or_revoked() -> None:

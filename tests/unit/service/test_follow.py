@@ -8,7 +8,7 @@ from pathlib import Path
 import anyio
 
 from service.adapters.run_dirs import LocalRunDirs
-from service.follow import Follower, Reader, Recent, Signal
+from service.follow import Follower, Listener, Reader, Recent, Signal
 from service.ports import Entry, Place, Tail, Written
 from train_loop.run_dir import JsonLines, RunDir
 
@@ -37,9 +37,15 @@ def test_those_who_wait_ask_the_disk_together_and_all_of_them_get_every_line(tmp
     found: list[list[str]] = [[] for _ in range(MANY)]
     asked: dict[str, int] = {}
 
+    def may_stay() -> bool:
+        dirs.asked["listener"] += 1
+        return True
+
+    listener = Listener("key-1", may_stay)
+
     async def follow(texts: list[str]) -> None:
         reader = Reader(dirs, tmp_path.as_uri(), Written("events"))
-        async for entry in Follower(reader, ended.is_set, threading.Event(), recent).follow(Place()):
+        async for entry in Follower(reader, ended.is_set, threading.Event(), listener, recent).follow(Place()):
             if isinstance(entry, Entry):
                 texts.append(entry.text)
             elif entry is Signal.END:
@@ -67,4 +73,5 @@ def test_those_who_wait_ask_the_disk_together_and_all_of_them_get_every_line(tmp
     assert len(found[0]) == 3
     assert all(texts == found[0] for texts in found)
     assert asked["mark"] <= 12, "for two seconds, about one look in a quarter of a second serves all"
+    assert asked["listener"] <= 2, "nor is the key of all of them looked up for each"
     assert "tail" not in asked, "nothing was written, and nothing read"

@@ -1,0 +1,130 @@
+"""A TokenVerifier for an OpenID Connect issuer: tokens are checked against the keys that it publishes."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import anyio
+import httpx
+import jwt
+from pydantic import BaseModel, JsonValue
+
+from service.domain.token import LEEWAY, Claims, tamper_proof
+from service.errors import IssuerUnavailable, Unauthorized
+
+_ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
+"""Those with a public key: with any other, whoever can check a token could make one."""
+_LIMIT, _MOST_BYTES = 5.0, 1 << 20
+"""Seconds and size of all that an issuer answers."""
+_FRESH, _GOOD = 300.0, 3600.0
+"""Seconds after which keys are asked for again, and for which they are used while nobody tells newer ones."""
+_PAUSE = 10.0
+"""Seconds between two times that the issuer is asked, whatever tokens come."""
+
+Keys = Mapping[str, jwt.PyJWK]
+
+
+class _Discovery(BaseModel):
+    issuer: str
+    jwks_uri: str
+
+
+class _Published(BaseModel):
+    keys: list[dict[str, JsonValue]]
+
+
+@dataclass(frozen=True)
+class _Fetched:
+    """Keys by their ids, and when they were asked for."""
+
+    keys: Keys
+    at: float
+
+
+class OidcVerifier:
+    """Checks signature, issuer, audience and times of tokens; asks the issuer for its keys when it needs them."""
+
+    def __init__(self, issuer: str, audience: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._issuer, self._audience, self._clock = issuer, audience, clock
+        self._found = _Fetched({}, -_GOOD)
+        self._asked, self._failure = -_PAUSE, ""
+        self._asking = threading.Lock()
+
+    def verify(self, token: str) -> Claims:
+        """The claims of a token that is in order. Raises Unauthorized, IssuerUnavailable."""
+        try:
+            key = self._key(jwt.get_unverified_header(token).get("kid"))
+            return dict(
+                jwt.decode(
+                    token,
+                    key,
+                    algorithms=_ALGORITHMS,
+                    audience=self._audience,
+                    issuer=self._issuer,
+                    leeway=LEEWAY,
+                    options={"require": ["exp", "iss", "aud", "sub"]},
+                )
+            )
+        except (jwt.InvalidTokenError, jwt.InvalidKeyError) as error:
+            raise Unauthorized(f"this token opens nothing ({error}); get a new one from {self._issuer}") from error
+
+    def _key(self, kid: str | None) -> jwt.PyJWK:
+        """The key with this id. Raises jwt.InvalidKeyError, IssuerUnavailable."""
+        if kid is None:
+            raise jwt.InvalidKeyError("its header names no key, kid")
+        age = self._clock() - self._found.at
+        if kid not in self._found.keys or age >= _FRESH:
+            self._ask(must=kid not in self._found.keys or age >= _GOOD)
+        found = self._found
+        if self._clock() - found.at >= _GOOD or (self._failure and kid not in found.keys):
+            raise IssuerUnavailable(self._failure or "it is being asked", self._pause())
+        if kid not in found.keys:
+            raise jwt.InvalidKeyError("its key, kid, is none of the issuer's")
+        return found.keys[kid]
+
+    def _ask(self, *, must: bool) -> None:
+        """Fetch the keys, unless somebody has just done so; who has a key already waits for nobody."""
+        if not self._asking.acquire(timeout=2 * _LIMIT if must else 0):
+            return
+        try:
+            now = self._clock()
+            if now - self._asked < _PAUSE:
+                return
+            self._asked = now
+            try:
+                self._found, self._failure = _Fetched(anyio.run(self._fetch), now), ""
+            except (httpx.HTTPError, httpx.InvalidURL, jwt.PyJWTError, ValueError, TimeoutError) as error:
+                self._failure = f"{type(error).__name__}: {self._issuer}"
+        finally:
+            self._asking.release()
+
+    def _pause(self) -> int:
+        return max(1, int(self._asked + _PAUSE - self._clock()) + 1)
+
+    async def _fetch(self) -> Keys:
+        """What the issuer publishes now. Raises httpx.HTTPError, jwt.PyJWTError, ValueError, TimeoutError."""
+        with anyio.fail_after(_LIMIT):
+            async with httpx.AsyncClient(headers={"Accept-Encoding": "identity"}, timeout=_LIMIT) as client:
+                url = f"{self._issuer.rstrip('/')}/.well-known/openid-configuration"
+                told = _Discovery.model_validate_json(await _get(client, url))
+                if told.issuer != self._issuer:
+                    raise ValueError("it calls itself something else")
+                if not tamper_proof(told.jwks_uri):
+                    raise ValueError("its keys would come over plain http")
+                published = _Published.model_validate_json(await _get(client, told.jwks_uri))
+        # A key for encryption, or one that is no secret to anybody, signs nothing.
+        usable = (key for key in jwt.PyJWKSet(published.keys).keys if key.algorithm_name in _ALGORITHMS)
+        return {key.key_id: key for key in usable if key.key_id and key.public_key_use in (None, "sig")}
+
+
+async def _get(client: httpx.AsyncClient, url: str) -> bytes:
+    """The body of an answer that is no redirect and not too long. Raises httpx.HTTPError, ValueError."""
+    body = b""
+    async with client.stream("GET", url) as answer:
+        answer.raise_for_status()
+        async for part in answer.aiter_raw():
+            body += part
+            if len(body) > _MOST_BYTES:
+                raise ValueError("it answers without end")
+    return body

@@ -1,0 +1,41 @@
+"""A service on fakes behind a real server, for those who follow its streams."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from service.api.build import put_state
+from tests.support.service import FakeService
+from tests.support.waiting import wait_for
+
+
+class Address:
+    """Where the service listens, each time that it starts anew."""
+
+    def __init__(self, service: FakeService) -> None:
+        self._service = service
+        self._app = service.app()
+        # Makes its routes, while nothing else runs: FastAPI switches warnings off for that, in all threads at once.
+        self._app.openapi()
+        self.url: str | None = None
+        self.starts = 0
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """A real server on a port of its own, until the block ends."""
+        put_state(self._app, self._service.parts())
+        server = uvicorn.Server(uvicorn.Config(self._app, port=0, log_level="warning"))
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        try:
+            wait_for(lambda: server.started, "the server")
+            self.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+            self.starts += 1
+            yield
+        finally:
+            self.url = None
+            self._app.state.leaving.set()
+            server.should_exit = True
+            thread.join()

@@ -1,0 +1,105 @@
+"""How often is too often: in no stretch of time more than the rate, and room exactly when it was promised."""
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.domain.access import Caller
+from service.domain.rates import Rate, Window, neighbourhood
+from service.errors import RateLimited
+from service.rates import _MOST_NAMES, Attempt, Kind, Limits, Rates
+from service.settings import Settings
+from tests.support.service import Clock
+
+RATES = st.builds(Rate, st.integers(1, 5), st.sampled_from(["second", "minute"]))
+PAUSES = st.lists(st.integers(0, 40_000).map(lambda thousandths: thousandths / 1000), max_size=60)
+
+
+@given(RATES, PAUSES)
+def test_no_stretch_of_time_holds_more_than_the_rate(rate: Rate, pauses: list[float]) -> None:
+    window, now, taken = Window(rate), 0.0, list[float]()
+    for pause in pauses:
+        now += pause
+        if window.wait(now) == 0:
+            window.take(now)
+            taken.append(now)
+    for first, beyond in zip(taken, taken[rate.amount :], strict=False):
+        assert beyond - first >= rate.seconds - 1e-6
+    assert all(one <= other for one, other in pairwise(taken))
+
+
+@given(RATES, PAUSES)
+def test_there_is_room_when_it_was_promised_and_not_before(rate: Rate, pauses: list[float]) -> None:
+    window, now = Window(rate), 0.0
+    for pause in pauses:
+        now += pause
+        wait = window.wait(now)
+        assert 0 <= wait <= rate.seconds
+        if wait > 1e-3:
+            assert window.wait(now + wait - 1e-3) > 0
+        assert window.wait(now + wait) < 1e-6
+        assert window.wait(now + math.ceil(wait)) == 0
+        now += wait
+        window.take(now)
+
+
+@pytest.mark.parametrize("text", ["", "600", "600/fortnight", "0/second", "-1/second", "1.5/second", "100000/second"])
+def test_what_is_no_rate_is_refused_with_one_that_is(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="600/minute"):
+        Rate.parse(text)
+    monkeypatch.setenv("TRAINSHED_READS_PER_KEY", text or "?")
+    with pytest.raises(ValueError, match="reads_per_key"):
+        Settings()
+
+
+def test_limits_are_settings_and_may_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert str(Settings().writes_per_key) == "600/minute"
+    monkeypatch.setenv("TRAINSHED_WRITES_PER_KEY", "5/second")
+    monkeypatch.setenv("TRAINSHED_READS_PER_KEY", "none")
+    monkeypatch.setenv("TRAINSHED_STREAMS_PER_KEY", "none")
+    found = Settings()
+    assert (found.writes_per_key, found.reads_per_key, found.streams_per_key) == (Rate(5, "second"), None, None)
+
+
+@pytest.mark.parametrize(
+    ("address", "counted"),
+    [
+        ("10.0.0.7", "10.0.0.7"),
+        ("::ffff:10.0.0.7", "10.0.0.7"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("testclient", "testclient"),
+        ("", ""),
+    ],
+)
+def test_neighbours_are_counted_together(address: str, counted: str) -> None:
+    assert neighbourhood(address) == counted
+
+
+def test_of_many_addresses_only_so_many_are_remembered() -> None:
+    rates = Rates(Limits({Kind.STRANGERS: Rate(1, "hour")}), Clock())
+    for number in range(_MOST_NAMES + 10):
+        rates.turned_away(Attempt("x", f"address-{number}", Kind.READS))
+    rates.admit(Attempt("x", "address-0", Kind.READS))
+    with pytest.raises(RateLimited):
+        rates.admit(Attempt("x", f"address-{_MOST_NAMES}", Kind.READS))
+    assert len(rates._windows) == _MOST_NAMES
+
+
+def test_a_flood_is_told_of_once_each_time_that_it_begins() -> None:
+    clock, bob = Clock(), Caller("key-1", "bob", {})
+    rates, attempt = Rates(Limits({Kind.READS: Rate(1, "second")}), clock), Attempt("x", "a", Kind.READS)
+    rates.let_in(attempt, bob)
+    found = list[RateLimited]()
+    for _ in range(3):
+        for _ in range(4):
+            with pytest.raises(RateLimited) as refused:
+                rates.admit(attempt)
+            found.append(refused.value)
+        clock.now += 1
+        rates.admit(attempt)
+        rates.let_in(attempt, bob)
+    assert [error.notable for error in found] == [True, False, False, False] * 3
