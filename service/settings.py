@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from service.domain.addresses import Allowed
 from service.domain.rules import Quota, Rules
 from service.logs import LogFormat
 from train_loop.run_dir import DEFAULT_SINKS, SINKS, SinkName, parse_sinks
@@ -52,10 +53,13 @@ class Settings(BaseSettings):
     )
     preflight_seconds: float = Field(default=120.0, gt=0)
     verify_seconds: float = Field(default=600.0, gt=0, description="to read all of a checkpoint")
+    webhook_allowed: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(), description="CIDRs and host names of receivers that are not on the open internet"
+    )
     max_body_bytes: int = Field(default=1 << 20, ge=1)
     logs: LogFormat = Field(default="console", description="lines for people, or JSON for machines; on stderr")
 
-    @field_validator("allowed_hosts", "storage_roots", mode="before")
+    @field_validator("allowed_hosts", "storage_roots", "webhook_allowed", mode="before")
     @classmethod
     def _comma_list(cls, value: str | tuple[str, ...]) -> tuple[str, ...]:
         parts = value.split(",") if isinstance(value, str) else value
@@ -65,6 +69,12 @@ class Settings(BaseSettings):
     @classmethod
     def _sinks(cls, value: str | tuple[SinkName, ...]) -> tuple[SinkName, ...]:
         return parse_sinks(value) if isinstance(value, str) else value
+
+    @field_validator("webhook_allowed")
+    @classmethod
+    def _addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        Allowed.parse(value)
+        return value
 
     @field_validator("home")
     @classmethod
@@ -79,6 +89,11 @@ class Settings(BaseSettings):
     def rules(self) -> Rules:
         """How the queue is gone through."""
         return Rules(self.quotas, self.backfill, self.preemption, self.resize_seconds)
+
+    @property
+    def receivers(self) -> Allowed:
+        """Where webhooks may go besides the open internet."""
+        return Allowed.parse(self.webhook_allowed)
 
     @property
     def default_root(self) -> str:

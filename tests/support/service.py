@@ -15,10 +15,12 @@ from fastapi.testclient import TestClient
 from service.access import Access
 from service.adapters.checkpoint_tools import HelperTools
 from service.adapters.memory import MemoryCluster, MemoryJobStore, MemoryKeyStore, MemoryPreflight
+from service.adapters.memory_webhooks import MemorySender, MemoryWebhookStore
 from service.adapters.prometheus import PrometheusWatch
 from service.adapters.run_dirs import LocalRunDirs
 from service.api.build import Parts, build_api
 from service.api.guard import Guard
+from service.domain.addresses import Allowed
 from service.domain.board import Board
 from service.domain.decide import Retry
 from service.domain.job import Job
@@ -29,6 +31,7 @@ from service.ports import Cluster, JobCounts, JobStore, Traces, Untraced, Watch
 from service.reconcile import Pace, Reconciler
 from service.use_cases import Grace, Jobs
 from service.watch import Watching
+from service.webhooks import Webhooks
 from train_loop.run_dir import JsonLines, Outcome, RunDir
 from train_loop.spec import JobSpec, parse
 
@@ -104,10 +107,12 @@ class FakeService:
     keys: MemoryKeyStore = field(default_factory=MemoryKeyStore)
     counts: JobCounts = field(default_factory=MemoryJobStore)
     watch: Watch = field(default_factory=PrometheusWatch)
+    hooks: MemoryWebhookStore = field(default_factory=MemoryWebhookStore)
+    sender: MemorySender = field(default_factory=MemorySender)
 
     def __post_init__(self) -> None:
         if isinstance(self.store, MemoryJobStore):
-            self.keys.done = self.store.deeds
+            self.keys.done = self.hooks.done = self.store.deeds
             self.counts = self.store
 
     @property
@@ -115,6 +120,11 @@ class FakeService:
         """The use cases of keys."""
         operator = hashlib.sha256(KEY.encode()).hexdigest()
         return Access(self.keys, operator, self.clock, lambda: f"{len(self.keys.keys) + 1:04d}")
+
+    @property
+    def webhooks(self) -> Webhooks:
+        """The use cases of webhooks."""
+        return Webhooks(self.hooks, self.sender, Allowed(), self.clock, lambda: f"{len(self.hooks.webhooks) + 1:04d}")
 
     @property
     def jobs(self) -> Jobs:
@@ -140,7 +150,7 @@ class FakeService:
         """The HTTP side."""
         ledger = Ledger(self.jobs, self.run_dirs, HelperTools(timeout=60.0), self.keys, self.clock)
         guard = Guard(self.access, max_body_bytes)
-        return build_api(Parts(ledger, guard, self.watching, opening=opening or opened()))
+        return build_api(Parts(ledger, guard, self.watching, self.webhooks, opening=opening or opened()))
 
     def client(self, **headers: str) -> TestClient:
         """A caller with the key; `client(authorization="")` is one without."""
