@@ -4,6 +4,7 @@ import json
 import random
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def test_a_pause_doubles_to_an_hour_and_ends_after_three_days(
 
 
 def test_what_is_received_is_settled_and_what_nobody_wants_any_more_is_given_up() -> None:
-    received = settle(a_delivery(error=None), RECEIVED, now=1001.0, jitter=0.5)
+    received = settle(a_delivery(), RECEIVED, now=1001.0, jitter=0.5)
     assert (received.settled, received.delivered_at, received.next_at) == (Settled.DELIVERED, 1001.0, None)
     assert settle(a_delivery(), Answer(410, "gone"), now=1001.0, jitter=0.5).settled is Settled.GIVEN_UP
 
@@ -212,27 +213,20 @@ def test_what_is_not_stored_is_not_told(world: World) -> None:
     assert world.jobs.get("job-1") == stored, "nor is anything stored that cannot be told"
 
 
-class cut_off:
-    """Has every commit fail, or every statement of a kind, as if the service ended there."""
+@contextmanager
+def cut_off(engine: Engine, statement: str | None = None) -> Iterator[None]:
+    """Have every commit fail, or every statement of a kind, as if the service ended there."""
 
-    def __init__(self, engine: Engine, statement: str | None = None) -> None:
-        self.engine, self.statement = engine, statement
-
-    def __enter__(self) -> None:
-        event.listen(self.engine, *self._where())
-
-    def __exit__(self, *_: object) -> None:
-        event.remove(self.engine, *self._where())
-
-    def _where(self) -> tuple[str, object]:
-        return ("before_cursor_execute", self._at) if self.statement else ("commit", self._fail)
-
-    def _at(self, connection: object, cursor: object, statement: str, *_: object) -> None:
-        if self.statement and statement.startswith(self.statement):
+    def at(*given: object) -> None:
+        if statement is None or str(given[2]).startswith(statement):
             1 / 0
 
-    def _fail(self, connection: object) -> None:
-        1 / 0
+    name = "commit" if statement is None else "before_cursor_execute"
+    event.listen(engine, name, at)
+    try:
+        yield
+    finally:
+        event.remove(engine, name, at)
 
 
 def test_messages_of_a_job_go_in_order_and_another_jobs_dead_end_does_not_hold_them_up(world: World) -> None:
