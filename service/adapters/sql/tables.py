@@ -149,5 +149,5 @@ deliveries = Table(
     Column("delivered_at", Float(53)),
     Index("deliveries_by_webhook", "webhook_id", "number"),
     Index("deliveries_by_job", "job_id", "webhook_id"),
-    Index("deliveries_that_wait", "next_at"),
+    Index("deliveries_that_wait", "webhook_id", "next_at"),
 )

@@ -45,7 +45,7 @@ def upgrade() -> None:
     )
     op.create_index("deliveries_by_webhook", "deliveries", ["webhook_id", "number"])
     op.create_index("deliveries_by_job", "deliveries", ["job_id", "webhook_id"])
-    op.create_index("deliveries_that_wait", "deliveries", ["next_at"])
+    op.create_index("deliveries_that_wait", "deliveries", ["webhook_id", "next_at"])
 
 
 def downgrade() -> None:
