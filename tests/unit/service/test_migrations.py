@@ -212,7 +212,7 @@ def test_webhooks_are_gone_where_nobody_knows_of_them_and_jobs_are_not(database:
     store.add(NewJob(a_job()))
     assert [one.message.id for one in hooks.deliveries("hook-1", after=None, limit=9)] == ["job-1.1"]
     engine.dispose()
-    open_database(database, revision="0005").dispose()
+    open_database(database, revision="0006").dispose()
     engine = open_database(database)
     assert SqlWebhookStore(engine).among(None) == []
     assert SqlWebhookStore(engine).deliveries("hook-1", after=None, limit=9) == []

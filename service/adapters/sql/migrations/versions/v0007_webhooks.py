@@ -3,8 +3,8 @@
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0006"
-down_revision = "0005"
+revision = "0007"
+down_revision = "0006"
 
 
 def upgrade() -> None:
@@ -49,6 +49,6 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Back to what 0005 knows: nobody is told anything."""
+    """Back to what 0006 knows: nobody is told anything."""
     op.drop_table("deliveries")
     op.drop_table("webhooks")
