@@ -1,9 +1,10 @@
 """Webhooks over HTTP, and by the real process: nothing that was to be told is lost when it is killed."""
 
 import json
-import os
 import signal
+import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from fastapi.testclient import TestClient
 from service.domain.job import JobState
 from service.domain.webhook import Answer, Delivery, Message
 from service.settings import Settings
-from tests.api.test_serve import serving
 from tests.support.receivers import Receiver, answer, receiving, say_nothing
+from tests.support.served import served
 from tests.support.service import FakeService, spec_body
 from tests.support.waiting import wait_for
 
@@ -148,16 +149,17 @@ def test_a_setting_that_names_no_receiver_is_refused() -> None:
         Settings(webhook_allowed=("10.0.0.0/99",))
 
 
+@contextmanager
+def serving(home: Path) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    """A real service that may call receivers on loopback."""
+    with served(home, TRAINSHED_WEBHOOK_ALLOWED="127.0.0.1") as service:
+        service.ready()
+        yield service.process, service.client
+
+
 @pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    """A home of its own, receivers on loopback, and a cluster that never answers: no Ray is started."""
-    own = {
-        "TRAINSHED_HOME": str(tmp_path / "home"),
-        "TRAINSHED_PORT": "0",
-        "TRAINSHED_RAY_ADDRESS": "http://127.0.0.1:9",
-        "TRAINSHED_WEBHOOK_ALLOWED": "127.0.0.1",
-    }
-    return {**os.environ, **own}
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "home"
 
 
 @pytest.fixture
@@ -173,8 +175,8 @@ def make(client: httpx.Client, receiver: Receiver) -> tuple[str, str]:
     return found["webhook"]["id"], found["secret"]
 
 
-def test_nothing_is_lost_when_the_service_is_killed(environment: dict[str, str], receiver: Receiver) -> None:
-    with serving(environment) as (process, client):
+def test_nothing_is_lost_when_the_service_is_killed(home: Path, receiver: Receiver) -> None:
+    with serving(home) as (process, client):
         webhook_id, secret = make(client, receiver)
         jobs = [client.post("/jobs", content=spec_body()).raise_for_status().json()["id"] for _ in range(3)]
         for job_id in jobs:
@@ -191,7 +193,7 @@ def test_nothing_is_lost_when_the_service_is_killed(environment: dict[str, str],
     receiver.got.clear()
     receiver.act = answer(200)
     wanted = {f"{job_id}.1" for job_id in jobs}
-    with serving(environment) as (process, client):
+    with serving(home) as (process, client):
         path = f"/webhooks/{webhook_id}/deliveries"
 
         def all_delivered() -> bool:
@@ -213,10 +215,8 @@ def test_nothing_is_lost_when_the_service_is_killed(environment: dict[str, str],
         assert mine == sorted(mine)
 
 
-def test_redirects_are_told_and_a_slow_receiver_does_not_hold_up_the_end(
-    environment: dict[str, str], receiver: Receiver
-) -> None:
-    with receiving() as inside, serving(environment) as (process, client):
+def test_redirects_are_told_and_a_slow_receiver_does_not_hold_up_the_end(home: Path, receiver: Receiver) -> None:
+    with receiving() as inside, serving(home) as (process, client):
         receiver.act = answer(302, location=inside.url())
         webhook_id, _ = make(client, receiver)
         trial = client.post(f"/webhooks/{webhook_id}/test").json()
@@ -240,7 +240,7 @@ def test_redirects_are_told_and_a_slow_receiver_does_not_hold_up_the_end(
     assert inside.got == []
     receiver.act = answer(200)
     receiver.got.clear()
-    with serving(environment):
+    with serving(home):
         # What was on its way is due, and nobody else's: the lease was given back.
         wait_for(lambda: receiver.got, "the message again")
     assert receiver.got[0].headers["webhook-id"] == f"{job_id}.1"
