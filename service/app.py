@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import random
 import socket
 import sys
 import time
@@ -15,6 +16,7 @@ from ulid import ULID
 from service.access import Access, Tokens
 from service.adapters.checkpoint_tools import HelperTools
 from service.adapters.embedded_ray import EmbeddedRay
+from service.adapters.http_sender import HttpSender
 from service.adapters.keys import ensure_key
 from service.adapters.oidc import OidcVerifier
 from service.adapters.preflight import HelperPreflight
@@ -24,10 +26,13 @@ from service.adapters.run_dirs import LocalRunDirs
 from service.adapters.sql.access import SqlKeyStore
 from service.adapters.sql.counts import SqlJobCounts
 from service.adapters.sql.database import Database, sqlite_file
+from service.adapters.sql.outbox import SqlOutbox
 from service.adapters.sql.store import SqlJobStore
+from service.adapters.sql.webhooks import SqlWebhookStore
 from service.api.build import Parts, build_api
 from service.api.guard import Guard
 from service.background import Background, Part, looping
+from service.deliver import Deliverer
 from service.domain.board import Board
 from service.domain.decide import Retry
 from service.domain.token import TokenRules
@@ -41,6 +46,7 @@ from service.settings import Settings
 from service.traces import AppTraces, open_traces
 from service.use_cases import Grace, Jobs
 from service.watch import Watching
+from service.webhooks import Webhooks
 from train_loop.run_dir import SINKS_VARIABLE, format_sinks
 
 
@@ -58,6 +64,7 @@ class _World:
     board: Board
     watch: PrometheusWatch
     traces: AppTraces
+    sender: HttpSender
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -74,6 +81,7 @@ def create_app(settings: Settings) -> FastAPI:
             ledger,
             _guard(settings, world.keys),
             _watching(world),
+            _webhooks(settings, world),
             hosts=(settings.host, *settings.allowed_hosts),
             lifespan=Background(list(_parts(world)), once_open, opening, leaving).lifespan,
             opening=opening,
@@ -97,6 +105,7 @@ def _world(settings: Settings) -> _World:
         board=Board(),
         watch=PrometheusWatch(),
         traces=open_traces(os.environ),
+        sender=HttpSender(settings.receivers),
     )
 
 
@@ -143,6 +152,13 @@ def _parts_once_open(settings: Settings, world: _World, leaving: Leaving) -> Ite
     yield Part("leases", _nothing, partial(world.store.give_up_leases, _owner(settings)), seconds=1.0)
     run = partial(_reconciler(settings, world).run, interval=settings.reconcile_seconds)
     yield looping("reconciler", run, leaving, seconds=1.5)
+    deliverer = Deliverer(SqlOutbox(world.database.engine), world.sender, time.time, random.random, _owner(settings))
+    yield Part("webhooks", deliverer.start, deliverer.stop, seconds=1.5)
+
+
+def _webhooks(settings: Settings, world: _World) -> Webhooks:
+    store = SqlWebhookStore(world.database.engine)
+    return Webhooks(store, world.sender, settings.receivers, time.time, _new_number)
 
 
 def _reconciler(settings: Settings, world: _World) -> Reconciler:

@@ -73,6 +73,38 @@ class KeyNotFound(ServiceError):
         super().__init__(f"there is no key {key_id}, or none that you may see; GET /keys lists the keys there are")
 
 
+class WebhookNotFound(ServiceError):
+    """No webhook has this id."""
+
+    code = "webhook_not_found"
+    status = 404
+
+    def __init__(self, webhook_id: str) -> None:
+        super().__init__(f"there is no webhook {webhook_id}; GET /webhooks lists the webhooks there are")
+
+
+class DeliveryNotFound(ServiceError):
+    """The webhook has no delivery of this number."""
+
+    code = "delivery_not_found"
+    status = 404
+
+    def __init__(self, webhook_id: str, number: int) -> None:
+        super().__init__(
+            f"{webhook_id} has no delivery {number}, or not any more; GET /webhooks/{webhook_id}/deliveries lists them"
+        )
+
+
+class WebhookLimit(ServiceError):
+    """A project has all the webhooks that it may have."""
+
+    code = "webhook_limit"
+    status = 409
+
+    def __init__(self, project: str, limit: int) -> None:
+        super().__init__(f"project {project!r} has {limit} webhooks, and may have no more; delete one of them first")
+
+
 class HostRefused(ServiceError):
     """The Host header is none of ours; a browser may have been tricked into calling."""
 

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from service.domain.access import Role
+from service.domain.addresses import Allowed
 from service.domain.rates import Rate
 from service.domain.rules import Quota, Rules
 from service.domain.token import tamper_proof
@@ -67,6 +68,9 @@ class Settings(BaseSettings):
     )
     preflight_seconds: float = Field(default=120.0, gt=0)
     verify_seconds: float = Field(default=600.0, gt=0, description="to read all of a checkpoint")
+    webhook_allowed: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(), description="CIDRs and host names of receivers that are not on the open internet"
+    )
     max_body_bytes: int = Field(default=1 << 20, ge=1)
     logs: LogFormat = Field(default="console", description="lines for people, or JSON for machines; on stderr")
     reads_per_key: Limit = Field(
@@ -84,7 +88,7 @@ class Settings(BaseSettings):
         default={}, description='by group, roles by project, as JSON: {"nlp-team": {"nlp": "editor"}}'
     )
 
-    @field_validator("allowed_hosts", "storage_roots", mode="before")
+    @field_validator("allowed_hosts", "storage_roots", "webhook_allowed", mode="before")
     @classmethod
     def _comma_list(cls, value: str | tuple[str, ...]) -> tuple[str, ...]:
         parts = value.split(",") if isinstance(value, str) else value
@@ -110,6 +114,12 @@ class Settings(BaseSettings):
             )
         return self
 
+    @field_validator("webhook_allowed")
+    @classmethod
+    def _addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        Allowed.parse(value)
+        return value
+
     @field_validator("home")
     @classmethod
     def _absolute(cls, value: Path) -> Path:
@@ -123,6 +133,11 @@ class Settings(BaseSettings):
     def rules(self) -> Rules:
         """How the queue is gone through."""
         return Rules(self.quotas, self.backfill, self.preemption, self.resize_seconds)
+
+    @property
+    def receivers(self) -> Allowed:
+        """Where webhooks may go besides the open internet."""
+        return Allowed.parse(self.webhook_allowed)
 
     @property
     def default_root(self) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from anyio import CapacityLimiter
 from fastapi import FastAPI
 
-from service.api import checkpoints, health, jobs, keys, runs, usage, watched
+from service.api import checkpoints, health, jobs, keys, runs, usage, watched, webhooks
 from service.api.guard import Guard, HostCheck, RequestIds
 from service.api.opening import Gate, Pulse
 from service.api.problems import install_problems
@@ -18,11 +18,15 @@ from service.leaving import Leaving
 from service.ledger import Ledger
 from service.opening import Opening, opened
 from service.watch import Watching
+from service.webhooks import Webhooks
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _CHECKS = 32
 """Specs that are checked at once; more of them wait."""
+
+_TRIALS = 8
+"""Receivers of webhooks that are tested at once; more of them wait."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class Parts:
     ledger: Ledger
     guard: Guard
     watching: Watching
+    webhooks: Webhooks
     hosts: Sequence[str] = ()
     """Names besides those of loopback by which callers may address the service."""
     lifespan: Lifespan | None = None
@@ -53,7 +58,7 @@ def build_api(parts: Parts) -> FastAPI:
     app.add_middleware(Observed, watch=parts.watching.watch)
     app.add_middleware(RequestIds)
     install_problems(app)
-    for module in (health, jobs, runs, checkpoints, usage, keys, watched):
+    for module in (health, jobs, runs, checkpoints, usage, keys, watched, webhooks):
         app.include_router(module.router)
     return app
 
@@ -67,3 +72,4 @@ def put_state(app: FastAPI, parts: Parts) -> None:
     app.state.leaving, app.state.opening, app.state.recent = parts.leaving, parts.opening, Recent()
     app.state.pulse = Pulse(ledger.jobs.store.ping)
     app.state.checks, app.state.known = CapacityLimiter(_CHECKS), Together(ledger.jobs.submit_known)
+    app.state.webhooks, app.state.trials = parts.webhooks, CapacityLimiter(_TRIALS)

@@ -21,7 +21,8 @@ def as_time(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
 
 
-def _time_or_none(seconds: float | None) -> datetime | None:
+def time_or_none(seconds: float | None) -> datetime | None:
+    """The same of what may not have happened."""
     return None if seconds is None else as_time(seconds)
 
 
@@ -61,7 +62,7 @@ class AttemptOut(BaseModel):
             reason=ReasonOut.of(attempt.reason),
             committed_step=attempt.step,
             started_at=as_time(attempt.started_at),
-            ended_at=_time_or_none(attempt.ended_at),
+            ended_at=time_or_none(attempt.ended_at),
         )
 
 
@@ -156,8 +157,8 @@ class JobOut(BaseModel):
             times={state: as_time(entered) for state, entered in job.times.items()},
             created_at=as_time(job.created_at),
             updated_at=as_time(job.updated_at),
-            started_at=_time_or_none(job.started_at),
-            finished_at=_time_or_none(job.finished_at),
+            started_at=time_or_none(job.started_at),
+            finished_at=time_or_none(job.finished_at),
             spec=job.spec,
             scaling=job.size,
             sizes=job.sizes,

@@ -20,11 +20,13 @@ from service.ports.runs import (
     Written,
 )
 from service.ports.watch import Counts, JobCounts, Totals, Traces, Untraced, Unwatched, Watch
+from service.ports.webhooks import Batch, Outbox, Sender, WebhookStore
 
 __all__ = [
     "FLIGHT_SECONDS",
     "KEPT_SECONDS",
     "NO_STORY",
+    "Batch",
     "Checkpoint",
     "CheckpointTools",
     "Cluster",
@@ -41,10 +43,12 @@ __all__ = [
     "Line",
     "NewJob",
     "Once",
+    "Outbox",
     "Place",
     "Preflight",
     "Progress",
     "RunDirs",
+    "Sender",
     "Sighting",
     "Story",
     "Tail",
@@ -54,5 +58,6 @@ __all__ = [
     "Untraced",
     "Unwatched",
     "Watch",
+    "WebhookStore",
     "Written",
 ]

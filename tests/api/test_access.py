@@ -15,10 +15,11 @@ from service.adapters.memory import MemoryJobStore, MemoryTokens
 from service.api.build import put_state
 from service.domain.access import ANY, Role
 from service.domain.token import Claims, TokenRules
+from service.domain.webhook import Delivery, Message
 from tests.support.service import KEY, FakeService, spec_body
 
 PUBLIC = {("get", "/healthz"), ("get", "/readyz")}
-ABOUT_ALL = {("get", path) for path in ("/jobs", "/usage", "/keys", "/audit", "/me")}
+ABOUT_ALL = {("get", path) for path in ("/jobs", "/usage", "/keys", "/audit", "/me", "/webhooks")}
 """What answers with as much as the caller may see, be it nothing."""
 SHUT = ("none", "unknown", "revoked", "expired", "token-expired")
 TOKENS = {f"token-{role}": f"token.{role}.sound" for role in Role}
@@ -50,6 +51,11 @@ class World:
         self.client = TestClient(app(), base_url="http://127.0.0.1", headers={"authorization": f"Bearer {KEY}"})
         self.job = self.client.post("/jobs", content=spec_body(project=project)).json()["id"]
         self.target, _ = self.key({project: "viewer"})
+        wish = {"project": project, "url": "https://hooks.example/x"}
+        self.webhook = self.client.post("/webhooks", json=wish).json()["webhook"]["id"]
+        self.service.hooks.log.append(
+            Delivery(1, self.webhook, Message("m", "job.state", self.job, "{}", 1.0), 1.0, 1.0)
+        )
 
     def key(self, roles: dict[str, str], **fields: Any) -> tuple[str, str]:
         """The id and the secret of a new key."""
@@ -58,9 +64,10 @@ class World:
         return answer.json()["key"]["id"], answer.json()["secret"]
 
     def written(self) -> tuple[object, ...]:
-        """All jobs and keys."""
+        """All jobs, keys and webhooks."""
         assert isinstance(self.service.store, MemoryJobStore)
-        return dict(self.service.store.jobs), dict(self.service.keys.keys)
+        hooks = self.service.hooks
+        return dict(self.service.store.jobs), dict(self.service.keys.keys), dict(hooks.webhooks), list(hooks.log)
 
     def secret(self, kind: str) -> str | None:
         """What somebody sends."""
@@ -81,10 +88,11 @@ class World:
     def ask(self, call: Call, secret: str | None) -> Any:
         """What somebody with this key is answered."""
         method, path = call
-        path = path.format(job_id=self.job, step=10, key_id=self.target)
+        path = path.format(job_id=self.job, step=10, key_id=self.target, webhook_id=self.webhook, number=1)
         bodies = {
             "/jobs": spec_body(project=self.project),
             "/jobs/plan": spec_body(project=self.project),
+            "/webhooks": json.dumps({"project": self.project, "url": "https://hooks.example/y"}),
             "/keys": json.dumps({"name": "new", "roles": {self.project: "viewer"}}),
         }
         headers = {"authorization": f"Bearer {secret}" if secret else ""}
@@ -108,12 +116,14 @@ def expected(call: Call, kind: str, project: str, best: tuple[int, str | None]) 
         return 403, "forbidden"
     if call in ABOUT_ALL:
         return 200, None
-    keys = path.startswith("/keys")
-    needed = Role.ADMIN if keys else Role.VIEWER if method == "get" else Role.EDITOR
+    admins = path.startswith(("/keys", "/webhooks"))
+    needed = Role.ADMIN if admins else Role.VIEWER if method == "get" else Role.EDITOR
     if project == "own" and Role(kind.removeprefix("token-")).covers(needed):
         return best
     if path == "/keys/{key_id}":
         return 404, "key_not_found"
+    if project == "other" and "{webhook_id}" in path:
+        return 404, "webhook_not_found"
     return (404, "job_not_found") if project == "other" and "{job_id}" in path else (403, "forbidden")
 
 
@@ -243,7 +253,7 @@ def test_audit_log_tells_who_did_what_and_what_it_changed(world: World) -> None:
     }
     assert (deed["before"]["state"], deed["after"]["state"]) == ("QUEUED", "PAUSING")
     rest = world.client.get(f"/audit?after={first['next']}").json()
-    assert [one["action"] for one in rest["data"]] == ["key.create", "key.create", "job.submit"]
+    assert [one["action"] for one in rest["data"]] == ["key.create", "webhook.create", "key.create", "job.submit"]
     assert not rest["has_more"]
 
 

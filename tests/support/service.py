@@ -15,10 +15,12 @@ from fastapi.testclient import TestClient
 from service.access import Access, Tokens
 from service.adapters.checkpoint_tools import HelperTools
 from service.adapters.memory import MemoryCluster, MemoryJobStore, MemoryKeyStore, MemoryPreflight
+from service.adapters.memory_webhooks import MemorySender, MemoryWebhookStore
 from service.adapters.prometheus import PrometheusWatch
 from service.adapters.run_dirs import LocalRunDirs
 from service.api.build import Parts, build_api
 from service.api.guard import Guard
+from service.domain.addresses import Allowed
 from service.domain.board import Board
 from service.domain.decide import Retry
 from service.domain.job import Job
@@ -30,6 +32,7 @@ from service.rates import Limits, Rates
 from service.reconcile import Pace, Reconciler
 from service.use_cases import Grace, Jobs
 from service.watch import Watching
+from service.webhooks import Webhooks
 from train_loop.run_dir import JsonLines, Outcome, RunDir
 from train_loop.spec import JobSpec, parse
 
@@ -107,10 +110,12 @@ class FakeService:
     watch: Watch = field(default_factory=PrometheusWatch)
     tokens: Tokens | None = None
     limits: Limits = field(default_factory=Limits)
+    hooks: MemoryWebhookStore = field(default_factory=MemoryWebhookStore)
+    sender: MemorySender = field(default_factory=MemorySender)
 
     def __post_init__(self) -> None:
         if isinstance(self.store, MemoryJobStore):
-            self.keys.done = self.store.deeds
+            self.keys.done = self.hooks.done = self.store.deeds
             self.counts = self.store
 
     @property
@@ -118,6 +123,11 @@ class FakeService:
         """The use cases of keys."""
         operator = hashlib.sha256(KEY.encode()).hexdigest()
         return Access(self.keys, operator, self.clock, lambda: f"{len(self.keys.keys) + 1:04d}", self.tokens)
+
+    @property
+    def webhooks(self) -> Webhooks:
+        """The use cases of webhooks."""
+        return Webhooks(self.hooks, self.sender, Allowed(), self.clock, lambda: f"{len(self.hooks.webhooks) + 1:04d}")
 
     @property
     def jobs(self) -> Jobs:
@@ -147,7 +157,7 @@ class FakeService:
         """What the HTTP side is made of."""
         ledger = Ledger(self.jobs, self.run_dirs, HelperTools(timeout=60.0), self.keys, self.clock)
         guard = Guard(self.access, Rates(self.limits, self.clock), max_body_bytes)
-        return Parts(ledger, guard, self.watching, opening=opening or opened())
+        return Parts(ledger, guard, self.watching, self.webhooks, opening=opening or opened())
 
     def client(self, **headers: str) -> TestClient:
         """A caller with the key; `client(authorization="")` is one without."""

@@ -23,6 +23,7 @@ from sqlalchemy import (
 from sqlalchemy.exc import IntegrityError
 
 from service.adapters.sql.access import write_deeds
+from service.adapters.sql.outbox import news_of_added, news_of_change, write_news
 from service.adapters.sql.rows import from_row, ticket_of, to_row
 from service.adapters.sql.tables import deleted_usage, idempotency_keys, jobs, labels, leases
 from service.domain.access import Deed
@@ -245,8 +246,10 @@ class SqlJobStore:
         with self._engine.begin() as connection:
             if leads and connection.execute(lead).rowcount != 1:
                 return False
+            news = news_of_change(connection, job)
             if connection.execute(update(jobs).where(guard).values(values)).rowcount != 1:
                 return False
+            write_news(connection, news)
             write_deeds(connection, [deed])
         return True
 
@@ -270,6 +273,7 @@ def _insert(connection: Connection, added: Sequence[NewJob]) -> None:
     pairs = [{"job_id": job_id, "key": key, "value": value} for job_id, pairs in given for key, value in pairs.items()]
     if pairs:
         connection.execute(insert(labels), pairs)
+    write_news(connection, news_of_added(connection, [new.job for new in added]))
     write_deeds(connection, [new.deed for new in added])
 
 

@@ -108,3 +108,46 @@ deeds = Table(
     Column("after", Text, nullable=False),
     Index("deeds_by_project", "project", "number"),
 )
+
+webhooks = Table(
+    "webhooks",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("project", String(64), nullable=False),
+    Column("place", Integer, nullable=False),
+    Column("url", Text, nullable=False),
+    Column("states", Text, nullable=False),
+    Column("secret", String(128), nullable=False),
+    Column("created_at", Float(53), nullable=False),
+    Column("created_by", String(320), nullable=False),
+    Column("previous_secret", String(128)),
+    Column("previous_until", Float(53)),
+    Column("disabled_at", Float(53)),
+    Column("disabled_because", Text),
+    Column("lease_owner", String(255)),
+    Column("lease_until", Float(53), nullable=False),
+    # A project has so many places: of two that would be one too many, the database refuses the second.
+    Index("webhooks_by_place", "project", "place", unique=True),
+)
+
+deliveries = Table(
+    "deliveries",
+    metadata,
+    Column("number", BigInteger().with_variant(Integer, "sqlite"), primary_key=True),
+    # No foreign key: a job's change must not fail because a webhook is deleted at the same moment.
+    Column("webhook_id", String(64), nullable=False),
+    Column("message_id", String(96), nullable=False),
+    Column("event", String(64), nullable=False),
+    Column("job_id", String(64), nullable=False),
+    Column("body", Text, nullable=False),
+    Column("time", Float(53), nullable=False),
+    Column("since", Float(53), nullable=False),
+    Column("next_at", Float(53)),
+    Column("attempts", Integer, nullable=False),
+    Column("status", Integer),
+    Column("error", Text),
+    Column("delivered_at", Float(53)),
+    Index("deliveries_by_webhook", "webhook_id", "number"),
+    Index("deliveries_by_job", "job_id", "webhook_id"),
+    Index("deliveries_that_wait", "webhook_id", "next_at"),
+)

@@ -19,11 +19,13 @@ from service.adapters.sql.access import SqlKeyStore
 from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
 from service.adapters.sql.tables import metadata
+from service.adapters.sql.webhooks import SqlWebhookStore
 from service.domain.access import OPERATOR, Deed, Key, Role
 from service.domain.job import JobState, Lineage, Wish
 from service.domain.reason import Code, Reason
 from service.domain.ticket import Ticket
 from service.domain.usage import Usage
+from service.domain.webhook import Webhook
 from service.ports import NewJob, Once
 from tests.support.service import a_job
 from train_loop.spec import dump
@@ -199,6 +201,22 @@ def test_keys_are_gone_where_nobody_knows_of_them_and_what_they_submitted_is_not
     assert (keys.all(), keys.deeds(None, after=None, limit=9)) == ([], [])
     assert store.begin(ONCE, now=2.0) == a_job("job-0")
     assert store.get("job-1") == a_job("job-1")
+    engine.dispose()
+
+
+def test_webhooks_are_gone_where_nobody_knows_of_them_and_jobs_are_not(database: str) -> None:
+    engine = open_database(database)
+    store, hooks = SqlJobStore(engine), SqlWebhookStore(engine)
+    deed = Deed(1.0, OPERATOR, "webhook.create", "default", "hook-1")
+    hooks.add(Webhook("hook-1", "default", "https://x/", tuple(JobState), "whsec_QUJD", 1.0, "operator"), deed)
+    store.add(NewJob(a_job()))
+    assert [one.message.id for one in hooks.deliveries("hook-1", after=None, limit=9)] == ["job-1.1"]
+    engine.dispose()
+    open_database(database, revision="0007").dispose()
+    engine = open_database(database)
+    assert SqlWebhookStore(engine).among(None) == []
+    assert SqlWebhookStore(engine).deliveries("hook-1", after=None, limit=9) == []
+    assert SqlJobStore(engine).get("job-1") == a_job()
     engine.dispose()
 
 

@@ -1,0 +1,151 @@
+"""Messages over HTTP: signed, to the very address that was checked, without redirects or proxies, in seconds."""
+
+import asyncio
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from datetime import UTC, datetime
+
+import anyio
+import httpcore
+import httpx
+import standardwebhooks
+
+from service.domain.addresses import Allowed, Target, parse_target
+from service.domain.webhook import Answer, Message, Webhook, answered
+
+LookUp = Callable[[str], Sequence[str]]
+_CONNECT_SECONDS = 3.0
+"""For one of several addresses."""
+
+
+def look_up(host: str) -> list[str]:
+    """The addresses of a host, by the system's resolver. Raises OSError."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+class HttpSender:
+    """Sends from any thread; the seconds of an attempt are all of it, the look-up of its name among them."""
+
+    def __init__(
+        self, allowed: Allowed, *, look_up: LookUp = look_up, tls: ssl.SSLContext | None = None, seconds: float = 10.0
+    ) -> None:
+        self._allowed = allowed
+        self._look_up = look_up
+        # Certifi's authorities, or those that SSL_CERT_FILE names.
+        self._tls = tls or httpx.create_ssl_context()
+        self._seconds = seconds
+        self._underway = dict[anyio.CancelScope, asyncio.AbstractEventLoop]()
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def send(self, webhook: Webhook, message: Message, *, now: float) -> Answer | None:
+        """Send it once, signed; None: the service is about to end, and nobody knows whether it was received."""
+        return anyio.run(self._send, webhook, message, now)
+
+    def close(self) -> None:
+        """Let go of what is on its way; nothing is sent from now on."""
+        with self._lock:
+            self._closed = True
+            for scope, loop in self._underway.items():
+                loop.call_soon_threadsafe(scope.cancel)
+
+    async def _send(self, webhook: Webhook, message: Message, now: float) -> Answer | None:
+        with anyio.CancelScope() as scope:
+            with self._lock:
+                if self._closed:
+                    return None
+                self._underway[scope] = asyncio.get_running_loop()
+            try:
+                with anyio.fail_after(self._seconds):
+                    return await self._post(webhook, message, now)
+            except TimeoutError:
+                return Answer(None, f"no answer within {self._seconds:g} s")
+            except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, OSError) as error:
+                return Answer(None, f"{type(error).__name__}: {error}"[:500])
+            finally:
+                with self._lock:
+                    del self._underway[scope]
+        return None
+
+    async def _post(self, webhook: Webhook, message: Message, now: float) -> Answer:
+        target = parse_target(webhook.url)
+        addresses = await _in_thread(self._look_up, target.host)
+        # One that is refused is reason enough: the next look-up may have it first.
+        if not addresses or not all(self._allowed.opens(target, address) for address in addresses):
+            return Answer(None, _refusal(target))
+        url = httpcore.URL(scheme=target.scheme, host=target.host, port=target.port, target=target.path)
+        async with (
+            httpcore.AsyncConnectionPool(ssl_context=self._tls, network_backend=_Pinned(addresses)) as pool,
+            pool.stream(
+                "POST", url, headers=_headers(target, webhook, message, now), content=message.body.encode()
+            ) as it,
+        ):
+            # What it says besides is not read, however much it is: a status is all that is wanted.
+            headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in it.headers}
+            return answered(it.status, headers, now=now)
+
+
+class _Pinned(httpcore.AsyncNetworkBackend):
+    """Connects to the addresses that were checked, whatever the name stands for by now; TLS still verifies the name."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._addresses = addresses
+        self._plain = httpcore.AnyIOBackend()
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        """The first address that answers."""
+        for address in self._addresses[:-1]:
+            with suppress(httpcore.ConnectError, httpcore.ConnectTimeout):
+                return await self._plain.connect_tcp(address, port, _CONNECT_SECONDS)
+        return await self._plain.connect_tcp(self._addresses[-1], port)
+
+
+def _headers(target: Target, webhook: Webhook, message: Message, now: float) -> dict[bytes | str, bytes | str]:
+    """Those of Standard Webhooks; with a signature of each secret that is valid."""
+    stamp = datetime.fromtimestamp(int(now), UTC)
+    signatures = [
+        standardwebhooks.Webhook(secret).sign(message.id, stamp, message.body) for secret in webhook.secrets(now)
+    ]
+    host = f"[{target.host}]" if ":" in target.host else target.host
+    return {
+        "host": f"{host}:{target.port}",
+        "user-agent": "Trainshed",
+        "content-type": "application/json",
+        "webhook-id": message.id,
+        "webhook-timestamp": str(int(now)),
+        "webhook-signature": " ".join(signatures),
+    }
+
+
+def _refusal(target: Target) -> str:
+    return (
+        f"{target.host} has an address that is not on the open internet, so that nothing was sent; the operator can "
+        "name it in TRAINSHED_WEBHOOK_ALLOWED"
+    )
+
+
+async def _in_thread(function: LookUp, host: str) -> Sequence[str]:
+    """What it returns, from a thread that nobody has to wait for: a resolver may take as long as it likes."""
+    answer = Future[Sequence[str]]()
+
+    def work() -> None:
+        answer.set_running_or_notify_cancel()
+        try:
+            answer.set_result(function(host))
+        except OSError as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=work, name="look-up", daemon=True).start()
+    return await asyncio.wrap_future(answer)

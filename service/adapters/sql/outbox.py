@@ -1,0 +1,194 @@
+"""What webhooks are to be told: written with the change that it tells of, claimed by one webhook at a time."""
+
+import json
+from collections.abc import Sequence
+
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Engine,
+    Row,
+    and_,
+    bindparam,
+    delete,
+    exists,
+    insert,
+    or_,
+    select,
+    update,
+)
+
+from service.adapters.sql.tables import deliveries, jobs, webhooks
+from service.domain.access import ANY
+from service.domain.job import Job, JobState
+from service.domain.webhook import KEPT, Delivery, Message, Webhook, told_of
+from service.ports import Batch, Lease
+
+_BATCH = 50
+"""Messages that a webhook is told one after another, at most."""
+_ANYBODY = select(webhooks.c.id).limit(1)
+"""Whether anybody wants to be told anything; most submits ask no more than this, and it is made once."""
+_LISTENING = select(webhooks.c.id, webhooks.c.project, webhooks.c.states).where(
+    webhooks.c.project.in_(bindparam("projects", expanding=True)), webhooks.c.disabled_at.is_(None)
+)
+Told = dict[str, str | int | float]
+"""A row of deliveries that has not been written yet."""
+
+
+def news_of_added(connection: Connection, added: Sequence[Job]) -> list[Told]:
+    """What webhooks are to be told of new jobs."""
+    if connection.execute(_ANYBODY).first() is None:
+        return []
+    found = connection.execute(_LISTENING, {"projects": [ANY, *{job.spec.project for job in added}]}).all()
+    return [
+        _told(webhook.id, told_of(job, None, version=job.version))
+        for job in added
+        for webhook in found
+        if webhook.project in (ANY, job.spec.project) and job.state in json.loads(webhook.states)
+    ]
+
+
+def news_of_change(connection: Connection, job: Job) -> list[Told]:
+    """What webhooks are to be told of a job that is about to be stored on top of the version that was read."""
+    if connection.execute(_ANYBODY).first() is None:
+        return []
+    listening = (
+        select(webhooks.c.id, webhooks.c.states, jobs.c.state)
+        .join_from(jobs, webhooks, webhooks.c.project.in_((ANY, job.spec.project)))
+        .where(jobs.c.id == job.id, jobs.c.version == job.version, jobs.c.state != job.state.value)
+        .where(webhooks.c.disabled_at.is_(None))
+    )
+    return [
+        _told(webhook.id, told_of(job, JobState(webhook.state), version=job.version + 1))
+        for webhook in connection.execute(listening).all()
+        if job.state in json.loads(webhook.states)
+    ]
+
+
+def write_news(connection: Connection, news: Sequence[Told]) -> None:
+    """In the transaction of what they tell of, behind it: the order of numbers is that in which a job changed."""
+    if news:
+        connection.execute(insert(deliveries), news)
+
+
+class SqlOutbox:
+    """Messages as rows; a lease is the webhook's."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def claim(self, lease: Lease) -> Batch | None:
+        """What is due of the webhook that has waited longest; it is this owner's alone until the lease ends."""
+        free = webhooks.c.lease_until <= lease.now
+        waiting = exists().where(deliveries.c.webhook_id == webhooks.c.id, _due(lease.now))
+        longest = (
+            select(webhooks).where(webhooks.c.disabled_at.is_(None), free, waiting).order_by(webhooks.c.lease_until)
+        )
+        first = select(deliveries).where(_due(lease.now)).order_by(deliveries.c.number).limit(_BATCH)
+        with self._engine.connect() as connection:
+            webhook = connection.execute(longest.limit(1)).first()
+        if webhook is None:
+            return None
+        mine = update(webhooks).where(webhooks.c.id == webhook.id, free)
+        with self._engine.begin() as connection:
+            if connection.execute(mine.values(lease_owner=lease.owner, lease_until=lease.until)).rowcount != 1:
+                return None
+            # Read once it is ours: whoever had it meanwhile may have told some of it.
+            rows = connection.execute(first.where(deliveries.c.webhook_id == webhook.id)).all()
+        return Batch(to_webhook(webhook), tuple(map(to_delivery, rows)))
+
+    def release(self, webhook_id: str, *, owner: str, now: float) -> None:
+        """Give a webhook back."""
+        self._release(webhooks.c.id == webhook_id, owner, now)
+
+    def release_all(self, owner: str, *, now: float) -> None:
+        """Give back whatever this owner's predecessor has left claimed."""
+        self._release(webhooks.c.lease_until > now, owner, now)
+
+    def _release(self, which: ColumnElement[bool], owner: str, now: float) -> None:
+        # The time stays: who was told last is told after the others.
+        free = update(webhooks).where(which, webhooks.c.lease_owner == owner).values(lease_owner=None, lease_until=now)
+        with self._engine.begin() as connection:
+            connection.execute(free)
+
+    def record(self, before: Delivery, after: Delivery) -> None:
+        """Store what came of an attempt, unless the delivery has changed meanwhile."""
+        same = and_(
+            deliveries.c.number == before.number,
+            deliveries.c.attempts == before.attempts,
+            deliveries.c.since == before.since,
+            deliveries.c.next_at.is_not(None),
+        )
+        names = ("next_at", "attempts", "status", "error", "delivered_at")
+        with self._engine.begin() as connection:
+            connection.execute(update(deliveries).where(same).values({name: getattr(after, name) for name in names}))
+
+    def disable(self, webhook_id: str, because: str, *, now: float) -> None:
+        """Tell a webhook nothing any more; what it was still to be told is given up."""
+        off = update(webhooks).where(webhooks.c.id == webhook_id).values(disabled_at=now, disabled_because=because)
+        waiting = (deliveries.c.webhook_id == webhook_id) & deliveries.c.next_at.is_not(None)
+        with self._engine.begin() as connection:
+            connection.execute(off)
+            connection.execute(update(deliveries).where(waiting).values(next_at=None, error=because))
+
+    def prune(self, *, now: float) -> None:
+        """Forget what is over: deliveries that were settled long ago, secrets that sign no longer."""
+        # What waits is never too old, unless nobody is there to be told.
+        nobody = deliveries.c.webhook_id.not_in(select(webhooks.c.id).where(webhooks.c.disabled_at.is_(None)))
+        over = (deliveries.c.since < now - KEPT) & or_(deliveries.c.next_at.is_(None), nobody)
+        with self._engine.begin() as connection:
+            connection.execute(delete(deliveries).where(over))
+            connection.execute(
+                update(webhooks)
+                .where(webhooks.c.previous_until <= now)
+                .values(previous_secret=None, previous_until=None)
+            )
+
+
+def to_webhook(row: Row[tuple[object, ...]]) -> Webhook:
+    """The webhook of a row that has every column of the table."""
+    fields = dict(row._mapping)
+    for name in ("place", "lease_owner", "lease_until"):
+        del fields[name]
+    return Webhook(**fields | {"states": tuple(map(JobState, json.loads(row.states)))})
+
+
+def to_delivery(row: Row[tuple[object, ...]]) -> Delivery:
+    """The delivery of a row that has every column of the table."""
+    return Delivery(
+        number=row.number,
+        webhook_id=row.webhook_id,
+        message=Message(row.message_id, row.event, row.job_id, row.body, row.time),
+        since=row.since,
+        next_at=row.next_at,
+        attempts=row.attempts,
+        status=row.status,
+        error=row.error,
+        delivered_at=row.delivered_at,
+    )
+
+
+def _told(webhook_id: str, message: Message) -> Told:
+    return {
+        "webhook_id": webhook_id,
+        "message_id": message.id,
+        "event": message.event,
+        "job_id": message.job_id,
+        "body": message.body,
+        "time": message.time,
+        "since": message.time,
+        "next_at": message.time,
+        "attempts": 0,
+    }
+
+
+def _due(now: float) -> ColumnElement[bool]:
+    """A message whose time has come, where the webhook has all those of its job before it, or will never have them."""
+    earlier = deliveries.alias()
+    held_up = exists().where(
+        earlier.c.job_id == deliveries.c.job_id,
+        earlier.c.webhook_id == deliveries.c.webhook_id,
+        earlier.c.next_at.is_not(None),
+        earlier.c.number < deliveries.c.number,
+    )
+    return and_(deliveries.c.next_at <= now, ~held_up)

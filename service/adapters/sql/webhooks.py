@@ -1,0 +1,103 @@
+"""A WebhookStore on SQLite or Postgres."""
+
+import json
+from dataclasses import asdict
+
+from sqlalchemy import Engine, delete, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from service.adapters.sql.access import write_deeds
+from service.adapters.sql.outbox import to_delivery, to_webhook
+from service.adapters.sql.tables import deliveries, webhooks
+from service.domain.access import Deed
+from service.domain.webhook import LIMIT, Delivery, Webhook
+from service.errors import WebhookLimit
+
+
+class SqlWebhookStore:
+    """Webhooks and their deliveries as rows. Every method is one transaction."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def add(self, webhook: Webhook, deed: Deed) -> None:
+        """Store a new one. Raises WebhookLimit."""
+        # Each time in vain, somebody took the same place at the same moment.
+        if not any(self._added(webhook, deed) for _ in range(LIMIT + 1)):
+            raise WebhookLimit(webhook.project, LIMIT)
+
+    def _added(self, webhook: Webhook, deed: Deed) -> bool:
+        places = select(webhooks.c.place).where(webhooks.c.project == webhook.project)
+        row = asdict(webhook) | {"states": json.dumps(webhook.states), "lease_until": 0.0}
+        try:
+            with self._engine.begin() as connection:
+                free = set(range(LIMIT)) - set(connection.execute(places).scalars())
+                if not free:
+                    raise WebhookLimit(webhook.project, LIMIT)
+                connection.execute(insert(webhooks).values(row | {"place": min(free)}))
+                write_deeds(connection, [deed])
+        except IntegrityError:
+            return False
+        return True
+
+    def get(self, webhook_id: str) -> Webhook | None:
+        """The webhook with this id."""
+        with self._engine.connect() as connection:
+            row = connection.execute(select(webhooks).where(webhooks.c.id == webhook_id)).first()
+        return to_webhook(row) if row is not None else None
+
+    def among(self, projects: frozenset[str] | None) -> list[Webhook]:
+        """Those of some projects, newest first; None: all."""
+        query = select(webhooks).order_by(webhooks.c.id.desc())
+        if projects is not None:
+            query = query.where(webhooks.c.project.in_(projects))
+        with self._engine.connect() as connection:
+            return [to_webhook(row) for row in connection.execute(query)]
+
+    def delete(self, webhook_id: str, deed: Deed) -> bool:
+        """Forget one, and what it was still to be told; False: it was gone."""
+        with self._engine.begin() as connection:
+            if connection.execute(delete(webhooks).where(webhooks.c.id == webhook_id)).rowcount != 1:
+                return False
+            connection.execute(delete(deliveries).where(deliveries.c.webhook_id == webhook_id))
+            write_deeds(connection, [deed])
+        return True
+
+    def rotate(self, webhook_id: str, secret: str, *, until: float, deed: Deed) -> Webhook | None:
+        """Give one another secret beside the one it has, which ends at a time; None: it is gone."""
+        new = {"secret": secret, "previous_secret": webhooks.c.secret, "previous_until": until}
+        this = webhooks.c.id == webhook_id
+        with self._engine.begin() as connection:
+            if connection.execute(update(webhooks).where(this).values(new)).rowcount != 1:
+                return None
+            write_deeds(connection, [deed])
+            return to_webhook(connection.execute(select(webhooks).where(this)).one())
+
+    def enable(self, webhook_id: str, deed: Deed) -> bool:
+        """Let one be told again; False: it was."""
+        off = (webhooks.c.id == webhook_id) & webhooks.c.disabled_at.is_not(None)
+        with self._engine.begin() as connection:
+            on = update(webhooks).where(off).values(disabled_at=None, disabled_because=None)
+            if connection.execute(on).rowcount != 1:
+                return False
+            write_deeds(connection, [deed])
+        return True
+
+    def deliveries(self, webhook_id: str, *, after: int | None, limit: int) -> list[Delivery]:
+        """What it was told or is to be told, newest first, before a delivery of this number."""
+        query = select(deliveries).where(deliveries.c.webhook_id == webhook_id)
+        if after is not None:
+            query = query.where(deliveries.c.number < after)
+        with self._engine.connect() as connection:
+            rows = connection.execute(query.order_by(deliveries.c.number.desc()).limit(limit)).all()
+        return [to_delivery(row) for row in rows]
+
+    def redeliver(self, webhook_id: str, number: int, *, now: float, deed: Deed) -> Delivery | None:
+        """Have a delivery begin anew, at once; None: there is none."""
+        this = (deliveries.c.webhook_id == webhook_id) & (deliveries.c.number == number)
+        anew = {"since": now, "next_at": now, "attempts": 0, "delivered_at": None}
+        with self._engine.begin() as connection:
+            if connection.execute(update(deliveries).where(this).values(anew)).rowcount != 1:
+                return None
+            write_deeds(connection, [deed])
+            return to_delivery(connection.execute(select(deliveries).where(this)).one())

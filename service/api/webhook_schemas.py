@@ -1,0 +1,113 @@
+"""What goes over the wire of webhooks and of the log of their deliveries."""
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from service.api.access_schemas import Project
+from service.api.schemas import Time, as_time, time_or_none
+from service.domain.job import JobState
+from service.domain.webhook import Answer, Delivery, Settled, Webhook
+
+
+class WebhookIn(BaseModel):
+    """A webhook that is to be made."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    project: Project = Field(description="whose jobs it is told of; * stands for all")
+    url: str = Field(min_length=1, max_length=2048, description="an https:// URL on the open internet")
+    states: list[JobState] = Field(
+        default=[], max_length=len(JobState), description="those that it is told of; none: all of them"
+    )
+
+
+class WebhookOut(BaseModel):
+    """A webhook, without what it signs with."""
+
+    id: str
+    project: str
+    url: str
+    states: tuple[JobState, ...]
+    created_at: Time
+    created_by: str
+    previous_secret_until: Time | None = Field(description="until when the secret before the last rotation signs too")
+    disabled_at: Time | None
+    disabled_because: str | None
+
+    @classmethod
+    def of(cls, webhook: Webhook) -> "WebhookOut":
+        """From the domain."""
+        return cls(
+            id=webhook.id,
+            project=webhook.project,
+            url=webhook.url,
+            states=webhook.states,
+            created_at=as_time(webhook.created_at),
+            created_by=webhook.created_by,
+            previous_secret_until=time_or_none(webhook.previous_until),
+            disabled_at=time_or_none(webhook.disabled_at),
+            disabled_because=webhook.disabled_because,
+        )
+
+
+class NewWebhook(BaseModel):
+    """A webhook that was given a secret just now."""
+
+    webhook: WebhookOut
+    secret: str = Field(description="what signatures are verified with; it is not shown again")
+
+    @classmethod
+    def of(cls, webhook: Webhook) -> "NewWebhook":
+        """From the domain."""
+        return cls(webhook=WebhookOut.of(webhook), secret=webhook.secret)
+
+
+class WebhooksOut(BaseModel):
+    """Webhooks, newest first."""
+
+    data: list[WebhookOut]
+
+
+class TrialOut(BaseModel):
+    """What came of a test call."""
+
+    received: bool
+    status: int | None = Field(description="of the receiver's answer; null where there was none")
+    error: str | None
+
+    @classmethod
+    def of(cls, answer: Answer) -> "TrialOut":
+        """From the domain."""
+        return cls(received=answer.received, status=answer.status, error=answer.error)
+
+
+class DeliveryOut(BaseModel):
+    """A message on its way to a webhook."""
+
+    number: int
+    message_id: str = Field(description="the header webhook-id, the same each time it is sent")
+    event: str
+    job_id: str
+    created_at: Time
+    settled: Settled
+    attempts: int
+    status: int | None = Field(description="of the last answer; null where there was none")
+    error: str | None = Field(description="why the last attempt failed")
+    next_try_at: Time | None
+    delivered_at: Time | None
+
+    @classmethod
+    def of(cls, delivery: Delivery) -> "DeliveryOut":
+        """From the domain."""
+        return cls(
+            number=delivery.number,
+            message_id=delivery.message.id,
+            event=delivery.message.event,
+            job_id=delivery.message.job_id,
+            created_at=as_time(delivery.message.time),
+            settled=delivery.settled,
+            attempts=delivery.attempts,
+            status=delivery.status,
+            error=delivery.error,
+            next_try_at=time_or_none(delivery.next_at),
+            delivered_at=time_or_none(delivery.delivered_at),
+        )

@@ -1,0 +1,120 @@
+"""Where a request may go that somebody else gave the address of: the open internet, and what the operator allows. Pure.
+
+The operator's machines, their metadata services and whatever is disguised as a public address are none of it.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from urllib.parse import urlsplit
+
+Network = IPv4Network | IPv6Network
+# IANA's registries of special addresses, and those that carry another address in themselves. The standard library's
+# `is_global` is asked too, but what it says of these has changed from version to version.
+_SHUT = tuple(
+    map(
+        ip_network,
+        (
+            *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12"),
+            *("192.0.0.0/24", "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16", "198.18.0.0/15"),
+            *("198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4"),
+            # Azure answers its virtual machines here, with their secrets.
+            "168.63.129.16/32",
+            # Teredo and others of the IETF, documentation, 6to4.
+            *("2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20"),
+        ),
+    )
+)
+_UNICAST = ip_network("2000::/3")
+"""All of IPv6 that is given to anybody: loopback, mapped IPv4, NAT64, local and multicast addresses are outside."""
+_PORTS = {"https": 443, "http": 80}
+_HOST = re.compile(r"[a-z0-9_]([-a-z0-9_.]*[a-z0-9_.])?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a request goes to, taken apart once, so that what is checked is what is called."""
+
+    scheme: str
+    host: str
+    port: int
+    path: str
+    """With its query."""
+
+    @property
+    def literal(self) -> IPv4Address | IPv6Address | None:
+        """The address that stands in the place of a name."""
+        return _address(self.host)
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """The addresses and host names that the operator opens besides the open internet."""
+
+    networks: tuple[Network, ...] = ()
+    hosts: frozenset[str] = frozenset()
+
+    @classmethod
+    def parse(cls, entries: Iterable[str]) -> "Allowed":
+        """From the operator's words. Raises ValueError."""
+        networks, hosts = list[Network](), set[str]()
+        for entry in entries:
+            try:
+                networks.append(ip_network(entry))
+            except ValueError:
+                if "/" in entry or not _HOST.fullmatch(entry.lower()):
+                    raise ValueError(
+                        f"{entry!r} is no CIDR and no host name; write 10.1.0.0/16 or hooks.internal"
+                    ) from None
+                hosts.add(entry.lower())
+        return cls(tuple(networks), frozenset(hosts))
+
+    def names(self, target: Target) -> bool:
+        """Whether the operator has named this host itself."""
+        return target.host in self.hosts or (target.literal is not None and self._holds(target.literal))
+
+    def opens(self, target: Target, address: str) -> bool:
+        """Whether a request to this host may go to one of its addresses."""
+        found = _address(address)
+        return found is not None and (target.host in self.hosts or self._holds(found) or is_public(found))
+
+    def _holds(self, address: IPv4Address | IPv6Address) -> bool:
+        return any(address in network for network in self.networks)
+
+
+def is_public(address: IPv4Address | IPv6Address) -> bool:
+    """Whether it is a unicast address of the open internet, and no other one in disguise."""
+    if isinstance(address, IPv6Address) and (address not in _UNICAST or address.scope_id is not None):
+        return False
+    return address.is_global and not address.is_multicast and not any(address in network for network in _SHUT)
+
+
+def parse_target(url: str) -> Target:
+    """The parts of an http or https URL. Raises ValueError, which says what is wrong with it."""
+    if not url.isascii() or not url.isprintable() or " " in url or "\\" in url:
+        raise ValueError(
+            "the URL holds a character that none may hold; write it percent-encoded, and hosts in punycode"
+        )
+    try:
+        parts = urlsplit(url)
+        host, port = (parts.hostname or "").lower(), parts.port
+    except ValueError as error:
+        raise ValueError(f"{url!r} is no URL ({error}); write https://host/path or https://host:port/path") from None
+    if parts.scheme not in _PORTS:
+        raise ValueError(f"{parts.scheme or 'no scheme'} is not supported; begin the URL with https://")
+    if "@" in parts.netloc:
+        raise ValueError("the URL holds a user or password; leave them out, each request is signed instead")
+    if "#" in url:
+        raise ValueError("the URL holds a fragment, which is never sent; leave out what follows #")
+    if port == 0 or (_address(host) is None and not _HOST.fullmatch(host)):
+        raise ValueError(f"{parts.netloc!r} is no host and port; write https://host/path or https://host:port/path")
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    return Target(parts.scheme, host, port or _PORTS[parts.scheme], path)
+
+
+def _address(text: str) -> IPv4Address | IPv6Address | None:
+    try:
+        return ip_address(text)
+    except ValueError:
+        return None

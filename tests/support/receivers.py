@@ -1,0 +1,112 @@
+"""Receivers of webhooks on loopback: real sockets that answer, or do worse, as a test says."""
+
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+Act = Callable[[BaseHTTPRequestHandler], None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a receiver got."""
+
+    path: str
+    headers: dict[str, str]
+    body: str
+
+
+@dataclass
+class Receiver:
+    """A receiver; `act` is how it answers from now on."""
+
+    act: Act
+    port: int = 0
+    got: list[Request] = field(default_factory=list)
+
+    def url(self, path: str = "/hook", *, host: str = "127.0.0.1", scheme: str = "http") -> str:
+        """Where it listens."""
+        return f"{scheme}://{host}:{self.port}{path}"
+
+
+def answer(status: int, **headers: str) -> Act:
+    """Answer with a status, and headers whose names have no underscores."""
+
+    def act(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(status)
+        for name, value in headers.items():
+            handler.send_header(name.replace("_", "-"), value)
+        handler.send_header("content-length", "0")
+        handler.end_headers()
+
+    return act
+
+
+RECEIVED = answer(200)
+
+
+def say_nothing(handler: BaseHTTPRequestHandler) -> None:
+    """Neither answer nor hang up, until the other side does."""
+    handler.rfile.read(1)
+
+
+def talk_garbage(handler: BaseHTTPRequestHandler) -> None:
+    """Something that is no HTTP."""
+    handler.wfile.write(b"\x00\xff hello\r\n\r\n")
+
+
+def talk_for_ever(handler: BaseHTTPRequestHandler) -> None:
+    """A body without an end."""
+    handler.send_response(200)
+    handler.end_headers()
+    for _ in range(100_000):
+        handler.wfile.write(b"x" * 65536)
+
+
+def drip(handler: BaseHTTPRequestHandler) -> None:
+    """Headers without an end, a byte at a time."""
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\nx: ")
+    for _ in range(600):
+        handler.wfile.write(b"y")
+        time.sleep(0.1)
+
+
+@contextmanager
+def receiving(act: Act = RECEIVED, *, tls: ssl.SSLContext | None = None) -> Iterator[Receiver]:
+    """A receiver in threads of its own, for the length of a test."""
+    receiver = Receiver(act)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"])).decode()
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            receiver.got.append(Request(self.path, headers, body))
+            try:
+                receiver.act(self)
+            except OSError:
+                self.close_connection = True
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            """Into no log."""
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, request: object, client_address: object) -> None:
+            """Whoever hangs up is no error here."""
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        if tls is not None:
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
+        receiver.port = server.server_address[1]
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread.start()
+        try:
+            yield receiver
+        finally:
+            server.shutdown()
+            thread.join()

@@ -1,0 +1,444 @@
+"""What webhooks are told and when: the rules, and the outbox in memory's place: on SQLite and on a real Postgres."""
+
+import json
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy import Engine, event, select
+
+from service.adapters.memory_webhooks import MemorySender, MemoryWebhookStore
+from service.adapters.sql.database import open_database
+from service.adapters.sql.outbox import SqlOutbox
+from service.adapters.sql.store import SqlJobStore
+from service.adapters.sql.tables import metadata, webhooks
+from service.adapters.sql.webhooks import SqlWebhookStore
+from service.deliver import LEASE, Deliverer
+from service.domain.access import ANY, OPERATOR, Deed
+from service.domain.job import TRANSITIONS, Job, JobState
+from service.domain.reason import Code, Reason
+from service.domain.webhook import (
+    FIRST_PAUSE,
+    KEPT,
+    LIMIT,
+    LONGEST_PAUSE,
+    PATIENCE,
+    Answer,
+    Delivery,
+    Message,
+    Settled,
+    Webhook,
+    answered,
+    settle,
+)
+from service.errors import WebhookLimit
+from service.ports import Lease, NewJob, WebhookStore
+from tests.support.service import Clock, a_job
+
+DEED = Deed(1.0, OPERATOR, "webhook.test", "default", "hook-1")
+RECEIVED, FAILED, DEAD = Answer(200), Answer(500, "answered 500"), Answer(None, "no answer")
+
+
+def a_webhook(number: int = 1, *, project: str = "default", states: tuple[JobState, ...] = tuple(JobState)) -> Webhook:
+    secret = "whsec_" + "QUJD" * 10
+    return Webhook(f"hook-{number}", project, "https://hooks.example/x", states, secret, 1.0, "operator")
+
+
+def a_delivery(**fields: float) -> Delivery:
+    message = Message("job-1.1", "job.state", "job-1", "{}", 1000.0)
+    return replace(Delivery(1, "hook-1", message, since=1000.0, next_at=1000.0), **fields)  # type: ignore[arg-type]
+
+
+@given(st.integers(0, 10_000), st.floats(0, 1), st.floats(0, PATIENCE), st.none() | st.floats(0, 1e12))
+def test_a_pause_doubles_to_an_hour_and_ends_after_three_days(
+    attempts: int, jitter: float, waited: float, asked: float | None
+) -> None:
+    now = 1000.0 + waited
+    after = settle(a_delivery(attempts=attempts), Answer(503, "x", asked), now=now, jitter=jitter)
+    whole = min(FIRST_PAUSE * 2 ** min(attempts, 50), LONGEST_PAUSE)
+    assert (after.attempts, after.status, after.error) == (attempts + 1, 503, "x")
+    if after.next_at is None:
+        assert after.settled is Settled.GIVEN_UP
+        assert waited + LONGEST_PAUSE >= PATIENCE
+    else:
+        low = max(whole / 2, min(asked or 0.0, LONGEST_PAUSE))
+        assert low * 0.999 <= after.next_at - now <= max(whole, low) * 1.001
+        assert after.next_at <= 1000.0 + PATIENCE
+
+
+def test_what_is_received_is_settled_and_what_nobody_wants_any_more_is_given_up() -> None:
+    received = settle(a_delivery(), RECEIVED, now=1001.0, jitter=0.5)
+    assert (received.settled, received.delivered_at, received.next_at) == (Settled.DELIVERED, 1001.0, None)
+    assert settle(a_delivery(), Answer(410, "gone"), now=1001.0, jitter=0.5).settled is Settled.GIVEN_UP
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [("120", 120.0), ("Thu, 01 Jan 1970 00:01:00 GMT", 50.0), ("Thu, 01 Jan 1970 00:00:01 GMT", 0.0), ("soon", None)],
+)
+def test_a_receiver_may_ask_for_time(header: str, seconds: float | None) -> None:
+    for status in (429, 503):
+        assert answered(status, {"retry-after": header}, now=10.0).retry_after == seconds
+    assert answered(500, {"retry-after": header}, now=10.0).retry_after is None
+
+
+@given(st.integers(100, 599), st.text())
+def test_only_2xx_says_that_it_was_received(status: int, header: str) -> None:
+    found = answered(status, {"retry-after": header}, now=10.0)
+    assert (found.received, found.gone) == (200 <= status < 300, status == 410)
+    assert (found.error is None) == found.received
+
+
+@dataclass
+class World:
+    """A database with jobs, webhooks and an outbox, and receivers that answer as they are told."""
+
+    engine: Engine
+    jobs: SqlJobStore
+    hooks: SqlWebhookStore
+    outbox: SqlOutbox
+    sender: MemorySender
+    clock: Clock
+
+    @property
+    def deliverer(self) -> Deliverer:
+        return Deliverer(self.outbox, self.sender, self.clock, lambda: 1.0, "me")
+
+    def deliver(self) -> list[str]:
+        """The messages that are sent until nothing is due."""
+        before = len(self.sender.sent)
+        while self.deliverer.run_once():
+            pass
+        return [message.id for _, message in self.sender.sent[before:]]
+
+    def log(self, number: int = 1) -> list[Delivery]:
+        """What a webhook was told or is to be told, oldest first."""
+        return self.hooks.deliveries(f"hook-{number}", after=None, limit=1000)[::-1]
+
+    def told(self, number: int = 1) -> list[tuple[str, str | None, str]]:
+        """Message, from and to."""
+        bodies = [(one.message.id, json.loads(one.message.body)["data"]) for one in self.log(number)]
+        return [(message_id, data["from"], data["to"]) for message_id, data in bodies]
+
+    def claimed(self) -> bool:
+        """Whether anybody is about to tell something."""
+        query = select(webhooks.c.id).where(webhooks.c.lease_owner.is_not(None))
+        with self.engine.connect() as connection:
+            return connection.execute(query).first() is not None
+
+    def move(self, job_id: str, *states: JobState) -> None:
+        """Let a job come to these states."""
+        for state in states:
+            job = self.jobs.get(job_id)
+            assert job is not None
+            assert self.jobs.save(job.move(state, now=self.clock()))
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
+    url = request.getfixturevalue("postgres") if request.param == "postgres" else f"sqlite:///{tmp_path / 'jobs.db'}"
+    engine = open_database(url)
+    yield World(engine, SqlJobStore(engine), SqlWebhookStore(engine), SqlOutbox(engine), MemorySender(), Clock(1000.0))
+    with engine.begin() as connection:
+        for table in reversed(metadata.sorted_tables):
+            connection.execute(table.delete())
+    engine.dispose()
+
+
+@pytest.mark.parametrize("before", JobState)
+def test_every_legal_transition_makes_one_message_for_each_webhook_that_wants_it(
+    world: World, before: JobState
+) -> None:
+    for number, project in enumerate(("default", ANY, "other"), 1):
+        world.hooks.add(a_webhook(number, project=project), DEED)
+    world.hooks.add(a_webhook(4, states=(JobState.SUCCEEDED, JobState.FAILED)), DEED)
+    expected = list[tuple[str, str | None, str]]()
+    for after in TRANSITIONS[before]:
+        job = replace(a_job(f"job-{after.lower()}"), state=before)
+        world.jobs.add(NewJob(job))
+        assert world.jobs.save(job.move(after, now=5.0, reason=Reason(Code.USER, "why", "what helps")))
+        expected += [(f"{job.id}.1", None, before), (f"{job.id}.2", before, after)]
+    assert world.told(1) == world.told(2) == expected
+    assert world.told(3) == []
+    assert world.told(4) == [told for told in expected if told[2] in (JobState.SUCCEEDED, JobState.FAILED)]
+
+
+def test_a_message_tells_what_became_of_the_job(world: World) -> None:
+    world.hooks.add(a_webhook(), DEED)
+    job = a_job().move(JobState.STARTING, now=1.0).begin_attempt(now=1.0).move(JobState.RUNNING, now=2.0)
+    world.jobs.add(NewJob(job))
+    assert world.jobs.save(job.move(JobState.FAILED, now=3.5, reason=Reason(Code.DATA_ERROR, "row 7", "mend it")))
+    assert json.loads(world.log()[-1].message.body) == {
+        "id": "job-1.2",
+        "type": "job.state",
+        "timestamp": "1970-01-01T00:00:03.500+00:00",
+        "data": {
+            "job": {"id": "job-1", "name": "tiny", "project": "default"},
+            "from": "RUNNING",
+            "to": "FAILED",
+            "reason": {"code": "data_error", "message": "row 7", "remedy": "mend it"},
+            "attempt": 1,
+        },
+    }
+
+
+def test_what_is_not_stored_is_not_told(world: World) -> None:
+    world.hooks.add(a_webhook(), DEED)
+    job = a_job()
+    assert world.jobs.add_all([NewJob(job), NewJob(a_job("job-2"))], now=0.0)
+    before = world.told()
+    assert len(before) == 2
+    paused = job.move(JobState.PAUSING, now=1.0)
+    assert not world.jobs.save(replace(paused, version=7))
+    assert not world.jobs.save(paused, owner="nobody")
+    assert not world.jobs.save(paused, owner="nobody", leads=True)
+    assert world.jobs.save(replace(job, next_attempt_at=2.0)), "not a change of state"
+    assert not world.jobs.save(paused), "on top of an older version"
+    with pytest.raises(ZeroDivisionError), cut_off(world.engine):
+        world.jobs.save(replace(paused, version=2))
+    with pytest.raises(ZeroDivisionError), cut_off(world.engine):
+        world.jobs.add(NewJob(a_job("job-3")))
+    assert world.told() == before
+    stored = world.jobs.get("job-1")
+    assert stored is not None
+    assert (stored.state, world.jobs.get("job-3")) == (JobState.QUEUED, None)
+    with pytest.raises(ZeroDivisionError), cut_off(world.engine, "INSERT INTO deliveries"):
+        world.jobs.save(replace(paused, version=2))
+    assert world.jobs.get("job-1") == stored, "nor is anything stored that cannot be told"
+
+
+@contextmanager
+def cut_off(engine: Engine, statement: str | None = None) -> Iterator[None]:
+    """Have every commit fail, or every statement of a kind, as if the service ended there."""
+
+    def at(*given: object) -> None:
+        if statement is None or str(given[2]).startswith(statement):
+            1 / 0
+
+    name = "commit" if statement is None else "before_cursor_execute"
+    event.listen(engine, name, at)
+    try:
+        yield
+    finally:
+        event.remove(engine, name, at)
+
+
+def test_messages_of_a_job_go_in_order_and_another_jobs_dead_end_does_not_hold_them_up(world: World) -> None:
+    world.hooks.add(a_webhook(), DEED)
+    for job_id in ("job-1", "job-2"):
+        world.jobs.add(NewJob(a_job(job_id, now=900.0)))
+        world.move(job_id, JobState.STARTING, JobState.RUNNING)
+    world.sender.answers = [FAILED, RECEIVED]
+    assert world.deliver() == ["job-1.1", "job-2.1", "job-2.2", "job-2.3"]
+    assert [one.settled for one in world.log()] == [*[Settled.WAITING] * 3, *[Settled.DELIVERED] * 3]
+    world.clock.now += FIRST_PAUSE - 0.1
+    assert world.deliver() == []
+    world.clock.now += 0.1
+    assert world.deliver() == ["job-1.1", "job-1.2", "job-1.3"]
+    assert [one.attempts for one in world.log()] == [2, 1, 1, 1, 1, 1]
+    assert {one.error for one in world.log()} == {None}
+
+
+def test_a_receiver_that_does_not_answer_is_asked_once_and_others_have_their_turn(world: World) -> None:
+    for number in (1, 2):
+        world.hooks.add(a_webhook(number), DEED)
+    for job_id in ("job-1", "job-2", "job-3"):
+        world.jobs.add(NewJob(a_job(job_id, now=900.0)))
+    world.sender.answers = [DEAD, RECEIVED]
+    assert world.deliverer.run_once()
+    assert len(world.sender.sent) == 1
+    world.clock.now += 0.1
+    assert world.deliverer.run_once()
+    assert [webhook.id for webhook, _ in world.sender.sent] == ["hook-1", *["hook-2"] * 3]
+
+
+def test_what_fails_for_three_days_is_given_up_and_can_be_sent_again(world: World) -> None:
+    world.hooks.add(a_webhook(), DEED)
+    world.jobs.add(NewJob(a_job(now=1000.0)))
+    world.move("job-1", JobState.CANCELLING)
+    world.sender.answers = [FAILED]
+    while (first := world.log()[0]).next_at is not None:
+        world.clock.now = first.next_at
+        assert world.deliverer.run_once()
+    assert first.settled is Settled.GIVEN_UP
+    assert PATIENCE - 2 * LONGEST_PAUSE < world.clock.now - 1000.0 <= PATIENCE
+    assert first.attempts > PATIENCE / LONGEST_PAUSE
+    world.sender.answers = [RECEIVED]
+    assert world.deliver() == ["job-1.2"], "the next one is not held up for ever"
+    again = world.hooks.redeliver("hook-1", first.number, now=world.clock(), deed=DEED)
+    assert again is not None
+    assert (again.settled, again.attempts) == (Settled.WAITING, 0)
+    assert world.deliver() == ["job-1.1"]
+    assert world.hooks.redeliver("hook-1", 99, now=1.0, deed=DEED) is None
+    assert world.hooks.redeliver("hook-2", first.number, now=1.0, deed=DEED) is None
+
+
+def test_who_is_gone_is_told_nothing_until_it_is_enabled(world: World) -> None:
+    world.hooks.add(a_webhook(), DEED)
+    for number in (1, 2):
+        world.jobs.add(NewJob(a_job(f"job-{number}", now=900.0)))
+    world.sender.answers = [Answer(410, "gone"), RECEIVED]
+    assert world.deliver() == ["job-1.1"]
+    webhook = world.hooks.get("hook-1")
+    assert webhook is not None
+    assert (webhook.disabled_at, webhook.disabled_because) == (1000.0, "gone")
+    world.move("job-1", JobState.STARTING)
+    assert [(one.settled, one.error) for one in world.log()] == [(Settled.GIVEN_UP, "gone")] * 2
+    assert world.hooks.enable("hook-1", DEED)
+    assert not world.hooks.enable("hook-1", DEED)
+    world.move("job-1", JobState.RUNNING)
+    assert world.deliver() == ["job-1.3"]
+
+
+def test_a_webhook_is_one_deliverers_until_its_lease_ends_or_is_given_back(world: World) -> None:
+    world.hooks.add(a_webhook(), DEED)
+    world.jobs.add(NewJob(a_job(now=900.0)))
+    assert world.outbox.claim(Lease("a", 1000.0, 1000.0 + LEASE)) is not None
+    assert world.outbox.claim(Lease("b", 1001.0, 1061.0)) is None
+    assert world.outbox.claim(Lease("a", 1001.0, 1061.0)) is None, "it has several threads"
+    world.outbox.release("hook-1", owner="b", now=1001.0)
+    assert world.outbox.claim(Lease("b", 1001.0, 1061.0)) is None
+    world.outbox.release_all("a", now=1001.0)
+    assert world.outbox.claim(Lease("b", 1001.0, 1001.0 + LEASE)) is not None
+    assert LEASE <= 90
+    found = world.outbox.claim(Lease("a", 1001.0 + LEASE, 2000.0))
+    assert found is not None
+    assert [one.message.id for one in found.deliveries] == ["job-1.1"]
+
+
+def test_nothing_is_lost_or_sent_twice_at_once_where_several_deliver(world: World) -> None:
+    for number in (1, 2, 3):
+        world.hooks.add(a_webhook(number), DEED)
+    for number in range(10):
+        world.jobs.add(NewJob(a_job(f"job-{number}", now=900.0)))
+        world.move(f"job-{number}", JobState.STARTING, JobState.RUNNING)
+    chance = random.Random(7)
+    underway, twice = set[tuple[str, str]](), list[object]()
+
+    class Sender(MemorySender):
+        def send(self, webhook: Webhook, message: Message, *, now: float) -> Answer | None:
+            this = (webhook.id, message.id)
+            twice.extend([this] if this in underway else [])
+            underway.add(this)
+            answer = chance.choice([RECEIVED, RECEIVED, FAILED])
+            if answer.received:
+                self.sent.append((webhook, message))
+            underway.discard(this)
+            return answer
+
+    world.sender = Sender()
+
+    def work() -> None:
+        while any(one.next_at is not None for number in (1, 2, 3) for one in world.log(number)):
+            if not world.deliverer.run_once() and not world.claimed():
+                # Nothing is due: somebody lets the time pass, but not so much that a lease ends.
+                world.clock.now += FIRST_PAUSE
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert twice == []
+    for number in (1, 2, 3):
+        got = [message.id for webhook, message in world.sender.sent if webhook.id == f"hook-{number}"]
+        assert len(got) == len(set(got)) == 30
+        for job in range(10):
+            assert [one for one in got if one.startswith(f"job-{job}.")] == [f"job-{job}.{n}" for n in (1, 2, 3)]
+
+
+def test_a_webhook_that_is_deleted_takes_its_messages_with_it(world: World) -> None:
+    world.hooks.add(a_webhook(), DEED)
+    world.jobs.add(NewJob(a_job(now=900.0)))
+    assert world.hooks.delete("hook-1", DEED)
+    assert not world.hooks.delete("hook-1", DEED)
+    assert (world.log(), world.deliver()) == ([], [])
+
+
+def test_what_is_over_is_forgotten_and_what_was_never_tried_is_not(world: World) -> None:
+    for number in (1, 2):
+        world.hooks.add(a_webhook(number), DEED)
+    world.jobs.add(NewJob(a_job(now=1000.0)))
+    world.sender.answers = [RECEIVED, DEAD]
+    assert world.deliverer.run_once()
+    world.hooks.rotate("hook-1", "new", until=1500.0, deed=DEED)
+    world.outbox.prune(now=1000.0 + KEPT - 1)
+    assert [len(world.log(number)) for number in (1, 2)] == [1, 1]
+    webhook = world.hooks.get("hook-1")
+    assert webhook is not None
+    assert (webhook.secret, webhook.previous_secret) == ("new", None)
+    world.outbox.prune(now=1000.0 + KEPT + 1)
+    assert sum(len(world.log(number)) for number in (1, 2)) == 1
+    world.outbox.disable("hook-1", "x", now=1.0)
+    world.outbox.disable("hook-2", "x", now=1.0)
+    world.outbox.prune(now=1000.0 + KEPT + 1)
+    assert sum(len(world.log(number)) for number in (1, 2)) == 0
+
+
+@pytest.fixture(params=["memory", "sqlite", "postgres"])
+def hooks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WebhookStore]:
+    if request.param == "memory":
+        yield MemoryWebhookStore()
+        return
+    url = request.getfixturevalue("postgres") if request.param == "postgres" else f"sqlite:///{tmp_path / 'jobs.db'}"
+    engine = open_database(url)
+    yield SqlWebhookStore(engine)
+    with engine.begin() as connection:
+        for table in reversed(metadata.sorted_tables):
+            connection.execute(table.delete())
+    engine.dispose()
+
+
+def test_webhooks_come_back_as_they_were_stored(hooks: WebhookStore) -> None:
+    first, second = a_webhook(1), a_webhook(2, project="other", states=(JobState.FAILED,))
+    for webhook in (first, second):
+        hooks.add(webhook, DEED)
+    assert (hooks.get("hook-1"), hooks.get("hook-3")) == (first, None)
+    assert hooks.among(None) == [second, first]
+    assert hooks.among(frozenset({"other"})) == [second]
+    rotated = hooks.rotate("hook-1", "new", until=9.0, deed=DEED)
+    assert rotated == replace(first, secret="new", previous_secret=first.secret, previous_until=9.0)
+    assert rotated == hooks.get("hook-1")
+    assert rotated is not None
+    assert (rotated.secrets(8.9), rotated.secrets(9.0)) == (("new", first.secret), ("new",))
+    assert hooks.rotate("hook-3", "new", until=9.0, deed=DEED) is None
+    assert "whsec_" not in repr(rotated) + repr(rotated.facts)
+
+
+def test_a_project_has_so_many_webhooks_however_many_are_made_at_once(hooks: WebhookStore) -> None:
+    for number in range(LIMIT - 2):
+        hooks.add(a_webhook(number), DEED)
+    refused = list[WebhookLimit]()
+
+    def add(number: int) -> None:
+        try:
+            hooks.add(a_webhook(number), DEED)
+        except WebhookLimit as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=add, args=(number,)) for number in range(100, 105)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert (len(hooks.among(None)), len(refused)) == (LIMIT, 3)
+    assert "delete one of them first" in str(refused[0])
+    hooks.delete(hooks.among(None)[0].id, DEED)
+    hooks.add(a_webhook(200), DEED)
+    hooks.add(a_webhook(201, project="other"), DEED)
+
+
+def test_jobs_without_webhooks_cost_one_question(world: World) -> None:
+    asked = list[str]()
+    event.listen(world.engine, "before_cursor_execute", lambda *given: asked.append(given[2]))
+    job: Job = a_job()
+    world.jobs.add(NewJob(job))
+    world.jobs.save(job.move(JobState.STARTING, now=1.0))
+    assert sum("webhooks" in statement for statement in asked) == 2
+    assert not any("deliveries" in statement for statement in asked)
