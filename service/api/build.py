@@ -8,6 +8,7 @@ from anyio import CapacityLimiter
 from fastapi import FastAPI
 
 from service.api import checkpoints, health, jobs, keys, runs, usage, watched
+from service.api.describe import DescribedApi, operation_id
 from service.api.guard import Guard, HostCheck, RequestIds
 from service.api.problems import install_problems
 from service.api.together import Together
@@ -38,10 +39,12 @@ class Parts:
 
 def build_api(parts: Parts) -> FastAPI:
     """Routers, guards and error answers in one app."""
-    app = FastAPI(
+    app = DescribedApi(
         title="Trainshed",
         summary="Distributed training jobs that survive faults.",
         lifespan=parts.lifespan,
+        generate_unique_id_function=operation_id,
+        redirect_slashes=False,
         separate_input_output_schemas=False,
     )
     _put_state(app, parts)

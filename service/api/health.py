@@ -2,10 +2,13 @@
 
 from fastapi import APIRouter, Request, Response
 
+from service.api.describe import Answers
+from service.api.query import CHECKED
 from service.api.schemas import Health
 from service.use_cases import Jobs
 
-router = APIRouter(tags=["health"])
+router = APIRouter(tags=["health"], dependencies=[CHECKED])
+_NOT_READY: Answers = {503: {"model": Health, "description": "Not ready, and why"}}
 
 
 @router.get("/healthz")
@@ -14,7 +17,7 @@ def healthz() -> Health:
     return Health(status="ok")
 
 
-@router.get("/readyz")
+@router.get("/readyz", responses=_NOT_READY)
 def readyz(request: Request, response: Response) -> Health:
     """The database answers, so that jobs can be taken; the cluster may still be on its way."""
     jobs: Jobs = request.app.state.jobs
