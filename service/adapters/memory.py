@@ -294,6 +294,7 @@ def _matches(job: Job, query: JobQuery) -> bool:
         (not query.states or job.state in query.states)
         and (query.projects is None or job.spec.project in query.projects)
         and query.name in (None, job.spec.name)
+        and job.id.startswith(query.id_prefix or "")
         and all(job.spec.labels.get(key) == value for key, value in query.labels)
         and (query.after is None or job.id < query.after)
     )

@@ -1,5 +1,6 @@
 """What goes over the wire of keys and of the audit log."""
 
+from datetime import UTC, datetime
 from typing import Annotated
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, JsonValue
@@ -15,9 +16,10 @@ class KeyIn(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    name: str = Field(min_length=1, max_length=64, description="whose it is")
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[^\x00-\x1f\x7f]*$", description="whose it is")
     roles: dict[Project, Role] = Field(min_length=1, max_length=64, description=f"by project; {ANY} stands for all")
-    expires_at: AwareDatetime | None = None
+    # The last year may be one too many where the sun has risen already.
+    expires_at: AwareDatetime | None = Field(default=None, lt=datetime(9999, 1, 1, tzinfo=UTC))
 
 
 class KeyOut(BaseModel):

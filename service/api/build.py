@@ -8,6 +8,7 @@ from anyio import CapacityLimiter
 from fastapi import FastAPI
 
 from service.api import checkpoints, health, jobs, keys, runs, usage, watched, webhooks
+from service.api.describe import DescribedApi, operation_id
 from service.api.guard import Guard, HostCheck, RequestIds
 from service.api.opening import Gate, Pulse
 from service.api.problems import install_problems
@@ -46,10 +47,12 @@ class Parts:
 
 def build_api(parts: Parts) -> FastAPI:
     """Routers, guards and error answers in one app."""
-    app = FastAPI(
+    app = DescribedApi(
         title="Trainshed",
         summary="Distributed training jobs that survive faults.",
         lifespan=parts.lifespan,
+        generate_unique_id_function=operation_id,
+        redirect_slashes=False,
         separate_input_output_schemas=False,
     )
     put_state(app, parts)

@@ -4,6 +4,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
+from service.api.describe import Answers, json_body
 from service.api.guard import CallerIs, parse_body, read_body, require_key
 from service.api.ledger_schemas import CheckpointOut, Checkpoints, ExportIn, ExportOut, Verified
 from service.domain.job import Job
@@ -11,7 +12,7 @@ from service.ledger import Ledger
 from train_loop.run_dir import ExportWish
 
 router = APIRouter(prefix="/jobs/{job_id}/checkpoints", tags=["checkpoints"], dependencies=[Depends(require_key)])
-_EXPORT_BODY = {"requestBody": {"content": {"application/json": {"schema": ExportIn.model_json_schema()}}}}
+_DONE: Answers = {200: {"model": ExportOut, "description": "It is done already"}}
 Step = Annotated[int, Path(ge=0, lt=10**8)]
 
 
@@ -49,7 +50,7 @@ def unpin(ledger: UseCases, job_id: str, step: Step) -> CheckpointOut:
     return CheckpointOut.of(ledger.unpin(job_id, step))
 
 
-@router.post("/{step}/export", status_code=202, openapi_extra=_EXPORT_BODY)
+@router.post("/{step}/export", status_code=202, openapi_extra=json_body(ExportIn), responses=_DONE)
 def export(
     ledger: UseCases, job_id: str, step: Step, body: Annotated[bytes, Depends(read_body)], response: Response
 ) -> ExportOut:

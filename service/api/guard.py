@@ -18,7 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.contextvars import bind_contextvars
 
 from service.access import Access
-from service.api.problems import problem
+from service.api.problems import fault, problem
+from service.api.query import check_query
 from service.domain.access import OPERATOR, Caller
 from service.domain.token import is_token
 from service.errors import BodyTooLarge, HostRefused, InvalidRequest, Unauthorized
@@ -57,12 +58,17 @@ class KeyBearer(SecurityBase):
         self.scheme_name = type(self).__name__
 
     async def __call__(self, request: Request) -> Caller:
-        """Whose key or token was sent. Raises Unauthorized, RateLimited, IssuerUnavailable."""
+        """Whose key or token was sent; the query is looked at, too.
+
+        Raises Unauthorized, RateLimited, IssuerUnavailable, InvalidRequest.
+        """
         scheme, secret = get_authorization_scheme_param(request.headers.get("authorization"))
         secret = secret if scheme.lower() == "bearer" else ""
         guard = guard_of(request)
         caller = OPERATOR if guard.access.is_operator(secret) else await _let_in(guard, _attempt(request, secret))
         request.state.key_id = caller.id
+        # Here, because a dependency of its own costs every submit as much as this one does.
+        await check_query(request)
         return replace(caller, request_id=request.state.request_id)
 
 
@@ -107,7 +113,8 @@ async def read_body(request: Request) -> bytes:
 def parse_body(kind: type[T], body: bytes) -> T:
     """A body as a model; an empty one has all its defaults. Raises InvalidRequest."""
     try:
-        return kind.model_validate_json(body or b"{}")
+        # Strictly: what is said to be a number is no text that looks like one.
+        return kind.model_validate_json(body or b"{}", strict=True)
     except ValidationError as error:
         raise InvalidRequest(
             [Problem("".join(f"/{part}" for part in e["loc"]), e["msg"]) for e in error.errors()]
@@ -115,7 +122,10 @@ def parse_body(kind: type[T], body: bytes) -> T:
 
 
 class RequestIds:
-    """Gives every request an id, the caller's own if it sent a plain one: in the answer and in each log line (ASGI)."""
+    """Gives every request an id, the caller's own if it sent a plain one: in the answer and in each log line (ASGI).
+
+    Faults of all that is behind it are answered here.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -131,12 +141,23 @@ class RequestIds:
         # A request has a context of its own: nobody sees it afterwards.
         bind_contextvars(request_id=request_id.decode())
 
+        begun = False
+
         async def answer(message: Message) -> None:
+            nonlocal begun
             if message["type"] == "http.response.start":
+                begun = True
                 message["headers"] = [*message["headers"], (_REQUEST_ID, request_id)]
             await send(message)
 
-        await self.app(scope, receive, answer)
+        try:
+            await self.app(scope, receive, answer)
+        except Exception as error:
+            # Here, because what Starlette has for faults sits outside: its answer would go without the id.
+            refusal = fault(error)
+            if begun:
+                raise
+            await refusal(scope, receive, answer)
 
 
 class HostCheck:

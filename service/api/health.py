@@ -3,11 +3,12 @@
 from fastapi import APIRouter, Request
 
 from service.api.opening import Pulse
+from service.api.query import CHECKED
 from service.api.schemas import Health
 from service.errors import DatabaseUnreachable, GoingAway
 from service.opening import Opening
 
-router = APIRouter(tags=["health"])
+router = APIRouter(tags=["health"], dependencies=[CHECKED])
 
 
 @router.get("/healthz")

@@ -7,10 +7,12 @@ from typing import Annotated, TypeVar, TypeVarTuple
 
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
-from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request, Response
 
+from service.api.describe import LOCATION, SPEC_BODY, Answers, json_body
 from service.api.guard import CallerIs, parse_body, read_body, require_key
 from service.api.plan_schemas import PlanOut
+from service.api.query import ANY_CASE
 from service.api.schemas import CancelIn, CloneIn, JobOut, JobPage, PauseIn, ResumeIn
 from service.api.together import Together
 from service.domain.access import Caller
@@ -21,14 +23,13 @@ from service.use_cases import Jobs, JobView
 T = TypeVar("T")
 Given = TypeVarTuple("Given")
 router = APIRouter(prefix="/jobs", tags=["jobs"], dependencies=[Depends(require_key)])
-_SPEC = {"schema": {"$ref": "#/components/schemas/JobSpec"}}
-_SPEC_BODY = {"requestBody": {"required": True, "content": {"application/json": _SPEC, "application/yaml": _SPEC}}}
-_CLONE_BODY, _PAUSE_BODY, _RESUME_BODY, _CANCEL_BODY = (
-    {"requestBody": {"content": {"application/json": {"schema": body.model_json_schema()}}}}
-    for body in (CloneIn, PauseIn, ResumeIn, CancelIn)
-)
+_NEW: Answers = {
+    201: LOCATION,
+    200: LOCATION | {"model": JobOut, "description": "Its Idempotency-Key was known: the same job"},
+}
 Body = Annotated[bytes, Depends(read_body)]
 IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]
+_ID_PREFIX = "^([Jj][Oo][Bb]-)?[0-9A-Za-z]{1,26}$"
 
 
 async def jobs_of(request: Request, caller: CallerIs) -> Jobs:
@@ -68,13 +69,13 @@ class Asked:
 ToCheck = Annotated[Asked, Depends(Asked.read)]
 
 
-@router.post("", status_code=201, openapi_extra=_SPEC_BODY)
+@router.post("", status_code=201, openapi_extra=SPEC_BODY, responses=_NEW)
 async def submit(asked: ToCheck, response: Response, idempotency_key: IdempotencyKey = None) -> JobOut:
     """Store a job durably; the same Idempotency-Key and body give the same job again, with 200."""
     return _answer(asked.jobs, response, *await asked.submit(_once(asked, idempotency_key, asked.body)))
 
 
-@router.post("/{job_id}/clone", status_code=201, openapi_extra=_CLONE_BODY)
+@router.post("/{job_id}/clone", status_code=201, openapi_extra=json_body(CloneIn), responses=_NEW)
 async def clone(asked: ToCheck, job_id: str, response: Response, idempotency_key: IdempotencyKey = None) -> JobOut:
     """Store a job that goes on from a checkpoint of this one, with some of its spec different; else as submit."""
     wish, once = (
@@ -95,25 +96,34 @@ def _answer(jobs: Jobs, response: Response, view: JobView, new: bool) -> JobOut:
     return JobOut.of(view, now=jobs.clock())
 
 
-@router.post("/plan", openapi_extra=_SPEC_BODY)
+@router.post("/plan", openapi_extra=SPEC_BODY)
 async def plan(asked: ToCheck) -> PlanOut:
     """The same checks as submit; nothing is stored."""
     return PlanOut.of(await asked.call(asked.jobs.plan, asked.body))
 
 
+@router.api_route("/plan", methods=["GET", "DELETE"], include_in_schema=False)
+async def no_job() -> None:
+    """The name of a call is no id of a job."""
+    raise HTTPException(405, "no job has this name; POST plans a spec", {"Allow": "POST"})
+
+
 async def job_query(
     request: Request,
-    state: Annotated[list[JobState] | None, Query()] = None,
+    state: Annotated[list[Annotated[JobState, ANY_CASE]] | None, Query(description="in any case")] = None,
     project: str | None = None,
     name: str | None = None,
+    id: Annotated[str | None, Query(pattern=_ID_PREFIX, description="how ids begin, with job- or without")] = None,
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
+    label: Annotated[str | None, Query(alias="label.KEY", description="the value of label KEY; several: all")] = None,
 ) -> JobQuery:
     """The filters; `label.k=v` asks for a label, several of them for all."""
     given = request.query_params.multi_items()
     labels = tuple((key.removeprefix("label."), value) for key, value in given if key.startswith("label."))
     projects = None if project is None else frozenset({project})
-    return JobQuery(tuple(state or ()), projects, name, labels, after, limit)
+    prefix = None if id is None else f"job-{id.lower().removeprefix('job-')}"
+    return JobQuery(tuple(state or ()), projects, name, labels, prefix, after, limit)
 
 
 @router.get("")
@@ -136,21 +146,21 @@ def delete(jobs: UseCases, job_id: str) -> None:
     jobs.delete(job_id)
 
 
-@router.post("/{job_id}/pause", openapi_extra=_PAUSE_BODY)
+@router.post("/{job_id}/pause", openapi_extra=json_body(PauseIn))
 def pause(jobs: UseCases, job_id: str, body: Body) -> JobOut:
     """Commit a checkpoint and leave the cluster until the job is resumed; repeatable."""
     wish = parse_body(PauseIn, body)
     return JobOut.of(jobs.pause(job_id, grace_seconds=wish.grace_seconds), now=jobs.clock())
 
 
-@router.post("/{job_id}/resume", openapi_extra=_RESUME_BODY)
+@router.post("/{job_id}/resume", openapi_extra=json_body(ResumeIn))
 async def resume(asked: ToCheck, job_id: str) -> JobOut:
     """Let a paused job go on, at another size if one is given; repeatable."""
     view = await asked.call(asked.jobs.resume, job_id, parse_body(ResumeIn, asked.body).scaling)
     return JobOut.of(view, now=asked.jobs.clock())
 
 
-@router.post("/{job_id}/cancel", openapi_extra=_CANCEL_BODY)
+@router.post("/{job_id}/cancel", openapi_extra=json_body(CancelIn))
 def cancel(jobs: UseCases, job_id: str, body: Body) -> JobOut:
     """End the job, by default with a last checkpoint; repeatable."""
     wish = parse_body(CancelIn, body)

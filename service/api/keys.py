@@ -6,11 +6,11 @@ from fastapi import APIRouter, Depends, Path, Query, Request
 
 from service.access import Access
 from service.api.access_schemas import DeedOut, KeyIn, KeyOut, Keys, Me, NewKey
+from service.api.describe import json_body
 from service.api.guard import CallerIs, parse_body, read_body
 from service.api.schemas import Page
 
 router = APIRouter(tags=["access"])
-_KEY_BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": KeyIn.model_json_schema()}}}}
 
 
 async def access_of(request: Request, caller: CallerIs) -> Access:
@@ -28,7 +28,7 @@ def me(caller: CallerIs) -> Me:
     return Me(id=caller.id, name=caller.name, roles=dict(caller.roles))
 
 
-@router.post("/keys", status_code=201, openapi_extra=_KEY_BODY)
+@router.post("/keys", status_code=201, openapi_extra=json_body(KeyIn, required=True))
 def create(access: UseCases, body: Annotated[bytes, Depends(read_body)]) -> NewKey:
     """Make a key for projects of which one is an admin; its secret is shown this once."""
     wish = parse_body(KeyIn, body)

@@ -1,5 +1,6 @@
 """Every error as RFC 9457 application/problem+json with a stable `code`."""
 
+from collections.abc import Sequence
 from http import HTTPStatus
 
 import structlog
@@ -7,20 +8,27 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Match
 
 from service.api.schemas import ProblemDetails, ProblemOut
 from service.errors import InvalidRequest, ServiceError
 from train_loop.spec import Problem
 
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 log = structlog.get_logger(__name__)
 
 
 def install_problems(app: FastAPI) -> None:
-    """Answer every error, ours and the framework's, as a problem."""
+    """Answer every error, ours and the framework's, as a problem; RequestIds answers faults."""
     app.add_exception_handler(ServiceError, _service_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _fault)
+
+
+def fault(error: Exception) -> Response:
+    """The answer to what nobody thought of, which the log tells and the caller is not told."""
+    log.error("request_failed", exc_info=error)
+    return _answer(500, "internal", "the service failed to answer; its log says why")
 
 
 def problem(error: ServiceError) -> Response:
@@ -52,12 +60,18 @@ def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
     detail = f"{request.method} {request.url.path}: {error.detail}; GET /docs lists the calls there are"
-    return _answer(error.status_code, code, detail, headers=dict(error.headers or {}))
+    headers = dict(error.headers or {})
+    if error.status_code == 405 and error.detail == HTTPStatus.METHOD_NOT_ALLOWED.phrase:
+        # Starlette names the methods of one route alone.
+        headers["Allow"] = ", ".join(_methods(request))
+    return _answer(error.status_code, code, detail, headers=headers)
 
 
-def _fault(request: Request, error: Exception) -> Response:
-    log.error("request_failed", method=request.method, path=request.url.path, exc_info=error)
-    return _answer(500, "internal", "the service failed to answer; its log says why")
+def _methods(request: Request) -> list[str]:
+    """Those that a path has, over all its routes."""
+    tried = ({**request.scope, "method": method} for method in _METHODS)
+    routes: Sequence[BaseRoute] = request.app.routes
+    return [scope["method"] for scope in tried if any(route.matches(scope)[0] is Match.FULL for route in routes)]
 
 
 def _answer(

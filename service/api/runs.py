@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
 
+from service.api.describe import Answers
 from service.api.guard import require_key
 from service.api.jobs import UseCases
+from service.api.query import ANY_CASE
 from service.api.schemas import LinePage, TextPage
 from service.api.streams import Streams, asks_for_stream
 from service.domain.job import Job
@@ -20,7 +22,7 @@ from train_loop.spec import Problem
 
 router = APIRouter(prefix="/jobs/{job_id}", tags=["runs"], dependencies=[Depends(require_key)])
 Limit = Annotated[int, Query(ge=1, le=1000)]
-_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+_STREAM: Answers = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
 
 class Log(NamedTuple):
@@ -42,9 +44,12 @@ Dirs = Annotated[RunDirs, Depends(run_dirs_of)]
 async def cursor_of(
     request: Request,
     after: Annotated[str | None, Query(description="`next` of a page, or the id of a message")] = None,
+    last_event_id: Annotated[
+        str | None, Header(description="of a stream that is taken up again: instead of `after`")
+    ] = None,
 ) -> tuple[int, int] | None:
     """Both numbers of the cursor; a stream that is taken up again sends it as a header. Raises InvalidRequest."""
-    given = (request.headers.get("last-event-id") if asks_for_stream(request) else None) or after
+    given = (last_event_id if asks_for_stream(request) else None) or after
     if given is None:
         return None
     match = re.fullmatch(r"(\d{1,9})\.(\d{1,15})", given)
@@ -61,7 +66,9 @@ Contains = Annotated[str | None, Query(min_length=1, description="only lines tha
 
 async def filters_of(
     contains: Contains = None,
-    level: Annotated[Level | None, Query(description="only lines of this level or a higher one")] = None,
+    level: Annotated[
+        Level | None, ANY_CASE, Query(description="only lines of this level or a higher one, in any case")
+    ] = None,
 ) -> tuple[Filter, ...]:
     """Which lines of a log are wanted."""
     # The level first: it has to see every line.
@@ -106,7 +113,9 @@ def log_of(
     jobs: UseCases,
     dirs: Dirs,
     job_id: str,
-    attempt: Annotated[int | None, Query(ge=1, description="only this one; default: the newest and later ones")] = None,
+    attempt: Annotated[
+        int | None, Query(ge=1, lt=10**9, description="only this one; default: the newest and later ones")
+    ] = None,
     rank: Annotated[int | None, Query(ge=0, description="default: the driver")] = None,
     filters: Annotated[tuple[Filter, ...], Depends(filters_of)] = (),
 ) -> Log:

@@ -4,6 +4,7 @@ from datetime import date, timedelta
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query
+from pydantic import BeforeValidator
 
 from service.api.guard import require_key
 from service.api.jobs import UseCases
@@ -12,13 +13,15 @@ from service.domain.usage import day_of
 
 router = APIRouter(tags=["usage"], dependencies=[Depends(require_key)])
 _DAYS = 30
+Day = Annotated[date, BeforeValidator(date.fromisoformat)]
+"""As it is written, and no number of seconds."""
 
 
 @router.get("/usage")
 def usage(
     jobs: UseCases,
-    since: Annotated[date | None, Query(description="first day, UTC; default: 30 days ago")] = None,
-    until: Annotated[date | None, Query(description="last day; default: today")] = None,
+    since: Annotated[Day | None, Query(description="first day, UTC; default: 30 days ago")] = None,
+    until: Annotated[Day | None, Query(description="last day; default: today")] = None,
     project: str | None = None,
 ) -> UsageDays:
     """Worker, CPU and GPU hours of each project on each day on which it had any."""

@@ -6,13 +6,13 @@ from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Depends, Path, Query, Request
 
+from service.api.describe import json_body
 from service.api.guard import CallerIs, parse_body, read_body
 from service.api.schemas import Page
 from service.api.webhook_schemas import DeliveryOut, NewWebhook, TrialOut, WebhookIn, WebhookOut, WebhooksOut
 from service.webhooks import Webhooks
 
 router = APIRouter(prefix="/webhooks", tags=["webhooks"])
-_BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": WebhookIn.model_json_schema()}}}}
 _HIGHEST = 2**62
 
 
@@ -26,7 +26,7 @@ UseCases = Annotated[Webhooks, Depends(webhooks_of)]
 WebhookId = Annotated[str, Path(max_length=64)]
 
 
-@router.post("", status_code=201, openapi_extra=_BODY)
+@router.post("", status_code=201, openapi_extra=json_body(WebhookIn, required=True))
 def create(webhooks: UseCases, body: Annotated[bytes, Depends(read_body)]) -> NewWebhook:
     """Have somebody told of the jobs of a project of which one is an admin; the secret is shown this once."""
     wish = parse_body(WebhookIn, body)

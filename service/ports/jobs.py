@@ -27,6 +27,8 @@ class JobQuery:
     """None: any."""
     name: str | None = None
     labels: tuple[tuple[str, str], ...] = ()
+    id_prefix: str | None = None
+    """How their ids begin: `job-` and some of what comes behind it, in lower case."""
     after: str | None = None
     limit: int = 50
 

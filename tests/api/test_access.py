@@ -201,11 +201,14 @@ def test_nobody_lets_others_in_further_than_oneself(world: World) -> None:
     ("body", "pointer"),
     [
         ({"name": "", "roles": {"own": "viewer"}}, "/name"),
+        ({"name": "a\0b", "roles": {"own": "viewer"}}, "/name"),
         ({"name": "x", "roles": {}}, "/roles"),
         ({"name": "x", "roles": {"own": "owner"}}, "/roles/own"),
         ({"name": "x", "roles": {"Own!": "viewer"}}, "/roles/Own!/[key]"),
         ({"name": "x", "roles": {"own": "viewer"}, "expires_at": "1970-01-01T00:00:01Z"}, "/expires_at"),
         ({"name": "x", "roles": {"own": "viewer"}, "expires_at": "2026-01-01"}, "/expires_at"),
+        ({"name": "x", "roles": {"own": "viewer"}, "expires_at": 4102444800}, "/expires_at"),
+        ({"name": "x", "roles": {"own": "viewer"}, "expires_at": "9999-12-31T23:59:59-12:00"}, "/expires_at"),
     ],
 )
 def test_key_that_makes_no_sense_is_refused(world: World, body: dict[str, Any], pointer: str) -> None:

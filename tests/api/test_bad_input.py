@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+from structlog.contextvars import merge_contextvars
+from structlog.testing import capture_logs
 
 from service.adapters.memory import MemoryPreflight
 from service.ports import Findings
@@ -167,6 +169,22 @@ def test_unknown_job(client: TestClient, path: str) -> None:
 def test_unknown_route_and_method(client: TestClient) -> None:
     assert refusal(client, "GET", "/nothing")[:2] == (404, "not_found")
     assert refusal(client, "PUT", "/jobs")[:2] == (405, "method_not_allowed")
+    assert refusal(client, "GET", "/jobs/")[:2] == (404, "not_found")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("PUT", "/jobs", "GET, POST"),
+        ("POST", "/jobs/job-1", "GET, DELETE"),
+        ("GET", "/jobs/plan", "POST"),
+        ("PATCH", "/jobs/job-1/checkpoints/10/pin", "POST, DELETE"),
+        ("POST", "/openapi.json", "GET, HEAD"),
+    ],
+)
+def test_wrong_method_is_told_the_right_ones(client: TestClient, method: str, path: str, allowed: str) -> None:
+    answer = client.request(method, path)
+    assert (answer.status_code, answer.headers["allow"], answer.json()["code"]) == (405, allowed, "method_not_allowed")
 
 
 def test_body_over_the_limit(client: TestClient) -> None:
@@ -197,12 +215,26 @@ def test_foreign_host_header(client: TestClient) -> None:
         ("/jobs?state=NONE", "/query/state/0"),
         ("/jobs/{id}/events?after=x", "/query/after"),
         ("/jobs/{id}/logs?rank=-1", "/query/rank"),
+        (f"/jobs/{{id}}/logs?attempt={10**400}", "/query/attempt"),
+        (f"/jobs/{{id}}/checkpoints/{10**400}/export", "/path/step"),
+        (f"/audit?after={10**400}", "/query/after"),
+        ("/jobs?id=job-%ff", "/query/id"),
+        ("/usage?since=0", "/query/since"),
     ],
 )
 def test_parameter_that_breaks_a_rule(client: TestClient, path: str, pointer: str) -> None:
     job_id = client.post("/jobs", content=spec_body()).json()["id"]
     answer = client.get(path.format(id=job_id)).json()
     assert (answer["code"], [error["pointer"] for error in answer["errors"]]) == ("invalid_request", [pointer])
+
+
+@pytest.mark.parametrize("path", ["/jobs", "/jobs/plan", "/keys", "/jobs/{id}/cancel", "/jobs/{id}/clone"])
+@pytest.mark.parametrize(
+    "body", [b"\xff\xfe", b'{"name": "\\ud800"}', b'{"project": "\\u0000", "name": "a\\u0000"}', b"\0"]
+)
+def test_text_that_is_none(client: TestClient, path: str, body: bytes) -> None:
+    job_id = client.post("/jobs", content=spec_body()).json()["id"]
+    assert refusal(client, "POST", path.format(id=job_id), content=body)[0] == 422
 
 
 def test_cancel_with_a_field_that_does_not_exist(client: TestClient) -> None:
@@ -220,6 +252,8 @@ def test_fault_is_a_problem_and_tells_no_secrets(service: FakeService) -> None:
     service.preflight = BrokenPreflight()
     headers = {"authorization": f"Bearer {KEY}"}
     client = TestClient(service.app(), "http://127.0.0.1", headers=headers, raise_server_exceptions=False)
-    status, code, detail = refusal(client, "POST", "/jobs", content=spec_body())
-    assert (status, code) == (500, "internal")
-    assert "1234" not in detail
+    with capture_logs([merge_contextvars]) as logged:
+        answer = client.post("/jobs", content=spec_body(), headers={"x-request-id": "mine"})
+    assert (answer.status_code, answer.json()["code"], answer.headers["x-request-id"]) == (500, "internal", "mine")
+    assert "1234" not in answer.text
+    assert [(line["event"], line["request_id"]) for line in logged] == [("request_failed", "mine")]

@@ -42,7 +42,9 @@ def _of_each(names: Iterable[str], look: Callable[[str], T]) -> list[T]:
 
 
 def _fault(folder: Path, manifest: Manifest, name: str) -> str | None:
-    path, expected = folder / name, manifest.files[name]
+    path, expected = folder / name, manifest.files.get(name)
+    if expected is None:
+        return f"{name} is none of the files that were committed"
     size = size_of(path)
     if size is None:
         return f"{name} is missing"

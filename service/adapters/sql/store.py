@@ -298,6 +298,9 @@ def _matching(query: JobQuery) -> Select[tuple[object, ...]]:
         found = found.where(jobs.c.project.in_(query.projects))
     if query.name is not None:
         found = found.where(jobs.c.name == query.name)
+    if query.id_prefix is not None:
+        # No id goes on with more than z, in any collation: a range of the primary key's index.
+        found = found.where(jobs.c.id.between(query.id_prefix, query.id_prefix + "z" * 32))
     if query.after is not None:
         found = found.where(jobs.c.id < query.after)
     for key, value in query.labels:

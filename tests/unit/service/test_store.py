@@ -228,6 +228,23 @@ def test_pages_are_newest_first_and_filtered(store: JobStore) -> None:
     assert ids(JobQuery(states=(JobState.RUNNING,))) == []
 
 
+def test_jobs_whose_ids_begin_alike(store: JobStore) -> None:
+    stored = [
+        "job-01m7zz0000",
+        "job-01m8000000",
+        "job-01m80000zz",
+        "job-01m8z00000",
+        "job-01m9000000",
+        "job-z000000000",
+    ]
+    for job_id in stored:
+        store.add(NewJob(a_job(job_id)))
+    for prefix in ("job-", "job-0", "job-01m8", "job-01m80", "job-01m8000000", "job-01mz", "job-zz", "job-z"):
+        found = [job.id for job in store.page(JobQuery(id_prefix=prefix))]
+        assert found == [job_id for job_id in reversed(stored) if job_id.startswith(prefix)]
+    assert [job.id for job in store.page(JobQuery(id_prefix="job-01m8", limit=1))] == ["job-01m8z00000"]
+
+
 def test_jobs_that_used_the_cluster_between_two_moments(store: JobStore) -> None:
     for number, (started, finished) in enumerate([(10.0, 20.0), (15.0, None), (30.0, 40.0), (None, None)], start=1):
         job = a_job(f"job-{number}", project="p" if number < 3 else "q")

@@ -1,0 +1,149 @@
+"""What /openapi.json says beyond what FastAPI can tell: bodies read by hand, problems, headers, links."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+
+from service.api.schemas import ProblemDetails
+
+Part = dict[str, Any]
+"""A piece of an OpenAPI document."""
+Answers = dict[int | str, Part]
+"""What a route says of its answers, by status."""
+TAGS = {
+    "health": "Whether the process answers and takes jobs; no key is needed.",
+    "jobs": "Submit, plan, list, pause, resume, clone, cancel and delete jobs.",
+    "runs": "What a run writes: events, metrics and logs, in pages or as a stream.",
+    "checkpoints": "Committed checkpoints of a job: verify, pin and export them.",
+    "usage": "What projects have used of the cluster.",
+    "access": "Keys, what they open, and the log of what was done with them.",
+    "webhooks": "Who is told of jobs, and what became of it.",
+    "operations": "For those who look after the service.",
+}
+_REFERENCE = "#/components/schemas/"
+_SPEC = {"schema": {"$ref": f"{_REFERENCE}JobSpec"}}
+SPEC_BODY: Part = {"requestBody": {"required": True, "content": {"application/json": _SPEC, "application/yaml": _SPEC}}}
+"""A job spec as the body."""
+
+
+def _header(description: str, *, required: bool = False) -> Part:
+    return {"description": description, "required": required, "schema": {"type": "string"}}
+
+
+LOCATION: Part = {"headers": {"Location": _header("where the job is", required=True)}}
+"""What the answer to a new job has besides the job."""
+_REQUEST_ID = {"X-Request-Id": _header("what the service's log calls this request", required=True)}
+_PROBLEM = {"application/problem+json": {"schema": {"$ref": f"{_REFERENCE}ProblemDetails"}}}
+_RETRY = {"Retry-After": _header("seconds after which asking again makes sense")}
+_CLIENT_HEADERS = _RETRY | {
+    "WWW-Authenticate": _header("of 401: how to say who one is"),
+    "Allow": _header("of 405: the methods that there are"),
+}
+_PROBLEMS: Part = {
+    "4XX": {"description": "It was refused; `code` says why", "headers": _CLIENT_HEADERS, "content": _PROBLEM},
+    "5XX": {"description": "The service could not answer", "headers": _RETRY, "content": _PROBLEM},
+}
+_MADE_BY = {
+    "job_id": ({"/jobs", "/jobs/{job_id}/clone"}, "$response.body#/id"),
+    "key_id": ({"/keys"}, "$response.body#/key/id"),
+    "webhook_id": ({"/webhooks"}, "$response.body#/webhook/id"),
+}
+"""For a parameter of paths: the POSTs whose answers hold a value for it, and where."""
+
+
+def json_body(model: type[BaseModel], *, required: bool = False) -> Part:
+    """A body that is read by hand as this model."""
+    content = {"application/json": {"schema": model.model_json_schema()}}
+    return {"requestBody": {"required": required, "content": content}}
+
+
+def operation_id(route: APIRoute) -> str:
+    """A short name that stays when paths change."""
+    return "_".join([*map(str, route.tags[:1]), route.name])
+
+
+class DescribedApi(FastAPI):
+    """An app whose description is complete."""
+
+    def openapi(self) -> Part:
+        """The OpenAPI document."""
+        if self.openapi_schema is None:
+            _complete(super().openapi())
+        assert self.openapi_schema is not None
+        return self.openapi_schema
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """A call, as the document has it."""
+
+    path: str
+    method: str
+    said: Part
+
+    @property
+    def parameters(self) -> set[str]:
+        """Those in its path."""
+        return set(re.findall(r"{(\w+)}", self.path))
+
+
+def _complete(document: Part) -> None:
+    schemas: Part = document["components"]["schemas"]
+    for unused in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(unused, None)
+    schemas["ProblemDetails"] = _hoisted(ProblemDetails.model_json_schema(), schemas)
+    operations = [
+        _Operation(path, method, said)
+        for path, methods in document["paths"].items()
+        for method, said in methods.items()
+    ]
+    used = {tag for operation in operations for tag in operation.said["tags"]}
+    document["tags"] = [{"name": name, "description": told} for name, told in TAGS.items() if name in used]
+    for operation in operations:
+        for parameter in operation.said.get("parameters", []):
+            parameter["schema"] = _given(parameter["schema"])
+        for content in operation.said.get("requestBody", {}).get("content", {}).values():
+            content["schema"] = _hoisted(content["schema"], schemas)
+        _complete_answers(operation, operations)
+
+
+def _given(schema: Part) -> Part:
+    """A parameter's schema without null, which no address can say."""
+    kinds = [kind for kind in schema.get("anyOf", []) if kind != {"type": "null"}]
+    return {name: said for name, said in schema.items() if name != "anyOf"} | kinds[0] if len(kinds) == 1 else schema
+
+
+def _hoisted(schema: Part, schemas: Part) -> Part:
+    """A schema whose definitions are where its references look for them."""
+    placed: Part = json.loads(json.dumps(schema).replace("#/$defs/", _REFERENCE))
+    schemas.update(placed.pop("$defs", {}))
+    return placed
+
+
+def _complete_answers(operation: _Operation, operations: Sequence[_Operation]) -> None:
+    answers: Part = operation.said["responses"]
+    # FastAPI's own, in a form that no answer has.
+    answers.pop("422", None)
+    answers.update(_PROBLEMS)
+    links = _links(operation, operations)
+    for status, answer in answers.items():
+        answers[status] = answer | {"headers": answer.get("headers", {}) | _REQUEST_ID}
+        if links and status.startswith("2"):
+            answers[status]["links"] = links
+
+
+def _links(operation: _Operation, operations: Sequence[_Operation]) -> Part:
+    """The calls that can be made about what this one has made."""
+    return {
+        other.said["operationId"]: {"operationId": other.said["operationId"], "parameters": {name: place}}
+        for name, (makers, place) in _MADE_BY.items()
+        if operation.method == "post" and operation.path in makers
+        for other in operations
+        if other.parameters == {name}
+    }

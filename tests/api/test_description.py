@@ -1,0 +1,153 @@
+"""The real service against its own description: schemathesis looks for an answer that it does not allow."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from service.adapters.run_dirs import LocalRunDirs
+from service.api.access_schemas import KeyIn
+from service.client import Api
+from service.domain.access import Role
+from service.domain.job import JobState
+from tests.support.checkpoints import checkpoint
+from tests.support.described import ANSWERS, EXAMPLES, Examples
+from tests.support.live import LiveService
+from tests.support.service import FakeService, raw_spec, spec_body
+from tests.support.waiting import wait_for
+from train_loop.run_dir import RunDir
+
+CHECKS = (
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_schema_conformance",
+    "response_headers_conformance",
+    "ignored_auth",
+    "negative_data_rejection",
+    "unsupported_method",
+    "allow_header_conformance",
+    "use_after_free",
+    "ensure_resource_availability",
+)
+SETTINGS = """
+[phases.stateful]
+generation.max-examples = 40
+
+# Thousands of specs that break a rule each: once is enough, and plan reads them as submit does.
+[[operations]]
+include-name = "POST /jobs"
+phases.coverage.enabled = false
+
+# It examines the whole cluster each time.
+[[operations]]
+include-name = "POST /doctor"
+enabled = false
+
+# Two exports at a time are made; more are told to come again.
+[[operations]]
+include-name = "POST /jobs/{job_id}/checkpoints/{step}/export"
+checks.not_a_server_error.expected-statuses = ["2xx", "4xx", 503]
+"""
+LIMIT = 280.0
+"""Seconds; it takes some forty where nobody else computes."""
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[LiveService]:
+    """A service whose cluster never answers, with what each call needs in order to succeed."""
+    alone = {"TRAINSHED_RAY_ADDRESS": "http://127.0.0.1:9", "RAY_AUTH_MODE": "disabled"}
+    service = LiveService(tmp_path / "home", environment=alone)
+    service.home.mkdir()
+    service.start()
+    yield service
+    service.stop()
+
+
+def job_with_a_checkpoint(client: Api) -> str:
+    job = client.submit(spec_body())
+    LocalRunDirs().prepare(job.run_dir, job.spec, job.scaling, attempt=1)
+    checkpoint(RunDir.at(job.run_dir), 10, weights=b"1234567")
+    client.export(job.id, 10)
+    return job.id
+
+
+def ended_job(client: Api) -> str:
+    job = client.submit(spec_body())
+    client.cancel(job.id)
+    wait_for(lambda: client.job(job.id).state == JobState.CANCELLED, "the end of a job")
+    return job.id
+
+
+def examples(client: Api) -> Examples:
+    """What the calls are made with that are to succeed."""
+    key = client.create_key(KeyIn(name="somebody", roles={"default": Role.VIEWER})).key
+    paused = client.submit(spec_body())
+    return {
+        "*": {"job_id": client.submit(spec_body()).id, "key_id": key.id},
+        "{step}": {"job_id": job_with_a_checkpoint(client), "step": 10},
+        "post /jobs": {"body": raw_spec()},
+        "post /jobs/plan": {"body": raw_spec()},
+        "post /keys": {"body": {"name": "another", "roles": {"default": "viewer"}}},
+        "post /jobs/{job_id}/pause": {"job_id": paused.id},
+        "post /jobs/{job_id}/resume": {"job_id": paused.id},
+        "delete /jobs/{job_id}": {"job_id": ended_job(client)},
+    }
+
+
+def run(service: LiveService, folder: Path) -> "subprocess.CompletedProcess[str]":
+    """Schemathesis, to its end."""
+    (folder / "examples.json").write_text(json.dumps(examples(service.client)))
+    (folder / "schemathesis.toml").write_text(SETTINGS)
+    address = json.loads((service.home / "service.json").read_bytes())["url"]
+    key = (service.home / "admin.key").read_text().strip()
+    told = {
+        "SCHEMATHESIS_HOOKS": "tests.support.described",
+        EXAMPLES: str(folder / "examples.json"),
+        ANSWERS: str(folder / "answers"),
+    }
+    command = [str(Path(sys.executable).with_name("schemathesis")), "run", f"{address}/openapi.json"]
+    command += ["--header", f"Authorization: Bearer {key}", "--checks", ",".join(CHECKS), "--continue-on-failure"]
+    command += ["--max-examples", "12", "--seed", "1", "--generation-deterministic"]
+    command += ["--no-color", "--suppress-health-check", "all", "--request-timeout", "60"]
+    return subprocess.run(
+        command, cwd=folder, env=os.environ | told, capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+
+
+@pytest.mark.timeout(LIMIT + 100)
+def test_service_answers_as_its_description_says(service: LiveService, tmp_path: Path) -> None:
+    ended = run(service, tmp_path)
+    (tmp_path / "said").write_text(ended.stdout)
+    log = (service.home / "service.log").read_text()
+    assert ended.returncode == 0, f"{ended.stdout[-20000:]}\n{ended.stderr[-3000:]}\n{log[-5000:]}"
+    assert "request_failed" not in log
+    answers = defaultdict[str, set[int]](set)
+    for line in (tmp_path / "answers").read_text().splitlines():
+        status, _, call = line.partition(" ")
+        answers[call].add(int(status))
+    never = {call: sorted(found) for call, found in answers.items() if not any(200 <= one < 300 for one in found)}
+    assert not never, "no such call succeeded; `examples` says what calls need for that"
+    assert all(any(400 <= one < 500 for one in found) for found in answers.values())
+
+
+def test_description_holds_together(tmp_path: Path) -> None:
+    document = FakeService(tmp_path).app().openapi()
+    text = json.dumps(document)
+    schemas = document["components"]["schemas"]
+    for name in re.findall(r'"#/components/schemas/([^"]+)"', text):
+        assert name in schemas
+    assert "$defs" not in text
+    calls = [call for methods in document["paths"].values() for call in methods.values()]
+    names = [call["operationId"] for call in calls]
+    assert len(set(names)) == len(names)
+    assert {tag for call in calls for tag in call["tags"]} <= {tag["name"] for tag in document["tags"]}
+    links = document["paths"]["/jobs"]["post"]["responses"]["201"]["links"]
+    assert {"jobs_get", "jobs_cancel", "runs_logs", "checkpoints_checkpoints"} <= links.keys() <= set(names)
+    assert {"X-Request-Id", "Location"} == document["paths"]["/jobs"]["post"]["responses"]["200"]["headers"].keys()

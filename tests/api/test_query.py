@@ -1,0 +1,55 @@
+"""What may stand behind the question mark, and what is said of the rest."""
+
+import re
+
+import pytest
+from fastapi.testclient import TestClient
+
+from tests.support.service import FakeService, spec_body
+
+OF_JOBS = "this call has after, id, label.KEY, limit, name, project, state"
+
+
+@pytest.mark.parametrize(
+    ("query", "pointer", "message"),
+    [
+        ("stat=RUNNING", "/query/stat", f"there is no such parameter, did you mean state? {OF_JOBS}"),
+        ("q=x", "/query/q", f"there is no such parameter; {OF_JOBS}"),
+        ("label.=x", "/query/label.", f"there is no such parameter, did you mean label.KEY? {OF_JOBS}"),
+        ("limit=1&limit=2", "/query/limit", "it takes one value, and several are given; leave the others out"),
+        ("label.a=1&label.a=2", "/query/label.a", "it takes one value, and several are given; leave the others out"),
+    ],
+)
+def test_what_a_call_does_not_know_is_refused(client: TestClient, query: str, pointer: str, message: str) -> None:
+    answer = client.get(f"/jobs?{query}")
+    assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request")
+    assert answer.json()["errors"] == [{"pointer": pointer, "message": message}]
+
+
+def test_every_call_refuses_what_it_does_not_know(client: TestClient, service: FakeService) -> None:
+    for path, methods in service.app().openapi()["paths"].items():
+        for method in methods:
+            place = re.sub(r"{\w+}", "1", path)
+            answer = client.request(method, f"{place}?nobody.knows=1").json()
+            assert answer["errors"][0]["pointer"] == "/query/nobody.knows", (method, path)
+            shut = client.request(method, f"{place}?nobody.knows=1", headers={"authorization": ""}).status_code
+            assert shut == (422 if path in ("/healthz", "/readyz") else 401), (method, path)
+
+
+def test_call_without_parameters_says_so(client: TestClient) -> None:
+    assert client.get("/me?x=1").json()["detail"] == "/query/x: there is no such parameter; this call has none"
+    assert "dtype, weights" in client.get("/jobs/job-1/checkpoints/1/export?x=1").json()["detail"]
+
+
+def test_states_and_levels_are_read_in_any_case(client: TestClient) -> None:
+    job_id = client.post("/jobs", content=spec_body()).json()["id"]
+    assert [job["id"] for job in client.get("/jobs?state=queued&state=Paused").json()["data"]] == [job_id]
+    assert client.get("/jobs?state=paused").json()["data"] == []
+    assert client.get(f"/jobs/{job_id}/logs?level=warning").status_code == 200
+
+
+def test_jobs_are_found_by_how_their_ids_begin(client: TestClient) -> None:
+    ids = [client.post("/jobs", content=spec_body()).json()["id"] for _ in range(11)]
+    for prefix, found in (("job-0011", ids[10:]), ("001", ids[9:]), ("JOB-000", ids[:9]), ("job-1", [])):
+        answer = client.get("/jobs", params={"id": prefix}).json()
+        assert [job["id"] for job in answer["data"]] == found[::-1]

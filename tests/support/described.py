@@ -1,0 +1,58 @@
+"""Hooks of schemathesis (SCHEMATHESIS_HOOKS): examples of what is there, and a note of every answer."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import schemathesis
+
+EXAMPLES, ANSWERS = "DESCRIBED_EXAMPLES", "DESCRIBED_ANSWERS"
+"""Environment variables: a JSON file of values by call and place, and the file for lines of `<status> <method> <path>`.
+
+Of what is said for `*`, for `{NAME}` where a path has that, and for `<method> <path>`, the last counts for a call. A
+place is `body`, or the name of a parameter in the path.
+"""
+Examples = dict[str, dict[str, Any]]
+
+
+@schemathesis.hook
+def before_load_schema(context: schemathesis.HookContext, raw_schema: dict[str, Any]) -> None:
+    """Say which values make a call succeed; random ones seldom do."""
+    examples: Examples = json.loads(Path(os.environ[EXAMPLES]).read_bytes())
+    for path, methods in raw_schema["paths"].items():
+        for method, operation in methods.items():
+            known: dict[str, Any] = {}
+            for which in ("*", *(name for name in examples if name[0] == "{" and name in path), f"{method} {path}"):
+                known |= examples.get(which, {})
+            for parameter in operation.get("parameters", []):
+                if parameter["in"] == "path" and parameter["name"] in known:
+                    parameter["example"] = known[parameter["name"]]
+            if "body" in known:
+                for content in operation["requestBody"]["content"].values():
+                    content["example"] = known["body"]
+    # One reader reads both, and submit is sent YAML.
+    del raw_schema["paths"]["/jobs/plan"]["post"]["requestBody"]["content"]["application/yaml"]
+
+
+@schemathesis.hook
+def before_call(context: schemathesis.HookContext, case: schemathesis.Case[Any], kwargs: dict[str, Any]) -> None:
+    """Let a chain of calls begin with a body that succeeds, so that it has something to go on with."""
+    if case.meta is None or case.meta.phase.name != "stateful" or case.meta.generation.mode.is_negative:
+        return
+    known = json.loads(Path(os.environ[EXAMPLES]).read_bytes()).get(_call(case), {})
+    if "body" in known:
+        case.body = known["body"]
+
+
+@schemathesis.hook
+def after_call(
+    context: schemathesis.HookContext, case: schemathesis.Case[Any], response: schemathesis.Response
+) -> None:
+    """Write down what came of a call."""
+    with Path(os.environ[ANSWERS]).open("a") as file:
+        print(response.status_code, _call(case), file=file)
+
+
+def _call(case: schemathesis.Case[Any]) -> str:
+    return f"{case.operation.method.lower()} {case.operation.path}"
