@@ -19,25 +19,28 @@ from service.adapters.keys import ensure_key
 from service.adapters.preflight import HelperPreflight
 from service.adapters.prometheus import PrometheusWatch
 from service.adapters.ray_jobs import RayAddress, RayJobs
+from service.adapters.ray_probe import RayProbe
 from service.adapters.run_dirs import LocalRunDirs
 from service.adapters.sql.access import SqlKeyStore
 from service.adapters.sql.counts import SqlJobCounts
 from service.adapters.sql.database import Database, sqlite_file
 from service.adapters.sql.store import SqlJobStore
+from service.adapters.storage_probe import RunsProbe
 from service.api.build import Parts, build_api
 from service.api.guard import Guard
 from service.background import Background, Part, looping
+from service.doctor import Doctor
 from service.domain.board import Board
 from service.domain.decide import Retry
 from service.leaving import Leaving
 from service.ledger import Ledger
-from service.ports import Cluster, KeyStore
+from service.ports import KeyStore
 from service.reconcile import Pace, Reconciler
 from service.settings import Settings
 from service.traces import AppTraces, open_traces
 from service.use_cases import Grace, Jobs
 from service.watch import Watching
-from train_loop.run_dir import SINKS_VARIABLE, format_sinks
+from train_loop.run_dir import SINKS_VARIABLE, format_sinks, versions_here
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class _World:
     run_dirs: LocalRunDirs
     preflight: HelperPreflight
     embedded: EmbeddedRay | None
-    cluster: Cluster
+    cluster: RayJobs
     board: Board
     watch: PrometheusWatch
     traces: AppTraces
@@ -68,6 +71,7 @@ def create_app(settings: Settings) -> FastAPI:
             ledger,
             _guard(settings, world.keys),
             _watching(world),
+            _doctor(settings, world),
             hosts=(settings.host, *settings.allowed_hosts),
             lifespan=Background(list(_parts(settings, world)), leaving).lifespan,
             leaving=leaving,
@@ -150,7 +154,7 @@ def _embedded(settings: Settings) -> EmbeddedRay | None:
     return EmbeddedRay(settings.home, cpus=settings.ray_cpus, object_store_bytes=settings.ray_object_store_bytes)
 
 
-def _cluster(settings: Settings, embedded: EmbeddedRay | None) -> Cluster:
+def _cluster(settings: Settings, embedded: EmbeddedRay | None) -> RayJobs:
     told = {SINKS_VARIABLE: format_sinks(settings.sinks)}
     if embedded is not None:
         return RayJobs(embedded.address, python=sys.executable, environment=told)
@@ -161,6 +165,13 @@ def _cluster(settings: Settings, embedded: EmbeddedRay | None) -> Cluster:
 def _guard(settings: Settings, keys: KeyStore) -> Guard:
     operator = hashlib.sha256(ensure_key(settings.admin_key).encode()).hexdigest()
     return Guard(Access(keys, operator, time.time, _new_number), settings.max_body_bytes)
+
+
+def _doctor(settings: Settings, world: _World) -> Doctor:
+    # Home need not be where the cluster sees it, unless run directories are there.
+    roots = [root for root in settings.storage_roots if root != settings.default_root]
+    storage = RunsProbe(settings.default_root, roots)
+    return Doctor(RayProbe(world.cluster, roots=roots), storage, versions_here())
 
 
 def _pace(settings: Settings) -> Pace:

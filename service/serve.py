@@ -17,14 +17,21 @@ from filelock import FileLock, Timeout
 from service.adapters.sql.database import sqlite_file
 from service.address import ServiceAddress
 from service.app import create_app
+from service.environment import BadSettings, read_settings, strangers
 from service.logs import configure_logs
 from service.settings import Settings
 from train_loop.run_dir import write_durably
 
 
 def main() -> int:
-    """Serve; 1 where another service has the home."""
-    settings = Settings()
+    """Serve; 1 where another service has the home, or a setting cannot be."""
+    for line in strangers():
+        print(line, file=sys.stderr)  # noqa: T201
+    try:
+        settings = read_settings()
+    except BadSettings as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return 1
     configure_logs(settings.logs)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)

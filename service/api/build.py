@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from anyio import CapacityLimiter
 from fastapi import FastAPI
 
-from service.api import checkpoints, health, jobs, keys, runs, usage, watched
+from service.api import checkpoints, doctor, health, jobs, keys, runs, usage, watched
 from service.api.guard import Guard, HostCheck, RequestIds
 from service.api.problems import install_problems
 from service.api.together import Together
 from service.api.watched import Observed
+from service.doctor import Doctor
 from service.follow import Recent
 from service.leaving import Leaving
 from service.ledger import Ledger
@@ -30,6 +31,7 @@ class Parts:
     ledger: Ledger
     guard: Guard
     watching: Watching
+    doctor: Doctor
     hosts: Sequence[str] = ()
     """Names besides those of loopback by which callers may address the service."""
     lifespan: Lifespan | None = None
@@ -49,7 +51,7 @@ def build_api(parts: Parts) -> FastAPI:
     app.add_middleware(Observed, watch=parts.watching.watch)
     app.add_middleware(RequestIds)
     install_problems(app)
-    for module in (health, jobs, runs, checkpoints, usage, keys, watched):
+    for module in (health, jobs, runs, checkpoints, usage, keys, watched, doctor):
         app.include_router(module.router)
     return app
 
@@ -60,5 +62,6 @@ def _put_state(app: FastAPI, parts: Parts) -> None:
     app.state.jobs, app.state.run_dirs, app.state.ledger = ledger.jobs, ledger.run_dirs, ledger
     app.state.guard, app.state.access = guard, guard.access
     app.state.watching = parts.watching
+    app.state.doctor = parts.doctor
     app.state.leaving, app.state.recent = parts.leaving, Recent()
     app.state.checks, app.state.known = CapacityLimiter(_CHECKS), Together(ledger.jobs.submit_known)

@@ -2,6 +2,7 @@
 
 from service.ports.access import KeyStore
 from service.ports.cluster import Cluster, Launch
+from service.ports.doctor import ClusterProbe, StorageProbe
 from service.ports.jobs import FLIGHT_SECONDS, KEPT_SECONDS, JobQuery, JobStore, Lease, NewJob, Once
 from service.ports.looks import Findings, Preflight
 from service.ports.runs import (
@@ -28,6 +29,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointTools",
     "Cluster",
+    "ClusterProbe",
     "Counts",
     "Cursor",
     "Entry",
@@ -46,6 +48,7 @@ __all__ = [
     "Progress",
     "RunDirs",
     "Sighting",
+    "StorageProbe",
     "Story",
     "Tail",
     "Totals",

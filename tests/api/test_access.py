@@ -14,6 +14,8 @@ from tests.support.service import KEY, FakeService, spec_body
 PUBLIC = {("get", "/healthz"), ("get", "/readyz")}
 ABOUT_ALL = {("get", path) for path in ("/jobs", "/usage", "/keys", "/audit", "/me")}
 """What answers with as much as the caller may see, be it nothing."""
+OF_THE_SERVICE = {("post", "/doctor")}
+"""What only an admin of all projects may."""
 SHUT = ("none", "unknown", "revoked", "expired")
 Call = tuple[str, str]
 
@@ -89,6 +91,8 @@ def expected(call: Call, kind: str, project: str, best: tuple[int, str | None]) 
         return 403, "forbidden"
     if call in ABOUT_ALL:
         return 200, None
+    if call in OF_THE_SERVICE:
+        return 403, "forbidden"
     keys = path.startswith("/keys")
     needed = Role.ADMIN if keys else Role.VIEWER if method == "get" else Role.EDITOR
     if project == "own" and Role(kind).covers(needed):

@@ -165,7 +165,10 @@ CASES = {
 }
 # They change what others look at.
 _LAST = ("cancel", "rm")
-ELSEWHERE = {"serve": "runs until it is told to stop: test_serve.py"}
+ELSEWHERE = {
+    "serve": "runs until it is told to stop: test_serve.py",
+    **dict.fromkeys(("up", "down", "doctor"), "on homes of their own: test_local.py"),
+}
 
 
 @dataclass(frozen=True)

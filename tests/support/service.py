@@ -19,6 +19,7 @@ from service.adapters.prometheus import PrometheusWatch
 from service.adapters.run_dirs import LocalRunDirs
 from service.api.build import Parts, build_api
 from service.api.guard import Guard
+from service.doctor import Doctor
 from service.domain.board import Board
 from service.domain.decide import Retry
 from service.domain.job import Job
@@ -28,6 +29,7 @@ from service.ports import Cluster, JobCounts, JobStore, Traces, Untraced, Watch
 from service.reconcile import Pace, Reconciler
 from service.use_cases import Grace, Jobs
 from service.watch import Watching
+from tests.support.doctor import VERSIONS, FakeClusterProbe, FakeStorageProbe
 from train_loop.run_dir import JsonLines, Outcome, RunDir
 from train_loop.spec import JobSpec, parse
 
@@ -135,10 +137,15 @@ class FakeService:
         """The use case of those who watch."""
         return Watching(self.counts, self.store, self.run_dirs, self.watch, self.clock)
 
+    @property
+    def doctor(self) -> Doctor:
+        """One who finds all in order."""
+        return Doctor(FakeClusterProbe(), FakeStorageProbe(), VERSIONS)
+
     def app(self, *, max_body_bytes: int = 1 << 16) -> FastAPI:
         """The HTTP side."""
         ledger = Ledger(self.jobs, self.run_dirs, HelperTools(timeout=60.0), self.keys, self.clock)
-        return build_api(Parts(ledger, Guard(self.access, max_body_bytes), self.watching))
+        return build_api(Parts(ledger, Guard(self.access, max_body_bytes), self.watching, self.doctor))
 
     def client(self, **headers: str) -> TestClient:
         """A caller with the key; `client(authorization="")` is one without."""
