@@ -13,7 +13,7 @@ from service.settings import Settings
 _PREFIX = "TRAINSHED_"
 _OTHERS = ("URL", "KEY", "EMBEDDED_RAY", "AHEAD_UNTIL")
 """What callers are told, and what our own processes tell each other."""
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
+_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL")
 _USER_INFO = re.compile(r"://[^/@\s]*@")
 
 
@@ -47,13 +47,16 @@ def _remedy(name: str, known: list[str]) -> str:
 
 def _problem(error: ErrorDetails, environment: Mapping[str, str]) -> str:
     """Name, value, rule and remedy."""
+    rule = error["msg"].removeprefix("Value error, ")
+    if not error["loc"]:
+        # It is about several of them, and names them itself.
+        return _USER_INFO.sub("://***@", rule)
     field, *inside = (str(part) for part in error["loc"])
     name = _PREFIX + field.upper()
     value = next((given for given_name, given in environment.items() if given_name.upper() == name), "")
-    shown = "***" if _SECRET.search(name) else repr(value)
-    rule = error["msg"].removeprefix("Value error, ")
     place = f" at {'/'.join(inside)}" if inside else ""
-    return _USER_INFO.sub("://***@", f"{name}={shown}{place}: {rule}; {_meaning(field)}")
+    line = f"{name}={value!r}{place}: {rule}; {_meaning(field)}"
+    return _USER_INFO.sub("://***@", line.replace(value, "***") if value and _SECRET.search(name) else line)
 
 
 def _meaning(name: str) -> str:

@@ -49,6 +49,11 @@ def test_a_line_says_what_would_do(monkeypatch: pytest.MonkeyPatch, name: str, v
     assert says in line
 
 
+def test_what_is_wrong_with_several_together_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = problems(monkeypatch, OIDC_ISSUER="https://login.example")
+    assert line.startswith("TRAINSHED_OIDC_ISSUER alone lets nobody in; set ")
+
+
 def test_passwords_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     (line,) = problems(monkeypatch, DATABASE_URL="mysql://shed:hunter2@db/shed")
     assert "hunter2" not in line
