@@ -3,7 +3,7 @@
 from pydantic import BaseModel, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from service.settings import Settings
+from service.environment import read_settings
 
 
 class ServiceAddress(BaseModel):
@@ -27,17 +27,17 @@ class _Told(BaseSettings):
 
 
 def find_url() -> str:
-    """The service's URL."""
+    """The service's URL. Raises BadSettings."""
     return _Told().url or _found_url()
 
 
 def find_key() -> str:
-    """The key to call it with. Raises NoKeyError."""
+    """The key to call it with. Raises NoKeyError, BadSettings."""
     return _Told().key or _found_key()
 
 
 def _found_url() -> str:
-    settings = Settings()
+    settings = read_settings()
     try:
         return ServiceAddress.model_validate_json(settings.address_file.read_bytes()).url
     except (OSError, ValidationError):
@@ -46,7 +46,7 @@ def _found_url() -> str:
 
 
 def _found_key() -> str:
-    file = Settings().admin_key
+    file = read_settings().admin_key
     try:
         return file.read_text().strip()
     except FileNotFoundError as error:

@@ -22,6 +22,7 @@ from service.adapters.oidc import OidcVerifier
 from service.adapters.preflight import HelperPreflight
 from service.adapters.prometheus import PrometheusWatch
 from service.adapters.ray_jobs import RayAddress, RayJobs
+from service.adapters.ray_probe import RayProbe
 from service.adapters.run_dirs import LocalRunDirs
 from service.adapters.sql.access import SqlKeyStore
 from service.adapters.sql.counts import SqlJobCounts
@@ -29,17 +30,19 @@ from service.adapters.sql.database import Database, sqlite_file
 from service.adapters.sql.outbox import SqlOutbox
 from service.adapters.sql.store import SqlJobStore
 from service.adapters.sql.webhooks import SqlWebhookStore
+from service.adapters.storage_probe import RunsProbe
 from service.api.build import Parts, build_api
 from service.api.guard import Guard
 from service.background import Background, Part, looping
 from service.deliver import Deliverer
+from service.doctor import Doctor
 from service.domain.board import Board
 from service.domain.decide import Retry
 from service.domain.token import TokenRules
 from service.leaving import Leaving
 from service.ledger import Ledger
 from service.opening import Opening
-from service.ports import Cluster, KeyStore
+from service.ports import KeyStore
 from service.rates import Kind, Limits, Rates
 from service.reconcile import Pace, Reconciler
 from service.settings import Settings
@@ -47,7 +50,7 @@ from service.traces import AppTraces, open_traces
 from service.use_cases import Grace, Jobs
 from service.watch import Watching
 from service.webhooks import Webhooks
-from train_loop.run_dir import SINKS_VARIABLE, format_sinks
+from train_loop.run_dir import SINKS_VARIABLE, format_sinks, versions_here
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class _World:
     run_dirs: LocalRunDirs
     preflight: HelperPreflight
     embedded: EmbeddedRay | None
-    cluster: Cluster
+    cluster: RayJobs
     board: Board
     watch: PrometheusWatch
     traces: AppTraces
@@ -82,6 +85,7 @@ def create_app(settings: Settings) -> FastAPI:
             _guard(settings, world.keys),
             _watching(world),
             _webhooks(settings, world),
+            _doctor(settings, world),
             hosts=(settings.host, *settings.allowed_hosts),
             lifespan=Background(list(_parts(world)), once_open, opening, leaving).lifespan,
             opening=opening,
@@ -182,7 +186,7 @@ def _embedded(settings: Settings) -> EmbeddedRay | None:
     return EmbeddedRay(settings.home, cpus=settings.ray_cpus, object_store_bytes=settings.ray_object_store_bytes)
 
 
-def _cluster(settings: Settings, embedded: EmbeddedRay | None) -> Cluster:
+def _cluster(settings: Settings, embedded: EmbeddedRay | None) -> RayJobs:
     told = {SINKS_VARIABLE: format_sinks(settings.sinks)}
     if embedded is not None:
         return RayJobs(embedded.address, python=sys.executable, environment=told)
@@ -206,6 +210,13 @@ def _tokens(settings: Settings) -> Tokens | None:
 def _limits(settings: Settings) -> Limits:
     rates = {kind: getattr(settings, kind) for kind in Kind}
     return Limits({kind: rate for kind, rate in rates.items() if rate is not None}, settings.streams_per_key)
+
+
+def _doctor(settings: Settings, world: _World) -> Doctor:
+    # Home need not be where the cluster sees it, unless run directories are there.
+    roots = [root for root in settings.storage_roots if root != settings.default_root]
+    storage = RunsProbe(settings.default_root, roots)
+    return Doctor(RayProbe(world.cluster, roots=roots), storage, versions_here())
 
 
 def _pace(settings: Settings) -> Pace:

@@ -276,3 +276,10 @@ class ClusterError(ServiceError):
 
     code = "cluster_error"
     status = 503
+
+
+class StorageFault(ServiceError):
+    """Storage does not keep what run directories rely on."""
+
+    code = "storage_fault"
+    status = 503

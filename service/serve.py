@@ -12,6 +12,7 @@ from fastapi import FastAPI
 
 from service.address import ServiceAddress
 from service.app import create_app
+from service.environment import BadSettings, read_settings, strangers
 from service.errors import DatabaseUnreachable, DatabaseUnusable, HomeInUse
 from service.leaving import Leaving
 from service.locks import locked
@@ -25,8 +26,14 @@ _ANSWER_SECONDS = 4
 
 
 def main() -> int:
-    """Serve; 1 where that cannot be: another service has the home, or the database can never work."""
-    settings = Settings()
+    """Serve; 1 where that cannot be: a setting, another service on the home, a database that can never work."""
+    for line in strangers():
+        print(line, file=sys.stderr)  # noqa: T201
+    try:
+        settings = read_settings()
+    except BadSettings as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return 1
     configure_logs(settings.logs)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)

@@ -4,8 +4,15 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic import BeforeValidator, Field, JsonValue, field_validator, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 from service.domain.access import Role
 from service.domain.addresses import Allowed
@@ -13,7 +20,21 @@ from service.domain.rates import Rate
 from service.domain.rules import Quota, Rules
 from service.domain.token import tamper_proof
 from service.logs import LogFormat
-from train_loop.run_dir import DEFAULT_SINKS, SINKS, SinkName, parse_sinks
+from train_loop.run_dir import DEFAULT_SINKS, SINKS, SinkName, local_path, parse_sinks
+
+_DATABASES = ("sqlite:///", "postgresql://", "postgresql+psycopg://")
+
+
+class _Environment(EnvSettingsSource):
+    """The environment, in which what is no JSON is one problem among others and does not hide them."""
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: str) -> JsonValue:
+        """What the text says, or the text."""
+        try:
+            decoded: JsonValue = super().decode_complex_value(field_name, field, value)
+        except ValueError:
+            return value
+        return decoded
 
 
 def _none(value: object) -> object:
@@ -93,6 +114,35 @@ class Settings(BaseSettings):
     def _comma_list(cls, value: str | tuple[str, ...]) -> tuple[str, ...]:
         parts = value.split(",") if isinstance(value, str) else value
         return tuple(part.strip() for part in parts if part.strip())
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], *sources: PydanticBaseSettingsSource, **named: PydanticBaseSettingsSource
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """What the caller says, then the environment; no files."""
+        return named["init_settings"], _Environment(settings_cls)
+
+    @field_validator("database_url")
+    @classmethod
+    def _known_database(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(_DATABASES):
+            raise ValueError(f"must begin with {', '.join(_DATABASES[:-1])} or {_DATABASES[-1]}")
+        return value
+
+    @field_validator("ray_address")
+    @classmethod
+    def _dashboard_url(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("http://", "https://")):
+            raise ValueError("must be the URL of the cluster's dashboard, http://HOST:8265")
+        return value
+
+    @field_validator("storage_roots", "runs")
+    @classmethod
+    def _absolute_uris(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        for uri in (value,) if isinstance(value, str) else value or ():
+            if uri.startswith("file:"):
+                local_path(uri)
+        return value
 
     @field_validator("sinks", mode="before")
     @classmethod

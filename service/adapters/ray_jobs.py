@@ -4,15 +4,19 @@ import os
 import shlex
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import requests
 import structlog
 from pydantic import BaseModel
+from ray.exceptions import AuthenticationError
 from ray.job_submission import JobStatus, JobSubmissionClient
 
+from service.domain.checkup import Greeting, Reach
 from service.domain.decide import Submission
 from service.errors import ClusterError
 from service.ports import Launch
@@ -26,7 +30,7 @@ _RUNNING_SECONDS = 2.0
 _TIMEOUT_SECONDS = 10.0
 _NOT_TOTALS = ("node:", "object_store_memory")
 # What Ray raises when it was not reached, or answered with something else than was asked for.
-_FAULTS = (RuntimeError, OSError, ValueError)
+_FAULTS = (RuntimeError, OSError, ValueError, AuthenticationError)
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,10 @@ class _NodesData(BaseModel):
 
 class _NodesAnswer(BaseModel):
     data: _NodesData
+
+
+class _VersionAnswer(BaseModel):
+    ray_version: str
 
 
 class RayJobs:
@@ -135,6 +143,56 @@ class RayJobs:
             return None
         return f"{address.url}/#/jobs/{submission_id}" if submission_id else address.url
 
+    def greet(self) -> Greeting:
+        """How the dashboard answers now."""
+        address = self._address()
+        if address is None:
+            return Greeting(Reach.STARTING, "", "the embedded Ray is not up yet")
+        try:
+            client, before = self._connect(), time.time()
+            answer = client._do_request("GET", "/api/version")
+            answer.raise_for_status()
+            version = _VersionAnswer.model_validate_json(answer.text).ray_version
+        except AuthenticationError as error:
+            return Greeting(Reach.REFUSED, address.url, _first_line(error))
+        except (RuntimeError, ValueError, LookupError, TypeError, requests.HTTPError) as error:
+            return Greeting(Reach.STRANGE, address.url, _first_line(error))
+        except OSError as error:
+            return Greeting(Reach.NOBODY, address.url, _first_line(error))
+        return Greeting(Reach.ANSWERS, address.url, f"Ray {version}", _ahead(answer, before, time.time()))
+
+    def count_nodes(self) -> int:
+        """How many nodes are alive. Raises ClusterError."""
+        try:
+            return len(self._alive_nodes())
+        except _FAULTS as error:
+            raise ClusterError(f"Ray does not tell its nodes: {_first_line(error)}") from error
+
+    def run(self, submission_id: str, module: str, arguments: Sequence[str]) -> None:
+        """Start a module of the loop's as a job that is nobody's attempt. Raises ClusterError."""
+        entrypoint = shlex.join([self._python, "-m", module, *arguments])
+        runtime_env = {"env_vars": _env_vars(self._environment)}
+        try:
+            self._connect().submit_job(entrypoint=entrypoint, submission_id=submission_id, runtime_env=runtime_env)
+        except _FAULTS as error:
+            raise ClusterError(f"Ray did not take {submission_id}: {_first_line(error)}") from error
+
+    def output(self, submission_id: str) -> str:
+        """What a job has written so far. Raises ClusterError."""
+        try:
+            return str(self._connect().get_job_logs(submission_id))
+        except _FAULTS as error:
+            raise ClusterError(f"Ray does not show the log of {submission_id}: {_first_line(error)}") from error
+
+    def forget(self, submission_id: str) -> None:
+        """End a job and strike it from Ray's list, as far as that can be done."""
+        self._ran.pop(submission_id, None)
+        with suppress(*_FAULTS):
+            if self._ask_status(submission_id).alive:
+                self._connect().stop_job(submission_id)
+            else:
+                self._connect().delete_job(submission_id)
+
     def _ask_status(self, submission_id: str) -> Submission:
         try:
             return _STATUS[self._connect().get_job_status(submission_id)]
@@ -143,15 +201,12 @@ class RayJobs:
 
     def _ask_capacity(self) -> Capacity | None:
         try:
-            answer = self._connect()._do_request("GET", "/api/v0/nodes?detail=1&limit=10000")
-            answer.raise_for_status()
-            found = _NodesAnswer.model_validate_json(answer.text).data.result.result
+            found = self._alive_nodes()
         except _FAULTS:
             return None
         nodes = tuple(
             {name: amount for name, amount in node.resources_total.items() if not name.startswith(_NOT_TOTALS)}
             for node in found
-            if node.state == "ALIVE"
         )
         # A head that has just started has no node yet: not a cluster of nothing, but one that is not up.
         if not nodes and not self._limit:
@@ -160,6 +215,13 @@ class RayJobs:
         there = {name: sum(node.get(name, 0.0) for node in nodes) for name in names}
         total = {name: max(amount, self._limit.get(name, 0.0)) for name, amount in there.items()}
         return Capacity(total, () if self._limit else nodes)
+
+    def _alive_nodes(self) -> list[_Node]:
+        """Raises what _FAULTS names."""
+        answer = self._connect()._do_request("GET", "/api/v0/nodes?detail=1&limit=10000")
+        answer.raise_for_status()
+        found = _NodesAnswer.model_validate_json(answer.text).data.result.result
+        return [node for node in found if node.state == "ALIVE"]
 
     def _connect(self) -> JobSubmissionClient:
         """A client for where the cluster is now. Raises ConnectionError while there is none."""
@@ -214,6 +276,15 @@ def _env_vars(told: Mapping[str, str]) -> dict[str, str]:
         "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
         "RAY_enable_export_api_write_config": "EXPORT_TRAIN_RUN,EXPORT_TRAIN_RUN_ATTEMPT",
     }
+
+
+def _ahead(answer: requests.Response, before: float, after: float) -> tuple[float, float] | None:
+    """Seconds by which the clock of who answered is ahead of ours, at least and at most; it tells whole seconds."""
+    try:
+        told = parsedate_to_datetime(answer.headers["Date"]).timestamp()
+    except (KeyError, ValueError):
+        return None
+    return told - after, told + 1 - before
 
 
 def _does_not_exist(error: Exception) -> bool:

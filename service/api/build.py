@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from anyio import CapacityLimiter
 from fastapi import FastAPI
 
-from service.api import checkpoints, health, jobs, keys, runs, usage, watched, webhooks
+from service.api import checkpoints, doctor, health, jobs, keys, runs, usage, watched, webhooks
 from service.api.describe import DescribedApi, operation_id
 from service.api.guard import Guard, HostCheck, RequestIds
 from service.api.opening import Gate, Pulse
 from service.api.problems import install_problems
 from service.api.together import Together
 from service.api.watched import Observed
+from service.doctor import Doctor
 from service.follow import Recent
 from service.leaving import Leaving
 from service.ledger import Ledger
@@ -38,6 +39,7 @@ class Parts:
     guard: Guard
     watching: Watching
     webhooks: Webhooks
+    doctor: Doctor
     hosts: Sequence[str] = ()
     """Names besides those of loopback by which callers may address the service."""
     lifespan: Lifespan | None = None
@@ -61,7 +63,7 @@ def build_api(parts: Parts) -> FastAPI:
     app.add_middleware(Observed, watch=parts.watching.watch)
     app.add_middleware(RequestIds)
     install_problems(app)
-    for module in (health, jobs, runs, checkpoints, usage, keys, watched, webhooks):
+    for module in (health, jobs, runs, checkpoints, usage, keys, watched, webhooks, doctor):
         app.include_router(module.router)
     return app
 
@@ -74,5 +76,6 @@ def put_state(app: FastAPI, parts: Parts) -> None:
     app.state.watching = parts.watching
     app.state.leaving, app.state.opening, app.state.recent = parts.leaving, parts.opening, Recent()
     app.state.pulse = Pulse(ledger.jobs.store.ping)
+    app.state.doctor = parts.doctor
     app.state.checks, app.state.known = CapacityLimiter(_CHECKS), Together(ledger.jobs.submit_known)
     app.state.webhooks, app.state.trials = parts.webhooks, CapacityLimiter(_TRIALS)

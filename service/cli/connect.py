@@ -10,6 +10,7 @@ from service.address import NoKeyError
 from service.api.schemas import ProblemDetails, ProblemOut
 from service.cli.changes import made_by
 from service.cli.ends import fail
+from service.cli.told import settings
 from service.client import Api, ApiError, Client
 
 SHORT_SECONDS = 3.0
@@ -21,6 +22,7 @@ LONG_SECONDS = 120.0
 @contextmanager
 def connect(changes: Sequence[str] = (), *, patience: float = SHORT_SECONDS) -> Iterator[Api]:
     """The service; its refusals end the command with a readable line and exit code 1, and name the --set at fault."""
+    settings()
     try:
         with Client(patience=patience) as client:
             yield client.api
@@ -29,7 +31,7 @@ def connect(changes: Sequence[str] = (), *, patience: float = SHORT_SECONDS) -> 
     except ApiError as error:
         _refused(error.problem, changes)
     except httpx.HTTPError as error:
-        fail(f"the service does not answer ({error}); start it with `trainshed serve`, or set TRAINSHED_URL")
+        fail(f"the service does not answer ({error}); start it with `trainshed up`, or set TRAINSHED_URL")
 
 
 def _refused(problem: ProblemDetails, changes: Sequence[str]) -> NoReturn:

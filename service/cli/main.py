@@ -1,31 +1,20 @@
 """The `trainshed` command: one short function per verb, in the modules beside this one."""
 
-import os
-import sys
-
 import typer
 
-from service.cli import backup, checkpoints, jobs, keys, runs, usage, watch
+from service.cli import backup, checkpoints, doctor, jobs, keys, local, runs, usage, watch
 from service.cli.ends import EPILOG
 
 app = typer.Typer(no_args_is_help=True, help="Distributed training jobs that survive faults.", epilog=EPILOG)
 
-
-@app.command(rich_help_panel="Service")
-def serve() -> None:
-    """Run the service in the foreground until SIGTERM or SIGINT."""
-    # In this process's place: signals reach it, and the other commands need not load Ray.
-    os.execv(sys.executable, [sys.executable, "-m", "service.serve"])
-
-
 _PANELS = {
+    "Service": (local.up, local.down, local.serve, doctor.doctor, backup.backup, backup.restore),
     "Jobs": (
         *(jobs.submit, jobs.plan, jobs.ps, jobs.show, watch.watch),
         *(jobs.pause, jobs.resume, jobs.cancel, jobs.clone, jobs.rm),
     ),
     "Runs": (runs.logs, runs.metrics, runs.events),
     "Checkpoints": (checkpoints.checkpoints, checkpoints.verify, checkpoints.pin, checkpoints.export),
-    "Service": (backup.backup, backup.restore),
     "Access": (keys.whoami, keys.audit, usage.usage),
 }
 for _panel, _verbs in _PANELS.items():

@@ -17,12 +17,13 @@ from service.client.errors import ApiError, error_of
 from service.client.job_calls import JobCalls
 from service.client.retry import Tries, pause
 from service.client.run_calls import RunCalls
+from service.client.service_calls import ServiceCalls
 from service.client.trail import Trail
 
 T = TypeVar("T")
 
 
-class Calls(JobCalls, RunCalls, AccessCalls):
+class Calls(JobCalls, RunCalls, AccessCalls, ServiceCalls):
     """Every call of the API. Each raises ApiError, or httpx.HTTPError where nobody answers."""
 
 

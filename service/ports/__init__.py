@@ -2,6 +2,7 @@
 
 from service.ports.access import KeyStore, TokenVerifier
 from service.ports.cluster import Cluster, Launch
+from service.ports.doctor import ClusterProbe, StorageProbe
 from service.ports.jobs import FLIGHT_SECONDS, KEPT_SECONDS, JobQuery, JobStore, Lease, NewJob, Once
 from service.ports.looks import Findings, Preflight
 from service.ports.runs import (
@@ -30,6 +31,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointTools",
     "Cluster",
+    "ClusterProbe",
     "Counts",
     "Cursor",
     "Entry",
@@ -50,6 +52,7 @@ __all__ = [
     "RunDirs",
     "Sender",
     "Sighting",
+    "StorageProbe",
     "Story",
     "Tail",
     "TokenVerifier",

@@ -169,6 +169,7 @@ ELSEWHERE = {
     "serve": "runs until it is told to stop: test_serve.py",
     "backup": "needs no service: tests/unit/service/test_backup.py",
     "restore": "needs a home without one: tests/unit/service/test_backup.py",
+    **dict.fromkeys(("up", "down", "doctor"), "on homes of their own: test_local.py"),
 }
 
 

@@ -15,7 +15,10 @@ import torch
 from pydantic import JsonValue
 
 from service.adapters.ray_head import read_head
+from service.adapters.ray_jobs import RayAddress, RayJobs
+from service.api.doctor_schemas import ExaminationOut
 from service.client import ApiError
+from service.domain.checkup import Reach
 from service.domain.job import JobState
 from tests.support.folders import write_tokenizer
 from tests.support.live import LiveService
@@ -54,6 +57,23 @@ def reference(service: LiveService) -> str:
     job_id = service.submit(labels={"team": "tests"})
     service.wait_for_state(job_id, JobState.SUCCEEDED)
     return job_id
+
+
+def test_a_doctor_finds_all_in_order_and_leaves_nothing(service: LiveService) -> None:
+    (service.home / "data").mkdir(exist_ok=True)
+    # Embedded Ray is on its way for some seconds.
+    found = wait_for(lambda: well(service.client.doctor()), "a healthy service", seconds=240)
+    assert {one.verdict.value for one in found.findings if one.check != "data_cpus"} == {"ok"}, found
+    assert {one.check for one in found.findings} >= {"storage.shared", "clock", "versions"}
+    assert list((service.home / "runs").glob("_doctor*")) == []
+    head = read_head(service.home / "ray.json")
+    assert head is not None
+    stranger = RayAddress(head.dashboard_url, "not-the-token")
+    assert RayJobs(lambda: stranger, python="python").greet().reach is Reach.REFUSED
+
+
+def well(found: ExaminationOut) -> ExaminationOut | None:
+    return found if found.ok else None
 
 
 def assert_whole(service: LiveService, job_id: str, reference: str) -> None:

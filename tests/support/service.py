@@ -20,6 +20,7 @@ from service.adapters.prometheus import PrometheusWatch
 from service.adapters.run_dirs import LocalRunDirs
 from service.api.build import Parts, build_api
 from service.api.guard import Guard
+from service.doctor import Doctor
 from service.domain.addresses import Allowed
 from service.domain.board import Board
 from service.domain.decide import Retry
@@ -33,6 +34,7 @@ from service.reconcile import Pace, Reconciler
 from service.use_cases import Grace, Jobs
 from service.watch import Watching
 from service.webhooks import Webhooks
+from tests.support.doctor import VERSIONS, FakeClusterProbe, FakeStorageProbe
 from train_loop.run_dir import JsonLines, Outcome, RunDir
 from train_loop.spec import JobSpec, parse
 
@@ -149,6 +151,11 @@ class FakeService:
         """The use case of those who watch."""
         return Watching(self.counts, self.store, self.run_dirs, self.watch, self.clock)
 
+    @property
+    def doctor(self) -> Doctor:
+        """One who finds all in order."""
+        return Doctor(FakeClusterProbe(), FakeStorageProbe(), VERSIONS)
+
     def app(self, *, max_body_bytes: int = 1 << 16, opening: Opening | None = None) -> FastAPI:
         """The HTTP side."""
         return build_api(self.parts(max_body_bytes, opening))
@@ -157,7 +164,7 @@ class FakeService:
         """What the HTTP side is made of."""
         ledger = Ledger(self.jobs, self.run_dirs, HelperTools(timeout=60.0), self.keys, self.clock)
         guard = Guard(self.access, Rates(self.limits, self.clock), max_body_bytes)
-        return Parts(ledger, guard, self.watching, self.webhooks, opening=opening or opened())
+        return Parts(ledger, guard, self.watching, self.webhooks, self.doctor, opening=opening or opened())
 
     def client(self, **headers: str) -> TestClient:
         """A caller with the key; `client(authorization="")` is one without."""

@@ -1,0 +1,143 @@
+"""Trials of the storage as run directories use it: on file systems by renames, on object storage by whole puts."""
+
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from service.errors import StorageFault
+from train_loop.run_dir import (
+    TOKEN_FILE,
+    answer_file,
+    create_object,
+    is_remote,
+    list_folder,
+    make_folder,
+    read_whole,
+    remove_all,
+    storage_path,
+    why_unreadable,
+    write_durably,
+)
+
+_REPLACEMENTS = 20
+_OLD, _NEW = "old" * 2_000, "new!" * 4_000
+"""Of two lengths, so that a mixture can be told."""
+_ARRIVAL_SECONDS = 5.0
+"""For so long a network file system may not show what was written elsewhere."""
+
+
+class RunsProbe:
+    """The place of run directories, and the roots below which specs may read besides."""
+
+    def __init__(self, runs: str, roots: Sequence[str] = ()) -> None:
+        self._runs = runs
+        self._roots = tuple(roots)
+
+    @property
+    def runs(self) -> str:
+        """URI below which run directories go."""
+        return self._runs
+
+    def read(self) -> str:
+        """List all roots; what was seen. Raises StorageFault."""
+        if not is_remote(place := storage_path(self._runs)):
+            # The first job would make it.
+            make_folder(place)
+        faults = {root: why for root in (self._runs, *self._roots) if (why := why_unreadable(root)) is not None}
+        if faults:
+            raise StorageFault("; ".join(f"{root}: {why}" for root, why in faults.items()))
+        return ", ".join((self._runs, *self._roots))
+
+    def write(self) -> str:
+        """Write, read back and list; what was seen. Raises StorageFault, OSError."""
+        with self._scratch() as folder:
+            file = folder / TOKEN_FILE
+            write_durably(file, _OLD)
+            if read_whole(file) != _OLD.encode():
+                raise StorageFault(f"{file} is not read as it was written")
+            if list_folder(folder) != [TOKEN_FILE]:
+                raise StorageFault(f"{file} is not listed after it was written")
+        return f"{self._runs}: written, made durable, read back, listed and removed"
+
+    def replace(self) -> str:
+        """Replace a file that is being read; what was seen. Raises StorageFault, OSError."""
+        with self._scratch() as folder:
+            return _create_twice(folder) if is_remote(folder) else _replace_and_watch(folder)
+
+    def leave_token(self, folder: str) -> str:
+        """Write something that nobody can guess into a folder; what it is."""
+        token = secrets.token_hex(16)
+        write_durably(storage_path(folder) / TOKEN_FILE, token)
+        return token
+
+    def answers(self, folder: str, token: str, nodes: Sequence[str]) -> frozenset[str]:
+        """Of which nodes there is an answer in the folder with the same token, after a while."""
+        deadline, found = time.monotonic() + _ARRIVAL_SECONDS, frozenset[str]()
+        while len(found) < len(nodes) and time.monotonic() < deadline:
+            names = list_folder(storage_path(folder))
+            there = [node for node in nodes if answer_file(node) in names]
+            answers = {node: read_whole(storage_path(folder) / answer_file(node)).decode() for node in there}
+            found = frozenset(node for node, said in answers.items() if said == token)
+            if len(found) < len(nodes):
+                time.sleep(0.2)
+        return found
+
+    def remove(self, folder: str) -> None:
+        """Remove a folder and all in it; none is fine."""
+        _remove(storage_path(folder))
+
+    @contextmanager
+    def _scratch(self) -> Iterator[Path]:
+        folder = storage_path(self._runs) / f"_doctor-{secrets.token_hex(8)}"
+        try:
+            yield folder
+        finally:
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    if is_remote(folder):
+        remove_all(folder)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _create_twice(folder: Path) -> str:
+    """An object is put whole; that of two who create one, one is refused, the ledger of checkpoints relies on."""
+    create_object(folder / TOKEN_FILE, _OLD.encode())
+    try:
+        create_object(folder / TOKEN_FILE, _NEW.encode())
+    except FileExistsError:
+        return "of two puts that create an object, the second is refused"
+    raise StorageFault("an object that was there was created once more: the storage ignores If-None-Match")
+
+
+def _replace_and_watch(folder: Path) -> str:
+    file, done = folder / TOKEN_FILE, threading.Event()
+    write_durably(file, _OLD)
+    with ThreadPoolExecutor(1) as pool:
+        reads = pool.submit(_read_until, file, done)
+        try:
+            for number in range(_REPLACEMENTS):
+                write_durably(file, _OLD if number % 2 else _NEW)
+        finally:
+            done.set()
+        return f"{_REPLACEMENTS} replacements, {reads.result()} reads meanwhile, each of the whole old or the whole new"
+
+
+def _read_until(file: Path, done: threading.Event) -> int:
+    reads = 0
+    while not done.is_set():
+        try:
+            content = file.read_text()
+        except FileNotFoundError as error:
+            raise StorageFault(f"{file} was not there for a moment while it was replaced") from error
+        if content not in (_OLD, _NEW):
+            raise StorageFault(f"{file} was seen half written while it was replaced")
+        reads += 1
+    return reads

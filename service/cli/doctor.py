@@ -1,0 +1,80 @@
+"""`trainshed doctor`: whether service, cluster and storage are as jobs need them."""
+
+import os
+
+import httpx
+import typer
+from pydantic import BaseModel
+from rich.text import Text
+
+from service.address import NoKeyError, find_url
+from service.api.doctor_schemas import FindingOut
+from service.cli.common import AsJson
+from service.cli.connect import SHORT_SECONDS
+from service.cli.ends import Exit
+from service.cli.home_checks import check_home
+from service.cli.process import find_running
+from service.cli.show import console, notes, show_json, show_next, show_text
+from service.cli.told import settings
+from service.client import ApiError, Client
+from service.domain.finding import Finding, Verdict, failed, ok
+from service.settings import Settings
+
+_COLOURS = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILED: "red", Verdict.SKIPPED: "dim"}
+
+
+class Findings(BaseModel):
+    """What was found here and by the service; `ok` where nothing failed."""
+
+    ok: bool
+    findings: list[FindingOut]
+
+
+def doctor(as_json: AsJson = False) -> None:
+    """Check this machine, the service, its cluster and its storage; exit code 1 where a check failed."""
+    told = settings()
+    with notes.status("examining; a minute at most"):
+        found = [*_here(told), *_by_service()]
+    answer = Findings(ok=all(one.verdict is not Verdict.FAILED for one in found), findings=found)
+    if as_json:
+        show_json(answer)
+    else:
+        _show(answer)
+    raise typer.Exit(Exit.DONE if answer.ok else Exit.FAILED)
+
+
+def _here(told: Settings) -> list[FindingOut]:
+    if os.environ.get("TRAINSHED_URL"):
+        # The service is on another machine: this home is not its own.
+        return []
+    return [_out(one) for one in check_home(told, runs=find_running(told) is not None)]
+
+
+def _by_service() -> list[FindingOut]:
+    """Whether the service answers, and what it found."""
+    check = "service.answers"
+    try:
+        with Client(patience=SHORT_SECONDS) as client:
+            found = client.api.doctor()
+    except (NoKeyError, ApiError) as error:
+        return [_out(failed(check, str(error), "send a key that opens all projects: TRAINSHED_KEY, or admin.key"))]
+    except httpx.HTTPError as error:
+        remedy = "start it with `trainshed up`, or set TRAINSHED_URL; cluster and storage are checked by the service"
+        return [_out(failed(check, f"{find_url()}: {error}", remedy))]
+    return [_out(ok(check, find_url())), *found.findings]
+
+
+def _out(finding: Finding) -> FindingOut:
+    return FindingOut.model_validate(finding, from_attributes=True)
+
+
+def _show(answer: Findings) -> None:
+    width = max(len(one.check) for one in answer.findings)
+    for one in answer.findings:
+        verdict = Text(f"{one.verdict:<8}", style=_COLOURS[one.verdict])
+        console.print(Text.assemble(verdict, f"{one.check:<{width}}  {one.seen}"))
+        if one.remedy is not None:
+            show_text(f"{'':8}{'':{width}}  → {one.remedy}")
+    wrong = sum(one.verdict is Verdict.FAILED for one in answer.findings)
+    show_text("all is well" if answer.ok else f"{wrong} of {len(answer.findings)} checks failed")
+    show_next("submit SPEC" if answer.ok else "doctor (once that is mended)")

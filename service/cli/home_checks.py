@@ -1,0 +1,73 @@
+"""What can be checked of a home without a service: the folder, the key, the room on its disk, the port."""
+
+import os
+import shutil
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from service.domain.finding import Finding, failed, ok, skipped, warning
+from service.settings import Settings
+
+_LITTLE, _TOO_LITTLE = 10.0, 1.0
+"""GiB: checkpoints of all but toys are larger; the database needs room as well."""
+
+
+def check_home(told: Settings, *, runs: bool) -> Iterator[Finding]:
+    """A finding for each check; `runs` says whether a service has the port."""
+    yield _writable(told.home)
+    yield _key(told.admin_key)
+    yield _disk(told.home)
+    yield skipped("home.port", "the service has it") if runs else _port(told.host, told.port)
+
+
+def _writable(home: Path) -> Finding:
+    remedy = "give it to the user that runs the service, or set TRAINSHED_HOME to a folder that may be written to"
+    try:
+        home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=home) as file:
+            file.write(b"x")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return failed("home.writable", f"{home}: {error.strerror}", remedy)
+    return ok("home.writable", f"{home}")
+
+
+def _key(file: Path) -> Finding:
+    try:
+        mode = stat.S_IMODE(file.stat().st_mode)
+    except OSError as error:
+        return skipped("home.key", f"{file}: {error.strerror}; the service makes it when it starts")
+    if mode & 0o077:
+        remedy = f"chmod 600 {file}; where others may have read it, remove it, and the next start makes another one"
+        return failed("home.key", f"{file} may be read or written by others ({mode:04o})", remedy)
+    return ok("home.key", f"{file} is its owner's alone")
+
+
+def _disk(home: Path) -> Finding:
+    try:
+        free = shutil.disk_usage(home).free / 2**30
+    except OSError as error:
+        return skipped("home.disk", f"{home}: {error.strerror}")
+    seen, remedy = f"{free:.1f} GiB are free", "make room, or set TRAINSHED_RUNS to a larger disk"
+    if free < _TOO_LITTLE:
+        return failed("home.disk", seen, remedy)
+    return warning("home.disk", seen, remedy) if free < _LITTLE else ok("home.disk", seen)
+
+
+def _port(host: str, port: int) -> Finding:
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+            0
+        ]
+        with socket.socket(family, kind) as probe:
+            # As uvicorn does it: connections that were closed a moment ago do not count.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        remedy = "end what listens there (ss -ltnp tells), or set TRAINSHED_HOST and TRAINSHED_PORT"
+        return failed("home.port", f"{host}:{port}: {error.strerror}", remedy)
+    return ok("home.port", f"{host}:{port} is free")

@@ -1,0 +1,129 @@
+"""`trainshed up`, `down` and `serve`: the service on this machine."""
+
+import os
+import subprocess
+import sys
+import time
+from typing import Annotated
+
+import psutil
+import typer
+from pydantic import BaseModel
+
+from service.cli.common import AsJson
+from service.cli.ends import fail
+from service.cli.process import Log, Running, find_running, start
+from service.cli.show import notes, show_json, show_next, show_note, show_text
+from service.cli.told import settings
+from service.settings import Settings
+
+_LOOK_SECONDS = 0.1
+_DOWN_SECONDS = 15.0
+
+
+class Up(BaseModel):
+    """A service that runs in the background."""
+
+    url: str
+    pid: int
+    home: str
+    log: str
+    started: bool
+    """False: it ran already."""
+
+
+class Down(BaseModel):
+    """What became of the service of a home."""
+
+    home: str
+    pid: int | None
+    stopped: bool
+    """False: none ran."""
+
+
+def serve() -> None:
+    """Run the service in the foreground until SIGTERM or SIGINT."""
+    # In this process's place: signals reach it, and the other commands need not load Ray.
+    os.execv(sys.executable, [sys.executable, "-m", "service.serve"])
+
+
+def up(
+    wait: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="until it takes jobs")] = 120.0,
+    as_json: AsJson = False,
+) -> None:
+    """Start the service in the background; one that runs already is fine."""
+    told = settings()
+    found = find_running(told)
+    running = found or _start(told, wait)
+    answer = Up(
+        url=running.address.url,
+        pid=running.address.pid,
+        home=str(told.home),
+        log=str(Log(told).path),
+        started=found is None,
+    )
+    if as_json:
+        show_json(answer)
+        return
+    show_text(answer.url)
+    show_note(f"the service {'listens' if answer.started else 'runs already'} (pid {answer.pid}); log: {answer.log}")
+    show_next("doctor" if answer.started else "ps")
+
+
+def down(as_json: AsJson = False) -> None:
+    """Stop the service, and its embedded Ray; jobs go on when it is started again."""
+    told = settings()
+    running = find_running(told)
+    answer = Down(home=str(told.home), pid=running.address.pid if running else None, stopped=running is not None)
+    if running is not None:
+        _stop(running)
+    if as_json:
+        show_json(answer)
+        return
+    show_text(f"the service (pid {answer.pid}) has ended" if running else f"no service runs on {told.home}")
+    show_next("up")
+
+
+def _start(told: Settings, wait: float) -> Running:
+    """A service that takes jobs. Ends the command where none comes to that."""
+    try:
+        told.make_home()
+        log = Log(told)
+        child = start(log)
+    except OSError as error:
+        fail(f"{told.home}: {error.strerror}; set TRAINSHED_HOME to a folder that you may write to")
+    deadline = time.monotonic() + wait
+    with notes.status("starting the service"):
+        while (running := find_running(told)) is None or not running.ready():
+            if child.poll() is not None:
+                return _another(told) or _give_up(child, log)
+            if time.monotonic() > deadline:
+                fail(
+                    f"the service (pid {child.pid}) is not ready after {wait:g} s, and goes on starting; see {log.path}"
+                )
+            time.sleep(_LOOK_SECONDS)
+    return running
+
+
+def _another(told: Settings) -> Running | None:
+    """Somebody else may have been a moment quicker."""
+    running = find_running(told)
+    return running if running is not None and running.ready() else None
+
+
+def _give_up(child: "subprocess.Popen[bytes]", log: Log) -> Running:
+    fail(f"the service ended with {child.returncode}; {log.path} ends with", log.last_lines())
+
+
+def _stop(running: Running) -> None:
+    try:
+        running.process.terminate()
+        with notes.status("stopping the service"):
+            running.process.wait(timeout=_DOWN_SECONDS)
+    except psutil.NoSuchProcess:
+        return
+    except psutil.TimeoutExpired:
+        fail(
+            f"the service (pid {running.address.pid}) is still ending after {_DOWN_SECONDS:g} s; wait for it, or end "
+            f"it by force, which leaves its Ray to the next one: kill -9 {running.address.pid}"
+        )

@@ -1,0 +1,17 @@
+"""What the environment tells the command, with a line for what in it makes no sense."""
+
+import sys
+
+from service.cli.ends import fail
+from service.environment import BadSettings, read_settings, strangers
+from service.settings import Settings
+
+
+def settings() -> Settings:
+    """The settings. Ends the command with a line for each that cannot be, and exit code 1."""
+    for line in strangers():
+        print(f"trainshed: warning: {line}", file=sys.stderr)
+    try:
+        return read_settings()
+    except BadSettings as error:
+        fail("the environment says what cannot be", error.problems)

@@ -1,0 +1,13 @@
+"""The calls about the service itself."""
+
+from service.api.doctor_schemas import ExaminationOut
+from service.client.call import Sent, operation
+
+
+class ServiceCalls:
+    """/doctor."""
+
+    @operation(ExaminationOut, "POST", "/doctor")
+    def doctor(self) -> Sent:
+        """Examine cluster and storage, in a minute at most."""
+        return Sent()

@@ -1,0 +1,140 @@
+"""Examines cluster and storage: every check for itself, with a time limit, so that none hides another."""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+from service.domain.checkup import Greeting, Measured, Reach, Trouble, check_up
+from service.domain.finding import Finding, Verdict
+from service.ports import ClusterProbe, StorageProbe
+from train_loop.run_dir import ClusterVisit
+
+T = TypeVar("T")
+_QUESTION, _TOKEN, _VISIT, _ENDING, _ARRIVAL = 8.0, 3.0, 31.0, 2.0, 5.0
+"""Seconds of a question to Ray, to write or remove a token, of the visit to the nodes and the end of its job, and for
+what they have written to be seen: a minute in all."""
+_TRIAL = 20.0
+"""Seconds of each trial of the storage, which go on beside all that."""
+_NOT_ASKED = Trouble("it was not asked")
+
+
+@dataclass(frozen=True)
+class Examination:
+    """All findings, and how many seconds it took."""
+
+    findings: tuple[Finding, ...]
+    seconds: float
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing failed."""
+        return all(finding.verdict is not Verdict.FAILED for finding in self.findings)
+
+
+class Doctor:
+    """Examines in a minute at most; who asks meanwhile gets the same answer. `limit` shortens it."""
+
+    def __init__(
+        self, cluster: ClusterProbe, storage: StorageProbe, versions: Mapping[str, str], *, limit: float = 1.0
+    ) -> None:
+        self._cluster = cluster
+        self._storage = storage
+        self._versions = versions
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._running: Future[Examination] | None = None
+
+    def examine(self) -> Examination:
+        """All checks, now."""
+        mine = Future[Examination]()
+        with self._lock:
+            running = self._running = self._running or mine
+        if running is mine:
+            self._examine(mine)
+        return running.result()
+
+    def _examine(self, answer: "Future[Examination]") -> None:
+        begun = time.monotonic()
+        try:
+            findings = check_up(self._measure())
+            answer.set_result(Examination(findings, round(time.monotonic() - begun, 3)))
+        except BaseException as error:
+            answer.set_exception(error)
+        finally:
+            with self._lock:
+                self._running = None
+
+    def _measure(self) -> Measured:
+        storage, begun = self._storage, time.monotonic()
+        trials = [_ask(trial) for trial in (storage.read, storage.write, storage.replace)]
+        greeting = self._told(_ask(self._cluster.greet), _QUESTION)
+        nodes: int | Trouble = _NOT_ASKED
+        visited = _Visited()
+        if isinstance(greeting, Greeting) and greeting.reach is Reach.ANSWERS:
+            nodes = self._told(_ask(self._cluster.nodes), _QUESTION)
+            visited = _Visited() if nodes == 0 else self._visit()
+        read, write, replace = [self._told(trial, _TRIAL, since=begun) for trial in trials]
+        return Measured(
+            greeting,
+            nodes,
+            visited.visit,
+            visited.token,
+            visited.arrived,
+            read=read,
+            write=write,
+            replace=replace,
+            runs=storage.runs,
+            versions=self._versions,
+        )
+
+    def _visit(self) -> "_Visited":
+        """Leave a token, let the nodes look, look for what they have left, and tidy up."""
+        folder = f"{self._storage.runs.rstrip('/')}/_doctor-{secrets.token_hex(8)}"
+        token = self._told(_ask(lambda: self._storage.leave_token(folder)), _TOKEN)
+        left = None if isinstance(token, Trouble) else folder
+        visiting = _ask(lambda: self._cluster.visit(left, seconds=_VISIT * self._limit))
+        visit = self._told(visiting, _VISIT + _ENDING)
+        arrived: frozenset[str] | Trouble = _NOT_ASKED
+        if isinstance(token, str) and not isinstance(visit, Trouble):
+            nodes = [node.node for node in visit.nodes if node.sight is not None and node.sight.token == token]
+            arrived = self._told(_ask(lambda: self._storage.answers(folder, token, nodes)), _ARRIVAL)
+        self._told(_ask(lambda: self._storage.remove(folder)), _TOKEN)
+        return _Visited(visit, token, arrived)
+
+    def _told(self, answer: "Future[T]", seconds: float, *, since: float | None = None) -> T | Trouble:
+        """The answer, or why there is none within so many seconds of now or of a moment before."""
+        limit, now = seconds * self._limit, time.monotonic()
+        try:
+            return answer.result(timeout=max(0.0, (now if since is None else since) + limit - now))
+        except TimeoutError:
+            return Trouble(f"no answer within {limit:g} s")
+
+
+@dataclass(frozen=True)
+class _Visited:
+    visit: ClusterVisit | Trouble = _NOT_ASKED
+    token: str | Trouble = _NOT_ASKED
+    arrived: frozenset[str] | Trouble = _NOT_ASKED
+
+
+def _ask(question: Callable[[], T]) -> "Future[T | Trouble]":
+    """Ask in a thread that nobody need wait for: storage that hangs does so for ever. What is raised is Trouble."""
+    answer = Future[T | Trouble]()
+
+    def run() -> None:
+        try:
+            answer.set_result(question())
+        except Exception as error:
+            answer.set_result(Trouble(_said(error)))
+
+    threading.Thread(target=run, name="doctor", daemon=True).start()
+    return answer
+
+
+def _said(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines and lines[0] else type(error).__name__

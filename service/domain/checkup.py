@@ -1,0 +1,271 @@
+"""Measurements of the cluster and the storage → findings. Pure: who measures, and how long, is not known here."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from service.domain.finding import Finding, failed, ok, skipped, warning
+from train_loop.plan import DATA_CPUS
+from train_loop.run_dir import ClusterVisit, NodeVisit
+
+_SKEW_WARNING, _SKEW_FAILED = 2.0, 30.0
+"""Seconds; deadlines of pauses and cancels are compared on the nodes with times that the service wrote."""
+_MUST_EQUAL = ("trainshed", "ray")
+"""What must be the same in the service as on the cluster; among nodes everything must."""
+_SHOWN = 5
+"""Nodes that are named where many have the same trouble."""
+
+
+class Reach(StrEnum):
+    """How a cluster takes a greeting."""
+
+    ANSWERS = "answers"
+    NOBODY = "nobody"
+    REFUSED = "refused"
+    STRANGE = "strange"
+    """Somebody answers, and not like Ray."""
+    STARTING = "starting"
+
+
+@dataclass(frozen=True)
+class Greeting:
+    """How the cluster answered, where, and what it said."""
+
+    reach: Reach
+    url: str
+    said: str
+    ahead: tuple[float, float] | None = None
+    """Seconds by which the head's clock is ahead of ours: at least, at most."""
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """In the place of a measurement: why it could not be made."""
+
+    what: str
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All that was measured; a string is what was seen where all was in order."""
+
+    greeting: Greeting | Trouble
+    nodes: int | Trouble
+    visit: ClusterVisit | Trouble
+    token: str | Trouble
+    """What was left on the storage for the nodes."""
+    arrived: frozenset[str] | Trouble
+    """The nodes whose answers, written to the storage, were seen."""
+    read: str | Trouble
+    write: str | Trouble
+    replace: str | Trouble
+    runs: str = ""
+    """URI below which run directories go."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """The service's own."""
+
+
+def check_up(seen: Measured) -> tuple[Finding, ...]:
+    """A finding for each check, always the same checks in the same order."""
+    return (*_ray(seen), *_storage(seen), *_of_nodes(seen))
+
+
+def _ray(seen: Measured) -> tuple[Finding, ...]:
+    reachable, authenticated = _greeting(seen.greeting)
+    if not _answers(seen):
+        behind = [skipped(check, "Ray does not answer") for check in ("ray.nodes", "ray.tasks")]
+        return (reachable, authenticated, *behind)
+    nodes = _nodes(seen.nodes)
+    if nodes.verdict == "failed":
+        return reachable, authenticated, nodes, skipped("ray.tasks", "there is no node to run one on")
+    return reachable, authenticated, nodes, _tasks(seen.visit)
+
+
+def _greeting(greeting: Greeting | Trouble) -> tuple[Finding, Finding]:
+    unknown = skipped("ray.authenticated", "Ray does not answer")
+    if isinstance(greeting, Trouble):
+        remedy = "the dashboard is overloaded, or a firewall swallows what is sent to TRAINSHED_RAY_ADDRESS"
+        return failed("ray.reachable", greeting.what, remedy), unknown
+    where = f"{greeting.url}: {greeting.said}" if greeting.url else greeting.said
+    remedies = {
+        Reach.NOBODY: "start the cluster, or correct TRAINSHED_RAY_ADDRESS: the URL of its dashboard, http://HEAD:8265",
+        Reach.STRANGE: "TRAINSHED_RAY_ADDRESS must be the URL of Ray's dashboard, with no log-in page before it",
+        Reach.STARTING: "wait half a minute; if it stays so, ray.log in TRAINSHED_HOME says why",
+    }
+    if greeting.reach in remedies:
+        return failed("ray.reachable", where, remedies[greeting.reach]), unknown
+    if greeting.reach is Reach.REFUSED:
+        remedy = "give the service the cluster's token: RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+        return ok("ray.reachable", f"{greeting.url} answers"), failed("ray.authenticated", where, remedy)
+    return ok("ray.reachable", where), ok("ray.authenticated", "Ray takes what the service sends")
+
+
+def _nodes(nodes: int | Trouble) -> Finding:
+    if isinstance(nodes, Trouble):
+        return failed("ray.nodes", nodes.what, "look at the head's dashboard and at gcs_server.out in its log folder")
+    if nodes == 0:
+        remedy = "a head alone that has just started has one within seconds; otherwise start nodes, or the autoscaler"
+        return failed("ray.nodes", "Ray answers, and has no node that is alive", remedy)
+    return ok("ray.nodes", f"{nodes} alive")
+
+
+def _tasks(visit: ClusterVisit | Trouble) -> Finding:
+    remedy = "the cluster's image must have trainshed[ray] installed, and `python` on its PATH must find it"
+    if isinstance(visit, Trouble):
+        return failed("ray.tasks", visit.what, remedy)
+    troubled = {_name(node): node.trouble for node in visit.nodes if node.trouble}
+    if troubled:
+        return failed("ray.tasks", _list(troubled), remedy)
+    if visit.left_out:
+        seen = f"{len(visit.nodes)} nodes ran one; {visit.left_out} more were not asked"
+        return warning("ray.tasks", seen, "of very large clusters the first nodes alone are asked")
+    return ok("ray.tasks", f"{len(visit.nodes)} of {len(visit.nodes)} nodes ran one")
+
+
+def _storage(seen: Measured) -> tuple[Finding, ...]:
+    where = seen.runs
+    return (
+        _step(
+            "storage.readable", seen.read, "let the service list these folders: TRAINSHED_RUNS, TRAINSHED_STORAGE_ROOTS"
+        ),
+        _step(
+            "storage.writable", seen.write, f"let the service write to {where}, or set TRAINSHED_RUNS to another place"
+        ),
+        _step(
+            "storage.atomic",
+            seen.replace,
+            f"checkpoints need storage that replaces a file at once: mount {where} with another file system "
+            "(NFS, a local disk, Lustre), or choose object storage with conditional writes",
+        ),
+        _shared(seen),
+    )
+
+
+def _step(check: str, seen: str | Trouble, remedy: str) -> Finding:
+    return failed(check, seen.what, remedy) if isinstance(seen, Trouble) else ok(check, seen)
+
+
+def _shared(seen: Measured) -> Finding:
+    """Whether nodes see what the service writes, and the other way round."""
+    check = "storage.shared"
+    looked = [node for node in _visited(seen) if node.sight is not None]
+    if not looked:
+        return skipped(check, "no node has looked")
+    if isinstance(seen.token, Trouble):
+        return skipped(check, f"nothing could be left for the nodes to see: {seen.token.what}")
+    faults = _sight_faults(looked, seen.token, seen.arrived)
+    if faults:
+        remedy = (
+            f"mount the same storage at the same path on service and nodes, writable for the user that Ray runs as "
+            f"({seen.runs}), or set TRAINSHED_RUNS to storage that all of them see"
+        )
+        return failed(check, _list(faults), remedy)
+    return ok(check, f"{len(looked)} nodes see what the service writes, and it sees what they write")
+
+
+def _sight_faults(looked: Sequence[NodeVisit], token: str, arrived: frozenset[str] | Trouble) -> dict[str, str]:
+    faults = dict[str, str]()
+    for node in looked:
+        sight = node.sight
+        if sight is None:
+            continue
+        if sight.fault:
+            faults[_name(node)] = sight.fault
+        elif sight.token != token:
+            faults[_name(node)] = "does not see what the service has written"
+        elif isinstance(arrived, Trouble):
+            faults[_name(node)] = arrived.what
+        elif node.node not in arrived:
+            faults[_name(node)] = "the service does not see what it has written"
+        elif sight.unreadable:
+            faults[_name(node)] = "; ".join(f"{root}: {why}" for root, why in sight.unreadable.items())
+    return faults
+
+
+def _of_nodes(seen: Measured) -> tuple[Finding, ...]:
+    nodes = _visited(seen)
+    if not nodes or isinstance(seen.visit, Trouble):
+        return tuple(skipped(check, "no node was visited") for check in ("versions", "clock", "data_cpus"))
+    head = None if isinstance(seen.greeting, Trouble) else seen.greeting.ahead
+    return _versions(seen.versions, nodes), _clock(head, nodes), _data_cpus(seen.visit)
+
+
+def _versions(own: Mapping[str, str], nodes: Sequence[NodeVisit]) -> Finding:
+    check = "versions"
+    told = {_name(node): node.versions for node in nodes if node.versions is not None}
+    if not told:
+        return skipped(check, "no node has told its versions")
+    among = _differing(told)
+    if among:
+        return failed(check, f"nodes differ: {among}", "use one image for all nodes of the cluster")
+    cluster = next(iter(told.values()))
+    others = {name: (mine, cluster[name]) for name, mine in own.items() if name in cluster and cluster[name] != mine}
+    said = ", ".join(f"{name} {mine} here and {theirs} on the cluster" for name, (mine, theirs) in others.items())
+    remedy = (
+        "install the same versions for the service and in the cluster's image; constraints.txt names the tested ones"
+    )
+    if any(name in _MUST_EQUAL for name in others):
+        return failed(check, said, remedy)
+    if others:
+        return warning(check, said, remedy)
+    return ok(check, ", ".join(f"{name} {version}" for name, version in cluster.items()))
+
+
+def _differing(told: Mapping[str, Mapping[str, str]]) -> str:
+    names = sorted({name for versions in told.values() for name in versions})
+    found = {name: sorted({versions.get(name, "none") for versions in told.values()}) for name in names}
+    return "; ".join(f"{name} {' and '.join(values)}" for name, values in found.items() if len(values) > 1)
+
+
+def _clock(head: tuple[float, float] | None, nodes: Sequence[NodeVisit]) -> Finding:
+    """Bounds that hold nought prove nothing: only what is certainly apart counts."""
+    check = "clock"
+    # Ray runs drivers on the head, unless it is told otherwise.
+    bounds = [add(head, node.ahead) for node in nodes if node.ahead is not None] if head is not None else []
+    if not bounds:
+        return skipped(check, "neither the head nor the nodes have told their time")
+    worst = max(map(least, bounds))
+    seen = f"{worst:.1f} s apart at least" if worst else "none is certainly apart"
+    remedy = "run chrony or another NTP client on all machines"
+    if worst >= _SKEW_FAILED:
+        return failed(check, seen, remedy)
+    return warning(check, seen, remedy) if worst >= _SKEW_WARNING else ok(check, seen)
+
+
+def add(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
+    """Bounds of a sum."""
+    return one[0] + other[0], one[1] + other[1]
+
+
+def least(bounds: tuple[float, float]) -> float:
+    """The distance from nought that there is at least."""
+    return max(bounds[0], -bounds[1], 0.0)
+
+
+def _data_cpus(visit: ClusterVisit) -> Finding:
+    check, seen = "data_cpus", f"{visit.free_cpus:g} of {visit.cpus:g} CPUs are free"
+    if visit.cpus <= DATA_CPUS:
+        remedy = f"a job needs {DATA_CPUS:g} CPU for Ray Data beside its workers: add nodes with CPUs (--num-cpus)"
+        return failed(check, seen, remedy)
+    if visit.free_cpus < DATA_CPUS:
+        remedy = f"jobs that run may have them all; another one waits until {DATA_CPUS:g} is free for its data"
+        return warning(check, seen, remedy)
+    return ok(check, seen)
+
+
+def _answers(seen: Measured) -> bool:
+    return isinstance(seen.greeting, Greeting) and seen.greeting.reach is Reach.ANSWERS
+
+
+def _visited(seen: Measured) -> list[NodeVisit]:
+    return [] if isinstance(seen.visit, Trouble) else seen.visit.nodes
+
+
+def _name(node: NodeVisit) -> str:
+    return f"{node.address} ({node.node[:8]})"
+
+
+def _list(faults: Mapping[str, str | None]) -> str:
+    shown = [f"{node}: {why}" for node, why in list(faults.items())[:_SHOWN]]
+    more = len(faults) - len(shown)
+    return "; ".join(shown) + (f"; and {more} more" if more > 0 else "")

@@ -1,0 +1,128 @@
+"""`trainshed up`, `down` and `doctor` as a user types them, against the real process; settings that cannot be."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+Done = subprocess.CompletedProcess[str]
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """A home of its own, and a cluster that never answers: no Ray is started."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TRAINSHED_")}
+    own = {
+        "TRAINSHED_HOME": str(tmp_path / "home"),
+        "TRAINSHED_PORT": "0",
+        "TRAINSHED_RAY_ADDRESS": "http://127.0.0.1:9",
+        "COLUMNS": "300",
+    }
+    return kept | own
+
+
+@pytest.fixture
+def home(environment: dict[str, str]) -> Iterator[Path]:
+    """The home; whatever still runs on it in the end is killed."""
+    home = Path(environment["TRAINSHED_HOME"])
+    yield home
+    if (home / "service.json").exists():
+        os.kill(json.loads((home / "service.json").read_text())["pid"], signal.SIGKILL)
+
+
+def run(environment: dict[str, str], *arguments: str) -> Done:
+    command = [sys.executable, "-m", "service.cli.main", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+
+
+def test_up_twice_doctor_and_down_twice(environment: dict[str, str], home: Path) -> None:
+    first = run(environment, "up", "--json")
+    assert first.returncode == 0, first.stderr
+    up = json.loads(first.stdout)
+    assert (up["started"], up["home"], up["log"]) == (True, str(home), str(home / "service.log"))
+    assert httpx.get(f"{up['url']}/readyz").json() == {"status": "ready"}
+    assert os.getsid(up["pid"]) == up["pid"], "it outlives the terminal"
+
+    second = run(environment, "up")
+    assert (second.returncode, second.stdout) == (0, f"{up['url']}\n")
+    assert f"runs already (pid {up['pid']})" in second.stderr
+    assert "next: trainshed" in second.stderr
+
+    # Nobody listens where Ray should: that and nothing else is wrong.
+    examined = run(environment, "doctor", "--json")
+    assert examined.returncode == 1, examined.stderr
+    found = {one["check"]: one for one in json.loads(examined.stdout)["findings"]}
+    assert [name for name, one in found.items() if one["verdict"] == "failed"] == ["ray.reachable"]
+    assert "TRAINSHED_RAY_ADDRESS" in found["ray.reachable"]["remedy"]
+    assert found["storage.atomic"]["verdict"] == found["service.answers"]["verdict"] == "ok"
+    assert found["storage.shared"]["verdict"] == "skipped"
+    assert list((home / "runs").iterdir()) == []
+
+    stopped = run(environment, "down", "--json")
+    assert (stopped.returncode, json.loads(stopped.stdout)) == (
+        0,
+        {"home": str(home), "pid": up["pid"], "stopped": True},
+    )
+    assert not psutil.pid_exists(up["pid"])
+    again = run(environment, "down")
+    assert (again.returncode, again.stdout) == (0, f"no service runs on {home}\n")
+
+
+def test_down_ends_nobody_else_s_process(environment: dict[str, str], home: Path) -> None:
+    """service.json may be left over, and its pid be given out again."""
+    home.mkdir()
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as other:
+        try:
+            (home / "service.json").write_text(json.dumps({"url": "http://127.0.0.1:9", "pid": other.pid}))
+            assert run(environment, "down").stdout == f"no service runs on {home}\n"
+            assert other.poll() is None
+        finally:
+            other.kill()
+            (home / "service.json").unlink()
+
+
+def test_up_that_fails_shows_the_last_lines_of_the_log(environment: dict[str, str], home: Path) -> None:
+    home.mkdir()
+    (home / "trainshed.db").write_text("this is no database, and long enough to be looked at" * 100)
+    failed = run(environment, "up")
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert f"the service ended with 1; {home}/service.log ends with" in failed.stderr
+    assert "file is not a database" in failed.stderr
+
+
+def test_doctor_without_a_service_checks_what_is_here(environment: dict[str, str], home: Path) -> None:
+    home.mkdir()
+    (home / "admin.key").write_text("0" * 64)
+    (home / "admin.key").chmod(0o644)
+    examined = run(environment, "doctor")
+    assert examined.returncode == 1
+    lines = examined.stdout.splitlines()
+    assert [line.split()[:2] for line in lines if not line.startswith(" ")][:5] == [
+        ["ok", "home.writable"],
+        ["failed", "home.key"],
+        ["ok", "home.disk"],
+        ["ok", "home.port"],
+        ["failed", "service.answers"],
+    ], examined.stdout
+    assert f"→ chmod 600 {home}/admin.key" in examined.stdout
+    assert "→ start it with `trainshed up`" in examined.stdout
+
+
+@pytest.mark.parametrize("command", [["up"], ["down"], ["doctor"], ["ps"], ["serve"]], ids=" ".join)
+def test_settings_that_cannot_be_are_told_in_lines(environment: dict[str, str], home: Path, command: list[str]) -> None:
+    wrong = {"TRAINSHED_PORT": "http", "TRAINSHED_DATABASE_URL": "mysql://a:hush@b/c", "TRAINSHED_PROT": "8000"}
+    told = run(environment | wrong, *command)
+    assert (told.returncode, told.stdout) == (1, "")
+    assert "TRAINSHED_PORT='http': Input should be a valid integer" in told.stderr
+    assert "TRAINSHED_DATABASE_URL='mysql://***@b/c': must begin with" in told.stderr
+    assert "TRAINSHED_PROT is no setting and does nothing; did you mean TRAINSHED_PORT?" in told.stderr
+    assert "Traceback" not in told.stderr
+    assert "hush" not in told.stderr
+    assert not home.exists()

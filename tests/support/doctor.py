@@ -1,0 +1,98 @@
+"""A cluster and a storage that a doctor finds as a test wants them."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from service.domain.checkup import Greeting, Reach
+from train_loop.run_dir import ClusterVisit, NodeVisit, Sight
+
+VERSIONS = {"trainshed": "0.1.0", "python": "3.11.9", "ray": "2.60.0", "torch": "2.13.0"}
+TOKEN = "0123"
+GREETING = Greeting(Reach.ANSWERS, "http://ray", "Ray 2.60.0", (-0.5, 0.5))
+
+
+def a_node(name: str = "n1", **changes: object) -> NodeVisit:
+    """A node on which all is in order."""
+    node = NodeVisit(
+        node=name, address="10.0.0.1", versions=VERSIONS, ahead=(-0.01, 0.01), sight=Sight(token=TOKEN), trouble=None
+    )
+    return node.model_copy(update=changes)
+
+
+def a_visit(*nodes: NodeVisit, cpus: float = 8.0, free_cpus: float = 4.0, left_out: int = 0) -> ClusterVisit:
+    """A visit to these nodes, or to one."""
+    return ClusterVisit(nodes=list(nodes or (a_node(),)), cpus=cpus, free_cpus=free_cpus, left_out=left_out)
+
+
+@dataclass
+class FakeClusterProbe:
+    """Answers with what it holds, raises it, or hangs."""
+
+    greeting: Greeting = GREETING
+    alive: int = 1
+    found: ClusterVisit | Exception = field(default_factory=a_visit)
+    hangs: bool = False
+    visits: int = 0
+    folder: str | None = None
+
+    def greet(self) -> Greeting:
+        """How it answers."""
+        return self.greeting
+
+    def nodes(self) -> int:
+        """How many are alive."""
+        return self.alive
+
+    def visit(self, folder: str | None, *, seconds: float) -> ClusterVisit:
+        """What a test put there."""
+        self.visits += 1
+        self.folder = folder
+        if self.hangs:
+            time.sleep(600)
+        if isinstance(self.found, Exception):
+            raise self.found
+        return self.found
+
+
+@dataclass
+class FakeStorageProbe:
+    """Storage on which all is well but for the calls named in `faults`, which raise, and in `hanging`."""
+
+    faults: dict[str, Exception] = field(default_factory=dict)
+    hanging: tuple[str, ...] = ()
+    removed: list[str] = field(default_factory=list)
+    runs: str = "file:///runs"
+
+    def read(self) -> str:
+        """List."""
+        return self._do("read")
+
+    def write(self) -> str:
+        """Write."""
+        return self._do("write")
+
+    def replace(self) -> str:
+        """Replace."""
+        return self._do("replace")
+
+    def leave_token(self, folder: str) -> str:
+        """Leave a token."""
+        self._do("leave_token")
+        return TOKEN
+
+    def answers(self, folder: str, token: str, nodes: Sequence[str]) -> frozenset[str]:
+        """All nodes have answered."""
+        self._do("answers")
+        return frozenset(nodes)
+
+    def remove(self, folder: str) -> None:
+        """Remember what was removed."""
+        self.removed.append(folder)
+
+    def _do(self, call: str) -> str:
+        if call in self.hanging:
+            time.sleep(600)
+        if call in self.faults:
+            raise self.faults[call]
+        return f"{call} is fine"

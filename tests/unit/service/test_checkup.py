@@ -1,0 +1,174 @@
+"""Measurements → findings, and who measures: nothing hides anything else."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.doctor import Doctor
+from service.domain.checkup import Greeting, Measured, Reach, Trouble, add, check_up, least
+from service.domain.finding import Verdict
+from service.errors import ClusterError, StorageFault
+from tests.support.doctor import TOKEN, VERSIONS, FakeClusterProbe, FakeStorageProbe, a_node, a_visit
+from tests.support.waiting import wait_for
+from train_loop.run_dir import ClusterVisit, Sight
+
+CHECKS = (
+    *("ray.reachable", "ray.authenticated", "ray.nodes", "ray.tasks"),
+    *("storage.readable", "storage.writable", "storage.atomic", "storage.shared"),
+    *("versions", "clock", "data_cpus"),
+)
+WELL = Measured(
+    Greeting(Reach.ANSWERS, "http://ray:8265", "Ray 2.60.0", (-0.5, 0.5)),
+    1,
+    a_visit(),
+    TOKEN,
+    frozenset({"n1"}),
+    read="read",
+    write="written",
+    replace="replaced",
+    runs="file:///runs",
+    versions=VERSIONS,
+)
+BEHIND_RAY = {"ray.nodes", "ray.tasks", "storage.shared", "versions", "clock", "data_cpus"}
+
+
+def verdicts(seen: Measured) -> dict[str, str]:
+    """What is not ok, by check."""
+    findings = check_up(seen)
+    assert tuple(finding.check for finding in findings) == CHECKS
+    wrong = [finding for finding in findings if finding.verdict in (Verdict.FAILED, Verdict.WARNING)]
+    assert all(finding.remedy for finding in wrong), "what is wrong has a remedy"
+    return {finding.check: finding.verdict.value for finding in findings if finding.verdict is not Verdict.OK}
+
+
+def test_where_all_is_well_all_is_ok() -> None:
+    assert verdicts(WELL) == {}
+
+
+@pytest.mark.parametrize("reach", [Reach.NOBODY, Reach.STRANGE, Reach.STARTING])
+def test_where_ray_does_not_answer_what_lies_behind_it_is_skipped(reach: Reach) -> None:
+    found = verdicts(replace(WELL, greeting=Greeting(reach, "http://ray:8265", "no"), visit=Trouble("not asked")))
+    assert found == {"ray.reachable": "failed"} | dict.fromkeys({"ray.authenticated"} | BEHIND_RAY, "skipped")
+
+
+def test_a_wrong_token_is_not_an_unreachable_ray() -> None:
+    refused = Greeting(Reach.REFUSED, "http://ray:8265", "403")
+    found = verdicts(replace(WELL, greeting=refused, visit=Trouble("not asked")))
+    assert found == {"ray.authenticated": "failed"} | dict.fromkeys(BEHIND_RAY, "skipped")
+
+
+def test_a_cluster_without_nodes_is_told_as_one() -> None:
+    found = verdicts(replace(WELL, nodes=0, visit=Trouble("not asked")))
+    assert found == {"ray.nodes": "failed"} | dict.fromkeys(BEHIND_RAY - {"ray.nodes"}, "skipped")
+
+
+@pytest.mark.parametrize(("part", "check"), [("read", "readable"), ("write", "writable"), ("replace", "atomic")])
+def test_a_trial_of_the_storage_that_fails_is_one_finding(part: str, check: str) -> None:
+    changed = {"read": "x", "write": "x", "replace": "x"} | {part: Trouble("Permission denied")}
+    assert verdicts(replace(WELL, **changed)) == {f"storage.{check}": "failed"}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("visit", "found"),
+    [
+        (a_visit(a_node(sight=Sight(token=None))), {"storage.shared": "failed"}),
+        (a_visit(a_node(sight=Sight(token="another"))), {"storage.shared": "failed"}),
+        (a_visit(a_node(sight=Sight(token=TOKEN, fault="read-only"))), {"storage.shared": "failed"}),
+        (a_visit(a_node(sight=Sight(token=TOKEN, unreadable={"s3://a": "no"}))), {"storage.shared": "failed"}),
+        (a_visit(a_node(), a_node("n2")), {"storage.shared": "failed"}),
+        (a_visit(a_node(sight=None, trouble="late")), {"ray.tasks": "failed", "storage.shared": "skipped"}),
+        (a_visit(a_node(versions=VERSIONS | {"ray": "2.61.0"})), {"versions": "failed"}),
+        (a_visit(a_node(versions=VERSIONS | {"trainshed": "9"})), {"versions": "failed"}),
+        (a_visit(a_node(versions=VERSIONS | {"torch": "9"})), {"versions": "warning"}),
+        (a_visit(a_node(ahead=(3.0, 3.1))), {"clock": "warning"}),
+        (a_visit(a_node(ahead=(-99.0, -98.0))), {"clock": "failed"}),
+        (a_visit(free_cpus=0.5), {"data_cpus": "warning"}),
+        (a_visit(cpus=1.0, free_cpus=1.0), {"data_cpus": "failed"}),
+        (a_visit(left_out=3), {"ray.tasks": "warning"}),
+    ],
+)
+def test_what_a_visit_finds(visit: ClusterVisit, found: dict[str, str]) -> None:
+    assert verdicts(replace(WELL, visit=visit)) == found
+
+
+def test_nodes_that_differ_from_each_other_fail_even_where_the_service_would_not_mind() -> None:
+    other = a_node("n2", versions=VERSIONS | {"torch": "9"})
+    seen = replace(WELL, visit=a_visit(a_node(), other), arrived=frozenset({"n1", "n2"}))
+    assert verdicts(seen) == {"versions": "failed"}
+
+
+def test_many_nodes_with_one_trouble_are_not_all_listed() -> None:
+    nodes = [a_node(f"n{number}", sight=Sight()) for number in range(300)]
+    (shared,) = [found for found in check_up(replace(WELL, visit=a_visit(*nodes))) if found.check == "storage.shared"]
+    assert "and 295 more" in shared.seen
+
+
+@given(ahead=st.floats(-1e4, 1e4), delays=st.lists(st.floats(0, 60), min_size=4, max_size=4), share=st.floats(-1, 1))
+def test_a_skew_that_is_told_is_never_more_than_there_is(ahead: float, delays: list[float], share: float) -> None:
+    """A clock was read at some moment between question and answer, on the head and on a node."""
+    head = (ahead * share - delays[0], ahead * share + delays[1])
+    node = (ahead * (1 - share) - delays[2], ahead * (1 - share) + delays[3])
+    bounds = add(head, node)
+    assert bounds[0] - 1e-6 <= ahead <= bounds[1] + 1e-6
+    assert least(bounds) <= abs(ahead) + 1e-6
+
+
+def doctor(cluster: FakeClusterProbe, storage: FakeStorageProbe) -> Doctor:
+    return Doctor(cluster, storage, VERSIONS, limit=0.05)
+
+
+def wrong(cluster: FakeClusterProbe, storage: FakeStorageProbe) -> dict[str, str]:
+    findings = doctor(cluster, storage).examine().findings
+    return {finding.check: finding.verdict.value for finding in findings if finding.verdict is not Verdict.OK}
+
+
+def test_an_examination_asks_all_and_leaves_nothing() -> None:
+    cluster, storage = FakeClusterProbe(), FakeStorageProbe()
+    examination = doctor(cluster, storage).examine()
+    assert [finding.verdict.value for finding in examination.findings] == ["ok"] * len(CHECKS)
+    assert examination.healthy
+    assert storage.removed == [cluster.folder]
+    assert str(cluster.folder).startswith("file:///runs/_doctor-")
+
+
+def test_storage_that_hangs_hides_nothing_else() -> None:
+    storage = FakeStorageProbe(hanging=("write", "leave_token"))
+    assert wrong(FakeClusterProbe(), storage) == {"storage.writable": "failed", "storage.shared": "skipped"}
+
+
+def test_storage_that_fails_hides_nothing_else() -> None:
+    faults: dict[str, Exception] = {"replace": StorageFault("torn"), "answers": OSError("gone")}
+    found = wrong(FakeClusterProbe(), FakeStorageProbe(faults))
+    assert found == {"storage.atomic": "failed", "storage.shared": "failed"}
+
+
+@pytest.mark.parametrize("cluster", [FakeClusterProbe(found=ClusterError("no python")), FakeClusterProbe(hangs=True)])
+def test_nodes_that_do_not_answer_hide_nothing_of_the_storage(cluster: FakeClusterProbe) -> None:
+    storage = FakeStorageProbe()
+    behind = ("storage.shared", "versions", "clock", "data_cpus")
+    assert wrong(cluster, storage) == {"ray.tasks": "failed"} | dict.fromkeys(behind, "skipped")
+    assert len(storage.removed) == 1
+
+
+def test_who_asks_meanwhile_gets_the_same_answer() -> None:
+    go = threading.Event()
+
+    class Slow(FakeStorageProbe):
+        def read(self) -> str:
+            go.wait(60)
+            return "read"
+
+    cluster = FakeClusterProbe()
+    asked = Doctor(cluster, Slow(), VERSIONS)
+    with ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(asked.examine) for _ in range(4)]
+        wait_for(lambda: cluster.visits == 1)
+        go.set()
+        first = answers[0].result()
+        assert all(answer.result() is first for answer in answers)
+    assert cluster.visits == 1
+    assert asked.examine() is not first

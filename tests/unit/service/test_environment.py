@@ -1,0 +1,80 @@
+"""What is said of settings that cannot be: name, value, rule and remedy, a line each, and no secret."""
+
+import os
+
+import pytest
+from pydantic import model_validator
+
+from service import environment
+from service.environment import BadSettings, read_settings, strangers
+from service.settings import Settings
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("TRAINSHED_")]:
+        monkeypatch.delenv(name)
+
+
+def problems(monkeypatch: pytest.MonkeyPatch, **told: str) -> list[str]:
+    for name, value in told.items():
+        monkeypatch.setenv(f"TRAINSHED_{name}", value)
+    with pytest.raises(BadSettings) as raised:
+        read_settings()
+    assert str(raised.value) == "\n".join(raised.value.problems)
+    return list(raised.value.problems)
+
+
+def test_every_problem_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = problems(monkeypatch, PORT="99999", QUOTAS="{nlp", BACKFILL="perhaps", HOST="127.0.0.1")
+    assert [line.split("=")[0] for line in found] == ["TRAINSHED_PORT", "TRAINSHED_QUOTAS", "TRAINSHED_BACKFILL"]
+    assert found[0] == (
+        "TRAINSHED_PORT='99999': Input should be less than or equal to 65535; 0: the system chooses; "
+        "leave it out for the default, 8000"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("RAY_ADDRESS", "10.0.0.1:8265", "must be the URL of the cluster's dashboard"),
+        ("DATABASE_URL", "mysql://x", "must begin with sqlite:///"),
+        ("RUNS", "file://host/runs", "write file:/// and an absolute path"),
+        ("STORAGE_ROOTS", "file:///a,file:b", "write file:/// and an absolute path"),
+        ("SINKS", "tensorbored", "choose of tensorboard"),
+        ("QUOTAS", '{"nlp": {"jobs": "many"}}', "at nlp/jobs"),
+        ("LEASE_SECONDS", "0", "greater than 0"),
+    ],
+)
+def test_a_line_says_what_would_do(monkeypatch: pytest.MonkeyPatch, name: str, value: str, says: str) -> None:
+    (line,) = problems(monkeypatch, **{name: value})
+    assert line.startswith(f"TRAINSHED_{name}=")
+    assert says in line
+
+
+class Together(Settings):
+    """Settings that can be one by one, and not together."""
+
+    @model_validator(mode="after")
+    def _never(self) -> "Together":
+        raise ValueError("TRAINSHED_HOST and TRAINSHED_PORT do not go together; leave out one")
+
+
+def test_what_is_wrong_with_several_together_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "Settings", Together)
+    (line,) = problems(monkeypatch)
+    assert line == "TRAINSHED_HOST and TRAINSHED_PORT do not go together; leave out one"
+
+
+def test_passwords_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = problems(monkeypatch, DATABASE_URL="mysql://shed:hunter2@db/shed")
+    assert "hunter2" not in line
+    assert "mysql://***@db/shed" in line
+
+
+def test_what_nobody_reads_is_told_with_the_nearest_name() -> None:
+    told = {"TRAINSHED_PROT": "1", "TRAINSHED_URL": "x", "TRAINSHED_PORT": "1", "TRAINSHED_XYZZY": "1", "PATH": ""}
+    assert strangers(told) == [
+        "TRAINSHED_PROT is no setting and does nothing; did you mean TRAINSHED_PORT?",
+        "TRAINSHED_XYZZY is no setting and does nothing; unset it",
+    ]

@@ -1,0 +1,133 @@
+"""What is said of a dashboard, by how it answers; what a visit's log is taken for."""
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from service.adapters import ray_probe
+from service.adapters.ray_jobs import RayAddress, RayJobs
+from service.adapters.ray_probe import RayProbe
+from service.domain.checkup import Reach, least
+from service.domain.decide import Submission
+from service.errors import ClusterError
+from tests.support.doctor import a_visit
+from train_loop.run_dir import VISIT_MARK
+
+
+class Dashboard(ThreadingHTTPServer):
+    """Answers everything in one way."""
+
+    status, body = 200, b'{"ray_version": "2.60.0"}'
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        assert isinstance(self.server, Dashboard)
+        self.send_response(self.server.status)
+        self.end_headers()
+        self.wfile.write(self.server.body)
+
+    def log_message(self, *_: object) -> None:
+        """Not on the terminal."""
+
+
+@pytest.fixture
+def dashboard(monkeypatch: pytest.MonkeyPatch) -> Iterator[Dashboard]:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with Dashboard(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def probe(url: str | None) -> RayProbe:
+    address = RayAddress(url, "a-token") if url else None
+    return RayProbe(RayJobs(lambda: address, python="python"))
+
+
+def test_a_dashboard_that_answers_tells_version_and_time(dashboard: Dashboard) -> None:
+    greeting = probe(dashboard.url).greet()
+    assert (greeting.reach, greeting.said) == (Reach.ANSWERS, "Ray 2.60.0")
+    assert greeting.ahead is not None
+    assert least(greeting.ahead) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "reach"),
+    [
+        (401, b"Unauthorized", Reach.REFUSED),
+        (403, b"Forbidden", Reach.REFUSED),
+        (404, b"nothing here", Reach.STRANGE),
+        (200, b"<html>log in</html>", Reach.STRANGE),
+        (200, b"[]", Reach.STRANGE),
+        (502, b"bad gateway", Reach.STRANGE),
+    ],
+)
+def test_other_answers_are_told_apart(dashboard: Dashboard, status: int, body: bytes, reach: Reach) -> None:
+    dashboard.status, dashboard.body = status, body
+    greeting = probe(dashboard.url).greet()
+    assert (greeting.reach, greeting.url) == (reach, dashboard.url)
+    assert greeting.said
+
+
+def test_nobody_is_not_somebody_who_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert probe("http://127.0.0.1:9").greet().reach is Reach.NOBODY
+    assert probe(None).greet().reach is Reach.STARTING
+
+
+class Jobs(RayJobs):
+    """Runs nothing, and has this log and these states."""
+
+    def __init__(self, output: str, *states: Submission) -> None:
+        super().__init__(lambda: None, python="python")
+        self.told, self.states = output, list(states)
+        self.asked: list[str] = []
+        self.forgotten = 0
+
+    def run(self, submission_id: str, module: str, arguments: object) -> None:
+        self.asked = list(arguments) if isinstance(arguments, list) else []
+
+    def status(self, submission_id: str) -> Submission:
+        return self.states.pop(0) if len(self.states) > 1 else self.states[0]
+
+    def output(self, submission_id: str) -> str:
+        return self.told
+
+    def forget(self, submission_id: str) -> None:
+        self.forgotten += 1
+
+    def count_nodes(self) -> int:
+        return 1 if self.states.pop(0) is Submission.RUNNING else 0
+
+
+def test_a_visit_is_read_from_the_log_of_its_job() -> None:
+    told = f"2026 INFO connecting\n{VISIT_MARK}{a_visit().model_dump_json()}\nbye\n"
+    jobs = Jobs(told, Submission.PENDING, Submission.UNKNOWN, Submission.RUNNING, Submission.SUCCEEDED)
+    assert RayProbe(jobs, roots=["file:///a"]).visit("file:///runs/x", seconds=30.0) == a_visit()
+    assert jobs.asked == ["--seconds", "22", "--folder", "file:///runs/x", "--root", "file:///a"]
+    assert jobs.forgotten == 1
+
+
+@pytest.mark.parametrize(
+    ("state", "says"), [(Submission.FAILED, "ended as failed"), (Submission.PENDING, "did not end within 0.1 s")]
+)
+def test_a_visit_that_tells_nothing_says_how_its_job_ended(state: Submission, says: str) -> None:
+    jobs = Jobs("Traceback\nModuleNotFoundError: No module named 'train_loop'\n\n", state)
+    with pytest.raises(ClusterError, match=f"{says}; its last word: ModuleNotFoundError"):
+        RayProbe(jobs).visit(None, seconds=0.1)
+    assert jobs.forgotten == 1
+
+
+def test_a_head_that_has_just_started_is_given_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_probe, "_LOOK_SECONDS", 0.0)
+    assert RayProbe(Jobs("", Submission.PENDING, Submission.PENDING, Submission.RUNNING)).nodes() == 1

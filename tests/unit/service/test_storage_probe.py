@@ -1,0 +1,88 @@
+"""Trials of real storage: a folder, and S3; nothing is left behind."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from service.adapters import storage_probe
+from service.adapters.storage_probe import RunsProbe
+from service.errors import StorageFault
+from tests.support.s3 import S3Server, s3_server
+from train_loop.run_dir import answer_file, list_folder, storage_path, write_durably
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3Server]:
+    with s3_server() as server:
+        server.bucket("runs")
+        yield server
+
+
+@pytest.fixture(params=["folder", "s3"])
+def runs(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """URI of a place where run directories could go."""
+    if request.param == "folder":
+        return (tmp_path / "runs").as_uri()
+    for name, value in request.getfixturevalue("s3").environment().items():
+        monkeypatch.setenv(name, value)
+    return "s3://runs/all"
+
+
+def test_good_storage_passes_and_is_left_as_it_was(runs: str) -> None:
+    probe = RunsProbe(runs)
+    assert runs in probe.read()
+    assert "read back" in probe.write()
+    assert probe.replace()
+    assert list_folder(storage_path(runs)) == []
+
+
+def test_nodes_find_the_token_and_their_answers_are_found(runs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage_probe, "_ARRIVAL_SECONDS", 0.5)
+    probe, folder = RunsProbe(runs), f"{runs}/_doctor-1"
+    token = probe.leave_token(folder)
+    write_durably(storage_path(folder) / answer_file("n1"), token)
+    write_durably(storage_path(folder) / answer_file("n2"), "an old one")
+    assert probe.answers(folder, token, ["n1", "n2", "n3"]) == {"n1"}
+    probe.remove(folder)
+    probe.remove(folder)
+    assert list_folder(storage_path(runs)) == []
+
+
+def test_a_root_that_is_not_there_is_named(tmp_path: Path) -> None:
+    probe = RunsProbe((tmp_path / "runs").as_uri(), [(tmp_path / "data").as_uri()])
+    with pytest.raises(StorageFault, match="data"):
+        probe.read()
+
+
+def test_a_place_that_cannot_be_written_is_no_place(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(OSError):
+        RunsProbe((tmp_path / "runs").as_uri()).write()
+
+
+def test_storage_that_shows_half_of_a_file_is_not_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_place(path: Path, text: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w") as file:
+            for place in range(0, len(text), 100):
+                file.write(text[place : place + 100])
+                file.flush()
+
+    monkeypatch.setattr(storage_probe, "write_durably", in_place)
+    monkeypatch.setattr(storage_probe, "_REPLACEMENTS", 1000)
+    with pytest.raises(StorageFault, match="half written"):
+        RunsProbe(tmp_path.as_uri()).replace()
+    assert os.listdir(tmp_path) == []
+
+
+def test_object_storage_that_lets_two_create_one_object_is_refused(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3.environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(storage_probe, "create_object", lambda path, content: path.write_bytes(content))
+    with pytest.raises(StorageFault, match="once more"):
+        RunsProbe("s3://runs/all").replace()
+    assert list_folder(storage_path("s3://runs/all")) == []
