@@ -3,17 +3,22 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from service.backup import back_up
-from service.backup import restore as restore_backup
 from service.cli.common import AsJson
 from service.cli.ends import fail
+from service.cli.lazy import lazily
 from service.cli.show import show_json, show_next, show_note, show_text
 from service.errors import ServiceError
 from service.settings import Settings
+
+if TYPE_CHECKING:
+    from service import backup as archive
+else:
+    # It brings the database's libraries along, for which no other command should wait.
+    archive = lazily("service.backup")
 
 
 def backup(
@@ -21,7 +26,7 @@ def backup(
 ) -> None:
     """Back the embedded database and the admin key up, beside a running service if there is one."""
     with _readable():
-        made = back_up(Settings(), file.absolute())
+        made = archive.back_up(Settings(), file.absolute())
     if as_json:
         show_json(made)
         return
@@ -37,7 +42,7 @@ def restore(
 ) -> None:
     """Put a backup into the home of a service that does not run."""
     with _readable():
-        done = restore_backup(Settings(), file.absolute(), force=force)
+        done = archive.restore(Settings(), file.absolute(), force=force)
     if as_json:
         show_json(done)
         return
