@@ -19,11 +19,12 @@ from service.client.retry import Tries, pause
 from service.client.run_calls import RunCalls
 from service.client.service_calls import ServiceCalls
 from service.client.trail import Trail
+from service.client.webhook_calls import WebhookCalls
 
 T = TypeVar("T")
 
 
-class Calls(JobCalls, RunCalls, AccessCalls, ServiceCalls):
+class Calls(JobCalls, RunCalls, AccessCalls, ServiceCalls, WebhookCalls):
     """Every call of the API. Each raises ApiError, or httpx.HTTPError where nobody answers."""
 
 

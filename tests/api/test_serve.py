@@ -33,7 +33,7 @@ def test_job_outlives_a_killed_service(home: Path) -> None:
         headers = {"accept": "text/event-stream"}
         with client.stream("GET", f"/jobs/{job['id']}/events", headers=headers) as answer:
             lines = answer.iter_lines()
-            assert next(lines) == ": begin"
+            assert [next(lines), next(lines)] == [": begin", "id: 0.0"]
             process.send_signal(signal.SIGTERM)
             assert [line for line in lines if line] == []
         assert process.wait(timeout=10) == 0
