@@ -43,7 +43,13 @@ def test_a_call_sends_all_that_the_api_takes(
     service: FakeService, name: str, declared: Operation[..., object] | Stream[..., object]
 ) -> None:
     """Every parameter of the description is one of the method, under its own name or the one that is said here."""
-    renamed = {"id": "id_prefix", "label.KEY": "labels", "state": "states", "idempotency-key": "idempotency_key"}
+    renamed = {
+        "id": "id_prefix",
+        "label.KEY": "labels",
+        "state": "states",
+        "idempotency-key": "idempotency_key",
+        "last-event-id": "after",
+    }
     operation = service.app().openapi()["paths"][declared.route.path][declared.route.method.lower()]
     wanted = {renamed.get(one["name"], one["name"]) for one in operation.get("parameters", [])}
     if isinstance(declared, Stream):

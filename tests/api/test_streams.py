@@ -177,7 +177,7 @@ def test_stream_ends_with_its_key_on_every_service_and_others_go_on(tmp_path: Pa
             for reader in ended:
                 reader.join(timeout=60)
                 assert not reader.is_alive()
-                assert reader.lines == [": begin"], "nobody says that the job has ended"
+                assert reader.lines == [": begin", "id: 0.0"], "nobody says that the job has ended"
                 everybody.remove(reader)
             assert all(reader.is_alive() for reader in everybody)
         one.event(job_id, "said")
