@@ -22,6 +22,8 @@ from service.use_cases import Jobs, JobView
 
 T = TypeVar("T")
 Given = TypeVarTuple("Given")
+_OTHERS = ["GET", "HEAD", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "QUERY"]
+"""All methods but POST."""
 router = APIRouter(prefix="/jobs", tags=["jobs"], dependencies=[Depends(require_key)])
 _NEW: Answers = {
     201: LOCATION,
@@ -102,7 +104,7 @@ async def plan(asked: ToCheck) -> PlanOut:
     return PlanOut.of(await asked.call(asked.jobs.plan, asked.body))
 
 
-@router.api_route("/plan", methods=["GET", "DELETE"], include_in_schema=False)
+@router.api_route("/plan", methods=_OTHERS, include_in_schema=False)
 async def no_job() -> None:
     """The name of a call is no id of a job."""
     raise HTTPException(405, "no job has this name; POST plans a spec", {"Allow": "POST"})

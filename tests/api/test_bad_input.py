@@ -178,6 +178,7 @@ def test_unknown_route_and_method(client: TestClient) -> None:
         ("PUT", "/jobs", "GET, POST"),
         ("POST", "/jobs/job-1", "GET, DELETE"),
         ("GET", "/jobs/plan", "POST"),
+        ("OPTIONS", "/jobs/plan", "POST"),
         ("PATCH", "/jobs/job-1/checkpoints/10/pin", "POST, DELETE"),
         ("POST", "/openapi.json", "GET, HEAD"),
     ],

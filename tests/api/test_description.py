@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from service.adapters.run_dirs import LocalRunDirs
@@ -55,6 +56,9 @@ enabled = false
 include-name = "POST /jobs/{job_id}/checkpoints/{step}/export"
 checks.not_a_server_error.expected-statuses = ["2xx", "4xx", 503]
 """
+NOBODY = "http://127.0.0.1:9"
+"""Where nobody answers."""
+HOOK = {"project": "default", "url": NOBODY, "states": ["CANCELLED"]}
 LIMIT = 280.0
 """Seconds; it takes some forty where nobody else computes."""
 
@@ -62,7 +66,7 @@ LIMIT = 280.0
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[LiveService]:
     """A service whose cluster never answers, with what each call needs in order to succeed."""
-    alone = {"TRAINSHED_RAY_ADDRESS": "http://127.0.0.1:9", "RAY_AUTH_MODE": "disabled"}
+    alone = {"TRAINSHED_RAY_ADDRESS": NOBODY, "RAY_AUTH_MODE": "disabled", "TRAINSHED_WEBHOOK_ALLOWED": "127.0.0.1"}
     service = LiveService(tmp_path / "home", environment=alone)
     service.home.mkdir()
     service.start()
@@ -85,35 +89,50 @@ def ended_job(client: Api) -> str:
     return job.id
 
 
-def examples(client: Api) -> Examples:
+def webhook(http: httpx.Client) -> str:
+    return str(http.post("/webhooks", json=HOOK).json()["webhook"]["id"])
+
+
+def delivery(http: httpx.Client, hook: str) -> int:
+    """The number of what a webhook is told of a job that has ended."""
+    (told,) = wait_for(lambda: http.get(f"/webhooks/{hook}/deliveries").json()["data"], "a delivery")
+    return int(told["number"])
+
+
+def examples(client: Api, http: httpx.Client) -> Examples:
     """What the calls are made with that are to succeed."""
+    hook, other_hook, ended = webhook(http), webhook(http), ended_job(client)
     key = client.create_key(KeyIn(name="somebody", roles={"default": Role.VIEWER})).key
     paused = client.submit(spec_body())
     return {
-        "*": {"job_id": client.submit(spec_body()).id, "key_id": key.id},
+        "*": {"job_id": client.submit(spec_body()).id, "key_id": key.id, "webhook_id": hook},
+        "{number}": {"number": delivery(http, hook)},
         "{step}": {"job_id": job_with_a_checkpoint(client), "step": 10},
         "post /jobs": {"body": raw_spec()},
         "post /jobs/plan": {"body": raw_spec()},
         "post /keys": {"body": {"name": "another", "roles": {"default": "viewer"}}},
         "post /jobs/{job_id}/pause": {"job_id": paused.id},
         "post /jobs/{job_id}/resume": {"job_id": paused.id},
-        "delete /jobs/{job_id}": {"job_id": ended_job(client)},
+        "delete /jobs/{job_id}": {"job_id": ended},
+        "post /webhooks": {"body": HOOK},
+        "delete /webhooks/{webhook_id}": {"webhook_id": other_hook},
     }
 
 
 def run(service: LiveService, folder: Path) -> "subprocess.CompletedProcess[str]":
     """Schemathesis, to its end."""
-    (folder / "examples.json").write_text(json.dumps(examples(service.client)))
-    (folder / "schemathesis.toml").write_text(SETTINGS)
     address = json.loads((service.home / "service.json").read_bytes())["url"]
-    key = (service.home / "admin.key").read_text().strip()
+    authorization = f"Bearer {(service.home / 'admin.key').read_text().strip()}"
+    with httpx.Client(base_url=address, headers={"authorization": authorization}, timeout=60) as http:
+        (folder / "examples.json").write_text(json.dumps(examples(service.client, http)))
+    (folder / "schemathesis.toml").write_text(SETTINGS)
     told = {
         "SCHEMATHESIS_HOOKS": "tests.support.described",
         EXAMPLES: str(folder / "examples.json"),
         ANSWERS: str(folder / "answers"),
     }
     command = [str(Path(sys.executable).with_name("schemathesis")), "run", f"{address}/openapi.json"]
-    command += ["--header", f"Authorization: Bearer {key}", "--checks", ",".join(CHECKS), "--continue-on-failure"]
+    command += ["--header", f"Authorization: {authorization}", "--checks", ",".join(CHECKS), "--continue-on-failure"]
     command += ["--max-examples", "12", "--seed", "1", "--generation-deterministic"]
     command += ["--no-color", "--suppress-health-check", "all", "--request-timeout", "60"]
     return subprocess.run(
