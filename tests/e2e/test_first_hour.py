@@ -1,0 +1,41 @@
+"""docs/first-hour.md, typed again: what a new user is told to type works, and answers what the page says."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.typed import Shell, typed_in
+
+PAGE = Path("docs/first-hour.md")
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    """A shell of somebody who has nothing yet but the commands; its service is gone afterwards."""
+    environment = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "TRAINSHED_HOME": str(tmp_path / "home"),
+        "TRAINSHED_PORT": "0",
+        "TRAINSHED_RAY_CPUS": "3",
+        "RAY_AUTH_MODE": "token",
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "200",
+    }
+    with Shell(environment) as shell:
+        shell.type(f"cd {Path.cwd()}; unset TRAINSHED_URL TRAINSHED_KEY; export OUT={tmp_path / 'out'}")
+        yield shell
+        shell.type("trainshed down")
+
+
+@pytest.mark.timeout(900)
+def test_the_first_hour_goes_as_its_page_says(shell: Shell) -> None:
+    commands = typed_in(PAGE)
+    verbs = {one.command.split("trainshed ")[1].split()[0] for one in commands if "trainshed " in one.command}
+    assert verbs >= {"up", "submit", "watch", "pause", "resume", "clone", "export", "doctor"}
+    for one in commands:
+        said, code = shell.type(one.command)
+        assert code == 0, f"$ {one.command}\n{said}"
+        assert one.fits(said), f"$ {one.command}\n{said}\n--- the page says\n{one.answer}"

@@ -1,0 +1,85 @@
+"""A page of documentation as somebody who types what it shows: its `console` blocks, run in one shell."""
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+_BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_DONE = "=== exit code "
+
+
+@dataclass(frozen=True)
+class Typed:
+    """A command, and what the page says that it answers; `…` is anything within a line, and alone any lines."""
+
+    command: str
+    answer: str
+
+    def fits(self, said: str) -> bool:
+        """Whether something is what the page shows, whatever spaces align it."""
+        return re.fullmatch(_pattern(_plain(self.answer)), _plain(said), re.DOTALL) is not None
+
+
+def typed_in(page: Path) -> list[Typed]:
+    """All commands of a page in their order."""
+    return [one for block in _BLOCK.findall(page.read_text()) for one in _commands(block)]
+
+
+def _commands(block: str) -> Iterator[Typed]:
+    for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+        # A command goes on in the next line after a backslash.
+        match = re.match(r"(?:.*\\\n)*.*\n", part)
+        assert match is not None, part
+        yield Typed(match[0].strip(), part[match.end() :])
+
+
+def _plain(text: str) -> str:
+    return "\n".join(" ".join(line.split()) for line in text.strip().splitlines())
+
+
+def _pattern(answer: str) -> str:
+    lines = [
+        r"(?:[^\n]*\n)*?" if line == "…" else r"[^\n]*".join(map(re.escape, line.split("…"))) + r"\n"
+        for line in answer.splitlines()
+    ]
+    return "".join(lines).removesuffix(r"\n") + r"\n?" if lines else ""
+
+
+class Shell:
+    """One bash for all that is typed, so that a variable stays."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._bash = subprocess.Popen(
+            ["bash", "--norc"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **environment},
+        )
+
+    def __enter__(self) -> "Shell":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bash.kill()
+        self._bash.communicate()
+
+    def type(self, command: str) -> tuple[str, int]:
+        """What it says on stdout and stderr, and its exit code."""
+        assert self._bash.stdin is not None
+        assert self._bash.stdout is not None
+        self._bash.stdin.write(f"{command} </dev/null\necho; echo '{_DONE}'$?\n")
+        self._bash.stdin.flush()
+        said = list[str]()
+        for line in self._bash.stdout:
+            if line.startswith(_DONE):
+                return "".join(said).rstrip("\n") + "\n", int(line.removeprefix(_DONE))
+            said.append(line)
+        raise AssertionError(f"the shell ended:\n{''.join(said)}")
