@@ -14,9 +14,9 @@ from service.ports import ClusterProbe, StorageProbe
 from train_loop.run_dir import ClusterVisit
 
 T = TypeVar("T")
-_QUESTION, _TOKEN, _VISIT, _ENDING, _ARRIVAL = 8.0, 3.0, 31.0, 2.0, 5.0
-"""Seconds of a question to Ray, to write or remove a token, of the visit to the nodes and the end of its job, and for
-what they have written to be seen: a minute in all."""
+_START, _QUESTION, _TOKEN, _VISIT, _ENDING, _ARRIVAL = 30.0, 8.0, 3.0, 31.0, 2.0, 5.0
+"""Seconds of a Ray that is starting, of a question to it, to write or remove a token, of the visit to the nodes and the
+end of its job, and for what they have written to be seen: a minute in all, or one and a half."""
 _TRIAL = 20.0
 """Seconds of each trial of the storage, which go on beside all that."""
 _NOT_ASKED = Trouble("it was not asked")
@@ -36,7 +36,7 @@ class Examination:
 
 
 class Doctor:
-    """Examines in a minute at most; who asks meanwhile gets the same answer. `limit` shortens it."""
+    """Examines in a minute, or one and a half where Ray is starting; who asks meanwhile gets the same answer. `limit` shortens it."""
 
     def __init__(
         self, cluster: ClusterProbe, storage: StorageProbe, versions: Mapping[str, str], *, limit: float = 1.0
@@ -71,7 +71,7 @@ class Doctor:
     def _measure(self) -> Measured:
         storage, begun = self._storage, time.monotonic()
         trials = [_ask(trial) for trial in (storage.read, storage.write, storage.replace)]
-        greeting = self._told(_ask(self._cluster.greet), _QUESTION)
+        greeting = self._told(_ask(self._cluster.greet), _START + _QUESTION)
         nodes: int | Trouble = _NOT_ASKED
         visited = _Visited()
         if isinstance(greeting, Greeting) and greeting.reach is Reach.ANSWERS:

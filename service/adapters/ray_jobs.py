@@ -258,7 +258,7 @@ _STATUS: Mapping[JobStatus, Submission] = {
 
 def _metadata(launch: Launch) -> dict[str, str]:
     """What Ray's dashboard shows of a job."""
-    name = f"{launch.name} ({launch.submission_id})"
+    name = f"{launch.name} ({launch.job_id})"
     labels = {f"label.{key}": value for key, value in launch.labels.items()}
     job = {"job_id": launch.job_id, "attempt": str(launch.attempt), "project": launch.project}
     return {"name": name, "job_name": name, **job, **labels}

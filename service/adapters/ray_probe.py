@@ -5,12 +5,14 @@ import time
 from collections.abc import Sequence
 
 from service.adapters.ray_jobs import RayJobs
-from service.domain.checkup import Greeting
+from service.domain.checkup import Greeting, Reach
 from service.domain.decide import Submission
 from service.errors import ClusterError
 from train_loop.run_dir import VISIT_MARK, ClusterVisit
 
 _LOOK_SECONDS = 0.25
+_RAY_SECONDS = 30.0
+"""An embedded Ray takes some of them to start; whoever has just said `trainshed up` need not ask twice."""
 _NODE_SECONDS = 5.0
 """A head that has just started says for so long that it has no node."""
 _ENDED = (Submission.SUCCEEDED, Submission.FAILED, Submission.STOPPED, Submission.MISSING)
@@ -26,8 +28,11 @@ class RayProbe:
         self._roots = tuple(roots)
 
     def greet(self) -> Greeting:
-        """How the cluster answers."""
-        return self._jobs.greet()
+        """How the cluster answers, once one that is starting has started."""
+        deadline = time.monotonic() + _RAY_SECONDS
+        while (greeting := self._jobs.greet()).reach is Reach.STARTING and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+        return greeting
 
     def nodes(self) -> int:
         """How many are alive, after a moment where there are none. Raises ClusterError."""

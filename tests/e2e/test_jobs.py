@@ -180,16 +180,16 @@ def test_ray_s_dashboard_names_the_attempt_and_has_its_train_run(service: LiveSe
     job, head = service.client.job(reference), read_head(service.home / "ray.json")
     assert head is not None
     token = (service.home / "ray.token").read_text().strip()
-    name = f"{job.name} ({job.id}-1)"
+    name, run_name = f"{job.name} ({job.id})", f"{job.name} ({job.id}-1)"
     with httpx.Client(base_url=head.dashboard_url, headers={"authorization": f"Bearer {token}"}, timeout=60) as ray:
         submission = ray.get(f"/api/jobs/{job.id}-1").json()
         runs = ray.get("/api/train/v2/runs/v1").json()["train_runs"]
     told = {"job_id": job.id, "attempt": "1", "project": job.project, "label.team": "tests"}
     assert submission["metadata"] == {"name": name, "job_name": name, **told}
     assert job.dashboard_url == f"{head.dashboard_url}/#/jobs/{submission['submission_id']}"
-    assert [run["status"] for run in runs if run["name"] == name] == ["FINISHED"]
+    assert [run["status"] for run in runs if run["name"] == run_name] == ["FINISHED"]
     exported = Path(head.temp_dir) / "session_latest" / "logs" / "export_events"
-    assert any(name in path.read_text() for path in exported.glob("event_EXPORT_TRAIN_STATE*"))
+    assert any(run_name in path.read_text() for path in exported.glob("event_EXPORT_TRAIN_STATE*"))
 
 
 def test_one_worker_then_all_then_the_driver_killed(service: LiveService, reference: str) -> None:

@@ -38,15 +38,14 @@ def _commands(block: str) -> Iterator[Typed]:
 
 
 def _plain(text: str) -> str:
-    return "\n".join(" ".join(line.split()) for line in text.strip().splitlines())
+    return "".join(f"{' '.join(line.split())}\n" for line in text.splitlines() if line.strip())
 
 
 def _pattern(answer: str) -> str:
-    lines = [
+    return "".join(
         r"(?:[^\n]*\n)*?" if line == "…" else r"[^\n]*".join(map(re.escape, line.split("…"))) + r"\n"
         for line in answer.splitlines()
-    ]
-    return "".join(lines).removesuffix(r"\n") + r"\n?" if lines else ""
+    )
 
 
 class Shell:
@@ -75,11 +74,11 @@ class Shell:
         """What it says on stdout and stderr, and its exit code."""
         assert self._bash.stdin is not None
         assert self._bash.stdout is not None
-        self._bash.stdin.write(f"{command} </dev/null\necho; echo '{_DONE}'$?\n")
+        self._bash.stdin.write(f"{command} </dev/null\ncode=$?; echo; echo '{_DONE}'$code\n")
         self._bash.stdin.flush()
         said = list[str]()
         for line in self._bash.stdout:
             if line.startswith(_DONE):
-                return "".join(said).rstrip("\n") + "\n", int(line.removeprefix(_DONE))
+                return "".join(said), int(line.removeprefix(_DONE))
             said.append(line)
         raise AssertionError(f"the shell ended:\n{''.join(said)}")

@@ -85,8 +85,8 @@ def test_an_attempt_has_a_name_and_what_it_belongs_to_in_ray_s_dashboard(monkeyp
     launch = Launch("job-1-2", "job-1", "tiny", attempt=2, run_dir="file:///nowhere", project="nlp")
     jobs.submit(replace(launch, labels={"team": "b"}, told={"TRACEPARENT": "00-1-2-01"}))
     assert client.metadata == {
-        "name": "tiny (job-1-2)",
-        "job_name": "tiny (job-1-2)",
+        "name": "tiny (job-1)",
+        "job_name": "tiny (job-1)",
         "job_id": "job-1",
         "attempt": "2",
         "project": "nlp",
