@@ -36,7 +36,7 @@ class Examination:
 
 
 class Doctor:
-    """Examines in a minute, or one and a half where Ray is starting; who asks meanwhile gets the same answer. `limit` shortens it."""
+    """Examines in 90 seconds at most; who asks meanwhile gets the same answer. `limit` shortens it."""
 
     def __init__(
         self, cluster: ClusterProbe, storage: StorageProbe, versions: Mapping[str, str], *, limit: float = 1.0

@@ -23,5 +23,5 @@ def doctor_of(request: Request, caller: CallerIs) -> Doctor:
 
 @router.post("/doctor")
 def examine(doctor: Annotated[Doctor, Depends(doctor_of)]) -> ExaminationOut:
-    """Examine cluster and storage, in a minute and a half at most; it runs a small Ray job and writes files that it removes."""
+    """Examine cluster and storage, with a small Ray job and files that are removed; 90 seconds at most."""
     return ExaminationOut.of(doctor.examine())

@@ -63,7 +63,7 @@ def test_a_backup_brings_the_service_back_and_its_jobs_go_on(tmp_path: Path) -> 
         trainshed(second.home, "restore", str(backup))
         second.start()
         second.wait_for_step(job_id, reached + 1)
-        assert [one.number for one in second.client.job(job_id).attempts] == [1, 2]
+        assert [one.attempt for one in second.client.job(job_id).attempts] == [1, 2]
         assert_trained_once(second, job_id)
         second.client.cancel(job_id, checkpoint=False)
         second.wait_for_state(job_id, JobState.CANCELLED)
