@@ -60,8 +60,8 @@ class Rates:
         self._known = OrderedDict[bytes, str]()
         self._streams = Counter[str]()
 
-    def admit(self, attempt: Attempt) -> None:
-        """Let somebody ask who has not asked too often. Raises RateLimited."""
+    def admit(self, attempt: Attempt) -> bool:
+        """Let somebody ask who has not asked too often; whether it is counted already. Raises RateLimited."""
         # Who was let in before is not shut out by strangers that come from the same address.
         known = self._known.get(attempt.digest)
         kind, name = (Kind.STRANGERS, neighbourhood(attempt.address)) if known is None else (attempt.kind, known)
@@ -69,9 +69,15 @@ class Rates:
         if window is not None and (wait := window.wait(now)) > 0:
             first, window.refuses = not window.refuses, True
             raise RateLimited(_told(kind, self._limits.rates[kind], wait), math.ceil(wait), first=first)
+        if known is None:
+            return False
+        # At once: of many who come together, none knows yet what becomes of the others.
+        self._known.move_to_end(attempt.digest)
+        self._count(kind, name)
+        return True
 
     def let_in(self, attempt: Attempt, caller: Caller) -> None:
-        """Count what a caller does."""
+        """Remember a caller, and count what was not counted before."""
         self._known[attempt.digest] = caller.id
         _keep_newest(self._known, attempt.digest)
         self._count(attempt.kind, caller.id)

@@ -145,6 +145,8 @@ class Jobs:
         """Store a job under a key, if there is one; False beside it says that the key stood for it already."""
         # Before any check: the data of a job that was taken may have moved since.
         if once is not None and (known := self.store.begin(once, now=self.clock())):
+            # The groups of a token may have changed since.
+            self.must(Role.EDITOR, known.spec.project)
             return self._view(known), False
         try:
             job = begin()

@@ -20,10 +20,12 @@ from service.domain.webhook import Answer, Message, Webhook, answered
 LookUp = Callable[[str], Sequence[str]]
 _CONNECT_SECONDS = 3.0
 """For one of several addresses."""
+# A host that can be no name is a UnicodeError.
+_FAULTS = (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, OSError, UnicodeError)
 
 
 def look_up(host: str) -> list[str]:
-    """The addresses of a host, by the system's resolver. Raises OSError."""
+    """The addresses of a host, by the system's resolver. Raises OSError, UnicodeError."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
@@ -65,7 +67,7 @@ class HttpSender:
                     return await self._post(webhook, message, now)
             except TimeoutError:
                 return Answer(None, f"no answer within {self._seconds:g} s")
-            except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, OSError) as error:
+            except _FAULTS as error:
                 return Answer(None, f"{type(error).__name__}: {error}"[:500])
             finally:
                 with self._lock:
@@ -144,7 +146,7 @@ async def _in_thread(function: LookUp, host: str) -> Sequence[str]:
         answer.set_running_or_notify_cancel()
         try:
             answer.set_result(function(host))
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             answer.set_exception(error)
 
     threading.Thread(target=work, name="look-up", daemon=True).start()

@@ -30,7 +30,7 @@ _RUNNING_SECONDS = 2.0
 _TIMEOUT_SECONDS = 10.0
 _NOT_TOTALS = ("node:", "object_store_memory")
 # What Ray raises when it was not reached, or answered with something else than was asked for.
-_FAULTS = (RuntimeError, OSError, ValueError, AuthenticationError)
+_FAULTS = (RuntimeError, OSError, ValueError, LookupError, TypeError, AuthenticationError)
 
 
 @dataclass(frozen=True)

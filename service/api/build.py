@@ -26,7 +26,8 @@ Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _CHECKS = 32
 """Specs that are checked at once; more of them wait."""
-
+_VERIFYING = 4
+"""Checkpoints that are read at once; more of them wait."""
 _TRIALS = 8
 """Receivers of webhooks that are tested at once; more of them wait."""
 
@@ -78,4 +79,5 @@ def put_state(app: FastAPI, parts: Parts) -> None:
     app.state.pulse = Pulse(ledger.jobs.store.ping)
     app.state.doctor = parts.doctor
     app.state.checks, app.state.known = CapacityLimiter(_CHECKS), Together(ledger.jobs.submit_known)
+    app.state.verifying = CapacityLimiter(_VERIFYING)
     app.state.webhooks, app.state.trials = parts.webhooks, CapacityLimiter(_TRIALS)

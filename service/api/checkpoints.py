@@ -2,6 +2,8 @@
 
 from typing import Annotated
 
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
 from service.api.describe import Answers, json_body
@@ -32,9 +34,11 @@ def checkpoints(ledger: UseCases, job_id: str) -> Checkpoints:
 
 
 @router.post("/{step}/verify")
-def verify(ledger: UseCases, job_id: str, step: Step) -> Verified:
+async def verify(request: Request, ledger: UseCases, job_id: str, step: Step) -> Verified:
     """Read all files of a checkpoint and hold them against the sums that they were committed with."""
-    faults = ledger.verify(job_id, step)
+    # From threads that no other answer needs: there may be much to read.
+    threads: CapacityLimiter = request.app.state.verifying
+    faults = await run_sync(ledger.verify, job_id, step, limiter=threads)
     return Verified(step=step, ok=not faults, faults=faults)
 
 

@@ -73,13 +73,14 @@ class KeyBearer(SecurityBase):
 
 
 async def _let_in(guard: Guard, attempt: Attempt) -> Caller:
-    guard.rates.admit(attempt)
+    counted = guard.rates.admit(attempt)
     try:
         caller = await _identify(guard, attempt.secret)
     except Unauthorized:
         guard.rates.turned_away(attempt)
         raise
-    guard.rates.let_in(attempt, caller)
+    if not counted:
+        guard.rates.let_in(attempt, caller)
     return caller
 
 

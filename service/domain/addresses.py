@@ -29,7 +29,8 @@ _SHUT = tuple(
 _UNICAST = ip_network("2000::/3")
 """All of IPv6 that is given to anybody: loopback, mapped IPv4, NAT64, local and multicast addresses are outside."""
 _PORTS = {"https": 443, "http": 80}
-_HOST = re.compile(r"[a-z0-9_]([-a-z0-9_.]*[a-z0-9_.])?", re.ASCII)
+_LABEL = r"[a-z0-9_]([-a-z0-9_]{0,61}[a-z0-9_])?"
+_HOST = re.compile(rf"{_LABEL}(\.{_LABEL})*\.?", re.ASCII)
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,9 @@ class Window:
         return max(0.0, self._times[0] + self._rate.seconds - now) if full else 0.0
 
     def take(self, now: float) -> None:
-        """Note that one more was done."""
+        """Note that one more was done, and forget what is over."""
+        while self._times and self._times[0] + self._rate.seconds <= now:
+            self._times.popleft()
         self._times.append(now)
         self.refuses = False
 

@@ -74,6 +74,19 @@ def test_token_opens_what_its_groups_may_and_the_audit_log_tells_its_subject(doo
     assert known.calls == ["/.well-known/openid-configuration", "/keys"], "once for all of them"
 
 
+def test_idempotency_key_opens_no_project_that_the_groups_have_left(door: Door, known: Issuer) -> None:
+    sent = [
+        door.client.post(
+            "/jobs",
+            content=spec_body(project="nlp"),
+            headers={"authorization": f"Bearer {known.token(groups=groups)}", "idempotency-key": "k"},
+        )
+        for groups in ("nlp-team", "nlp-team", "everybody", None)
+    ]
+    assert [answer.status_code for answer in sent] == [201, 200, 403, 403]
+    assert not any(sent[0].json()["id"] in answer.text for answer in sent[2:])
+
+
 def test_token_submits_where_its_groups_may_and_nowhere_else(door: Door, known: Issuer) -> None:
     mine = {"authorization": f"Bearer {known.token(groups='nlp-team')}"}
     sent = [
@@ -120,7 +133,7 @@ def test_no_other_token_opens_anything(door: Door, known: Issuer) -> None:
     head, _, signature = sound.split(".")
     wrong = {
         "expired": known.token(exp=now - 60),
-        "not yet valid": known.token(nbf=now + 60),
+        "not yet valid": known.token(nbf=now + 3600),
         "for somebody else": known.token(aud="other"),
         "for nobody": known.token(aud=None),
         "of somebody else": known.token(iss="https://other.example"),

@@ -36,7 +36,7 @@ def test_job_outlives_a_killed_service(home: Path) -> None:
             assert [next(lines), next(lines)] == [": begin", "id: 0.0"]
             process.send_signal(signal.SIGTERM)
             assert [line for line in lines if line] == []
-        assert process.wait(timeout=10) == 0
+        assert process.wait(timeout=60) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

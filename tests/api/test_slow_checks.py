@@ -5,6 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
+from service.adapters.checkpoint_tools import HelperTools
 from service.adapters.memory import MemoryPreflight
 from service.ports import Findings
 from tests.support.service import FakeService, spec_body
@@ -26,7 +29,7 @@ class StuckPreflight(MemoryPreflight):
     def check(self, spec: JobSpec, parent: Parent | None = None) -> Findings:
         """Wait, then answer as the other does."""
         self.asked += 1
-        self.go.wait(60)
+        self.go.wait(600)
         return super().check(spec, parent)
 
 
@@ -40,7 +43,28 @@ def test_jobs_are_shown_while_many_are_being_checked(tmp_path: Path) -> None:
                 for _ in range(MANY // 2)
             ]
             wait_for(lambda: stuck.asked >= 16, "specs that are being checked")
-            assert threads.submit(client.get, "/jobs").result(timeout=10).json()["data"] == []
+            assert threads.submit(client.get, "/jobs").result(timeout=60).json()["data"] == []
         finally:
             stuck.go.set()
         assert {answer.result().status_code for answer in answers} == {200, 201}
+
+
+def test_jobs_are_shown_while_many_checkpoints_are_being_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, asked, service = threading.Event(), list[int](), FakeService(tmp_path)
+
+    def read(self: HelperTools, run_dir: str, step: int) -> list[str]:
+        asked.append(step)
+        go.wait(600)
+        return []
+
+    monkeypatch.setattr(HelperTools, "verify", read)
+    path = f"/jobs/{service.submit().id}/checkpoints/10/verify"
+    with service.client() as client, ThreadPoolExecutor(MANY + 1) as threads:
+        try:
+            answers = [threads.submit(client.post, path) for _ in range(MANY)]
+            wait_for(lambda: asked, "a checkpoint that is being read")
+            assert len(threads.submit(client.get, "/jobs").result(timeout=60).json()["data"]) == 1
+            assert len(asked) < MANY, "each of them is a process"
+        finally:
+            go.set()
+        assert {answer.result().status_code for answer in answers} == {200}

@@ -51,7 +51,7 @@ class Reader(threading.Thread):
         if self._address.url is None:
             return False
         try:
-            with httpx.stream("GET", self._address.url + self._path, headers=headers, timeout=30) as answer:
+            with httpx.stream("GET", self._address.url + self._path, headers=headers, timeout=60) as answer:
                 assert answer.headers["content-type"].startswith("text/event-stream")
                 self.connections += 1
                 return self._read(answer.iter_lines())
@@ -113,7 +113,7 @@ def test_nothing_is_missed_or_seen_twice_over_restarts(service: FakeService) -> 
             restart.clear()
     with address.serving():
         for reader in (*readers.values(), events):
-            reader.join(timeout=30)
+            reader.join(timeout=120)
             assert not reader.is_alive()
     writer.join()
     for rank, reader in readers.items():
@@ -136,7 +136,7 @@ def test_lines_come_while_the_job_runs_and_the_end_is_told(service: FakeService)
             wait_for(lambda step=step: len(reader.got) == step, "the line")  # type: ignore[misc]
         service.end(job_id, Outcome(result="succeeded"))
         service.reconciler().run_once()
-        reader.join(timeout=10)
+        reader.join(timeout=60)
         assert not reader.is_alive()
     assert [line["step"] for line in reader.got] == [1, 2, 3]
 

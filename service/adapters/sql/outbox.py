@@ -136,13 +136,11 @@ class SqlOutbox:
         # What waits is never too old, unless nobody is there to be told.
         nobody = deliveries.c.webhook_id.not_in(select(webhooks.c.id).where(webhooks.c.disabled_at.is_(None)))
         over = (deliveries.c.since < now - KEPT) & or_(deliveries.c.next_at.is_(None), nobody)
+        old = update(webhooks).where(webhooks.c.previous_until <= now)
         with self._engine.begin() as connection:
+            # First, as whoever deletes a webhook does: two that lock in another order may wait for each other.
+            connection.execute(old.values(previous_secret=None, previous_until=None))
             connection.execute(delete(deliveries).where(over))
-            connection.execute(
-                update(webhooks)
-                .where(webhooks.c.previous_until <= now)
-                .values(previous_secret=None, previous_until=None)
-            )
 
 
 def to_webhook(row: Row[tuple[object, ...]]) -> Webhook:

@@ -96,6 +96,8 @@ def test_a_url_is_taken_apart() -> None:
         ("https://[::1", "write https"),
         ("https://[1.2.3.4]/", "write https"),
         ("https://%6cocalhost/", "write https"),
+        ("https://a..b/", "write https"),
+        (f"https://{'x' * 64}.example/", "write https"),
         ("https://ex\u2025ample/", "punycode"),
         ("https://x\\@y/", "percent-encoded"),
         ("https://x/a b", "percent-encoded"),

@@ -131,6 +131,14 @@ def test_nobody_there_and_names_that_nobody_knows_are_told() -> None:
     assert found == Answer(None, "OSError: no such name")
 
 
+def test_what_can_be_no_name_is_told_at_once() -> None:
+    def refuse(host: str) -> list[str]:
+        raise UnicodeError("label empty or too long")
+
+    found = HttpSender(LOOPBACK, look_up=refuse, seconds=60.0).send(a_webhook("https://x/"), MESSAGE, now=1.0)
+    assert found == Answer(None, "UnicodeError: label empty or too long")
+
+
 @pytest.mark.parametrize("addresses", [["127.0.0.1"], ["93.184.216.34", "10.0.0.1"], ["::ffff:127.0.0.1"], []])
 def test_a_name_that_stands_for_something_inside_is_refused(addresses: list[str]) -> None:
     with receiving() as receiver:

@@ -103,3 +103,20 @@ def test_a_flood_is_told_of_once_each_time_that_it_begins() -> None:
         rates.admit(attempt)
         rates.let_in(attempt, bob)
     assert [error.notable for error in found] == [True, False, False, False] * 3
+
+
+def test_those_who_come_at_once_are_counted_before_anybody_has_looked_who_they_are() -> None:
+    rates, attempt = Rates(Limits({Kind.WRITES: Rate(3, "minute")}), Clock()), Attempt("x", "a", Kind.WRITES)
+    assert not rates.admit(attempt)
+    rates.let_in(attempt, Caller("key-1", "bob", {}))
+    assert [rates.admit(attempt) for _ in range(2)] == [True, True]
+    with pytest.raises(RateLimited):
+        rates.admit(attempt)
+
+
+def test_what_is_over_takes_no_room() -> None:
+    window = Window(Rate(1000, "second"))
+    for thousandths in range(900):
+        window.take(thousandths / 1000)
+    window.take(1.85)
+    assert len(window._times) == 50

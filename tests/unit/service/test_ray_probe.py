@@ -54,6 +54,16 @@ def probe(url: str | None) -> RayProbe:
     return RayProbe(RayJobs(lambda: address, python="python"))
 
 
+@pytest.mark.parametrize("body", [b"{}", b"[]", b"7", b'{"ray_version": 7}', b"<html>"])
+def test_somebody_who_is_no_dashboard_is_a_cluster_that_does_not_answer(dashboard: Dashboard, body: bytes) -> None:
+    dashboard.body = body
+    jobs = RayJobs(lambda: RayAddress(dashboard.url, "a-token"), python="python")
+    assert jobs.capacity() is None
+    assert jobs.status("job-1-1") is Submission.UNKNOWN
+    with pytest.raises(ClusterError, match="did not stop job-1-1"):
+        jobs.stop("job-1-1")
+
+
 def test_a_dashboard_that_answers_tells_version_and_time(dashboard: Dashboard) -> None:
     greeting = probe(dashboard.url).greet()
     assert (greeting.reach, greeting.said) == (Reach.ANSWERS, "Ray 2.60.0")
