@@ -268,7 +268,6 @@ class Reconciler:
                     run_dir=job.run_dir,
                     project=job.spec.project,
                     labels=job.spec.labels,
-                    told=self.traces.carry(),
                 )
             )
         elif effect is Effect.STOP_NOW:

@@ -1,6 +1,6 @@
 """Traces as OpenTelemetry's, over OTLP/HTTP; the one place that knows its packages. Its own variables configure it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from fastapi import FastAPI
@@ -10,7 +10,6 @@ from opentelemetry.metrics import NoOpMeterProvider
 from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 _QUIET = "/healthz,/readyz,/metrics"
 
@@ -40,12 +39,6 @@ class OtelTraces:
         """A span from here to its end; those that begin within are its children."""
         with self._tracer.start_as_current_span(name, attributes=attributes):
             yield
-
-    def carry(self) -> Mapping[str, str]:
-        """TRACEPARENT, and TRACESTATE where there is one."""
-        carrier: dict[str, str] = {}
-        TraceContextTextMapPropagator().inject(carrier)
-        return {name.upper(): value for name, value in carrier.items()}
 
     def close(self) -> None:
         """Send what is left."""

@@ -101,7 +101,7 @@ class RayJobs:
                 entrypoint=entrypoint,
                 submission_id=launch.submission_id,
                 metadata=_metadata(launch),
-                runtime_env={"env_vars": _env_vars({**self._environment, **launch.told})},
+                runtime_env={"env_vars": _env_vars(self._environment)},
             )
         except _FAULTS as error:
             # Ray's word for "already exists" cannot be told from a fault: ask what is there instead.

@@ -19,8 +19,6 @@ class Launch:
     run_dir: str
     project: str = "default"
     labels: Mapping[str, str] = field(default_factory=dict)
-    told: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of its own."""
 
 
 class Cluster(Protocol):

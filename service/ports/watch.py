@@ -64,10 +64,6 @@ class Traces(Protocol):
         """A span from here to its end; those that begin within are its children."""
         return nullcontext()
 
-    def carry(self) -> Mapping[str, str]:
-        """Environment variables by which another process goes on in the span at work."""
-        return {}
-
 
 class Untraced(Traces):
     """Nobody asked for traces."""

@@ -14,7 +14,6 @@ class Span:
     """A span that came in."""
 
     name: str
-    trace: str
     id: str
     parent: str
     attributes: dict[str, str]
@@ -38,9 +37,7 @@ class Collector:
             for scope in resource.scope_spans:
                 for span in scope.spans:
                     attributes = {one.key: one.value.string_value for one in span.attributes}
-                    self.spans.append(
-                        Span(span.name, span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex(), attributes)
-                    )
+                    self.spans.append(Span(span.name, span.span_id.hex(), span.parent_span_id.hex(), attributes))
 
 
 @contextmanager

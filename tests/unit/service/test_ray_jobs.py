@@ -83,7 +83,7 @@ def test_an_attempt_has_a_name_and_what_it_belongs_to_in_ray_s_dashboard(monkeyp
     jobs, client = RayJobs(lambda: None, python="python"), Submitted()
     monkeypatch.setattr(jobs, "_connect", lambda: client)
     launch = Launch("job-1-2", "job-1", "tiny", attempt=2, run_dir="file:///nowhere", project="nlp")
-    jobs.submit(replace(launch, labels={"team": "b"}, told={"TRACEPARENT": "00-1-2-01"}))
+    jobs.submit(replace(launch, labels={"team": "b"}))
     assert client.metadata == {
         "name": "tiny (job-1)",
         "job_name": "tiny (job-1)",
@@ -92,5 +92,4 @@ def test_an_attempt_has_a_name_and_what_it_belongs_to_in_ray_s_dashboard(monkeyp
         "project": "nlp",
         "label.team": "b",
     }
-    assert client.environment["TRACEPARENT"] == "00-1-2-01"
     assert client.environment["RAY_TRAIN_ENABLE_STATE_TRACKING"] == "1"
