@@ -11,8 +11,8 @@ from service.cli.common import AsJson
 from service.cli.ends import fail
 from service.cli.lazy import lazily
 from service.cli.show import show_json, show_next, show_note, show_text
+from service.cli.told import settings
 from service.errors import ServiceError
-from service.settings import Settings
 
 if TYPE_CHECKING:
     from service import backup as archive
@@ -25,8 +25,9 @@ def backup(
     file: Annotated[Path, typer.Argument(help="to write, a .tar; it must not exist")], as_json: AsJson = False
 ) -> None:
     """Back the embedded database and the admin key up, beside a running service if there is one."""
+    told = settings()
     with _readable():
-        made = archive.back_up(Settings(), file.absolute())
+        made = archive.back_up(told, file.absolute())
     if as_json:
         show_json(made)
         return
@@ -41,15 +42,16 @@ def restore(
     as_json: AsJson = False,
 ) -> None:
     """Put a backup into the home of a service that does not run."""
+    told = settings()
     with _readable():
-        done = archive.restore(Settings(), file.absolute(), force=force)
+        done = archive.restore(told, file.absolute(), force=force)
     if as_json:
         show_json(done)
         return
     for path in done.kept:
         show_text(f"kept {path}")
     show_note(f"{file} is restored; a service goes on with its jobs")
-    show_next("serve")
+    show_next("up")
 
 
 @contextmanager

@@ -2,17 +2,19 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
+from pydantic import BaseModel, ValidationError
 
 from service.cli.changes import read_changes
 from service.cli.ends import Exit, fail
 from service.cli.ids import LAST, complete_job
 from train_loop.spec import SpecError, merged, read_yaml
 
+M = TypeVar("M", bound=BaseModel)
 _JOB_HELP = f"a job's id, or enough of its beginning; `{LAST}` is the newest one"
 SpecFile = Annotated[Path, typer.Argument(help="job spec in YAML or JSON; - reads standard input", allow_dash=True)]
 JobRef = Annotated[str, typer.Argument(metavar="JOB", help=_JOB_HELP, autocompletion=complete_job)]
@@ -58,6 +60,16 @@ def read_pairs(pairs: Sequence[str], option: str) -> dict[str, str]:
         if not key or not equals:
             fail(f"{pair!r} is no pair; write {option} key=value", code=Exit.USAGE)
     return {key: value for key, _, value in split}
+
+
+def checked(model: type[M], given: Mapping[str, object], remedy: str) -> M:
+    """What options come to. Ends the command likewise."""
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place = "/".join(map(str, problem["loc"]))
+        fail(f"{place}: {problem['msg']}; {remedy}", code=Exit.USAGE)
 
 
 def _read(file: Path) -> bytes:

@@ -1,7 +1,7 @@
 """Ids may be shortened: to any beginning that only one of them has, with or without what all of them begin with."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import httpx
 
@@ -33,10 +33,12 @@ def find_job(api: Api, given: str) -> str:
 
 def find_key_id(api: Api, given: str) -> str:
     """The id of the key that is meant. Ends the command likewise."""
-    wanted = _with("key-", given)
-    return (
-        wanted if _WHOLE.fullmatch(wanted) else _only(wanted, [key.id for key in api.keys().data], "trainshed keys ls")
-    )
+    return _among(_with("key-", given), lambda: (key.id for key in api.keys().data), "trainshed keys ls")
+
+
+def find_webhook(api: Api, given: str) -> str:
+    """The id of the webhook that is meant. Ends the command likewise."""
+    return _among(_with("hook-", given), lambda: (hook.id for hook in api.webhooks().data), "trainshed webhooks ls")
 
 
 def shorten(ids: Sequence[str]) -> list[str]:
@@ -49,24 +51,50 @@ def shorten(ids: Sequence[str]) -> list[str]:
 
 def complete_job(incomplete: str) -> list[tuple[str, str]]:
     """Jobs for the shell, newest first; none where nobody answers at once: a shell must not hang."""
-    bare = not "job-".startswith(incomplete[:4].lower())
-    part = incomplete.lower().removeprefix("job-") if len(incomplete) >= len("job-") or bare else ""
+    return _complete(incomplete, "job-", "/jobs", ("name", "state"))
+
+
+def complete_key(incomplete: str) -> list[tuple[str, str]]:
+    """Keys for the shell, likewise."""
+    return _complete(incomplete, "key-", "/keys", ("name",))
+
+
+def complete_webhook(incomplete: str) -> list[tuple[str, str]]:
+    """Webhooks for the shell, likewise."""
+    return _complete(incomplete, "hook-", "/webhooks", ("url",))
+
+
+def _complete(incomplete: str, beginning: str, path: str, facts: Sequence[str]) -> list[tuple[str, str]]:
+    """What there is that begins so, with some facts about it; with what all begin with only where it was typed."""
+    lower = incomplete.lower()
+    bare = not beginning.startswith(lower[: len(beginning)])
+    part = lower if bare else lower[len(beginning) :]
+    # Of jobs alone there may be too many to be sent all.
+    query = {"limit": "50"} | ({"id": part} if part else {}) if path == "/jobs" else {}
     try:
         answer = httpx.get(
-            f"{find_url()}/jobs",
-            params={"limit": 50} | ({"id": part} if part else {}),
+            f"{find_url()}{path}",
+            params=query,
             headers={"Authorization": f"Bearer {find_key()}"},
             timeout=_COMPLETION_SECONDS,
         )
-        jobs = answer.raise_for_status().json()["data"]
+        found = answer.raise_for_status().json()["data"]
     except (NoKeyError, OSError, httpx.HTTPError, ValueError, KeyError):
         return []
-    return [(job["id"].removeprefix("job-" if bare else ""), f"{job['name']} {job['state']}") for job in jobs]
+    return [
+        (one["id"].removeprefix(beginning if bare else ""), " ".join(one[fact] for fact in facts))
+        for one in found
+        if one["id"].startswith(beginning + part)
+    ]
 
 
 def _with(beginning: str, given: str) -> str:
     lower = given.lower()
     return lower if lower.startswith(beginning) else beginning + lower
+
+
+def _among(wanted: str, known: Callable[[], Iterable[str]], listing: str) -> str:
+    return wanted if _WHOLE.fullmatch(wanted) else _only(wanted, known(), listing)
 
 
 def _only(wanted: str, ids: Iterable[str], listing: str) -> str:

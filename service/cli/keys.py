@@ -4,13 +4,11 @@ from datetime import UTC, datetime, timedelta
 from typing import Annotated
 
 import typer
-from pydantic import ValidationError
 
 from service.api.access_schemas import KeyIn
-from service.cli.common import AsJson
+from service.cli.common import AsJson, checked
 from service.cli.connect import connect
-from service.cli.ends import Exit, fail
-from service.cli.ids import find_key_id
+from service.cli.ids import complete_key, find_key_id
 from service.cli.show import Gone, show_json, show_next, show_note, show_text
 from service.cli.tables import show_deeds, show_keys, show_me
 from service.domain.access import Role
@@ -53,7 +51,10 @@ def ls(as_json: AsJson = False) -> None:
 
 @app.command()
 def revoke(
-    key: Annotated[str, typer.Argument(metavar="KEY", help="a key's id, or enough of its beginning")],
+    key: Annotated[
+        str,
+        typer.Argument(metavar="KEY", help="a key's id, or enough of its beginning", autocompletion=complete_key),
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Let a key open nothing from now on."""
@@ -97,9 +98,4 @@ def audit(
 def _wish(name: str, roles: list[str], expires_at: datetime | None) -> KeyIn:
     """Ends the command with a readable line and exit code 2 where it makes no sense."""
     given = {project: role for project, _, role in (one.partition("=") for one in roles)}
-    try:
-        return KeyIn.model_validate({"name": name, "roles": given, "expires_at": expires_at})
-    except ValidationError as error:
-        problem = error.errors()[0]
-        place = "/".join(map(str, problem["loc"]))
-        fail(f"{place}: {problem['msg']}; write --role nlp=editor", code=Exit.USAGE)
+    return checked(KeyIn, {"name": name, "roles": given, "expires_at": expires_at}, "write --role nlp=editor")

@@ -2,7 +2,7 @@
 
 import typer
 
-from service.cli import backup, checkpoints, doctor, jobs, keys, local, runs, usage, watch
+from service.cli import backup, checkpoints, doctor, jobs, keys, local, runs, usage, watch, webhooks
 from service.cli.ends import EPILOG
 
 app = typer.Typer(no_args_is_help=True, help="Distributed training jobs that survive faults.", epilog=EPILOG)
@@ -21,6 +21,7 @@ for _panel, _verbs in _PANELS.items():
     for _verb in _verbs:
         app.command(rich_help_panel=_panel)(_verb)
 app.add_typer(keys.app, name="keys", rich_help_panel="Access")
+app.add_typer(webhooks.app, name="webhooks", rich_help_panel="Access")
 
 
 if __name__ == "__main__":

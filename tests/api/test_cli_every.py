@@ -17,11 +17,13 @@ from typer.core import TyperGroup
 from typer.testing import CliRunner, Result
 
 from service.api.access_schemas import KeyIn
+from service.api.webhook_schemas import WebhookIn
 from service.cli.ends import Exit
 from service.cli.main import app
 from service.client import Api, Client
 from service.domain.job import JobState
 from tests.support.checkpoints import checkpoint
+from tests.support.receivers import receiving
 from tests.support.service import spec_body
 from tests.support.waiting import wait_for
 from train_loop.run_dir import ExportStatus, ExportWish, JsonLines, RunDir
@@ -45,9 +47,25 @@ class Case:
 
 
 _NO_JOB = f"there is no job {UNKNOWN}; GET /jobs lists the jobs there are"
+_NO_HOOK = "no id begins with hook-zz; `trainshed webhooks ls` lists what there is"
 _NOTHING_BEGINS = "no id begins with job-zz; `trainshed ps` lists what there is"
 _NO_STEP = "{trained} has no checkpoint of step 7, or not any more; GET /jobs/{trained}/checkpoints lists them"
 CASES = {
+    "up": Case(
+        "up",
+        "http://127.0.0.1:",
+        "url pid started",
+        "up --wait -1",
+        "Invalid value for '--wait': Input should be greater than or equal to 0",
+        bad_code=2,
+    ),
+    "backup": Case(
+        "backup {home}/{ended}.tar",
+        "{home}/{ended}.tar",
+        "trainshed sha256",
+        "backup {spec}",
+        "{spec} exists; name a new file",
+    ),
     "submit": Case(
         "submit {spec} --set name=another --set training.max_steps=7",
         "job-",
@@ -143,6 +161,44 @@ CASES = {
         "keys revoke zz",
         "no id begins with key-zz; `trainshed keys ls` lists what there is",
     ),
+    "webhooks create": Case(
+        "webhooks create https://hooks.example/in --project nlp --state failed",
+        "whsec_",
+        "webhook secret",
+        "webhooks create https://hooks.example/in --project NLP",
+        "project: String should match pattern '^([a-z0-9]([-a-z0-9]*[a-z0-9])?|\\*)$'; "
+        "see `trainshed webhooks create --help`",
+        bad_code=2,
+    ),
+    "webhooks ls": Case(
+        "webhooks ls --project default",
+        "{hook}",
+        "data",
+        "webhooks ls default",
+        "Got unexpected extra argument(s) (default)",
+        bad_code=2,
+    ),
+    "webhooks show": Case("webhooks show {hook}", "all", "id url", "webhooks show zz", _NO_HOOK),
+    "webhooks test": Case("webhooks test {hook}", "{hook} has received it", "received", "webhooks test zz", _NO_HOOK),
+    "webhooks rotate": Case("webhooks rotate {hook}", "whsec_", "webhook secret", "webhooks rotate zz", _NO_HOOK),
+    "webhooks deliveries": Case(
+        "webhooks deliveries {hook} --limit 1",
+        "job-",
+        "data has_more next",
+        "webhooks deliveries {hook} --limit 201",
+        "Invalid value for '--limit': Input should be less than or equal to 200",
+        bad_code=2,
+    ),
+    "webhooks redeliver": Case(
+        "webhooks redeliver {hook} {number}",
+        "{number} of {hook} is sent again",
+        "number settled",
+        "webhooks redeliver {hook} 999",
+        "{hook} has no delivery 999, or not any more; GET /webhooks/{hook}/deliveries lists them",
+    ),
+    "webhooks rm": Case(
+        "webhooks rm {ended_hook}", "{ended_hook} is told nothing any more", "id gone", "webhooks rm zz", _NO_HOOK
+    ),
     "whoami": Case(
         "whoami", "operator", "id roles", "whoami alice", "Got unexpected extra argument(s) (alice)", bad_code=2
     ),
@@ -167,9 +223,8 @@ CASES = {
 _LAST = ("cancel", "rm")
 ELSEWHERE = {
     "serve": "runs until it is told to stop: test_serve.py",
-    "backup": "needs no service: tests/unit/service/test_backup.py",
     "restore": "needs a home without one: tests/unit/service/test_backup.py",
-    **dict.fromkeys(("up", "down", "doctor"), "on homes of their own: test_local.py"),
+    **dict.fromkeys(("down", "doctor"), "on homes of their own: test_local.py"),
 }
 
 
@@ -200,21 +255,28 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """A service of its own, whose cluster never answers."""
     home = tmp_path_factory.mktemp("home")
     own = {"TRAINSHED_HOME": str(home), "TRAINSHED_PORT": "0", "TRAINSHED_RAY_ADDRESS": "http://127.0.0.1:9"}
+    allowed = {"TRAINSHED_WEBHOOK_ALLOWED": "127.0.0.1"}
     foreign = {name: value for name, value in os.environ.items() if not name.startswith("TRAINSHED_")}
-    environment = {**foreign, **own, "COLUMNS": "200", "TERM": "dumb"}
+    environment = {**foreign, **own, **allowed, "COLUMNS": "200", "TERM": "dumb"}
     command = [sys.executable, "-m", "service.serve"]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+    with (
+        receiving() as receiver,
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process,
+    ):
         try:
             assert process.stdout is not None
             url = process.stdout.readline().split()[3]
             with Client(url, (home / "admin.key").read_text().strip()) as client:
-                yield World(client.api, environment, _names(client.api, home))
+                yield World(client.api, environment, _names(client.api, home, receiver.url()))
         finally:
             process.kill()
 
 
-def _names(api: Api, home: Path) -> dict[str, str]:
+def _names(api: Api, home: Path, receiver: str) -> dict[str, str]:
     (home / "spec.json").write_text(spec_body())
+    hook, *hooks = (
+        api.create_webhook(WebhookIn(project=project, url=receiver)).webhook.id for project in ("default", "a", "b")
+    )
     trained, other, ended, gone = (api.submit(spec_body(labels={"team": "nlp"})) for _ in range(4))
     _train(RunDir.at(trained.run_dir))
     for job in (ended, gone):
@@ -223,7 +285,9 @@ def _names(api: Api, home: Path) -> dict[str, str]:
     key = api.create_key(KeyIn.model_validate({"name": "bob", "roles": {"nlp": "viewer"}})).key
     jobs = {"trained": trained.id, "short": trained.id.removeprefix("job-").upper()[:-1], "other": other.id}
     jobs |= {"ended": ended.id, "gone": gone.id}
-    return {**jobs, "key": key.id, "home": str(home), "spec": str(home / "spec.json")}
+    told = {"hook": hook, "number": str(api.deliveries(hook).data[0].number)}
+    told |= dict(zip(("ended_hook", "gone_hook"), hooks, strict=True))
+    return {**jobs, **told, "key": key.id, "home": str(home), "spec": str(home / "spec.json")}
 
 
 def _has_ended(api: Api, job_id: str) -> bool:
@@ -267,9 +331,9 @@ def test_command(world: World, command: str) -> None:
     answer = world.invoke(f"{case.typed} --json")
     assert (answer.exit_code, answer.stderr) == (Exit.DONE, "")
     assert json.loads(answer.stdout).keys() >= set(case.fields.split())
-    done = world.type(case.typed.replace("{ended}", "{gone}"))
+    done = world.type(case.typed.replace("{ended", "{gone"))
     assert done.returncode == Exit.DONE, done.stderr
-    assert world.fill(case.said.replace("{ended}", "{gone}")) in done.stdout
+    assert world.fill(case.said.replace("{ended", "{gone")) in done.stdout
     assert re.search(r"^next: trainshed [a-z]", done.stderr, re.MULTILINE), done.stderr
 
 

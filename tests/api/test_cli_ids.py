@@ -79,6 +79,12 @@ def test_the_shell_completes_ids(jobs: list[str]) -> None:
     assert complete("pause", "job-").stdout.split() == jobs[::-1]
     assert complete("logs", "--rank", "0", "000").stdout.split() == ["0001"]
     assert complete("watch", jobs[0], "01").stdout.split() == ["0113", "0112"]
+    for name in ("alice", "bob"):
+        run("keys", "create", name, "--role", "nlp=viewer")
+    run("webhooks", "create", "https://hooks.example/in", "--project", "nlp")
+    assert complete("keys", "revoke", "key-").stdout.split() == ["key-0002", "key-0001"]
+    assert complete("keys", "revoke", "0001").stdout.split() == ["0001"]
+    assert complete("webhooks", "test", "ho").stdout.split() == ["hook-0001"]
     assert complete("ps", "--state", "pau").stdout.split() == ["PAUSING", "PAUSED"]
     assert complete("chec").stdout.split() == ["checkpoints"]
 

@@ -115,7 +115,11 @@ def test_doctor_without_a_service_checks_what_is_here(environment: dict[str, str
     assert "→ start it with `trainshed up`" in examined.stdout
 
 
-@pytest.mark.parametrize("command", [["up"], ["down"], ["doctor"], ["ps"], ["serve"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command",
+    [["up"], ["down"], ["doctor"], ["ps"], ["serve"], ["backup", "b.tar"], ["restore", "b.tar"]],
+    ids=" ".join,
+)
 def test_settings_that_cannot_be_are_told_in_lines(environment: dict[str, str], home: Path, command: list[str]) -> None:
     wrong = {"TRAINSHED_PORT": "http", "TRAINSHED_DATABASE_URL": "mysql://a:hush@b/c", "TRAINSHED_PROT": "8000"}
     told = run(environment | wrong, *command)

@@ -1,0 +1,144 @@
+"""`trainshed webhooks …`: who is told of a project's jobs, and what became of it."""
+
+from typing import Annotated
+
+import typer
+
+from service.api.webhook_schemas import NewWebhook, WebhookIn
+from service.cli.common import AsJson, checked
+from service.cli.connect import connect
+from service.cli.ends import Exit
+from service.cli.ids import complete_webhook, find_webhook
+from service.cli.show import Gone, show_json, show_next, show_note, show_text
+from service.cli.webhook_view import show_deliveries, show_trial, show_webhook, show_webhooks
+from service.domain.job import JobState
+
+app = typer.Typer(no_args_is_help=True, help="Webhooks: who is told when a job comes to another state.")
+
+_HELP = "a webhook's id, or enough of its beginning"
+Hook = Annotated[str, typer.Argument(metavar="WEBHOOK", help=_HELP, autocompletion=complete_webhook)]
+
+
+@app.command()
+def create(
+    url: Annotated[str, typer.Argument(metavar="URL", help="https, on the open internet")],
+    project: Annotated[str, typer.Option(help="whose jobs it is told of; * is any")],
+    state: Annotated[
+        list[JobState] | None, typer.Option(help="only of these states; default: all of them", case_sensitive=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a webhook and print its secret, which is not shown again."""
+    given = {"url": url, "project": project, "states": state or []}
+    wish = checked(WebhookIn, given, "see `trainshed webhooks create --help`")
+    with connect() as api:
+        made = api.create_webhook(wish)
+    _show_secret(made, as_json)
+
+
+@app.command()
+def ls(project: Annotated[str | None, typer.Option(help="only this project")] = None, as_json: AsJson = False) -> None:
+    """List the webhooks of projects of which one is an admin, newest first."""
+    with connect() as api:
+        answer = api.webhooks(project=project)
+    if as_json:
+        show_json(answer)
+        return
+    show_webhooks(answer.data)
+    show_next(f"webhooks show {answer.data[0].id}" if answer.data else "webhooks create URL --project PROJECT")
+
+
+@app.command()
+def show(webhook: Hook, as_json: AsJson = False) -> None:
+    """Show one webhook."""
+    with connect() as api:
+        found = api.webhook(find_webhook(api, webhook))
+    if as_json:
+        show_json(found)
+        return
+    show_webhook(found)
+    show_next(f"webhooks {'deliveries' if found.disabled_at is None else 'test'} {found.id}")
+
+
+@app.command()
+def rm(webhook: Hook, as_json: AsJson = False) -> None:
+    """Tell a webhook nothing any more, and forget what it was still to be told."""
+    with connect() as api:
+        webhook_id = find_webhook(api, webhook)
+        api.delete_webhook(webhook_id)
+    if as_json:
+        show_json(Gone(id=webhook_id))
+        return
+    show_text(f"{webhook_id} is told nothing any more")
+    show_next("webhooks ls")
+
+
+@app.command("test")
+def try_out(webhook: Hook, as_json: AsJson = False) -> None:
+    """Send something at once; exit code 1 where it is not received. A disabled one that receives it is enabled."""
+    with connect() as api:
+        webhook_id = find_webhook(api, webhook)
+        trial = api.test_webhook(webhook_id)
+    if as_json:
+        show_json(trial)
+    else:
+        show_trial(webhook_id, trial)
+        show_next(f"webhooks {'deliveries' if trial.received else 'show'} {webhook_id}")
+    raise typer.Exit(Exit.DONE if trial.received else Exit.FAILED)
+
+
+@app.command()
+def rotate(webhook: Hook, as_json: AsJson = False) -> None:
+    """Give it another secret and print that; for a day the one before it signs, too."""
+    with connect() as api:
+        made = api.rotate_webhook(find_webhook(api, webhook))
+    _show_secret(made, as_json)
+
+
+@app.command()
+def deliveries(
+    webhook: Hook,
+    after: Annotated[int | None, typer.Option(min=1, help="`next` of the page before")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=200)] = 50,
+    as_json: AsJson = False,
+) -> None:
+    """Show what it was told in the last seven days or is to be told, newest first."""
+    with connect() as api:
+        webhook_id = find_webhook(api, webhook)
+        page = api.deliveries(webhook_id, after=after, limit=limit)
+    if as_json:
+        show_json(page)
+        return
+    show_deliveries(page.data)
+    if page.has_more:
+        show_next(f"webhooks deliveries {webhook_id} --after {page.next}")
+    else:
+        show_next(
+            f"webhooks redeliver {webhook_id} {page.data[0].number}" if page.data else f"webhooks test {webhook_id}"
+        )
+
+
+@app.command()
+def redeliver(
+    webhook: Hook,
+    number: Annotated[int, typer.Argument(min=1, help="of a delivery, as `trainshed webhooks deliveries` shows it")],
+    as_json: AsJson = False,
+) -> None:
+    """Send a message again, as soon as its turn comes."""
+    with connect() as api:
+        webhook_id = find_webhook(api, webhook)
+        delivery = api.redeliver(webhook_id, number)
+    if as_json:
+        show_json(delivery)
+        return
+    show_text(f"{number} of {webhook_id} is sent again")
+    show_next(f"webhooks deliveries {webhook_id}")
+
+
+def _show_secret(made: NewWebhook, as_json: bool) -> None:
+    if as_json:
+        show_json(made)
+        return
+    show_text(made.secret)
+    show_note(f"{made.webhook.id}; keep the line above, it is not shown again")
+    show_next(f"webhooks test {made.webhook.id}")
