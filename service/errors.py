@@ -240,6 +240,13 @@ class BackupFailed(ServiceError):
     status = 409
 
 
+class HomeUnusable(ServiceError):
+    """The home, or the folder of its database, cannot be written to."""
+
+    code = "home_unusable"
+    status = 503
+
+
 class HomeInUse(ServiceError):
     """Another process has the home or its database."""
 

@@ -1,27 +1,35 @@
 """What one process at a time may have: a home, and a SQLite database."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from service.adapters.sql.database import sqlite_file
-from service.errors import HomeInUse
+from service.errors import HomeInUse, HomeUnusable
 from service.settings import Settings
 
 
 @contextmanager
 def locked(settings: Settings) -> Iterator[None]:
-    """Have the home and the database to oneself. Raises HomeInUse."""
-    settings.make_home()
+    """Have the home and the database to oneself. Raises HomeInUse, HomeUnusable, DatabaseUnusable."""
     with ExitStack() as stack:
-        for path, refusal in _locks(settings):
-            try:
-                stack.enter_context(FileLock(path).acquire(timeout=0))
-            except Timeout as error:
-                raise HomeInUse(refusal) from error
+        try:
+            settings.make_home()
+            for path, refusal in _locks(settings):
+                stack.enter_context(_lock(path, refusal))
+        except OSError as error:
+            what = f"{error.filename}: {error.strerror}; set TRAINSHED_HOME, and TRAINSHED_DATABASE_URL if it is set, "
+            raise HomeUnusable(f"{what}to folders that may be written to") from error
         yield
+
+
+def _lock(path: Path, refusal: str) -> AbstractContextManager[object]:
+    try:
+        return FileLock(path).acquire(timeout=0)
+    except Timeout as error:
+        raise HomeInUse(refusal) from error
 
 
 def _locks(settings: Settings) -> Iterator[tuple[Path, str]]:

@@ -25,7 +25,10 @@ _PATIENCE = {
     # Milliseconds.
     "tcp_user_timeout": 30_000,
 }
-_NEVER = re.compile("password authentication failed|does not exist|unable to open database file|readonly database")
+_NEVER = re.compile(
+    "password authentication failed|no password supplied|connection is bad: invalid|does not exist"
+    "|unable to open database file|readonly database"
+)
 """What databases say of what no waiting mends."""
 
 
@@ -39,7 +42,7 @@ class Database:
         self.url = url
         try:
             self.engine = _engine(url)
-        except (SQLAlchemyError, ImportError) as error:
+        except (SQLAlchemyError, ImportError, ValueError) as error:
             raise DatabaseUnusable(f"TRAINSHED_DATABASE_URL names no database that can be used: {error}") from error
 
     def bring_up_to_date(self) -> None:
@@ -117,7 +120,8 @@ def sqlite_file(url: str) -> Path | None:
     """The file of a SQLite database; None for any other. Raises DatabaseUnusable where the URL is none."""
     try:
         parsed = make_url(url)
-    except ArgumentError as error:
+    # Of a port that is no number, it says so in Python's words.
+    except (ArgumentError, ValueError) as error:
         raise DatabaseUnusable(f"TRAINSHED_DATABASE_URL is no URL of a database: {error}") from error
     return Path(parsed.database) if parsed.get_backend_name() == "sqlite" and parsed.database else None
 

@@ -60,7 +60,7 @@ def judged(url: str) -> ServiceError:
     return caught.value
 
 
-@pytest.mark.parametrize("url", ["no url", "nonsense://x", "sqlite:////nowhere/at/all.db"])
+@pytest.mark.parametrize("url", ["no url", "nonsense://x", "postgresql://a:b@c:port/d", "sqlite:////nowhere/at/all.db"])
 def test_urls_that_name_no_database(url: str) -> None:
     assert "TRAINSHED_DATABASE_URL" in str(judged(url))
 
@@ -83,6 +83,7 @@ def test_postgres_that_is_not_there_may_come_and_a_role_that_is_not_there_does_n
     away = judged("postgresql+psycopg://shed:secret@127.0.0.1:9/postgres")
     assert isinstance(away, DatabaseUnreachable)
     assert "secret" not in str(away)
+    assert isinstance(judged("postgresql+psycopg://shed@127.0.0.1:99999/postgres"), DatabaseUnusable)
     assert isinstance(judged(postgres.replace("shed@", "nobody@")), DatabaseUnusable)
     assert isinstance(judged(f"{postgres}_none"), DatabaseUnusable)
 
