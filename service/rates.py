@@ -64,23 +64,19 @@ class Rates:
         """Let somebody ask who has not asked too often; whether it is counted already. Raises RateLimited."""
         # Who was let in before is not shut out by strangers that come from the same address.
         known = self._known.get(attempt.digest)
-        kind, name = (Kind.STRANGERS, neighbourhood(attempt.address)) if known is None else (attempt.kind, known)
-        window, now = self._windows.get((kind, name)), self._clock()
-        if window is not None and (wait := window.wait(now)) > 0:
-            first, window.refuses = not window.refuses, True
-            raise RateLimited(_told(kind, self._limits.rates[kind], wait), math.ceil(wait), first=first)
         if known is None:
+            self._must_have_room(Kind.STRANGERS, neighbourhood(attempt.address))
             return False
         # At once: of many who come together, none knows yet what becomes of the others.
         self._known.move_to_end(attempt.digest)
-        self._count(kind, name)
+        self._take(attempt.kind, known)
         return True
 
     def let_in(self, attempt: Attempt, caller: Caller) -> None:
-        """Remember a caller, and count what was not counted before."""
+        """Remember a caller, and count what was not counted before. Raises RateLimited."""
         self._known[attempt.digest] = caller.id
         _keep_newest(self._known, attempt.digest)
-        self._count(attempt.kind, caller.id)
+        self._take(attempt.kind, caller.id)
 
     def turned_away(self, attempt: Attempt) -> None:
         """Count a stranger."""
@@ -104,6 +100,16 @@ class Rates:
             self._streams[caller.id] -= 1
             if not self._streams[caller.id]:
                 del self._streams[caller.id]
+
+    def _must_have_room(self, kind: Kind, name: str) -> None:
+        window = self._windows.get((kind, name))
+        if window is not None and (wait := window.wait(self._clock())) > 0:
+            first, window.refuses = not window.refuses, True
+            raise RateLimited(_told(kind, self._limits.rates[kind], wait), math.ceil(wait), first=first)
+
+    def _take(self, kind: Kind, name: str) -> None:
+        self._must_have_room(kind, name)
+        self._count(kind, name)
 
     def _count(self, kind: Kind, name: str) -> None:
         rate = self._limits.rates.get(kind)
