@@ -16,7 +16,7 @@ from train_loop.run_dir import ClusterVisit
 T = TypeVar("T")
 _START, _QUESTION, _TOKEN, _VISIT, _ENDING, _ARRIVAL = 30.0, 8.0, 3.0, 31.0, 2.0, 5.0
 """Seconds of a Ray that is starting, of a question to it, to write or remove a token, of the visit to the nodes and the
-end of its job, and for what they have written to be seen: a minute in all, or one and a half."""
+end of its job, and for what they have written to be seen: a minute in all, or two where Ray is starting."""
 _TRIAL = 20.0
 """Seconds of each trial of the storage, which go on beside all that."""
 _NOT_ASKED = Trouble("it was not asked")
@@ -36,7 +36,7 @@ class Examination:
 
 
 class Doctor:
-    """Examines in 90 seconds at most; who asks meanwhile gets the same answer. `limit` shortens it."""
+    """Examines in two minutes at most; who asks meanwhile gets the same answer. `limit` shortens it."""
 
     def __init__(
         self, cluster: ClusterProbe, storage: StorageProbe, versions: Mapping[str, str], *, limit: float = 1.0
@@ -75,7 +75,7 @@ class Doctor:
         nodes: int | Trouble = _NOT_ASKED
         visited = _Visited()
         if isinstance(greeting, Greeting) and greeting.reach is Reach.ANSWERS:
-            nodes = self._told(_ask(self._cluster.nodes), _QUESTION)
+            nodes = self._told(_ask(self._cluster.nodes), _START)
             visited = _Visited() if nodes == 0 else self._visit()
         read, write, replace = [self._told(trial, _TRIAL, since=begun) for trial in trials]
         return Measured(

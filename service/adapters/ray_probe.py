@@ -11,10 +11,9 @@ from service.errors import ClusterError
 from train_loop.run_dir import VISIT_MARK, ClusterVisit
 
 _LOOK_SECONDS = 0.25
-_RAY_SECONDS = 30.0
-"""An embedded Ray takes some of them to start; whoever has just said `trainshed up` need not ask twice."""
-_NODE_SECONDS = 5.0
-"""A head that has just started says for so long that it has no node."""
+_RAY_SECONDS, _NODE_SECONDS = 30.0, 20.0
+"""An embedded Ray takes some of them to start, and more to say that it has a node; whoever has just said `trainshed up`
+need not ask twice."""
 _ENDED = (Submission.SUCCEEDED, Submission.FAILED, Submission.STOPPED, Submission.MISSING)
 _START_SECONDS = 8.0
 """What a driver takes until it asks the nodes, and to end, of the time that it has."""

@@ -23,5 +23,5 @@ def doctor_of(request: Request, caller: CallerIs) -> Doctor:
 
 @router.post("/doctor")
 def examine(doctor: Annotated[Doctor, Depends(doctor_of)]) -> ExaminationOut:
-    """Examine cluster and storage, with a small Ray job and files that are removed; 90 seconds at most."""
+    """Examine cluster and storage, with a small Ray job and files that are removed; two minutes at most."""
     return ExaminationOut.of(doctor.examine())

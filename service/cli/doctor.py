@@ -33,7 +33,7 @@ class Findings(BaseModel):
 def doctor(as_json: AsJson = False) -> None:
     """Check this machine, the service, its cluster and its storage; exit code 1 where a check failed."""
     told = settings()
-    with notes.status("examining; a minute and a half at most"):
+    with notes.status("examining; two minutes at most"):
         found = [*_here(told), *_by_service()]
     answer = Findings(ok=all(one.verdict is not Verdict.FAILED for one in found), findings=found)
     if as_json:

@@ -9,5 +9,5 @@ class ServiceCalls:
 
     @operation(ExaminationOut, "POST", "/doctor")
     def doctor(self) -> Sent:
-        """Examine cluster and storage, in a minute and a half at most."""
+        """Examine cluster and storage, in two minutes at most."""
         return Sent()
