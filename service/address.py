@@ -1,9 +1,10 @@
 """Where callers find a service and its key: TRAINSHED_URL and TRAINSHED_KEY, or what a running one left in its home."""
 
+import httpx
 from pydantic import BaseModel, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from service.environment import read_settings
+from service.environment import BadSettings, read_settings
 
 
 class ServiceAddress(BaseModel):
@@ -28,12 +29,27 @@ class _Told(BaseSettings):
 
 def find_url() -> str:
     """The service's URL. Raises BadSettings."""
-    return _Told().url or _found_url()
+    told = _Told().url
+    if told is not None and not _is_url(told):
+        # What is before an @ may be a password.
+        raise BadSettings((f"TRAINSHED_URL={told.rpartition('@')[2]!r} is no URL; write http://HOST:PORT",))
+    return told or _found_url()
 
 
 def find_key() -> str:
     """The key to call it with. Raises NoKeyError, BadSettings."""
-    return _Told().key or _found_key()
+    key = (_Told().key or _found_key()).strip()
+    if not (key.isascii() and key.isprintable()):
+        raise NoKeyError("the key holds characters that no key has; copy it anew into TRAINSHED_KEY, or unset that")
+    return key
+
+
+def _is_url(text: str) -> bool:
+    try:
+        url = httpx.URL(text)
+    except httpx.InvalidURL:
+        return False
+    return url.scheme in ("http", "https") and bool(url.host)
 
 
 def _found_url() -> str:
@@ -48,7 +64,7 @@ def _found_url() -> str:
 def _found_key() -> str:
     file = read_settings().admin_key
     try:
-        return file.read_text().strip()
+        return file.read_text()
     except FileNotFoundError as error:
         raise NoKeyError(
             f"there is no key: {file} does not exist; start the service first, or set TRAINSHED_KEY"

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from enum import Enum
 from typing import Literal, TextIO
 
 import structlog
@@ -50,5 +51,9 @@ def _renderers(kind: LogFormat, *, colors: bool) -> list[Processor]:
 def _line(logger: object, method: str, said: EventDict) -> str:
     """What goes to a file: in a tenth of the time that colors take, and nothing in it that looks like another line."""
     time, level, event, exception = (said.pop(name, "") for name in ("time", "level", "event", "exception"))
-    told = "".join(f" {name}={value!r}" for name, value in said.items())
+    told = "".join(f" {name}={_plain(value)!r}" for name, value in said.items())
     return f"{time} [{level}] {event}{told}" + (f"\n{exception}" if exception else "")
+
+
+def _plain(value: object) -> object:
+    return value.value if isinstance(value, Enum) else value

@@ -1,6 +1,7 @@
 """What commands have in common: their arguments and options, and how a spec is read."""
 
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from train_loop.spec import SpecError, merged, read_yaml
 
 M = TypeVar("M", bound=BaseModel)
 _JOB_HELP = f"a job's id, or enough of its beginning; `{LAST}` is the newest one"
+_HEADER = re.compile("[!-~]([ -~]{0,253}[!-~])?")
 SpecFile = Annotated[Path, typer.Argument(help="job spec in YAML or JSON; - reads standard input", allow_dash=True)]
 JobRef = Annotated[str, typer.Argument(metavar="JOB", help=_JOB_HELP, autocompletion=complete_job)]
 JobRefs = Annotated[
@@ -33,10 +35,20 @@ After = Annotated[str | None, typer.Option(metavar="CURSOR", help="`next` of the
 Limit = Annotated[int, typer.Option(min=1, max=1000, help="lines at most")]
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="go on until the job has ended")]
 Wait = Annotated[bool, typer.Option("--wait", help="until it has ended; exit code 3 where it does not succeed")]
+
+
+def _header(value: str | None) -> str | None:
+    """What can go into a header."""
+    if value is not None and not _HEADER.fullmatch(value):
+        raise typer.BadParameter("write 1 to 255 characters of printable ASCII")
+    return value
+
+
 Once = Annotated[
-    str | None, typer.Option("--idempotency-key", metavar="KEY", help="a second call with it gives the same job")
+    str | None,
+    typer.Option("--idempotency-key", metavar="KEY", callback=_header, help="a second call with it gives the same job"),
 ]
-Grace = Annotated[float | None, typer.Option(min=0, metavar="SECONDS", help="until it is ended by force")]
+Grace = Annotated[float | None, typer.Option(min=0, max=86400, metavar="SECONDS", help="until it is ended by force")]
 
 
 def read_spec(file: Path, changes: Sequence[str]) -> bytes:

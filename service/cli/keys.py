@@ -22,7 +22,7 @@ def create(
     role: Annotated[
         list[str], typer.Option(metavar="PROJECT=ROLE", help=f"one of {', '.join(Role)}; * is any project")
     ],
-    days: Annotated[float | None, typer.Option(min=0, help="until it is over; default: never")] = None,
+    days: Annotated[float | None, typer.Option(min=0, max=36500, help="until it is over; default: never")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Make a key and print its secret, which is not shown again."""

@@ -2,6 +2,7 @@
 
 import sys
 
+from service.address import find_url
 from service.cli.ends import fail
 from service.environment import BadSettings, read_settings, strangers
 from service.settings import Settings
@@ -12,6 +13,7 @@ def settings() -> Settings:
     for line in strangers():
         print(f"trainshed: warning: {line}", file=sys.stderr)
     try:
+        find_url()
         return read_settings()
     except BadSettings as error:
         fail("the environment says what cannot be", error.problems)

@@ -12,7 +12,7 @@ from service.client import Client
 from service.domain.job import JobState
 from tests.support.checkpoints import checkpoint
 from tests.support.command import run
-from tests.support.service import FakeService, spec_body
+from tests.support.service import KEY, FakeService, spec_body
 from train_loop.run_dir import ExportStatus, ExportWish
 
 
@@ -26,6 +26,7 @@ def test_a_clone_is_submitted_with_changes(home: Path, service: FakeService) -> 
     assert (job.parent.step, job.spec.training.learning_rate, job.spec.training.max_steps) == (10, 5e-4, 30)
     assert job.spec.labels == {"team": "nlp"}
     assert "step 10 of job-0001" in run("show", "job-0002").stdout
+    assert run("clone", "job-0001", "--set", "name=[1").stderr.startswith("trainshed: 'name=[1': the body is neither")
     for change in ("training", "=3", "training..seed=3", "name=[1"):
         refused = run("clone", "job-0001", "--set", change)
         assert (refused.exit_code, refused.stderr.startswith(f"trainshed: {change!r}")) == (2, True), refused.stderr
@@ -99,6 +100,39 @@ def test_environment_overrides_the_home(home: Path, monkeypatch: pytest.MonkeyPa
     assert "this key opens nothing" in run("ps").stderr
     monkeypatch.setenv("TRAINSHED_URL", "http://127.0.0.1:9")
     assert "the service does not answer" in run("ps").stderr
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "http://[::1", "https://", "http://me:hush@h:x"])
+@pytest.mark.parametrize("command", ["ps", "doctor"])
+def test_an_address_that_is_none_is_told(home: Path, monkeypatch: pytest.MonkeyPatch, command: str, url: str) -> None:
+    monkeypatch.setenv("TRAINSHED_URL", url)
+    told = run(command)
+    assert (told.exit_code, told.stdout) == (1, "")
+    assert told.stderr.startswith("trainshed: the environment says what cannot be\n  TRAINSHED_URL=")
+    assert "write http://HOST:PORT" in told.stderr
+    assert "hush" not in told.stderr
+
+
+def test_a_key_that_is_none_is_told(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINSHED_KEY", "café")
+    told = run("ps")
+    assert (told.exit_code, told.stderr.startswith("trainshed: the key holds characters that no key has")) == (1, True)
+    monkeypatch.setenv("TRAINSHED_KEY", f"{KEY}\n")
+    assert run("ps").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(("submit", "spec.json", "--idempotency-key", key) for key in ("", "é", "a\nb", "a" * 256)),
+        *((verb, "job-0001", "--grace", much) for verb in ("pause", "cancel") for much in ("inf", "86401")),
+        *(("keys", "create", "alice", "--role", "a=viewer", "--days", days) for days in ("inf", "1e300")),
+    ],
+    ids=lambda line: f"{line[0]} {line[-1]!r}",
+)
+def test_what_no_option_can_be_is_a_mistake_of_the_command_line(home: Path, line: tuple[str, ...]) -> None:
+    refused = run(*line)
+    assert (refused.exit_code, "Invalid value for" in refused.stderr) == (2, True), refused.stderr
 
 
 def test_missing_key_and_missing_file_say_what_to_do(home: Path) -> None:

@@ -28,7 +28,7 @@ class SpecError(ValueError):
     code = "invalid_spec"
 
     def __init__(self, problems: list[Problem]) -> None:
-        super().__init__("; ".join(f"{p.pointer}: {p.message}" for p in problems))
+        super().__init__("; ".join(f"{p.pointer}: {p.message}".removeprefix(": ") for p in problems))
         self.problems = problems
 
 

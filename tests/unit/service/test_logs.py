@@ -7,12 +7,13 @@ import sys
 PROGRAM = """
 import logging, sys, warnings
 import structlog
+from service.domain.job import JobState
 from service.logs import configure_logs
 
 configure_logs(sys.argv[1])
 log = structlog.get_logger()
 log.debug("unheard")
-log.info("said", job="job-1", text="a\\nb")
+log.info("said", job="job-1", text="a\\nb", state=JobState.QUEUED)
 logging.getLogger("sqlalchemy.pool").warning("a library %s", "speaks")
 logging.getLogger("httpx").info("unheard")
 warnings.warn("careful")
@@ -47,7 +48,7 @@ def test_json_is_an_object_a_line_whoever_speaks() -> None:
         ("error", None),
         ("error", "uvicorn.error"),
     ]
-    assert (lines[0]["job"], lines[0]["text"]) == ("job-1", "a\nb")
+    assert (lines[0]["job"], lines[0]["text"], lines[0]["state"]) == ("job-1", "a\nb", "QUEUED")
     assert lines[1]["event"] == "a library speaks"
     for line in lines[-2:]:
         ((trace,),) = [line["exception"]]
@@ -60,6 +61,6 @@ def test_json_is_an_object_a_line_whoever_speaks() -> None:
 
 def test_people_get_lines_and_plain_tracebacks() -> None:
     lines = said("console").splitlines()
-    assert lines[0].endswith(r"Z [info] said job='job-1' text='a\nb'")
+    assert lines[0].endswith(r"Z [info] said job='job-1' text='a\nb' state='QUEUED'")
     assert lines[1].endswith("Z [warning] a library speaks logger='sqlalchemy.pool'")
     assert lines.count("ValueError: it failed") == 2
