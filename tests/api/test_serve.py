@@ -47,7 +47,7 @@ def test_asked_to_stop_it_leaves_with_0(home: Path, number: signal.Signals) -> N
         assert json.loads(address.read_text()) == {"url": str(client.base_url).rstrip("/"), "pid": process.pid}
         assert stat.S_IMODE(address.stat().st_mode) == 0o600
         process.send_signal(number)
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=60) == 0
     assert not address.exists()
 
 
