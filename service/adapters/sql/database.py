@@ -51,6 +51,10 @@ class Database:
             _bring_up_to_date(self.url, "head")
         except SQLAlchemyError as error:
             raise _judged(self.url, error) from error
+        file = sqlite_file(self.url)
+        if file is not None and file.exists():
+            # The secrets that sign webhooks are in it, and home need not be its owner's alone.
+            file.chmod(0o600)
 
     def close(self) -> None:
         """Let go of what is not in use."""

@@ -1,6 +1,7 @@
 """The schema brought up to date, and back, with jobs in it; on SQLite and on a real Postgres."""
 
 import json
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from alembic.operations import Operations
 from sqlalchemy import MetaData, Table, create_engine
 
 from service.adapters.sql.access import SqlKeyStore
-from service.adapters.sql.database import open_database
+from service.adapters.sql.database import Database, open_database
 from service.adapters.sql.store import SqlJobStore
 from service.adapters.sql.tables import metadata
 from service.adapters.sql.webhooks import SqlWebhookStore
@@ -234,3 +235,13 @@ def test_migration_that_is_cut_off_changes_nothing(database: str, monkeypatch: p
         with pytest.raises(ZeroDivisionError):
             open_database(database)
     open_database(database).dispose()
+
+
+def test_a_file_with_secrets_is_its_owner_s_alone(tmp_path: Path) -> None:
+    file = tmp_path / "trainshed.db"
+    file.touch(mode=0o644)
+    database = Database(f"sqlite:///{file}")
+    database.bring_up_to_date()
+    assert list(SqlKeyStore(database.engine).all()) == []
+    database.close()
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o600}
