@@ -79,7 +79,7 @@ def test_every_request_is_a_line_of_json(watched: Process) -> None:
     assert watched.client.get("/jobs/nobody%0Aelse", headers={"x-request-id": "r-2"}).status_code == 404
     assert watched.client.get("/readyz", headers={"x-request-id": "r-3"}).status_code == 200
     assert watched.client.get("/jobs", headers={"x-request-id": "r-4", "authorization": ""}).status_code == 401
-    (line,) = wait_for(lambda: watched.lines(request_id="r-4"), "the line of the last request")
+    (line,) = wait_for(lambda: watched.lines(request_id="r-4", event="request"), "the line of the last request")
     assert (line["key"], line["status"]) == (None, 401)
     (line,) = watched.lines(request_id="r-1")
     assert line.pop("ms") > 0
