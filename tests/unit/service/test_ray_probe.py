@@ -91,8 +91,16 @@ def test_other_answers_are_told_apart(dashboard: Dashboard, status: int, body: b
 
 def test_nobody_is_not_somebody_who_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setattr(ray_probe, "_RAY_SECONDS", 0.3)
     assert probe("http://127.0.0.1:9").greet().reach is Reach.NOBODY
     assert probe(None).greet().reach is Reach.STARTING
+
+
+def test_who_has_just_started_ray_need_not_ask_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    looks = iter([None, None])
+    starting = RayProbe(RayJobs(lambda: next(looks, RayAddress("http://127.0.0.1:9", token=None)), python="python"))
+    assert starting.greet().reach is Reach.NOBODY
 
 
 class Jobs(RayJobs):
