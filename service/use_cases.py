@@ -21,8 +21,9 @@ from service.domain.wishes import cancelled, paused, resumed
 from service.errors import Busy, CheckpointNotFound, Forbidden, IllegalState, InvalidSpec, JobNotFound
 from service.planning import Planner, Plans, PlanView, sizes_of
 from service.ports import NO_STORY, Cluster, JobQuery, JobStore, NewJob, Once, Preflight, RunDirs, Story
+from service.specs import overridden, parsed, sized
 from train_loop.run_dir import Manifest, Parent
-from train_loop.spec import JobSpec, Problem, ScalingSpec, SpecError, dump, override, parse_text
+from train_loop.spec import JobSpec, ScalingSpec
 
 _TRIES = 20
 _SMALL = 8192
@@ -114,7 +115,7 @@ class Jobs:
 
         def begin() -> Job:
             origin = self.find(job_id)
-            spec = _overridden(origin, overrides)
+            spec = overridden(origin, overrides)
             self.must(Role.EDITOR, spec.project)
             manifest = self._manifest(origin, step)
             if manifest is None:
@@ -228,7 +229,7 @@ class Jobs:
         """Let a job go on, at another size if one is given. Raises IllegalState, InvalidSpec, JobNotFound."""
         sizes: tuple[int, ...] = ()
         if scaling is not None:
-            spec = _sized(self.find(job_id, Role.EDITOR).spec, scaling)
+            spec = sized(self.find(job_id, Role.EDITOR).spec, scaling)
             sizes = sizes_of(spec, self.planner.check(spec))
         grace = self.grace.pause
         return self._change(
@@ -269,7 +270,7 @@ class Jobs:
 
     def _parsed(self, body: bytes) -> JobSpec:
         """A spec that the caller may submit. Raises InvalidSpec, Forbidden."""
-        spec = _parsed(body)
+        spec = parsed(body)
         self.must(Role.EDITOR, spec.project)
         return spec
 
@@ -291,35 +292,3 @@ def _facts(job: Job | None) -> dict[str, JsonValue]:
     facts = {"name": job.spec.name, "state": job.state, "wish": job.wish, "scaling": job.size, "parent": job.parent}
     told: dict[str, JsonValue] = to_jsonable_python({name: fact for name, fact in facts.items() if fact is not None})
     return told
-
-
-def _parsed(body: bytes) -> JobSpec:
-    try:
-        return parse_text(body)
-    except SpecError as error:
-        raise InvalidSpec(error.problems) from error
-
-
-def _overridden(job: Job, overrides: Mapping[str, JsonValue]) -> JobSpec:
-    """The spec of a job at the size that it has now, with some of it different. Raises InvalidSpec."""
-    try:
-        return override(job.spec.model_copy(update={"scaling": job.asked}), overrides)
-    except SpecError as error:
-        raise InvalidSpec(error.problems) from error
-
-
-def _sized(spec: JobSpec, scaling: ScalingSpec) -> JobSpec:
-    """A run's spec at another size. Raises InvalidSpec where the size would change what is trained."""
-    sized = spec.model_copy(update={"scaling": scaling})
-    if scaling.bounds != spec.scaling.bounds and spec.training.global_batch_size is None:
-        raise InvalidSpec(
-            [
-                Problem(
-                    "/scaling/num_workers",
-                    f"num_workers={scaling.bounds[1]} is not the {spec.scaling.world} of the spec, and a step would "
-                    "take another number of sequences; a job is resized where its spec gives "
-                    "training.global_batch_size",
-                )
-            ]
-        )
-    return _parsed(dump(sized).encode())

@@ -12,7 +12,6 @@ from sqlalchemy import (
     Select,
     and_,
     delete,
-    exists,
     func,
     insert,
     or_,
@@ -24,6 +23,7 @@ from sqlalchemy.exc import IntegrityError
 
 from service.adapters.sql.access import write_deeds
 from service.adapters.sql.outbox import news_of_added, news_of_change, write_news
+from service.adapters.sql.queries import matching
 from service.adapters.sql.rows import from_row, ticket_of, to_row
 from service.adapters.sql.tables import deleted_usage, idempotency_keys, jobs, labels, leases
 from service.domain.access import Deed
@@ -144,7 +144,7 @@ class SqlJobStore:
 
     def page(self, query: JobQuery) -> list[Job]:
         """The jobs that match, newest first."""
-        return self._all(_matching(query).order_by(jobs.c.id.desc()).limit(query.limit))
+        return self._all(matching(query).order_by(jobs.c.id.desc()).limit(query.limit))
 
     def used_between(self, since: float, until: float, *, projects: frozenset[str] | None = None) -> list[Job]:
         """The jobs that had an attempt between two moments."""
@@ -288,22 +288,3 @@ def _unchanged(job: Job) -> ColumnElement[bool]:
 def _in_flight(once: Once) -> ColumnElement[bool]:
     keys = idempotency_keys
     return and_(keys.c.key == once.id, keys.c.body == once.body, keys.c.job_id.is_(None))
-
-
-def _matching(query: JobQuery) -> Select[tuple[object, ...]]:
-    found = select(jobs)
-    if query.states:
-        found = found.where(jobs.c.state.in_(query.states))
-    if query.projects is not None:
-        found = found.where(jobs.c.project.in_(query.projects))
-    if query.name is not None:
-        found = found.where(jobs.c.name == query.name)
-    if query.id_prefix is not None:
-        # No id goes on with more than z, in any collation: a range of the primary key's index.
-        found = found.where(jobs.c.id.between(query.id_prefix, query.id_prefix + "z" * 32))
-    if query.after is not None:
-        found = found.where(jobs.c.id < query.after)
-    for key, value in query.labels:
-        same = (labels.c.job_id == jobs.c.id) & (labels.c.key == key) & (labels.c.value == value)
-        found = found.where(exists().where(same))
-    return found

@@ -1,0 +1,42 @@
+"""Specs as users send and change them; what cannot be is InvalidSpec."""
+
+from collections.abc import Mapping
+
+from pydantic import JsonValue
+
+from service.domain.job import Job
+from service.errors import InvalidSpec
+from train_loop.spec import JobSpec, Problem, ScalingSpec, SpecError, dump, override, parse_text
+
+
+def parsed(body: bytes) -> JobSpec:
+    """A spec as it is sent. Raises InvalidSpec."""
+    try:
+        return parse_text(body)
+    except SpecError as error:
+        raise InvalidSpec(error.problems) from error
+
+
+def overridden(job: Job, overrides: Mapping[str, JsonValue]) -> JobSpec:
+    """The spec of a job at the size that it has now, with some of it different. Raises InvalidSpec."""
+    try:
+        return override(job.spec.model_copy(update={"scaling": job.asked}), overrides)
+    except SpecError as error:
+        raise InvalidSpec(error.problems) from error
+
+
+def sized(spec: JobSpec, scaling: ScalingSpec) -> JobSpec:
+    """A run's spec at another size. Raises InvalidSpec where the size would change what is trained."""
+    resized = spec.model_copy(update={"scaling": scaling})
+    if scaling.bounds != spec.scaling.bounds and spec.training.global_batch_size is None:
+        raise InvalidSpec(
+            [
+                Problem(
+                    "/scaling/num_workers",
+                    f"num_workers={scaling.bounds[1]} is not the {spec.scaling.world} of the spec, and a step would "
+                    "take another number of sequences; a job is resized where its spec gives "
+                    "training.global_batch_size",
+                )
+            ]
+        )
+    return parsed(dump(resized).encode())
