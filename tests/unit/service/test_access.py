@@ -11,13 +11,12 @@ from pydantic import JsonValue
 
 from service.adapters.memory import MemoryJobStore, MemoryKeyStore
 from service.adapters.sql.access import SqlKeyStore
-from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
-from service.adapters.sql.tables import metadata
 from service.domain.access import ANY, Caller, Deed, Key, Role
 from service.domain.job import Wish
 from service.domain.token import LEEWAY, NoSubject, TokenRules
 from service.ports import JobStore, KeyStore, NewJob, Once
+from tests.support.databases import emptied
 from tests.support.service import a_job
 
 ROLES = st.dictionaries(st.sampled_from(["a", "b", ANY]), st.sampled_from(Role))
@@ -32,12 +31,8 @@ def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stores]:
         yield memory, MemoryKeyStore(memory.deeds)
         return
     url = request.getfixturevalue("postgres") if request.param == "postgres" else f"sqlite:///{tmp_path / 'jobs.db'}"
-    engine = open_database(url)
-    yield SqlJobStore(engine), SqlKeyStore(engine)
-    with engine.begin() as connection:
-        for table in reversed(metadata.sorted_tables):
-            connection.execute(table.delete())
-    engine.dispose()
+    with emptied(url) as engine:
+        yield SqlJobStore(engine), SqlKeyStore(engine)
 
 
 def a_key(number: int, **roles: Role) -> Key:

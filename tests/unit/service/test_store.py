@@ -12,13 +12,13 @@ from sqlalchemy import text
 from service.adapters.memory import MemoryJobStore
 from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
-from service.adapters.sql.tables import metadata
 from service.domain.job import JobState, Wish
 from service.domain.reason import Code, Reason
 from service.domain.ticket import Ticket
 from service.domain.usage import Usage
 from service.errors import IdempotencyMismatch, KeyInFlight
 from service.ports import FLIGHT_SECONDS, KEPT_SECONDS, JobQuery, JobStore, Lease, NewJob, Once
+from tests.support.databases import emptied
 from tests.support.service import a_job
 
 
@@ -28,12 +28,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[JobStore]:
         yield MemoryJobStore()
         return
     url = request.getfixturevalue("postgres") if request.param == "postgres" else f"sqlite:///{tmp_path / 'jobs.db'}"
-    engine = open_database(url)
-    yield SqlJobStore(engine)
-    with engine.begin() as connection:
-        for table in reversed(metadata.sorted_tables):
-            connection.execute(table.delete())
-    engine.dispose()
+    with emptied(url) as engine:
+        yield SqlJobStore(engine)
 
 
 def test_job_comes_back_as_it_was_stored(store: JobStore) -> None:

@@ -1,4 +1,4 @@
-"""What webhooks are told and when: the rules, and the outbox in memory's place: on SQLite and on a real Postgres."""
+"""What webhooks are told and when: the outbox on SQLite and on a real Postgres."""
 
 import json
 import random
@@ -9,15 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from sqlalchemy import Engine, event, select
 
 from service.adapters.memory_webhooks import MemorySender, MemoryWebhookStore
-from service.adapters.sql.database import open_database
 from service.adapters.sql.outbox import SqlOutbox
 from service.adapters.sql.store import SqlJobStore
-from service.adapters.sql.tables import metadata, webhooks
+from service.adapters.sql.tables import webhooks
 from service.adapters.sql.webhooks import SqlWebhookStore
 from service.deliver import LEASE, Deliverer
 from service.domain.access import ANY, OPERATOR, Deed
@@ -34,11 +31,10 @@ from service.domain.webhook import (
     Message,
     Settled,
     Webhook,
-    answered,
-    settle,
 )
 from service.errors import WebhookLimit
 from service.ports import Lease, NewJob, WebhookStore
+from tests.support.databases import emptied
 from tests.support.service import Clock, a_job
 
 DEED = Deed(1.0, OPERATOR, "webhook.test", "default", "hook-1")
@@ -48,51 +44,6 @@ RECEIVED, FAILED, DEAD = Answer(200), Answer(500, "answered 500"), Answer(None, 
 def a_webhook(number: int = 1, *, project: str = "default", states: tuple[JobState, ...] = tuple(JobState)) -> Webhook:
     secret = "whsec_" + "QUJD" * 10
     return Webhook(f"hook-{number}", project, "https://hooks.example/x", states, secret, 1.0, "operator")
-
-
-def a_delivery(**fields: float) -> Delivery:
-    message = Message("job-1.1", "job.state", "job-1", "{}", 1000.0)
-    return replace(Delivery(1, "hook-1", message, since=1000.0, next_at=1000.0), **fields)  # type: ignore[arg-type]
-
-
-@given(st.integers(0, 10_000), st.floats(0, 1), st.floats(0, PATIENCE), st.none() | st.floats(0, 1e12))
-def test_a_pause_doubles_to_an_hour_and_ends_after_three_days(
-    attempts: int, jitter: float, waited: float, asked: float | None
-) -> None:
-    now = 1000.0 + waited
-    after = settle(a_delivery(attempts=attempts), Answer(503, "x", asked), now=now, jitter=jitter)
-    whole = min(FIRST_PAUSE * 2 ** min(attempts, 50), LONGEST_PAUSE)
-    assert (after.attempts, after.status, after.error) == (attempts + 1, 503, "x")
-    if after.next_at is None:
-        assert after.settled is Settled.GIVEN_UP
-        assert waited + LONGEST_PAUSE >= PATIENCE
-    else:
-        low = max(whole / 2, min(asked or 0.0, LONGEST_PAUSE))
-        assert low * 0.999 <= after.next_at - now <= max(whole, low) * 1.001
-        assert after.next_at <= 1000.0 + PATIENCE
-
-
-def test_what_is_received_is_settled_and_what_nobody_wants_any_more_is_given_up() -> None:
-    received = settle(a_delivery(), RECEIVED, now=1001.0, jitter=0.5)
-    assert (received.settled, received.delivered_at, received.next_at) == (Settled.DELIVERED, 1001.0, None)
-    assert settle(a_delivery(), Answer(410, "gone"), now=1001.0, jitter=0.5).settled is Settled.GIVEN_UP
-
-
-@pytest.mark.parametrize(
-    ("header", "seconds"),
-    [("120", 120.0), ("Thu, 01 Jan 1970 00:01:00 GMT", 50.0), ("Thu, 01 Jan 1970 00:00:01 GMT", 0.0), ("soon", None)],
-)
-def test_a_receiver_may_ask_for_time(header: str, seconds: float | None) -> None:
-    for status in (429, 503):
-        assert answered(status, {"retry-after": header}, now=10.0).retry_after == seconds
-    assert answered(500, {"retry-after": header}, now=10.0).retry_after is None
-
-
-@given(st.integers(100, 599), st.text())
-def test_only_2xx_says_that_it_was_received(status: int, header: str) -> None:
-    found = answered(status, {"retry-after": header}, now=10.0)
-    assert (found.received, found.gone) == (200 <= status < 300, status == 410)
-    assert (found.error is None) == found.received
 
 
 @dataclass
@@ -143,12 +94,10 @@ class World:
 @pytest.fixture(params=["sqlite", "postgres"])
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
     url = request.getfixturevalue("postgres") if request.param == "postgres" else f"sqlite:///{tmp_path / 'jobs.db'}"
-    engine = open_database(url)
-    yield World(engine, SqlJobStore(engine), SqlWebhookStore(engine), SqlOutbox(engine), MemorySender(), Clock(1000.0))
-    with engine.begin() as connection:
-        for table in reversed(metadata.sorted_tables):
-            connection.execute(table.delete())
-    engine.dispose()
+    with emptied(url) as engine:
+        yield World(
+            engine, SqlJobStore(engine), SqlWebhookStore(engine), SqlOutbox(engine), MemorySender(), Clock(1000.0)
+        )
 
 
 @pytest.mark.parametrize("before", JobState)
@@ -387,12 +336,8 @@ def hooks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WebhookSto
         yield MemoryWebhookStore()
         return
     url = request.getfixturevalue("postgres") if request.param == "postgres" else f"sqlite:///{tmp_path / 'jobs.db'}"
-    engine = open_database(url)
-    yield SqlWebhookStore(engine)
-    with engine.begin() as connection:
-        for table in reversed(metadata.sorted_tables):
-            connection.execute(table.delete())
-    engine.dispose()
+    with emptied(url) as engine:
+        yield SqlWebhookStore(engine)
 
 
 def test_webhooks_come_back_as_they_were_stored(hooks: WebhookStore) -> None:

@@ -1,0 +1,20 @@
+"""Databases of tests."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sqlalchemy import Engine
+
+from service.adapters.sql.database import open_database
+from service.adapters.sql.tables import metadata
+
+
+@contextmanager
+def emptied(url: str) -> Iterator[Engine]:
+    """A database that others find as empty as it was."""
+    engine = open_database(url)
+    yield engine
+    with engine.begin() as connection:
+        for table in reversed(metadata.sorted_tables):
+            connection.execute(table.delete())
+    engine.dispose()
