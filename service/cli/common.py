@@ -32,7 +32,7 @@ Changes = Annotated[
     typer.Option("--set", metavar="A.B=VALUE", help="what is to be different in the spec; VALUE is YAML"),
 ]
 After = Annotated[str | None, typer.Option(metavar="CURSOR", help="`next` of the page before")]
-Limit = Annotated[int, typer.Option(min=1, max=1000, help="lines at most")]
+Limit = Annotated[int, typer.Option(min=1, max=1000, help="lines at most, unless it follows")]
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="go on until the job has ended")]
 Wait = Annotated[bool, typer.Option("--wait", help="until it has ended; exit code 3 where it does not succeed")]
 

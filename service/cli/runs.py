@@ -23,8 +23,10 @@ Contains = Annotated[str | None, typer.Option(metavar="TEXT", help="only lines t
 Attempt = Annotated[int | None, typer.Option(min=1, help="default: the newest")]
 Rank = Annotated[int | None, typer.Option(min=0, help="default: the driver")]
 AtLeast = Annotated[Level | None, typer.Option(help="only lines of this level or a higher one", case_sensitive=False)]
-Points = Annotated[int | None, typer.Option(min=2, max=10_000, help="all of them, in so many lines at most")]
-AsLines = Annotated[bool, typer.Option("--lines", help="line by line, with all values")]
+Points = Annotated[
+    int | None, typer.Option(min=2, max=10_000, help="all of them, in so many lines at most; not with --follow")
+]
+AsLines = Annotated[bool, typer.Option("--lines", help="line by line, with all values; as with --follow")]
 
 
 class _One(RootModel[Line | str]):
