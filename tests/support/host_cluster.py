@@ -1,0 +1,167 @@
+"""Trainshed on test hosts: the units of deploy/systemd, a Ray cluster of several hosts, the service, and jobs on them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from service.api.schemas import JobOut
+from service.client import Api, Client
+from service.domain.job import JobState
+from tests.support.hosts import OPT, REPOSITORY, SHARED, Host, HostsFile, Lab, lab
+from tests.support.specs import TINY, raw_spec
+from tests.support.torchrun import write_tokens
+from tests.support.waiting import wait_for
+from train_loop.run_dir import RunDir, read_lines
+
+TOKEN = "0123456789abcdef" * 4
+SETTINGS = {
+    "TRAINSHED_PORT": "8000",
+    "TRAINSHED_RETRY_SECONDS": "0.5",
+    "TRAINSHED_RECONCILE_SECONDS": "0.2",
+}
+
+
+class HostCluster:
+    """A head, nodes with two CPUs each, and the service on the head's host; by the systemd units alone."""
+
+    def __init__(self, made: Lab, *, settings: Mapping[str, str] | None = None) -> None:
+        self.lab = made
+        self.head = made.hosts["head"]
+        self.nodes = [host for host in made.hosts.values() if host.name.startswith("node")]
+        self._settings = {**SETTINGS, **(settings or {})}
+        self._client: Client | None = None
+
+    def start(self) -> None:
+        """Start head, nodes and service, and wait until all nodes have joined."""
+        self.start_head()
+        for node in self.nodes:
+            self.start_node(node)
+        self.start_service()
+        self.wait_for_nodes(len(self.nodes))
+
+    def start_head(self) -> None:
+        """Start the head's unit."""
+        self._configure(self.head)
+        self.head.start_unit("trainshed-head")
+
+    def start_node(self, node: Host) -> None:
+        """Start a node's unit."""
+        self._configure(node)
+        node.start_unit("trainshed-node")
+
+    def start_service(self) -> None:
+        """Start the service's unit on the head's host, and connect a client to it."""
+        self.head.start_unit("trainshed-service", env=self._settings)
+        wait_for(lambda: self.head.read("/var/lib/trainshed/service.json"), "the service")
+        self.connect((self.head.read("/var/lib/trainshed/admin.key") or "").strip())
+
+    def connect(self, key: str) -> None:
+        """Make a client for the service, by way of a local port."""
+        # The service listens on its host's loopback.
+        port = self.head.forward(8000, address="127.0.0.1")
+        self._client = Client(f"http://127.0.0.1:{port}", key)
+
+    def _configure(self, host: Host) -> None:
+        text = (REPOSITORY / "deploy/systemd/trainshed.env").read_text()
+        text = text.replace("10.0.0.10", self.head.address).replace("10.0.0.11", host.address)
+        small = "--object-store-memory=80000000"
+        host.write("/etc/trainshed/trainshed.env", f'{text}\nRAY_HEAD_OPTIONS="--num-cpus=0 {small}"\nRAY_NODE_OPTIONS="--num-cpus=2 {small}"\n')
+        host.write("/etc/trainshed/ray.token", TOKEN)
+
+    @property
+    def client(self) -> Api:
+        """The API of the service."""
+        assert self._client is not None
+        return self._client.api
+
+    def alive(self) -> list[str]:
+        """Names of the Ray nodes that the head takes for alive, without the head."""
+        script = "import ray, json; ray.init(address='auto', logging_level=50, log_to_driver=False); print(json.dumps([n['NodeManagerHostname'] for n in ray.nodes() if n['Alive']]))"
+        text = self.ray("python", "-c", script, check=False)
+        lines = [line for line in text.splitlines() if line.startswith("[")]
+        return sorted(set(yaml.safe_load(lines[-1])) - {"head"}) if lines else []
+
+    def ray(self, *command: str, check: bool = True) -> str:
+        """Run a command on the head, with the token and the address of Ray."""
+        auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/etc/trainshed/ray.token", "RAY_ADDRESS": f"{self.head.address}:6379"}
+        return self.head.run(*command, env=auth, check=check)
+
+    def wait_for_nodes(self, count: int, *, seconds: float = 60) -> None:
+        """Wait until so many nodes are alive."""
+        wait_for(lambda: len(self.alive()) == count, f"{count} nodes", seconds=seconds)
+
+    def submit(self, **parts: dict[str, Any]) -> str:
+        """Submit a small job of four workers on two hosts; its id."""
+        return self.client.submit(yaml.safe_dump(host_job(self.lab.shared, **parts))).id
+
+    def wait_for_state(self, job_id: str, *states: JobState, seconds: float = 120) -> JobOut:
+        """Wait until the job is in one of the states. Raises AssertionError if it ends in another."""
+
+        def reached() -> JobOut | None:
+            job = self.client.job(job_id)
+            assert job.state in states or not job.state.terminal, f"{job.state}: {job.reason}\n{self.story(job_id)}"
+            return job if job.state in states else None
+
+        return wait_for(reached, f"{job_id} in {' or '.join(states)}", seconds=seconds)
+
+    def wait_for_step(self, job_id: str, step: int, *, seconds: float = 120) -> None:
+        """Wait until the job has done a step."""
+
+        def done() -> bool:
+            job = self.client.job(job_id)
+            assert not job.state.terminal or job.state is JobState.SUCCEEDED, f"{job.state}: {job.reason}\n{self.story(job_id)}"
+            return any(line["step"] >= step for line in self.metrics(job_id))
+
+        wait_for(done, f"step {step}", seconds=seconds)
+
+    def run_dir(self, job_id: str) -> RunDir:
+        """The job's run directory, seen from the test."""
+        return RunDir(self.lab.shared / "runs" / "default" / job_id)
+
+    def events(self, job_id: str, *names: str) -> list[dict[str, Any]]:
+        """The events of all attempts, or those of some kinds."""
+        lines = [line for attempt in self.run_dir(job_id).attempts() for line in read_lines(attempt.events)]
+        return [line for line in lines if not names or line["event"] in names]
+
+    def metrics(self, job_id: str) -> list[dict[str, Any]]:
+        """The metrics lines of all attempts."""
+        return [line for attempt in self.run_dir(job_id).attempts() for line in read_lines(attempt.metrics)]
+
+    def story(self, job_id: str) -> str:
+        """Events and the ends of all logs."""
+        logs = [path for attempt in self.run_dir(job_id).attempts() for path in sorted(attempt.logs.glob("*.log"))]
+        return "\n".join([*map(str, self.events(job_id)), *(f"--- {path}\n{path.read_text()[-3000:]}" for path in logs)])
+
+
+@contextmanager
+def host_cluster(
+    shared: Path, nodes: int = 2, *, hosts_file: HostsFile = "real", settings: Mapping[str, str] | None = None
+) -> Iterator[HostCluster]:
+    """A running cluster on test hosts."""
+    names: Sequence[str] = ["head", *(f"node{number}" for number in range(1, nodes + 1))]
+    with lab(names, shared=shared, hosts_file=hosts_file) as made:
+        cluster = HostCluster(made, settings=settings)
+        cluster.start()
+        yield cluster
+
+
+def host_job(shared: Path, **parts: dict[str, Any]) -> dict[str, Any]:
+    """A tiny Qwen3 on random tokens: four workers, Ulysses groups of two, a checkpoint every twenty steps."""
+    data = shared / "data" / "tokens.parquet"
+    if not data.exists():
+        data.parent.mkdir(parents=True, exist_ok=True)
+        write_tokens(data, rows=4000, length=32, vocab=TINY["vocab_size"])
+    base: dict[str, dict[str, Any]] = {
+        "data": {"train": {"path": f"file://{SHARED}/data/tokens.parquet"}, "columns": {"input_ids": "ids"}, "packing": False},
+        "training": {"max_steps": 60, "global_batch_size": 4, "audit_samples": True},
+        "strategy": {"ulysses_size": 2},
+        "checkpoint": {"every_steps": 20},
+        "scaling": {"num_workers": 4, "resources_per_worker": {"CPU": 0.75}},
+    }
+    return raw_spec(**{name: base.get(name, {}) | parts.get(name, {}) for name in base.keys() | parts.keys()})
+
+
+__all__ = ["OPT", "HostCluster", "host_cluster", "host_job"]

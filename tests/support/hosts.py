@@ -1,0 +1,344 @@
+"""Several hosts on one machine: each has its own network, hostname, processes, files and shared memory.
+
+A host is a set of Linux namespaces around one idle process. All hosts hang on a bridge in a namespace of its own, so that
+no packet leaves what a test has created. When the process that created them ends, in whatever way, the kernel removes them.
+Needs root and iproute2.
+"""
+
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Literal
+
+from tests.support.waiting import wait_for
+
+REPOSITORY = Path(__file__).parents[2]
+OPT, SHARED = "/opt/trainshed", "/srv/trainshed"
+"""Where every host has the project, and the shared storage."""
+HostsFile = Literal["real", "debian", "none"]
+"""What /etc/hosts says of the host's own name: its address, 127.0.1.1, or nothing."""
+_NET, _SET_PARENT_DEATH_SIGNAL, _CLONE_NEWNET = "10.77.0", 1, 0x40000000
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_START = r"""
+set -e
+lab=$1 name=$2 repository=$3 shared=$4
+mount -t tmpfs tmpfs /mnt
+mkdir /mnt/upper /mnt/work /mnt/root
+mount -t overlay -o lowerdir=/,upperdir=/mnt/upper,workdir=/mnt/work overlay /mnt/root
+cd /mnt/root
+mount --rbind /dev dev
+mount -t tmpfs tmpfs dev/shm
+mount -t proc proc proc
+mount -t sysfs sysfs sys
+mount -t tmpfs tmpfs run
+mkdir -p "opt/trainshed" "srv/trainshed" ".$repository" ".$lab"
+mount --bind "$repository" "opt/trainshed"
+mount --bind "$repository" ".$repository"
+mount --bind "$lab" ".$lab"
+mkdir -p ".$lab/shared"
+mount --bind "$shared" ".$lab/shared"
+mount --bind ".$lab/shared" "srv/trainshed"
+hostname "$name"
+cp "$lab/$name.hosts" etc/hosts
+echo "$name" > etc/hostname
+ip link set lo up
+exec chroot . /bin/sh -c 'echo ready; exec sleep infinity'
+"""
+
+
+def why_no_hosts() -> str | None:
+    """Why hosts cannot be created here; None if they can."""
+    if os.geteuid() != 0:
+        return "test hosts need root"
+    missing = [name for name in ("ip", "unshare", "nsenter") if shutil.which(name) is None]
+    return f"test hosts need {', '.join(missing)} (Debian: iproute2, util-linux)" if missing else None
+
+
+def _die_with_parent() -> None:
+    _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+
+
+class Namespace:
+    """An idle process and its namespaces."""
+
+    def __init__(self, command: Sequence[str], flags: Sequence[str]) -> None:
+        self.holder = subprocess.Popen(
+            ["unshare", "--fork", "--kill-child=SIGKILL", *flags, "--", *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            # Not even SIGKILL of the test leaves a host behind.
+            preexec_fn=_die_with_parent,
+        )
+        self.pid = wait_for(self._child, "the first process of a namespace", seconds=10)
+
+    def _child(self) -> int | None:
+        file = Path(f"/proc/{self.holder.pid}/task/{self.holder.pid}/children")
+        if not file.exists():
+            raise RuntimeError(self._why_ended())
+        return int(file.read_text().split()[0]) if file.read_text() else None
+
+    def _why_ended(self) -> str:
+        assert self.holder.stderr is not None
+        return f"a host did not start: {self.holder.stderr.read().decode()}"
+
+    def wait_until_ready(self) -> None:
+        """Wait for the line that its first process prints. Raises RuntimeError."""
+        assert self.holder.stdout is not None
+        if self.holder.stdout.readline() != b"ready\n":
+            raise RuntimeError(self._why_ended())
+
+    def enter(self, *flags: str) -> list[str]:
+        """The beginning of a command line that runs inside."""
+        return ["nsenter", "--target", str(self.pid), *flags, "--"]
+
+    def kill(self) -> None:
+        """End all processes inside at once, as when the power fails."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        self.holder.wait(timeout=30)
+        for pipe in (self.holder.stdout, self.holder.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+class Host:
+    """One host of a `Lab`."""
+
+    def __init__(self, lab: "Lab", name: str, number: int, hosts_file: HostsFile) -> None:
+        self.lab = lab
+        self.name = name
+        self.number = number
+        self.hosts_file = hosts_file
+        self.address = f"{_NET}.{number}"
+        self._namespace: Namespace | None = None
+        self._forwarders: list[socket.socket] = []
+
+    def start(self) -> None:
+        """Switch the host on; nothing runs on it yet."""
+        (self.lab.folder / f"{self.name}.hosts").write_text(self._hosts_text())
+        script = ["sh", "-c", _START, "sh", str(self.lab.folder), self.name, str(REPOSITORY), str(self.lab.shared)]
+        flags = ["--net", "--mount", "--uts", "--pid", "--propagation", "private"]
+        self._namespace = Namespace(script, flags)
+        self._namespace.wait_until_ready()
+        self.lab.plug_in(self, self._namespace.pid)
+
+    def _hosts_text(self) -> str:
+        own = {"real": f"{self.address} {self.name}\n", "debian": f"127.0.1.1 {self.name}\n", "none": ""}
+        others = "".join(f"{host.address} {host.name}\n" for host in self.lab.hosts.values() if host is not self)
+        return "127.0.0.1 localhost\n" + own[self.hosts_file] + (others if self.hosts_file == "real" else "")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the host is switched on."""
+        return self._namespace is not None
+
+    def command(self, *command: str, env: Mapping[str, str] | None = None) -> list[str]:
+        """The command line that runs a command on this host, with a clean environment."""
+        assert self._namespace is not None, f"{self.name} is off"
+        own = {
+            "PATH": f"{OPT}/.venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "HOME": "/root",
+            "LANG": "C.UTF-8",
+            "TMPDIR": "/run",
+            "OMP_NUM_THREADS": "1",
+            **(env or {}),
+        }
+        words = [f"{name}={value}" for name, value in own.items()]
+        enter = self._namespace.enter("-m", "-u", "-n", "-p", "-r")
+        return [*enter, "env", f"--chdir={OPT}", "-i", *words, *command]
+
+    def run(self, *command: str, seconds: float = 60, check: bool = True, env: Mapping[str, str] | None = None) -> str:
+        """Run a command on this host to its end; what it printed. Raises AssertionError if it fails."""
+        done = subprocess.run(
+            self.command(*command, env=env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=seconds,
+            check=False,
+        )
+        text = done.stdout.decode(errors="replace")
+        assert not check or done.returncode == 0, f"{self.name}: {' '.join(command)} ended with {done.returncode}: {text}"
+        return text
+
+    def spawn(self, *command: str, log: str, env: Mapping[str, str] | None = None) -> "subprocess.Popen[bytes]":
+        """Start a command on this host; it writes to a log in the lab's folder."""
+        with self.log(log).open("ab") as file:
+            return subprocess.Popen(
+                self.command(*command, env=env), stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+            )
+
+    def log(self, name: str) -> Path:
+        """A log of this host, seen from the test."""
+        return self.lab.folder / f"{self.name}-{name}.log"
+
+    def write(self, path: str, text: str) -> None:
+        """Write a file on this host."""
+        assert self._namespace is not None
+        subprocess.run(
+            self.command("sh", "-c", 'mkdir -p "$(dirname "$0")" && cat > "$0"', path), input=text.encode(), check=True, timeout=30
+        )
+
+    def read(self, path: str) -> str | None:
+        """Read a file of this host; None if it does not exist."""
+        done = subprocess.run(self.command("cat", path), capture_output=True, timeout=30, check=False)
+        return done.stdout.decode() if done.returncode == 0 else None
+
+    def start_unit(self, unit: str, env: Mapping[str, str] | None = None) -> None:
+        """Start one of the project's systemd units, which is started again whenever it ends."""
+        file = f"{OPT}/deploy/systemd/{unit}.service"
+        self.spawn("python", "-m", "tests.support.units", file, log=unit, env=env)
+
+    def cut(self) -> None:
+        """Pull the network cable out."""
+        self.lab.switch("ip", "link", "set", f"port{self.number}", "down")
+
+    def heal(self) -> None:
+        """Put the network cable back."""
+        self.lab.switch("ip", "link", "set", f"port{self.number}", "up")
+
+    def freeze(self) -> None:
+        """Stop all processes, as a paused virtual machine does."""
+        self._signal_all("STOP")
+
+    def thaw(self) -> None:
+        """Let all processes go on."""
+        self._signal_all("CONT")
+
+    def _signal_all(self, name: str) -> None:
+        assert self._namespace is not None
+        # -1 is every process of the namespace but its first one and the sender.
+        command = [*self._namespace.enter("-p", "-m", "-r"), "kill", f"-{name}", "-1"]
+        subprocess.run(command, check=False, timeout=30, stderr=subprocess.DEVNULL)
+
+    def kill(self) -> None:
+        """Switch the host off without warning."""
+        for forwarder in self._forwarders:
+            forwarder.close()
+        self._forwarders = []
+        if self._namespace is not None:
+            self._namespace.kill()
+            self._namespace = None
+            self.lab.unplug(self)
+
+    def unmount(self) -> None:
+        """Take the shared storage away; its mount point stays, empty."""
+        self.run("umount", "--lazy", SHARED)
+
+    def mount(self) -> None:
+        """Bring the shared storage back."""
+        self.run("mount", "--bind", str(self.lab.folder / "shared"), SHARED)
+
+    def forward(self, port: int, *, address: str | None = None) -> int:
+        """A port of 127.0.0.1 in the test's own namespace that leads to a port of this host."""
+        listener = socket.create_server(("127.0.0.1", 0))
+        self._forwarders.append(listener)
+        threading.Thread(target=self._accept, args=(listener, (address or self.address, port)), daemon=True).start()
+        return int(listener.getsockname()[1])
+
+    def _accept(self, listener: socket.socket, target: tuple[str, int]) -> None:
+        while True:
+            try:
+                near, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._connect, args=(near, target), daemon=True).start()
+
+    def _connect(self, near: socket.socket, target: tuple[str, int]) -> None:
+        assert self._namespace is not None
+        try:
+            # Only this thread enters the host's network; the socket stays there.
+            with open(f"/proc/{self._namespace.pid}/ns/net") as namespace:
+                if _LIBC.setns(namespace.fileno(), _CLONE_NEWNET):
+                    raise OSError(ctypes.get_errno(), "setns")
+            far = socket.create_connection(target, timeout=10)
+        except OSError:
+            near.close()
+            return
+        far.settimeout(None)
+        threading.Thread(target=_pump, args=(near, far), daemon=True).start()
+        _pump(far, near)
+
+
+def _pump(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+    for end in (source, target):
+        with suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+
+
+class Lab:
+    """The hosts of one test, the network that connects them, and the storage that they share."""
+
+    def __init__(self, folder: Path, shared: Path) -> None:
+        self.folder = folder
+        self.shared = shared
+        self.hosts: dict[str, Host] = {}
+        self._switch = Namespace(["sleep", "infinity"], ["--net"])
+        self.switch("ip", "link", "add", "bridge0", "type", "bridge")
+        self.switch("ip", "link", "set", "bridge0", "up")
+
+    def switch(self, *command: str) -> None:
+        """Run a command in the namespace of the bridge."""
+        subprocess.run([*self._switch.enter("-n"), *command], check=True, timeout=30, capture_output=True)
+
+    def plug_in(self, host: Host, pid: int) -> None:
+        """Connect a host to the bridge, with an IPv4 and an IPv6 address."""
+        port = f"port{host.number}"
+        self.switch("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
+        self.switch("ip", "link", "set", port, "master", "bridge0", "up")
+        host.run("ip", "addr", "add", f"{host.address}/24", "dev", "eth0")
+        host.run("ip", "-6", "addr", "add", f"fd77::{host.number}/64", "dev", "eth0", "nodad")
+        host.run("ip", "link", "set", "eth0", "up")
+
+    def unplug(self, host: Host) -> None:
+        """Forget the port of a host that is gone."""
+        with suppress(subprocess.CalledProcessError):
+            self.switch("ip", "link", "delete", f"port{host.number}")
+
+    def add(self, name: str, number: int, hosts_file: HostsFile = "real") -> Host:
+        """Describe a host; `start` switches it on."""
+        self.hosts[name] = Host(self, name, number, hosts_file)
+        return self.hosts[name]
+
+    def close(self) -> None:
+        """Switch all hosts and the network off."""
+        for host in self.hosts.values():
+            host.kill()
+        self._switch.kill()
+
+
+@contextmanager
+def lab(names: Sequence[str], *, shared: Path, hosts_file: HostsFile = "real") -> Iterator[Lab]:
+    """Hosts of these names, switched on, numbered from 10."""
+    with tempfile.TemporaryDirectory(prefix="lab-") as folder:
+        made = Lab(Path(folder), shared)
+        try:
+            for number, name in enumerate(names, start=10):
+                made.add(name, number, hosts_file)
+            for host in made.hosts.values():
+                host.start()
+            yield made
+        finally:
+            made.close()
+
+
+def python() -> str:
+    """The interpreter of every host."""
+    assert Path(sys.executable).is_relative_to(REPOSITORY), f"{sys.executable} is not in {REPOSITORY}"
+    return sys.executable
+
+
+__all__ = ["OPT", "REPOSITORY", "SHARED", "Host", "HostsFile", "Lab", "lab", "python", "why_no_hosts"]

@@ -1,0 +1,137 @@
+"""`python -m tests.support.units FILE.service`: runs a systemd unit as systemd would, on hosts that have no systemd.
+
+It reads EnvironmentFile, Environment, ExecStart, Restart, RestartSec and TimeoutStopSec. User and limits are ignored. When
+the main process ends, all processes of the unit are killed (KillMode=control-group) and the unit is started again.
+"""
+
+import argparse
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+_MARK = "TEST_UNIT_ID"
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+
+
+@dataclass
+class Unit:
+    """The parts of a unit file that matter here."""
+
+    command: str
+    environment: dict[str, str] = field(default_factory=dict)
+    folders: list[Path] = field(default_factory=list)
+    restart: bool = False
+    pause: float = 0.1
+    stop_seconds: float = 90.0
+
+    @classmethod
+    def read(cls, file: Path) -> "Unit":
+        """Parse a unit file; its environment files must exist."""
+        unit = cls(command="")
+        for line in file.read_text().splitlines():
+            name, separator, value = line.partition("=")
+            if separator and not line.lstrip().startswith(("#", ";")):
+                unit._set(name.strip(), value.strip())
+        return unit
+
+    def _set(self, name: str, value: str) -> None:
+        match name:
+            case "EnvironmentFile":
+                self.environment |= read_environment(Path(value))
+            case "Environment":
+                self.environment |= dict(pair.split("=", 1) for pair in shlex.split(value))
+            case "ExecStart":
+                self.command = value
+            case "Restart":
+                self.restart = value == "always"
+            case "RestartSec":
+                self.pause = float(value)
+            case "TimeoutStopSec":
+                self.stop_seconds = float(value)
+            case "RuntimeDirectory":
+                self.folders.append(Path("/run") / value)
+            case "StateDirectory":
+                self.folders.append(Path("/var/lib") / value)
+
+    def arguments(self) -> list[str]:
+        """ExecStart with its variables: ${NAME} is part of a word, $NAME as a word of its own becomes several or none."""
+        words = list[str]()
+        for word in shlex.split(self.command):
+            if word.startswith("$") and not word.startswith("${"):
+                words += shlex.split(self.environment.get(word[1:], ""))
+            else:
+                words.append(_VARIABLE.sub(lambda match: self.environment.get(match[1], ""), word))
+        return words
+
+
+def read_environment(file: Path) -> dict[str, str]:
+    """Parse an EnvironmentFile."""
+    lines = (line.strip() for line in file.read_text().splitlines())
+    pairs = (line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    return {name.strip(): " ".join(shlex.split(value)) for name, value in pairs}
+
+
+class Supervisor:
+    """Keeps one unit running until SIGTERM."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._id = uuid.uuid4().hex
+        self._stopped = False
+        self._main: subprocess.Popen[bytes] | None = None
+
+    def run(self, environment: Mapping[str, str]) -> None:
+        """Start the unit, and start it again when it ends."""
+        signal.signal(signal.SIGTERM, self._stop)
+        for folder in self._unit.folders:
+            folder.mkdir(parents=True, exist_ok=True)
+        while not self._stopped:
+            whole = {**environment, **self._unit.environment, _MARK: self._id}
+            self._main = subprocess.Popen(self._unit.arguments(), env=whole, start_new_session=True)
+            code = self._main.wait()
+            self._kill_rest()
+            print(f"unit ended with {code}", flush=True)  # noqa: T201
+            if not self._unit.restart:
+                return
+            if not self._stopped:
+                time.sleep(self._unit.pause)
+
+    def _stop(self, *_: object) -> None:
+        self._stopped = True
+        if self._main is not None:
+            self._main.terminate()
+            try:
+                self._main.wait(timeout=self._unit.stop_seconds)
+            except subprocess.TimeoutExpired:
+                self._main.kill()
+            self._kill_rest()
+        sys.exit(0)
+
+    def _kill_rest(self) -> None:
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.pid != os.getpid() and process.environ().get(_MARK) == self._id:
+                    process.kill()
+
+
+def main() -> None:
+    """Run one unit."""
+    parser = argparse.ArgumentParser(prog="python -m tests.support.units", description=__doc__)
+    parser.add_argument("file", type=Path)
+    arguments = parser.parse_args()
+    Supervisor(Unit.read(arguments.file)).run(os.environ)
+
+
+if __name__ == "__main__":
+    main()
