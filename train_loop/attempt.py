@@ -12,7 +12,7 @@ from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from train_loop.controller import TellOfLosses, work
+from train_loop.controller import GroupCallback, work
 from train_loop.data.cache import evaluation_spec, pin, pinned_dataset
 from train_loop.data.dataset import Dataset
 from train_loop.data.prepare import prepare
@@ -79,7 +79,7 @@ def trainer(spec: JobSpec, run_dir: RunDir, attempt: AttemptDir, environment: di
             name=f"{spec.name} ({run_dir.root.name}-{attempt.number})",
             **_storage(attempt.ray),
             failure_config=FailureConfig(max_failures=spec.failure.max_failures),
-            callbacks=[TellOfLosses(attempt)],
+            callbacks=[GroupCallback(run_dir, attempt.number, spec.scaling)],
             worker_runtime_env=environment,
         ),
     )

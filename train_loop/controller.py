@@ -1,31 +1,158 @@
-"""What Ray Train's controller unpickles: it starts in a second less without the imports that only ranks need."""
+"""Our part of Ray Train's controller: fences off, connects and watches each worker group.
 
+The controller unpickles this module: it must not import what only ranks need, which takes seconds.
+"""
+
+import logging
+import os
 import pkgutil
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from ray.train import UserCallback
+import ray
+from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
+from ray.util import placement_group_table
 
 from train_loop.failure import reason
+from train_loop.heartbeat import Target
 from train_loop.journal import Journal
-from train_loop.run_dir import AttemptDir, list_folder, size_of
+from train_loop.logs import log_lines_to
+from train_loop.monitor import GroupMonitor
+from train_loop.network import socket_settings
+from train_loop.plan import needed
+from train_loop.raylet import free, unregister_node
+from train_loop.run_dir import AttemptDir, RunDir, list_folder, size_of, storage_may_fail
+from train_loop.spec import ScalingSpec
+
+log = logging.getLogger(__name__)
+EPOCH, HEARTBEATS = "TRAINSHED_EPOCH", "TRAINSHED_HEARTBEATS"
+"""Variables by which a rank learns its epoch, and where its heartbeats go."""
 
 
-class TellOfLosses(UserCallback):  # type: ignore[misc]
-    """Writes an event when workers die, while Ray Train starts the group again."""
+class GroupCallback(WorkerGroupCallback, ControllerCallback):  # type: ignore[misc]
+    """Called by Ray Train's controller around each worker group.
 
-    def __init__(self, attempt: AttemptDir) -> None:
-        self.attempt = attempt
+    Ray Train's internal callback interface is the only one with a hook before the ranks of a group start.
+    """
 
-    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        """Called by Ray Train's controller."""
-        # Peers of a dead worker fail of lost connections; the dead one is the news.
-        dead = [rank for rank, error in worker_exceptions.items() if hasattr(error, "health_check_failure")]
-        ranks = sorted(dead or worker_exceptions)
-        hung = [name for name in list_folder(self.attempt.stacks) if size_of(self.attempt.stacks / name)]
-        told = {"stacks": [f"{self.attempt.stacks.name}/{name}" for name in sorted(hung)]} if hung else {}
-        Journal(self.attempt).event("workers_lost", ranks=ranks, error=reason(worker_exceptions[ranks[0]]), **told)
+    def __init__(self, run_dir: RunDir, attempt: int, scaling: ScalingSpec) -> None:
+        self._run_dir, self._attempt, self._scaling = run_dir, run_dir.attempt(attempt), scaling
+        self._epoch = 0
+        self._nodes: dict[str, str] = {}
+        self._monitor: GroupMonitor | None = None
+        self._actors: list[Any] = []
+        self._failed = False
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        """Begin to listen for heartbeats."""
+        log_lines_to(self._attempt.driver_log)
+        self._journal = Journal(self._attempt)
+        address, own_host = ray.util.get_node_ip_address(), socket.gethostname()
+        self._monitor = GroupMonitor(address, self._report, self, own_host=own_host)
+        self._monitor.start()
+
+    def before_worker_group_start(self, worker_group_context: Any) -> None:
+        """A worker group is about to ask for its place."""
+        assert self._monitor is not None
+        self._monitor.placing()
+
+    def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
+        """Raise the fence for a new worker group, then tell its ranks their epoch, interface and heartbeat target."""
+        assert self._monitor is not None
+        self._epoch += 1
+        hosts = {worker.distributed_context.world_rank: worker.metadata.hostname for worker in workers}
+        self._nodes = {worker.metadata.hostname: worker.metadata.node_id for worker in workers}
+        self._actors, self._failed = [worker.actor for worker in workers], False
+        self._monitor.begin(self._epoch, hosts)
+        settings = {EPOCH: str(self._epoch), HEARTBEATS: " ".join(map(str, self._monitor.target))}
+        ray.get([worker.execute_async(set_up_rank, settings, worker.metadata.node_ip) for worker in workers])
+        self._report("group_started", epoch=self._epoch, hosts={str(rank): host for rank, host in hosts.items()})
+        return {}
+
+    def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
+        """Report ranks that failed, once for each group."""
+        errors: Mapping[int, Exception] = worker_group_status.errors
+        if not errors or self._failed or self._monitor is None:
+            return
+        self._failed = True
+        dead = {rank: reason(error) for rank, error in errors.items() if hasattr(error, "health_check_failure")}
+        alive = {rank: reason(error) for rank, error in errors.items() if rank not in dead}
+        self._monitor.failed(alive, dead, **self._stacks())
+
+    @contextmanager
+    def on_worker_group_shutdown(self) -> Iterator[None]:
+        """End the processes of a group that failed at once.
+
+        Ray Train would first wait up to 35 s for each of them to leave its process group, in which a rank may be stuck.
+        """
+        if self._monitor is not None:
+            self._monitor.closing()
+        if self._failed:
+            for actor in self._actors:
+                ray.kill(actor)
+        yield
+
+    def _report(self, name: str, **fields: Any) -> None:
+        """Write an event, and one line of the driver's log."""
+        log.info("%s: %s", name, ", ".join(f"{field}={value}" for field, value in fields.items()))
+        self._journal.event(name, **fields)
+
+    def declare_lost(self, host: str) -> None:
+        """Have Ray treat a host as dead, so that it restarts what ran there elsewhere."""
+        if host in self._nodes:
+            unregister_node(self._nodes[host], f"host {host} has sent no heartbeat")
+
+    def shortage(self) -> dict[str, Any] | None:
+        """Return what the cluster lacks for the next worker group, and which hosts of the last one have left.
+
+        None if the group has its place, and its processes are starting.
+        """
+        if not _is_pending(self._scaling):
+            return None
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        left = [host for host, node in self._nodes.items() if node not in alive]
+        room = [dict(amounts) for amounts in free().values()]
+        wanted = needed(self._scaling)
+        there = {name: sum(node.get(name, 0.0) for node in room) for name in wanted}
+        missing = {name: round(wanted[name] - there[name], 6) for name in wanted if wanted[name] > there[name]}
+        return {"needs": wanted, "free": there, "missing": missing, "left": left}
+
+    def _stacks(self) -> dict[str, list[str]]:
+        found = list[str]()
+        with storage_may_fail(lambda error: log.warning("stacks cannot be listed: %s", error)):
+            folder = self._attempt.stacks
+            found = sorted(name for name in list_folder(folder) if size_of(folder / name))
+        return {"stacks": [f"{self._attempt.stacks.name}/{name}" for name in found]} if found else {}
+
+
+def _is_pending(scaling: ScalingSpec) -> bool:
+    """Return whether a placement group of this size waits for room."""
+    bundle = {name: amount for name, amount in scaling.resources_per_worker.items() if amount}
+    groups = placement_group_table().values()
+    waiting = (group for group in groups if group["state"] in ("PENDING", "RESCHEDULING"))
+    return any(len(group["bundles"]) == scaling.world and group["bundles"][0] == bundle for group in waiting)
+
+
+def set_up_rank(settings: Mapping[str, str], address: str) -> None:
+    """In the process of a rank, before its process group: take over settings, and use the interface of its address."""
+    os.environ.update(settings)
+    os.environ.update(socket_settings(address, os.environ))
+
+
+def heartbeat_target(environment: Mapping[str, str]) -> Target | None:
+    """Return where this rank's heartbeats go; None if nobody listens."""
+    text = environment.get(HEARTBEATS)
+    if not text:
+        return None
+    host, port, token = text.split()
+    return Target(host, int(port), token)
 
 
 def work(config: dict[str, Any]) -> None:
     """One worker."""
     pkgutil.resolve_name("train_loop.rank:work")(config)
+
+
+__all__ = ["AttemptDir", "GroupCallback", "heartbeat_target", "set_up_rank", "work"]

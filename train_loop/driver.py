@@ -15,7 +15,7 @@ from contextlib import suppress
 import ray
 
 from train_loop.errors import FencedError
-from train_loop.failure import failed
+from train_loop.failure import failed, from_ranks, reason
 from train_loop.journal import Journal, last_word
 from train_loop.leave import leave
 from train_loop.logs import log_to
@@ -62,7 +62,8 @@ def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outco
     try:
         if (early := _asked_early(run_dir, attempt)) is not None:
             return early
-        ray.init(address="auto", logging_level=logging.WARNING)
+        # The logs of ranks lie beside the driver's: it need not repeat them.
+        ray.init(address="auto", logging_level=logging.WARNING, log_to_driver=False)
         spec = attempt.spec(run_dir.spec())
         environment = _environment(spec)
         if environment:
@@ -81,7 +82,8 @@ def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outco
             return Outcome(result=stop.result, reason="ended without a last checkpoint, because its time was up")
         return Outcome(result="failed", code="interrupted", reason="the driver was interrupted", retryable=True)
     except Exception as error:
-        log.exception("the attempt failed")
+        # The traceback of an error in a rank is in that rank's log.
+        log.error("the attempt failed: %s", reason(error), exc_info=None if from_ranks(error) else error)
         return failed(error)
     finally:
         # An outcome says that the workers are gone; a cluster that is stuck is not waited for.

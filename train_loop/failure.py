@@ -57,6 +57,11 @@ def reason(error: BaseException) -> str:
     return masker()("".join(traceback.format_exception_only(cause(error))).strip().partition("\n")[0])
 
 
+def from_ranks(error: BaseException) -> bool:
+    """Return whether an error was raised by ranks, as Ray Train reports it."""
+    return bool(getattr(error, "worker_failures", None))
+
+
 def cause(error: BaseException) -> BaseException:
     """What a user would call the cause: Ray wraps it in errors of its own."""
     failures: dict[int, BaseException] = getattr(error, "worker_failures", {})

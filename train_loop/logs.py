@@ -65,15 +65,24 @@ def open_log(path: Path) -> TextIO:
     return file
 
 
+def log_lines_to(path: Path, *, level: int = logging.INFO) -> None:
+    """Append what this package logs in this process to a file, and nothing else that the process prints."""
+    _attach(open_log(path), level)
+
+
 def log_to(path: Path, *, level: int = logging.INFO) -> None:
     """Append what this process logs and prints to a file, and the stacks of all threads where it crashes."""
     file = open_log(path)
     sys.stdout = _Tee(sys.stdout, file)
     sys.stderr = _Tee(sys.stderr, file)
+    _attach(cast(TextIO, sys.stderr), level)
+
+
+def _attach(stream: TextIO, level: int) -> None:
     ours = logging.getLogger("train_loop")
     ours.setLevel(level)
     # Once, on the stream that goes to both places: Ray's own handlers would write every line a second time.
     ours.propagate = False
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(stream)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     ours.addHandler(handler)

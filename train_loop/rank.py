@@ -1,19 +1,22 @@
 """One rank of an attempt under Ray Train."""
 
 import functools
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from ray.train import get_context, get_preemption_info
 
+from train_loop.controller import EPOCH, heartbeat_target
 from train_loop.data.dataset import Dataset
 from train_loop.data.stream import ray_stream
 from train_loop.failure import failure_told
+from train_loop.heartbeat import Heartbeat
 from train_loop.journal import last_word
 from train_loop.logs import log_to
 from train_loop.run_dir import RunDir
-from train_loop.session import Preemption, Session
+from train_loop.session import Preemption, Session, ignore_mark
 from train_loop.spare import Spares
 from train_loop.spec import JobSpec
 from train_loop.worker import train
@@ -25,6 +28,8 @@ def work(config: dict[str, Any]) -> None:
     attempt = run_dir.attempt(config["attempt"])
     spec = attempt.spec(run_dir.spec())
     timeout = timedelta(seconds=spec.failure.hang_timeout_seconds)
+    target, epoch = heartbeat_target(os.environ), int(os.environ.get(EPOCH, "0"))
+    heartbeat = Heartbeat(target, rank=context.get_world_rank(), epoch=epoch) if target is not None else None
     session = Session(
         rank=context.get_world_rank(),
         world=context.get_world_size(),
@@ -36,6 +41,7 @@ def work(config: dict[str, Any]) -> None:
         expect_restart=Spares(_spares(spec, context.get_world_rank())).keep,
         proves_pauses=True,
         preemption=_preemption,
+        mark=heartbeat.mark if heartbeat is not None else ignore_mark,
     )
     log_to(attempt.rank_log(session.rank))
     if last_word(attempt) is not None:

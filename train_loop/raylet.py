@@ -6,7 +6,9 @@ from collections.abc import Mapping
 import ray
 from ray._private import state
 from ray._private.grpc_utils import init_grpc_channel
-from ray.core.generated.common_pb2 import Language
+from ray.core.generated.common_pb2 import Language, NodeDeathInfo
+from ray.core.generated.gcs_service_pb2 import UnregisterNodeRequest
+from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 from ray.core.generated.node_manager_pb2 import PrestartWorkersRequest
 from ray.core.generated.node_manager_pb2_grpc import NodeManagerServiceStub
 from ray.core.generated.runtime_environment_pb2 import RuntimeEnvInfo
@@ -56,3 +58,18 @@ def prestart(counts: Mapping[str, int], environment: str, *, kept_seconds: int, 
         if request.num_workers:
             with init_grpc_channel(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}") as channel:
                 NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=timeout)
+
+
+def unregister_node(node_id: str, message: str, *, timeout: float = 5.0) -> None:
+    """Tell Ray's control plane that a node is gone, as the node's own daemon does when it ends. Raises RpcError.
+
+    Ray then fails its actors and takes it out of scheduling at once. If the node comes back, its daemon finds itself
+    removed and ends; a supervisor starts it again.
+    """
+    request = UnregisterNodeRequest(
+        node_id=bytes.fromhex(node_id),
+        node_death_info=NodeDeathInfo(reason=NodeDeathInfo.Reason.UNEXPECTED_TERMINATION, reason_message=message),
+    )
+    address = ray.get_runtime_context().gcs_address
+    with init_grpc_channel(address) as channel:
+        NodeInfoGcsServiceStub(channel).UnregisterNode(request, timeout=timeout)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from train_loop.data.dataset import Rows
 from train_loop.data.reader import StreamPlan
+from train_loop.heartbeat import Phase
 from train_loop.plan import MeshPlan
 from train_loop.run_dir import RunDir
 
@@ -22,6 +23,10 @@ class Preemption(NamedTuple):
 PATIENCE = 300.0
 """Seconds for which storage may fail before a start gives up."""
 OpenStream = Callable[[StreamPlan, MeshPlan, int], Iterator[Rows | None]]
+
+
+def ignore_mark(_step: int, _phase: Phase) -> None:
+    """Do nothing: nobody listens for heartbeats."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,9 @@ class Session:
     """Whether the checkpoint that a pause leaves is read once more: who asked for it may take hosts and disks away."""
     preemption: Callable[[], Preemption | None] | None = None
     """Asks for the newest word of a pre-emption, the same on all ranks; a collective call. None: nobody would know."""
+
+    mark: Callable[[int, Phase], None] = ignore_mark
+    """Notes where this rank is, for whoever watches the group: a step, and what the rank does in it."""
 
     @property
     def patience(self) -> float:

@@ -16,6 +16,7 @@ from train_loop.data.reader import StreamPlan
 from train_loop.errors import CheckpointError, UserError
 from train_loop.evaluate import Evaluation, evaluate
 from train_loop.garbage import collect_garbage, keep_what_is_there, no_garbage_collection
+from train_loop.heartbeat import Phase
 from train_loop.journal import Journal
 from train_loop.metrics import measure, record_start, record_step
 from train_loop.nonfinite import count_skips
@@ -50,6 +51,7 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
                 # What was right before somebody's mistake came to light should not be lost with it.
                 saver.wait()
                 raise
+    session.mark(run.state.step, Phase.END)
     told = close(saver, stop)
     if session.proves_pauses and stop is not None and stop.mode != "cancel" and stop.checkpoint:
         prove_newest(run)
@@ -66,13 +68,15 @@ def loop(run: Run, saver: Saver, watchdog: Watchdog) -> Stop | None:
     sign = StopSign(run.session)
     left = StreamPlan(run.dataset, run.order, state.consumed, run.order.steps_left(state.consumed))
     rows = run.session.open_stream(left, run.mesh.plan, run.mesh.rank)
-    clock = StepClock()
+    clock, mark = StepClock(), run.session.mark
     while not run.done:
         watchdog.feed()
         clock.begin()
+        mark(state.step + 1, Phase.DATA)
         batch = next_batch(run, rows, clock)
         clock.data_arrived()
         mine = wishes(sign, save=times.overdue, look=watch.overdue, trouble=saver.in_trouble)
+        mark(state.step + 1, Phase.AGREE)
         agreed = agree(batch, clock, mine, run.mesh)
         stop = agreed.stop
         if agreed.trouble:
@@ -81,12 +85,14 @@ def loop(run: Run, saver: Saver, watchdog: Watchdog) -> Stop | None:
             break
 
         # ------------------------------------------------------------------------------------------ the hot part
+        mark(state.step + 1, Phase.TRAIN)
         with profiled(run), clock.training(run.timer):
             micro = micro_batches(batch, run.batch.per_device, state.model, run.mesh)
             result = train_step(state, run.loss, micro, agreed.divisor, run.spec.training.max_grad_norm)
         state.advance(tokens=agreed.tokens, samples=run.order.global_batch)
         # --------------------------------------------------------------------------------------------------------
 
+        mark(state.step, Phase.AFTER)
         prove(run, result)
         # Once in a while: an evaluation, told on the line of its step.
         with clock.waiting():
@@ -97,6 +103,7 @@ def loop(run: Run, saver: Saver, watchdog: Watchdog) -> Stop | None:
         # Once in a while: a checkpoint. Every rank saves or none does: a save is collective.
         if times.due(state.step) or agreed.save or (agreed.look and watch.sees_news(run.journal)):
             times.begin(state.step)
+            mark(state.step, Phase.SAVE)
             save(run, saver, measured, clock)
             run.session.expect_restart()
     if times.saved < state.step and (stop.checkpoint if stop else run.spec.checkpoint.save_final):

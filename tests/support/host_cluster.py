@@ -1,4 +1,4 @@
-"""Trainshed on test hosts: the units of deploy/systemd, a Ray cluster of several hosts, the service, and jobs on them."""
+"""Trainshed on test hosts: the systemd units, a Ray cluster of several hosts, the service, and jobs on them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +17,11 @@ from tests.support.waiting import wait_for
 from train_loop.run_dir import RunDir, read_lines
 
 TOKEN = "0123456789abcdef" * 4
+_ALIVE = """
+import json, ray
+ray.init(address="auto", logging_level=50, log_to_driver=False)
+print(json.dumps([node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]]))
+"""
 SETTINGS = {
     "TRAINSHED_PORT": "8000",
     "TRAINSHED_RETRY_SECONDS": "0.5",
@@ -68,7 +73,10 @@ class HostCluster:
         text = (REPOSITORY / "deploy/systemd/trainshed.env").read_text()
         text = text.replace("10.0.0.10", self.head.address).replace("10.0.0.11", host.address)
         small = "--object-store-memory=80000000"
-        host.write("/etc/trainshed/trainshed.env", f'{text}\nRAY_HEAD_OPTIONS="--num-cpus=0 {small}"\nRAY_NODE_OPTIONS="--num-cpus=2 {small}"\n')
+        host.write(
+            "/etc/trainshed/trainshed.env",
+            f'{text}\nRAY_HEAD_OPTIONS="--num-cpus=0 {small}"\nRAY_NODE_OPTIONS="--num-cpus=2 {small}"\n',
+        )
         host.write("/etc/trainshed/ray.token", TOKEN)
 
     @property
@@ -79,14 +87,17 @@ class HostCluster:
 
     def alive(self) -> list[str]:
         """Names of the Ray nodes that the head takes for alive, without the head."""
-        script = "import ray, json; ray.init(address='auto', logging_level=50, log_to_driver=False); print(json.dumps([n['NodeManagerHostname'] for n in ray.nodes() if n['Alive']]))"
-        text = self.ray("python", "-c", script, check=False)
+        text = self.ray("python", "-c", _ALIVE, check=False)
         lines = [line for line in text.splitlines() if line.startswith("[")]
         return sorted(set(yaml.safe_load(lines[-1])) - {"head"}) if lines else []
 
     def ray(self, *command: str, check: bool = True) -> str:
         """Run a command on the head, with the token and the address of Ray."""
-        auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/etc/trainshed/ray.token", "RAY_ADDRESS": f"{self.head.address}:6379"}
+        auth = {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": "/etc/trainshed/ray.token",
+            "RAY_ADDRESS": f"{self.head.address}:6379",
+        }
         return self.head.run(*command, env=auth, check=check)
 
     def wait_for_nodes(self, count: int, *, seconds: float = 60) -> None:
@@ -112,7 +123,9 @@ class HostCluster:
 
         def done() -> bool:
             job = self.client.job(job_id)
-            assert not job.state.terminal or job.state is JobState.SUCCEEDED, f"{job.state}: {job.reason}\n{self.story(job_id)}"
+            assert not job.state.terminal or job.state is JobState.SUCCEEDED, (
+                f"{job.state}: {job.reason}\n{self.story(job_id)}"
+            )
             return any(line["step"] >= step for line in self.metrics(job_id))
 
         wait_for(done, f"step {step}", seconds=seconds)
@@ -133,7 +146,9 @@ class HostCluster:
     def story(self, job_id: str) -> str:
         """Events and the ends of all logs."""
         logs = [path for attempt in self.run_dir(job_id).attempts() for path in sorted(attempt.logs.glob("*.log"))]
-        return "\n".join([*map(str, self.events(job_id)), *(f"--- {path}\n{path.read_text()[-3000:]}" for path in logs)])
+        return "\n".join(
+            [*map(str, self.events(job_id)), *(f"--- {path}\n{path.read_text()[-3000:]}" for path in logs)]
+        )
 
 
 @contextmanager
@@ -155,7 +170,11 @@ def host_job(shared: Path, **parts: dict[str, Any]) -> dict[str, Any]:
         data.parent.mkdir(parents=True, exist_ok=True)
         write_tokens(data, rows=4000, length=32, vocab=TINY["vocab_size"])
     base: dict[str, dict[str, Any]] = {
-        "data": {"train": {"path": f"file://{SHARED}/data/tokens.parquet"}, "columns": {"input_ids": "ids"}, "packing": False},
+        "data": {
+            "train": {"path": f"file://{SHARED}/data/tokens.parquet"},
+            "columns": {"input_ids": "ids"},
+            "packing": False,
+        },
         "training": {"max_steps": 60, "global_batch_size": 4, "audit_samples": True},
         "strategy": {"ulysses_size": 2},
         "checkpoint": {"every_steps": 20},

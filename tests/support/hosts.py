@@ -1,8 +1,8 @@
 """Several hosts on one machine: each has its own network, hostname, processes, files and shared memory.
 
-A host is a set of Linux namespaces around one idle process. All hosts hang on a bridge in a namespace of its own, so that
-no packet leaves what a test has created. When the process that created them ends, in whatever way, the kernel removes them.
-Needs root and iproute2.
+A host is a set of Linux namespaces around one idle process. A bridge in a namespace of its own connects all hosts,
+so no packet leaves what a test has created. When the test's process ends, in whatever way, the kernel removes them all.
+This needs root and iproute2.
 """
 
 import ctypes
@@ -168,14 +168,20 @@ class Host:
             check=False,
         )
         text = done.stdout.decode(errors="replace")
-        assert not check or done.returncode == 0, f"{self.name}: {' '.join(command)} ended with {done.returncode}: {text}"
+        assert not check or done.returncode == 0, (
+            f"{self.name}: {' '.join(command)} ended with {done.returncode}: {text}"
+        )
         return text
 
     def spawn(self, *command: str, log: str, env: Mapping[str, str] | None = None) -> "subprocess.Popen[bytes]":
         """Start a command on this host; it writes to a log in the lab's folder."""
         with self.log(log).open("ab") as file:
             return subprocess.Popen(
-                self.command(*command, env=env), stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+                self.command(*command, env=env),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
             )
 
     def log(self, name: str) -> Path:
@@ -186,7 +192,10 @@ class Host:
         """Write a file on this host."""
         assert self._namespace is not None
         subprocess.run(
-            self.command("sh", "-c", 'mkdir -p "$(dirname "$0")" && cat > "$0"', path), input=text.encode(), check=True, timeout=30
+            self.command("sh", "-c", 'mkdir -p "$(dirname "$0")" && cat > "$0"', path),
+            input=text.encode(),
+            check=True,
+            timeout=30,
         )
 
     def read(self, path: str) -> str | None:

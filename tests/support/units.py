@@ -1,7 +1,7 @@
 """`python -m tests.support.units FILE.service`: runs a systemd unit as systemd would, on hosts that have no systemd.
 
-It reads EnvironmentFile, Environment, ExecStart, Restart, RestartSec and TimeoutStopSec. User and limits are ignored. When
-the main process ends, all processes of the unit are killed (KillMode=control-group) and the unit is started again.
+It reads EnvironmentFile, Environment, ExecStart, Restart, RestartSec and TimeoutStopSec; it ignores User and limits.
+When the main process ends, it kills all processes of the unit (KillMode=control-group) and starts the unit again.
 """
 
 import argparse
@@ -65,7 +65,7 @@ class Unit:
                 self.folders.append(Path("/var/lib") / value)
 
     def arguments(self) -> list[str]:
-        """ExecStart with its variables: ${NAME} is part of a word, $NAME as a word of its own becomes several or none."""
+        """Return ExecStart with its variables: ${NAME} is part of a word; $NAME alone becomes several words or none."""
         words = list[str]()
         for word in shlex.split(self.command):
             if word.startswith("$") and not word.startswith("${"):

@@ -1,0 +1,72 @@
+"""What is known of a broken worker group → which ranks died, on which hosts, and why, as sentences. Pure."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from train_loop.liveness import list_ranks
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of a broken worker group."""
+
+    hosts: Mapping[int, str]
+    """Host of each rank."""
+    lost_hosts: Mapping[str, str] = field(default_factory=dict)
+    """Hosts that are gone, and how that was noticed."""
+    ended: Mapping[int, str] = field(default_factory=dict)
+    """Ranks whose processes ended, and how: "was killed by signal 9 (SIGKILL)"."""
+    unreachable: Mapping[int, str] = field(default_factory=dict)
+    """Ranks that Ray reports as dead, with its message."""
+    errors: Mapping[int, str] = field(default_factory=dict)
+    """What ranks that are alive have raised, one line each."""
+
+    @property
+    def dead(self) -> set[int]:
+        """The ranks that died; empty if all of them only raised errors."""
+        on_lost_hosts = {rank for rank, host in self.hosts.items() if host in self.lost_hosts}
+        return on_lost_hosts | self.ended.keys() | self.unreachable.keys()
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Why a worker group broke."""
+
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    cause: str
+    """Sentences: "host node3 was lost (ranks 2 and 3)"."""
+    survivors: str | None
+    """What the other ranks reported, as one sentence."""
+
+
+def explain(evidence: Evidence) -> Loss:
+    """Return which ranks died and why; of a group in which nobody died, the ranks that failed."""
+    dead = evidence.dead or set(evidence.errors)
+    ranks = tuple(sorted(dead))
+    hosts = tuple(dict.fromkeys(evidence.hosts[rank] for rank in ranks if rank in evidence.hosts))
+    if not evidence.dead:
+        first = next(iter(sorted(evidence.errors)), None)
+        return Loss(ranks, hosts, "unknown" if first is None else f"rank {first}: {evidence.errors[first]}", None)
+    return Loss(ranks, hosts, "; ".join(_causes(evidence)), _survivors(evidence, dead))
+
+
+def _causes(evidence: Evidence) -> list[str]:
+    found = list[str]()
+    for host, how in evidence.lost_hosts.items():
+        its_ranks = [rank for rank, place in evidence.hosts.items() if place == host]
+        found.append(f"host {host} was lost ({list_ranks(its_ranks)}{', ' if how else ''}{how})")
+    for rank in sorted(evidence.dead):
+        host = evidence.hosts.get(rank, "an unknown host")
+        if host in evidence.lost_hosts:
+            continue
+        how = evidence.ended.get(rank) or f"died: {evidence.unreachable[rank]}"
+        found.append(f"rank {rank} on {host} {how}")
+    return found
+
+
+def _survivors(evidence: Evidence, dead: Collection[int]) -> str | None:
+    alive = {rank: error for rank, error in sorted(evidence.errors.items()) if rank not in dead}
+    if not alive:
+        return None
+    return f"{list_ranks(alive.keys())} reported: {next(iter(alive.values()))}"

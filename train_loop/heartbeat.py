@@ -1,0 +1,213 @@
+"""Heartbeats: small datagrams that report once a second that a rank is alive, and which step it is in.
+
+A process of its own sends them, because Python code in a rank can hold the interpreter for many seconds. It starts in
+milliseconds, as it needs nothing but the standard library, and reports how the rank ended when it ends.
+`python heartbeat.py` is that process; a `Heartbeat` in the rank starts it.
+"""
+
+import ctypes
+import fcntl
+import hmac
+import json
+import mmap
+import os
+import select
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+INTERVAL_SECONDS = 1.0
+_PLACE = struct.Struct("<qqd")
+_MAX_BYTES = 1024
+_RESPAWN_SECONDS = 1.0
+_EXIT_INFO_SECONDS = 0.5
+_GET_INFO, _INFO_EXIT, _INFO_BYTES, _EXIT_CODE_AT = 0xC040FF0B, 1 << 3, 64, 60
+"""PIDFD_GET_INFO of Linux 6.15: how a process ended, for processes that are not its parent."""
+
+
+class Phase(IntEnum):
+    """What a rank does, in the order of a step."""
+
+    START = 0
+    DATA = 1
+    AGREE = 2
+    TRAIN = 3
+    AFTER = 4
+    SAVE = 5
+    END = 6
+
+
+class Beat(NamedTuple):
+    """One heartbeat of one rank."""
+
+    rank: int
+    epoch: int
+    step: int
+    phase: Phase
+    seconds: float
+    """Since the phase began."""
+    stopped: bool = False
+    """Whether the rank's process is stopped, by SIGSTOP for example."""
+    ended: bool = False
+    """Whether the rank's process has ended."""
+    status: int | None = None
+    """Its wait status, if it ended and the kernel tells."""
+
+
+class Target(NamedTuple):
+    """Where heartbeats go."""
+
+    host: str
+    port: int
+    token: str
+
+
+class Heartbeat:
+    """Sends heartbeats for this process until `stop`, or until this process ends."""
+
+    def __init__(self, target: Target, *, rank: int, epoch: int) -> None:
+        self._target, self._rank, self._epoch = target, rank, epoch
+        self._memory = os.memfd_create("heartbeat")
+        os.ftruncate(self._memory, _PLACE.size)
+        self._place = mmap.mmap(self._memory, _PLACE.size)
+        self._stopped = threading.Event()
+        self._child: subprocess.Popen[bytes] | None = None
+        self.mark(0, Phase.START)
+        self._spawn()
+        threading.Thread(target=self._keep_alive, name="heartbeat", daemon=True).start()
+
+    def mark(self, step: int, phase: Phase) -> None:
+        """Note where this rank is."""
+        _PLACE.pack_into(self._place, 0, step, phase, time.monotonic())
+
+    def stop(self) -> None:
+        """Send no more heartbeats."""
+        self._stopped.set()
+        if self._child is not None and self._child.stdin is not None:
+            with suppress(OSError):
+                self._child.stdin.write(b"stop\n")
+                self._child.stdin.close()
+            self._child.wait(timeout=10)
+
+    def _spawn(self) -> None:
+        settings = {"target": self._target, "rank": self._rank, "epoch": self._epoch, "memory": self._memory}
+        self._child = subprocess.Popen(
+            # Without site packages, which would take most of its time to start.
+            [sys.executable, "-I", "-S", __file__],
+            stdin=subprocess.PIPE,
+            pass_fds=(self._memory,),
+            start_new_session=True,
+            env={},
+        )
+        assert self._child.stdin is not None
+        # Not as an argument, which every user of the host could read.
+        self._child.stdin.write(json.dumps(settings).encode() + b"\n")
+        self._child.stdin.flush()
+
+    def _keep_alive(self) -> None:
+        while not self._stopped.wait(_RESPAWN_SECONDS):
+            if self._child is not None and self._child.poll() is not None:
+                # Whatever ended it, for example a lack of memory, must not look like the loss of this rank.
+                self._spawn()
+
+
+def encode(beat: Beat, token: str) -> bytes:
+    """Return the datagram of a heartbeat."""
+    return json.dumps({"token": token, **beat._asdict()}).encode()
+
+
+def decode(data: bytes, token: str) -> Beat | None:
+    """Return the heartbeat in a datagram; None if it was not sent by one of our ranks."""
+    if len(data) > _MAX_BYTES:
+        return None
+    try:
+        fields = json.loads(data)
+        if not hmac.compare_digest(str(fields.pop("token")).encode(), token.encode()):
+            return None
+        return Beat(**fields)._replace(phase=Phase(fields["phase"]))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+class _Sender:
+    """The process that sends."""
+
+    def __init__(self, settings: dict[str, Any], parent: int) -> None:
+        self._target = Target(*settings["target"])
+        self._rank, self._epoch = settings["rank"], settings["epoch"]
+        self._place = mmap.mmap(settings["memory"], _PLACE.size, prot=mmap.PROT_READ)
+        self._parent = parent
+        family = socket.getaddrinfo(self._target.host, self._target.port, type=socket.SOCK_DGRAM)[0][0]
+        self._socket = socket.socket(family, socket.SOCK_DGRAM)
+
+    def run(self) -> None:
+        """Send until the rank ends or stops heartbeats."""
+        try:
+            process = os.pidfd_open(self._parent)
+        except (OSError, AttributeError):
+            process = None
+        ends = [sys.stdin.fileno(), *([process] if process is not None else [])]
+        while True:
+            ready, _, _ = select.select(ends, [], [], 0)
+            if sys.stdin.fileno() in ready and os.read(sys.stdin.fileno(), 16):
+                return
+            if ready:
+                self._report_end(process)
+                return
+            self._send(stopped=_is_stopped(self._parent))
+            select.select(ends, [], [], INTERVAL_SECONDS)
+
+    def _send(self, **fields: Any) -> None:
+        step, phase, since = _PLACE.unpack_from(self._place, 0)
+        beat = Beat(self._rank, self._epoch, step, Phase(phase), max(time.monotonic() - since, 0.0), **fields)
+        # A network that is away may be back in a second.
+        with suppress(OSError):
+            self._socket.sendto(encode(beat, self._target.token), (self._target.host, self._target.port))
+
+    def _report_end(self, process: int | None) -> None:
+        status = _exit_status(process) if process is not None else None
+        for _ in range(3):
+            self._send(ended=True, status=status)
+            time.sleep(0.1)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:
+        return False
+
+
+def _exit_status(process: int) -> int | None:
+    """Return the wait status of a process that has ended; None if this kernel does not tell."""
+    deadline = time.monotonic() + _EXIT_INFO_SECONDS
+    while time.monotonic() < deadline:
+        info = bytearray(_INFO_BYTES)
+        struct.pack_into("<Q", info, 0, _INFO_EXIT)
+        try:
+            fcntl.ioctl(process, _GET_INFO, info)
+        except OSError:
+            return None
+        if struct.unpack_from("<Q", info)[0] & _INFO_EXIT:
+            return int(struct.unpack_from("<i", info, _EXIT_CODE_AT)[0])
+        # Told once its parent has collected it.
+        time.sleep(0.02)
+    return None
+
+
+def main() -> None:
+    """Send heartbeats for the parent process."""
+    settings = json.loads(b"".join(iter(lambda: os.read(sys.stdin.fileno(), 1), b"\n")))
+    ctypes.CDLL(None).prctl(15, b"heartbeat", 0, 0, 0)
+    _Sender(settings, os.getppid()).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""Watches one worker group after another by their heartbeats, beside Ray Train's controller.
+
+Ray notices a silent host after a minute by default. Heartbeats tell within ten seconds, and they tell which rank waits
+for which. The thread only listens, judges and reports; the rules are in `liveness` and `group_failure`.
+"""
+
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from train_loop.group_failure import Evidence, explain
+from train_loop.heartbeat import Target, decode
+from train_loop.liveness import Liveness
+
+log = logging.getLogger(__name__)
+
+SILENT_SECONDS, LOST_SECONDS = 5.0, 10.0
+"""A host whose ranks send no heartbeat for so long is reported as silent, then declared lost."""
+STALL_SECONDS = 10.0
+_LATE_SECONDS = 2.5
+"""After a failure, a host that is silent for so long is its cause."""
+_CAUSE_SECONDS = 4.0
+"""How long to look for the cause of a failure before it is reported without one."""
+_SETTLE_SECONDS = 0.3
+"""How long to wait for more evidence once there is some."""
+_TICK_SECONDS, _PAUSE_SECONDS = 0.25, 2.0
+"""Time between two looks; a longer time between them means that the listener itself did not run."""
+_ERROR_SECONDS = 10.0
+
+
+class Cluster(Protocol):
+    """What the monitor asks of Ray."""
+
+    def declare_lost(self, host: str) -> None:
+        """Have the cluster treat a host as dead."""
+
+    def shortage(self) -> dict[str, Any] | None:
+        """Return what the next worker group lacks, as fields of an event; None if it has its place."""
+
+
+@dataclass
+class _Failure:
+    at: float
+    errors: Mapping[int, str]
+    unreachable: Mapping[int, str]
+    extra: Mapping[str, Any]
+
+
+@dataclass
+class _Group:
+    liveness: Liveness
+    silent: set[str] = field(default_factory=set)
+    lost: dict[str, str] = field(default_factory=dict)
+    stalled: bool = False
+    closing: bool = False
+    ended: dict[int, str] = field(default_factory=dict)
+    failure: _Failure | None = None
+    reported: bool = False
+
+
+class GroupMonitor:
+    """Listens for heartbeats and reports events; threads may call its methods."""
+
+    def __init__(
+        self,
+        address: str,
+        report: Callable[..., None],
+        cluster: Cluster,
+        *,
+        own_host: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_DGRAM)
+        self._socket.bind((address, 0))
+        self._socket.settimeout(_TICK_SECONDS)
+        self.target = Target(address, self._socket.getsockname()[1], secrets.token_hex(16))
+        self._report, self._cluster, self._own_host, self._clock = report, cluster, own_host, clock
+        self._group: _Group | None = None
+        self._placing_since: float | None = None
+        self._shortage_reported = False
+        self._lock = threading.RLock()
+        self._closed = threading.Event()
+        self._last_tick = clock()
+
+    def start(self) -> None:
+        """Begin to listen."""
+        threading.Thread(target=self._run, name="group-monitor", daemon=True).start()
+
+    def close(self) -> None:
+        """End listening."""
+        self._closed.set()
+
+    def placing(self) -> None:
+        """Note that a worker group waits for its place in the cluster."""
+        with self._lock:
+            self._placing_since, self._shortage_reported = self._clock(), False
+
+    def begin(self, epoch: int, hosts: Mapping[int, str]) -> None:
+        """Watch a new worker group; what is not reported of the one before is reported now."""
+        with self._lock:
+            self._settle_failure(force=True)
+            self._placing_since = None
+            self._group = _Group(Liveness(epoch, hosts))
+
+    def failed(self, errors: Mapping[int, str], unreachable: Mapping[int, str], **extra: Any) -> None:
+        """Note that ranks have raised errors, or are dead for Ray; the cause is looked for and reported once."""
+        with self._lock:
+            if self._group is not None and self._group.failure is None:
+                self._group.failure = _Failure(self._clock(), errors, unreachable, extra)
+
+    def closing(self) -> None:
+        """Note that the group's processes are being ended: their ends are no news from now on."""
+        with self._lock:
+            if self._group is not None:
+                self._group.ended = self._ended_so_far()
+                self._group.closing = True
+
+    def _run(self) -> None:
+        quiet_until = 0.0
+        while not self._closed.is_set():
+            try:
+                self._listen()
+                self.tick()
+            except Exception:
+                # A fault here must not end the watch, nor fill the log.
+                if self._clock() >= quiet_until:
+                    log.exception("the monitor of the worker group failed and goes on")
+                    quiet_until = self._clock() + _ERROR_SECONDS
+                self._closed.wait(_TICK_SECONDS)
+
+    def _listen(self) -> None:
+        deadline = self._clock() + _TICK_SECONDS
+        while self._clock() < deadline:
+            try:
+                data = self._socket.recv(2048)
+            except TimeoutError:
+                return
+            beat = decode(data, self.target.token)
+            with self._lock:
+                if beat is not None and self._group is not None:
+                    self._group.liveness.hear(beat, self._clock())
+
+    def tick(self) -> None:
+        """Judge what is known now."""
+        with self._lock:
+            now = self._clock()
+            pause, self._last_tick = now - self._last_tick, now
+            if self._group is not None:
+                if pause > _PAUSE_SECONDS:
+                    # This process was stopped or starved: silence in that time says nothing about others.
+                    self._group.liveness.skip(pause)
+                self._judge_hosts(self._group, now)
+                self._judge_stall(self._group, now)
+                self._settle_failure()
+            self._judge_placing(now)
+
+    def _judge_hosts(self, group: _Group, now: float) -> None:
+        silence = group.liveness.silence(now)
+        for host, seconds in silence.items():
+            if host in group.lost:
+                continue
+            if seconds <= SILENT_SECONDS:
+                group.silent.discard(host)
+            elif host not in group.silent:
+                group.silent.add(host)
+                if not group.closing:
+                    self._report("host_silent", host=host, seconds=round(seconds, 1))
+            if seconds > LOST_SECONDS and self._may_declare(silence):
+                group.lost[host] = f"no heartbeat for {seconds:.0f} s"
+                self._report("host_lost", host=host, seconds=round(seconds, 1))
+                threading.Thread(target=self._declare, args=(host,), daemon=True).start()
+
+    def _declare(self, host: str) -> None:
+        try:
+            self._cluster.declare_lost(host)
+        except Exception as error:
+            log.warning("Ray could not be told that host %s is lost, and will notice later: %s", host, error)
+
+    def _may_declare(self, silence: Mapping[str, float]) -> bool:
+        """Return whether the silent hosts are at fault: not if all of several other hosts are silent."""
+        others = {host: seconds for host, seconds in silence.items() if host != self._own_host}
+        return len(others) < 2 or any(seconds <= SILENT_SECONDS for seconds in others.values())
+
+    def _judge_stall(self, group: _Group, now: float) -> None:
+        if group.failure is not None or group.closing:
+            return
+        stall = group.liveness.stall(now, seconds=STALL_SECONDS)
+        if stall is not None and not group.stalled:
+            group.stalled = True
+            hosts = sorted({group.liveness.hosts[rank] for rank in stall.behind})
+            self._report(
+                "stalled",
+                **{"waiting": stall.waiting, "for": stall.behind, "hosts": hosts, "step": stall.step},
+                seconds=round(stall.seconds, 1),
+                reason=stall.reason,
+            )
+        elif stall is None and group.stalled:
+            group.stalled = False
+            self._report("progressing")
+
+    def _judge_placing(self, now: float) -> None:
+        if self._placing_since is None or self._shortage_reported or now - self._placing_since < STALL_SECONDS:
+            return
+        self._shortage_reported = True
+        if (shortage := self._cluster.shortage()) is not None:
+            self._report("waiting_for_capacity", seconds=round(now - self._placing_since, 1), **shortage)
+
+    def _ended_so_far(self) -> dict[int, str]:
+        assert self._group is not None
+        return self._group.ended if self._group.closing else self._group.liveness.ended()
+
+    def _settle_failure(self, *, force: bool = False) -> None:
+        """Report a failure once its cause is known, or was looked for long enough."""
+        group = self._group
+        if group is None or group.failure is None or group.reported:
+            return
+        now, failure = self._clock(), group.failure
+        late = group.liveness.late_hosts(now, seconds=_LATE_SECONDS)
+        lost = dict.fromkeys(late, "") | group.lost
+        evidence = Evidence(group.liveness.hosts, lost, self._ended_so_far(), failure.unreachable, failure.errors)
+        age = now - failure.at
+        if not force and age < (_SETTLE_SECONDS if evidence.dead else _CAUSE_SECONDS):
+            return
+        group.reported = True
+        loss = explain(evidence)
+        survivors = {"survivors": loss.survivors} if loss.survivors else {}
+        self._report("workers_lost", ranks=loss.ranks, hosts=loss.hosts, error=loss.cause, **survivors, **failure.extra)
