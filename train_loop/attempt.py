@@ -58,9 +58,15 @@ def _dataset(spec: JobSpec, pointer: Path, cache: Path, journal: Journal) -> Dat
     return dataset
 
 
-def trainer(spec: JobSpec, run_dir: RunDir, attempt: AttemptDir, environment: dict[str, Any]) -> TorchTrainer:
-    """What runs the worker group, started again after faults up to failure.max_failures times."""
+def trainer(
+    spec: JobSpec, run_dir: RunDir, attempt: AttemptDir, environment: dict[str, Any], *, start: int = 1
+) -> TorchTrainer:
+    """What runs the worker group, started again after faults up to failure.max_failures times.
+
+    `start` counts the trainers of the attempt: a group that moves to other hosts gets another one.
+    """
     resources = spec.scaling.resources_per_worker
+    number = f"{attempt.number}" if start == 1 else f"{attempt.number}.{start}"
     return TorchTrainer(
         work,
         train_loop_config={"run_dir": str(run_dir.root), "attempt": attempt.number},
@@ -76,7 +82,7 @@ def trainer(spec: JobSpec, run_dir: RunDir, attempt: AttemptDir, environment: di
         ),
         run_config=RunConfig(
             # A name of its own for every attempt: two drivers under one name would share Ray's bookkeeping.
-            name=f"{spec.name} ({run_dir.root.name}-{attempt.number})",
+            name=f"{spec.name} ({run_dir.root.name}-{number})",
             **_storage(attempt.ray),
             failure_config=FailureConfig(max_failures=spec.failure.max_failures),
             callbacks=[GroupCallback(run_dir, attempt.number, spec.scaling)],

@@ -21,8 +21,8 @@ from train_loop.vitals import StepClock, Vitals
 
 log = logging.getLogger(__name__)
 # By urgency: of several, the first is done.
-_STOPS = [Stop(mode=mode, checkpoint=keep) for mode in ("cancel", "pause", "resize") for keep in (True, False)]
-_PAUSE = Stop(mode="pause")
+_STOPS = [Stop(mode=mode, checkpoint=keep) for mode in ("cancel", "pause", "resize", "move") for keep in (True, False)]
+_PAUSE, MOVE = Stop(mode="pause"), Stop(mode="move")
 _LOOK_SECONDS = 1.0
 
 
@@ -102,12 +102,6 @@ class StopSign:
         # It may come back; whoever asked will ask again, or end us.
         with storage_may_fail(partial(log.warning, "nobody can ask this run to stop: %s")):
             self._seen = self._session.run_dir.stop(attempt=self._session.attempt)
-
-
-def wishes(sign: StopSign, *, save: bool, look: bool, trouble: bool) -> Wishes:
-    """What this rank has to say; of clocks and of the run directory, rank 0's word counts."""
-    first = dist.get_rank() == 0
-    return Wishes(sign.seen, save and first, look and first, trouble)
 
 
 def agree(batch: StepBatch, clock: StepClock, mine: Wishes, mesh: Mesh) -> Agreement:

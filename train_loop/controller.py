@@ -7,6 +7,7 @@ import logging
 import os
 import pkgutil
 import socket
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -43,6 +44,7 @@ class GroupCallback(WorkerGroupCallback, ControllerCallback):  # type: ignore[mi
         self._nodes: dict[str, str] = {}
         self._monitor: GroupMonitor | None = None
         self._actors: list[Any] = []
+        self._preempted: tuple[int, ...] = ()
         self._failed = False
 
     def after_controller_start(self, train_run_context: Any) -> None:
@@ -62,8 +64,10 @@ class GroupCallback(WorkerGroupCallback, ControllerCallback):  # type: ignore[mi
         """Raise the fence for a new worker group, then tell its ranks their epoch, interface and heartbeat target."""
         assert self._monitor is not None
         self._epoch += 1
-        hosts = {worker.distributed_context.world_rank: worker.metadata.hostname for worker in workers}
-        self._nodes = {worker.metadata.hostname: worker.metadata.node_id for worker in workers}
+        names = _host_names({worker.metadata.node_id: worker.metadata for worker in workers})
+        hosts = {worker.distributed_context.world_rank: names[worker.metadata.node_id] for worker in workers}
+        self._nodes = {name: node for node, name in names.items()}
+        self._preempted = ()
         self._actors, self._failed = [worker.actor for worker in workers], False
         self._monitor.begin(self._epoch, hosts)
         settings = {EPOCH: str(self._epoch), HEARTBEATS: " ".join(map(str, self._monitor.target))}
@@ -73,6 +77,8 @@ class GroupCallback(WorkerGroupCallback, ControllerCallback):  # type: ignore[mi
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
         """Report ranks that failed, once for each group."""
+        preemption = worker_group_status.get_preemption_info()
+        self._preempted = self._preempted if preemption is None else tuple(preemption.preempted_ranks)
         errors: Mapping[int, Exception] = worker_group_status.errors
         if not errors or self._failed or self._monitor is None:
             return
@@ -80,6 +86,12 @@ class GroupCallback(WorkerGroupCallback, ControllerCallback):  # type: ignore[mi
         dead = {rank: reason(error) for rank, error in errors.items() if hasattr(error, "health_check_failure")}
         alive = {rank: reason(error) for rank, error in errors.items() if rank not in dead}
         self._monitor.failed(alive, dead, **self._stacks())
+
+    def before_controller_execute_failure_decision(self, failure_decision: Any) -> None:
+        """Report a group that Ray Train ends because the deadline of a preemption has passed."""
+        if self._preempted and not self._failed and self._monitor is not None:
+            self._failed = True
+            self._monitor.failed({}, dict.fromkeys(self._preempted, "its host was taken away, as announced"))
 
     @contextmanager
     def on_worker_group_shutdown(self) -> Iterator[None]:
@@ -125,6 +137,15 @@ class GroupCallback(WorkerGroupCallback, ControllerCallback):  # type: ignore[mi
             folder = self._attempt.stacks
             found = sorted(name for name in list_folder(folder) if size_of(folder / name))
         return {"stacks": [f"{self._attempt.stacks.name}/{name}" for name in found]} if found else {}
+
+
+def _host_names(nodes: Mapping[str, Any]) -> dict[str, str]:
+    """Return the name of each node's host, with its address if several have the same name."""
+    counts = Counter(node.hostname for node in nodes.values())
+    return {
+        node_id: node.hostname if counts[node.hostname] == 1 else f"{node.hostname} ({node.node_ip})"
+        for node_id, node in nodes.items()
+    }
 
 
 def _is_pending(scaling: ScalingSpec) -> bool:

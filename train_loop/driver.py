@@ -5,6 +5,7 @@ What takes seconds to import comes once the cluster has been asked for processes
 """
 
 import argparse
+import itertools
 import logging
 import os
 import threading
@@ -16,7 +17,7 @@ import ray
 
 from train_loop.errors import FencedError
 from train_loop.failure import failed, from_ranks, reason
-from train_loop.journal import Journal, last_word
+from train_loop.journal import Journal, has_moved, last_word
 from train_loop.leave import leave
 from train_loop.logs import log_to
 from train_loop.run_dir import AttemptDir, Outcome, RunDir
@@ -71,11 +72,18 @@ def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outco
         from train_loop.attempt import prepare_samples, trainer  # noqa: PLC0415 - it takes seconds
 
         prepare_samples(spec, run_dir, journal)
-        _wait_for(trainer(spec, run_dir, attempt, environment).fit)
-        end = last_word(attempt)
-        if end is None:
-            raise RuntimeError("the workers ended without saying how; their logs lie beside this one")
-        return Outcome.model_validate(end)
+        for start in itertools.count(1):
+            _wait_for(trainer(spec, run_dir, attempt, environment, start=start).fit)
+            end = last_word(attempt)
+            if end is not None:
+                return Outcome.model_validate(end)
+            if not has_moved(attempt):
+                raise RuntimeError("the ranks ended without an outcome; their logs are beside this one")
+            if run_dir.spec().scaling.elastic:
+                # The service may have to choose another size.
+                return Outcome(result="moved", reason="hosts are about to be taken away")
+            journal.event("moving")
+        raise AssertionError("unreachable")
     except KeyboardInterrupt:
         stop = run_dir.stop(attempt=attempt.number)
         if stop is not None:

@@ -49,9 +49,18 @@ class Journal:
 
 
 def last_word(attempt: AttemptDir) -> dict[str, Any] | None:
-    """How the workers said that training ended; None while they have not."""
-    ends = [line for line in read_lines(attempt.events) if line.get("event") == "training_ended"]
-    return ends[0] if ends else None
+    """Return how training ended, by the first group that ended it; None if none did. A move does not end it."""
+    return next((end for end in _ends(attempt) if end.get("result") != "moved"), None)
+
+
+def has_moved(attempt: AttemptDir) -> bool:
+    """Return whether the newest group that stopped did so to move to other hosts."""
+    ends = _ends(attempt)
+    return bool(ends) and ends[-1].get("result") == "moved"
+
+
+def _ends(attempt: AttemptDir) -> list[dict[str, Any]]:
+    return [line for line in read_lines(attempt.events) if line.get("event") == "training_ended"]
 
 
 class _Patient:

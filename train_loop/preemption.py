@@ -1,4 +1,4 @@
-"""Word that hosts will be taken away: a checkpoint before they are."""
+"""Hosts that will be taken away: a checkpoint at once, then a move to other hosts, or a last checkpoint."""
 
 import time
 from collections.abc import Callable
@@ -7,16 +7,26 @@ from train_loop.journal import Journal
 from train_loop.session import Preemption, Session
 
 _LOOK_SECONDS = 2.0
+_LAST_SAVE_SECONDS = 3.0
+"""How long before the deadline the last checkpoint is due, if the group could not move."""
 
 
 class PreemptionWatch:
-    """Asks in a while whether hosts of the run will be taken away, on all ranks at the same steps."""
+    """Asks every two seconds whether hosts of the run will be taken away, on all ranks at the same steps."""
 
-    def __init__(self, session: Session, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        session: Session,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
         self._ask = session.preemption
-        self._clock = clock
-        self._asked = clock()
+        self._may_move = session.may_move
+        self._clock, self._wall_clock = clock, wall_clock
+        self._asked = self._tried = clock()
         self._known: Preemption | None = None
+        self._saved_last = False
 
     @property
     def overdue(self) -> bool:
@@ -24,11 +34,25 @@ class PreemptionWatch:
         return self._ask is not None and self._clock() - self._asked >= _LOOK_SECONDS
 
     def sees_news(self, journal: Journal) -> bool:
-        """Whether there is word that was not there before, the same on all ranks; a collective call."""
-        assert self._ask is not None, "only who may be pre-empted asks"
+        """Return whether there is a notice that was not there before, the same on all ranks; a collective call."""
+        assert self._ask is not None, "only ranks that can be preempted ask"
         self._asked, found = self._clock(), self._ask()
         if found is None or found == self._known:
             return False
-        self._known = found
+        self._known, self._saved_last = found, False
         journal.event("preemption_notice", ranks=found.ranks, deadline=found.deadline)
         return True
+
+    def wants_to_move(self) -> bool:
+        """Return whether other hosts have room for all ranks, by this rank's look at the cluster every two seconds."""
+        if self._known is None or self._may_move is None or self._clock() - self._tried < _LOOK_SECONDS:
+            return False
+        self._tried = self._clock()
+        return self._may_move()
+
+    def wants_last_save(self) -> bool:
+        """Return, once, whether so little time is left before the deadline that a last checkpoint is due."""
+        if self._known is None or self._known.deadline is None or self._saved_last:
+            return False
+        self._saved_last = self._wall_clock() >= self._known.deadline - _LAST_SAVE_SECONDS
+        return self._saved_last

@@ -2,10 +2,13 @@
 
 import functools
 import os
+from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from ray.train import get_context, get_preemption_info
 
 from train_loop.controller import EPOCH, heartbeat_target
@@ -15,6 +18,8 @@ from train_loop.failure import failure_told
 from train_loop.heartbeat import Heartbeat
 from train_loop.journal import last_word
 from train_loop.logs import log_to
+from train_loop.plan import lay_out
+from train_loop.raylet import room_that_stays, this_node
 from train_loop.run_dir import RunDir
 from train_loop.session import Preemption, Session, ignore_mark
 from train_loop.spare import Spares
@@ -41,6 +46,7 @@ def work(config: dict[str, Any]) -> None:
         expect_restart=Spares(_spares(spec, context.get_world_rank())).keep,
         proves_pauses=True,
         preemption=_preemption,
+        may_move=_may_move(spec),
         mark=heartbeat.mark if heartbeat is not None else ignore_mark,
     )
     log_to(attempt.rank_log(session.rank))
@@ -65,6 +71,19 @@ def _preemption() -> Preemption | None:
         return None
     deadline = found.deadline_ms / 1000 if found.deadline_ms else None
     return Preemption(tuple(found.preempted_ranks), deadline)
+
+
+def _may_move(spec: JobSpec) -> Callable[[], bool]:
+    """Return a check whether hosts that will stay have room for all ranks; a collective call."""
+    nodes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(nodes, this_node())
+    held = Counter(nodes)
+
+    def check() -> bool:
+        room = room_that_stays(held, spec.scaling.resources_per_worker)
+        return lay_out(spec.scaling, room) is not None
+
+    return check
 
 
 def _prepared(pointer: Path) -> Dataset:

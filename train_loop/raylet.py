@@ -29,6 +29,19 @@ def free() -> dict[str, Mapping[str, float]]:
     return dict(state.available_resources_per_node())
 
 
+def room_that_stays(held: Mapping[str, int], each: Mapping[str, float]) -> list[dict[str, float]]:
+    """Return what nodes that are not drained have for the ranks of a group, with what those hold there already.
+
+    `held` counts the group's ranks by node id; `each` is what a rank holds.
+    """
+    draining = state.state.get_draining_nodes()
+    stay = {node: amounts for node, amounts in free().items() if node not in draining}
+    return [
+        {name: amount + held.get(node, 0) * each.get(name, 0.0) for name, amount in amounts.items()}
+        for node, amounts in stay.items()
+    ]
+
+
 def own_environment() -> str:
     """The runtime environment of this process, as Ray wrote it."""
     return str(ray.get_runtime_context().get_runtime_env_string())

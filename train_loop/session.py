@@ -50,6 +50,8 @@ class Session:
     preemption: Callable[[], Preemption | None] | None = None
     """Asks for the newest word of a pre-emption, the same on all ranks; a collective call. None: nobody would know."""
 
+    may_move: Callable[[], bool] | None = None
+    """Returns whether hosts that will stay have room for all ranks; None if the group cannot be started elsewhere."""
     mark: Callable[[int, Phase], None] = ignore_mark
     """Notes where this rank is, for whoever watches the group: a step, and what the rank does in it."""
 

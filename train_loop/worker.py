@@ -3,6 +3,8 @@
 import logging
 from collections.abc import Iterator
 
+import torch.distributed as dist
+
 from train_loop.assemble import Run, build_run
 from train_loop.batch import StepBatch, check_samples, check_vocabulary, micro_batches, share_rows
 from train_loop.checkpoint.contents import draft_manifest, tensors_to_save
@@ -10,7 +12,7 @@ from train_loop.checkpoint.load import restore
 from train_loop.checkpoint.newest import prove_newest
 from train_loop.checkpoint.save import Saver
 from train_loop.checkpoint.times import SaveTimes
-from train_loop.control import StopSign, agree, who_works, wishes
+from train_loop.control import MOVE, StopSign, Wishes, agree, who_works
 from train_loop.data.dataset import Dataset, Rows
 from train_loop.data.reader import StreamPlan
 from train_loop.errors import CheckpointError, UserError
@@ -75,7 +77,7 @@ def loop(run: Run, saver: Saver, watchdog: Watchdog) -> Stop | None:
         mark(state.step + 1, Phase.DATA)
         batch = next_batch(run, rows, clock)
         clock.data_arrived()
-        mine = wishes(sign, save=times.overdue, look=watch.overdue, trouble=saver.in_trouble)
+        mine = rank_requests(sign, times, watch, saver)
         mark(state.step + 1, Phase.AGREE)
         agreed = agree(batch, clock, mine, run.mesh)
         stop = agreed.stop
@@ -109,6 +111,14 @@ def loop(run: Run, saver: Saver, watchdog: Watchdog) -> Stop | None:
     if times.saved < state.step and (stop.checkpoint if stop else run.spec.checkpoint.save_final):
         save(run, saver, measured, clock)
     return stop
+
+
+def rank_requests(sign: StopSign, times: SaveTimes, watch: PreemptionWatch, saver: Saver) -> Wishes:
+    """Return what this rank asks of all ranks before a step."""
+    first = dist.get_rank() == 0
+    stop = sign.seen or (MOVE if first and watch.wants_to_move() else None)
+    save = first and (times.overdue or watch.wants_last_save())
+    return Wishes(stop, save=save, look=first and watch.overdue, trouble=saver.in_trouble)
 
 
 def next_batch(run: Run, rows: Iterator[Rows | None], clock: StepClock) -> StepBatch:

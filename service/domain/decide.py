@@ -190,6 +190,12 @@ def _follow(job: Job, seen: Seen, now: float) -> Job:
 def _ended(job: Job, outcome: Outcome, committed: int | None, now: float, retry: Retry) -> Job:
     if outcome.result == "succeeded":
         return job.end_attempt("succeeded", now=now, step=committed).move(JobState.SUCCEEDED, now=now)
+    if outcome.result == "moved":
+        # The next attempt starts at once, and this one is no failure.
+        job = job.end_attempt("moved", now=now, step=committed)
+        moved = Reason(Code.MOVING, f"moves to other hosts: {outcome.reason or 'hosts are taken away'}")
+        job = job.move(JobState.RECOVERING, now=now) if job.state is JobState.RUNNING else job
+        return replace(job, reason=moved, next_attempt_at=now)
     if outcome.result != "failed":
         unasked = Reason(Code.INTERRUPTED, f"the driver ended as {outcome.result}, which nobody had asked for")
         return _failed(job, unasked, committed, now, retry)

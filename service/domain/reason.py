@@ -20,6 +20,7 @@ class Code(StrEnum):
     INTERRUPTED = "interrupted"
     FENCED = "fenced"
     HUNG = "hung"
+    MOVING = "moving"
     CRASH_LOOP = "crash_loop"
     USER_ERROR = "user_error"
     DATA_ERROR = "data_error"

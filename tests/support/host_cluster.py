@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import yaml
 
 from service.api.schemas import JobOut
@@ -17,11 +18,6 @@ from tests.support.waiting import wait_for
 from train_loop.run_dir import RunDir, read_lines
 
 TOKEN = "0123456789abcdef" * 4
-_ALIVE = """
-import json, ray
-ray.init(address="auto", logging_level=50, log_to_driver=False)
-print(json.dumps([node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]]))
-"""
 SETTINGS = {
     "TRAINSHED_PORT": "8000",
     "TRAINSHED_RETRY_SECONDS": "0.5",
@@ -38,6 +34,7 @@ class HostCluster:
         self.nodes = [host for host in made.hosts.values() if host.name.startswith("node")]
         self._settings = {**SETTINGS, **(settings or {})}
         self._client: Client | None = None
+        self._dashboard_client: httpx.Client | None = None
 
     def start(self) -> None:
         """Start head, nodes and service, and wait until all nodes have joined."""
@@ -49,6 +46,7 @@ class HostCluster:
 
     def start_head(self) -> None:
         """Start the head's unit."""
+        self._dashboard_client = None
         self._configure(self.head)
         self.head.start_unit("trainshed-head")
 
@@ -87,9 +85,23 @@ class HostCluster:
 
     def alive(self) -> list[str]:
         """Names of the Ray nodes that the head takes for alive, without the head."""
-        text = self.ray("python", "-c", _ALIVE, check=False)
-        lines = [line for line in text.splitlines() if line.startswith("[")]
-        return sorted(set(yaml.safe_load(lines[-1])) - {"head"}) if lines else []
+        try:
+            answer = self._dashboard.get("/api/v0/nodes", params={"limit": 100})
+            answer.raise_for_status()
+        except httpx.HTTPError:
+            return []
+        nodes = answer.json()["data"]["result"]["result"]
+        return sorted(node["node_name"] for node in nodes if node["state"] == "ALIVE" and not node["is_head_node"])
+
+    @property
+    def _dashboard(self) -> httpx.Client:
+        """A client for Ray's dashboard; a head that was switched on again needs another one."""
+        if self._dashboard_client is None:
+            url = f"http://127.0.0.1:{self.head.forward(8265)}"
+            self._dashboard_client = httpx.Client(
+                base_url=url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=10
+            )
+        return self._dashboard_client
 
     def ray(self, *command: str, check: bool = True) -> str:
         """Run a command on the head, with the token and the address of Ray."""

@@ -21,9 +21,12 @@ class Format(BaseModel):
 
 
 class Stop(Format):
-    """control/stop.json: what the service asks of a running attempt; answered by its outcome."""
+    """control/stop.json: what the service asks of a running attempt; answered by its outcome.
 
-    mode: Literal["pause", "cancel", "resize"]
+    A worker group stops by itself to `move` away from hosts that are about to be taken away.
+    """
+
+    mode: Literal["pause", "cancel", "resize", "move"]
     checkpoint: bool = True
     deadline: float | None = None
     """Unix seconds after which the service ends the attempt itself."""
@@ -31,10 +34,10 @@ class Stop(Format):
     """Who is asked; None: whichever attempt reads it."""
 
     @property
-    def result(self) -> Literal["paused", "cancelled", "resized"]:
+    def result(self) -> Literal["paused", "cancelled", "resized", "moved"]:
         """How an attempt ends that obeyed."""
-        results: dict[str, Literal["paused", "cancelled", "resized"]]
-        results = {"pause": "paused", "cancel": "cancelled", "resize": "resized"}
+        results: dict[str, Literal["paused", "cancelled", "resized", "moved"]]
+        results = {"pause": "paused", "cancel": "cancelled", "resize": "resized", "move": "moved"}
         return results[self.mode]
 
 
@@ -47,7 +50,7 @@ class Fence(Format):
 class Outcome(Format):
     """attempts/<n>/outcome.json: how the driver ended, written last: the acknowledgement."""
 
-    result: Literal["succeeded", "paused", "cancelled", "resized", "failed"]
+    result: Literal["succeeded", "paused", "cancelled", "resized", "moved", "failed"]
     reason: str | None = None
     code: str | None = None
     """For `failed`: a stable word, for example data_error or worker_failure."""

@@ -1,0 +1,134 @@
+"""Heartbeats of a real process, over a real socket."""
+
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.waiting import wait_for
+from train_loop.heartbeat import Beat, Phase, decode, encode
+
+TOKEN = "secret"
+_RANK = """
+import sys, time
+from train_loop.heartbeat import Heartbeat, Phase, Target
+beat = Heartbeat(Target("127.0.0.1", int(sys.argv[1]), sys.argv[2]), rank=2, epoch=3)
+beat.mark(5, Phase.TRAIN)
+sys.stdin.readline()
+beat.stop()
+"""
+
+
+class Listener:
+    """A socket that collects heartbeats."""
+
+    def __init__(self) -> None:
+        self.socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self.socket.bind(("127.0.0.1", 0))
+        self.socket.settimeout(0.1)
+
+    def next(self, wanted: Callable[[Beat], bool], *, seconds: float = 10) -> Beat:
+        """The first heartbeat from now on that is wanted."""
+
+        def read() -> Beat | None:
+            try:
+                beat = decode(self.socket.recv(2048), TOKEN)
+            except TimeoutError:
+                return None
+            return beat if beat is not None and wanted(beat) else None
+
+        return wait_for(read, "a heartbeat", seconds=seconds)
+
+
+@contextmanager
+def rank() -> Iterator[tuple[Listener, "subprocess.Popen[bytes]"]]:
+    listener = Listener()
+    command = [sys.executable, "-c", _RANK, str(listener.socket.getsockname()[1]), TOKEN]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    try:
+        yield listener, process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdin is not None
+        process.stdin.close()
+        listener.socket.close()
+
+
+def test_heartbeat_carries_rank_epoch_and_place() -> None:
+    with rank() as (listener, _):
+        beat = listener.next(lambda beat: beat.step == 5)
+    assert (beat.rank, beat.epoch, beat.phase, beat.stopped, beat.ended) == (2, 3, Phase.TRAIN, False, False)
+
+
+def test_heartbeat_of_a_stopped_process_says_so() -> None:
+    with rank() as (listener, process):
+        listener.next(lambda beat: beat.step == 5)
+        process.send_signal(signal.SIGSTOP)
+        assert listener.next(lambda beat: beat.stopped)
+        process.send_signal(signal.SIGCONT)
+        assert listener.next(lambda beat: not beat.stopped)
+
+
+def test_heartbeat_of_a_killed_process_reports_its_end() -> None:
+    with rank() as (listener, process):
+        listener.next(lambda beat: beat.step == 5)
+        process.kill()
+        process.wait()
+        beat = listener.next(lambda beat: beat.ended)
+    # Only Linux 6.15 and newer tell how.
+    assert beat.status in (signal.SIGKILL, None)
+
+
+def test_heartbeat_that_was_stopped_reports_no_end() -> None:
+    with rank() as (listener, process):
+        listener.next(lambda beat: beat.step == 5)
+        process.communicate(b"\n", timeout=20)
+        with pytest.raises(TimeoutError):
+            listener.next(lambda beat: beat.ended, seconds=1)
+
+
+def test_heartbeats_go_on_after_their_process_was_killed() -> None:
+    with rank() as (listener, process):
+        listener.next(lambda beat: beat.step == 5)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        subprocess.run(["kill", "-9", *children], check=True)
+        wait_for(lambda: _drained(listener), "the last heartbeat of the killed process")
+        assert listener.next(lambda beat: not beat.ended)
+
+
+def _drained(listener: Listener) -> bool:
+    try:
+        listener.socket.recv(2048)
+    except TimeoutError:
+        return True
+    return False
+
+
+def test_datagram_without_the_token_is_ignored() -> None:
+    beat = Beat(0, 1, 2, Phase.DATA, 0.5)
+    assert decode(encode(beat, TOKEN), TOKEN) == beat
+    for data in (
+        encode(beat, "other"),
+        b"",
+        b"{",
+        b"[]",
+        b'{"token": 1}',
+        b"null",
+        b"x" * 5000,
+        encode(beat, TOKEN)[:-3],
+    ):
+        assert decode(data, TOKEN) is None
+
+
+@pytest.mark.parametrize("fields", ['"phase": 77', '"unknown": 1', '"phase": "TRAIN"'])
+def test_datagram_with_wrong_fields_is_ignored(fields: str) -> None:
+    assert (
+        decode(f'{{"token": "{TOKEN}", "rank": 0, "epoch": 1, "step": 2, "seconds": 0.1, {fields}}}'.encode(), TOKEN)
+        is None
+    )

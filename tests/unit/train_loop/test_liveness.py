@@ -1,0 +1,141 @@
+"""What heartbeats say about hosts and ranks."""
+
+import pytest
+
+from train_loop.group_failure import Evidence, explain
+from train_loop.heartbeat import Beat, Phase
+from train_loop.liveness import Liveness, how_ended, list_ranks
+
+HOSTS = {0: "node1", 1: "node1", 2: "node2", 3: "node2"}
+
+
+def beat(rank: int, *, step: int = 1, phase: Phase = Phase.TRAIN, epoch: int = 1, stopped: bool = False) -> Beat:
+    return Beat(rank, epoch, step, phase, 0.0, stopped=stopped)
+
+
+def group(*, at: float = 0.0, ranks: tuple[int, ...] = (0, 1, 2, 3)) -> Liveness:
+    found = Liveness(1, HOSTS)
+    for rank in ranks:
+        found.hear(beat(rank), at)
+    return found
+
+
+def test_silence_of_a_host_is_that_of_its_last_rank() -> None:
+    found = group()
+    found.hear(beat(2), 6.0)
+    assert found.silence(10.0) == {"node1": 10.0, "node2": 4.0}
+    assert found.late_hosts(10.0) == {"node1", "node2"}
+
+
+def test_silence_of_a_host_with_a_rank_that_was_never_heard_is_unknown() -> None:
+    assert group(ranks=(0, 1, 2)).silence(10.0) == {"node1": 10.0}
+
+
+def test_heartbeats_of_another_group_are_ignored() -> None:
+    found = group()
+    found.hear(beat(0, epoch=2), 9.0)
+    assert found.silence(10.0)["node1"] == 10.0
+
+
+def test_time_in_which_the_listener_slept_is_no_silence() -> None:
+    found = group()
+    found.skip(8.0)
+    assert found.silence(10.0) == {"node1": 2.0, "node2": 2.0}
+
+
+def test_stall_names_the_stopped_rank_that_the_others_wait_for() -> None:
+    found = group()
+    for second in range(1, 13):
+        for rank in HOSTS:
+            found.hear(beat(rank, stopped=rank == 3), float(second))
+    stall = found.stall(12.0, seconds=10.0)
+    assert stall is not None
+    assert (stall.waiting, stall.behind, stall.step) == ((0, 1, 2), (3,), 1)
+    assert stall.reason == "rank 3 on node2 is stopped (SIGSTOP)"
+
+
+def test_stall_names_the_rank_that_still_reads_data() -> None:
+    found = group()
+    for second in range(1, 13):
+        for rank in HOSTS:
+            phase = Phase.DATA if rank == 0 else Phase.AGREE
+            found.hear(beat(rank, step=2, phase=phase), float(second))
+    stall = found.stall(12.0, seconds=10.0)
+    assert stall is not None
+    assert (stall.behind, stall.reason) == ((0,), "rank 0 on node1 is reading data")
+
+
+def test_stall_names_the_silent_host() -> None:
+    found = group()
+    for second in range(1, 13):
+        for rank in (0, 1):
+            found.hear(beat(rank), float(second))
+    stall = found.stall(12.0, seconds=10.0)
+    assert stall is not None
+    assert stall.behind == (2, 3)
+    assert "rank 2 on node2 has sent no heartbeat for 12 s" in stall.reason
+
+
+def test_ranks_that_all_compute_are_not_stalled() -> None:
+    found = group()
+    for second in range(1, 60):
+        for rank in HOSTS:
+            found.hear(beat(rank), float(second))
+    assert found.stall(59.0, seconds=10.0) is None
+
+
+def test_ranks_of_which_one_moves_are_not_stalled() -> None:
+    found = group()
+    for second in range(1, 13):
+        for rank in HOSTS:
+            found.hear(beat(rank, step=second if rank == 0 else 1), float(second))
+    assert found.stall(12.0, seconds=10.0) is None
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        (9, "was killed by signal 9 (SIGKILL)"),
+        (11 | 0x80, "was killed by signal 11 (SIGSEGV)"),
+        (3 << 8, "exited with code 3"),
+        (None, "ended without an error, as after SIGKILL"),
+    ],
+)
+def test_how_ended_reads_a_wait_status(status: int | None, text: str) -> None:
+    assert how_ended(status) == text
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [([2], "rank 2"), ([1, 0], "ranks 0 and 1"), ([0, 1, 2, 3], "ranks 0-3"), ([0, 2, 5], "ranks 0, 2 and 5")],
+)
+def test_list_ranks_is_a_phrase(ranks: list[int], text: str) -> None:
+    assert list_ranks(ranks) == text
+
+
+def test_explain_names_the_lost_host_and_what_survivors_reported() -> None:
+    loss = explain(
+        Evidence(HOSTS, lost_hosts={"node2": "no heartbeat for 10 s"}, errors={0: "Connection reset", 1: "x"})
+    )
+    assert (loss.ranks, loss.hosts) == ((2, 3), ("node2",))
+    assert loss.cause == "host node2 was lost (ranks 2 and 3, no heartbeat for 10 s)"
+    assert loss.survivors == "ranks 0 and 1 reported: Connection reset"
+
+
+def test_explain_names_the_killed_rank_and_its_signal() -> None:
+    loss = explain(
+        Evidence(HOSTS, ended={2: how_ended(9)}, errors={0: "Connection reset"}, unreachable={2: "actor died"})
+    )
+    assert (loss.ranks, loss.hosts) == ((2,), ("node2",))
+    assert loss.cause == "rank 2 on node2 was killed by signal 9 (SIGKILL)"
+
+
+def test_explain_uses_what_ray_reports_if_heartbeats_say_nothing() -> None:
+    loss = explain(Evidence(HOSTS, unreachable={1: "the actor died"}))
+    assert loss.cause == "rank 1 on node1 died: the actor died"
+    assert loss.survivors is None
+
+
+def test_explain_of_an_error_in_which_nobody_died_is_the_error() -> None:
+    loss = explain(Evidence(HOSTS, errors={3: "ValueError: no", 2: "ValueError: no"}))
+    assert (loss.ranks, loss.cause) == ((2, 3), "rank 2: ValueError: no")
