@@ -5,18 +5,25 @@ The answer is one line on standard output: the storage, by which drivers otherwi
 
 import argparse
 import logging
+import os
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from train_loop.leave import leave
+from train_loop.network import socket_settings
 from train_loop.run_dir import (
     TOKEN_FILE,
     VISIT_MARK,
     ClusterVisit,
+    NetworkVisit,
     NodeVisit,
     Sight,
     answer_file,
@@ -30,6 +37,10 @@ from train_loop.run_dir import (
 _MOST_NODES = 256
 _ROUNDS = 2
 """The first starts a process on each node; the second has it at once, and tells the clock within milliseconds."""
+_MOST_PAIRED = 6
+"""Nodes of which each pair is tried if an all-reduce over all fails."""
+_REDUCE_SECONDS, _PAIR_SECONDS, _START_SECONDS = 10.0, 4.0, 5.0
+"""For an all-reduce, for one of a pair at least, and for its process to start."""
 _SIGHT_SECONDS = 5.0
 """For so long a network file system may not show what was just written elsewhere."""
 
@@ -57,6 +68,7 @@ def visit(folder: str | None, roots: Sequence[str], *, seconds: float) -> Cluste
     looks = {_on(look, node).remote(folder, roots, node): node for node in nodes}
     rounds = [_ask({_on(describe, node): node for node in nodes}, deadline) for _ in range(_ROUNDS)]
     sights = _collect(looks, deadline)
+    network = check_network(nodes, deadline)
     return ClusterVisit(
         nodes=[
             _tell(NodeVisit(node=node, address=address), [told.get(node) for told in rounds], sights.get(node))
@@ -64,6 +76,7 @@ def visit(folder: str | None, roots: Sequence[str], *, seconds: float) -> Cluste
         ],
         cpus=total.get("CPU", 0.0),
         free_cpus=free.get("CPU", 0.0),
+        network=network,
         left_out=len(alive) - len(nodes),
     )
 
@@ -97,6 +110,63 @@ def _read_patiently(read: Callable[[], str]) -> str | None:
             if time.monotonic() > deadline:
                 return None
             time.sleep(0.5)
+
+
+def check_network(nodes: Mapping[str, str], deadline: float) -> NetworkVisit | None:
+    """Run an all-reduce over all nodes and, if it fails, over each pair of some, until the deadline."""
+    if len(nodes) < 2:
+        return None
+    error = _all_reduce(list(nodes), deadline)
+    if error is None:
+        return NetworkVisit(nodes=len(nodes))
+    pairs = list(combinations(list(nodes)[:_MOST_PAIRED], 2))
+    failed = dict[str, str]()
+    for one, other in pairs:
+        if time.monotonic() + _PAIR_SECONDS < deadline and (why := _all_reduce([one, other], deadline)):
+            failed[f"{nodes[one]} and {nodes[other]}"] = why
+    return NetworkVisit(nodes=len(nodes), failed=failed or {"all nodes": error})
+
+
+def _all_reduce(nodes: Sequence[str], deadline: float) -> str | None:
+    """Return why an all-reduce over nodes fails; None if it succeeds."""
+    seconds = min(_REDUCE_SECONDS, deadline - time.monotonic())
+    if seconds <= 0:
+        return "no time was left"
+    try:
+        master = ray.get(_on(free_port, nodes[0]).remote(), timeout=seconds)
+        tasks = [_on(reduce_here, node).remote(rank, len(nodes), master, seconds) for rank, node in enumerate(nodes)]
+        said = ray.get(tasks, timeout=2 * seconds)
+    except Exception as error:
+        return _first_line(error)
+    return next(filter(None, said), None)
+
+
+def free_port() -> str:
+    """On a node: an address and a port that is free there now."""
+    address = ray.util.get_node_ip_address()
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as one:
+        one.bind((address, 0))
+        port = one.getsockname()[1]
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def reduce_here(rank: int, world: int, master: str, seconds: float) -> str | None:
+    """On a node: take part in an all-reduce, as a rank of a job would; why it failed, or None."""
+    command = [sys.executable, "-m", "train_loop.network_check", "--rank", str(rank), "--world", str(world)]
+    settings = socket_settings(ray.util.get_node_ip_address(), os.environ)
+    try:
+        done = subprocess.run(
+            [*command, "--master", master, "--seconds", f"{seconds:g}"],
+            env={**os.environ, **settings, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=seconds + _START_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer within {seconds:.0f} s"
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    return None if done.returncode == 0 else (lines[-1] if lines else f"exit code {done.returncode}")
 
 
 def _on(task: Callable[..., object], node: str) -> Any:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from train_loop.group_failure import Evidence, explain
-from train_loop.heartbeat import Target, decode
+from train_loop.heartbeat import Beat, Target, decode
 from train_loop.liveness import Liveness
 
 log = logging.getLogger(__name__)
@@ -87,14 +87,18 @@ class GroupMonitor:
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._last_tick = clock()
+        self._thread = threading.Thread(target=self._run, name="group-monitor", daemon=True)
 
     def start(self) -> None:
         """Begin to listen."""
-        threading.Thread(target=self._run, name="group-monitor", daemon=True).start()
+        self._thread.start()
 
     def close(self) -> None:
         """End listening."""
         self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._socket.close()
 
     def placing(self) -> None:
         """Note that a worker group waits for its place in the cluster."""
@@ -113,6 +117,12 @@ class GroupMonitor:
         with self._lock:
             if self._group is not None and self._group.failure is None:
                 self._group.failure = _Failure(self._clock(), errors, unreachable, extra)
+
+    def hear(self, beat: Beat) -> None:
+        """Take note of a heartbeat."""
+        with self._lock:
+            if self._group is not None:
+                self._group.liveness.hear(beat, self._clock())
 
     def closing(self) -> None:
         """Note that the group's processes are being ended: their ends are no news from now on."""
@@ -142,9 +152,8 @@ class GroupMonitor:
             except TimeoutError:
                 return
             beat = decode(data, self.target.token)
-            with self._lock:
-                if beat is not None and self._group is not None:
-                    self._group.liveness.hear(beat, self._clock())
+            if beat is not None:
+                self.hear(beat)
 
     def tick(self) -> None:
         """Judge what is known now."""
@@ -190,7 +199,8 @@ class GroupMonitor:
     def _judge_stall(self, group: _Group, now: float) -> None:
         if group.failure is not None or group.closing:
             return
-        stall = group.liveness.stall(now, seconds=STALL_SECONDS)
+        # Of a silent host the news is that it is silent.
+        stall = None if group.silent else group.liveness.stall(now, seconds=STALL_SECONDS)
         if stall is not None and not group.stalled:
             group.stalled = True
             hosts = sorted({group.liveness.hosts[rank] for rank in stall.behind})

@@ -185,9 +185,24 @@ def _sight_faults(looked: Sequence[NodeVisit], token: str, arrived: frozenset[st
 def _of_nodes(seen: Measured) -> tuple[Finding, ...]:
     nodes = _visited(seen)
     if not nodes or isinstance(seen.visit, Trouble):
-        return tuple(skipped(check, "no node was visited") for check in ("versions", "clock", "data_cpus"))
+        return tuple(skipped(check, "no node was visited") for check in ("network", "versions", "clock", "data_cpus"))
     head = None if isinstance(seen.greeting, Trouble) else seen.greeting.ahead
-    return _versions(seen.versions, nodes), _clock(head, nodes), _data_cpus(seen.visit)
+    return _network(seen.visit), _versions(seen.versions, nodes), _clock(head, nodes), _data_cpus(seen.visit)
+
+
+def _network(visit: ClusterVisit) -> Finding:
+    check, network = "network", visit.network
+    if len(visit.nodes) < 2:
+        return ok(check, "there is only one node")
+    if network is None:
+        return skipped(check, "no time was left to try it")
+    if not network.failed:
+        return ok(check, f"an all-reduce over {network.nodes} nodes succeeded")
+    remedy = (
+        "open all TCP ports between the hosts; if a host has several networks, give `ray start` the address of the one "
+        "that connects them (--node-ip-address), or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+    )
+    return failed(check, f"an all-reduce fails between {_list(network.failed)}", remedy)
 
 
 def _versions(own: Mapping[str, str], nodes: Sequence[NodeVisit]) -> Finding:

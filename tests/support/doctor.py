@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from service.domain.checkup import Greeting, Reach
-from train_loop.run_dir import ClusterVisit, NodeVisit, Sight
+from train_loop.run_dir import ClusterVisit, NetworkVisit, NodeVisit, Sight
 
 VERSIONS = {"trainshed": "0.1.0", "python": "3.11.9", "ray": "2.60.0", "torch": "2.13.0"}
 TOKEN = "0123"
@@ -20,9 +20,18 @@ def a_node(name: str = "n1", **changes: object) -> NodeVisit:
     return node.model_copy(update=changes)
 
 
-def a_visit(*nodes: NodeVisit, cpus: float = 8.0, free_cpus: float = 4.0, left_out: int = 0) -> ClusterVisit:
-    """A visit to these nodes, or to one."""
-    return ClusterVisit(nodes=list(nodes or (a_node(),)), cpus=cpus, free_cpus=free_cpus, left_out=left_out)
+def a_visit(
+    *nodes: NodeVisit,
+    cpus: float = 8.0,
+    free_cpus: float = 4.0,
+    left_out: int = 0,
+    failed: dict[str, str] | None = None,
+) -> ClusterVisit:
+    """A visit to these nodes, or to one; `failed` are the pairs between which an all-reduce fails."""
+    network = NetworkVisit(nodes=len(nodes), failed=failed or {}) if len(nodes) > 1 else None
+    return ClusterVisit(
+        nodes=list(nodes or (a_node(),)), cpus=cpus, free_cpus=free_cpus, left_out=left_out, network=network
+    )
 
 
 @dataclass

@@ -43,6 +43,17 @@ class NodeVisit(BaseModel):
     """Why something is None."""
 
 
+class NetworkVisit(BaseModel):
+    """Whether ranks on different nodes could train together: an all-reduce over gloo."""
+
+    model_config = ConfigDict(frozen=True)
+
+    nodes: int
+    """How many nodes took part."""
+    failed: dict[str, str] = {}
+    """Pairs that cannot communicate, as "ADDRESS and ADDRESS", with the error; "all nodes" if no pair fails alone."""
+
+
 class ClusterVisit(BaseModel):
     """All nodes, or as many as are asked."""
 
@@ -51,6 +62,8 @@ class ClusterVisit(BaseModel):
     nodes: list[NodeVisit]
     cpus: float
     free_cpus: float
+    network: NetworkVisit | None = None
+    """None: there is one node only, or the time was up."""
     left_out: int = 0
     """Nodes that were too many to ask."""
 

@@ -19,7 +19,7 @@ from train_loop.run_dir import ClusterVisit, Sight
 CHECKS = (
     *("ray.reachable", "ray.authenticated", "ray.nodes", "ray.tasks"),
     *("storage.readable", "storage.writable", "storage.atomic", "storage.shared"),
-    *("versions", "clock", "data_cpus"),
+    *("network", "versions", "clock", "data_cpus"),
 )
 WELL = Measured(
     Greeting(Reach.ANSWERS, "http://ray:8265", "Ray 2.60.0", (-0.5, 0.5)),
@@ -33,7 +33,7 @@ WELL = Measured(
     runs="file:///runs",
     versions=VERSIONS,
 )
-BEHIND_RAY = {"ray.nodes", "ray.tasks", "storage.shared", "versions", "clock", "data_cpus"}
+BEHIND_RAY = {"ray.nodes", "ray.tasks", "storage.shared", "network", "versions", "clock", "data_cpus"}
 
 
 def verdicts(seen: Measured) -> dict[str, str]:
@@ -117,6 +117,18 @@ def test_a_skew_that_is_told_is_never_more_than_there_is(ahead: float, delays: l
     assert least(bounds) <= abs(ahead) + 1e-6
 
 
+def test_network_that_fails_between_two_nodes_names_the_pair() -> None:
+    visit = a_visit(a_node(), a_node("n2"), failed={"10.0.0.1 and 10.0.0.2": "Connection refused"})
+    (finding,) = [one for one in check_up(replace(WELL, nodes=2, visit=visit)) if one.check == "network"]
+    assert finding.verdict is Verdict.FAILED
+    assert finding.seen == "an all-reduce fails between 10.0.0.1 and 10.0.0.2: Connection refused"
+
+
+def test_network_of_two_nodes_that_was_not_tried_is_skipped() -> None:
+    visit = a_visit(a_node(), a_node("n2")).model_copy(update={"network": None})
+    assert verdicts(replace(WELL, nodes=2, visit=visit))["network"] == "skipped"
+
+
 def doctor(cluster: FakeClusterProbe, storage: FakeStorageProbe) -> Doctor:
     return Doctor(cluster, storage, VERSIONS, limit=0.05)
 
@@ -149,7 +161,7 @@ def test_storage_that_fails_hides_nothing_else() -> None:
 @pytest.mark.parametrize("cluster", [FakeClusterProbe(found=ClusterError("no python")), FakeClusterProbe(hangs=True)])
 def test_nodes_that_do_not_answer_hide_nothing_of_the_storage(cluster: FakeClusterProbe) -> None:
     storage = FakeStorageProbe()
-    behind = ("storage.shared", "versions", "clock", "data_cpus")
+    behind = ("storage.shared", "network", "versions", "clock", "data_cpus")
     assert wrong(cluster, storage) == {"ray.tasks": "failed"} | dict.fromkeys(behind, "skipped")
     assert len(storage.removed) == 1
 

@@ -1,0 +1,144 @@
+"""The monitor of worker groups, on a clock of the test's."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tests.support.waiting import wait_for
+from train_loop.heartbeat import Beat, Phase
+from train_loop.monitor import GroupMonitor
+
+HOSTS = {0: "node1", 1: "node1", 2: "node2", 3: "node2"}
+
+
+@dataclass
+class World:
+    """A monitor, what it reported, and the cluster that it talks to."""
+
+    now: float = 100.0
+    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    lacks: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self.monitor = GroupMonitor("127.0.0.1", self.report, self, own_host="head", clock=lambda: self.now)
+
+    def report(self, name: str, **fields: Any) -> None:
+        self.events.append((name, fields))
+
+    def declare_lost(self, host: str) -> None:
+        self.lost.append(host)
+
+    def shortage(self) -> dict[str, Any] | None:
+        return self.lacks
+
+    def run(self, seconds: float, *silent: int, stopped: int | None = None) -> None:
+        """Let time pass in half seconds, in which all ranks but the silent ones send heartbeats."""
+        for _ in range(int(seconds * 2)):
+            self.now += 0.5
+            for rank in HOSTS.keys() - set(silent):
+                self.monitor.hear(Beat(rank, 1, 7, Phase.TRAIN, 0.0, stopped=rank == stopped))
+            self.monitor.tick()
+
+    def names(self) -> list[str]:
+        return [name for name, _ in self.events]
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    made.monitor.begin(1, HOSTS)
+    made.run(2)
+    yield made
+    made.monitor.close()
+
+
+def test_silent_host_is_reported_then_declared_lost(world: World) -> None:
+    world.run(4, 2, 3)
+    assert world.names() == []
+    world.run(2, 2, 3)
+    assert world.events == [("host_silent", {"host": "node2", "seconds": 5.5})]
+    world.run(6, 2, 3)
+    assert world.names() == ["host_silent", "host_lost"]
+    assert wait_for(lambda: world.lost, "the host to be declared lost") == ["node2"]
+
+
+def test_host_frozen_for_five_seconds_is_not_declared_lost(world: World) -> None:
+    world.run(5, 2, 3)
+    world.run(30)
+    assert world.names() == []
+    assert world.lost == []
+
+
+def test_silence_of_all_of_several_hosts_is_not_held_against_them(world: World) -> None:
+    world.run(30, 0, 1, 2, 3)
+    assert "host_lost" not in world.names()
+
+
+def test_silence_of_the_only_other_host_counts(world: World) -> None:
+    world.monitor.begin(1, {0: "head", 1: "node1"})
+    world.run(1, 2, 3)
+    world.run(12, 1, 2, 3)
+    assert "host_lost" in world.names()
+
+
+def test_time_in_which_the_monitor_did_not_run_declares_nobody_lost(world: World) -> None:
+    world.now += 60
+    world.monitor.tick()
+    world.run(3)
+    assert world.names() == []
+
+
+def test_failure_is_reported_once_with_the_host_that_fell_silent(world: World) -> None:
+    world.run(1, 2, 3)
+    world.monitor.failed({0: "Connection reset", 1: "Connection reset"}, {}, stacks=["a"])
+    world.run(6, 2, 3)
+    world.monitor.failed({0: "again"}, {})
+    world.run(2, 2, 3)
+    (loss,) = [fields for name, fields in world.events if name == "workers_lost"]
+    assert (loss["ranks"], loss["hosts"], loss["stacks"]) == ((2, 3), ("node2",), ["a"])
+    assert loss["error"] == "host node2 was lost (ranks 2 and 3)"
+    assert loss["survivors"] == "ranks 0 and 1 reported: Connection reset"
+
+
+def test_failure_names_the_rank_that_ended_before_the_group_was_closed(world: World) -> None:
+    world.monitor.hear(Beat(2, 1, 7, Phase.TRAIN, 0.0, ended=True, status=9))
+    world.monitor.failed({0: "Connection reset"}, {2: "the actor died"})
+    world.monitor.closing()
+    # Ray ends the survivors, which is no news.
+    world.monitor.hear(Beat(0, 1, 7, Phase.TRAIN, 0.0, ended=True, status=9))
+    world.run(1, 0, 2)
+    (loss,) = [fields for name, fields in world.events if name == "workers_lost"]
+    assert (loss["ranks"], loss["error"]) == ((2,), "rank 2 on node2 was killed by signal 9 (SIGKILL)")
+
+
+def test_failure_that_nobody_can_explain_is_reported_before_the_next_group_starts(world: World) -> None:
+    world.monitor.failed({3: "ValueError: no"}, {})
+    world.monitor.begin(2, HOSTS)
+    assert [fields["error"] for name, fields in world.events if name == "workers_lost"] == ["rank 3: ValueError: no"]
+
+
+def test_stalled_ranks_are_reported_once_and_cleared(world: World) -> None:
+    world.run(14, stopped=3)
+    (stalled,) = [fields for name, fields in world.events if name == "stalled"]
+    assert (stalled["waiting"], stalled["for"], stalled["hosts"], stalled["step"]) == ((0, 1, 2), (3,), ["node2"], 7)
+    world.run(2)
+    assert world.names()[-1] == "progressing"
+
+
+def test_group_without_room_is_reported_after_ten_seconds(world: World) -> None:
+    world.lacks = {"missing": {"CPU": 2.0}, "left": ["node2"]}
+    world.monitor.placing()
+    world.run(9)
+    assert world.names() == []
+    world.run(3)
+    (shortage,) = [fields for name, fields in world.events if name == "waiting_for_capacity"]
+    assert shortage["missing"] == {"CPU": 2.0}
+
+
+def test_group_whose_processes_are_starting_has_room(world: World) -> None:
+    world.monitor.placing()
+    world.run(30)
+    assert world.names() == []
