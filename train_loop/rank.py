@@ -1,6 +1,7 @@
 """One rank of an attempt under Ray Train."""
 
 import functools
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from ray.train import get_context, get_preemption_info
 from train_loop.data.dataset import Dataset
 from train_loop.data.stream import ray_stream
 from train_loop.failure import failure_told
+from train_loop.fencing import EPOCH_VARIABLE, fence_watched
 from train_loop.journal import last_word
 from train_loop.logs import log_to
 from train_loop.run_dir import RunDir
@@ -30,6 +32,7 @@ def work(config: dict[str, Any]) -> None:
         world=context.get_world_size(),
         local_rank=context.get_local_rank(),
         attempt=attempt.number,
+        epoch=int(os.environ.get(EPOCH_VARIABLE, "0")),
         run_dir=run_dir,
         open_stream=functools.partial(ray_stream, timeout=timeout),
         timeout=timeout,
@@ -41,7 +44,7 @@ def work(config: dict[str, Any]) -> None:
     if last_word(attempt) is not None:
         # Ray Train starts the group again after any error. This one will not go away: there is nothing to do.
         return
-    with failure_told(session):
+    with fence_watched(run_dir, session.token), failure_told(session):
         train(spec, session, _prepared(run_dir.data), _prepared(run_dir.eval_data) if spec.data.eval else None)
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from train_loop.data.dataset import Rows
 from train_loop.data.reader import StreamPlan
 from train_loop.plan import MeshPlan
-from train_loop.run_dir import RunDir
+from train_loop.run_dir import Fence, RunDir
 
 
 class Preemption(NamedTuple):
@@ -36,6 +36,8 @@ class Session:
     open_stream: OpenStream
     timeout: timedelta = timedelta(minutes=30)
     """How long a collective may wait."""
+    epoch: int = 0
+    """The worker group's fencing epoch within the attempt; 0 if nobody raised one for it."""
     told_to_end: Callable[[], bool] = lambda: False
     """Whether this process was asked by a signal to end."""
     expect_restart: Callable[[], None] = lambda: None
@@ -44,6 +46,11 @@ class Session:
     """Whether the checkpoint that a pause leaves is read once more: who asked for it may take hosts and disks away."""
     preemption: Callable[[], Preemption | None] | None = None
     """Asks for the newest word of a pre-emption, the same on all ranks; a collective call. None: nobody would know."""
+
+    @property
+    def token(self) -> Fence:
+        """The fencing token of this rank's worker group."""
+        return Fence(self.attempt, self.epoch)
 
     @property
     def patience(self) -> float:

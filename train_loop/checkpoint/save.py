@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 from train_loop.checkpoint.image import Contents, Image, Places
-from train_loop.checkpoint.ledger import METADATA, Ledger, check_fence
+from train_loop.checkpoint.ledger import Ledger
 from train_loop.checkpoint.ledgers import ledger_of
 from train_loop.checkpoint.retention import retire_others
 from train_loop.checkpoint.staging import StagingBuffer
 from train_loop.checkpoint.write import FileWriter, OwnWriter, ProcessWriter, write_files
 from train_loop.errors import CheckpointError, FencedError
+from train_loop.fencing import check_fence
 from train_loop.journal import Journal
 from train_loop.patience import patiently
 from train_loop.run_dir import CheckpointFile, Manifest, is_remote, storage_failed, storage_may_fail, sync
@@ -46,8 +47,8 @@ class Saver:
 
     def __init__(self, session: Session, journal: Journal, spec: CheckpointSpec, mode: SaveMode) -> None:
         self._run_dir = session.run_dir
-        self._attempt = session.attempt
-        self._ledger: Ledger = ledger_of(session.run_dir, session.attempt)
+        self._token = session.token
+        self._ledger: Ledger = ledger_of(session.run_dir, session.token)
         self._journal = journal
         self._spec = spec
         self._mode = mode
@@ -157,7 +158,7 @@ class Saver:
     def _write(self, step: int, contents: Contents) -> Share:
         """Make this rank's files durable."""
         # Storage that fails may be what a newer attempt has cleaned.
-        check_fence(self._run_dir, self._attempt)
+        check_fence(self._run_dir, self._token)
         folder = self._ledger.workplace(step)
         try:
             files = self._writer.write(folder, contents.files)
@@ -176,7 +177,7 @@ class Saver:
         self._journal.flush()
         folder = self._ledger.workplace(draft.step)
         metadata = self._image.metadata(share.objects for share in shares)
-        files = write_files(folder, {METADATA: [memoryview(metadata)]})
+        files = write_files(folder, {self._ledger.metadata_name(): [memoryview(metadata)]})
         for share in shares:
             files |= share.files
         return self._ledger.commit(draft.model_copy(update={"files": files}))
