@@ -109,7 +109,9 @@ def test_held_up_after_its_look_at_the_fence_an_older_attempt_takes_no_place(
     assert steps(run_dir) == [10] * again
 
 
-def test_superseded_commit_between_manifest_and_second_check_keeps_the_successors_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_superseded_commit_between_manifest_and_second_check_keeps_the_successors_manifest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """On object storage its manifest appears, the newer attempt replaces it, and then it looks at the fence again."""
     MemoryFileSystem.store.clear()
     run_dir = RunDir.at("memory://runs/default/job")
