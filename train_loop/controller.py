@@ -7,6 +7,7 @@ import logging
 import os
 import pkgutil
 import socket
+import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from ray.train.v2._internal.execution.callback import ControllerCallback, Worker
 from ray.util import placement_group_table
 
 from train_loop.failure import reason
+from train_loop.fencing import EPOCH_VARIABLE, NewestEpoch, begin_group
 from train_loop.heartbeat import Target
 from train_loop.journal import Journal
 from train_loop.logs import log_lines_to
@@ -28,8 +30,8 @@ from train_loop.run_dir import AttemptDir, RunDir, list_folder, size_of, storage
 from train_loop.spec import ScalingSpec
 
 log = logging.getLogger(__name__)
-EPOCH, HEARTBEATS = "TRAINSHED_EPOCH", "TRAINSHED_HEARTBEATS"
-"""Variables by which a rank learns its epoch, and where its heartbeats go."""
+HEARTBEATS = "TRAINSHED_HEARTBEATS"
+"""Passes the target of heartbeats to ranks."""
 
 
 class GroupCallback(WorkerGroupCallback, ControllerCallback):  # type: ignore[misc]
@@ -40,7 +42,6 @@ class GroupCallback(WorkerGroupCallback, ControllerCallback):  # type: ignore[mi
 
     def __init__(self, run_dir: RunDir, attempt: int, scaling: ScalingSpec) -> None:
         self._run_dir, self._attempt, self._scaling = run_dir, run_dir.attempt(attempt), scaling
-        self._epoch = 0
         self._nodes: dict[str, str] = {}
         self._monitor: GroupMonitor | None = None
         self._actors: list[Any] = []
@@ -50,7 +51,7 @@ class GroupCallback(WorkerGroupCallback, ControllerCallback):  # type: ignore[mi
     def after_controller_start(self, train_run_context: Any) -> None:
         """Begin to listen for heartbeats."""
         log_lines_to(self._attempt.driver_log)
-        self._journal = Journal(self._attempt)
+        self._journal = Journal(self._attempt, epoch=NewestEpoch(self._run_dir, self._attempt.number))
         address, own_host = ray.util.get_node_ip_address(), socket.gethostname()
         self._monitor = GroupMonitor(address, self._report, self, own_host=own_host)
         self._monitor.start()
@@ -63,16 +64,16 @@ class GroupCallback(WorkerGroupCallback, ControllerCallback):  # type: ignore[mi
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
         """Raise the fence for a new worker group, then tell its ranks their epoch, interface and heartbeat target."""
         assert self._monitor is not None
-        self._epoch += 1
+        token = begin_group(self._run_dir, self._attempt.number, by=uuid.uuid4().hex)
         names = _host_names({worker.metadata.node_id: worker.metadata for worker in workers})
         hosts = {worker.distributed_context.world_rank: names[worker.metadata.node_id] for worker in workers}
         self._nodes = {name: node for node, name in names.items()}
         self._preempted = ()
         self._actors, self._failed = [worker.actor for worker in workers], False
-        self._monitor.begin(self._epoch, hosts)
-        settings = {EPOCH: str(self._epoch), HEARTBEATS: " ".join(map(str, self._monitor.target))}
+        self._monitor.begin(token.epoch, hosts)
+        settings = {EPOCH_VARIABLE: str(token.epoch), HEARTBEATS: " ".join(map(str, self._monitor.target))}
         ray.get([worker.execute_async(set_up_rank, settings, worker.metadata.node_ip) for worker in workers])
-        self._report("group_started", epoch=self._epoch, hosts={str(rank): host for rank, host in hosts.items()})
+        self._report("group_started", epoch=token.epoch, hosts={str(rank): host for rank, host in hosts.items()})
         return {}
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:

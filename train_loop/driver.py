@@ -17,6 +17,7 @@ import ray
 
 from train_loop.errors import FencedError
 from train_loop.failure import failed, from_ranks, reason
+from train_loop.fencing import NewestEpoch
 from train_loop.journal import Journal, has_moved, last_word
 from train_loop.leave import leave
 from train_loop.logs import log_to
@@ -44,7 +45,7 @@ def main() -> None:
     run_dir = RunDir.at(arguments.run_dir)
     attempt = run_dir.attempt(arguments.attempt)
     log_to(attempt.driver_log)
-    journal = Journal(attempt)
+    journal = Journal(attempt, epoch=NewestEpoch(run_dir, attempt.number))
     journal.event("attempt_started")
     sinks = forward(run_dir, attempt.number, journal.event, os.environ)
     outcome = run_attempt(run_dir, attempt, journal)
@@ -90,18 +91,41 @@ def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outco
             return Outcome(result=stop.result, reason="ended without a last checkpoint, because its time was up")
         return Outcome(result="failed", code="interrupted", reason="the driver was interrupted", retryable=True)
     except Exception as error:
+        if (outcome := _trained(attempt)) is not None:
+            # What fails after the workers have finished is cleanup.
+            log.warning("cleanup failed after training had ended: %s", reason(error))
+            return outcome
         # The traceback of an error in a rank is in that rank's log.
         log.error("the attempt failed: %s", reason(error), exc_info=None if from_ranks(error) else error)
         return failed(error)
     finally:
-        # An outcome says that the workers are gone; a cluster that is stuck is not waited for.
+        _disconnect()
+
+
+def _trained(attempt: AttemptDir) -> Outcome | None:
+    """Return how training ended if it did not fail, by the workers' own event."""
+    try:
+        end = last_word(attempt)
+        outcome = None if end is None else Outcome.model_validate(end)
+    except Exception as error:
+        log.warning("the workers' events cannot be read: %s", error)
+        return None
+    return None if outcome is None or outcome.result == "failed" else outcome
+
+
+def _disconnect() -> None:
+    """Leave the cluster, so that an outcome implies that the workers are gone; a stuck cluster is not waited for."""
+    try:
         _wait_for(ray.shutdown, seconds=_SHUTDOWN_SECONDS)
+    except Exception as error:
+        log.warning("the driver could not disconnect from Ray: %s", error)
 
 
 def _asked_early(run_dir: RunDir, attempt: AttemptDir) -> Outcome | None:
     """How an attempt ends that nobody waits for any more: it was asked to stop, or replaced, before it began."""
-    if run_dir.fence() > attempt.number:
-        return failed(FencedError(f"attempt {run_dir.fence()} has taken over before this one began"))
+    newer = run_dir.fence().attempt
+    if newer > attempt.number:
+        return failed(FencedError(f"attempt {newer} has taken over before this one began"))
     stop = run_dir.stop(attempt=attempt.number)
     return Outcome(result=stop.result) if stop is not None else None
 

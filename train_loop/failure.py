@@ -3,10 +3,10 @@
 import logging
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from train_loop.errors import CheckpointError, FencedError, UserError
-from train_loop.journal import Journal
+from train_loop.journal import group_journal
 from train_loop.run_dir import Outcome, flush_all
 from train_loop.secrets import masker
 from train_loop.session import Session
@@ -27,8 +27,8 @@ def failure_told(session: Session) -> Iterator[None]:
     except _NAMED as error:
         # Behind a mistake can be what a library raised, which may turn out to be no mistake of the user's.
         log.error("rank %d failed: %s", session.rank, error, exc_info=error.__cause__)
-        journal = Journal(session.run_dir.attempt(session.attempt))
-        journal.event("training_ended", **_named(error).model_dump(exclude_none=True))
+        if not isinstance(error, FencedError):
+            _report_end(session, _named(error))
         raise
     except Exception as error:
         log.error("rank %d failed: %s", session.rank, error, exc_info=error)
@@ -36,6 +36,13 @@ def failure_told(session: Session) -> Iterator[None]:
     finally:
         # Ray ends its workers from outside.
         flush_all()
+
+
+def _report_end(session: Session, outcome: Outcome) -> None:
+    """Write how training ended, unless a newer group has taken over: its training has not ended."""
+    with suppress(FencedError):
+        journal = group_journal(session.run_dir, session.token)
+        journal.event("training_ended", **outcome.model_dump(exclude_none=True))
 
 
 def failed(error: BaseException) -> Outcome:

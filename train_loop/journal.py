@@ -4,9 +4,13 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from train_loop.run_dir import AttemptDir, JsonLines, read_lines, storage_may_fail
+from train_loop.errors import FencedError
+from train_loop.fencing import check_fence
+from train_loop.run_dir import AttemptDir, Fence, JsonLines, RunDir, is_remote, read_lines, storage_may_fail
 
 log = logging.getLogger(__name__)
 _MOST_LATE = 100_000
@@ -16,12 +20,23 @@ _MOST_LATE = 100_000
 class Journal:
     """events.jsonl and metrics.jsonl of an attempt; silent on every rank but 0.
 
-    Storage that fails ends no run: its lines are written, in order, with the first that can be.
+    Storage that fails ends no run: its lines are written, in order, with the first that can be. `epoch` returns the
+    fencing epoch of the lines; `check` raises FencedError before a line is written if a newer group has taken over.
     """
 
-    def __init__(self, attempt: AttemptDir, *, rank: int = 0) -> None:
-        self._events = _Patient(JsonLines(attempt.events, attempt=attempt.number))
-        self._metrics = _Patient(JsonLines(attempt.metrics, attempt=attempt.number))
+    def __init__(
+        self,
+        attempt: AttemptDir,
+        *,
+        rank: int = 0,
+        epoch: Callable[[], int | None] = lambda: None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        may_write = partial(_passes, check)
+        self._events, self._metrics = (
+            _Patient(JsonLines(path, attempt=attempt.number, epoch=epoch, may_write=may_write), check)
+            for path in (attempt.events, attempt.metrics)
+        )
         self._speaks = rank == 0
 
     def event(self, name: str, **fields: Any) -> None:
@@ -48,6 +63,20 @@ class Journal:
             lines.flush()
 
 
+def group_journal(run_dir: RunDir, token: Fence, *, rank: int = 0) -> Journal:
+    """Return the journal of a rank of a worker group: nothing is written once a newer group has taken over."""
+    check = partial(check_fence, run_dir, token)
+    return Journal(run_dir.attempt(token.attempt), rank=rank, epoch=lambda: token.epoch, check=check)
+
+
+def _passes(check: Callable[[], None]) -> bool:
+    try:
+        check()
+    except FencedError:
+        return False
+    return True
+
+
 def last_word(attempt: AttemptDir) -> dict[str, Any] | None:
     """Return how training ended, by the first group that ended it; None if none did. A move does not end it."""
     return next((end for end in _ends(attempt) if end.get("result") != "moved"), None)
@@ -66,8 +95,11 @@ def _ends(attempt: AttemptDir) -> list[dict[str, Any]]:
 class _Patient:
     """Lines of which those that cannot be written wait for the next."""
 
-    def __init__(self, lines: JsonLines) -> None:
+    def __init__(self, lines: JsonLines, check: Callable[[], None]) -> None:
         self._lines = lines
+        self._check = check
+        # On object storage an append waits for nothing, and lines are written when they are flushed.
+        self._checks_appends = not is_remote(lines.path)
         self._late: deque[dict[str, Any]] = deque(maxlen=_MOST_LATE)
         # The loop and the thread that saves both write.
         self._lock = threading.Lock()
@@ -77,12 +109,16 @@ class _Patient:
         with self._lock:
             self._late.append({"time": time.time()} | fields)
             with storage_may_fail(self._warn):
+                if self._checks_appends:
+                    self._check()
                 while self._late:
                     self._lines.append(**self._late[0])
                     self._late.popleft()
 
     def flush(self) -> None:
-        """Have them on storage."""
+        """Write them to storage; on file systems they are there. Raises FencedError."""
+        if not self._checks_appends:
+            self._check()
         self._lines.flush()
 
     def flush_if_possible(self) -> None:

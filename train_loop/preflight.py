@@ -13,8 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from train_loop.checkpoint.ledger import METADATA
-from train_loop.checkpoint.manifest import verify
+from train_loop.checkpoint.manifest import metadata_name, verify
 from train_loop.checkpoint.saved import saved_shapes
 from train_loop.data.chat import load_chat_template
 from train_loop.data.rows import check_columns, is_empty
@@ -76,7 +75,7 @@ def _checkpoint_problems(model: PreTrainedModel, parent: Parent, pointer: str) -
     folder = RunDir.at(parent.run_dir).checkpoint(parent.manifest.step)
     which = f"the checkpoint of step {parent.manifest.step} of {parent.job}"
     try:
-        faults = verify(folder, parent.manifest, [METADATA])
+        faults = verify(folder, parent.manifest, [metadata_name(parent.manifest)])
         if faults:
             return [Problem("/from_checkpoint", f"{which} is damaged: {faults[0]}; choose another one")]
         saved, own = saved_shapes(folder), {name: tuple(p.shape) for name, p in model.named_parameters()}

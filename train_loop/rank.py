@@ -11,10 +11,11 @@ from typing import Any
 import torch.distributed as dist
 from ray.train import get_context, get_preemption_info
 
-from train_loop.controller import EPOCH, heartbeat_target
+from train_loop.controller import heartbeat_target
 from train_loop.data.dataset import Dataset
 from train_loop.data.stream import ray_stream
 from train_loop.failure import failure_told
+from train_loop.fencing import EPOCH_VARIABLE, fence_watched
 from train_loop.heartbeat import Heartbeat
 from train_loop.journal import last_word
 from train_loop.logs import log_to
@@ -33,13 +34,14 @@ def work(config: dict[str, Any]) -> None:
     attempt = run_dir.attempt(config["attempt"])
     spec = attempt.spec(run_dir.spec())
     timeout = timedelta(seconds=spec.failure.hang_timeout_seconds)
-    target, epoch = heartbeat_target(os.environ), int(os.environ.get(EPOCH, "0"))
+    target, epoch = heartbeat_target(os.environ), int(os.environ.get(EPOCH_VARIABLE, "0"))
     heartbeat = Heartbeat(target, rank=context.get_world_rank(), epoch=epoch) if target is not None else None
     session = Session(
         rank=context.get_world_rank(),
         world=context.get_world_size(),
         local_rank=context.get_local_rank(),
         attempt=attempt.number,
+        epoch=epoch,
         run_dir=run_dir,
         open_stream=functools.partial(ray_stream, timeout=timeout),
         timeout=timeout,
@@ -53,7 +55,7 @@ def work(config: dict[str, Any]) -> None:
     if last_word(attempt) is not None:
         # Ray Train starts the group again after any error. This one will not go away: there is nothing to do.
         return
-    with failure_told(session):
+    with fence_watched(run_dir, session.token), failure_told(session):
         train(spec, session, _prepared(run_dir.data), _prepared(run_dir.eval_data) if spec.data.eval else None)
 
 

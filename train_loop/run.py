@@ -4,10 +4,12 @@ Run again on the same DIR, it resumes from the newest checkpoint that verifies.
 """
 
 import argparse
+import logging
 import os
 import signal
 import sys
 import threading
+import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -17,14 +19,17 @@ import torch.distributed as dist
 
 from train_loop.data.cache import default_cache, evaluation_spec, find_dataset, pin, pinned_dataset
 from train_loop.data.reader import local_stream
-from train_loop.errors import UserError
+from train_loop.errors import FencedError, UserError
 from train_loop.failure import MISTAKES, failed, failure_told
+from train_loop.fencing import begin_group, check_fence, fence_watched
 from train_loop.leave import leave
 from train_loop.logs import log_to
-from train_loop.run_dir import Outcome, RunDir
+from train_loop.run_dir import Fence, Outcome, RunDir
 from train_loop.session import Session
 from train_loop.spec import JobSpec, SpecError, parse_text
 from train_loop.worker import train
+
+log = logging.getLogger(__name__)
 
 
 def main() -> None:
@@ -59,19 +64,33 @@ def run(spec: JobSpec, session: Session, cache: Path) -> None:
     """Train, log as in the product, and acknowledge the end, or the error that it ends with."""
     attempt = session.run_dir.attempt(session.attempt)
     log_to(attempt.rank_log(session.rank))
-    try:
-        with failure_told(session):
-            outcome = _train(spec, session, cache)
-    except Exception as error:
-        outcome = failed(error)
-        # Peers of a rank that failed fail of lost connections: what trying again cannot help has the last word.
-        if not outcome.retryable or attempt.outcome() is None:
+    with fence_watched(session.run_dir, session.token):
+        try:
+            with failure_told(session):
+                outcome = _train(spec, session, cache)
+        except FencedError:
+            # The outcome is the newer group's to write.
+            raise
+        except Exception as error:
+            outcome = failed(error)
+            check_fence(session.run_dir, session.token)
+            # Peers of a rank that failed fail of lost connections: what trying again cannot help has the last word.
+            if not outcome.retryable or attempt.outcome() is None:
+                attempt.write_outcome(outcome)
+            raise
+        if session.rank == 0:
+            check_fence(session.run_dir, session.token)
             attempt.write_outcome(outcome)
-        raise
-    if session.rank == 0:
-        attempt.write_outcome(outcome)
-        # Obeyed and acknowledged: the next start on this directory goes on.
+            _acknowledge_stop(session)
+
+
+def _acknowledge_stop(session: Session) -> None:
+    """Remove the request to stop: the next start on this directory resumes."""
+    try:
+        check_fence(session.run_dir, session.token)
         session.run_dir.stop_file.unlink(missing_ok=True)
+    except (FencedError, OSError) as error:
+        log.warning("the request to stop could not be removed: %s", error)
 
 
 def _train(spec: JobSpec, session: Session, cache: Path) -> Outcome:
@@ -100,15 +119,18 @@ def _watch_signals() -> Callable[[], bool]:
 def _session(spec: JobSpec, run_dir: RunDir, told_to_end: Callable[[], bool]) -> Session:
     rank = dist.get_rank()
     # Nobody may write into a directory that turns out to be another run's.
-    refused = [_claim(run_dir, spec) if rank == 0 else None]
-    dist.broadcast_object_list(refused, src=0)
-    if refused[0] is not None:
-        raise UserError(refused[0])
+    claimed = [_claim(run_dir, spec) if rank == 0 else None]
+    dist.broadcast_object_list(claimed, src=0)
+    token = claimed[0]
+    if isinstance(token, Exception):
+        raise token
+    assert token is not None, "rank 0 sends a token or an error"
     return Session(
         rank=rank,
         world=dist.get_world_size(),
         local_rank=int(os.environ["LOCAL_RANK"]),
-        attempt=1,
+        attempt=token.attempt,
+        epoch=token.epoch,
         run_dir=run_dir,
         open_stream=local_stream,
         timeout=timedelta(seconds=spec.failure.hang_timeout_seconds),
@@ -116,15 +138,18 @@ def _session(spec: JobSpec, run_dir: RunDir, told_to_end: Callable[[], bool]) ->
     )
 
 
-def _claim(run_dir: RunDir, spec: JobSpec) -> str | None:
-    """Make the directory this run's; why it cannot be, or None."""
+def _claim(run_dir: RunDir, spec: JobSpec) -> Fence | Exception:
+    """Claim the directory for this run and supersede earlier starts on it; return its token, or why it cannot."""
     try:
         run_dir.write_spec(spec)
+        token = begin_group(run_dir, 1, by=uuid.uuid4().hex)
+        # Run again on the same directory, it has not ended yet.
+        run_dir.attempt(1).outcome_file.unlink(missing_ok=True)
     except ValueError as error:
-        return str(error)
-    # Run again on the same directory, it has not ended yet.
-    run_dir.attempt(1).outcome_file.unlink(missing_ok=True)
-    return None
+        return UserError(str(error))
+    except (FencedError, OSError) as error:
+        return error
+    return token
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from train_loop.data.dataset import Rows
 from train_loop.data.reader import StreamPlan
 from train_loop.heartbeat import Phase
 from train_loop.plan import MeshPlan
-from train_loop.run_dir import RunDir
+from train_loop.run_dir import Fence, RunDir
 
 
 class Preemption(NamedTuple):
@@ -41,6 +41,8 @@ class Session:
     open_stream: OpenStream
     timeout: timedelta = timedelta(minutes=30)
     """How long a collective may wait."""
+    epoch: int = 0
+    """The worker group's fencing epoch within the attempt; 0 if nobody raised one for it."""
     told_to_end: Callable[[], bool] = lambda: False
     """Whether this process was asked by a signal to end."""
     expect_restart: Callable[[], None] = lambda: None
@@ -54,6 +56,11 @@ class Session:
     """Returns whether hosts that will stay have room for all ranks; None if the group cannot be started elsewhere."""
     mark: Callable[[int, Phase], None] = ignore_mark
     """Notes where this rank is, for whoever watches the group: a step, and what the rank does in it."""
+
+    @property
+    def token(self) -> Fence:
+        """The fencing token of this rank's worker group."""
+        return Fence(self.attempt, self.epoch)
 
     @property
     def patience(self) -> float:

@@ -1,13 +1,17 @@
 """A watch on the loop: where no step ends in time, every rank writes down where it stands."""
 
 import faulthandler
+import logging
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from train_loop.fencing import check_fence
 from train_loop.run_dir import copy_files, is_remote
 from train_loop.session import Session
+
+log = logging.getLogger(__name__)
 
 
 class Watchdog:
@@ -31,20 +35,34 @@ class Watchdog:
 
 @contextmanager
 def watched(session: Session) -> Iterator[Watchdog]:
-    """A watch over what is done inside; its file stays only where something hung."""
-    folder = session.run_dir.attempt(session.attempt).stacks
+    """Watch over the body; the file of stacks stays only if something hung.
+
+    A cleanup that fails is logged: it must neither fail a run that is done nor mask what ended it.
+    """
+    attempt = session.run_dir.attempt(session.attempt)
+    own = attempt.stacks_of(session.rank, session.epoch)
     # On object storage it lies elsewhere until this rank ends.
-    with tempfile.TemporaryDirectory() as elsewhere:
-        place = Path(elsewhere) if is_remote(folder) else folder
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as elsewhere:
+        place = Path(elsewhere) if is_remote(own) else own.parent
         place.mkdir(parents=True, exist_ok=True)
-        path = place / f"rank-{session.rank:05d}.txt"
+        path = place / own.name
         dog = Watchdog(path, seconds=session.timeout.total_seconds())
         try:
             dog.feed()
             yield dog
         finally:
-            dog.close()
-            if not path.stat().st_size:
-                path.unlink()
-            elif is_remote(folder):
-                copy_files(place, folder)
+            _close(dog, path, session)
+
+
+def _close(dog: Watchdog, path: Path, session: Session) -> None:
+    folder = session.run_dir.attempt(session.attempt).stacks
+    try:
+        dog.close()
+        # A newer group may be cleaning up after this one.
+        check_fence(session.run_dir, session.token)
+        if not path.stat().st_size:
+            path.unlink()
+        elif is_remote(folder):
+            copy_files(path.parent, folder)
+    except Exception as error:
+        log.warning("the stacks of rank %d were not cleaned up: %s", session.rank, error)

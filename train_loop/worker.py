@@ -19,7 +19,7 @@ from train_loop.errors import CheckpointError, UserError
 from train_loop.evaluate import Evaluation, evaluate
 from train_loop.garbage import collect_garbage, keep_what_is_there, no_garbage_collection
 from train_loop.heartbeat import Phase
-from train_loop.journal import Journal
+from train_loop.journal import group_journal
 from train_loop.metrics import measure, record_start, record_step
 from train_loop.nonfinite import count_skips
 from train_loop.preemption import PreemptionWatch
@@ -38,7 +38,7 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
     """Train this rank's share of a run, from its newest checkpoint to its end or until it is asked to stop."""
     model = spec.model.path or (spec.model.config or {})["model_type"]
     log.info("rank %d of %d: building %s", session.rank, session.world, model)
-    journal = Journal(session.run_dir.attempt(session.attempt), rank=session.rank)
+    journal = group_journal(session.run_dir, session.token, rank=session.rank)
     journal.event("workers_ready", world=session.world)
     with watched(session) as watchdog:
         run = build_run(spec, session, dataset, evaluation)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from service.lines import number, parse
 from service.ports import NO_STORY, Line, Place, Progress, Story, Tail, Written
-from train_loop.run_dir import RunDir
+from train_loop.run_dir import CurrentGroup, RunDir
 
 _RECENT = 50
 """Steps whose times tell how long the rest will take."""
@@ -24,6 +24,7 @@ class Chronicle:
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir
         self._places = {kind: Place() for kind in _KINDS}
+        self._groups = {kind: CurrentGroup() for kind in _KINDS}
         self._lock = threading.Lock()
         self._story = NO_STORY
         self._starts = 0
@@ -51,10 +52,11 @@ class Chronicle:
             if not tail.entries:
                 if tail.next_attempt is None:
                     return
-                self._places[kind] = Place(tail.next_attempt)
+                self._places[kind], self._groups[kind] = Place(tail.next_attempt), CurrentGroup()
                 continue
             for entry in tail.entries:
-                if (line := parse(entry.text)) is not None:
+                # Lines of superseded worker groups count neither as progress nor as restarts.
+                if (line := parse(entry.text)) is not None and self._groups[kind].keeps(line):
                     yield line
             self._places[kind] = tail.entries[-1].after
 

@@ -44,7 +44,7 @@ class LocalRunDirs:
         directory.write_spec(spec)
         directory.attempt(attempt).write_size(size)
         directory.write_fence(attempt)
-        if directory.fence() > attempt:
+        if directory.fence().attempt > attempt:
             raise StaleAttempt(run_dir, attempt)
 
     def fence_off(self, run_dir: str, *, attempt: int) -> None:
@@ -71,7 +71,7 @@ class LocalRunDirs:
     def latest(self, run_dir: str) -> Latest:
         """The newest attempt that was prepared or shut out; number 0 where there is none."""
         directory = RunDir.at(run_dir)
-        fence = directory.fence()
+        fence = directory.fence().attempt
         prepared = max((attempt.number for attempt in directory.attempts()), default=0)
         # A fence shuts out what is older than it, prepared or not.
         number = max(prepared, fence - 1)

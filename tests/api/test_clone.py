@@ -10,7 +10,7 @@ from tests.support.checkpoints import checkpoint
 from tests.support.service import FakeService, spec_body
 from train_loop.checkpoint.ledgers import ledger_of
 from train_loop.checkpoint.retention import retire_others
-from train_loop.run_dir import Outcome, RunDir
+from train_loop.run_dir import Fence, Outcome, RunDir
 from train_loop.spec import CheckpointSpec
 
 
@@ -29,7 +29,7 @@ def clone(client: TestClient, job_id: str, **wish: Any) -> Any:
 
 def retire(run_dir: RunDir) -> list[int]:
     """What retention leaves of a run's checkpoints that keeps one."""
-    retire_others(run_dir, ledger_of(run_dir, 1), CheckpointSpec(keep_last=1))
+    retire_others(run_dir, ledger_of(run_dir, Fence(1)), CheckpointSpec(keep_last=1))
     return sorted(run_dir.manifests())
 
 

@@ -30,7 +30,7 @@ from train_loop.checkpoint.save import Saver
 from train_loop.data.cache import find_dataset
 from train_loop.data.reader import local_stream
 from train_loop.journal import Journal
-from train_loop.run_dir import RunDir, is_remote, read_lines
+from train_loop.run_dir import Fence, RunDir, is_remote, read_lines
 from train_loop.session import Session
 from train_loop.vitals import StepClock
 
@@ -246,7 +246,7 @@ def take_anothers_place(run_dir: RunDir, step: int, chance: random.Random) -> No
 
 
 def leave_a_save_behind(run_dir: RunDir, step: int, chance: random.Random) -> None:
-    run_dir.checkpoint(step).rename(run_dir.checkpoint_in_progress(step, chance.choice([1, 2])))
+    run_dir.checkpoint(step).rename(run_dir.checkpoint_in_progress(step, Fence(chance.choice([1, 2]))))
 
 
 def begin_to_retire(run_dir: RunDir, step: int, chance: random.Random) -> None:

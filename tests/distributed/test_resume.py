@@ -108,7 +108,7 @@ def test_a_run_stops_with_a_checkpoint_when_it_is_asked_to(spec: dict[str, Any],
     long = spec | {"training": spec["training"] | {"max_steps": 100_000}, "checkpoint": {"every_steps": None}}
     process = torchrun.start(long, run_dir, 2)
     torchrun.wait_for_step(run_dir, 3)
-    (run_dir / "control").mkdir()
+    (run_dir / "control").mkdir(exist_ok=True)
     (run_dir / "control" / "stop.json").write_text('{"mode": "cancel", "checkpoint": true}')
     assert process.wait(timeout=60) == 0
     outcome = RunDir(run_dir).attempt(1).outcome()

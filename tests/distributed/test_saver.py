@@ -28,7 +28,7 @@ from train_loop.checkpoint.save import Saver
 from train_loop.data.cache import find_dataset
 from train_loop.data.reader import local_stream
 from train_loop.errors import CheckpointError
-from train_loop.run_dir import Manifest, RunDir, read_lines
+from train_loop.run_dir import Fence, Manifest, RunDir, read_lines
 from train_loop.session import Session
 from train_loop.spec import SaveMode
 from train_loop.vitals import StepClock
@@ -78,7 +78,7 @@ def save_and_train_on(folder: Path, mode: SaveMode, file_bytes: int) -> dict[str
     assert all(not weight.any() for weight in whole(zeroed).values())
     dist.barrier()
     if dist.get_rank() == 0:
-        ledger_of(run.session.run_dir, 1).put_aside(8)
+        ledger_of(run.session.run_dir, Fence(1)).put_aside(8)
     dist.barrier()
     restore(other)
     assert other.state.step == 7

@@ -4,16 +4,17 @@ from pathlib import Path
 
 from train_loop.checkpoint.ledgers import ledger_of
 from train_loop.checkpoint.manifest import describe_file
-from train_loop.run_dir import DataPosition, Manifest, RunDir
+from train_loop.run_dir import DataPosition, Fence, Manifest, RunDir
 
 
-def manifest(step: int, *, attempt: int = 1, metrics: dict[str, float] | None = None) -> Manifest:
+def manifest(step: int, *, attempt: int = 1, epoch: int = 0, metrics: dict[str, float] | None = None) -> Manifest:
     """A manifest without files."""
     return Manifest(
         step=step,
         tokens=step,
         position=DataPosition(),
         attempt=attempt,
+        epoch=epoch,
         time=0.0,
         fingerprint="f",
         dataset="d",
@@ -25,16 +26,17 @@ def manifest(step: int, *, attempt: int = 1, metrics: dict[str, float] | None = 
     )
 
 
-def unfinished(run_dir: RunDir, step: int, *, attempt: int = 1, **files: bytes) -> Manifest:
+def unfinished(run_dir: RunDir, step: int, *, attempt: int = 1, epoch: int = 0, **files: bytes) -> Manifest:
     """A save whose files are there; the manifest that would commit it."""
-    folder = ledger_of(run_dir, attempt).workplace(step)
+    folder = ledger_of(run_dir, Fence(attempt, epoch)).workplace(step)
     for name, content in files.items():
         (folder / name).write_bytes(content)
     described = {name: describe_file(folder / name) for name in files}
-    return manifest(step, attempt=attempt).model_copy(update={"files": described})
+    return manifest(step, attempt=attempt, epoch=epoch).model_copy(update={"files": described})
 
 
-def checkpoint(run_dir: RunDir, step: int, *, attempt: int = 1, **files: bytes) -> Path:
+def checkpoint(run_dir: RunDir, step: int, *, attempt: int = 1, epoch: int = 0, **files: bytes) -> Path:
     """A committed checkpoint of the given files."""
-    ledger_of(run_dir, attempt).commit(unfinished(run_dir, step, attempt=attempt, **files))
+    draft = unfinished(run_dir, step, attempt=attempt, epoch=epoch, **files)
+    ledger_of(run_dir, Fence(attempt, epoch)).commit(draft)
     return run_dir.checkpoint(step)

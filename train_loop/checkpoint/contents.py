@@ -60,6 +60,7 @@ def draft_manifest(run: Run, measured: Mapping[str, float]) -> Manifest:
         skipped=run.state.skipped,
         position=run.order.order.position(run.state.consumed),
         attempt=run.session.attempt,
+        epoch=run.session.epoch,
         time=time.time(),
         fingerprint=hashlib.sha256(dump(run.spec).encode()).hexdigest(),
         dataset=run.dataset.fingerprint,

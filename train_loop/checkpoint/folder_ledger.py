@@ -8,40 +8,50 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from train_loop.checkpoint.ledger import check_fence, step_of
+from train_loop.checkpoint.ledger import METADATA, step_of
 from train_loop.checkpoint.manifest import NAME, has_its_files
-from train_loop.run_dir import Manifest, RunDir, list_folder, make_folder, replace_durably, sync
+from train_loop.fencing import check_fence
+from train_loop.run_dir import Fence, Manifest, RunDir, list_folder, make_folder, replace_durably, sync
 
-_IN_PROGRESS = r"step-\d+\.tmp-(?P<attempt>\d+)(?P<gone>\..*)?"
+_IN_PROGRESS = r"step-\d+\.tmp-(?P<attempt>\d+)(\.(?P<epoch>\d{1,9}))?(?P<gone>\..*)?"
+"""Older versions wrote no epoch."""
 _REJECTED = r"step-\d+\.rejected-.*"
-_RETIRED = r"step-\d+\.retired"
-"""One that is being removed."""
+_RETIRED = r"step-\d+\.retired(-(?P<attempt>\d+)\.(?P<epoch>\d+))?"
+"""A checkpoint that a group is removing; older versions wrote no token."""
 
 
 @dataclass(frozen=True)
 class FolderLedger:
-    """`checkpoints/` where folders can be renamed at one stroke."""
+    """`checkpoints/` where folders can be renamed at one stroke.
+
+    Groups share no name but that of a committed checkpoint. Each takes a folder over by renaming it to a name of its
+    own, which only one of several can do.
+    """
 
     run_dir: RunDir
-    attempt: int
+    token: Fence
 
     def workplace(self, step: int) -> Path:
-        """step-N.tmp-<attempt>."""
-        folder = self.run_dir.checkpoint_in_progress(step, self.attempt)
+        """step-N.tmp-<attempt>.<epoch>."""
+        folder = self._in_progress(step)
         make_folder(folder)
         return folder
 
-    def commit(self, draft: Manifest) -> Manifest:
-        """The manifest, then the folder's final name. Raises FencedError.
+    def metadata_name(self) -> str:
+        """The name that DCP expects: the folder belongs to this group alone."""
+        return METADATA
 
-        A newer attempt writes its fence, then takes away the folders of older ones, then looks which checkpoints there
-        are. So an attempt that is held up between its look at the fence and the rename finds nothing to rename.
+    def commit(self, draft: Manifest) -> Manifest:
+        """Write the manifest, then rename the folder to its final name. Raises FencedError.
+
+        A newer group raises the fence, then renames the folders of older ones, then selects its checkpoint. So a group
+        that is paused between its check and the rename finds nothing to rename.
         """
         manifest = draft.sealed()
         folder, final = self._in_progress(manifest.step), self.run_dir.checkpoint(manifest.step)
         if self.run_dir.manifests().get(manifest.step) != manifest:
             replace_durably(folder / NAME, manifest.model_dump_json(indent=2))
-            check_fence(self.run_dir, self.attempt)
+            check_fence(self.run_dir, self.token)
             # Where this process was thought dead, those who took over may be writing the same step in the same place.
             if not has_its_files(folder, manifest):
                 raise FileNotFoundError(errno.ENOENT, "files of the checkpoint have been removed", str(folder))
@@ -55,23 +65,30 @@ class FolderLedger:
         shutil.rmtree(self._in_progress(step), ignore_errors=True)
 
     def clear(self) -> list[int]:
-        """Take away what older attempts and dead processes of this one are saving, at one stroke each."""
+        """Take away what older groups and dead processes of this one are saving, at one stroke each."""
+        check_fence(self.run_dir, self.token)
         for folder, found in self._folders(_IN_PROGRESS):
-            if int(found["attempt"]) <= self.attempt:
+            if _token(found) <= self.token:
                 gone = folder if found["gone"] else folder.with_name(f"{folder.name}.{uuid.uuid4().hex}")
-                folder.rename(gone)
+                # Its group may have committed it meanwhile, or another one may have taken it away.
+                with suppress(FileNotFoundError):
+                    folder.rename(gone)
                 shutil.rmtree(gone, ignore_errors=True)
         self._finish_removals()
         return sorted(set(self.run_dir.checkpoint_folders()) - self.run_dir.manifests().keys())
 
     def put_aside(self, step: int) -> None:
-        """Rename it."""
+        """Rename it. Raises FencedError."""
+        check_fence(self.run_dir, self.token)
         folder = self.run_dir.checkpoint(step)
-        aside = folder.with_name(f"{folder.name}.rejected-{self.attempt}")
+        aside = folder.with_name(f"{folder.name}.rejected-{self.token}")
+        if aside.exists():
+            # The same step may be rejected again by a later start of the same group.
+            aside = aside.with_name(f"{aside.name}.{uuid.uuid4().hex}")
         # Repeated after its answer was lost, it finds nothing to rename.
         with suppress(FileNotFoundError):
-            # The same step may be rejected again by a later start of the same attempt.
-            folder.rename(aside if not aside.exists() else aside.with_name(f"{aside.name}.{uuid.uuid4().hex}"))
+            folder.rename(aside)
+        self._give_back(aside)
         sync(folder.parent)
 
     def retire(self, step: int) -> None:
@@ -79,16 +96,16 @@ class FolderLedger:
 
         Whoever pinned it and has seen its manifest after that keeps it.
         """
-        check_fence(self.run_dir, self.attempt)
+        check_fence(self.run_dir, self.token)
         folder = self.run_dir.checkpoint(step)
-        retired = folder.with_name(f"{folder.name}.retired")
+        retired = self._retired(step)
         folder.rename(retired)
         sync(folder.parent)
         self._remove_unless_pinned(retired)
 
     def sweep(self) -> None:
         """Of what was rejected, the one of the newest step that was rejected last stays."""
-        check_fence(self.run_dir, self.attempt)
+        check_fence(self.run_dir, self.token)
         self._finish_removals()
         pins = self.run_dir.pins()
         rejected = [(step_of(folder), folder.stat().st_ctime, folder) for folder, _ in self._folders(_REJECTED)]
@@ -97,8 +114,14 @@ class FolderLedger:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _finish_removals(self) -> None:
-        for folder, _ in self._folders(_RETIRED):
-            self._remove_unless_pinned(folder)
+        """Take over what this group or older ones were removing. Of two groups that try it, one succeeds."""
+        for folder, found in self._folders(_RETIRED):
+            mine = self._retired(step_of(folder))
+            if _token(found) <= self.token:
+                with suppress(FileNotFoundError):
+                    if folder != mine:
+                        folder.rename(mine)
+                    self._remove_unless_pinned(mine)
 
     def _folders(self, pattern: str) -> list[tuple[Path, re.Match[str]]]:
         """The folders whose whole names match, and how."""
@@ -106,7 +129,9 @@ class FolderLedger:
         return [(self.run_dir.checkpoints / name, match) for name, match in matches if match]
 
     def _remove_unless_pinned(self, retired: Path) -> None:
-        manifest, final = retired / NAME, retired.with_suffix("")
+        manifest, final = retired / NAME, self.run_dir.checkpoint(step_of(retired))
+        if self._give_back(retired):
+            return
         # The step may have been trained and saved again.
         if step_of(retired) in self.run_dir.pins() and manifest.exists() and not final.exists():
             retired.rename(final)
@@ -116,5 +141,23 @@ class FolderLedger:
         sync(retired)
         shutil.rmtree(retired, ignore_errors=True)
 
+    def _give_back(self, taken: Path) -> bool:
+        """Undo a rename that came so late that it took the checkpoint of a newer group; return whether it did."""
+        manifest = self.run_dir.manifest_in(taken)
+        if manifest is None or manifest.token <= self.token or self.run_dir.fence() <= self.token:
+            return False
+        taken.rename(self.run_dir.checkpoint(manifest.step))
+        sync(taken.parent)
+        return True
+
     def _in_progress(self, step: int) -> Path:
-        return self.run_dir.checkpoint_in_progress(step, self.attempt)
+        return self.run_dir.checkpoint_in_progress(step, self.token)
+
+    def _retired(self, step: int) -> Path:
+        folder = self.run_dir.checkpoint(step)
+        return folder.with_name(f"{folder.name}.retired-{self.token}")
+
+
+def _token(found: re.Match[str]) -> Fence:
+    """The token in a folder's name; older versions wrote none, or no epoch."""
+    return Fence(int(found["attempt"] or 0), int(found["epoch"] or 0))

@@ -3,18 +3,24 @@
 from pathlib import Path
 from typing import Protocol
 
-from train_loop.errors import FencedError
-from train_loop.run_dir import Manifest, RunDir
+from train_loop.run_dir import Manifest
 
 METADATA = ".metadata"
-"""DCP's own description of what lies where."""
+"""DCP's own description of what lies where; on object storage the end of its name."""
 
 
 class Ledger(Protocol):
-    """The checkpoints of a run, as one attempt changes them. Every call may raise OSError, and can be repeated."""
+    """The checkpoints of a run, as one worker group changes them.
+
+    Every call may raise OSError, and can be repeated. After a newer group has taken over, a call raises FencedError, or
+    changes only what no newer group uses.
+    """
 
     def workplace(self, step: int) -> Path:
         """The folder that the files of a save are written to; it is there."""
+
+    def metadata_name(self) -> str:
+        """Return the name for DCP's metadata of one save. Two groups never write an object of the same name."""
 
     def commit(self, draft: Manifest) -> Manifest:
         """Make what lies in the workplace, durable, a checkpoint. Raises FencedError where it is not ours to do."""
@@ -25,8 +31,8 @@ class Ledger(Protocol):
     def clear(self) -> list[int]:
         """Remove what dead processes have left half saved or half removed; steps whose checkpoints are damaged.
 
-        To be called with the fence written and before anybody looks which checkpoints there are: an older attempt that
-        is alive after all cannot commit any more what it has begun to save.
+        Call it after the fence was raised and before checkpoints are selected: then an older group that is still alive
+        cannot commit what it has begun to save.
         """
 
     def put_aside(self, step: int) -> None:
@@ -40,13 +46,6 @@ class Ledger(Protocol):
 
         Raises FencedError.
         """
-
-
-def check_fence(run_dir: RunDir, attempt: int) -> None:
-    """Raise FencedError where a newer attempt has taken over."""
-    fence = run_dir.fence()
-    if fence > attempt:
-        raise FencedError(f"attempt {fence} has taken over from attempt {attempt}, which ends here")
 
 
 def step_of(folder: Path) -> int:

@@ -12,9 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from train_loop.checkpoint.ledger import METADATA
 from train_loop.cores import cores_of_rank
 from train_loop.errors import CheckpointError, UserError
-from train_loop.run_dir import CheckpointFile, Manifest, RunDir, size_of
+from train_loop.run_dir import CheckpointFile, Manifest, RunDir, is_remote, read_whole, size_of
 
 NAME = "manifest.json"
 T = TypeVar("T")
@@ -56,6 +57,21 @@ def _fault(folder: Path, manifest: Manifest, name: str) -> str | None:
 def has_its_files(folder: Path, manifest: Manifest) -> bool:
     """Whether all files are there with their sizes; what is in them nobody reads."""
     return all(_of_each(manifest.files, lambda name: size_of(folder / name) == manifest.files[name].size))
+
+
+def metadata_name(manifest: Manifest) -> str:
+    """Return which of a checkpoint's files is DCP's metadata. Raises FileNotFoundError."""
+    for name in manifest.files:
+        if name.endswith(METADATA):
+            return name
+    raise FileNotFoundError(f"the checkpoint of step {manifest.step} has no file {METADATA}")
+
+
+def metadata_file(folder: Path) -> Path:
+    """Return DCP's metadata of a committed checkpoint. Raises FileNotFoundError, ValueError."""
+    if not is_remote(folder):
+        return folder / METADATA
+    return folder / metadata_name(Manifest.parse(read_whole(folder / NAME).decode()))
 
 
 def newest_verified(run_dir: RunDir) -> tuple[Manifest | None, dict[int, list[str]]]:

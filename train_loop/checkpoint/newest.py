@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from train_loop.assemble import Run
-from train_loop.checkpoint.ledger import check_fence
 from train_loop.checkpoint.ledgers import ledger_of
 from train_loop.checkpoint.manifest import verify
 from train_loop.errors import CheckpointError, UserError
+from train_loop.fencing import check_fence
 from train_loop.patience import patiently
 from train_loop.run_dir import Manifest, Parent, RunDir, UnknownFormatError, is_remote, storage_failed
 
@@ -104,7 +104,7 @@ def _unread(error: Exception) -> list[str]:
 
 
 def _reject(run: Run, faults: dict[int, list[str]]) -> None:
-    ledger = ledger_of(run.session.run_dir, run.session.attempt)
+    ledger = ledger_of(run.session.run_dir, run.session.token)
     while faults:
         # Said before it is done, and perhaps again, rather than done and never said.
         step, found = next(iter(faults.items()))
@@ -115,9 +115,9 @@ def _reject(run: Run, faults: dict[int, list[str]]) -> None:
 
 def _candidates(run: Run) -> list[Manifest]:
     """What claims to be a checkpoint, newest first, after a look at the fence and a clean-up, in this order."""
-    run_dir, attempt = run.session.run_dir, run.session.attempt
-    check_fence(run_dir, attempt)
-    ledger = ledger_of(run_dir, attempt)
+    run_dir, token = run.session.run_dir, run.session.token
+    check_fence(run_dir, token)
+    ledger = ledger_of(run_dir, token)
     try:
         damaged = ledger.clear()
     except UnknownFormatError as error:

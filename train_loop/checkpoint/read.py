@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from train_loop.checkpoint.frame import frame_of
-from train_loop.checkpoint.ledger import METADATA
+from train_loop.checkpoint.manifest import metadata_file
 from train_loop.patience import patiently
 from train_loop.run_dir import is_remote, read_whole, storage_failed
 
@@ -35,7 +35,7 @@ class CheckpointReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Called by DCP."""
-        metadata: Metadata = pickle.loads(self._patiently(partial(read_whole, self._folder / METADATA)))
+        metadata: Metadata = pickle.loads(self._patiently(lambda: read_whole(metadata_file(self._folder))))
         return metadata
 
     def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 from train_loop.checkpoint.image import Contents, Image, Places
-from train_loop.checkpoint.ledger import METADATA, Ledger, check_fence
+from train_loop.checkpoint.ledger import Ledger
 from train_loop.checkpoint.ledgers import ledger_of
 from train_loop.checkpoint.retention import retire_others
 from train_loop.checkpoint.staging import StagingBuffer
 from train_loop.checkpoint.write import FileWriter, OwnWriter, ProcessWriter, write_files
 from train_loop.errors import CheckpointError, FencedError
+from train_loop.fencing import check_fence
 from train_loop.journal import Journal
 from train_loop.patience import patiently
 from train_loop.run_dir import CheckpointFile, Manifest, is_remote, storage_failed, storage_may_fail, sync
@@ -46,8 +47,8 @@ class Saver:
 
     def __init__(self, session: Session, journal: Journal, spec: CheckpointSpec, mode: SaveMode) -> None:
         self._run_dir = session.run_dir
-        self._attempt = session.attempt
-        self._ledger: Ledger = ledger_of(session.run_dir, session.attempt)
+        self._token = session.token
+        self._ledger: Ledger = ledger_of(session.run_dir, session.token)
         self._journal = journal
         self._spec = spec
         self._mode = mode
@@ -65,7 +66,7 @@ class Saver:
         self._fault: str | None = None
         self._delay: str | None = None
         self._failed_in_a_row = 0
-        self._fenced = False
+        self._fenced: FencedError | None = None
 
     def save(self, tensors: dict[str, Any], draft: Manifest, clock: StepClock) -> None:
         """Start saving `tensors` as what `draft` describes, once the save before it has ended; a collective call.
@@ -92,23 +93,30 @@ class Saver:
     @property
     def in_trouble(self) -> bool:
         """Whether this rank has heard what must end the run; it may hear of it a moment before the others do."""
-        return self._fenced or self._failed_in_a_row >= self._spec.max_consecutive_failures
+        return self._fenced is not None or self._failed_in_a_row >= self._spec.max_consecutive_failures
 
     def raise_trouble(self) -> None:
         """Raise FencedError or CheckpointError; to be called by every rank once one of them is in trouble."""
         fault = self.wait()
+        if self._fenced is not None:
+            raise self._fenced
         raise CheckpointError(
             f"{self._failed_in_a_row} checkpoints in a row were not committed: {fault}; make the storage writable "
             "again, or raise checkpoint.max_consecutive_failures"
         )
 
     def close(self) -> None:
-        """Wait for the save in flight. Raises CheckpointError where the last one failed."""
+        """Wait for the save in flight. Raises CheckpointError where the last one failed.
+
+        What fails after that is logged: the checkpoint is committed or not, whatever becomes of threads and memory.
+        """
         fault = self.wait()
-        self._thread.shutdown()
-        self._writer.close()
-        if self._buffer is not None:
-            self._buffer.close()
+        for end in (self._thread.shutdown, self._writer.close, self._buffer.close if self._buffer else None):
+            try:
+                if end is not None:
+                    end()
+            except Exception as error:
+                log.warning("cleanup after the last save failed: %s", error)
         if fault is not None:
             raise CheckpointError(fault)
 
@@ -119,7 +127,7 @@ class Saver:
         faults = [word for word in told if not isinstance(word, Share)]
         for rank, word in enumerate(told):
             if isinstance(word, Share) and word.delay is not None:
-                self._journal.event("checkpoint_delayed", step=draft.step, rank=rank, reason=word.delay)
+                self._report("checkpoint_delayed", step=draft.step, rank=rank, reason=word.delay)
         fault = next((word for word in faults if isinstance(word, FencedError)), "; ".join(map(str, faults)) or None)
         if fault is None and self._rank == 0:
             committed = self._or_fault(draft.step, partial(self._commit, draft, told))
@@ -127,18 +135,31 @@ class Saver:
                 self._tell_commit(committed, perf_counter() - started)
             else:
                 fault = committed
-        fault = self._tell_all(fault)[0]
+        fault = self._tell_all(self._fenced or fault)[0]
         if isinstance(fault, FencedError):
-            self._fenced = True
+            self._fenced = fault
             raise fault
         self._failed_in_a_row = 0 if fault is None else self._failed_in_a_row + 1
         if fault is None:
             return None
-        self._journal.event("checkpoint_failed", step=draft.step, reason=fault, in_a_row=self._failed_in_a_row)
+        self._report("checkpoint_failed", step=draft.step, reason=fault, in_a_row=self._failed_in_a_row)
         if self._rank == 0:
-            with storage_may_fail(partial(log.warning, "what the save has left could not be removed: %s")):
-                self._ledger.discard(draft.step)
+            self._discard(draft.step)
         return f"the checkpoint of step {draft.step} was not committed: {fault}"
+
+    def _report(self, name: str, **fields: Any) -> None:
+        """Write an event. If a newer group has taken over, all ranks hear of it at the next collective call."""
+        try:
+            self._journal.event(name, **fields)
+        except FencedError as error:
+            self._fenced = error
+
+    def _discard(self, step: int) -> None:
+        try:
+            with storage_may_fail(partial(log.warning, "what the save has left could not be removed: %s")):
+                self._ledger.discard(step)
+        except FencedError as error:
+            self._fenced = error
 
     def _tell_all(self, word: Any) -> list[Any]:
         words: list[Any] = [None] * dist.get_world_size(self._group)
@@ -157,7 +178,7 @@ class Saver:
     def _write(self, step: int, contents: Contents) -> Share:
         """Make this rank's files durable."""
         # Storage that fails may be what a newer attempt has cleaned.
-        check_fence(self._run_dir, self._attempt)
+        check_fence(self._run_dir, self._token)
         folder = self._ledger.workplace(step)
         try:
             files = self._writer.write(folder, contents.files)
@@ -176,21 +197,23 @@ class Saver:
         self._journal.flush()
         folder = self._ledger.workplace(draft.step)
         metadata = self._image.metadata(share.objects for share in shares)
-        files = write_files(folder, {METADATA: [memoryview(metadata)]})
+        files = write_files(folder, {self._ledger.metadata_name(): [memoryview(metadata)]})
         for share in shares:
             files |= share.files
         return self._ledger.commit(draft.model_copy(update={"files": files}))
 
     def _tell_commit(self, manifest: Manifest, seconds: float) -> None:
         numbers = {"step": manifest.step, "bytes": manifest.bytes, "seconds": round(seconds, 3)}
-        self._journal.event("checkpoint_committed", **numbers)
+        self._report("checkpoint_committed", **numbers)
         try:
             retire_others(self._run_dir, self._ledger, self._spec)
-        except FencedError:
-            log.info("a newer attempt has taken over: it keeps and removes, and this one ends at its next save")
+        except FencedError as error:
+            self._fenced = error
         except Exception as error:
             # Whatever it is: the other ranks wait for this one.
-            self._journal.warn(f"older checkpoints could not be removed: {error}; they will be after the next save")
+            told = f"older checkpoints could not be removed: {error}; they will be after the next save"
+            log.warning(told)
+            self._report("warning", message=told)
 
     def _tell_delay(self, step: int, error: BaseException) -> None:
         """At once in the log, and in the events where this is rank 0, which writes them; it hears of others later."""

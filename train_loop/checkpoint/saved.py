@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from train_loop.checkpoint.frame import frame_of
-from train_loop.checkpoint.ledger import METADATA
+from train_loop.checkpoint.manifest import metadata_file
 from train_loop.errors import CheckpointError
 
 _PIECE_BYTES = 16 * 2**20
@@ -41,7 +41,7 @@ class SavedTensors:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        metadata: Metadata = pickle.loads((folder / METADATA).read_bytes())
+        metadata: Metadata = pickle.loads(metadata_file(folder).read_bytes())
         self._places: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
         described = metadata.state_dict_metadata
         self._tensors = {name: of for name, of in described.items() if isinstance(of, TensorStorageMetadata)}
@@ -87,7 +87,7 @@ class SavedTensors:
 
 def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """The shapes of a model's tensors in a checkpoint whose description has been verified, by their names there."""
-    described = pickle.loads((folder / METADATA).read_bytes()).state_dict_metadata
+    described = pickle.loads(metadata_file(folder).read_bytes()).state_dict_metadata
     tensors = {name: of for name, of in described.items() if isinstance(of, TensorStorageMetadata)}
     return {name.removeprefix("model."): tuple(of.size) for name, of in tensors.items() if name.startswith("model.")}
 

@@ -7,6 +7,7 @@ here, so that neither side has to know the other.
 from train_loop.run_dir.durable import local_path, make_folder, replace_durably, storage_path, sync, write_durably
 from train_loop.run_dir.exports import ExportDir, ExportState, ExportStatus, ExportWish
 from train_loop.run_dir.formats import (
+    NO_FENCE,
     CheckpointFile,
     DataPosition,
     Fence,
@@ -17,7 +18,15 @@ from train_loop.run_dir.formats import (
     Stop,
     UnknownFormatError,
 )
-from train_loop.run_dir.lines import JsonLines, read_appended, read_lines, read_lines_after, size_appended
+from train_loop.run_dir.lines import (
+    CurrentGroup,
+    JsonLines,
+    read_all_lines,
+    read_appended,
+    read_lines,
+    read_lines_after,
+    size_appended,
+)
 from train_loop.run_dir.paths import AttemptDir, RunDir
 from train_loop.run_dir.remote import (
     copy_files,
@@ -56,6 +65,7 @@ from train_loop.run_dir.visit import (
 
 __all__ = [
     "DEFAULT_SINKS",
+    "NO_FENCE",
     "SINKS",
     "SINKS_VARIABLE",
     "TOKEN_FILE",
@@ -63,6 +73,7 @@ __all__ = [
     "AttemptDir",
     "CheckpointFile",
     "ClusterVisit",
+    "CurrentGroup",
     "DataPosition",
     "ExportDir",
     "ExportState",
@@ -92,6 +103,7 @@ __all__ = [
     "local_path",
     "make_folder",
     "parse_sinks",
+    "read_all_lines",
     "read_appended",
     "read_lines",
     "read_lines_after",

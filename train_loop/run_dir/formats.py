@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -41,10 +42,22 @@ class Stop(Format):
         return results[self.mode]
 
 
-class Fence(Format):
-    """control/fence.json: the attempt that may commit; an older one that is still alive must not."""
+@dataclass(frozen=True, order=True)
+class Fence:
+    """The fencing token of a worker group; in control/ the newest one, and only its group may commit.
+
+    Tokens compare by attempt, then by epoch. Epoch 0 is an attempt that has not started a group yet.
+    """
 
     attempt: int
+    epoch: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.attempt}.{self.epoch}"
+
+
+NO_FENCE = Fence(0)
+"""The fence of a run directory without attempts."""
 
 
 class Outcome(Format):
@@ -82,6 +95,8 @@ class Manifest(Format):
     """Steps in a row, up to this one, that were not finite and changed no weight."""
     position: DataPosition
     attempt: int
+    epoch: int = 0
+    """The worker group that committed it; 0 in manifests of older versions."""
     time: float
     fingerprint: str
     """SHA-256 over the spec that was trained."""
@@ -95,6 +110,11 @@ class Manifest(Format):
     files: dict[str, CheckpointFile]
     digest: str = ""
     """SHA-256 over all the rest: the files have the manifest to vouch for them, and it has nobody else."""
+
+    @property
+    def token(self) -> Fence:
+        """The fencing token of the group that committed it."""
+        return Fence(self.attempt, self.epoch)
 
     @property
     def bytes(self) -> int:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +15,45 @@ from train_loop.run_dir.segments import SegmentWriter, segments
 
 _WINDOW = 1 << 18
 """Bytes of lines that are read at once."""
+_LOCK_SECONDS = 3.0
+"""How long an append waits for another writer."""
+_LOCK_POLL_SECONDS = 0.01
 
 
 class JsonLines:
     """An append-only file of JSON objects, each with seq, time and attempt; several processes may append.
 
     A line that a dying writer left torn is closed with a newline by the next one, and readers pass over it.
+    `epoch` returns the writer's fencing epoch, None for lines without one. On object storage, nothing is written while
+    `may_write` returns False.
     """
 
-    def __init__(self, path: Path, *, attempt: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        attempt: int,
+        epoch: Callable[[], int | None] = lambda: None,
+        may_write: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.path = path
         self.attempt = attempt
+        self._epoch = epoch
+        self._may_write = may_write
         self._segments: SegmentWriter | None = None
 
     def append(self, **fields: Any) -> None:
         """Add one line. Numbers that are not finite become null, because JSON has none."""
         if is_remote(self.path):
-            self._segments = self._segments or SegmentWriter(self.path)
-            self._segments.append(lambda seq: self._line(seq, fields))
+            self._segments = self._segments or SegmentWriter(self.path, may_write=self._may_write)
+            epoch = self._epoch()
+            self._segments.append(lambda seq: self._line(seq, epoch, fields))
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            _lock(file.fileno(), seconds=_LOCK_SECONDS)
             torn, seq = _tail(file.fileno())
-            whole = (b"\n" if torn else b"") + self._line(seq + 1, fields)
+            whole = (b"\n" if torn else b"") + self._line(seq + 1, self._epoch(), fields)
             if os.write(file.fileno(), whole) < len(whole):
                 # The rest found no place; the next line closes what is torn.
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
@@ -48,14 +63,43 @@ class JsonLines:
         if self._segments is not None:
             self._segments.flush()
 
-    def _line(self, seq: int, fields: dict[str, Any]) -> bytes:
+    def _line(self, seq: int, epoch: int | None, fields: dict[str, Any]) -> bytes:
         head = {"seq": seq, "time": time.time(), "attempt": self.attempt}
+        head |= {} if epoch is None else {"epoch": epoch}
         line = json.dumps(head | {name: _finite(value) for name, value in fields.items()}, allow_nan=False)
         return line.encode() + b"\n"
 
 
+class CurrentGroup:
+    """Drops lines of superseded worker groups from one file that is read in order.
+
+    A line is dropped if its epoch is lower than one seen before it. Lines without an epoch are kept.
+    """
+
+    def __init__(self, newest: int = 0) -> None:
+        self.newest = newest
+
+    def keeps(self, line: Mapping[str, Any]) -> bool:
+        """Return whether the next line of the file counts."""
+        epoch = line.get("epoch")
+        if not isinstance(epoch, int):
+            return True
+        if epoch < self.newest:
+            return False
+        self.newest = epoch
+        return True
+
+
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a JSON lines file, in order; nothing where there is no file."""
+    """Yield the whole lines of a JSON lines file that count, in order; none if there is no file.
+
+    Lines of superseded worker groups are dropped.
+    """
+    return filter(CurrentGroup().keeps, read_all_lines(path))
+
+
+def read_all_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the whole lines of a JSON lines file, in order, also those of superseded worker groups."""
     if is_remote(path):
         for part in segments(path):
             yield from filter(None, map(_parse_line, read_whole(part).splitlines(keepends=True)))
@@ -104,6 +148,25 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return value if isinstance(value, dict) else None
+
+
+def _lock(descriptor: int, *, seconds: float) -> None:
+    """Lock a file, or go on without the lock if its holder does not release it in time.
+
+    The holder may be a frozen process, and its successor must not wait for it. Appending without the lock is safe: the
+    file is open with O_APPEND, so each line still lands whole behind what is there. A line that the holder appends
+    later may repeat a seq, but carries a lower epoch, and readers drop it.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return
+            time.sleep(_LOCK_POLL_SECONDS)
+        else:
+            return
 
 
 def _finite(value: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from train_loop.run_dir.durable import storage_path, write_durably
 from train_loop.run_dir.exports import ExportDir
+from train_loop.run_dir.fence import FenceStore
 from train_loop.run_dir.formats import Fence, Format, Manifest, Outcome, Parent, Stop, UnknownFormatError
 from train_loop.run_dir.remote import is_remote, list_folder, read_whole
 from train_loop.run_dir.sinks import SinkName
@@ -49,6 +50,11 @@ class AttemptDir:
     def stacks(self) -> Path:
         """Folder of where each rank stood when no step had ended for failure.hang_timeout_seconds."""
         return self.root / "stacks"
+
+    def stacks_of(self, rank: int, epoch: int) -> Path:
+        """The stacks of one rank. Worker groups share no file: an old one may still write to its own."""
+        group = f".group-{epoch}" if epoch else ""
+        return self.stacks / f"rank-{rank:05d}{group}.txt"
 
     def rank_log(self, rank: int) -> Path:
         """The log of one rank."""
@@ -127,14 +133,18 @@ class RunDir:
         """The folder of a committed checkpoint."""
         return self.checkpoints / f"step-{step:08d}"
 
-    def checkpoint_in_progress(self, step: int, attempt: int) -> Path:
-        """The folder into which an attempt writes a checkpoint before it is committed."""
-        return self.checkpoints / f"step-{step:08d}.tmp-{attempt}"
+    def checkpoint_in_progress(self, step: int, token: Fence) -> Path:
+        """The folder into which a worker group writes a checkpoint before it is committed."""
+        return self.checkpoints / f"step-{step:08d}.tmp-{token}"
 
     def manifests(self) -> dict[int, Manifest]:
         """Manifests of what claims to be a checkpoint, by step; whether the files still match is for a verifier."""
         found = ((step, _manifest(self.checkpoint(step) / "manifest.json")) for step in self.checkpoint_folders())
         return {step: manifest for step, manifest in found if manifest is not None and manifest.step == step}
+
+    def manifest_in(self, folder: Path) -> Manifest | None:
+        """Return the manifest in a folder of any name; None if it is missing or damaged."""
+        return _manifest(folder / "manifest.json")
 
     def checkpoint_folders(self) -> list[int]:
         """Steps that have a folder under a checkpoint's final name, whatever lies in it."""
@@ -243,21 +253,28 @@ class RunDir:
         """Say what the run goes on from."""
         write_durably(self.parent_file, parent.model_dump_json(indent=2))
 
-    def fence(self) -> int:
-        """The attempt that may commit; 0 where none was set."""
-        try:
-            return Fence.model_validate_json(read_whole(self.root / "control" / "fence.json")).attempt
-        except (FileNotFoundError, NotADirectoryError):
-            return 0
+    def fence(self) -> Fence:
+        """Return the token of the newest worker group; `NO_FENCE` if there was none.
+
+        Raises ValueError if fence.json is damaged: a fence is never guessed.
+        """
+        return self._fence_store.read()
+
+    def raise_fence_to(self, fence: Fence, *, by: str) -> bool:
+        """Raise the fence, durably; return whether its token now belongs to `by`, which may repeat the call."""
+        return self._fence_store.raise_to(fence, by=by)
+
+    def fence_owner(self, fence: Fence) -> str | None:
+        """Return who raised the fence to a token; None if nobody did."""
+        return self._fence_store.owner(fence)
 
     def write_fence(self, attempt: int) -> None:
-        """Shut out every attempt older than this one; a fence is never lowered."""
-        try:
-            known = self.fence()
-        except ValueError:
-            known = 0
-        if attempt > known:
-            write_durably(self.root / "control" / "fence.json", Fence(attempt=attempt).model_dump_json())
+        """Shut out every attempt older than this one. Repeatable; it never lowers the fence."""
+        self._fence_store.raise_to(Fence(attempt), by="service")
+
+    @property
+    def _fence_store(self) -> FenceStore:
+        return FenceStore(self.root / "control")
 
     @property
     def stop_file(self) -> Path:

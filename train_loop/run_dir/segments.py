@@ -24,8 +24,9 @@ _FLUSH_SECONDS = 1.0
 class SegmentWriter:
     """Appends to a file that is kept in segments; what is appended is on storage a second later, or at `flush`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, may_write: Callable[[], bool] = lambda: True) -> None:
         self._path = path
+        self._may_write = may_write
         self._number = 0
         self._content = bytearray()
         self._written = 0
@@ -46,6 +47,11 @@ class SegmentWriter:
     def flush(self) -> None:
         """Have all of it on storage. Raises what storage raises."""
         with self._flushing:
+            # Lines of a superseded group wait for ever: its process is about to exit.
+            if not self._pending and self._written == len(self._content):
+                return
+            if not self._may_write():
+                return
             if self._pending and self._written == len(self._content) and self._is_over():
                 self._number = self._begin()
                 self._content, self._written, self._lines = bytearray(), 0, 0

@@ -22,6 +22,8 @@ class SinkPlace(Format):
     attempt: int = 0
     offset: int = 0
     """Bytes of the attempt's metrics."""
+    epoch: int = 0
+    """The newest worker group of the attempt before this place; later lines of older ones are superseded."""
 
 
 def parse_sinks(text: str) -> tuple[SinkName, ...]:

@@ -6,7 +6,16 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from train_loop.errors import FencedError
-from train_loop.run_dir import Outcome, RunDir, SinkName, SinkPlace, read_lines_after, read_place, write_place
+from train_loop.run_dir import (
+    CurrentGroup,
+    Outcome,
+    RunDir,
+    SinkName,
+    SinkPlace,
+    read_lines_after,
+    read_place,
+    write_place,
+)
 from train_loop.sinks.sink import Point, Sink, points
 
 
@@ -74,13 +83,15 @@ class Handover:
         for attempt in self.run_dir.attempts():
             if attempt.number < place.attempt or attempt.number > (self._attempt or attempt.number):
                 continue
-            offset = place.offset if attempt.number == place.attempt else 0
+            same = attempt.number == place.attempt
+            offset, group = place.offset if same else 0, CurrentGroup(place.epoch if same else 0)
             lines, behind = read_lines_after(attempt.metrics, offset)
             if behind > offset:
                 self._check_fence()
-                return points(lines), SinkPlace(attempt=attempt.number, offset=behind)
+                current = points(list(filter(group.keeps, lines)))
+                return current, SinkPlace(attempt=attempt.number, offset=behind, epoch=group.newest)
         return None
 
     def _check_fence(self) -> None:
-        if self._attempt is not None and (newer := self.run_dir.fence()) > self._attempt:
+        if self._attempt is not None and (newer := self.run_dir.fence().attempt) > self._attempt:
             raise FencedError(f"attempt {newer} hands metrics to {self.name} now")

@@ -15,7 +15,7 @@ from service.domain.decide import Submission
 from service.domain.job import Job, JobState
 from service.settings import Settings
 from tests.support.service import FakeService
-from train_loop.run_dir import Outcome
+from train_loop.run_dir import Fence, Outcome
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_on_another_cluster_the_next_attempt_shuts_the_forgotten_one_out(service
         service.reconciler().run_once()
         service.clock.now += 100
     assert launched(service) == [str(known + 2)]
-    assert service.run_dir(job.id).fence() == known + 2
+    assert service.run_dir(job.id).fence() == Fence(known + 2)
     train(service, job, known + 2)
     assert len(service.get(job.id).failures) == 1
 

@@ -17,7 +17,7 @@ from service.ports import Launch, Lease
 from service.reconcile import Reconciler
 from tests.support.service import FakeService
 from train_loop.plan import Capacity
-from train_loop.run_dir import Outcome
+from train_loop.run_dir import Fence, Outcome
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_job_goes_from_queue_to_success(service: FakeService) -> None:
     assert service.cluster.launches == [
         Launch(f"{job.id}-1", job.id, "tiny", attempt=1, run_dir=service.get(job.id).run_dir, project="default")
     ]
-    assert (service.run_dir(job.id).fence(), service.run_dir(job.id).spec()) == (1, job.spec)
+    assert (service.run_dir(job.id).fence().attempt, service.run_dir(job.id).spec()) == (1, job.spec)
     service.end(job.id, Outcome(result="succeeded", step=20))
     service.reconciler().run_once()
     assert service.get(job.id).state is JobState.SUCCEEDED
@@ -56,7 +56,7 @@ def test_lost_driver_becomes_a_second_attempt_after_the_pause(service: FakeServi
     service.clock.now += 10
     service.reconciler().run_once()
     assert [launch.submission_id for launch in service.cluster.launches] == [f"{job.id}-1", f"{job.id}-2"]
-    assert service.run_dir(job.id).fence() == 2
+    assert service.run_dir(job.id).fence() == Fence(2)
     service.event(job.id, "training_started", attempt=2, steps=20, replayed=3)
     service.cluster.submissions[f"{job.id}-2"] = Submission.RUNNING
     service.reconciler().run_once()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.specs import spec
-from train_loop.run_dir import JsonLines, Outcome, RunDir, Stop, local_path, read_lines
+from train_loop.run_dir import NO_FENCE, Fence, JsonLines, Outcome, RunDir, Stop, local_path, read_lines
 
 
 def test_a_run_directory_belongs_to_one_spec(tmp_path: Path) -> None:
@@ -34,12 +34,12 @@ def test_a_run_goes_on_at_another_size_only_if_its_batches_stay(tmp_path: Path) 
 
 def test_control_files_and_outcome_are_read_back(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    assert (run_dir.stop(), run_dir.fence(), run_dir.attempt(1).outcome()) == (None, 0, None)
+    assert (run_dir.stop(), run_dir.fence(), run_dir.attempt(1).outcome()) == (None, NO_FENCE, None)
     stop, outcome = Stop(mode="cancel", checkpoint=False, deadline=5.0), Outcome(result="cancelled", step=3)
     run_dir.write_stop(stop)
     run_dir.write_fence(2)
     run_dir.attempt(1).write_outcome(outcome)
-    assert (run_dir.stop(), run_dir.fence(), run_dir.attempt(1).outcome()) == (stop, 2, outcome)
+    assert (run_dir.stop(), run_dir.fence(), run_dir.attempt(1).outcome()) == (stop, Fence(2), outcome)
 
 
 def test_storage_that_no_package_knows_is_refused_with_the_remedy() -> None:

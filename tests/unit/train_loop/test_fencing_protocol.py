@@ -1,0 +1,242 @@
+"""The fencing protocol under arbitrary pauses: groups that are paused between any two storage operations, or die.
+
+Every group does what a real one does: raise the fence, clean up, select its checkpoint, train, append lines, save,
+remove older checkpoints. Nothing here decides by a clock.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from tests.support.checkpoints import checkpoint
+from tests.support.checkpoints import manifest as draft_of
+from tests.support.pauses import ObjectPath, Schedule, paused_storage
+from train_loop.checkpoint import manifest as manifest_module
+from train_loop.checkpoint.ledger import METADATA, Ledger
+from train_loop.checkpoint.ledgers import ledger_of
+from train_loop.checkpoint.manifest import describe_file, verify
+from train_loop.checkpoint.retention import retire_others
+from train_loop.errors import FencedError
+from train_loop.fencing import begin_group, check_fence
+from train_loop.journal import Journal, group_journal
+from train_loop.run_dir import Fence, Manifest, RunDir, lines, read_all_lines, read_lines, segments
+from train_loop.spec import CheckpointSpec
+
+SCHEDULES = {"folders": 4_000, "objects": 6_500}
+"""Seeds of each kind of storage."""
+T = TypeVar("T")
+_SPEC = CheckpointSpec(keep_last=1)
+
+
+@dataclass
+class World:
+    """What the groups of one schedule did, in the order in which it happened."""
+
+    run_dir: RunDir
+    schedule: Schedule
+    fence: Fence = field(default_factory=lambda: Fence(0))
+    known: dict[Fence, set[str]] = field(default_factory=dict)
+    """Digests of the checkpoints that verified when a group looked for its own."""
+    acknowledged: int = 1
+    """The newest step that a group committed while it was the newest."""
+    logged: list[tuple[Fence, int]] = field(default_factory=list)
+    """Steps whose lines a group wrote while it was the newest."""
+
+    def look(self, token: Fence) -> None:
+        """Note that a group looks now which checkpoints there are."""
+        with self.schedule.unpaused():
+            self.known[token] = {one.digest for one in self.valid()}
+
+    def select(self, token: Fence, step: int) -> None:
+        """Note that a group resumes from a step."""
+        if self._is_newest(token):
+            assert step >= self.acknowledged, f"{token} resumes from {step}, {self.acknowledged} was committed"
+
+    def commit(self, token: Fence, step: int) -> None:
+        """Note that a group committed a step."""
+        if self._is_newest(token):
+            self.acknowledged = max(self.acknowledged, step)
+
+    def log(self, token: Fence, step: int) -> None:
+        """Note that a group wrote the line of a step to storage."""
+        if self._is_newest(token):
+            self.logged.append((token, step))
+
+    def _is_newest(self, token: Fence) -> bool:
+        with self.schedule.unpaused():
+            return token == self.run_dir.fence()
+
+    def valid(self) -> list[Manifest]:
+        """The checkpoints that verify now."""
+        found = self.run_dir.manifests()
+        return [one for step, one in found.items() if not verify(self.run_dir.checkpoint(step), one)]
+
+    def check(self, changed: str) -> None:
+        """Hold what is on storage now against what must always be true."""
+        if changed == "fence":
+            fence = self.run_dir.fence()
+            assert fence >= self.fence, "the fence went down"
+            self.fence = fence
+            return
+        for one in self.valid():
+            for token, known in self.known.items():
+                late = one.token < token and one.digest not in known
+                assert not late, f"{one.token} committed step {one.step} after {token} had selected its checkpoint"
+
+    def check_end(self) -> None:
+        """Hold what is left against what the groups were told."""
+        self.check("fence")
+        self.check("checkpoints")
+        steps = [one.step for one in self.valid()]
+        assert max(steps, default=0) >= self.acknowledged, f"step {self.acknowledged} was committed, left are {steps}"
+        counted = [(line["attempt"], line["epoch"], line["step"]) for line in self._lines()]
+        assert len(counted) == len(set(counted)), "a line counts twice"
+        for token, step in self.logged:
+            if token == self.fence:
+                assert (token.attempt, token.epoch, step) in counted, f"step {step} of {token} does not count"
+        for attempt in self.run_dir.attempts():
+            epochs = [line["epoch"] for line in read_lines(attempt.metrics)]
+            assert epochs == sorted(epochs), "lines of two groups are mixed"
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        for attempt in self.run_dir.attempts():
+            yield from read_lines(attempt.metrics)
+
+
+def group(world: World, attempt: int, number: int, steps: int) -> None:
+    """The life of a worker group, until it has trained and saved some steps, or is superseded."""
+    run_dir = RunDir(world.run_dir.root)
+    with suppress(FencedError):
+        if attempt > 1:
+            # As the service does before it submits an attempt.
+            run_dir.write_fence(attempt)
+        token = begin_group(run_dir, attempt, by=f"group {number}")
+        try:
+            train(world, token, number, steps)
+        except OSError:
+            # Its successor has removed what it was reading.
+            assert token < run_dir.fence()
+
+
+def train(world: World, token: Fence, number: int, steps: int) -> None:
+    """Resume, and train and save some steps."""
+    journal, ledger = group_journal(world.run_dir, token), ledger_of(world.run_dir, token)
+    step = resume(world, ledger, token)
+    world.select(token, step)
+    for now in range(step + 1, step + 1 + steps):
+        journal.metrics(step=now)
+        journal.flush()
+        world.log(token, now)
+        save(world, ledger, journal, token, now, f"__0_{number:08x}_0.distcp")
+
+
+def resume(world: World, ledger: Ledger, token: Fence) -> int:
+    """Select the newest checkpoint that verifies, in the order of `agree_on_newest`, which needs process groups."""
+    check_fence(world.run_dir, token)
+    for step in again(ledger.clear):
+        again(partial(ledger.put_aside, step))
+    world.look(token)
+    for step, one in sorted(world.run_dir.manifests().items(), reverse=True):
+        if not verify(world.run_dir.checkpoint(step), one):
+            return step
+        again(partial(ledger.put_aside, step))
+    return 0
+
+
+def save(world: World, ledger: Ledger, journal: Journal, token: Fence, step: int, name: str) -> None:
+    """Write files, commit, and remove older checkpoints, as `Saver` does."""
+
+    def write_and_commit() -> None:
+        check_fence(world.run_dir, token)
+        folder = ledger.workplace(step)
+        (folder / name).write_bytes(f"weights of {step} by {token}".encode())
+        metadata = ledger.metadata_name()
+        journal.flush()
+        (folder / metadata).write_bytes(f"metadata of {step} by {token}".encode())
+        files = {found: describe_file(folder / found) for found in (name, metadata)}
+        draft = draft_of(step, attempt=token.attempt, epoch=token.epoch)
+        ledger.commit(draft.model_copy(update={"files": files}))
+
+    try:
+        again(write_and_commit)
+    except OSError:
+        with suppress(OSError):
+            ledger.discard(step)
+        return
+    world.commit(token, step)
+    with suppress(OSError):
+        retire_others(world.run_dir, ledger, _SPEC)
+
+
+def again(call: Callable[[], T]) -> T:
+    """Try a second time where storage failed: another group may have changed what was listed."""
+    try:
+        return call()
+    except OSError:
+        return call()
+
+
+@pytest.fixture(params=["folders", "objects"])
+def storage(request: pytest.FixtureRequest) -> str:
+    kind: str = request.param
+    return kind
+
+
+@pytest.fixture
+def new_world(storage: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Schedule], World]]:
+    # Greenlets stay in their thread, and nobody waits for a lock whose holder is paused.
+    monkeypatch.setattr(manifest_module, "_of_each", lambda names, look: [look(name) for name in names])
+    monkeypatch.setattr(segments.SegmentWriter, "_keep_flushing", lambda _: None)
+    monkeypatch.setattr(lines, "_LOCK_SECONDS", 0.0)
+    folder = Path("/dev/shm/trainshed-fencing") if Path("/dev/shm").is_dir() else Path("/tmp/trainshed-fencing")
+
+    def make(schedule: Schedule) -> World:
+        segments._writers.clear()
+        MemoryFileSystem.store.clear()
+        shutil.rmtree(folder, ignore_errors=True)
+        root = folder if storage == "folders" else cast("Path", ObjectPath("/runs/job"))
+        world = World(RunDir(root), schedule)
+        # Committed by an attempt that has ended; retention removes it after the next save.
+        checkpoint(world.run_dir, 1, attempt=0, weights=b"old", **{METADATA: b"old"})
+        return world
+
+    yield make
+    shutil.rmtree(folder, ignore_errors=True)
+    MemoryFileSystem.store.clear()
+    segments._writers.clear()
+
+
+def test_superseded_groups_paused_anywhere_never_commit_next_to_their_successor(
+    storage: str, new_world: Callable[[Schedule], World]
+) -> None:
+    current: Schedule | None = None
+    with paused_storage(lambda: current):
+        for seed in range(SCHEDULES[storage]):
+            current = Schedule(seed)
+            world = new_world(current)
+            groups = 3 if seed % 6 == 0 else 2
+            attempts = [2 if number == groups - 1 and seed % 3 == 0 else 1 for number in range(groups)]
+            steps = 2 if seed % 7 == 0 else 1
+            programs = [partial(group, world, attempt, number, steps) for number, attempt in enumerate(attempts)]
+            try:
+                current.run(programs, watch=world.check)
+                world.check_end()
+            except Exception as error:
+                current.running = False
+                raise AssertionError(f"seed {seed}: {error}") from error
+
+
+def test_lines_of_superseded_groups_are_kept_for_who_reads_all(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    for epoch, step in ((1, 1), (2, 1), (1, 2), (2, 2)):
+        lines.JsonLines(run_dir.attempt(1).metrics, attempt=1, epoch=lambda epoch=epoch: epoch).append(step=step)
+    counted = [(line["epoch"], line["step"]) for line in read_lines(run_dir.attempt(1).metrics)]
+    assert counted == [(1, 1), (2, 1), (2, 2)]
+    assert len(list(read_all_lines(run_dir.attempt(1).metrics))) == 4

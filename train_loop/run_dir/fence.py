@@ -1,0 +1,123 @@
+"""The fence of a run directory: the token of the newest worker group, kept so that no writer can lower it.
+
+`control/fence/` holds one immutable entry per token. The fence is the highest of them and of `control/fence.json`.
+A writer that was paused for any time can only add an entry, so the fence never goes down.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from train_loop.run_dir.durable import make_folder, sync, write_durably
+from train_loop.run_dir.formats import NO_FENCE, Fence
+from train_loop.run_dir.remote import create_object, is_remote, list_folder, read_whole
+
+_FENCE = TypeAdapter(Fence)
+_ENTRY = re.compile(r"(\d{8,})\.(\d{8,})")
+_KEPT = 16
+"""Newest entries that stay. Pruning an entry with newer ones beside it cannot lower the fence."""
+
+
+class FenceStore:
+    """Reads and raises the fence in a `control` folder."""
+
+    def __init__(self, control: Path) -> None:
+        self._entries = control / "fence"
+        self._file = control / "fence.json"
+
+    def read(self) -> Fence:
+        """Return the newest token. Raises ValueError if fence.json is damaged, and what storage raises."""
+        return max(self._newest_entry(), self._written())
+
+    def raise_to(self, fence: Fence, *, by: str) -> bool:
+        """Raise the fence to a token, durably; return whether the token now belongs to `by`.
+
+        False if the token is not newer than the fence, or if another writer created it first. The same `by` may repeat
+        the call: after a lost answer it finds its own entry.
+        """
+        known = self._known()
+        if fence <= known:
+            return fence == known and self.owner(fence) == by
+        if not self._create(fence, by):
+            return False
+        # An entry that was pruned meanwhile could be created again: only the newest token counts.
+        if self._known() > fence:
+            return False
+        self._prune()
+        self._mirror(fence)
+        return True
+
+    def owner(self, fence: Fence) -> str | None:
+        """Return who raised the fence to a token; None if nobody did, or its entry was pruned."""
+        try:
+            return read_whole(self._entry(fence)).decode(errors="replace")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def _known(self) -> Fence:
+        """Return the newest token, without a fence.json that is damaged."""
+        try:
+            return self.read()
+        except ValueError:
+            return self._newest_entry()
+
+    def _newest_entry(self) -> Fence:
+        return max(self._listed(), default=NO_FENCE)
+
+    def _listed(self) -> Iterator[Fence]:
+        try:
+            names = list_folder(self._entries)
+        except NotADirectoryError:
+            return
+        for match in filter(None, map(_ENTRY.fullmatch, names)):
+            yield Fence(int(match[1]), int(match[2]))
+
+    def _written(self) -> Fence:
+        try:
+            return _FENCE.validate_json(read_whole(self._file))
+        except (FileNotFoundError, NotADirectoryError):
+            return NO_FENCE
+
+    def _entry(self, fence: Fence) -> Path:
+        return self._entries / f"{fence.attempt:08d}.{fence.epoch:08d}"
+
+    def _create(self, fence: Fence, by: str) -> bool:
+        """Create the entry of a token. Creation is exclusive: of two writers one succeeds."""
+        try:
+            if is_remote(self._entries):
+                create_object(self._entry(fence), by.encode())
+            else:
+                make_folder(self._entries)
+                _create_file(self._entry(fence), by.encode())
+        except FileExistsError:
+            return self.owner(fence) == by
+        return True
+
+    def _prune(self) -> None:
+        for fence in sorted(self._listed())[:-_KEPT]:
+            self._entry(fence).unlink(missing_ok=True)
+
+    def _mirror(self, fence: Fence) -> None:
+        """Write fence.json for readers. A late writer may lower this file, but not the fence."""
+        text = _FENCE.dump_json(fence).decode()
+        try:
+            current = self._written()
+        except ValueError:
+            current = NO_FENCE
+        if current < fence:
+            write_durably(self._file, text)
+
+
+def _create_file(path: Path, content: bytes) -> None:
+    """Create a file that must not exist, durably. Raises FileExistsError.
+
+    A crash before the content is written leaves an entry without an owner: the next group takes the next epoch.
+    """
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    sync(path.parent)
