@@ -4,10 +4,12 @@ import logging
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from train_loop.errors import CheckpointError, FencedError, UserError
 from train_loop.journal import Journal
-from train_loop.run_dir import Outcome, flush_all
+from train_loop.patience import retry_storage
+from train_loop.run_dir import Outcome, flush_all, storage_may_fail
 from train_loop.secrets import masker
 from train_loop.session import Session
 from train_loop.spec import SpecError
@@ -29,6 +31,8 @@ def failure_told(session: Session) -> Iterator[None]:
         log.error("rank %d failed: %s", session.rank, error, exc_info=error.__cause__)
         journal = Journal(session.run_dir.attempt(session.attempt))
         journal.event("training_ended", **_named(error).model_dump(exclude_none=True))
+        with storage_may_fail(partial(log.error, "the end of training could not be reported: %s")):
+            retry_storage(journal.flush, seconds=session.patience)
         raise
     except Exception as error:
         log.error("rank %d failed: %s", session.rank, error, exc_info=error)

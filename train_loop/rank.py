@@ -12,7 +12,8 @@ from train_loop.data.stream import ray_stream
 from train_loop.failure import failure_told
 from train_loop.journal import last_word
 from train_loop.logs import log_to
-from train_loop.run_dir import RunDir
+from train_loop.patience import retry_storage
+from train_loop.run_dir import RunDir, expect_run_dir, read_whole
 from train_loop.session import Preemption, Session
 from train_loop.spare import Spares
 from train_loop.spec import JobSpec
@@ -23,7 +24,8 @@ def work(config: dict[str, Any]) -> None:
     """Train as one of the workers, in the place that Ray Train gave it."""
     context, run_dir = get_context(), RunDir.at(config["run_dir"])
     attempt = run_dir.attempt(config["attempt"])
-    spec = attempt.spec(run_dir.spec())
+    expect_run_dir(run_dir.root)
+    spec = retry_storage(lambda: attempt.spec(run_dir.spec()))
     timeout = timedelta(seconds=spec.failure.hang_timeout_seconds)
     session = Session(
         rank=context.get_world_rank(),
@@ -37,8 +39,8 @@ def work(config: dict[str, Any]) -> None:
         proves_pauses=True,
         preemption=_preemption,
     )
-    log_to(attempt.rank_log(session.rank))
-    if last_word(attempt) is not None:
+    retry_storage(functools.partial(log_to, attempt.rank_log(session.rank)))
+    if retry_storage(functools.partial(last_word, attempt)) is not None:
         # Ray Train starts the group again after any error. This one will not go away: there is nothing to do.
         return
     with failure_told(session):
@@ -62,4 +64,4 @@ def _preemption() -> Preemption | None:
 
 
 def _prepared(pointer: Path) -> Dataset:
-    return Dataset.model_validate_json(pointer.read_bytes())
+    return Dataset.model_validate_json(retry_storage(functools.partial(read_whole, pointer)))

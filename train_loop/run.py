@@ -4,12 +4,14 @@ Run again on the same DIR, it resumes from the newest checkpoint that verifies.
 """
 
 import argparse
+import logging
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,10 +23,23 @@ from train_loop.errors import UserError
 from train_loop.failure import MISTAKES, failed, failure_told
 from train_loop.leave import leave
 from train_loop.logs import log_to
-from train_loop.run_dir import Outcome, RunDir
+from train_loop.patience import retry_storage
+from train_loop.run_dir import (
+    RUN_MARKER,
+    AttemptDir,
+    Outcome,
+    RootMarker,
+    RunDir,
+    expect_run_dir,
+    size_of,
+    storage_may_fail,
+    write_run_marker,
+)
 from train_loop.session import Session
 from train_loop.spec import JobSpec, SpecError, parse_text
 from train_loop.worker import train
+
+log = logging.getLogger(__name__)
 
 
 def main() -> None:
@@ -57,21 +72,26 @@ def main() -> None:
 
 def run(spec: JobSpec, session: Session, cache: Path) -> None:
     """Train, log as in the product, and acknowledge the end, or the error that it ends with."""
+    expect_run_dir(session.run_dir.root)
     attempt = session.run_dir.attempt(session.attempt)
-    log_to(attempt.rank_log(session.rank))
+    retry_storage(partial(log_to, attempt.rank_log(session.rank)))
     try:
         with failure_told(session):
             outcome = _train(spec, session, cache)
     except Exception as error:
-        outcome = failed(error)
-        # Peers of a rank that failed fail of lost connections: what trying again cannot help has the last word.
-        if not outcome.retryable or attempt.outcome() is None:
-            attempt.write_outcome(outcome)
+        with storage_may_fail(partial(log.error, "the outcome could not be written: %s")):
+            retry_storage(partial(_acknowledge, attempt, failed(error)), seconds=session.patience)
         raise
     if session.rank == 0:
-        attempt.write_outcome(outcome)
+        retry_storage(partial(attempt.write_outcome, outcome), seconds=session.patience)
         # Obeyed and acknowledged: the next start on this directory goes on.
         session.run_dir.stop_file.unlink(missing_ok=True)
+
+
+def _acknowledge(attempt: AttemptDir, outcome: Outcome) -> None:
+    # Peers of a rank that failed fail of lost connections: what trying again cannot help has the last word.
+    if not outcome.retryable or attempt.outcome() is None:
+        attempt.write_outcome(outcome)
 
 
 def _train(spec: JobSpec, session: Session, cache: Path) -> Outcome:
@@ -122,6 +142,8 @@ def _claim(run_dir: RunDir, spec: JobSpec) -> str | None:
         run_dir.write_spec(spec)
     except ValueError as error:
         return str(error)
+    if size_of(run_dir.root / RUN_MARKER) is None:
+        write_run_marker(run_dir.root, RootMarker.new())
     # Run again on the same directory, it has not ended yet.
     run_dir.attempt(1).outcome_file.unlink(missing_ok=True)
     return None

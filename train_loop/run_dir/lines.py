@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from train_loop.run_dir.remote import is_remote, read_whole
+from train_loop.run_dir.durable import make_folder
+from train_loop.run_dir.remote import is_remote, read_whole, size_of
+from train_loop.run_dir.root import check_storage
 from train_loop.run_dir.segments import SegmentWriter, segments
 
 _WINDOW = 1 << 18
@@ -34,7 +36,9 @@ class JsonLines:
             self._segments = self._segments or SegmentWriter(self.path)
             self._segments.append(lambda seq: self._line(seq, fields))
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        check_storage(self.path)
+        if not self.path.parent.is_dir():
+            make_folder(self.path.parent)
         with self.path.open("a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             torn, seq = _tail(file.fileno())
@@ -59,7 +63,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     if is_remote(path):
         for part in segments(path):
             yield from filter(None, map(_parse_line, read_whole(part).splitlines(keepends=True)))
-    elif path.exists():
+    elif size_of(path) is not None:
         with path.open("rb") as file:
             yield from filter(None, map(_parse_line, file))
 
@@ -80,7 +84,7 @@ def size_appended(path: Path) -> int:
     """Bytes of a file that is appended to; 0 where there is none."""
     if is_remote(path):
         return sum(part.stat().st_size for part in segments(path))
-    return path.stat().st_size if path.exists() else 0
+    return size_of(path) or 0
 
 
 def read_appended(path: Path, start: int, length: int) -> bytes:
