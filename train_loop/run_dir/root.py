@@ -31,7 +31,7 @@ class StorageUnavailable(OSError):
         super().__init__(errno.ESTALE, message, folder)
 
     def __str__(self) -> str:
-        return f"storage {self.filename} is unavailable: {self.strerror}; mount it again"
+        return f"storage {self.filename} is unavailable: {self.strerror}"
 
     def __reduce__(self) -> tuple[type["StorageUnavailable"], tuple[str, str]]:
         return type(self), (str(self.filename), str(self.strerror))
@@ -97,7 +97,7 @@ class _Expected:
                 raise StorageUnavailable(str(self.folder), f"its id is {marker.id}, and was {self.id}")
             self.found, self.id = name, self.id or marker.id or None
             return
-        raise StorageUnavailable(str(self.folder), f"{self.witnesses[0]} is missing")
+        raise StorageUnavailable(str(self.folder), f"{self.witnesses[0]} is missing; mount the storage again")
 
 
 _expected: dict[str, _Expected] = {}

@@ -40,7 +40,7 @@ def is_transient(error: BaseException) -> bool:
         return _file_in_the_way(error)
     if isinstance(error, FileNotFoundError):
         return _root_is_gone(error)
-    if isinstance(error, OSError) and (error.errno is not None or type(error) is OSError):
+    if isinstance(error, OSError) and (error.errno is not None or type(error).__module__ == "builtins"):
         return error.errno in _ERRNOS
     return storage_failed(error) and _request_may_pass(error)
 
