@@ -5,17 +5,20 @@ import os
 import random
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
+import structlog
 from fastapi import FastAPI
 from ulid import ULID
 
 from service.access import Access, Tokens
 from service.adapters.checkpoint_tools import HelperTools
 from service.adapters.embedded_ray import EmbeddedRay
+from service.adapters.guarded_run_dirs import GuardedRunDirs
 from service.adapters.http_sender import HttpSender
 from service.adapters.keys import ensure_key
 from service.adapters.oidc import OidcVerifier
@@ -23,6 +26,7 @@ from service.adapters.preflight import HelperPreflight
 from service.adapters.prometheus import PrometheusWatch
 from service.adapters.ray_jobs import RayAddress, RayJobs
 from service.adapters.ray_probe import RayProbe
+from service.adapters.roots import StorageRoots
 from service.adapters.run_dirs import LocalRunDirs
 from service.adapters.sql.access import SqlKeyStore
 from service.adapters.sql.counts import SqlJobCounts
@@ -30,6 +34,7 @@ from service.adapters.sql.database import Database, sqlite_file
 from service.adapters.sql.outbox import SqlOutbox
 from service.adapters.sql.store import SqlJobStore
 from service.adapters.sql.webhooks import SqlWebhookStore
+from service.adapters.storage_guard import StorageGuard
 from service.adapters.storage_probe import RunsProbe
 from service.api.build import Parts, build_api
 from service.api.guard import Guard
@@ -42,7 +47,7 @@ from service.domain.token import TokenRules
 from service.leaving import Leaving
 from service.ledger import Ledger
 from service.opening import Opening
-from service.ports import KeyStore
+from service.ports import JobQuery, KeyStore
 from service.rates import Kind, Limits, Rates
 from service.reconcile import Pace, Reconciler
 from service.settings import Settings
@@ -50,7 +55,9 @@ from service.traces import AppTraces, open_traces
 from service.use_cases import Grace, Jobs
 from service.watch import Watching
 from service.webhooks import Webhooks
-from train_loop.run_dir import SINKS_VARIABLE, format_sinks, versions_here
+from train_loop.run_dir import SINKS_VARIABLE, STORAGE_SECONDS_VARIABLE, format_sinks, versions_here
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,11 @@ class _World:
     database: Database
     store: SqlJobStore
     keys: SqlKeyStore
-    run_dirs: LocalRunDirs
+    roots: StorageRoots
+    guard: StorageGuard
+    run_dirs: GuardedRunDirs
+    own_run_dirs: GuardedRunDirs
+    """The same for the reconciler."""
     preflight: HelperPreflight
     embedded: EmbeddedRay | None
     cluster: RayJobs
@@ -98,11 +109,17 @@ def create_app(settings: Settings) -> FastAPI:
 
 def _world(settings: Settings) -> _World:
     database, embedded = Database(settings.database), _embedded(settings)
+    store = SqlJobStore(database.engine)
+    roots = StorageRoots(settings.roots_file, used=partial(_has_run_below, store))
+    run_dirs, guard = LocalRunDirs(roots), StorageGuard(roots.check)
     return _World(
         database=database,
-        store=SqlJobStore(database.engine),
+        store=store,
         keys=SqlKeyStore(database.engine),
-        run_dirs=LocalRunDirs(),
+        roots=roots,
+        guard=guard,
+        run_dirs=GuardedRunDirs(run_dirs, guard),
+        own_run_dirs=GuardedRunDirs(run_dirs, guard, inline=True),
         preflight=HelperPreflight(roots=settings.roots, timeout=settings.preflight_seconds),
         embedded=embedded,
         cluster=_cluster(settings, embedded),
@@ -119,6 +136,23 @@ def _open(world: _World) -> None:
     if sqlite_file(world.database.url) is not None:
         # The lock on it says that there is nobody else.
         world.store.forget_requests()
+
+
+def _begin_root(root: str, world: _World) -> None:
+    """Create the storage root and its marker, once; a thread does it, as storage may hang."""
+
+    def begin() -> None:
+        try:
+            world.guard.call(root, lambda: world.roots.open(root), seconds=60.0)
+        except Exception as error:
+            log.warning("storage_root_not_opened", root=root, error=str(error))
+
+    threading.Thread(target=begin, name="storage root", daemon=True).start()
+
+
+def _has_run_below(store: SqlJobStore, root: str) -> bool:
+    newest = store.page(JobQuery(limit=50))
+    return any(job.attempts and job.run_dir.startswith(f"{root.rstrip('/')}/") for job in newest)
 
 
 def _jobs(settings: Settings, world: _World) -> Jobs:
@@ -152,6 +186,7 @@ def _parts(world: _World) -> Iterator[Part]:
 
 def _parts_once_open(settings: Settings, world: _World, leaving: Leaving) -> Iterator[Part]:
     """What goes on beside them and needs the database."""
+    yield Part("storage root", partial(_begin_root, settings.default_root, world), _nothing, seconds=1.0)
     # Ended after whoever uses them, so that another service takes over at once.
     yield Part("leases", _nothing, partial(world.store.give_up_leases, _owner(settings)), seconds=1.0)
     run = partial(_reconciler(settings, world).run, interval=settings.reconcile_seconds)
@@ -169,7 +204,7 @@ def _reconciler(settings: Settings, world: _World) -> Reconciler:
     return Reconciler(
         world.store,
         world.cluster,
-        world.run_dirs,
+        world.own_run_dirs,
         time.time,
         _owner(settings),
         _pace(settings),
@@ -187,7 +222,10 @@ def _embedded(settings: Settings) -> EmbeddedRay | None:
 
 
 def _cluster(settings: Settings, embedded: EmbeddedRay | None) -> RayJobs:
-    told = {SINKS_VARIABLE: format_sinks(settings.sinks)}
+    told = {
+        SINKS_VARIABLE: format_sinks(settings.sinks),
+        STORAGE_SECONDS_VARIABLE: f"{settings.storage_seconds:g}",
+    }
     if embedded is not None:
         return RayJobs(embedded.address, python=sys.executable, environment=told)
     address = RayAddress(settings.ray_address or "", token=None)
@@ -215,7 +253,7 @@ def _limits(settings: Settings) -> Limits:
 def _doctor(settings: Settings, world: _World) -> Doctor:
     # Home need not be where the cluster sees it, unless run directories are there.
     roots = [root for root in settings.storage_roots if root != settings.default_root]
-    storage = RunsProbe(settings.default_root, roots)
+    storage = RunsProbe(settings.default_root, roots, open_root=world.roots.open)
     return Doctor(RayProbe(world.cluster, roots=roots), storage, versions_here())
 
 

@@ -1,6 +1,7 @@
 """Everything that a caller can be told went wrong: a stable code and an HTTP status each."""
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 from train_loop.spec import Problem
 
@@ -290,3 +291,19 @@ class StorageFault(ServiceError):
 
     code = "storage_fault"
     status = 503
+
+
+class StorageAway(ServiceError):
+    """The storage root of a run does not answer; what is asked of it can be asked again later."""
+
+    code = "storage_unavailable"
+    status = 503
+    retry_after = 5
+
+    def __init__(self, root: str, since: float | None, error: str) -> None:
+        when = "" if since is None else f" since {datetime.fromtimestamp(since, UTC):%Y-%m-%d %H:%M:%S} UTC"
+        super().__init__(f"storage {root} has been unavailable{when}: {error}; mount it again, then repeat the request")
+        self.root = root
+        self.since = since
+        """Unix seconds; None if only a part of it failed."""
+        self.error = error

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import anyio
 from starlette.concurrency import run_in_threadpool
 
+from service.errors import StorageAway
 from service.filters import Filter
 from service.lines import number, parse
 from service.ports import Cursor, Entry, Line, Place, RunDirs, Written
@@ -160,11 +161,15 @@ class Follower:
         over, told, read = False, anyio.current_time(), None
         run_dir, what = self.reader.run_dir, self.reader.what
         while not self.leaving.is_set() and await self._may_stay():
-            # Taken before it is read: what comes in between makes it another one.
-            mark = await self.recent.ask((run_dir, what), self.reader.mark, seconds=_LOOK_SECONDS / 2)
             batch = Batch((), place, more=False)
-            if mark != read or over:
-                batch = await run_in_threadpool(self.reader.read, place)
+            try:
+                # Taken before it is read: what comes in between makes it another one.
+                mark = await self.recent.ask((run_dir, what), self.reader.mark, seconds=_LOOK_SECONDS / 2)
+                if mark != read or over:
+                    batch = await run_in_threadpool(self.reader.read, place)
+            except StorageAway:
+                # The stream goes on once storage is back; a job that has ended meanwhile is read to its end then.
+                mark, over = read, False
             place = batch.place
             for entry in batch.entries:
                 yield entry

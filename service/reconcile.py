@@ -18,10 +18,10 @@ from service.domain.changes import outcomes, waited
 from service.domain.decide import NO_ATTEMPT, Decision, Effect, Retry, Seen, Submission, decide, hangs, wanted_stop
 from service.domain.job import Attempt, Job
 from service.domain.moves import make_room, resize, start
-from service.domain.reason import Code, Reason
+from service.domain.reason import Code, Reason, storage_unavailable
 from service.domain.rules import Rules
 from service.domain.ticket import Ticket
-from service.errors import ClusterError
+from service.errors import ClusterError, StorageAway
 from service.ports import (
     Cluster,
     JobStore,
@@ -35,7 +35,7 @@ from service.ports import (
     Watch,
 )
 from train_loop.plan import Capacity
-from train_loop.run_dir import storage_failed
+from train_loop.run_dir import is_transient, storage_failed
 
 log = structlog.get_logger(__name__)
 # More than the steps from a first attempt to one that is submitted; what is left waits for the next pass.
@@ -155,7 +155,8 @@ class Reconciler:
             job = self.store.claim(job_id, self._lease())
             if job is None:
                 return
-            decision = decide(job, self._observe(job), now=self.clock(), retry=self.pace.retry)
+            seen = self._observe(job)
+            decision = decide(_without_outage(job, seen), seen, now=self.clock(), retry=self.pace.retry)
             if not self._apply(job, decision):
                 return
 
@@ -172,9 +173,9 @@ class Reconciler:
             sighting = self.run_dirs.observe(job.run_dir, job.attempt.number)
             latest = NO_ATTEMPT if submission.alive else self.run_dirs.latest(job.run_dir)
         except Exception as error:
-            if not storage_failed(error):
+            if not _storage_failed(error):
                 raise
-            self._explain(job, str(error))
+            self._explain(job, error)
             # What an attempt says may be there; but a disk that is gone must not keep a job alive for ever.
             late = job.wish is not None and self.clock() >= job.wish.deadline
             return Seen(submission if late else Submission.UNKNOWN)
@@ -194,6 +195,7 @@ class Reconciler:
             begun=sighting.size > 0 or (latest.over and latest.attempt >= known),
             latest=latest if latest.attempt > known else None,
             previous=self._previous(job, job.attempt),
+            observed=True,
         )
 
     def _quiet(self, job: Job, sighting: Sighting) -> float:
@@ -219,12 +221,12 @@ class Reconciler:
             try:
                 self._do(effect, job)
             except Exception as error:
-                if not isinstance(error, ClusterError) and not storage_failed(error):
+                if not isinstance(error, ClusterError) and not _storage_failed(error):
                     raise
-                log.warning("effect_failed", job=job.id, effect=effect.name, error=str(error))
                 if decision.needed:
-                    self._explain(job, str(error))
+                    self._explain(job, error, effect=effect.name)
                     return False
+                log.warning("effect_failed", job=job.id, effect=effect.name, error=str(error))
         return decision.job != job and self._store(job, decision.job)
 
     def _store(self, job: Job, after: Job, *, leads: bool = False) -> bool:
@@ -246,11 +248,11 @@ class Reconciler:
         if (seconds := waited(before, after)) is not None:
             self.watch.waited(seconds)
 
-    def _explain(self, job: Job, message: str) -> None:
-        """Let the owner see why nothing moves; the next pass tries again."""
-        reason = Reason(Code.EFFECT_FAILED, message, "it is tried again until it works")
-        if job.reason != reason:
-            self.store.save(replace(job, reason=reason), owner=self.owner)
+    def _explain(self, job: Job, error: Exception, **told: str) -> None:
+        """Store and log why nothing moves, once per reason; the next pass tries again."""
+        reason = _reason(error)
+        if job.reason != reason and self.store.save(replace(job, reason=reason), owner=self.owner):
+            log.warning("job_cannot_move", job=job.id, code=reason.code, error=str(error), **told)
 
     def _do(self, effect: Effect, job: Job) -> None:
         if effect is Effect.LET_GO:
@@ -282,3 +284,21 @@ class Reconciler:
 
 def _is_over(stopped: threading.Event | None) -> bool:
     return stopped is not None and stopped.is_set()
+
+
+def _storage_failed(error: Exception) -> bool:
+    return isinstance(error, StorageAway) or storage_failed(error)
+
+
+def _reason(error: Exception) -> Reason:
+    if isinstance(error, StorageAway):
+        return storage_unavailable(error.error, error.since)
+    if is_transient(error):
+        return storage_unavailable(str(error))
+    return Reason(Code.EFFECT_FAILED, str(error), "it is tried again until it works")
+
+
+def _without_outage(job: Job, seen: Seen) -> Job:
+    """Return the job without the reason that its storage is unavailable, once its run directory was read."""
+    away = job.reason is not None and job.reason.code is Code.STORAGE_UNAVAILABLE
+    return replace(job, reason=None) if away and seen.observed else job

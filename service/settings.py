@@ -66,6 +66,9 @@ class Settings(BaseSettings):
         default=(), description="URIs below which specs may read, besides home/runs"
     )
     runs: str | None = Field(default=None, description="URI below which run directories go; default: home/runs")
+    storage_seconds: float = Field(
+        default=300.0, ge=0, description="to retry storage that is unavailable before an attempt or a save fails"
+    )
     sinks: Annotated[tuple[SinkName, ...], NoDecode] = Field(
         default=DEFAULT_SINKS, description=f"who shows metrics: {', '.join(SINKS)}, or none"
     )
@@ -198,6 +201,11 @@ class Settings(BaseSettings):
     def own_root(self) -> str:
         """The storage root that is always there."""
         return (self.home / "runs").as_uri()
+
+    @property
+    def roots_file(self) -> Path:
+        """The file with the storage roots that this service has used, and the ids of their markers."""
+        return self.home / "roots.json"
 
     @property
     def roots(self) -> tuple[str, ...]:

@@ -14,13 +14,13 @@ from service.domain.access import OPERATOR, Caller, Deed, Role
 from service.domain.board import Board
 from service.domain.job import Job, JobState, Lineage
 from service.domain.lineage import nothing_left, parent_of
-from service.domain.reason import Reason
+from service.domain.reason import Reason, storage_unavailable
 from service.domain.ticket import Ticket
 from service.domain.usage import UsageByDay, begin_of, day_of, together, usage_by_day
 from service.domain.wishes import cancelled, paused, resumed
 from service.errors import Busy, CheckpointNotFound, Forbidden, IllegalState, InvalidSpec, JobNotFound
 from service.planning import Planner, Plans, PlanView, sizes_of
-from service.ports import NO_STORY, Cluster, JobQuery, JobStore, NewJob, Once, Preflight, RunDirs, Story
+from service.ports import NO_STORY, Cluster, JobQuery, JobStore, NewJob, Once, Preflight, Reading, RunDirs, Story
 from service.specs import overridden, parsed, sized
 from train_loop.run_dir import Manifest, Parent
 from train_loop.spec import JobSpec, ScalingSpec
@@ -41,6 +41,8 @@ class JobView:
     """What a job lacks that would start."""
     place: int | None = None
     """Its place in the queue, from 1."""
+    read_at: float | None = None
+    """Unix seconds when the story was read from storage; None if it never was."""
 
 
 @dataclass(frozen=True)
@@ -277,12 +279,17 @@ class Jobs:
     def _view(self, job: Job) -> JobView:
         submission = job.attempt.submission_id if job.attempt else None
         # A queue of ten thousand is listed without a look at ten thousand folders.
-        story = self.run_dirs.story(job.run_dir) if job.attempts else NO_STORY
+        read = self.run_dirs.known_story(job.run_dir) if job.attempts else Reading(NO_STORY, self.clock())
         dashboard = self.cluster.dashboard(submission)
         if not Ticket.of(job).waits:
-            return JobView(job, story, dashboard)
-        queue = self.board.admission
-        return JobView(job, story, dashboard, queue.waits.get(job.id), queue.places.get(job.id))
+            return JobView(job, read.story, dashboard, _missing(job, read), read_at=read.read_at)
+        queue, story = self.board.admission, read.story
+        return JobView(job, story, dashboard, queue.waits.get(job.id), queue.places.get(job.id), read_at=read.read_at)
+
+
+def _missing(job: Job, read: Reading) -> Reason | None:
+    """Return why nothing newer is known of a job that has not ended."""
+    return None if read.error is None or job.state.terminal else storage_unavailable(read.error, read.since)
 
 
 def _facts(job: Job | None) -> dict[str, JsonValue]:

@@ -65,7 +65,7 @@ class Watching:
         new, wall = defaultdict[str, float](float), defaultdict[str, float](float)
         for job in self.store.page(JobQuery(states=(JobState.RUNNING, JobState.RECOVERING), limit=_MOST_RUNS)):
             if job.started_at is not None:
-                new[job.spec.project] += self.run_dirs.story(job.run_dir).productive_seconds
+                new[job.spec.project] += self.run_dirs.known_story(job.run_dir).story.productive_seconds
                 wall[job.spec.project] += now - job.started_at
         return {project: min(new[project] / seconds, 1.0) for project, seconds in wall.items() if seconds > 0}
 

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from fsspec.core import url_to_fs
+from fsspec.implementations.memory import MemoryFileSystem
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
@@ -17,7 +17,7 @@ from train_loop.data.cache import evaluation_spec, pin, pinned_dataset
 from train_loop.data.dataset import Dataset
 from train_loop.data.prepare import prepare
 from train_loop.journal import Journal
-from train_loop.run_dir import AttemptDir, RunDir, is_remote
+from train_loop.run_dir import AttemptDir, RunDir
 from train_loop.spec import JobSpec
 
 
@@ -83,7 +83,7 @@ def trainer(
         run_config=RunConfig(
             # A name of its own for every attempt: two drivers under one name would share Ray's bookkeeping.
             name=f"{spec.name} ({run_dir.root.name}-{number})",
-            **_storage(attempt.ray),
+            **_storage(),
             failure_config=FailureConfig(max_failures=spec.failure.max_failures),
             callbacks=[GroupCallback(run_dir, attempt.number, spec.scaling)],
             worker_runtime_env=environment,
@@ -91,9 +91,10 @@ def trainer(
     )
 
 
-def _storage(folder: Path) -> dict[str, Any]:
-    """Where Ray Train keeps books of its own."""
-    if not is_remote(folder):
-        return {"storage_path": str(folder)}
-    system, path = url_to_fs(str(folder))
-    return {"storage_path": path, "storage_filesystem": PyFileSystem(FSSpecHandler(system))}
+def _storage() -> dict[str, Any]:
+    """Return where Ray Train keeps its own books: in memory.
+
+    It keeps nothing that an attempt needs, as no checkpoint is reported to it. On shared storage each of its processes
+    would create the run directory anew while that is not mounted.
+    """
+    return {"storage_path": "trainshed", "storage_filesystem": PyFileSystem(FSSpecHandler(MemoryFileSystem()))}

@@ -13,13 +13,14 @@ import torch.distributed as dist
 
 from train_loop.batch import StepBatch
 from train_loop.journal import Journal
+from train_loop.limited_log import LimitedLog
 from train_loop.parallel.mesh import Mesh
 from train_loop.plan import MeshPlan, groups_across_hosts
 from train_loop.run_dir import Stop, is_remote, storage_may_fail
 from train_loop.session import Session
 from train_loop.vitals import StepClock, Vitals
 
-log = logging.getLogger(__name__)
+_limited = LimitedLog(logging.getLogger(__name__))
 # By urgency: of several, the first is done.
 _STOPS = [Stop(mode=mode, checkpoint=keep) for mode in ("cancel", "pause", "resize", "move") for keep in (True, False)]
 _PAUSE, MOVE = Stop(mode="pause"), Stop(mode="move")
@@ -100,7 +101,7 @@ class StopSign:
 
     def _look(self) -> None:
         # It may come back; whoever asked will ask again, or end us.
-        with storage_may_fail(partial(log.warning, "nobody can ask this run to stop: %s")):
+        with storage_may_fail(partial(_limited.warning, "nobody can ask this run to stop: %s")):
             self._seen = self._session.run_dir.stop(attempt=self._session.attempt)
 
 

@@ -11,6 +11,7 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import ray
@@ -24,9 +25,10 @@ from train_loop.journal import Journal
 from train_loop.logs import log_lines_to
 from train_loop.monitor import GroupMonitor
 from train_loop.network import socket_settings
+from train_loop.patience import retry_storage
 from train_loop.plan import needed
 from train_loop.raylet import free, unregister_node
-from train_loop.run_dir import AttemptDir, RunDir, list_folder, size_of, storage_may_fail
+from train_loop.run_dir import RunDir, expect_run_dir, list_folder, size_of, storage_may_fail
 from train_loop.spec import ScalingSpec
 
 log = logging.getLogger(__name__)
@@ -50,7 +52,9 @@ class GroupCallback(WorkerGroupCallback, ControllerCallback):  # type: ignore[mi
 
     def after_controller_start(self, train_run_context: Any) -> None:
         """Begin to listen for heartbeats."""
-        log_lines_to(self._attempt.driver_log)
+        expect_run_dir(self._run_dir.root)
+        with storage_may_fail(lambda error: log.warning("the driver's log cannot be opened: %s", error)):
+            log_lines_to(self._attempt.driver_log)
         self._journal = Journal(self._attempt, epoch=NewestEpoch(self._run_dir, self._attempt.number))
         address, own_host = ray.util.get_node_ip_address(), socket.gethostname()
         self._monitor = GroupMonitor(address, self._report, self, own_host=own_host)
@@ -64,7 +68,7 @@ class GroupCallback(WorkerGroupCallback, ControllerCallback):  # type: ignore[mi
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
         """Raise the fence for a new worker group, then tell its ranks their epoch, interface and heartbeat target."""
         assert self._monitor is not None
-        token = begin_group(self._run_dir, self._attempt.number, by=uuid.uuid4().hex)
+        token = retry_storage(partial(begin_group, self._run_dir, self._attempt.number, by=uuid.uuid4().hex))
         names = _host_names({worker.metadata.node_id: worker.metadata for worker in workers})
         hosts = {worker.distributed_context.world_rank: names[worker.metadata.node_id] for worker in workers}
         self._nodes = {name: node for node, name in names.items()}
@@ -175,6 +179,3 @@ def heartbeat_target(environment: Mapping[str, str]) -> Target | None:
 def work(config: dict[str, Any]) -> None:
     """One worker."""
     pkgutil.resolve_name("train_loop.rank:work")(config)
-
-
-__all__ = ["AttemptDir", "GroupCallback", "heartbeat_target", "set_up_rank", "work"]

@@ -12,16 +12,27 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 
 import ray
 
 from train_loop.errors import FencedError
-from train_loop.failure import failed, from_ranks, reason
+from train_loop.failure import cause, failed, from_ranks, reason
 from train_loop.fencing import NewestEpoch
 from train_loop.journal import Journal, has_moved, last_word
 from train_loop.leave import leave
 from train_loop.logs import log_to
-from train_loop.run_dir import AttemptDir, Outcome, RunDir
+from train_loop.patience import retry_storage
+from train_loop.run_dir import (
+    AttemptDir,
+    Outcome,
+    RunDir,
+    Stop,
+    expect_run_dir,
+    is_transient,
+    storage_failed,
+    storage_may_fail,
+)
 from train_loop.sinks.forward import forward
 from train_loop.spare import Environment, start_ahead, worker_environment
 from train_loop.spec import JobSpec
@@ -43,8 +54,9 @@ def main() -> None:
     parser.add_argument("--attempt", required=True, type=int, metavar="N")
     arguments = parser.parse_args()
     run_dir = RunDir.at(arguments.run_dir)
+    expect_run_dir(run_dir.root)
     attempt = run_dir.attempt(arguments.attempt)
-    log_to(attempt.driver_log)
+    retry_storage(partial(log_to, attempt.driver_log))
     journal = Journal(attempt, epoch=NewestEpoch(run_dir, attempt.number))
     journal.event("attempt_started")
     sinks = forward(run_dir, attempt.number, journal.event, os.environ)
@@ -53,40 +65,54 @@ def main() -> None:
     with suppress(KeyboardInterrupt):
         # Whoever sees the outcome should find the last numbers too; who cannot wait for them need not.
         sinks.catch_up(seconds=_CATCH_UP_SECONDS)
-    attempt.write_outcome(outcome)
+    acknowledge(attempt, journal, outcome)
     with suppress(KeyboardInterrupt):
         sinks.close(outcome, seconds=_CLOSE_SECONDS)
     leave(1 if outcome.result == "failed" else 0)
 
 
+def acknowledge(attempt: AttemptDir, journal: Journal, outcome: Outcome) -> None:
+    """Write all events, then the outcome, retrying while storage is away. Log the outcome if it cannot be written."""
+    try:
+        with storage_may_fail(partial(log.warning, "the last events could not be written: %s")):
+            retry_storage(journal.flush)
+        retry_storage(partial(attempt.write_outcome, outcome), may_pass=storage_failed)
+    except BaseException:
+        log.error("the outcome could not be written: %s", outcome.model_dump_json(exclude_none=True))
+        raise
+
+
 def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outcome:
     """Prepare and train; whatever happens becomes an outcome."""
     try:
-        if (early := _asked_early(run_dir, attempt)) is not None:
+        if (early := retry_storage(partial(_asked_early, run_dir, attempt))) is not None:
             return early
         # The logs of ranks lie beside the driver's: it need not repeat them.
         ray.init(address="auto", logging_level=logging.WARNING, log_to_driver=False)
-        spec = attempt.spec(run_dir.spec())
+        spec = retry_storage(lambda: attempt.spec(run_dir.spec()))
         environment = _environment(spec)
         if environment:
             start_ahead(spec.scaling, environment)
         from train_loop.attempt import prepare_samples, trainer  # noqa: PLC0415 - it takes seconds
 
-        prepare_samples(spec, run_dir, journal)
+        # Ray wraps what its tasks raise.
+        retry_storage(
+            partial(prepare_samples, spec, run_dir, journal), may_pass=lambda error: is_transient(cause(error))
+        )
         for start in itertools.count(1):
             _wait_for(trainer(spec, run_dir, attempt, environment, start=start).fit)
-            end = last_word(attempt)
+            end = retry_storage(partial(last_word, attempt))
             if end is not None:
                 return Outcome.model_validate(end)
-            if not has_moved(attempt):
+            if not retry_storage(partial(has_moved, attempt)):
                 raise RuntimeError("the ranks ended without an outcome; their logs are beside this one")
-            if run_dir.spec().scaling.elastic:
+            if retry_storage(run_dir.spec).scaling.elastic:
                 # The service may have to choose another size.
                 return Outcome(result="moved", reason="hosts are about to be taken away")
             journal.event("moving")
         raise AssertionError("unreachable")
     except KeyboardInterrupt:
-        stop = run_dir.stop(attempt=attempt.number)
+        stop = _asked(run_dir, attempt)
         if stop is not None:
             return Outcome(result=stop.result, reason="ended without a last checkpoint, because its time was up")
         return Outcome(result="failed", code="interrupted", reason="the driver was interrupted", retryable=True)
@@ -128,6 +154,15 @@ def _asked_early(run_dir: RunDir, attempt: AttemptDir) -> Outcome | None:
         return failed(FencedError(f"attempt {newer} has taken over before this one began"))
     stop = run_dir.stop(attempt=attempt.number)
     return Outcome(result=stop.result) if stop is not None else None
+
+
+def _asked(run_dir: RunDir, attempt: AttemptDir) -> Stop | None:
+    """Return what the service asks for; None if it asks for nothing or storage is away: there is no time to wait."""
+    try:
+        return run_dir.stop(attempt=attempt.number)
+    except Exception as error:
+        log.warning("why the driver was interrupted cannot be read: %s", error)
+        return None
 
 
 def _wait_for(call: Callable[[], object], *, seconds: float | None = None) -> None:

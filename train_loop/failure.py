@@ -4,10 +4,12 @@ import logging
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 from train_loop.errors import CheckpointError, FencedError, UserError
 from train_loop.journal import group_journal
-from train_loop.run_dir import Outcome, flush_all
+from train_loop.patience import retry_storage
+from train_loop.run_dir import Outcome, flush_all, storage_may_fail
 from train_loop.secrets import masker
 from train_loop.session import Session
 from train_loop.spec import SpecError
@@ -43,6 +45,8 @@ def _report_end(session: Session, outcome: Outcome) -> None:
     with suppress(FencedError):
         journal = group_journal(session.run_dir, session.token)
         journal.event("training_ended", **outcome.model_dump(exclude_none=True))
+        with storage_may_fail(partial(log.error, "the end of training could not be reported: %s")):
+            retry_storage(journal.flush, seconds=session.patience)
 
 
 def failed(error: BaseException) -> Outcome:

@@ -10,9 +10,22 @@ from typing import Any
 
 from train_loop.errors import FencedError
 from train_loop.fencing import check_fence
-from train_loop.run_dir import AttemptDir, Fence, JsonLines, RunDir, is_remote, read_lines, storage_may_fail
+from train_loop.limited_log import LimitedLog
+from train_loop.run_dir import (
+    AttemptDir,
+    Fence,
+    JsonLines,
+    RunDir,
+    is_remote,
+    is_transient,
+    read_lines,
+    storage_failed,
+    storage_may_fail,
+)
 
 log = logging.getLogger(__name__)
+_limited = LimitedLog(log)
+_RETRY_SECONDS = 1.0
 _MOST_LATE = 100_000
 """Lines that wait for storage to come back; a run that goes on longer without any loses the oldest."""
 
@@ -20,8 +33,8 @@ _MOST_LATE = 100_000
 class Journal:
     """events.jsonl and metrics.jsonl of an attempt; silent on every rank but 0.
 
-    Storage that fails ends no run: its lines are written, in order, with the first that can be. `epoch` returns the
-    fencing epoch of the lines; `check` raises FencedError before a line is written if a newer group has taken over.
+    Storage that fails ends no run: lines wait in order, and a thread writes them once storage is back. `epoch` returns
+    the fencing epoch of the lines; `check` raises FencedError before a line is written if a newer group has taken over.
     """
 
     def __init__(
@@ -34,17 +47,27 @@ class Journal:
     ) -> None:
         may_write = partial(_passes, check)
         self._events, self._metrics = (
-            _Patient(JsonLines(path, attempt=attempt.number, epoch=epoch, may_write=may_write), check)
+            JsonLines(path, attempt=attempt.number, epoch=epoch, may_write=may_write)
             for path in (attempt.events, attempt.metrics)
         )
+        self._check = check
+        # On object storage an append waits for nothing, and lines are written when they are flushed.
+        self._checks_appends = not is_remote(attempt.events)
         self._speaks = rank == 0
+        self._root = str(attempt.root.parent.parent)
+        # The loop and the thread that saves both write.
+        self._lock = threading.RLock()
+        self._late: deque[tuple[JsonLines, dict[str, Any]]] = deque(maxlen=_MOST_LATE)
+        self._away = False
+        self._retrier: threading.Thread | None = None
 
     def event(self, name: str, **fields: Any) -> None:
-        """Say that something happened."""
+        """Say that something happened. It does not raise if storage fails."""
         if self._speaks:
-            self._events.append(event=name, **fields)
-            # Whoever waits for events should not wait for more; steps come by the dozen.
-            self._events.flush_if_possible()
+            with self._lock:
+                self._queue(self._events, event=name, **fields)
+                # Whoever waits for events should not wait for more; steps come by the dozen.
+                self._write_if_possible(flush=True)
 
     def warn(self, message: str) -> None:
         """Say, in the log too, what the user should know although the run goes on."""
@@ -53,14 +76,85 @@ class Journal:
             self.event("warning", message=message)
 
     def metrics(self, **fields: Any) -> None:
-        """Write one optimizer step's numbers."""
+        """Write one optimizer step's numbers. It does not raise if storage fails."""
         if self._speaks:
-            self._metrics.append(**fields)
+            with self._lock:
+                self._queue(self._metrics, **fields)
+                self._write_if_possible()
 
     def flush(self) -> None:
-        """Have all that was said on storage; on file systems it is. Raises what storage raises."""
-        for lines in (self._events, self._metrics):
-            lines.flush()
+        """Write all lines that wait, and have them on storage. Raises what storage raises."""
+        with self._lock:
+            self._write(flush=True)
+
+    def _queue(self, lines: JsonLines, **fields: Any) -> None:
+        self._late.append((lines, {"time": time.time()} | fields))
+
+    def _write(self, *, flush: bool) -> None:
+        self._append_all()
+        if flush or self._away:
+            if not self._checks_appends:
+                self._check()
+            for lines in (self._events, self._metrics):
+                lines.flush()
+        if self._away:
+            self._away = False
+            log.warning("storage is back: %s", self._root)
+            self._queue(self._events, event="storage_available", root=self._root)
+            self._append_all()
+
+    def _append_all(self) -> None:
+        if self._checks_appends:
+            self._check()
+        while self._late:
+            lines, fields = self._late[0]
+            try:
+                lines.append(**fields)
+            except Exception as error:
+                if not storage_failed(error):
+                    # A line that can never be written must not hold up the others.
+                    self._late.popleft()
+                raise
+            self._late.popleft()
+
+    def _write_if_possible(self, *, flush: bool = False) -> bool:
+        """Return whether all lines are written."""
+        failed = list[Exception]()
+        with self._lock, storage_may_fail(failed.append):
+            self._write(flush=flush)
+        for error in failed:
+            self._failed(error)
+        return not failed
+
+    def _failed(self, error: Exception) -> None:
+        """Report that storage is away, once, and start the thread that retries."""
+        if not self._away and is_transient(error):
+            self._away = True
+            log.warning("storage is away; events and metrics wait for it: %s", error)
+            self._queue(self._events, event="storage_unavailable", root=self._root, since=time.time(), error=str(error))
+        else:
+            _limited.warning("events and metrics wait for storage: %s", error)
+        if self._retrier is None:
+            self._retrier = threading.Thread(target=self._retry, name="journal", daemon=True)
+            self._retrier.start()
+
+    def _retry(self) -> None:
+        pause = threading.Event()
+        while True:
+            pause.wait(_RETRY_SECONDS)
+            with self._lock:
+                if self._is_superseded() or self._write_if_possible():
+                    self._retrier = None
+                    return
+
+    def _is_superseded(self) -> bool:
+        """Return whether a newer group has taken over: the lines that wait are dropped then."""
+        superseded = False
+        with storage_may_fail(lambda _: None):
+            superseded = not _passes(self._check)
+        if superseded:
+            self._late.clear()
+        return superseded
 
 
 def group_journal(run_dir: RunDir, token: Fence, *, rank: int = 0) -> Journal:
@@ -90,43 +184,3 @@ def has_moved(attempt: AttemptDir) -> bool:
 
 def _ends(attempt: AttemptDir) -> list[dict[str, Any]]:
     return [line for line in read_lines(attempt.events) if line.get("event") == "training_ended"]
-
-
-class _Patient:
-    """Lines of which those that cannot be written wait for the next."""
-
-    def __init__(self, lines: JsonLines, check: Callable[[], None]) -> None:
-        self._lines = lines
-        self._check = check
-        # On object storage an append waits for nothing, and lines are written when they are flushed.
-        self._checks_appends = not is_remote(lines.path)
-        self._late: deque[dict[str, Any]] = deque(maxlen=_MOST_LATE)
-        # The loop and the thread that saves both write.
-        self._lock = threading.Lock()
-
-    def append(self, **fields: Any) -> None:
-        """Add a line, after those that wait."""
-        with self._lock:
-            self._late.append({"time": time.time()} | fields)
-            with storage_may_fail(self._warn):
-                if self._checks_appends:
-                    self._check()
-                while self._late:
-                    self._lines.append(**self._late[0])
-                    self._late.popleft()
-
-    def flush(self) -> None:
-        """Write them to storage; on file systems they are there. Raises FencedError."""
-        if not self._checks_appends:
-            self._check()
-        self._lines.flush()
-
-    def flush_if_possible(self) -> None:
-        """The same, or later where storage fails."""
-        with storage_may_fail(self._warn):
-            self.flush()
-
-    def _warn(self, error: Exception) -> None:
-        # Of many lines that wait, the first is the news.
-        if len(self._late) <= 1:
-            log.warning("%s cannot be written to, and its lines wait: %s", self._lines.path, error)

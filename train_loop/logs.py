@@ -4,11 +4,12 @@ import faulthandler
 import io
 import logging
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TextIO, cast
 
-from train_loop.run_dir import is_remote
+from train_loop.run_dir import is_remote, make_folder
 from train_loop.run_dir.segments import SegmentWriter
 from train_loop.secrets import masker
 
@@ -22,12 +23,14 @@ class _Tee:
         self._masked = masker()
 
     def write(self, text: str) -> int:
-        # The copy is for many eyes.
-        self._copy.write(self._masked(text))
+        # The copy is for many eyes. Whoever prints must not fail because storage is away.
+        with suppress(OSError):
+            self._copy.write(self._masked(text))
         return self._stream.write(text)
 
     def flush(self) -> None:
-        self._copy.flush()
+        with suppress(OSError):
+            self._copy.flush()
         self._stream.flush()
 
     def __getattr__(self, name: str) -> object:
@@ -59,7 +62,7 @@ def open_log(path: Path) -> TextIO:
     """A file to append to; the stacks of all threads go there too where the process crashes, if it is a real one."""
     if is_remote(path):
         return cast(TextIO, _Segments(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     file = path.open("a", buffering=1)
     faulthandler.enable(file)
     return file

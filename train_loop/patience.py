@@ -5,6 +5,8 @@ from typing import TypeVar
 
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
+from train_loop.run_dir import is_transient, storage_seconds
+
 T = TypeVar("T")
 
 
@@ -34,3 +36,14 @@ def patiently(
         reraise=True,
     )
     return retrying(call)
+
+
+def retry_storage(
+    call: Callable[[], T],
+    *,
+    seconds: float | None = None,
+    may_pass: Callable[[BaseException], bool] = is_transient,
+    told: Callable[[BaseException], None] | None = None,
+) -> T:
+    """Call until storage is back, for `seconds` (default: the setting); then raise the last error."""
+    return patiently(call, seconds=storage_seconds() if seconds is None else seconds, may_pass=may_pass, told=told)

@@ -19,9 +19,10 @@ from train_loop.fencing import EPOCH_VARIABLE, fence_watched
 from train_loop.heartbeat import Heartbeat
 from train_loop.journal import last_word
 from train_loop.logs import log_to
+from train_loop.patience import retry_storage
 from train_loop.plan import lay_out
 from train_loop.raylet import room_that_stays, this_node
-from train_loop.run_dir import RunDir
+from train_loop.run_dir import RunDir, expect_run_dir, read_whole
 from train_loop.session import Preemption, Session, ignore_mark
 from train_loop.spare import Spares
 from train_loop.spec import JobSpec
@@ -32,7 +33,8 @@ def work(config: dict[str, Any]) -> None:
     """Train as one of the workers, in the place that Ray Train gave it."""
     context, run_dir = get_context(), RunDir.at(config["run_dir"])
     attempt = run_dir.attempt(config["attempt"])
-    spec = attempt.spec(run_dir.spec())
+    expect_run_dir(run_dir.root)
+    spec = retry_storage(lambda: attempt.spec(run_dir.spec()))
     timeout = timedelta(seconds=spec.failure.hang_timeout_seconds)
     target, epoch = heartbeat_target(os.environ), int(os.environ.get(EPOCH_VARIABLE, "0"))
     heartbeat = Heartbeat(target, rank=context.get_world_rank(), epoch=epoch) if target is not None else None
@@ -51,8 +53,8 @@ def work(config: dict[str, Any]) -> None:
         may_move=_may_move(spec),
         mark=heartbeat.mark if heartbeat is not None else ignore_mark,
     )
-    log_to(attempt.rank_log(session.rank))
-    if last_word(attempt) is not None:
+    retry_storage(functools.partial(log_to, attempt.rank_log(session.rank)))
+    if retry_storage(functools.partial(last_word, attempt)) is not None:
         # Ray Train starts the group again after any error. This one will not go away: there is nothing to do.
         return
     with fence_watched(run_dir, session.token), failure_told(session):
@@ -89,4 +91,4 @@ def _may_move(spec: JobSpec) -> Callable[[], bool]:
 
 
 def _prepared(pointer: Path) -> Dataset:
-    return Dataset.model_validate_json(pointer.read_bytes())
+    return Dataset.model_validate_json(retry_storage(functools.partial(read_whole, pointer)))

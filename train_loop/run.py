@@ -12,6 +12,7 @@ import threading
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,7 +25,18 @@ from train_loop.failure import MISTAKES, failed, failure_told
 from train_loop.fencing import begin_group, check_fence, fence_watched
 from train_loop.leave import leave
 from train_loop.logs import log_to
-from train_loop.run_dir import Fence, Outcome, RunDir
+from train_loop.patience import retry_storage
+from train_loop.run_dir import (
+    RUN_MARKER,
+    Fence,
+    Outcome,
+    RootMarker,
+    RunDir,
+    expect_run_dir,
+    size_of,
+    storage_may_fail,
+    write_run_marker,
+)
 from train_loop.session import Session
 from train_loop.spec import JobSpec, SpecError, parse_text
 from train_loop.worker import train
@@ -62,8 +74,9 @@ def main() -> None:
 
 def run(spec: JobSpec, session: Session, cache: Path) -> None:
     """Train, log as in the product, and acknowledge the end, or the error that it ends with."""
+    expect_run_dir(session.run_dir.root)
     attempt = session.run_dir.attempt(session.attempt)
-    log_to(attempt.rank_log(session.rank))
+    retry_storage(partial(log_to, attempt.rank_log(session.rank)))
     with fence_watched(session.run_dir, session.token):
         try:
             with failure_told(session):
@@ -72,15 +85,11 @@ def run(spec: JobSpec, session: Session, cache: Path) -> None:
             # The outcome is the newer group's to write.
             raise
         except Exception as error:
-            outcome = failed(error)
-            check_fence(session.run_dir, session.token)
-            # Peers of a rank that failed fail of lost connections: what trying again cannot help has the last word.
-            if not outcome.retryable or attempt.outcome() is None:
-                attempt.write_outcome(outcome)
+            with storage_may_fail(partial(log.error, "the outcome could not be written: %s")):
+                retry_storage(partial(_acknowledge, session, failed(error)), seconds=session.patience)
             raise
         if session.rank == 0:
-            check_fence(session.run_dir, session.token)
-            attempt.write_outcome(outcome)
+            retry_storage(partial(_write_outcome, session, outcome), seconds=session.patience)
             _acknowledge_stop(session)
 
 
@@ -91,6 +100,17 @@ def _acknowledge_stop(session: Session) -> None:
         session.run_dir.stop_file.unlink(missing_ok=True)
     except (FencedError, OSError) as error:
         log.warning("the request to stop could not be removed: %s", error)
+
+
+def _acknowledge(session: Session, outcome: Outcome) -> None:
+    # Peers of a rank that failed fail of lost connections: what trying again cannot help has the last word.
+    if not outcome.retryable or session.run_dir.attempt(session.attempt).outcome() is None:
+        _write_outcome(session, outcome)
+
+
+def _write_outcome(session: Session, outcome: Outcome) -> None:
+    check_fence(session.run_dir, session.token)
+    session.run_dir.attempt(session.attempt).write_outcome(outcome)
 
 
 def _train(spec: JobSpec, session: Session, cache: Path) -> Outcome:
@@ -142,6 +162,8 @@ def _claim(run_dir: RunDir, spec: JobSpec) -> Fence | Exception:
     """Claim the directory for this run and supersede earlier starts on it; return its token, or why it cannot."""
     try:
         run_dir.write_spec(spec)
+        if size_of(run_dir.root / RUN_MARKER) is None:
+            write_run_marker(run_dir.root, RootMarker.new())
         token = begin_group(run_dir, 1, by=uuid.uuid4().hex)
         # Run again on the same directory, it has not ended yet.
         run_dir.attempt(1).outcome_file.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from train_loop.data.dataset import Rows
 from train_loop.data.reader import StreamPlan
 from train_loop.heartbeat import Phase
 from train_loop.plan import MeshPlan
-from train_loop.run_dir import Fence, RunDir
+from train_loop.run_dir import Fence, RunDir, storage_seconds
 
 
 class Preemption(NamedTuple):
@@ -20,7 +20,7 @@ class Preemption(NamedTuple):
     """Unix seconds; None where nobody said."""
 
 
-PATIENCE = 300.0
+PATIENCE = storage_seconds()
 """Seconds for which storage may fail before a start gives up."""
 OpenStream = Callable[[StreamPlan, MeshPlan, int], Iterator[Rows | None]]
 

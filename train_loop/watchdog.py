@@ -5,10 +5,12 @@ import logging
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from train_loop.fencing import check_fence
-from train_loop.run_dir import copy_files, is_remote
+from train_loop.patience import retry_storage
+from train_loop.run_dir import copy_files, is_remote, make_folder, size_of
 from train_loop.session import Session
 
 log = logging.getLogger(__name__)
@@ -44,14 +46,18 @@ def watched(session: Session) -> Iterator[Watchdog]:
     # On object storage it lies elsewhere until this rank ends.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as elsewhere:
         place = Path(elsewhere) if is_remote(own) else own.parent
-        place.mkdir(parents=True, exist_ok=True)
         path = place / own.name
-        dog = Watchdog(path, seconds=session.timeout.total_seconds())
+        dog = retry_storage(partial(_open, path, session), seconds=session.patience)
         try:
             dog.feed()
             yield dog
         finally:
             _close(dog, path, session)
+
+
+def _open(path: Path, session: Session) -> Watchdog:
+    make_folder(path.parent)
+    return Watchdog(path, seconds=session.timeout.total_seconds())
 
 
 def _close(dog: Watchdog, path: Path, session: Session) -> None:
@@ -60,9 +66,10 @@ def _close(dog: Watchdog, path: Path, session: Session) -> None:
         dog.close()
         # A newer group may be cleaning up after this one.
         check_fence(session.run_dir, session.token)
-        if not path.stat().st_size:
-            path.unlink()
-        elif is_remote(folder):
+        size = size_of(path)
+        if size == 0:
+            path.unlink(missing_ok=True)
+        elif size and is_remote(folder):
             copy_files(path.parent, folder)
     except Exception as error:
         log.warning("the stacks of rank %d were not cleaned up: %s", session.rank, error)

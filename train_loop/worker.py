@@ -22,6 +22,7 @@ from train_loop.heartbeat import Phase
 from train_loop.journal import group_journal
 from train_loop.metrics import measure, record_start, record_step
 from train_loop.nonfinite import count_skips
+from train_loop.patience import retry_storage
 from train_loop.preemption import PreemptionWatch
 from train_loop.profiling import profiled
 from train_loop.run_dir import Outcome, Stop
@@ -59,6 +60,8 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
         prove_newest(run)
     outcome = Outcome(result=stop.result if stop else "succeeded", step=run.state.step, reason=told)
     run.journal.event("training_ended", **outcome.model_dump(exclude_none=True))
+    # The driver reads it as soon as the workers are gone.
+    retry_storage(run.journal.flush, seconds=session.patience)
     log.info("%s at step %d", outcome.result, outcome.step)
     return outcome
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from service.lines import number, parse
-from service.ports import NO_STORY, Line, Place, Progress, Story, Tail, Written
+from service.ports import NO_STORY, Line, Place, Progress, Reading, Story, Tail, Written
 from train_loop.run_dir import CurrentGroup, RunDir
 
 _RECENT = 50
@@ -27,6 +27,8 @@ class Chronicle:
         self._groups = {kind: CurrentGroup() for kind in _KINDS}
         self._lock = threading.Lock()
         self._story = NO_STORY
+        self.last = Reading(NO_STORY, None)
+        """The story as it was last read; it can be asked for while another thread reads."""
         self._starts = 0
         self._attempt = 0
         self._of: int | None = None
@@ -34,7 +36,7 @@ class Chronicle:
         self._fault = False
         self._recent = deque[float](maxlen=_RECENT)
 
-    def tell(self, read: Read) -> Story:
+    def tell(self, read: Read, *, now: float) -> Story:
         """The story as it is now."""
         with self._lock:
             fresh = [line for kind in _KINDS for line in self._new_lines(read, kind)]
@@ -44,6 +46,7 @@ class Chronicle:
                     self._begin(line)
                 elif "event" not in line:
                     self._step(line)
+            self.last = Reading(self._story, now)
             return self._story
 
     def _new_lines(self, read: Read, kind: Written) -> Iterator[Line]:

@@ -1,15 +1,17 @@
 """Reads run directories through `train_loop.run_dir`, and writes what the service may write there."""
 
 import threading
-from collections.abc import Hashable
+import time
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from service.adapters.chronicle import Chronicle
+from service.adapters.roots import StorageRoots, root_of
 from service.domain.decide import Latest, Training
 from service.errors import StaleAttempt
-from service.ports import Checkpoint, Entry, Place, Sighting, Story, Tail, Written
+from service.ports import NO_STORY, Checkpoint, Entry, Place, Reading, Sighting, Story, Tail, Written
 from train_loop.run_dir import (
     AttemptDir,
     ExportStatus,
@@ -20,6 +22,8 @@ from train_loop.run_dir import (
     read_appended,
     read_lines,
     size_appended,
+    storage_failed,
+    write_run_marker,
 )
 from train_loop.spec import JobSpec, ScalingSpec
 
@@ -34,13 +38,31 @@ _CHRONICLES = 1024
 class LocalRunDirs:
     """Run directories on storage that service and workers share."""
 
-    def __init__(self) -> None:
+    def __init__(self, roots: StorageRoots | None = None, *, clock: Callable[[], float] = time.time) -> None:
+        self._roots = roots or StorageRoots()
+        self._clock = clock
         self._lock = threading.Lock()
         self._chronicles: dict[str, Chronicle] = {}
 
+    def check(self, root: str) -> None:
+        """Raise StorageUnavailable if a storage root that was used before is missing or is another one."""
+        self._roots.check(root)
+
+    def _open(self, run_dir: str) -> RunDir:
+        """Return a run directory whose root is there, to read."""
+        self._roots.check(root_of(run_dir))
+        return RunDir.at(run_dir)
+
+    def _begin(self, run_dir: str) -> RunDir:
+        """Return a run directory to write to, which is created if the root is there. Only the service may do that."""
+        marker = self._roots.open(root_of(run_dir))
+        directory = RunDir.at(run_dir)
+        write_run_marker(directory.root, marker)
+        return directory
+
     def prepare(self, run_dir: str, spec: JobSpec, size: ScalingSpec, *, attempt: int) -> None:
         """Write the spec and the attempt's size, and shut out older attempts. Repeatable. Raises StaleAttempt."""
-        directory = RunDir.at(run_dir)
+        directory = self._begin(run_dir)
         directory.write_spec(spec)
         directory.attempt(attempt).write_size(size)
         directory.write_fence(attempt)
@@ -49,15 +71,15 @@ class LocalRunDirs:
 
     def fence_off(self, run_dir: str, *, attempt: int) -> None:
         """Shut out every attempt older than this one."""
-        RunDir.at(run_dir).write_fence(attempt)
+        self._begin(run_dir).write_fence(attempt)
 
     def ask_to_stop(self, run_dir: str, stop: Stop) -> None:
         """Write control/stop.json."""
-        RunDir.at(run_dir).write_stop(stop)
+        self._begin(run_dir).write_stop(stop)
 
     def observe(self, run_dir: str, attempt: int) -> Sighting:
         """What an attempt says of itself."""
-        directory = RunDir.at(run_dir)
+        directory = self._open(run_dir)
         folder = directory.attempt(attempt)
         training, ready, trouble = Training.NOT_YET, False, None
         for line in read_lines(folder.events):
@@ -70,7 +92,7 @@ class LocalRunDirs:
 
     def latest(self, run_dir: str) -> Latest:
         """The newest attempt that was prepared or shut out; number 0 where there is none."""
-        directory = RunDir.at(run_dir)
+        directory = self._open(run_dir)
         fence = directory.fence().attempt
         prepared = max((attempt.number for attempt in directory.attempts()), default=0)
         # A fence shuts out what is older than it, prepared or not.
@@ -85,11 +107,26 @@ class LocalRunDirs:
             self._chronicles[run_dir] = chronicle
             if len(self._chronicles) > _CHRONICLES:
                 del self._chronicles[next(iter(self._chronicles))]
-        return chronicle.tell(partial(self.tail, run_dir))
+        self._roots.check(root_of(run_dir))
+        return chronicle.tell(partial(self.tail, run_dir), now=self._clock())
+
+    def known_story(self, run_dir: str) -> Reading:
+        """The newest story, or the last one that could be read with the reason why there is no newer one."""
+        try:
+            return Reading(self.story(run_dir), self._clock())
+        except Exception as error:
+            if not storage_failed(error):
+                raise
+            return replace(self.last_story(run_dir), error=str(error))
+
+    def last_story(self, run_dir: str) -> Reading:
+        """The story as it was last read, without a look at the storage."""
+        chronicle = self._chronicles.get(run_dir)
+        return Reading(NO_STORY, None) if chronicle is None else chronicle.last
 
     def tail(self, run_dir: str, what: Written, place: Place) -> Tail:
         """The next whole lines of a file from a place on; a line that is still being written is not there yet."""
-        directory = RunDir.at(run_dir)
+        directory = self._open(run_dir)
         # Attempts first: whoever sees the next one has seen all of this one.
         later = [attempt.number for attempt in directory.attempts() if attempt.number > place.attempt]
         file = _file(directory.attempt(place.attempt), what)
@@ -99,51 +136,51 @@ class LocalRunDirs:
 
     def mark(self, run_dir: str, what: Written) -> Hashable:
         """Another value whenever there is more of a kind in any attempt; much quicker than reading it."""
-        attempts = RunDir.at(run_dir).attempts()
+        attempts = self._open(run_dir).attempts()
         return tuple((attempt.number, size_appended(_file(attempt, what))) for attempt in attempts)
 
     def newest_attempt(self, run_dir: str) -> int:
         """Its number; 1 where none has begun."""
-        return max((attempt.number for attempt in RunDir.at(run_dir).attempts()), default=1)
+        return max((attempt.number for attempt in self._open(run_dir).attempts()), default=1)
 
     def inherit(self, run_dir: str, parent: Parent) -> bool:
         """Have a run that has not begun go on from another one's checkpoint, and keep that; whether it is there."""
         heir = RunDir.at(run_dir)
-        if not RunDir.at(parent.run_dir).pin(parent.manifest.step, by=_pinned_by(heir)):
+        if not self._open(parent.run_dir).pin(parent.manifest.step, by=_pinned_by(heir)):
             return False
-        heir.write_parent(parent)
+        self._begin(run_dir).write_parent(parent)
         return True
 
     def let_go(self, run_dir: str) -> None:
         """Leave the checkpoint that a run was begun from to retention. Repeatable."""
-        heir = RunDir.at(run_dir)
+        heir = self._open(run_dir)
         if (parent := heir.parent()) is not None:
-            RunDir.at(parent.run_dir).unpin(parent.manifest.step, by=_pinned_by(heir))
+            self._open(parent.run_dir).unpin(parent.manifest.step, by=_pinned_by(heir))
 
     def committed(self, run_dir: str) -> int | None:
         """The newest committed step."""
-        return max(RunDir.at(run_dir).manifests(), default=None)
+        return max(self._open(run_dir).manifests(), default=None)
 
     def checkpoints(self, run_dir: str) -> list[Checkpoint]:
         """The committed checkpoints, oldest first."""
-        directory = RunDir.at(run_dir)
+        directory = self._open(run_dir)
         return [Checkpoint(manifest, directory.is_pinned(step)) for step, manifest in directory.manifests().items()]
 
     def pin(self, run_dir: str, step: int) -> bool:
         """Keep a checkpoint whatever retention says; whether it was there to be kept."""
-        return RunDir.at(run_dir).pin(step)
+        return self._open(run_dir).pin(step)
 
     def unpin(self, run_dir: str, step: int) -> None:
         """Leave a checkpoint to retention again."""
-        RunDir.at(run_dir).unpin(step)
+        self._open(run_dir).unpin(step)
 
     def exported(self, run_dir: str, step: int, wish: ExportWish, *, now: float) -> ExportStatus | None:
         """How far an export is; None where nobody asked for it."""
-        return RunDir.at(run_dir).exports.status(step, wish, now=now)
+        return self._open(run_dir).exports.status(step, wish, now=now)
 
     def write_export(self, run_dir: str, status: ExportStatus) -> None:
         """Say how far an export is."""
-        RunDir.at(run_dir).exports.write(status)
+        self._open(run_dir).exports.write(status)
 
 
 def _pinned_by(heir: RunDir) -> str:

@@ -4,7 +4,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +34,11 @@ _ARRIVAL_SECONDS = 5.0
 class RunsProbe:
     """The place of run directories, and the roots below which specs may read besides."""
 
-    def __init__(self, runs: str, roots: Sequence[str] = ()) -> None:
+    def __init__(
+        self, runs: str, roots: Sequence[str] = (), *, open_root: Callable[[str], object] | None = None
+    ) -> None:
+        """`open_root` creates the root and its marker once, or raises OSError if they are gone."""
+        self._open_root = open_root
         self._runs = runs
         self._roots = tuple(roots)
 
@@ -45,7 +49,9 @@ class RunsProbe:
 
     def read(self) -> str:
         """List all roots; what was seen. Raises StorageFault."""
-        if not is_remote(place := storage_path(self._runs)):
+        if self._open_root is not None:
+            self._open_root(self._runs)
+        elif not is_remote(place := storage_path(self._runs)):
             # The first job would make it.
             make_folder(place)
         faults = {root: why for root in (self._runs, *self._roots) if (why := why_unreadable(root)) is not None}

@@ -77,10 +77,16 @@ class ProgressOut(BaseModel):
     tokens_per_second: float | None
     mfu: float | None = Field(description="model FLOPs utilisation; null where the device's peak is unknown")
     place: int | None = Field(description="in the queue, from 1; null where the job does not wait")
-    waits_for: ReasonOut | None = Field(description="a quota, room in the cluster with numbers, or others before it")
+    waits_for: ReasonOut | None = Field(
+        description="a quota, room in the cluster with numbers, others before it, or storage that is unavailable"
+    )
+    as_of: Time | None = Field(
+        description="when the run directory was last read; null if this service has not been able to read it"
+    )
+    age_seconds: float | None = Field(description="seconds since `as_of`: more than a few while storage is unavailable")
 
     @classmethod
-    def of_view(cls, view: JobView) -> "ProgressOut":
+    def of_view(cls, view: JobView, *, now: float) -> "ProgressOut":
         """From what the run directory and the queue tell."""
         parent = view.job.parent
         done = view.story.progress or Progress(parent.step if parent else 0, view.job.spec.training.max_steps)
@@ -94,6 +100,8 @@ class ProgressOut(BaseModel):
             mfu=done.mfu,
             place=view.place,
             waits_for=ReasonOut.of(view.waits_for),
+            as_of=time_or_none(view.read_at),
+            age_seconds=None if view.read_at is None else round(max(now - view.read_at, 0.0), 1),
         )
 
 
@@ -167,7 +175,7 @@ class JobOut(BaseModel):
             attempt=len(job.attempts),
             attempts=tuple(map(AttemptOut.of, job.attempts)),
             restarts=story.restarts,
-            progress=ProgressOut.of_view(view),
+            progress=ProgressOut.of_view(view, now=now),
             lost_work=LostWork(steps=story.lost_steps, hours=round(story.lost_seconds / 3600, 4)),
             worker_hours=round(used.worker_hours, 4),
             cpu_hours=round(used.cpu_hours, 4),

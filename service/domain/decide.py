@@ -92,6 +92,8 @@ class Seen:
     """An attempt after the newest that is known here: what is stored is older than the run, as after a restore."""
     previous: Submission = Submission.MISSING
     """The attempt before it; looked for only until it is submitted itself."""
+    observed: bool = False
+    """Whether the run directory could be read."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Why a job stands where it stands: a stable word for programs, a sentence for people, and what helps."""
 
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from enum import StrEnum
 
 
@@ -12,6 +13,7 @@ class Code(StrEnum):
     QUEUE = "queue"
     QUOTA = "quota"
     CAPACITY = "capacity"
+    STORAGE_UNAVAILABLE = "storage_unavailable"
     EFFECT_FAILED = "effect_failed"
     WORKERS_LOST = "workers_lost"
     DRIVER_LOST = "driver_lost"
@@ -38,6 +40,16 @@ class Reason:
     code: Code
     message: str
     remedy: str | None = None
+
+
+def storage_unavailable(error: str, since: float | None = None) -> Reason:
+    """Return the reason of a job whose storage root is unavailable since then (Unix seconds)."""
+    when = "" if since is None else f" since {datetime.fromtimestamp(since, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    return Reason(
+        Code.STORAGE_UNAVAILABLE,
+        f"storage has been unavailable{when}: {error}",
+        "mount it again on every host; workers train on until their next save, which waits for it",
+    )
 
 
 def code_of(word: str | None) -> Code:

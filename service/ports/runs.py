@@ -60,6 +60,19 @@ NO_STORY = Story(restarts=0, lost_steps=0, lost_seconds=0.0, productive_seconds=
 
 
 @dataclass(frozen=True)
+class Reading:
+    """A story, when it was read, and why there is no newer one."""
+
+    story: Story
+    read_at: float | None
+    """Unix seconds; None if it was never read."""
+    error: str | None = None
+    """What is wrong with the storage; None if it answers."""
+    since: float | None = None
+    """Unix seconds since when its root has been unavailable, if that is known."""
+
+
+@dataclass(frozen=True)
 class Cursor:
     """Where to go on in lines merged over attempts: after this line of this attempt."""
 
@@ -131,6 +144,9 @@ class RunDirs(Protocol):
 
     def story(self, run_dir: str) -> Story:
         """What all attempts say together."""
+
+    def known_story(self, run_dir: str) -> Reading:
+        """The newest story, or the last one that could be read. It does not raise while storage is unavailable."""
 
     def tail(self, run_dir: str, what: Written, place: Place) -> Tail:
         """The next whole lines of a file from a place on; a line that is still being written is not there yet."""

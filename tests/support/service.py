@@ -28,7 +28,7 @@ from service.domain.job import Job
 from service.domain.rules import Rules
 from service.ledger import Ledger
 from service.opening import Opening, opened
-from service.ports import Cluster, JobCounts, JobStore, Traces, Untraced, Watch
+from service.ports import Cluster, JobCounts, JobStore, RunDirs, Traces, Untraced, Watch
 from service.rates import Limits, Rates
 from service.reconcile import Pace, Reconciler
 from service.use_cases import Grace, Jobs
@@ -104,7 +104,7 @@ class FakeService:
     preflight: MemoryPreflight = field(default_factory=MemoryPreflight)
     clock: Clock = field(default_factory=Clock)
     ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    run_dirs: LocalRunDirs = field(default_factory=LocalRunDirs)
+    run_dirs: RunDirs = field(default_factory=LocalRunDirs)
     rules: Rules = field(default_factory=Rules)
     board: Board = field(default_factory=Board)
     keys: MemoryKeyStore = field(default_factory=MemoryKeyStore)

@@ -22,14 +22,23 @@ from train_loop.errors import CheckpointError, FencedError
 from train_loop.fencing import check_fence
 from train_loop.journal import Journal
 from train_loop.patience import patiently
-from train_loop.run_dir import CheckpointFile, Manifest, is_remote, storage_failed, storage_may_fail, sync
+from train_loop.run_dir import (
+    CheckpointFile,
+    Manifest,
+    is_remote,
+    is_transient,
+    storage_failed,
+    storage_may_fail,
+    storage_seconds,
+    sync,
+)
 from train_loop.session import Session
 from train_loop.spec import CheckpointSpec, SaveMode
 from train_loop.vitals import StepClock
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-PATIENCE = 300.0
+PATIENCE = storage_seconds()
 """Seconds for which storage may fail before a save gives up."""
 
 
@@ -227,5 +236,7 @@ class Saver:
 
 def _may_pass(error: BaseException) -> bool:
     """Whether storage may take it in a moment; a name that is taken stays taken."""
+    if is_transient(error):
+        return True
     taken = isinstance(error, OSError) and error.errno in (errno.EEXIST, errno.ENOTEMPTY)
     return storage_failed(error) and not taken and not isinstance(error, FileExistsError)

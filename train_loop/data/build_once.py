@@ -11,7 +11,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from train_loop.data.progress import Report
-from train_loop.run_dir import sync
+from train_loop.run_dir import make_folder, sync
 
 _LOOK_SECONDS = 0.5
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
@@ -25,7 +25,7 @@ def build_once(folder: Path, build: Callable[[Path], None], *, is_whole: Callabl
     """
     if is_whole():
         return
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(folder.parent)
     with _locked(folder, report) as locked:
         if is_whole():
             return

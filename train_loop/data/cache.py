@@ -20,7 +20,7 @@ from train_loop.data.sources import SourceFile, list_files
 from train_loop.data.tokenizer import load_tokenizer
 from train_loop.errors import DataError
 from train_loop.model_folder import model_shape, tokenizer_folder
-from train_loop.run_dir import write_durably
+from train_loop.run_dir import read_whole, write_durably
 from train_loop.spec import ColumnsSpec, JobSpec, SourceSpec
 
 FORMAT = 3
@@ -80,7 +80,7 @@ def find_part(spec: JobSpec, source: Source, tokenizer: Path | None, cache: Path
 def load_part(folder: Path) -> Part | None:
     """The prepared samples in a folder of the cache, if they were committed and are whole."""
     try:
-        part = Part.model_validate_json((folder / "dataset.json").read_bytes())
+        part = Part.model_validate_json(read_whole(folder / "dataset.json"))
     except (FileNotFoundError, ValidationError):
         return None
     # Wherever it was written, and however others may reach the same storage.
@@ -124,7 +124,7 @@ def pinned_dataset(spec: JobSpec, pointer: Path) -> Dataset | None:
     Raises DataError where files that are read as they are have changed since.
     """
     try:
-        dataset = Dataset.model_validate_json(pointer.read_bytes())
+        dataset = Dataset.model_validate_json(read_whole(pointer))
     except FileNotFoundError:
         return None
     except ValidationError as error:
@@ -144,7 +144,7 @@ def pinned_dataset(spec: JobSpec, pointer: Path) -> Dataset | None:
 def pin(dataset: Dataset, pointer: Path) -> None:
     """Make a dataset the one that a run goes on with. Raises DataError where it began with another."""
     try:
-        began = Dataset.model_validate_json(pointer.read_bytes())
+        began = Dataset.model_validate_json(read_whole(pointer))
     except FileNotFoundError:
         began = dataset
     if began.fingerprint != dataset.fingerprint:

@@ -7,7 +7,7 @@ where each sample's begin. Reading samples in any order then costs their own byt
 import itertools
 import os
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from train_loop.data.dataset import Cells, Part, ShardFile
 from train_loop.data.order import Ids
 from train_loop.data.pack import Sample
+from train_loop.patience import retry_storage
+from train_loop.run_dir import is_transient
 
 _INDEX = "index.bin"
 _RECORD = np.dtype([(name, "<u4") for name in ("shard", "token", "tokens", "document", "documents")])
@@ -63,18 +65,39 @@ def write_part(samples: Iterable[Sample], folder: Path) -> Part:
 
 def read_shards(part: Part, local: Ids) -> Iterator[Cells]:
     """Samples of prepared data by index, in the order asked for."""
-    assert part.index is not None
-    index = _open(part.index)
     for sample in local.tolist():
-        record = np.frombuffer(index.read(RECORD_BYTES, sample * RECORD_BYTES), _RECORD)
-        shard, token, tokens, document, documents = record.item()
-        file = part.files[shard]
-        yield Cells(
-            _values(file, part.input_ids, token, tokens),
-            _values(file, part.labels, token, tokens) if part.labels else None,
-            _values(file, part.documents, document, documents) if part.documents else None,
-            _values(file, part.weights, document, documents) if part.weights else None,
-        )
+        try:
+            yield _read_sample(part, sample)
+        except OSError as error:
+            if not _may_pass(error):
+                raise
+            yield retry_storage(partial(_read_again, part, sample), may_pass=_may_pass)
+
+
+def _read_sample(part: Part, sample: int) -> Cells:
+    assert part.index is not None
+    record = np.frombuffer(_open(part.index).read(RECORD_BYTES, sample * RECORD_BYTES), _RECORD)
+    shard, token, tokens, document, documents = record.item()
+    file = part.files[shard]
+    return Cells(
+        _values(file, part.input_ids, token, tokens),
+        _values(file, part.labels, token, tokens) if part.labels else None,
+        _values(file, part.documents, document, documents) if part.documents else None,
+        _values(file, part.weights, document, documents) if part.weights else None,
+    )
+
+
+def _read_again(part: Part, sample: int) -> Cells:
+    # Files that were opened before an unmount can stay stale for ever.
+    _open.cache_clear()
+    return _read_sample(part, sample)
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Return whether the storage of prepared data is away: then not even the cache's folder is there."""
+    if isinstance(error, FileNotFoundError) and error.filename:
+        return not Path(error.filename).parent.parent.is_dir()
+    return is_transient(error)
 
 
 def _values(file: ShardFile, column: str, start: int, count: int) -> NDArray[Any]:
@@ -98,7 +121,9 @@ class _Opened:
         return data
 
     def __del__(self) -> None:
-        os.close(self._descriptor)
+        # A file that could not be opened has none.
+        if (descriptor := self.__dict__.get("_descriptor")) is not None:
+            os.close(descriptor)
 
 
 _open = lru_cache(maxsize=256)(_Opened)

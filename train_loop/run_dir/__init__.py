@@ -4,7 +4,15 @@ Workers write and the service reads, except under control/, where it is the othe
 here, so that neither side has to know the other.
 """
 
-from train_loop.run_dir.durable import local_path, make_folder, replace_durably, storage_path, sync, write_durably
+from train_loop.run_dir.durable import (
+    copy_files,
+    local_path,
+    make_folder,
+    replace_durably,
+    storage_path,
+    sync,
+    write_durably,
+)
 from train_loop.run_dir.exports import ExportDir, ExportState, ExportStatus, ExportWish
 from train_loop.run_dir.formats import (
     NO_FENCE,
@@ -27,9 +35,9 @@ from train_loop.run_dir.lines import (
     read_lines_after,
     size_appended,
 )
+from train_loop.run_dir.markers import create_root_marker, write_run_marker
 from train_loop.run_dir.paths import AttemptDir, RunDir
 from train_loop.run_dir.remote import (
-    copy_files,
     create_object,
     is_remote,
     list_folder,
@@ -38,6 +46,17 @@ from train_loop.run_dir.remote import (
     size_of,
     storage_failed,
     storage_may_fail,
+)
+from train_loop.run_dir.root import (
+    ROOT_MARKER,
+    RUN_MARKER,
+    RootMarker,
+    StorageUnavailable,
+    check_storage,
+    expect_root,
+    expect_run_dir,
+    forget_expected,
+    read_root_marker,
 )
 from train_loop.run_dir.segments import flush_all
 from train_loop.run_dir.sinks import (
@@ -51,6 +70,7 @@ from train_loop.run_dir.sinks import (
     read_place,
     write_place,
 )
+from train_loop.run_dir.transient import STORAGE_SECONDS_VARIABLE, is_transient, storage_seconds
 from train_loop.run_dir.visit import (
     TOKEN_FILE,
     VISIT_MARK,
@@ -66,8 +86,11 @@ from train_loop.run_dir.visit import (
 __all__ = [
     "DEFAULT_SINKS",
     "NO_FENCE",
+    "ROOT_MARKER",
+    "RUN_MARKER",
     "SINKS",
     "SINKS_VARIABLE",
+    "STORAGE_SECONDS_VARIABLE",
     "TOKEN_FILE",
     "VISIT_MARK",
     "AttemptDir",
@@ -87,18 +110,26 @@ __all__ = [
     "NodeVisit",
     "Outcome",
     "Parent",
+    "RootMarker",
     "RunDir",
     "Sight",
     "SinkName",
     "SinkPlace",
     "Stop",
+    "StorageUnavailable",
     "UnknownFormatError",
     "answer_file",
+    "check_storage",
     "copy_files",
     "create_object",
+    "create_root_marker",
+    "expect_root",
+    "expect_run_dir",
     "flush_all",
+    "forget_expected",
     "format_sinks",
     "is_remote",
+    "is_transient",
     "list_folder",
     "local_path",
     "make_folder",
@@ -108,6 +139,7 @@ __all__ = [
     "read_lines",
     "read_lines_after",
     "read_place",
+    "read_root_marker",
     "read_whole",
     "remove_all",
     "replace_durably",
@@ -116,9 +148,11 @@ __all__ = [
     "storage_failed",
     "storage_may_fail",
     "storage_path",
+    "storage_seconds",
     "sync",
     "versions_here",
     "why_unreadable",
     "write_durably",
     "write_place",
+    "write_run_marker",
 ]

@@ -1,11 +1,15 @@
 """Writing so that a crash at any instant leaves the old or the new."""
 
 import os
+import shutil
 import time
 from pathlib import Path
 from urllib.parse import unquote
 
 from train_loop.run_dir.remote import is_remote, remote_path
+from train_loop.run_dir.root import StorageUnavailable, check_storage
+
+_COPIED_AT_ONCE = 16 * 2**20
 
 
 def local_path(uri: str) -> Path:
@@ -37,6 +41,7 @@ def write_durably(path: Path, text: str) -> None:
 
 def replace_durably(path: Path, text: str) -> None:
     """The same in a folder that must be there: write, fsync, rename, fsync."""
+    check_storage(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{time.monotonic_ns()}")
     with temporary.open("w") as file:
         file.write(text)
@@ -47,12 +52,40 @@ def replace_durably(path: Path, text: str) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those that it lies in, durably; one that is there already is fine."""
+    """Create a folder and its parents durably; an existing one is fine.
+
+    Raises StorageUnavailable if a registered storage root or run directory above it is gone: nobody may create it anew.
+    """
+    check_storage(path)
+    _make_folder(path)
+
+
+def _make_folder(path: Path) -> None:
     if path.is_dir():
         return
-    make_folder(path.parent)
-    path.mkdir(exist_ok=True)
+    _make_folder(path.parent)
+    try:
+        path.mkdir(exist_ok=True)
+    except FileExistsError as error:
+        raise StorageUnavailable(str(path), "a file is in the place of this folder") from error
+    try:
+        # The storage may have been unmounted since the check.
+        check_storage(path)
+    except StorageUnavailable:
+        path.rmdir()
+        raise
     sync(path.parent)
+
+
+def copy_files(folder: Path, to: Path) -> None:
+    """Copy the files of a local folder to another one, or to object storage."""
+    if is_remote(to):
+        to.mkdir(parents=True, exist_ok=True)
+    else:
+        make_folder(to)
+    for file in sorted(folder.iterdir()):
+        with file.open("rb") as source, (to / file.name).open("wb") as target:
+            shutil.copyfileobj(source, target, _COPIED_AT_ONCE)
 
 
 def sync(path: Path) -> None:

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from train_loop.run_dir.remote import is_remote, read_whole
+from train_loop.run_dir.durable import make_folder
+from train_loop.run_dir.remote import is_remote, read_whole, size_of
+from train_loop.run_dir.root import check_storage
 from train_loop.run_dir.segments import SegmentWriter, segments
 
 _WINDOW = 1 << 18
@@ -49,7 +51,9 @@ class JsonLines:
             epoch = self._epoch()
             self._segments.append(lambda seq: self._line(seq, epoch, fields))
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        check_storage(self.path)
+        if not self.path.parent.is_dir():
+            make_folder(self.path.parent)
         with self.path.open("a+b") as file:
             _lock(file.fileno(), seconds=_LOCK_SECONDS)
             torn, seq = _tail(file.fileno())
@@ -103,7 +107,7 @@ def read_all_lines(path: Path) -> Iterator[dict[str, Any]]:
     if is_remote(path):
         for part in segments(path):
             yield from filter(None, map(_parse_line, read_whole(part).splitlines(keepends=True)))
-    elif path.exists():
+    elif size_of(path) is not None:
         with path.open("rb") as file:
             yield from filter(None, map(_parse_line, file))
 
@@ -124,7 +128,7 @@ def size_appended(path: Path) -> int:
     """Bytes of a file that is appended to; 0 where there is none."""
     if is_remote(path):
         return sum(part.stat().st_size for part in segments(path))
-    return path.stat().st_size if path.exists() else 0
+    return size_of(path) or 0
 
 
 def read_appended(path: Path, start: int, length: int) -> bytes:

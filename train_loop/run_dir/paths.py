@@ -42,11 +42,6 @@ class AttemptDir:
         return self.root / "logs"
 
     @property
-    def ray(self) -> Path:
-        """Ray Train's own bookkeeping; nothing of ours depends on it."""
-        return self.root / "ray"
-
-    @property
     def stacks(self) -> Path:
         """Folder of where each rank stood when no step had ended for failure.hang_timeout_seconds."""
         return self.root / "stacks"
@@ -215,7 +210,7 @@ class RunDir:
 
     def spec(self) -> JobSpec:
         """The resolved spec. Raises FileNotFoundError, SpecError."""
-        return parse_text((self.root / "spec.json").read_bytes())
+        return parse_text(read_whole(self.root / "spec.json"))
 
     def write_spec(self, spec: JobSpec) -> None:
         """Write the resolved spec, once; the same run again, if at another size, is no change.

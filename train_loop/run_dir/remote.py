@@ -4,7 +4,6 @@ An object appears whole, durably and under its name by one request, or not at al
 """
 
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -13,12 +12,12 @@ from typing import cast
 import fsspec
 from upath import UPath
 
+from train_loop.run_dir.root import check_storage
+
 # One request at a time of ours: botocore's own attempts, times those of s3fs, would make a silent server take hours.
 fsspec.config.conf.setdefault("s3", {}).setdefault(
     "config_kwargs", {"retries": {"total_max_attempts": 1}, "connect_timeout": 10, "read_timeout": 30}
 )
-
-_COPIED_AT_ONCE = 16 * 2**20
 
 
 def remote_path(uri: str) -> Path:
@@ -60,7 +59,7 @@ def storage_may_fail(tell: Callable[[Exception], object]) -> Iterator[None]:
 def list_folder(folder: Path) -> list[str]:
     """Names of what lies in a folder, in order; none where there is no folder.
 
-    What pathlib's questions and globs take for nothing, storage that fails, is raised.
+    What pathlib's questions and globs take for nothing, storage that fails, is raised, and so is StorageUnavailable.
     """
     try:
         if not is_remote(folder):
@@ -70,6 +69,7 @@ def list_folder(folder: Path) -> list[str]:
         # An object may stand for the folder itself.
         return sorted({PurePosixPath(path).name for path in found if path != remote.path.rstrip("/")})
     except FileNotFoundError:
+        check_storage(folder)
         return []
 
 
@@ -78,15 +78,23 @@ def size_of(path: Path) -> int | None:
     try:
         return path.stat().st_size
     except FileNotFoundError:
+        check_storage(path)
         return None
 
 
 def read_whole(path: Path) -> bytes:
-    """All of a file, or of an object as it is at one instant."""
-    if not is_remote(path):
-        return path.read_bytes()
-    remote = cast(UPath, path)
-    content: bytes = remote.fs.cat_file(remote.path)
+    """All of a file, or of an object as it is at one instant.
+
+    Raises StorageUnavailable, and not FileNotFoundError, if the storage itself is gone.
+    """
+    try:
+        if not is_remote(path):
+            return path.read_bytes()
+        remote = cast(UPath, path)
+        content: bytes = remote.fs.cat_file(remote.path)
+    except (FileNotFoundError, NotADirectoryError):
+        check_storage(path)
+        raise
     return content
 
 
@@ -94,14 +102,6 @@ def create_object(path: Path, content: bytes) -> None:
     """Write an object that must not be there yet. Raises FileExistsError."""
     remote = cast(UPath, path)
     remote.fs.pipe_file(remote.path, content, mode="create")
-
-
-def copy_files(folder: Path, to: Path) -> None:
-    """Copy the files of a local folder to another one, or to object storage."""
-    to.mkdir(parents=True, exist_ok=True)
-    for file in sorted(folder.iterdir()):
-        with file.open("rb") as source, (to / file.name).open("wb") as target:
-            shutil.copyfileobj(source, target, _COPIED_AT_ONCE)
 
 
 def remove_all(folder: Path) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from train_loop.run_dir import Outcome, is_remote
+from train_loop.run_dir import Outcome, is_remote, make_folder
 from train_loop.sinks.sink import Point, cannot_import
 
 _ROLL_BYTES = 1 << 20
@@ -72,7 +72,7 @@ class _EventFile:
         except ImportError as error:
             raise cannot_import("tensorboard", error) from error
         self._event, self._session_log, self._summary = Event, SessionLog, Summary
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self.attempt = attempt
         suffix = f".{time.time_ns()}"
         self._writer = EventsWriter(str(folder / f"attempt-{attempt:05d}.events"), suffix)

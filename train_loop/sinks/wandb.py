@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
-from train_loop.run_dir import Outcome, is_remote
+from train_loop.run_dir import Outcome, is_remote, make_folder
 from train_loop.sinks.describe import Description
 from train_loop.sinks.sink import Point, cannot_import
 
@@ -62,7 +62,7 @@ class WandB:
     def _begin(self, described: Description, folder: Path) -> Any:
         # What was not sent can be sent from there later, with `wandb sync`.
         folder = Path(os.environ.get("WANDB_DIR") or (gettempdir() if is_remote(folder) else folder))
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         run = self._wandb.init(
             id=described.id,
             resume="allow",

@@ -1,0 +1,128 @@
+"""Calls to storage with a deadline: storage that is unavailable or hangs must not hold up the service."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+import structlog
+
+from service.errors import StorageAway
+from train_loop.run_dir import is_transient, storage_failed
+
+log = structlog.get_logger(__name__)
+T = TypeVar("T")
+_MOST_THREADS = 32
+"""Threads that may wait for storage at once: one that hangs keeps its thread for as long."""
+_CHECK_SECONDS = 2.0
+_RETRY_SECONDS = 1.0
+"""Seconds between two looks at a root that is away."""
+
+
+@dataclass
+class _Outage:
+    since: float
+    error: str
+    next_look: float
+
+
+class StorageGuard:
+    """Knows which storage roots are unavailable, since when and why; logs each change once."""
+
+    def __init__(self, check: Callable[[str], None], *, clock: Callable[[], float] = time.time) -> None:
+        """`check` raises OSError if a root is unavailable."""
+        self._check = check
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._outages: dict[str, _Outage] = {}
+        self._hanging: dict[str, int] = {}
+        self._places = threading.BoundedSemaphore(_MOST_THREADS)
+
+    def call(self, root: str, act: Callable[[], T], *, seconds: float) -> T:
+        """Return what `act` returns within `seconds`. Raises StorageAway if storage fails, hangs or is known to."""
+        self._refuse_if_away(root)
+        try:
+            return self._within(root, act, seconds)
+        except Exception as error:
+            if not storage_failed(error):
+                raise
+            raise self.failed(root, error) from error
+
+    def probe(self, root: str, *, seconds: float) -> None:
+        """Raise StorageAway unless the root is available."""
+        self.call(root, lambda: self._check(root), seconds=seconds)
+        self._is_back(root)
+
+    def outage(self, root: str) -> tuple[float, str] | None:
+        """Return since when a root has been unavailable, and why; None if it is available."""
+        found = self._outages.get(root)
+        return None if found is None else (found.since, found.error)
+
+    def _refuse_if_away(self, root: str) -> None:
+        with self._lock:
+            outage = self._outages.get(root)
+            if outage is None:
+                return
+            now = time.monotonic()
+            if now < outage.next_look or self._hanging.get(root, 0) > 1:
+                raise StorageAway(root, outage.since, outage.error)
+            # One caller looks; the others are answered at once.
+            outage.next_look = now + _RETRY_SECONDS
+
+    def _within(self, root: str, act: Callable[[], T], seconds: float) -> T:
+        if not self._places.acquire(timeout=seconds):
+            raise TimeoutError(f"{_MOST_THREADS} earlier requests to storage have no answer yet")
+        answer, late = Future[T](), threading.Event()
+
+        def run() -> None:
+            try:
+                answer.set_result(act())
+            except BaseException as error:
+                answer.set_exception(error)
+            self._places.release()
+            with self._lock:
+                self._hanging[root] = self._hanging.get(root, 0) - late.is_set()
+
+        threading.Thread(target=run, name="storage", daemon=True).start()
+        try:
+            found = answer.result(timeout=seconds)
+        except TimeoutError as error:
+            with self._lock:
+                if answer.done():
+                    raise
+                late.set()
+                self._hanging[root] = self._hanging.get(root, 0) + 1
+            raise TimeoutError(f"no answer within {seconds:g} s") from error
+        self._is_back(root)
+        return found
+
+    def failed(self, root: str, error: Exception) -> StorageAway:
+        """Return the error for the caller. Record an outage if all of the root is unavailable, not only a file."""
+        said = str(error) or type(error).__name__
+        if not is_transient(error) or (not isinstance(error, TimeoutError) and self._answers(root)):
+            return StorageAway(root, None, said)
+        with self._lock:
+            known = self._outages.get(root)
+            outage = known or _Outage(self._clock(), said, time.monotonic() + _RETRY_SECONDS)
+            outage.error = said
+            self._outages[root] = outage
+        if known is None:
+            log.warning("storage_unavailable", root=root, error=said)
+        return StorageAway(root, outage.since, said)
+
+    def _answers(self, root: str) -> bool:
+        try:
+            self._within(root, lambda: self._check(root), _CHECK_SECONDS)
+        except Exception:
+            return False
+        return True
+
+    def _is_back(self, root: str) -> None:
+        if root not in self._outages:
+            return
+        with self._lock:
+            outage = self._outages.pop(root, None)
+        if outage is not None:
+            log.info("storage_available", root=root, seconds=round(self._clock() - outage.since, 1))

@@ -1,0 +1,103 @@
+"""The service's storage roots, and the guard that keeps storage that is away from holding it up."""
+
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from service.adapters.roots import StorageRoots, root_of
+from service.adapters.storage_guard import StorageGuard
+from service.errors import StorageAway
+from train_loop.run_dir import ROOT_MARKER, StorageUnavailable, forget_expected
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "runs"
+    forget_expected(tmp_path / "runs")
+
+
+def test_root_is_created_once_and_never_anew(tmp_path: Path, place: Path) -> None:
+    memory = tmp_path / "roots.json"
+    marker = StorageRoots(memory).open(place.as_uri())
+    assert (place / ROOT_MARKER).exists()
+    shutil.rmtree(place)
+    for roots in (StorageRoots(memory), StorageRoots(memory)):
+        with pytest.raises(StorageUnavailable):
+            roots.open(place.as_uri())
+        with pytest.raises(StorageUnavailable):
+            roots.check(place.as_uri())
+    # An empty mount point, and another storage.
+    place.mkdir()
+    with pytest.raises(StorageUnavailable):
+        StorageRoots(memory).open(place.as_uri())
+    (place / ROOT_MARKER).write_text('{"id": "another"}')
+    with pytest.raises(StorageUnavailable, match="another"):
+        StorageRoots(memory).open(place.as_uri())
+    (place / ROOT_MARKER).write_text(marker.model_dump_json())
+    assert StorageRoots(memory).open(place.as_uri()).id == marker.id
+
+
+def test_root_from_before_markers_is_adopted_unless_it_is_empty(place: Path) -> None:
+    roots = StorageRoots(used=lambda root: True)
+    with pytest.raises(StorageUnavailable, match="is empty"):
+        roots.open(place.as_uri())
+    assert not place.exists()
+    (place / "default").mkdir(parents=True)
+    roots.check(place.as_uri())
+    roots.open(place.as_uri())
+    assert (place / ROOT_MARKER).exists()
+
+
+def test_second_service_takes_the_marker_of_the_first(tmp_path: Path, place: Path) -> None:
+    first = StorageRoots(tmp_path / "one.json").open(place.as_uri())
+    assert StorageRoots(tmp_path / "two.json").open(place.as_uri()).id == first.id
+
+
+def test_root_of_a_run_dir_is_two_folders_above() -> None:
+    assert root_of("s3://runs/all/default/job-1") == "s3://runs/all"
+
+
+def test_guard_answers_at_once_while_storage_hangs_and_logs_each_change_once() -> None:
+    heal, asked = threading.Event(), list[float]()
+
+    def hang(root: str = "") -> str:
+        asked.append(time.monotonic())
+        heal.wait()
+        return "read"
+
+    guard = StorageGuard(hang)
+    with capture_logs() as logs:
+        for _ in range(50):
+            began = time.monotonic()
+            with pytest.raises(StorageAway, match="no answer within"):
+                guard.call("file:///mnt", hang, seconds=0.05)
+            assert time.monotonic() - began < 1.0
+        assert len(asked) <= 3
+        heal.set()
+        assert guard.call("file:///other", lambda: 1, seconds=1.0) == 1
+        while guard.outage("file:///mnt") is not None:
+            try:
+                guard.call("file:///mnt", hang, seconds=1.0)
+            except StorageAway:
+                heal.wait(0.05)
+                time.sleep(0.05)
+    assert [entry["event"] for entry in logs] == ["storage_unavailable", "storage_available"]
+
+
+def test_guard_names_a_broken_file_without_giving_up_the_root() -> None:
+    guard = StorageGuard(lambda root: None)
+
+    def broken() -> None:
+        raise OSError(5, "Input/output error", "/mnt/file")
+
+    with pytest.raises(StorageAway, match="Input/output error") as raised:
+        guard.call("file:///mnt", broken, seconds=1.0)
+    assert raised.value.since is None
+    assert guard.outage("file:///mnt") is None
+    with pytest.raises(ZeroDivisionError):
+        guard.call("file:///mnt", lambda: 1 // 0, seconds=1.0)
