@@ -2,7 +2,7 @@
 
 from train_loop.plan.batch import START, BatchPlan, Origin, plan_batch, plan_samples, plan_steps
 from train_loop.plan.head import chunk_rows
-from train_loop.plan.layout import Capacity, lay_out, no_place
+from train_loop.plan.layout import Capacity, lay_out, no_place, splits, why_split
 from train_loop.plan.mask import MASK_BYTES, mask_bytes
 from train_loop.plan.memory import MemoryTerm
 from train_loop.plan.mesh import MeshPlan, groups_across_hosts, plan_mesh
@@ -35,5 +35,7 @@ __all__ = [
     "plan_sizes",
     "plan_steps",
     "read_shape",
+    "splits",
     "too_big",
+    "why_split",
 ]
