@@ -66,7 +66,7 @@ def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outco
         spec = attempt.spec(run_dir.spec())
         environment = _environment(spec)
         if environment:
-            start_ahead(spec.scaling, environment)
+            start_ahead(spec.scaling, environment, group=spec.strategy.ulysses_size)
         from train_loop.attempt import prepare_samples, trainer  # noqa: PLC0415 - it takes seconds
 
         prepare_samples(spec, run_dir, journal)

@@ -11,6 +11,8 @@ from train_loop.spec import ScalingSpec
 
 Resources = Mapping[str, float]
 _NOISE = 1e-9
+AUTOSCALED_VARIABLE = "TRAINSHED_AUTOSCALED"
+"""Set for drivers on a cluster whose nodes may join on demand (the operator has set TRAINSHED_CLUSTER_LIMIT)."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,18 @@ def why_split(scaling: ScalingSpec, nodes: Sequence[Resources], *, group: int) -
         f"{head}nodes with places for {sizes} workers hold {whole} whole groups of ulysses_size={group}; "
         f"choose ulysses_size={smaller}{fewer}, or add a node with places for {group} workers"
     )
+
+
+def missing_places(scaling: ScalingSpec, nodes: Sequence[Resources]) -> str:
+    """Return what nodes that have no room for a worker group lack, for a message."""
+    each = " and ".join(f"{amount:g} {name}" for name, amount in scaling.resources_per_worker.items() if amount)
+    places = sorted((_places(scaling, node) for node in nodes), reverse=True)
+    if scaling.placement_strategy == "STRICT_PACK":
+        most = max(places, default=0)
+        return f"{scaling.world} workers with {each} each on one node; the largest room is for {most}"
+    if scaling.placement_strategy == "STRICT_SPREAD":
+        return f"a node each for {scaling.world} workers with {each}; {sum(map(bool, places))} nodes have room for one"
+    return f"{scaling.world} workers with {each} each; the nodes have room for {sum(places)}"
 
 
 def no_place(scaling: ScalingSpec, nodes: Sequence[Resources], *, group: int = 1) -> str | None:
