@@ -55,6 +55,7 @@ from service.traces import AppTraces, open_traces
 from service.use_cases import Grace, Jobs
 from service.watch import Watching
 from service.webhooks import Webhooks
+from train_loop.plan import AUTOSCALED_VARIABLE
 from train_loop.run_dir import SINKS_VARIABLE, STORAGE_SECONDS_VARIABLE, format_sinks, versions_here
 
 log = structlog.get_logger(__name__)
@@ -228,6 +229,8 @@ def _cluster(settings: Settings, embedded: EmbeddedRay | None) -> RayJobs:
     }
     if embedded is not None:
         return RayJobs(embedded.address, python=sys.executable, environment=told)
+    if settings.cluster_limit:
+        told[AUTOSCALED_VARIABLE] = "1"
     address = RayAddress(settings.ray_address or "", token=None)
     return RayJobs(lambda: address, python="python", limit=settings.cluster_limit, environment=told)
 

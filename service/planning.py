@@ -1,11 +1,12 @@
 """What a spec comes to on the cluster that there is: its plans, or every rule that it breaks."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from service.domain.admission import never_fits
 from service.errors import InvalidSpec
 from service.ports import Cluster, Findings, Preflight
-from train_loop.plan import ModelShape, Plan, data_starves, groups_across_hosts, lay_out, plan_sizes
+from train_loop.plan import ModelShape, Plan, data_starves, lay_out, plan_sizes, why_split
 from train_loop.run_dir import Parent
 from train_loop.spec import JobSpec, Problem, SpecError
 
@@ -56,20 +57,22 @@ class Planner:
     def view(self, spec: JobSpec) -> PlanView:
         """The largest plan, laid out over the nodes that there are. Raises as `check`."""
         plans = self.check(spec)
-        plan, cluster = plans[max(plans)], self.cluster.capacity()
-        ranks = lay_out(spec.scaling.at(max(plans)), cluster.nodes) if cluster is not None else None
+        plan, cluster, group = plans[max(plans)], self.cluster.capacity(), spec.strategy.ulysses_size
+        ranks = lay_out(spec.scaling.at(max(plans)), cluster.nodes, group=group) if cluster is not None else None
         nodes = tuple(ranks.values()) if ranks else None
-        warnings = list(plan.warnings)
-        if never := never_fits(spec.scaling.at(min(plans)), cluster):
-            warnings.append(f"the job would stay QUEUED: {never}")
-        if nodes and (
-            apart := groups_across_hosts(plan.mesh, [node for node, ranks in enumerate(nodes) for _ in ranks])
-        ):
-            warnings.append(
-                f"{len(apart)} of {plan.mesh.dp} Ulysses groups lie on several nodes, where their all-to-all is slow; "
-                f"let the workers of a node be a multiple of ulysses_size={plan.mesh.sp}"
-            )
+        warnings = [*plan.warnings, *self.warnings(spec, tuple(plans))]
         return PlanView(spec, plan, sizes_of(spec, plans), nodes, tuple(warnings))
+
+    def warnings(self, spec: JobSpec, sizes: Sequence[int]) -> list[str]:
+        """Return what the nodes of the cluster mean for a job: it never starts, or Ulysses groups cross nodes.
+
+        `sizes` are the numbers of workers that an elastic job can run with.
+        """
+        fewest, most = (min(sizes), max(sizes)) if sizes else spec.scaling.bounds
+        cluster, group = self.cluster.capacity(), spec.strategy.ulysses_size
+        never = never_fits(spec.scaling.at(fewest), cluster, group=group)
+        split = why_split(spec.scaling.at(most), cluster.nodes, group=group) if cluster is not None else None
+        return [*([f"the job would stay QUEUED: {never}"] if never else []), *([split] if split else [])]
 
 
 def sizes_of(spec: JobSpec, plans: Plans) -> tuple[int, ...]:

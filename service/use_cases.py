@@ -43,6 +43,8 @@ class JobView:
     """Its place in the queue, from 1."""
     read_at: float | None = None
     """Unix seconds when the story was read from storage; None if it never was."""
+    warnings: tuple[str, ...] = ()
+    """Of a job that was just submitted: what the nodes of the cluster mean for it."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class Jobs:
         found = [self.of(caller)._known(body, once) for caller, body, once in asked]
         if (added := [new for new in found if new is not None]) and not self.store.add_all(added, now=self.clock()):
             return [None] * len(asked)
-        return [None if new is None else self._view(new.job) for new in found]
+        return [None if new is None else self._new_view(new.job) for new in found]
 
     def _known(self, body: bytes, once: Once | None) -> NewJob | None:
         """A job whose checks take no time, if nothing is wrong with it."""
@@ -150,7 +152,7 @@ class Jobs:
         if once is not None and (known := self.store.begin(once, now=self.clock())):
             # The groups of a token may have changed since.
             self.must(Role.EDITOR, known.spec.project)
-            return self._view(known), False
+            return self._new_view(known), False
         try:
             job = begin()
             try:
@@ -162,7 +164,7 @@ class Jobs:
             if once is not None:
                 self.store.release(once)
             raise
-        return self._view(job), True
+        return self._new_view(job), True
 
     def _new(self, job: Job, once: Once | None) -> NewJob:
         return NewJob(job, once, self._deed("submit", None, job))
@@ -275,6 +277,9 @@ class Jobs:
         spec = parsed(body)
         self.must(Role.EDITOR, spec.project)
         return spec
+
+    def _new_view(self, job: Job) -> JobView:
+        return replace(self._view(job), warnings=tuple(self.planner.warnings(job.spec, job.sizes)))
 
     def _view(self, job: Job) -> JobView:
         submission = job.attempt.submission_id if job.attempt else None

@@ -4,6 +4,7 @@ Imported when the cluster has been asked for processes already, as it takes seco
 """
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from train_loop.data.cache import evaluation_spec, pin, pinned_dataset
 from train_loop.data.dataset import Dataset
 from train_loop.data.prepare import prepare
 from train_loop.journal import Journal
+from train_loop.placement import autoscaled
 from train_loop.run_dir import AttemptDir, RunDir
 from train_loop.spec import JobSpec
 
@@ -85,7 +87,9 @@ def trainer(
             name=f"{spec.name} ({run_dir.root.name}-{number})",
             **_storage(),
             failure_config=FailureConfig(max_failures=spec.failure.max_failures),
-            callbacks=[GroupCallback(run_dir, attempt.number, spec.scaling)],
+            callbacks=[
+                GroupCallback(run_dir, attempt.number, spec, autoscaled=autoscaled(os.environ)),
+            ],
             worker_runtime_env=environment,
         ),
     )

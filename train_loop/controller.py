@@ -9,14 +9,13 @@ import pkgutil
 import socket
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import ray
-from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
-from ray.util import placement_group_table
+from ray.train.v2._internal.execution.callback import ControllerCallback
 
 from train_loop.failure import reason
 from train_loop.fencing import EPOCH_VARIABLE, NewestEpoch, begin_group
@@ -26,24 +25,26 @@ from train_loop.logs import log_lines_to
 from train_loop.monitor import GroupMonitor
 from train_loop.network import socket_settings
 from train_loop.patience import retry_storage
-from train_loop.plan import needed
-from train_loop.raylet import free, unregister_node
+from train_loop.placement import Placement
+from train_loop.raylet import unregister_node
 from train_loop.run_dir import RunDir, expect_run_dir, list_folder, size_of, storage_may_fail
-from train_loop.spec import ScalingSpec
+from train_loop.spec import JobSpec
 
 log = logging.getLogger(__name__)
+_PROBE_SECONDS = 2.0
 HEARTBEATS = "TRAINSHED_HEARTBEATS"
 """Passes the target of heartbeats to ranks."""
 
 
-class GroupCallback(WorkerGroupCallback, ControllerCallback):  # type: ignore[misc]
-    """Called by Ray Train's controller around each worker group.
+class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
+    """Called by Ray Train's controller around each worker group: places it, fences it off, connects and watches it.
 
     Ray Train's internal callback interface is the only one with a hook before the ranks of a group start.
     """
 
-    def __init__(self, run_dir: RunDir, attempt: int, scaling: ScalingSpec) -> None:
-        self._run_dir, self._attempt, self._scaling = run_dir, run_dir.attempt(attempt), scaling
+    def __init__(self, run_dir: RunDir, attempt: int, spec: JobSpec, *, autoscaled: bool) -> None:
+        super().__init__(spec.scaling, group=spec.strategy.ulysses_size, autoscaled=autoscaled)
+        self._run_dir, self._attempt = run_dir, run_dir.attempt(attempt)
         self._nodes: dict[str, str] = {}
         self._monitor: GroupMonitor | None = None
         self._actors: list[Any] = []
@@ -61,9 +62,10 @@ class GroupCallback(WorkerGroupCallback, ControllerCallback):  # type: ignore[mi
         self._monitor.start()
 
     def before_worker_group_start(self, worker_group_context: Any) -> None:
-        """A worker group is about to ask for its place."""
+        """Choose the nodes of a worker group."""
         assert self._monitor is not None
         self._monitor.placing()
+        super().before_worker_group_start(worker_group_context)
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
         """Raise the fence for a new worker group, then tell its ranks their epoch, interface and heartbeat target."""
@@ -121,20 +123,26 @@ class GroupCallback(WorkerGroupCallback, ControllerCallback):  # type: ignore[mi
         if host in self._nodes:
             unregister_node(self._nodes[host], f"host {host} has sent no heartbeat")
 
-    def shortage(self) -> dict[str, Any] | None:
-        """Return what the cluster lacks for the next worker group, and which hosts of the last one have left.
+    def answers(self, host: str) -> bool:
+        """Return whether the Ray daemon of a host accepts connections."""
+        for node in ray.nodes():
+            if node["NodeID"] == self._nodes.get(host):
+                if not node["Alive"]:
+                    return False
+                return _accepts(node["NodeManagerAddress"], node["NodeManagerPort"])
+        return False
 
-        None if the group has its place, and its processes are starting.
-        """
-        if not _is_pending(self._scaling):
-            return None
+    def avoided(self) -> Collection[str]:
+        """Return the ids of nodes whose hosts are lost, which Ray may still take for alive."""
+        assert self._monitor is not None
+        lost = self._monitor.lost_hosts()
+        return [node for host, node in self._nodes.items() if host in lost]
+
+    def waiting(self, missing: str) -> None:
+        """Called several times a second while the nodes have no room for the next worker group."""
+        assert self._monitor is not None
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        left = [host for host, node in self._nodes.items() if node not in alive]
-        room = [dict(amounts) for amounts in free().values()]
-        wanted = needed(self._scaling)
-        there = {name: sum(node.get(name, 0.0) for node in room) for name in wanted}
-        missing = {name: round(wanted[name] - there[name], 6) for name in wanted if wanted[name] > there[name]}
-        return {"needs": wanted, "free": there, "missing": missing, "left": left}
+        self._monitor.lacking(missing, left=[host for host, node in self._nodes.items() if node not in alive])
 
     def _stacks(self) -> dict[str, list[str]]:
         found = list[str]()
@@ -153,12 +161,12 @@ def _host_names(nodes: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _is_pending(scaling: ScalingSpec) -> bool:
-    """Return whether a placement group of this size waits for room."""
-    bundle = {name: amount for name, amount in scaling.resources_per_worker.items() if amount}
-    groups = placement_group_table().values()
-    waiting = (group for group in groups if group["state"] in ("PENDING", "RESCHEDULING"))
-    return any(len(group["bundles"]) == scaling.world and group["bundles"][0] == bundle for group in waiting)
+def _accepts(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), timeout=_PROBE_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def set_up_rank(settings: Mapping[str, str], address: str) -> None:

@@ -92,7 +92,7 @@ def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outco
         spec = retry_storage(lambda: attempt.spec(run_dir.spec()))
         environment = _environment(spec)
         if environment:
-            start_ahead(spec.scaling, environment)
+            start_ahead(spec.scaling, environment, group=spec.strategy.ulysses_size)
         from train_loop.attempt import prepare_samples, trainer  # noqa: PLC0415 - it takes seconds
 
         # Ray wraps what its tasks raise.

@@ -9,7 +9,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,11 +22,13 @@ log = logging.getLogger(__name__)
 
 SILENT_SECONDS, LOST_SECONDS = 5.0, 10.0
 """A host whose ranks send no heartbeat for so long is reported as silent, then declared lost."""
-STALL_SECONDS = 10.0
+STALL_SECONDS, LACK_SECONDS = 10.0, 5.0
 _LATE_SECONDS = 2.5
 """After a failure, a host that is silent for so long is its cause."""
 _CAUSE_SECONDS = 4.0
 """How long to look for the cause of a failure before it is reported without one."""
+_PROBE_SECONDS = 5.0
+"""How long to wait for the probe of the hosts of a group that failed."""
 _SETTLE_SECONDS = 0.3
 """How long to wait for more evidence once there is some."""
 _TICK_SECONDS, _PAUSE_SECONDS = 0.25, 2.0
@@ -39,8 +42,8 @@ class Cluster(Protocol):
     def declare_lost(self, host: str) -> None:
         """Have the cluster treat a host as dead."""
 
-    def shortage(self) -> dict[str, Any] | None:
-        """Return what the next worker group lacks, as fields of an event; None if it has its place."""
+    def answers(self, host: str) -> bool:
+        """Return whether a host answers; it takes at most some seconds."""
 
 
 @dataclass
@@ -59,6 +62,7 @@ class _Group:
     stalled: bool = False
     closing: bool = False
     ended: dict[int, str] = field(default_factory=dict)
+    probe: threading.Thread | None = None
     failure: _Failure | None = None
     reported: bool = False
 
@@ -83,7 +87,7 @@ class GroupMonitor:
         self._report, self._cluster, self._own_host, self._clock = report, cluster, own_host, clock
         self._group: _Group | None = None
         self._placing_since: float | None = None
-        self._shortage_reported = False
+        self._lack_reported = False
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._last_tick = clock()
@@ -103,13 +107,32 @@ class GroupMonitor:
     def placing(self) -> None:
         """Note that a worker group waits for its place in the cluster."""
         with self._lock:
-            self._placing_since, self._shortage_reported = self._clock(), False
+            # Ray Train tries again every minute, for the same group.
+            self._placing_since = self._placing_since or self._clock()
+
+    def lacking(self, missing: str, *, left: Collection[str]) -> None:
+        """Note what the group that waits for its place lacks, and which hosts of the last group have left."""
+        with self._lock:
+            now = self._clock()
+            if self._placing_since is not None and not self._lack_reported and now - self._placing_since > LACK_SECONDS:
+                self._lack_reported = True
+                seconds = round(now - self._placing_since, 1)
+                self._report("waiting_for_capacity", missing=missing, left=list(left), seconds=seconds)
+
+    def lost_hosts(self) -> set[str]:
+        """Return the lost hosts of the last group; it waits until those of a group that failed have been probed."""
+        with self._lock:
+            probe = None if self._group is None else self._group.probe
+        if probe is not None:
+            probe.join(_PROBE_SECONDS)
+        with self._lock:
+            return set() if self._group is None else set(self._group.lost)
 
     def begin(self, epoch: int, hosts: Mapping[int, str]) -> None:
         """Watch a new worker group; what is not reported of the one before is reported now."""
         with self._lock:
             self._settle_failure(force=True)
-            self._placing_since = None
+            self._placing_since, self._lack_reported = None, False
             self._group = _Group(Liveness(epoch, hosts))
 
     def failed(self, errors: Mapping[int, str], unreachable: Mapping[int, str], **extra: Any) -> None:
@@ -125,11 +148,36 @@ class GroupMonitor:
                 self._group.liveness.hear(beat, self._clock())
 
     def closing(self) -> None:
-        """Note that the group's processes are being ended: their ends are no news from now on."""
+        """Note that the group's processes are being ended: from now on their silence and their ends mean nothing.
+
+        If the group has failed, its hosts are probed, so that the next one is not placed on a dead host.
+        """
         with self._lock:
-            if self._group is not None:
-                self._group.ended = self._ended_so_far()
-                self._group.closing = True
+            group = self._group
+            if group is None or group.closing:
+                return
+            group.ended = self._ended_so_far()
+            group.closing = True
+            if group.failure is not None:
+                group.probe = threading.Thread(target=self._probe, args=(group,), daemon=True)
+                group.probe.start()
+
+    def _probe(self, group: _Group) -> None:
+        """Find the hosts of a group that do not answer. If no other host answers, this host is the one that is cut off."""
+        hosts = sorted(set(group.liveness.hosts.values()) - group.lost.keys())
+        with ThreadPoolExecutor(len(hosts) or 1) as pool:
+            dead = {
+                host for host, alive in zip(hosts, pool.map(self._cluster.answers, hosts), strict=True) if not alive
+            }
+        others = set(hosts) - {self._own_host}
+        with self._lock:
+            for host in dead if len(others) < 2 or others - dead else ():
+                self._lose(group, host, "it does not answer")
+
+    def _lose(self, group: _Group, host: str, how: str, **fields: Any) -> None:
+        group.lost[host] = how
+        self._report("host_lost", host=host, reason=how, **fields)
+        threading.Thread(target=self._declare, args=(host,), daemon=True).start()
 
     def _run(self) -> None:
         quiet_until = 0.0
@@ -167,9 +215,10 @@ class GroupMonitor:
                 self._judge_hosts(self._group, now)
                 self._judge_stall(self._group, now)
                 self._settle_failure()
-            self._judge_placing(now)
 
     def _judge_hosts(self, group: _Group, now: float) -> None:
+        if group.closing:
+            return
         silence = group.liveness.silence(now)
         for host, seconds in silence.items():
             if host in group.lost:
@@ -178,12 +227,9 @@ class GroupMonitor:
                 group.silent.discard(host)
             elif host not in group.silent:
                 group.silent.add(host)
-                if not group.closing:
-                    self._report("host_silent", host=host, seconds=round(seconds, 1))
+                self._report("host_silent", host=host, seconds=round(seconds, 1))
             if seconds > LOST_SECONDS and self._may_declare(silence):
-                group.lost[host] = f"no heartbeat for {seconds:.0f} s"
-                self._report("host_lost", host=host, seconds=round(seconds, 1))
-                threading.Thread(target=self._declare, args=(host,), daemon=True).start()
+                self._lose(group, host, f"no heartbeat for {seconds:.0f} s", seconds=round(seconds, 1))
 
     def _declare(self, host: str) -> None:
         try:
@@ -214,13 +260,6 @@ class GroupMonitor:
             group.stalled = False
             self._report("progressing")
 
-    def _judge_placing(self, now: float) -> None:
-        if self._placing_since is None or self._shortage_reported or now - self._placing_since < STALL_SECONDS:
-            return
-        self._shortage_reported = True
-        if (shortage := self._cluster.shortage()) is not None:
-            self._report("waiting_for_capacity", seconds=round(now - self._placing_since, 1), **shortage)
-
     def _ended_so_far(self) -> dict[int, str]:
         assert self._group is not None
         return self._group.ended if self._group.closing else self._group.liveness.ended()
@@ -231,7 +270,7 @@ class GroupMonitor:
         if group is None or group.failure is None or group.reported:
             return
         now, failure = self._clock(), group.failure
-        late = group.liveness.late_hosts(now, seconds=_LATE_SECONDS)
+        late = set() if group.closing else group.liveness.late_hosts(now, seconds=_LATE_SECONDS)
         lost = dict.fromkeys(late, "") | group.lost
         evidence = Evidence(group.liveness.hosts, lost, self._ended_so_far(), failure.unreachable, failure.errors)
         age = now - failure.at

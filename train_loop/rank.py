@@ -85,7 +85,7 @@ def _may_move(spec: JobSpec) -> Callable[[], bool]:
 
     def check() -> bool:
         room = room_that_stays(held, spec.scaling.resources_per_worker)
-        return lay_out(spec.scaling, room) is not None
+        return lay_out(spec.scaling, room, group=spec.strategy.ulysses_size) is not None
 
     return check
 

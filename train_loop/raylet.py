@@ -1,7 +1,7 @@
 """What is asked of Ray's node daemons by a protocol of their own: processes that are started ahead."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import ray
 from ray._private import state
@@ -24,9 +24,20 @@ def this_node() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
-def free() -> dict[str, Mapping[str, float]]:
-    """What nobody has on each node, by its id, as of some moments ago."""
-    return dict(state.available_resources_per_node())
+def usable(avoided: Collection[str] = ()) -> tuple[dict[str, Mapping[str, float]], dict[str, Mapping[str, float]]]:
+    """Return what each node has and what is free there, by node id, as of some moments ago.
+
+    Nodes that are being drained or avoided are left out. Both are sorted by id, so that every process sees one order.
+    """
+    left_out = {*state.state.get_draining_nodes(), *avoided}
+    total, free = state.total_resources_per_node(), state.available_resources_per_node()
+    nodes = sorted(free.keys() & total.keys() - left_out)
+    return {node: total[node] for node in nodes}, {node: free[node] for node in nodes}
+
+
+def grows() -> bool:
+    """Report whether an autoscaler has told this cluster which nodes it can add."""
+    return bool(state.state.get_max_resources_from_cluster_config())
 
 
 def room_that_stays(held: Mapping[str, int], each: Mapping[str, float]) -> list[dict[str, float]]:
@@ -34,8 +45,7 @@ def room_that_stays(held: Mapping[str, int], each: Mapping[str, float]) -> list[
 
     `held` counts the group's ranks by node id; `each` is what a rank holds.
     """
-    draining = state.state.get_draining_nodes()
-    stay = {node: amounts for node, amounts in free().items() if node not in draining}
+    _, stay = usable()
     return [
         {name: amount + held.get(node, 0) * each.get(name, 0.0) for name, amount in amounts.items()}
         for node, amounts in stay.items()

@@ -74,12 +74,13 @@ class Spares:
             self._count = 0
 
 
-def start_ahead(scaling: ScalingSpec, environment: Environment) -> None:
+def start_ahead(scaling: ScalingSpec, environment: Environment, *, group: int = 1) -> None:
     """Have the processes of a driver's workers started on the nodes that have room for them now; returns at once.
 
-    What is guessed wrong, because somebody came first or Ray chose among equals, is taken by nobody and ends.
+    `group` is the Ulysses size. The nodes are those that `Placement` will choose if nothing changes until then; a
+    process that no worker takes ends by itself.
     """
-    _in_background(partial(_start_ahead, scaling, environment))
+    _in_background(partial(_start_ahead, scaling, environment, group))
 
 
 def _start_here(count: int) -> None:
@@ -88,10 +89,11 @@ def _start_here(count: int) -> None:
     raylet.prestart(here, raylet.own_environment(), kept_seconds=_KEPT, timeout=_ASKING)
 
 
-def _start_ahead(scaling: ScalingSpec, environment: Environment) -> None:
+def _start_ahead(scaling: ScalingSpec, environment: Environment, group: int = 1) -> None:
     raylet = importlib.import_module("train_loop.raylet")
-    nodes, free = zip(*raylet.free().items(), strict=True)
-    ranks = lay_out(scaling, free) or {}
+    _, found = raylet.usable()
+    nodes, free = list(found), list(found.values())
+    ranks = lay_out(scaling, free, group=group) or {}
     counts = {nodes[place]: len(mine) for place, mine in ranks.items()}
     written = raylet.worker_group_environment(environment["env_vars"])
     raylet.prestart(counts, written, kept_seconds=_KEPT_AHEAD, timeout=_ASKING)

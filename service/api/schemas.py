@@ -149,6 +149,9 @@ class JobOut(BaseModel):
     gpu_hours: float
     goodput: float | None = Field(description="time of steps that were new, as a part of all since the first start")
     dashboard_url: str | None
+    warnings: tuple[str, ...] = Field(
+        default=(), description="in the answer to a submission: what the cluster's nodes mean for it, as in a plan"
+    )
 
     @classmethod
     def of(cls, view: JobView, *, now: float) -> "JobOut":
@@ -182,6 +185,7 @@ class JobOut(BaseModel):
             gpu_hours=round(used.gpu_hours, 4),
             goodput=_goodput(view, now),
             dashboard_url=view.dashboard_url,
+            warnings=view.warnings,
         )
 
 

@@ -21,13 +21,13 @@ _SUMS = 4096
 """Loads that the running jobs may come to which are told apart; with more of them nobody passes."""
 
 
-def never_fits(scaling: ScalingSpec, cluster: Capacity | None) -> str | None:
+def never_fits(scaling: ScalingSpec, cluster: Capacity | None, *, group: int = 1) -> str | None:
     """Why the cluster as it is can never hold the job; None where it can, or where nobody knows."""
     if cluster is None:
         return None
     starves = data_starves(scaling, cluster.total)
     said = too_big(scaling, cluster.total) or (starves.message if starves else None)
-    return said or no_place(scaling, cluster.nodes)
+    return said or no_place(scaling, cluster.nodes, group=group)
 
 
 def admit(tickets: Iterable[Ticket], cluster: Capacity | None, rules: Rules, *, now: float = 0.0) -> Admission:
@@ -134,7 +134,10 @@ class _Books:
 
     def _has_room(self, ticket: Ticket, held: Resources) -> bool:
         """Whether the cluster has what it needs beside what is held, and a node for each of its workers."""
-        return _shortage(ticket.needs, self._total, held) is None and never_fits(ticket.scaling, self._cluster) is None
+        return (
+            _shortage(ticket.needs, self._total, held) is None
+            and never_fits(ticket.scaling, self._cluster, group=ticket.group) is None
+        )
 
     def _has_places(self, ticket: Ticket) -> bool:
         """Whether its workers find places between those of the others, as far as it can be told where those sit."""
@@ -152,7 +155,7 @@ class _Books:
 
     def _why_wait(self, ticket: Ticket) -> Reason | None:
         # Only what can never start blocks nobody.
-        if never := never_fits(ticket.scaling, self._cluster):
+        if never := never_fits(ticket.scaling, self._cluster, group=ticket.group):
             what, _, remedy = never.partition("; ")
             return Reason(Code.UNSCHEDULABLE, what, remedy)
         if never := self._over(ticket, Use().plus(ticket)):

@@ -7,7 +7,7 @@ from train_loop.plan import Capacity, lay_out
 
 
 class Seats:
-    """Each job is laid out, as Ray would, on what others have left; where one finds no place, nobody can tell."""
+    """Each job laid out on what others have left, as its driver places it; unknown as soon as one finds no place."""
 
     def __init__(self, cluster: Capacity, holders: Iterable[Ticket]) -> None:
         self._free: list[dict[str, float]] = [dict(node) for node in cluster.nodes]
@@ -19,7 +19,7 @@ class Seats:
     def take(self, ticket: Ticket) -> None:
         """Seat a job, instead of where it sits, if it does."""
         self._leave(ticket.id)
-        ranks = lay_out(ticket.scaling, self._free) if self._known else None
+        ranks = lay_out(ticket.scaling, self._free, group=ticket.group) if self._known else None
         if ranks is None:
             self._known = False
             return
@@ -31,7 +31,7 @@ class Seats:
         if not self._known:
             return True
         self._change(ticket.id, +1)
-        ranks = lay_out(ticket.scaling, self._free)
+        ranks = lay_out(ticket.scaling, self._free, group=ticket.group)
         self._change(ticket.id, -1)
         return ranks is not None
 

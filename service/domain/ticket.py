@@ -29,6 +29,8 @@ class Ticket:
     """Of an elastic job: the numbers of workers that it can run with, fewest first."""
     since: float = 0.0
     """When its newest attempt began, in Unix seconds."""
+    group: int = 1
+    """Its Ulysses size: so many workers in a row should share a node."""
 
     @cached_property
     def needs(self) -> Resources:
@@ -53,6 +55,7 @@ class Ticket:
             waits=preempted or job.state is JobState.QUEUED,
             sizes=job.sizes,
             since=job.attempt.started_at if job.attempt else 0.0,
+            group=job.spec.strategy.ulysses_size,
         )
 
 

@@ -254,18 +254,31 @@ def test_elastic_job_starts_at_what_there_is_and_is_resized_by_its_user(
     assert [attempt["workers"] for attempt in job["attempts"]] == [2, 1]
 
 
-def test_plan_lays_ranks_out_over_the_nodes_that_there_are(client: TestClient, service: FakeService) -> None:
+def test_plan_keeps_ulysses_groups_on_one_node(client: TestClient, service: FakeService) -> None:
     service.cluster.total, node = {"CPU": 9.0}, {"CPU": 3.0}
     service.cluster.nodes = (node, node, node)
     body = spec_body(scaling={"num_workers": 4}, strategy={"ulysses_size": 2})
     plan = client.post("/jobs/plan", content=body).json()
-    assert plan["nodes"] == [[0, 1, 2], [3]]
-    assert plan["warnings"] == [
-        "1 of 2 Ulysses groups lie on several nodes, where their all-to-all is slow; let the workers of a node be a "
-        "multiple of ulysses_size=2"
-    ]
+    assert (plan["nodes"], plan["warnings"]) == ([[0, 1], [2, 3]], [])
     service.cluster.nodes = ()
     assert client.post("/jobs/plan", content=body).json()["nodes"] is None
+
+
+def test_groups_that_must_cross_nodes_are_a_warning_in_plan_and_submission(
+    client: TestClient, service: FakeService
+) -> None:
+    service.cluster.total, service.cluster.nodes = {"CPU": 7.0}, ({"CPU": 3.0}, {"CPU": 3.0}, {"CPU": 1.0})
+    warning = (
+        "1 of 3 Ulysses groups cross nodes, where their all-to-all is slow: nodes with places for 3 (x 2 nodes) + 1 "
+        "workers hold 2 whole groups of ulysses_size=2; choose ulysses_size=1 or at most 4 workers, or add a node with "
+        "places for 2 workers"
+    )
+    body = spec_body(scaling={"num_workers": 6}, strategy={"ulysses_size": 2})
+    assert client.post("/jobs/plan", content=body).json()["warnings"] == [warning]
+    for _ in range(2):
+        job = client.post("/jobs", content=body, headers={"Idempotency-Key": "one"}).json()
+        assert job["warnings"] == [warning]
+    assert client.get(f"/jobs/{job['id']}").json()["warnings"] == []
 
 
 def test_worker_that_no_node_has_room_for_is_told_and_not_started(client: TestClient, service: FakeService) -> None:

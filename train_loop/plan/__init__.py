@@ -2,7 +2,7 @@
 
 from train_loop.plan.batch import START, BatchPlan, Origin, plan_batch, plan_samples, plan_steps
 from train_loop.plan.head import chunk_rows
-from train_loop.plan.layout import Capacity, lay_out, no_place
+from train_loop.plan.layout import AUTOSCALED_VARIABLE, Capacity, lay_out, missing_places, no_place, splits, why_split
 from train_loop.plan.mask import MASK_BYTES, mask_bytes
 from train_loop.plan.memory import MemoryTerm
 from train_loop.plan.mesh import MeshPlan, groups_across_hosts, plan_mesh
@@ -11,6 +11,7 @@ from train_loop.plan.resources import DATA_CPUS, data_starves, needed, too_big
 from train_loop.plan.shape import ModelShape, read_shape
 
 __all__ = [
+    "AUTOSCALED_VARIABLE",
     "DATA_CPUS",
     "MASK_BYTES",
     "START",
@@ -26,6 +27,7 @@ __all__ = [
     "groups_across_hosts",
     "lay_out",
     "mask_bytes",
+    "missing_places",
     "needed",
     "no_place",
     "plan_batch",
@@ -35,5 +37,7 @@ __all__ = [
     "plan_sizes",
     "plan_steps",
     "read_shape",
+    "splits",
     "too_big",
+    "why_split",
 ]

@@ -1,11 +1,18 @@
-"""Workers → nodes: which ranks would share one, and whether every worker finds a place."""
+"""Workers → nodes: which ranks share a node, and whether the nodes hold all workers."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from train_loop.plan.arrange import Arrangement, arrange, count_splits
+from train_loop.plan.mesh import divisors
+from train_loop.plan.resources import DATA_CPUS
 from train_loop.spec import ScalingSpec
 
 Resources = Mapping[str, float]
+_NOISE = 1e-9
+AUTOSCALED_VARIABLE = "TRAINSHED_AUTOSCALED"
+"""Set for drivers on a cluster whose nodes may join on demand (the operator has set TRAINSHED_CLUSTER_LIMIT)."""
 
 
 @dataclass(frozen=True)
@@ -14,41 +21,70 @@ class Capacity:
 
     total: Resources
     nodes: tuple[Resources, ...] = ()
-    """What each node has; empty where others may come, of which nobody knows what they have."""
+    """What each node has; empty if nodes of unknown size may join."""
 
 
-def lay_out(scaling: ScalingSpec, nodes: Sequence[Resources]) -> dict[int, range] | None:
-    """The ranks of each node, by its place in `nodes`, that would have some; None where some rank finds no place.
+def lay_out(scaling: ScalingSpec, nodes: Sequence[Resources], *, group: int = 1) -> dict[int, range] | None:
+    """Return the ranks of each node that runs some, by its index in `nodes`; None if the nodes cannot hold the workers.
 
-    Ray numbers ranks node by node. PACK takes as few nodes as it can, SPREAD as many.
+    `group` is the Ulysses size: as few groups as possible cross nodes. Some node keeps the CPU that Ray Data needs, if
+    any layout allows that. The worker groups of a job are placed by this function, so the plan is what happens.
     """
-    places, world, strategy = [_places(scaling, node) for node in nodes], scaling.world, scaling.placement_strategy
-    if strategy in ("PACK", "STRICT_PACK"):
-        whole = [(count, node) for node, count in enumerate(places) if count >= world]
-        counts = [min(whole)] if whole else _largest_first(places)
-        counts = counts[:1] if strategy == "STRICT_PACK" else counts
-    else:
-        most = 1 if strategy == "STRICT_SPREAD" else max(places, default=0)
-        even = next((n for n in range(1, most + 1) if sum(min(count, n) for count in places) >= world), most)
-        counts = _largest_first(min(count, even) for count in places)
-    ranks, first = dict[int, range](), 0
-    for count, node in counts:
-        last = min(first + count, world)
-        if last > first:
-            ranks[node] = range(first, last)
-        first = last
-    return ranks if first == world else None
-
-
-def _largest_first(counts: Iterable[int]) -> list[tuple[int, int]]:
-    """Counts with their places, which break ties."""
-    return sorted(((count, place) for place, count in enumerate(counts)), key=lambda pair: (-pair[0], pair[1]))
-
-
-def no_place(scaling: ScalingSpec, nodes: Sequence[Resources]) -> str | None:
-    """Why the nodes can never hold the workers, as a sentence; None where they can, or where nodes are not known."""
-    if not nodes or lay_out(scaling, nodes) is not None:
+    found = _arranged(scaling, nodes, group)
+    if found is None:
         return None
+    ranks, first = dict[int, range](), 0
+    for node, count in found:
+        ranks[node] = range(first, first + count)
+        first += count
+    return ranks
+
+
+def splits(ranks: Mapping[int, range], group: int) -> int:
+    """Return how many Ulysses groups of a layout cross nodes."""
+    return count_splits([(node, len(mine)) for node, mine in ranks.items()], group)
+
+
+def why_split(scaling: ScalingSpec, nodes: Sequence[Resources], *, group: int) -> str | None:
+    """Return why Ulysses groups must cross nodes and what avoids it, as a sentence; None if none must."""
+    ranks = lay_out(scaling, nodes, group=group) if nodes else None
+    if ranks is None or not (crossing := splits(ranks, group)):
+        return None
+    places = [count for count in (_places(scaling, node) for node in nodes) if count]
+    sizes = " + ".join(
+        f"{count}" + (f" (x {times} nodes)" if times > 1 else "") for count, times in Counter(places).items()
+    )
+    whole = sum(count // group for count in places)
+    head = f"{crossing} of {scaling.world // group} Ulysses groups cross nodes, where their all-to-all is slow: "
+    if scaling.placement_strategy == "STRICT_SPREAD":
+        return f"{head}placement_strategy=STRICT_SPREAD puts one worker on a node; choose SPREAD or PACK"
+    fewer = f" or at most {whole * group} workers" if whole else ""
+    smaller = max(size for size in divisors(group)[:-1] if sum(n // size for n in places) * size >= scaling.world)
+    return (
+        f"{head}nodes with places for {sizes} workers hold {whole} whole groups of ulysses_size={group}; "
+        f"choose ulysses_size={smaller}{fewer}, or add a node with places for {group} workers"
+    )
+
+
+def missing_places(scaling: ScalingSpec, nodes: Sequence[Resources]) -> str:
+    """Return what nodes that have no room for a worker group lack, for a message."""
+    each = " and ".join(f"{amount:g} {name}" for name, amount in scaling.resources_per_worker.items() if amount)
+    places = sorted((_places(scaling, node) for node in nodes), reverse=True)
+    if scaling.placement_strategy == "STRICT_PACK":
+        most = max(places, default=0)
+        return f"{scaling.world} workers with {each} each on one node; the largest room is for {most}"
+    if scaling.placement_strategy == "STRICT_SPREAD":
+        return f"a node each for {scaling.world} workers with {each}; {sum(map(bool, places))} nodes have room for one"
+    return f"{scaling.world} workers with {each} each; the nodes have room for {sum(places)}"
+
+
+def no_place(scaling: ScalingSpec, nodes: Sequence[Resources], *, group: int = 1) -> str | None:
+    """Return why the nodes can never run the job, as a sentence; None if they can or are not known."""
+    if not nodes:
+        return None
+    found = _arranged(scaling, nodes, group)
+    if found is not None:
+        return None if _keeps_data_cpu(scaling, nodes, found) else _no_data_cpu(scaling)
     each = " and ".join(f"{amount:g} {name}" for name, amount in scaling.resources_per_worker.items() if amount)
     most, strategy = max(_places(scaling, node) for node in nodes), scaling.placement_strategy
     if not most:
@@ -71,7 +107,41 @@ def no_place(scaling: ScalingSpec, nodes: Sequence[Resources]) -> str | None:
     )
 
 
+def _arranged(scaling: ScalingSpec, nodes: Sequence[Resources], group: int) -> Arrangement | None:
+    places = [_places(scaling, node) for node in nodes]
+    found = arrange(places, scaling.world, strategy=scaling.placement_strategy, group=group)
+    if found is None or _keeps_data_cpu(scaling, nodes, found):
+        return found
+    others: dict[tuple[int, int], Arrangement] = {}
+    for index, node in enumerate(nodes):
+        kept = {**node, "CPU": node.get("CPU", 0.0) - DATA_CPUS}
+        change = places[index], _places(scaling, kept)
+        # Nodes of one size give layouts of one shape.
+        if kept["CPU"] < -_NOISE or change in others:
+            continue
+        fewer = [*places[:index], change[1], *places[index + 1 :]]
+        other = arrange(fewer, scaling.world, strategy=scaling.placement_strategy, group=group)
+        if other is not None:
+            others[change] = other
+    return min(others.values(), key=lambda other: (count_splits(other, group), len(other)), default=found)
+
+
+def _keeps_data_cpu(scaling: ScalingSpec, nodes: Sequence[Resources], found: Arrangement) -> bool:
+    """Report whether a node keeps a whole CPU: a task of Ray Data does not fit into parts on several nodes."""
+    each, counts = scaling.resources_per_worker.get("CPU", 0.0), dict(found)
+    free = (node.get("CPU", 0.0) - each * counts.get(index, 0) for index, node in enumerate(nodes))
+    return any(cpus >= DATA_CPUS - _NOISE for cpus in free)
+
+
+def _no_data_cpu(scaling: ScalingSpec) -> str:
+    each = scaling.resources_per_worker.get("CPU", 0.0)
+    return (
+        f"{scaling.world} workers with {each:g} CPU each leave no node with the {DATA_CPUS:g} CPU that a task of Ray "
+        "Data needs; add a node, or ask for fewer workers or less CPU per worker"
+    )
+
+
 def _places(scaling: ScalingSpec, node: Resources) -> int:
-    """How many workers a node has room for."""
+    """Return how many workers a node has room for."""
     wanted = [(name, amount) for name, amount in scaling.resources_per_worker.items() if amount]
-    return min((int(node.get(name, 0.0) / amount + 1e-9) for name, amount in wanted), default=scaling.world)
+    return min((max(int(node.get(name, 0.0) / amount + _NOISE), 0) for name, amount in wanted), default=scaling.world)

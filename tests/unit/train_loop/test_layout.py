@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train_loop.plan import lay_out, no_place
+from train_loop.plan import lay_out, missing_places, no_place, why_split
 from train_loop.spec import ScalingSpec
 
 FOUR = {"CPU": 16.0, "GPU": 4.0}
@@ -89,3 +89,71 @@ def test_no_node_gets_more_than_it_has_and_nobody_is_left_out(workers: int, stra
         return
     assert [rank for ranks in found.values() for rank in ranks] == list(range(workers))
     assert all(len(ranks) <= gpus[node] for node, ranks in found.items())
+
+
+def test_lay_out_keeps_a_ulysses_group_on_one_node() -> None:
+    nodes = [{"CPU": 3.0}, {"CPU": 3.0}, {"CPU": 3.0}]
+    found = lay_out(scaling(4, "SPREAD", CPU=1.0), nodes, group=2)
+    assert found == {0: range(2), 1: range(2, 4)}
+    assert why_split(scaling(4, "SPREAD", CPU=1.0), nodes, group=2) is None
+
+
+def test_lay_out_leaves_ray_data_a_whole_cpu_if_any_layout_does() -> None:
+    nodes = [{"CPU": 1.5}, {"CPU": 1.0}, {"CPU": 1.0}]
+    assert lay_out(scaling(2, CPU=0.75), nodes) == {0: range(2)}
+    assert lay_out(scaling(2, "SPREAD", CPU=0.75), nodes) == {0: range(1), 1: range(1, 2)}
+    assert no_place(scaling(2, CPU=0.75), nodes[:2]) is None
+
+
+@given(
+    st.integers(1, 8),
+    st.sampled_from(["PACK", "SPREAD"]),
+    st.lists(st.integers(0, 12), min_size=1, max_size=4),
+    st.sampled_from([0.5, 0.75, 1.0, 1.5, 2.0]),
+)
+def test_lay_out_starves_ray_data_only_if_every_layout_does(
+    workers: int, strategy: str, halves: list[int], each: float
+) -> None:
+    nodes = [{"CPU": half / 2} for half in halves]
+    found = lay_out(scaling(workers, strategy, CPU=each), nodes)
+    if found is None:
+        return
+    keeps = [node["CPU"] - each * len(found.get(place, ())) >= 1.0 for place, node in enumerate(nodes)]
+    room = [int(node["CPU"] / each) for node in nodes]
+    possible = any(
+        node["CPU"] >= 1.0 and sum(room) - room[place] + int((node["CPU"] - 1.0) / each) >= workers
+        for place, node in enumerate(nodes)
+    )
+    assert any(keeps) == possible
+    assert (no_place(scaling(workers, strategy, CPU=each), nodes) is None) == possible
+
+
+@pytest.mark.parametrize(
+    ("asked", "nodes", "message"),
+    [
+        (
+            scaling(4, CPU=1.0),
+            [{"CPU": 1.0}] * 5,
+            "2 of 2 Ulysses groups cross nodes, where their all-to-all is slow: nodes with places for 1 (x 5 nodes) "
+            "workers hold 0 whole groups of ulysses_size=2; choose ulysses_size=1, or add a node with places for 2 "
+            "workers",
+        ),
+        (
+            scaling(2, "STRICT_SPREAD", CPU=1.0),
+            [{"CPU": 4.0}] * 2,
+            "1 of 1 Ulysses groups cross nodes, where their all-to-all is slow: placement_strategy=STRICT_SPREAD puts "
+            "one worker on a node; choose SPREAD or PACK",
+        ),
+    ],
+)
+def test_why_split_names_what_avoids_it(asked: ScalingSpec, nodes: list[dict[str, float]], message: str) -> None:
+    assert why_split(asked, nodes, group=2) == message
+
+
+def test_missing_places_counts_the_room_that_there_is() -> None:
+    nodes = [{"CPU": 1.0}, {"CPU": 3.0}]
+    asked = {strategy: missing_places(scaling(6, strategy, CPU=1.0), nodes) for strategy in ("PACK", "STRICT_PACK")}
+    assert asked["PACK"] == "6 workers with 1 CPU each; the nodes have room for 4"
+    assert asked["STRICT_PACK"] == "6 workers with 1 CPU each on one node; the largest room is for 3"
+    spread = missing_places(scaling(6, "STRICT_SPREAD", CPU=1.0), nodes)
+    assert spread == "a node each for 6 workers with 1 CPU; 2 nodes have room for one"

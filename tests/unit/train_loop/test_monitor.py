@@ -20,7 +20,7 @@ class World:
     now: float = 100.0
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
-    lacks: dict[str, Any] | None = None
+    dead: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.monitor = GroupMonitor("127.0.0.1", self.report, self, own_host="head", clock=lambda: self.now)
@@ -31,8 +31,8 @@ class World:
     def declare_lost(self, host: str) -> None:
         self.lost.append(host)
 
-    def shortage(self) -> dict[str, Any] | None:
-        return self.lacks
+    def answers(self, host: str) -> bool:
+        return host not in self.dead
 
     def run(self, seconds: float, *silent: int, stopped: int | None = None) -> None:
         """Let time pass in half seconds, in which all ranks but the silent ones send heartbeats."""
@@ -128,17 +128,41 @@ def test_stalled_ranks_are_reported_once_and_cleared(world: World) -> None:
     assert world.names()[-1] == "progressing"
 
 
-def test_group_without_room_is_reported_after_ten_seconds(world: World) -> None:
-    world.lacks = {"missing": {"CPU": 2.0}, "left": ["node2"]}
+def test_group_without_room_is_reported_once_after_five_seconds(world: World) -> None:
     world.monitor.placing()
-    world.run(9)
-    assert world.names() == []
-    world.run(3)
-    (shortage,) = [fields for name, fields in world.events if name == "waiting_for_capacity"]
-    assert shortage["missing"] == {"CPU": 2.0}
+    for _ in range(3):
+        world.run(4)
+        world.monitor.lacking("2 CPU", left=["node2"])
+        # Ray Train tries again.
+        world.monitor.placing()
+    assert world.events == [("waiting_for_capacity", {"missing": "2 CPU", "left": ["node2"], "seconds": 8.0})]
 
 
 def test_group_whose_processes_are_starting_has_room(world: World) -> None:
     world.monitor.placing()
     world.run(30)
     assert world.names() == []
+
+
+def test_hosts_of_a_group_that_was_closed_are_not_declared_lost(world: World) -> None:
+    world.monitor.closing()
+    world.run(30, 0, 1, 2, 3)
+    assert world.names() == []
+
+
+def test_host_that_does_not_answer_after_a_failure_is_lost(world: World) -> None:
+    world.dead = {"node2"}
+    world.monitor.failed({0: "Connection reset"}, {})
+    world.monitor.closing()
+    assert world.monitor.lost_hosts() == {"node2"}
+    world.run(1, 0, 1, 2, 3)
+    (loss,) = [fields for name, fields in world.events if name == "workers_lost"]
+    assert loss["error"] == "host node2 was lost (ranks 2 and 3, it does not answer)"
+    assert wait_for(lambda: world.lost, "the host to be declared lost") == ["node2"]
+
+
+def test_hosts_of_which_none_answers_after_a_failure_are_not_lost(world: World) -> None:
+    world.dead = {"node1", "node2"}
+    world.monitor.failed({0: "Connection reset"}, {})
+    world.monitor.closing()
+    assert world.monitor.lost_hosts() == set()

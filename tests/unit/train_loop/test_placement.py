@@ -1,0 +1,59 @@
+"""Which node each rank is given when a worker group starts."""
+
+from typing import Any
+
+import pytest
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
+
+from train_loop import placement
+from train_loop.placement import Nodes, Placement
+from train_loop.spec import ScalingSpec
+
+TWO_HOSTS: Nodes = {"a": {"CPU": 2.0}, "b": {"CPU": 3.0}}
+
+
+class Cluster(Placement):
+    """A placement on nodes of which as much is free as the test says, look by look."""
+
+    def __init__(self, *free: Nodes, strategy: Any = "PACK", group: int = 2, autoscaled: bool = False) -> None:
+        scaling = ScalingSpec(num_workers=4, placement_strategy=strategy)
+        super().__init__(scaling, group=group, autoscaled=autoscaled, timeout=10.0)
+        self.scaling, self.free, self.said = scaling, [*free], list[str]()
+
+    def waiting(self, missing: str) -> None:
+        self.said.append(missing)
+
+    def _look(self) -> tuple[Nodes, Nodes]:
+        return TWO_HOSTS, self.free.pop(0) if len(self.free) > 1 else self.free[0]
+
+
+@pytest.fixture(autouse=True)
+def one_second_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "_ticks", lambda: iter(range(1000)))
+
+
+def test_choose_gives_a_ulysses_group_one_node() -> None:
+    cluster = Cluster(TWO_HOSTS)
+    assert cluster.choose(cluster.scaling) == ["a", "a", "b", "b"]
+
+
+def test_choose_waits_for_resources_of_the_last_group() -> None:
+    cluster = Cluster({"a": {"CPU": 1.0}, "b": {"CPU": 3.0}}, TWO_HOSTS)
+    assert cluster.choose(cluster.scaling) == ["a", "a", "b", "b"]
+
+
+def test_choose_splits_a_group_if_other_jobs_keep_the_room() -> None:
+    cluster = Cluster({"a": {"CPU": 1.0}, "b": {"CPU": 3.0}})
+    assert cluster.choose(cluster.scaling) == ["b", "b", "b", "a"]
+
+
+def test_choose_without_room_reports_what_is_missing_and_gives_up() -> None:
+    cluster = Cluster({"a": {"CPU": 1.0}, "b": {"CPU": 2.0}})
+    with pytest.raises(WorkerGroupStartupTimeoutError):
+        cluster.choose(cluster.scaling)
+    assert set(cluster.said) == {"4 workers with 1 CPU each; the nodes have room for 3"}
+
+
+def test_choose_without_room_on_a_growing_cluster_leaves_it_to_ray() -> None:
+    cluster = Cluster({"a": {"CPU": 1.0}}, autoscaled=True)
+    assert cluster.choose(cluster.scaling) is None
