@@ -151,6 +151,19 @@ class IllegalState(ServiceError):
     status = 409
 
 
+class NotAudited(ServiceError):
+    """The run of the job records no samples."""
+
+    code = "not_audited"
+    status = 409
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(
+            f"{job_id} does not record the samples of its steps; set training.audit_samples: true in the spec and "
+            "submit or clone the job"
+        )
+
+
 class StaleAttempt(ServiceError):
     """An attempt is over that somebody, who has slept meanwhile, is about to submit."""
 

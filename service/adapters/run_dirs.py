@@ -114,6 +114,10 @@ class LocalRunDirs:
         heir.write_parent(parent)
         return True
 
+    def parent(self, run_dir: str) -> Parent | None:
+        """Return the checkpoint of another run that a run began from; None if it began at its first step."""
+        return RunDir.at(run_dir).parent()
+
     def let_go(self, run_dir: str) -> None:
         """Leave the checkpoint that a run was begun from to retention. Repeatable."""
         heir = RunDir.at(run_dir)

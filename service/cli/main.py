@@ -2,7 +2,7 @@
 
 import typer
 
-from service.cli import backup, checkpoints, doctor, jobs, keys, local, runs, usage, watch, webhooks
+from service.cli import audit, backup, checkpoints, doctor, jobs, keys, local, runs, usage, watch, webhooks
 from service.cli.ends import EPILOG
 
 app = typer.Typer(no_args_is_help=True, help="Distributed training jobs that survive faults.", epilog=EPILOG)
@@ -15,7 +15,7 @@ _PANELS = {
     ),
     "Runs": (runs.logs, runs.metrics, runs.events),
     "Checkpoints": (checkpoints.checkpoints, checkpoints.verify, checkpoints.pin, checkpoints.export),
-    "Access": (keys.whoami, keys.audit, usage.usage),
+    "Access": (keys.whoami, audit.audit, usage.usage),
 }
 for _panel, _verbs in _PANELS.items():
     for _verb in _verbs:

@@ -144,6 +144,9 @@ class RunDirs(Protocol):
     def inherit(self, run_dir: str, parent: Parent) -> bool:
         """Have a run that has not begun go on from another one's checkpoint, and keep that; whether it is there."""
 
+    def parent(self, run_dir: str) -> Parent | None:
+        """Return the checkpoint of another run that a run began from; None if it began at its first step."""
+
     def let_go(self, run_dir: str) -> None:
         """Leave the checkpoint that a run was begun from to retention. Repeatable."""
 

@@ -206,9 +206,9 @@ CASES = {
         "audit --limit 50",
         "job.submit",
         "data next",
-        "audit --limit 0",
-        "Invalid value for '--limit': Input should be greater than or equal to 1",
-        bad_code=2,
+        "audit {trained}",
+        "{trained} does not record the samples of its steps; set training.audit_samples: true in the spec and submit "
+        "or clone the job",
     ),
     "usage": Case(
         "usage --since 2026-01-01 --project default",
