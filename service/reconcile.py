@@ -8,10 +8,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 
 import structlog
 
+from service.cluster_view import ClusterView
 from service.domain.admission import admit
 from service.domain.board import Admission, Board
 from service.domain.changes import outcomes, waited
@@ -80,6 +81,11 @@ class Reconciler:
     watch: Watch = field(default_factory=Unwatched)
     traces: Traces = field(default_factory=Untraced)
 
+    @cached_property
+    def view(self) -> ClusterView:
+        """The cluster, with what this reconciler has observed of it."""
+        return ClusterView(self.cluster, self.clock)
+
     def run(self, stopped: threading.Event, *, interval: float) -> None:
         """Pass after pass until stopped. A pass that fails is logged, and the next one tries again."""
         while not stopped.is_set():
@@ -131,7 +137,7 @@ class Reconciler:
         if changed := mark != board.mark:
             board.read(mark, self.store.tickets())
         # Asked only where it matters: each question costs Ray's dashboard what the training could use.
-        cluster = self.cluster.capacity() if board.waits or board.elastic else Capacity({})
+        cluster = self.view.capacity() if board.waits or board.elastic else Capacity({})
         # What is elastic may grow by time alone.
         if changed or cluster != board.cluster or board.elastic or board.admission.acts:
             board.cluster, board.admission = cluster, admit(board.tickets.values(), cluster, self.rules, now=now)
@@ -167,7 +173,7 @@ class Reconciler:
         if job.attempt is None:
             return Seen()
         # The cluster first: an outcome is written before its driver ends, so a dead driver without one left none.
-        submission = self.cluster.status(job.attempt.submission_id)
+        submission = self.view.status(job.attempt.submission_id)
         try:
             sighting = self.run_dirs.observe(job.run_dir, job.attempt.number)
             latest = NO_ATTEMPT if submission.alive else self.run_dirs.latest(job.run_dir)
@@ -177,7 +183,8 @@ class Reconciler:
             self._explain(job, str(error))
             # What an attempt says may be there; but a disk that is gone must not keep a job alive for ever.
             late = job.wish is not None and self.clock() >= job.wish.deadline
-            return Seen(submission if late else Submission.UNKNOWN)
+            return Seen(submission if late else Submission.UNKNOWN, unreachable=self.view.unreachable())
+        self.view.note(job.id, sighting)
         silent = submission is Submission.UNKNOWN or job.attempt.submitted_at is None
         quiet = self._quiet(job, sighting)
         over = sighting.outcome is not None or not (silent or submission.alive) or hangs(job, quiet)
@@ -189,7 +196,10 @@ class Reconciler:
             outcome=sighting.outcome,
             stop=sighting.stop,
             committed=committed,
-            trouble=sighting.trouble,
+            lost=sighting.lost,
+            condition=sighting.condition or (self.view.no_room(job, sighting) if submission.alive else None),
+            unreachable=self.view.unreachable(),
+            group_up=sighting.ready,
             quiet=quiet,
             begun=sighting.size > 0 or (latest.over and latest.attempt >= known),
             latest=latest if latest.attempt > known else None,
@@ -211,7 +221,7 @@ class Reconciler:
         """What became of the attempt before one that is not submitted yet."""
         if attempt.submitted_at is not None or attempt.number == 1:
             return Submission.MISSING
-        return self.cluster.status(job.attempts[-2].submission_id)
+        return self.view.status(job.attempts[-2].submission_id)
 
     def _apply(self, job: Job, decision: Decision) -> bool:
         """Carry the decision out; whether it was stored, so that there may be a next step at once."""
@@ -234,6 +244,7 @@ class Reconciler:
         if after.state is not job.state:
             if after.state.terminal:
                 self.written.pop(job.id, None)
+                self.view.forget(job.id)
             reason = after.reason.message if after.reason else None
             log.info("job_moved", job=job.id, from_state=job.state, to_state=after.state, reason=reason)
         return True

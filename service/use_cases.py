@@ -38,7 +38,7 @@ class JobView:
     story: Story
     dashboard_url: str | None
     waits_for: Reason | None = None
-    """What a job lacks that would start."""
+    """What a job lacks that would start, or what an attempt waits for that makes no progress."""
     place: int | None = None
     """Its place in the queue, from 1."""
 
@@ -280,7 +280,7 @@ class Jobs:
         story = self.run_dirs.story(job.run_dir) if job.attempts else NO_STORY
         dashboard = self.cluster.dashboard(submission)
         if not Ticket.of(job).waits:
-            return JobView(job, story, dashboard)
+            return JobView(job, story, dashboard, job.waits_for)
         queue = self.board.admission
         return JobView(job, story, dashboard, queue.waits.get(job.id), queue.places.get(job.id))
 

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from service.adapters.chronicle import Chronicle
+from service.domain.condition import Conditions
 from service.domain.decide import Latest, Training
 from service.errors import StaleAttempt
 from service.ports import Checkpoint, Entry, Place, Sighting, Story, Tail, Written
@@ -59,14 +60,23 @@ class LocalRunDirs:
         """What an attempt says of itself."""
         directory = RunDir.at(run_dir)
         folder = directory.attempt(attempt)
-        training, ready, trouble = Training.NOT_YET, False, None
+        training, ready, conditions = Training.NOT_YET, False, Conditions()
         for line in read_lines(folder.events):
             event = str(line.get("event"))
             training, ready = _TRAINING.get(event, training), _READY.get(event, ready)
-            if training is Training.LOST and "error" in line:
-                trouble = str(line["error"])
+            conditions.read(line)
         size = size_appended(folder.metrics) + size_appended(folder.events)
-        return Sighting(training, folder.outcome(), directory.stop(), trouble, size, ready)
+        return Sighting(
+            training,
+            folder.outcome(),
+            directory.stop(),
+            conditions.lost,
+            size,
+            ready,
+            conditions.newest,
+            conditions.left,
+            conditions.draining,
+        )
 
     def latest(self, run_dir: str) -> Latest:
         """The newest attempt that was prepared or shut out; number 0 where there is none."""

@@ -77,7 +77,9 @@ class ProgressOut(BaseModel):
     tokens_per_second: float | None
     mfu: float | None = Field(description="model FLOPs utilisation; null where the device's peak is unknown")
     place: int | None = Field(description="in the queue, from 1; null where the job does not wait")
-    waits_for: ReasonOut | None = Field(description="a quota, room in the cluster with numbers, or others before it")
+    waits_for: ReasonOut | None = Field(
+        description="a quota, room in the cluster, others before it; or why an attempt makes no progress"
+    )
 
     @classmethod
     def of_view(cls, view: JobView) -> "ProgressOut":

@@ -13,6 +13,10 @@ class Code(StrEnum):
     QUOTA = "quota"
     CAPACITY = "capacity"
     EFFECT_FAILED = "effect_failed"
+    STORAGE_UNAVAILABLE = "storage_unavailable"
+    HOST_LOST = "host_lost"
+    STALLED = "stalled"
+    MOVING = "moving"
     WORKERS_LOST = "workers_lost"
     DRIVER_LOST = "driver_lost"
     WORKER_FAILURE = "worker_failure"
@@ -28,6 +32,19 @@ class Code(StrEnum):
     USER = "user"
     PREEMPTED = "preempted"
     RESIZED = "resized"
+
+
+WAITS = frozenset(
+    {
+        Code.CLUSTER_UNREACHABLE,
+        Code.CAPACITY,
+        Code.STORAGE_UNAVAILABLE,
+        Code.HOST_LOST,
+        Code.STALLED,
+        Code.MOVING,
+    }
+)
+"""Reasons of an attempt that lives and makes no progress: it waits for their end."""
 
 
 @dataclass(frozen=True)

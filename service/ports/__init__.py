@@ -1,7 +1,7 @@
 """What the service needs of the world, as Protocols; adapters/ has the answers."""
 
 from service.ports.access import KeyStore, TokenVerifier
-from service.ports.cluster import Cluster, Launch
+from service.ports.cluster import Cluster, Launch, Node
 from service.ports.doctor import ClusterProbe, StorageProbe
 from service.ports.jobs import FLIGHT_SECONDS, KEPT_SECONDS, JobQuery, JobStore, Lease, NewJob, Once
 from service.ports.looks import Findings, Preflight
@@ -44,6 +44,7 @@ __all__ = [
     "Lease",
     "Line",
     "NewJob",
+    "Node",
     "Once",
     "Outbox",
     "Place",

@@ -1,12 +1,13 @@
 """What runs write and read: run directories and what reads whole checkpoints."""
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from pydantic import JsonValue
 
 from service.domain.decide import Latest, Training
+from service.domain.reason import Reason
 from train_loop.run_dir import ExportStatus, ExportWish, Manifest, Outcome, Parent, Stop
 from train_loop.spec import JobSpec, ScalingSpec
 
@@ -21,12 +22,18 @@ class Sighting:
     training: Training
     outcome: Outcome | None
     stop: Stop | None
-    trouble: str | None = None
-    """What was said when workers were lost."""
+    lost: Reason | None = None
+    """Why workers were lost, if the attempt reported it."""
     size: int = 0
     """Of what it has written: where it grows, somebody is alive."""
     ready: bool = False
     """Whether its workers are there, who should be heard of."""
+    condition: Reason | None = None
+    """Why they make no progress, by the newest event about it."""
+    left: tuple[str, ...] = ()
+    """Hosts of the newest workers_lost event."""
+    draining: Mapping[str, float] = field(default_factory=dict)
+    """Hosts that will be taken away, and when the notice came (Unix seconds)."""
 
 
 @dataclass(frozen=True)

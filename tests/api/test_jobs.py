@@ -256,7 +256,7 @@ def test_elastic_job_starts_at_what_there_is_and_is_resized_by_its_user(
 
 def test_plan_lays_ranks_out_over_the_nodes_that_there_are(client: TestClient, service: FakeService) -> None:
     service.cluster.total, node = {"CPU": 9.0}, {"CPU": 3.0}
-    service.cluster.nodes = (node, node, node)
+    service.cluster.nodes_total = (node, node, node)
     body = spec_body(scaling={"num_workers": 4}, strategy={"ulysses_size": 2})
     plan = client.post("/jobs/plan", content=body).json()
     assert plan["nodes"] == [[0, 1, 2], [3]]
@@ -264,13 +264,13 @@ def test_plan_lays_ranks_out_over_the_nodes_that_there_are(client: TestClient, s
         "1 of 2 Ulysses groups lie on several nodes, where their all-to-all is slow; let the workers of a node be a "
         "multiple of ulysses_size=2"
     ]
-    service.cluster.nodes = ()
+    service.cluster.nodes_total = ()
     assert client.post("/jobs/plan", content=body).json()["nodes"] is None
 
 
 def test_worker_that_no_node_has_room_for_is_told_and_not_started(client: TestClient, service: FakeService) -> None:
     service.cluster.total = {"CPU": 6.0}
-    service.cluster.nodes = ({"CPU": 3.0}, {"CPU": 3.0})
+    service.cluster.nodes_total = ({"CPU": 3.0}, {"CPU": 3.0})
     body = spec_body(scaling={"num_workers": 1, "resources_per_worker": {"CPU": 4}})
     said = "a worker needs 4 CPU, which no single node of the cluster has"
     remedy = "add larger nodes, or ask for less"

@@ -140,8 +140,8 @@ def test_attempt_that_hangs_is_stopped_even_where_it_was_the_last() -> None:
 
 
 def test_lost_workers_say_what_was_said_of_them() -> None:
-    lost = step(live(), Seen(ALIVE, Training.LOST, trouble="the node is gone")).job
-    assert said(lost) == "workers were lost (the node is gone); the run goes on from its latest checkpoint"
+    lost = step(live(), Seen(ALIVE, Training.LOST, lost=Reason(Code.HOST_LOST, "host node3 was lost"))).job
+    assert lost.reason == Reason(Code.HOST_LOST, "host node3 was lost")
 
 
 outcomes = st.builds(
