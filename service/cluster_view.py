@@ -22,7 +22,8 @@ class ClusterView:
 
     cluster: Cluster
     clock: Callable[[], float]
-    _silent_since: float | None = None
+    silent_since: float | None = None
+    """Since when the cluster does not answer (Unix seconds); None if it does."""
     _draining: dict[str, dict[str, float]] = field(default_factory=dict)
     """By job: hosts that will be taken away, and when the notice came."""
 
@@ -30,14 +31,14 @@ class ClusterView:
         """Return what became of a driver, and note whether the cluster answers."""
         found = self.cluster.status(submission_id)
         if found is not Submission.UNKNOWN:
-            self._silent_since = None
-        elif self._silent_since is None:
-            self._silent_since = self.clock()
+            self.silent_since = None
+        elif self.silent_since is None:
+            self.silent_since = self.clock()
         return found
 
     def unreachable(self) -> Reason | None:
         """Return the reason of jobs whose cluster has been silent for ten seconds."""
-        since = self._silent_since
+        since = self.silent_since
         if since is None or self.clock() - since < _SILENT_SECONDS:
             return None
         url = self.cluster.dashboard(None)

@@ -298,6 +298,18 @@ class ClusterError(ServiceError):
     status = 503
 
 
+class ClusterUnreachable(ClusterError):
+    """The cluster does not answer."""
+
+    code = "cluster_unreachable"
+    retry_after = 5
+
+    def __init__(self, cluster: str, since: str) -> None:
+        super().__init__(
+            f"{cluster} does not answer since {since}; check the head node and its network, then try again"
+        )
+
+
 class StorageFault(ServiceError):
     """Storage does not keep what run directories rely on."""
 

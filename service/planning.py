@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from service.domain.admission import never_fits
+from service.domain.shrink import cannot_shrink
 from service.errors import InvalidSpec
 from service.ports import Cluster, Findings, Preflight
 from train_loop.plan import ModelShape, Plan, data_starves, groups_across_hosts, lay_out, plan_sizes
@@ -69,7 +70,15 @@ class Planner:
                 f"{len(apart)} of {plan.mesh.dp} Ulysses groups lie on several nodes, where their all-to-all is slow; "
                 f"let the workers of a node be a multiple of ulysses_size={plan.mesh.sp}"
             )
+        warnings += self.submit_warnings(spec, sizes_of(spec, plans))
         return PlanView(spec, plan, sizes_of(spec, plans), nodes, tuple(warnings))
+
+    def submit_warnings(self, spec: JobSpec, sizes: tuple[int, ...]) -> tuple[str, ...]:
+        """Return what the answer to a submit warns of: for now, an elastic job that cannot shrink."""
+        if not sizes:
+            return ()
+        said = cannot_shrink(spec.scaling, sizes, self.cluster.capacity())
+        return () if said is None else (said,)
 
 
 def sizes_of(spec: JobSpec, plans: Plans) -> tuple[int, ...]:

@@ -103,6 +103,7 @@ class Reconciler:
         # Who has ended makes room for who waits.
         self._look_after(self.store.active(), stopped)
         self._look_after(self._admit(stopped), stopped)
+        self.board.silent_since = self.view.silent_since
 
     def _look_after(self, job_ids: list[str], stopped: threading.Event | None) -> None:
         for job_id in job_ids:

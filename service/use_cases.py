@@ -41,6 +41,8 @@ class JobView:
     """What a job lacks that would start, or what an attempt waits for that makes no progress."""
     place: int | None = None
     """Its place in the queue, from 1."""
+    warnings: tuple[str, ...] = ()
+    """Of a submit: what the client should know although the job was accepted."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Jobs:
         found = [self.of(caller)._known(body, once) for caller, body, once in asked]
         if (added := [new for new in found if new is not None]) and not self.store.add_all(added, now=self.clock()):
             return [None] * len(asked)
-        return [None if new is None else self._view(new.job) for new in found]
+        return [None if new is None else self._submitted(new.job) for new in found]
 
     def _known(self, body: bytes, once: Once | None) -> NewJob | None:
         """A job whose checks take no time, if nothing is wrong with it."""
@@ -148,7 +150,7 @@ class Jobs:
         if once is not None and (known := self.store.begin(once, now=self.clock())):
             # The groups of a token may have changed since.
             self.must(Role.EDITOR, known.spec.project)
-            return self._view(known), False
+            return self._submitted(known), False
         try:
             job = begin()
             try:
@@ -160,7 +162,10 @@ class Jobs:
             if once is not None:
                 self.store.release(once)
             raise
-        return self._view(job), True
+        return self._submitted(job), True
+
+    def _submitted(self, job: Job) -> JobView:
+        return replace(self._view(job), warnings=self.planner.submit_warnings(job.spec, job.sizes))
 
     def _new(self, job: Job, once: Once | None) -> NewJob:
         return NewJob(job, once, self._deed("submit", None, job))

@@ -143,6 +143,7 @@ class JobOut(BaseModel):
     gpu_hours: float
     goodput: float | None = Field(description="time of steps that were new, as a part of all since the first start")
     dashboard_url: str | None
+    warnings: tuple[str, ...] = Field(default=(), description="of the answer to a submit or clone; otherwise empty")
 
     @classmethod
     def of(cls, view: JobView, *, now: float) -> "JobOut":
@@ -176,6 +177,7 @@ class JobOut(BaseModel):
             gpu_hours=round(used.gpu_hours, 4),
             goodput=_goodput(view, now),
             dashboard_url=view.dashboard_url,
+            warnings=view.warnings,
         )
 
 

@@ -11,7 +11,7 @@ from service.cli.connect import connect
 from service.cli.hints import next_of
 from service.cli.ids import find_job
 from service.cli.job_view import show_job, show_jobs
-from service.cli.show import Gone, show_json, show_next, show_text
+from service.cli.show import Gone, show_json, show_next, show_note, show_text
 from service.cli.tables import show_plan
 from service.cli.watch import wait_for_end
 from service.domain.job import JobState
@@ -138,6 +138,8 @@ def rm(job: JobRef, as_json: AsJson = False) -> None:
 
 def _started(job: JobOut, *, wait: bool, as_json: bool) -> None:
     """A new job: its id for scripts, at once, whatever becomes of the wait."""
+    for warning in job.warnings if not as_json else ():
+        show_note(f"warning: {warning}")
     if not as_json:
         show_text(job.id)
     if wait:

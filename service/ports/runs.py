@@ -49,6 +49,14 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Loss:
+    """A loss of workers: when (Unix seconds), and why."""
+
+    time: float
+    message: str
+
+
+@dataclass(frozen=True)
 class Story:
     """What a run directory tells about all attempts."""
 
@@ -60,6 +68,12 @@ class Story:
     productive_seconds: float
     """Of steps that were new."""
     progress: Progress | None
+    hosts: tuple[str, ...] = ()
+    """Hosts of its newest worker group; empty once that was lost."""
+    losses: Mapping[str, Loss] = field(default_factory=dict)
+    """The newest loss of workers on each host."""
+    draining: Mapping[str, float] = field(default_factory=dict)
+    """Hosts that will be taken away, and when the notice came (Unix seconds)."""
 
 
 NO_STORY = Story(restarts=0, lost_steps=0, lost_seconds=0.0, productive_seconds=0.0, progress=None)

@@ -223,6 +223,7 @@ CASES = {
 _LAST = ("cancel", "rm")
 ELSEWHERE = {
     "serve": "runs until it is told to stop: test_serve.py",
+    "nodes": "needs a cluster that answers: test_nodes.py",
     "restore": "needs a home without one: tests/unit/service/test_backup.py",
     **dict.fromkeys(("down", "doctor"), "on homes of their own: test_local.py"),
 }

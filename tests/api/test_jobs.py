@@ -254,6 +254,15 @@ def test_elastic_job_starts_at_what_there_is_and_is_resized_by_its_user(
     assert [attempt["workers"] for attempt in job["attempts"]] == [2, 1]
 
 
+def test_elastic_job_that_cannot_shrink_is_reported_at_submit(client: TestClient, service: FakeService) -> None:
+    service.cluster.total, service.cluster.nodes_total = {"CPU": 4.0}, ({"CPU": 2.0}, {"CPU": 2.0})
+    parts = ELASTIC | {"scaling": {"num_workers": {"min": 2, "max": 4}, "resources_per_worker": {"CPU": 0.75}}}
+    plan, job = (client.post(path, content=spec_body(**parts)).json() for path in ("/jobs/plan", "/jobs"))
+    assert "2 x 0.75 CPU + 1 CPU for Ray Data > 2 CPU" in job["warnings"][0]
+    assert job["warnings"][0] in plan["warnings"]
+    assert client.get(f"/jobs/{job['id']}").json()["warnings"] == []
+
+
 def test_plan_lays_ranks_out_over_the_nodes_that_there_are(client: TestClient, service: FakeService) -> None:
     service.cluster.total, node = {"CPU": 9.0}, {"CPU": 3.0}
     service.cluster.nodes_total = (node, node, node)
