@@ -23,6 +23,7 @@ from service.domain.reason import Code, Reason
 from service.domain.rules import Rules
 from service.domain.ticket import Ticket
 from service.errors import ClusterError
+from service.fault_log import FaultLog
 from service.ports import (
     Cluster,
     JobStore,
@@ -80,6 +81,7 @@ class Reconciler:
     written: dict[str, Silence] = field(default_factory=dict)
     watch: Watch = field(default_factory=Unwatched)
     traces: Traces = field(default_factory=Untraced)
+    faults: FaultLog = field(default_factory=FaultLog)
 
     @cached_property
     def view(self) -> ClusterView:
@@ -94,8 +96,8 @@ class Reconciler:
                 with self.traces.span("reconcile.pass"):
                     self.run_once(stopped)
                 self.watch.passed(time.monotonic() - at)
-            except Exception:
-                log.exception("reconcile_pass_failed")
+            except Exception as error:
+                self.faults.report("reconcile_pass_failed", error)
             stopped.wait(max(interval, _REST * (time.thread_time() - began)))
 
     def run_once(self, stopped: threading.Event | None = None) -> None:
@@ -110,8 +112,8 @@ class Reconciler:
             try:
                 with self.traces.span("reconcile.job", **{"trainshed.job.id": job_id}):
                     self._steps(job_id, stopped)
-            except Exception:
-                log.exception("reconcile_failed", job=job_id)
+            except Exception as error:
+                self.faults.report("reconcile_failed", error, job=job_id)
 
     def _admit(self, stopped: threading.Event | None) -> list[str]:
         """Decide about the queue, as far as that is ours; the jobs that start."""
@@ -232,7 +234,7 @@ class Reconciler:
             except Exception as error:
                 if not isinstance(error, ClusterError) and not storage_failed(error):
                     raise
-                log.warning("effect_failed", job=job.id, effect=effect.name, error=str(error))
+                self.faults.warn("effect_failed", error, job=job.id, effect=effect.name)
                 if decision.needed:
                     self._explain(job, str(error))
                     return False
