@@ -30,11 +30,14 @@ class ClusterView:
     def status(self, submission_id: str) -> Submission:
         """Return what became of a driver, and note whether the cluster answers."""
         found = self.cluster.status(submission_id)
-        if found is not Submission.UNKNOWN:
+        self._note_answer(answered=found is not Submission.UNKNOWN)
+        return found
+
+    def _note_answer(self, *, answered: bool) -> None:
+        if answered:
             self.silent_since = None
         elif self.silent_since is None:
             self.silent_since = self.clock()
-        return found
 
     def unreachable(self) -> Reason | None:
         """Return the reason of jobs whose cluster has been silent for ten seconds."""
@@ -60,6 +63,7 @@ class ClusterView:
     def capacity(self) -> Capacity | None:
         """Return what the nodes have that stay. A node that drains must get no new workers."""
         found = self.cluster.capacity()
+        self._note_answer(answered=found is not None)
         if found is None or not found.nodes or not self._draining:
             return found
         nodes = self.cluster.nodes()

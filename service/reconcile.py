@@ -142,8 +142,10 @@ class Reconciler:
         # Asked only where it matters: each question costs Ray's dashboard what the training could use.
         cluster = self.view.capacity() if board.waits or board.elastic else Capacity({})
         # What is elastic may grow by time alone.
-        if changed or cluster != board.cluster or board.elastic or board.admission.acts:
-            board.cluster, board.admission = cluster, admit(board.tickets.values(), cluster, self.rules, now=now)
+        if changed or cluster is None or cluster != board.cluster or board.elastic or board.admission.acts:
+            silent = self.view.unreachable()
+            admission = admit(board.tickets.values(), cluster, self.rules, now=now, unreachable=silent)
+            board.cluster, board.admission = cluster, admission
         return board.admission
 
     def _change(self, ticket: Ticket, change: Callable[[Job], Job]) -> bool:

@@ -100,7 +100,7 @@ def _silent(event: Event) -> Reason:
 def _waiting(event: Event) -> Reason:
     missing, left = event.get("missing"), event.get("left")
     if isinstance(missing, dict):
-        missing = " and ".join(f"{amount:g} {name}" for name, amount in missing.items())
+        missing = " and ".join(f"{_number(missing, name):g} {name}" for name in missing)
     since = f" since {clock_time(_number(event, 'since'))}" if _number(event, "since") else ""
     names = [str(host) for host in left] if isinstance(left, list) else []
     return capacity_reason(f"{missing or 'room for its workers'}{since}", names)
@@ -120,7 +120,7 @@ def _stalled(event: Event) -> Reason:
 def _moving(event: Event) -> Reason:
     hosts = event.get("hosts")
     names = ", ".join(map(str, hosts)) if isinstance(hosts, list) else "its host"
-    return Reason(Code.MOVING, f"{_named(_ranks(event, 'ranks'))} move away from {names}, which will be taken away")
+    return Reason(Code.MOVING, f"moving {_named(_ranks(event, 'ranks'))} away from {names}, which will be taken away")
 
 
 def _storage(event: Event) -> Reason:
