@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from service.domain.webhook import Delivery, Settled, Webhook, settle
+from service.fault_log import FaultLog
 from service.ports import Lease, Outbox, Sender
 
 log = structlog.get_logger(__name__)
@@ -34,6 +35,7 @@ class Deliverer:
     interval: float = 2.0
     stopped: threading.Event = field(default_factory=threading.Event)
     threads: list[threading.Thread] = field(default_factory=list)
+    faults: FaultLog = field(default_factory=FaultLog)
 
     def start(self) -> None:
         """Begin, once the database answers."""
@@ -115,6 +117,6 @@ class Deliverer:
         """What a step says; one that fails is logged, and tried again later."""
         try:
             return step()
-        except Exception:
-            log.exception("webhooks_step_failed")
+        except Exception as error:
+            self.faults.report("webhooks_step_failed", error)
             return False

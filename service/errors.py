@@ -152,6 +152,19 @@ class IllegalState(ServiceError):
     status = 409
 
 
+class NotAudited(ServiceError):
+    """The run of the job records no samples."""
+
+    code = "not_audited"
+    status = 409
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(
+            f"{job_id} does not record the samples of its steps; set training.audit_samples: true in the spec and "
+            "submit or clone the job"
+        )
+
+
 class StaleAttempt(ServiceError):
     """An attempt is over that somebody, who has slept meanwhile, is about to submit."""
 
@@ -284,6 +297,18 @@ class ClusterError(ServiceError):
 
     code = "cluster_error"
     status = 503
+
+
+class ClusterUnreachable(ClusterError):
+    """The cluster does not answer."""
+
+    code = "cluster_unreachable"
+    retry_after = 5
+
+    def __init__(self, cluster: str, since: str) -> None:
+        super().__init__(
+            f"{cluster} does not answer since {since}; check the head node and its network, then try again"
+        )
 
 
 class StorageFault(ServiceError):

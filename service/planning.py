@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from service.domain.admission import never_fits
+from service.domain.shrink import cannot_shrink
 from service.errors import InvalidSpec
 from service.ports import Cluster, Findings, Preflight
 from train_loop.plan import ModelShape, Plan, data_starves, lay_out, plan_sizes, why_split
@@ -60,19 +61,21 @@ class Planner:
         plan, cluster, group = plans[max(plans)], self.cluster.capacity(), spec.strategy.ulysses_size
         ranks = lay_out(spec.scaling.at(max(plans)), cluster.nodes, group=group) if cluster is not None else None
         nodes = tuple(ranks.values()) if ranks else None
-        warnings = [*plan.warnings, *self.warnings(spec, tuple(plans))]
+        warnings = [*plan.warnings, *self.warnings(spec, sizes_of(spec, plans))]
         return PlanView(spec, plan, sizes_of(spec, plans), nodes, tuple(warnings))
 
     def warnings(self, spec: JobSpec, sizes: Sequence[int]) -> list[str]:
-        """Return what the nodes of the cluster mean for a job: it never starts, or Ulysses groups cross nodes.
+        """Return what the nodes of the cluster mean for a job.
 
-        `sizes` are the numbers of workers that an elastic job can run with.
+        It never starts, its Ulysses groups cross nodes, or it is elastic and cannot shrink. `sizes` are the numbers of
+        workers that an elastic job can run with.
         """
         fewest, most = (min(sizes), max(sizes)) if sizes else spec.scaling.bounds
         cluster, group = self.cluster.capacity(), spec.strategy.ulysses_size
         never = never_fits(spec.scaling.at(fewest), cluster, group=group)
         split = why_split(spec.scaling.at(most), cluster.nodes, group=group) if cluster is not None else None
-        return [*([f"the job would stay QUEUED: {never}"] if never else []), *([split] if split else [])]
+        stuck = cannot_shrink(spec.scaling, tuple(sizes), cluster) if sizes else None
+        return [*([f"the job would stay QUEUED: {never}"] if never else []), *filter(None, (split, stuck))]
 
 
 def sizes_of(spec: JobSpec, plans: Plans) -> tuple[int, ...]:

@@ -8,10 +8,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 
 import structlog
 
+from service.cluster_view import ClusterView
 from service.domain.admission import admit
 from service.domain.board import Admission, Board
 from service.domain.changes import outcomes, waited
@@ -22,6 +23,7 @@ from service.domain.reason import Code, Reason, storage_unavailable
 from service.domain.rules import Rules
 from service.domain.ticket import Ticket
 from service.errors import ClusterError, StorageAway
+from service.fault_log import FaultLog
 from service.ports import (
     Cluster,
     JobStore,
@@ -79,6 +81,12 @@ class Reconciler:
     written: dict[str, Silence] = field(default_factory=dict)
     watch: Watch = field(default_factory=Unwatched)
     traces: Traces = field(default_factory=Untraced)
+    faults: FaultLog = field(default_factory=FaultLog)
+
+    @cached_property
+    def view(self) -> ClusterView:
+        """The cluster, with what this reconciler has observed of it."""
+        return ClusterView(self.cluster, self.clock)
 
     def run(self, stopped: threading.Event, *, interval: float) -> None:
         """Pass after pass until stopped. A pass that fails is logged, and the next one tries again."""
@@ -88,8 +96,8 @@ class Reconciler:
                 with self.traces.span("reconcile.pass"):
                     self.run_once(stopped)
                 self.watch.passed(time.monotonic() - at)
-            except Exception:
-                log.exception("reconcile_pass_failed")
+            except Exception as error:
+                self.faults.report("reconcile_pass_failed", error)
             stopped.wait(max(interval, _REST * (time.thread_time() - began)))
 
     def run_once(self, stopped: threading.Event | None = None) -> None:
@@ -97,14 +105,15 @@ class Reconciler:
         # Who has ended makes room for who waits.
         self._look_after(self.store.active(), stopped)
         self._look_after(self._admit(stopped), stopped)
+        self.board.silent_since = self.view.silent_since
 
     def _look_after(self, job_ids: list[str], stopped: threading.Event | None) -> None:
         for job_id in job_ids:
             try:
                 with self.traces.span("reconcile.job", **{"trainshed.job.id": job_id}):
                     self._steps(job_id, stopped)
-            except Exception:
-                log.exception("reconcile_failed", job=job_id)
+            except Exception as error:
+                self.faults.report("reconcile_failed", error, job=job_id)
 
     def _admit(self, stopped: threading.Event | None) -> list[str]:
         """Decide about the queue, as far as that is ours; the jobs that start."""
@@ -131,10 +140,12 @@ class Reconciler:
         if changed := mark != board.mark:
             board.read(mark, self.store.tickets())
         # Asked only where it matters: each question costs Ray's dashboard what the training could use.
-        cluster = self.cluster.capacity() if board.waits or board.elastic else Capacity({})
+        cluster = self.view.capacity() if board.waits or board.elastic else Capacity({})
         # What is elastic may grow by time alone.
-        if changed or cluster != board.cluster or board.elastic or board.admission.acts:
-            board.cluster, board.admission = cluster, admit(board.tickets.values(), cluster, self.rules, now=now)
+        if changed or cluster is None or cluster != board.cluster or board.elastic or board.admission.acts:
+            silent = self.view.unreachable()
+            admission = admit(board.tickets.values(), cluster, self.rules, now=now, unreachable=silent)
+            board.cluster, board.admission = cluster, admission
         return board.admission
 
     def _change(self, ticket: Ticket, change: Callable[[Job], Job]) -> bool:
@@ -168,7 +179,7 @@ class Reconciler:
         if job.attempt is None:
             return Seen()
         # The cluster first: an outcome is written before its driver ends, so a dead driver without one left none.
-        submission = self.cluster.status(job.attempt.submission_id)
+        submission = self.view.status(job.attempt.submission_id)
         try:
             sighting = self.run_dirs.observe(job.run_dir, job.attempt.number)
             latest = NO_ATTEMPT if submission.alive else self.run_dirs.latest(job.run_dir)
@@ -178,7 +189,8 @@ class Reconciler:
             self._explain(job, error)
             # What an attempt says may be there; but a disk that is gone must not keep a job alive for ever.
             late = job.wish is not None and self.clock() >= job.wish.deadline
-            return Seen(submission if late else Submission.UNKNOWN)
+            return Seen(submission if late else Submission.UNKNOWN, unreachable=self.view.unreachable())
+        self.view.note(job.id, sighting)
         silent = submission is Submission.UNKNOWN or job.attempt.submitted_at is None
         quiet = self._quiet(job, sighting)
         over = sighting.outcome is not None or not (silent or submission.alive) or hangs(job, quiet)
@@ -190,7 +202,10 @@ class Reconciler:
             outcome=sighting.outcome,
             stop=sighting.stop,
             committed=committed,
-            trouble=sighting.trouble,
+            lost=sighting.lost,
+            condition=sighting.condition or (self.view.no_room(job, sighting) if submission.alive else None),
+            unreachable=self.view.unreachable(),
+            group_up=sighting.ready,
             quiet=quiet,
             begun=sighting.size > 0 or (latest.over and latest.attempt >= known),
             latest=latest if latest.attempt > known else None,
@@ -213,7 +228,7 @@ class Reconciler:
         """What became of the attempt before one that is not submitted yet."""
         if attempt.submitted_at is not None or attempt.number == 1:
             return Submission.MISSING
-        return self.cluster.status(job.attempts[-2].submission_id)
+        return self.view.status(job.attempts[-2].submission_id)
 
     def _apply(self, job: Job, decision: Decision) -> bool:
         """Carry the decision out; whether it was stored, so that there may be a next step at once."""
@@ -223,10 +238,10 @@ class Reconciler:
             except Exception as error:
                 if not isinstance(error, ClusterError) and not _storage_failed(error):
                     raise
+                self.faults.warn("effect_failed", error, job=job.id, effect=effect.name)
                 if decision.needed:
                     self._explain(job, error, effect=effect.name)
                     return False
-                log.warning("effect_failed", job=job.id, effect=effect.name, error=str(error))
         return decision.job != job and self._store(job, decision.job)
 
     def _store(self, job: Job, after: Job, *, leads: bool = False) -> bool:
@@ -236,6 +251,7 @@ class Reconciler:
         if after.state is not job.state:
             if after.state.terminal:
                 self.written.pop(job.id, None)
+                self.view.forget(job.id)
             reason = after.reason.message if after.reason else None
             log.info("job_moved", job=job.id, from_state=job.state, to_state=after.state, reason=reason)
         return True

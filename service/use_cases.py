@@ -38,7 +38,7 @@ class JobView:
     story: Story
     dashboard_url: str | None
     waits_for: Reason | None = None
-    """What a job lacks that would start."""
+    """What a job lacks that would start, or what an attempt waits for that makes no progress."""
     place: int | None = None
     """Its place in the queue, from 1."""
     read_at: float | None = None
@@ -287,7 +287,7 @@ class Jobs:
         read = self.run_dirs.known_story(job.run_dir) if job.attempts else Reading(NO_STORY, self.clock())
         dashboard = self.cluster.dashboard(submission)
         if not Ticket.of(job).waits:
-            return JobView(job, read.story, dashboard, _missing(job, read), read_at=read.read_at)
+            return JobView(job, read.story, dashboard, _missing(job, read) or job.waits_for, read_at=read.read_at)
         queue, story = self.board.admission, read.story
         return JobView(job, story, dashboard, queue.waits.get(job.id), queue.places.get(job.id), read_at=read.read_at)
 

@@ -19,7 +19,7 @@ import ray
 from train_loop.errors import FencedError
 from train_loop.failure import cause, failed, from_ranks, reason
 from train_loop.fencing import NewestEpoch
-from train_loop.journal import Journal, has_moved, last_word
+from train_loop.journal import Journal, has_moved, last_word, preempted_ranks
 from train_loop.leave import leave
 from train_loop.logs import log_to
 from train_loop.patience import retry_storage
@@ -109,7 +109,7 @@ def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outco
             if retry_storage(run_dir.spec).scaling.elastic:
                 # The service may have to choose another size.
                 return Outcome(result="moved", reason="hosts are about to be taken away")
-            journal.event("moving")
+            journal.event("moving", ranks=preempted_ranks(attempt))
         raise AssertionError("unreachable")
     except KeyboardInterrupt:
         stop = _asked(run_dir, attempt)

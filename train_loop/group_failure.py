@@ -34,6 +34,8 @@ class Loss:
 
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
+    kind: str
+    """host_lost, killed or error."""
     cause: str
     """Sentences: "host node3 was lost (ranks 2 and 3)"."""
     survivors: str | None
@@ -47,8 +49,10 @@ def explain(evidence: Evidence) -> Loss:
     hosts = tuple(dict.fromkeys(evidence.hosts[rank] for rank in ranks if rank in evidence.hosts))
     if not evidence.dead:
         first = next(iter(sorted(evidence.errors)), None)
-        return Loss(ranks, hosts, "unknown" if first is None else f"rank {first}: {evidence.errors[first]}", None)
-    return Loss(ranks, hosts, "; ".join(_causes(evidence)), _survivors(evidence, dead))
+        cause = "unknown" if first is None else f"rank {first}: {evidence.errors[first]}"
+        return Loss(ranks, hosts, "error", cause, None)
+    kind = "host_lost" if evidence.lost_hosts else "killed"
+    return Loss(ranks, hosts, kind, "; ".join(_causes(evidence)), _survivors(evidence, dead))
 
 
 def _causes(evidence: Evidence) -> list[str]:

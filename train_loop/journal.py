@@ -182,5 +182,11 @@ def has_moved(attempt: AttemptDir) -> bool:
     return bool(ends) and ends[-1].get("result") == "moved"
 
 
+def preempted_ranks(attempt: AttemptDir) -> list[int]:
+    """Return the ranks that the newest preemption notice names; none if there was no notice."""
+    notices = [line for line in read_lines(attempt.events) if line.get("event") == "preemption_notice"]
+    return list(notices[-1].get("ranks", [])) if notices else []
+
+
 def _ends(attempt: AttemptDir) -> list[dict[str, Any]]:
     return [line for line in read_lines(attempt.events) if line.get("event") == "training_ended"]

@@ -116,8 +116,8 @@ class GroupMonitor:
             now = self._clock()
             if self._placing_since is not None and not self._lack_reported and now - self._placing_since > LACK_SECONDS:
                 self._lack_reported = True
-                seconds = round(now - self._placing_since, 1)
-                self._report("waiting_for_capacity", missing=missing, left=list(left), seconds=seconds)
+                since = time.time() - (now - self._placing_since)
+                self._report("waiting_for_capacity", missing=missing, left=list(left), since=round(since, 3))
 
     def lost_hosts(self) -> set[str]:
         """Return the lost hosts of the last group; it waits until those of a group that failed have been probed."""
@@ -163,7 +163,7 @@ class GroupMonitor:
                 group.probe.start()
 
     def _probe(self, group: _Group) -> None:
-        """Find the hosts of a group that do not answer. If no other host answers, this host is the one that is cut off."""
+        """Find hosts of a group that do not answer. If none of several answers, this host is the one cut off."""
         hosts = sorted(set(group.liveness.hosts.values()) - group.lost.keys())
         with ThreadPoolExecutor(len(hosts) or 1) as pool:
             dead = {
@@ -224,7 +224,9 @@ class GroupMonitor:
             if host in group.lost:
                 continue
             if seconds <= SILENT_SECONDS:
-                group.silent.discard(host)
+                if host in group.silent:
+                    group.silent.remove(host)
+                    self._report("progressing", host=host)
             elif host not in group.silent:
                 group.silent.add(host)
                 self._report("host_silent", host=host, seconds=round(seconds, 1))
@@ -278,5 +280,6 @@ class GroupMonitor:
             return
         group.reported = True
         loss = explain(evidence)
+        fields = {"ranks": loss.ranks, "hosts": loss.hosts, "cause": loss.kind, "error": loss.cause}
         survivors = {"survivors": loss.survivors} if loss.survivors else {}
-        self._report("workers_lost", ranks=loss.ranks, hosts=loss.hosts, error=loss.cause, **survivors, **failure.extra)
+        self._report("workers_lost", **fields, **survivors, **failure.extra)

@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from service.domain.condition import Conditions, hosts_of
 from service.lines import number, parse
-from service.ports import NO_STORY, Line, Place, Progress, Reading, Story, Tail, Written
+from service.ports import NO_STORY, Line, Loss, Place, Progress, Reading, Story, Tail, Written
 from train_loop.run_dir import CurrentGroup, RunDir
 
 _RECENT = 50
@@ -33,7 +34,8 @@ class Chronicle:
         self._attempt = 0
         self._of: int | None = None
         self._best, self._best_time = 0, 0.0
-        self._fault = False
+        self._fault = self._lost = False
+        self._conditions = Conditions()
         self._recent = deque[float](maxlen=_RECENT)
 
     def tell(self, read: Read, *, now: float) -> Story:
@@ -42,10 +44,18 @@ class Chronicle:
             fresh = [line for kind in _KINDS for line in self._new_lines(read, kind)]
             # Whoever wrote first is heard first, as far as both have been read.
             for line in sorted(fresh, key=lambda line: (number(line, "attempt") or 0, number(line, "time") or 0)):
-                if line.get("event") == "training_started":
-                    self._begin(line)
-                elif "event" not in line:
+                if "event" not in line:
                     self._step(line)
+                    continue
+                if line["event"] == "training_started":
+                    self._begin(line)
+                elif line["event"] == "workers_lost":
+                    self._lose(line)
+                self._conditions.read(line)
+                if (hosts := hosts_of(line)) is not None:
+                    self._story = replace(self._story, hosts=tuple(dict.fromkeys(hosts.values())))
+                if line["event"] == "preemption_notice":
+                    self._story = replace(self._story, draining=dict(self._conditions.draining))
             self.last = Reading(self._story, now)
             return self._story
 
@@ -73,7 +83,7 @@ class Chronicle:
             self._best = int(number(line, "resumed_from") or 0)
         if self._starts > 1 and not self._was_asked_to_stop(attempt):
             self._fault = True
-        self._attempt = attempt
+        self._attempt, self._lost = attempt, False
         self._recent.clear()
         story = self._story
         self._story = replace(story, restarts=self._starts - 1, lost_steps=story.lost_steps + replayed)
@@ -83,7 +93,19 @@ class Chronicle:
         if attempt == self._attempt:
             return False
         outcome = self._run_dir.attempt(self._attempt).outcome()
-        return outcome is not None and outcome.result in _NO_FAULTS
+        # The service resizes a job that has lost workers and finds no room for them: that resize is a fault's.
+        if outcome is None or (outcome.result == "resized" and self._lost):
+            return False
+        return outcome.result in _NO_FAULTS
+
+    def _lose(self, line: Line) -> None:
+        """Workers were lost, and maybe their hosts."""
+        self._lost = True
+        hosts = line.get("hosts")
+        names = [str(host) for host in hosts] if isinstance(hosts, list) else []
+        message = str(line.get("error", "workers were lost"))
+        losses = dict(self._story.losses) | dict.fromkeys(names, Loss(number(line, "time") or 0.0, message))
+        self._story = replace(self._story, hosts=(), losses=losses)
 
     def _step(self, line: Line) -> None:
         step, seconds = int(number(line, "step") or 0), number(line, "step_seconds")

@@ -78,6 +78,10 @@ class GuardedRunDirs:
         """Have a run that has not begun continue from another one's checkpoint, and pin that."""
         return self._write(run_dir, partial(self._inner.inherit, run_dir, parent))
 
+    def parent(self, run_dir: str) -> Parent | None:
+        """Return the checkpoint of another run that a run began from; None if it began at its first step."""
+        return self._read(run_dir, partial(self._inner.parent, run_dir))
+
     def let_go(self, run_dir: str) -> None:
         """Leave the checkpoint that a run was begun from to retention. Repeatable."""
         self._write(run_dir, partial(self._inner.let_go, run_dir))

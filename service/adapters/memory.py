@@ -14,7 +14,7 @@ from service.domain.ticket import Ticket
 from service.domain.token import Claims
 from service.domain.usage import Usage, UsageByDay, together
 from service.errors import ClusterError, IdempotencyMismatch, KeyInFlight, Unauthorized
-from service.ports import FLIGHT_SECONDS, KEPT_SECONDS, Counts, Findings, JobQuery, Launch, Lease, NewJob, Once
+from service.ports import FLIGHT_SECONDS, KEPT_SECONDS, Counts, Findings, JobQuery, Launch, Lease, NewJob, Node, Once
 from train_loop.plan import Capacity, read_shape
 from train_loop.run_dir import Parent
 from train_loop.spec import JobSpec, Problem
@@ -235,7 +235,8 @@ class MemoryCluster:
     """A cluster whose submissions are what a test says they are."""
 
     total: Mapping[str, float] | None = field(default_factory=lambda: {"CPU": 8.0})
-    nodes: tuple[Mapping[str, float], ...] = ()
+    nodes_total: tuple[Mapping[str, float], ...] = ()
+    known_nodes: list[Node] = field(default_factory=list)
     submissions: dict[str, Submission] = field(default_factory=dict)
     launches: list[Launch] = field(default_factory=list)
 
@@ -263,7 +264,11 @@ class MemoryCluster:
 
     def capacity(self) -> Capacity | None:
         """Resources of all living nodes; None when the cluster does not answer."""
-        return None if self.total is None else Capacity(self.total, self.nodes)
+        return None if self.total is None else Capacity(self.total, self.nodes_total)
+
+    def nodes(self) -> list[Node] | None:
+        """Return the nodes that a test put there; None if the cluster does not answer."""
+        return self.known_nodes if self.reachable else None
 
     def dashboard(self, submission_id: str | None) -> str | None:
         """There is none."""

@@ -16,10 +16,11 @@ from pydantic import BaseModel
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobStatus, JobSubmissionClient
 
+from service.adapters.ray_nodes import RayNode, read_nodes, read_ray_nodes
 from service.domain.checkup import Greeting, Reach
 from service.domain.decide import Submission
 from service.errors import ClusterError
-from service.ports import Launch
+from service.ports import Launch, Node
 from train_loop.plan import Capacity
 from train_loop.run_dir import storage_path
 
@@ -28,7 +29,6 @@ _CAPACITY_SECONDS = 2.0
 _RUNNING_SECONDS = 2.0
 """For so long a driver that ran is taken to run: each question costs Ray's dashboard what the training could use."""
 _TIMEOUT_SECONDS = 10.0
-_NOT_TOTALS = ("node:", "object_store_memory")
 # What Ray raises when it was not reached, or answered with something else than was asked for.
 _FAULTS = (RuntimeError, OSError, ValueError, LookupError, TypeError, AuthenticationError)
 
@@ -47,23 +47,6 @@ class _Client(JobSubmissionClient):  # type: ignore[misc] # Ray is not followed 
     def _do_request(self, method: str, endpoint: str, **arguments: Any) -> requests.Response:
         answer: requests.Response = super()._do_request(method, endpoint, timeout=_TIMEOUT_SECONDS, **arguments)
         return answer
-
-
-class _Node(BaseModel):
-    state: str
-    resources_total: dict[str, float] = {}
-
-
-class _Nodes(BaseModel):
-    result: list[_Node]
-
-
-class _NodesData(BaseModel):
-    result: _Nodes
-
-
-class _NodesAnswer(BaseModel):
-    data: _NodesData
 
 
 class _VersionAnswer(BaseModel):
@@ -91,6 +74,8 @@ class RayJobs:
         self._lock = threading.Lock()
         self._ran: dict[str, float] = {}
         self._client: tuple[RayAddress, JobSubmissionClient] | None = None
+        self._nodes_lock, self._hosts = threading.Lock(), dict[str, str]()
+        self._nodes: tuple[float, list[Node] | None] = (-_CAPACITY_SECONDS, None)
         self._capacity: tuple[float, Capacity | None] = (-_CAPACITY_SECONDS, None)
 
     def submit(self, launch: Launch) -> None:
@@ -135,6 +120,18 @@ class RayJobs:
             known = self._ask_capacity()
             self._capacity = (time.monotonic(), known)
         return known
+
+    def nodes(self) -> list[Node] | None:
+        """Return all nodes that Ray remembers, up to two seconds old; None if the cluster does not answer."""
+        with self._nodes_lock:
+            asked, known = self._nodes
+            if time.monotonic() - asked >= _CAPACITY_SECONDS:
+                try:
+                    known = read_nodes(self._get, self._hosts)
+                except _FAULTS:
+                    known = None
+                self._nodes = (time.monotonic(), known)
+            return known
 
     def dashboard(self, submission_id: str | None) -> str | None:
         """The page that shows a submission, or the cluster."""
@@ -204,10 +201,7 @@ class RayJobs:
             found = self._alive_nodes()
         except _FAULTS:
             return None
-        nodes = tuple(
-            {name: amount for name, amount in node.resources_total.items() if not name.startswith(_NOT_TOTALS)}
-            for node in found
-        )
+        nodes = tuple(node.resources for node in found)
         # A head that has just started has no node yet: not a cluster of nothing, but one that is not up.
         if not nodes and not self._limit:
             return None
@@ -216,12 +210,15 @@ class RayJobs:
         total = {name: max(amount, self._limit.get(name, 0.0)) for name, amount in there.items()}
         return Capacity(total, () if self._limit else nodes)
 
-    def _alive_nodes(self) -> list[_Node]:
+    def _alive_nodes(self) -> list[RayNode]:
         """Raises what _FAULTS names."""
-        answer = self._connect()._do_request("GET", "/api/v0/nodes?detail=1&limit=10000")
+        return [node for node in read_ray_nodes(self._get) if node.state == "ALIVE"]
+
+    def _get(self, path: str) -> str:
+        """Return the dashboard's answer. Raises what _FAULTS names."""
+        answer = self._connect()._do_request("GET", path)
         answer.raise_for_status()
-        found = _NodesAnswer.model_validate_json(answer.text).data.result.result
-        return [node for node in found if node.state == "ALIVE"]
+        return str(answer.text)
 
     def _connect(self) -> JobSubmissionClient:
         """A client for where the cluster is now. Raises ConnectionError while there is none."""

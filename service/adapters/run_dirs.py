@@ -9,6 +9,7 @@ from pathlib import Path
 
 from service.adapters.chronicle import Chronicle
 from service.adapters.roots import StorageRoots, root_of
+from service.domain.condition import Conditions
 from service.domain.decide import Latest, Training
 from service.errors import StaleAttempt
 from service.ports import NO_STORY, Checkpoint, Entry, Place, Reading, Sighting, Story, Tail, Written
@@ -81,14 +82,23 @@ class LocalRunDirs:
         """What an attempt says of itself."""
         directory = self._open(run_dir)
         folder = directory.attempt(attempt)
-        training, ready, trouble = Training.NOT_YET, False, None
+        training, ready, conditions = Training.NOT_YET, False, Conditions()
         for line in read_lines(folder.events):
             event = str(line.get("event"))
             training, ready = _TRAINING.get(event, training), _READY.get(event, ready)
-            if training is Training.LOST and "error" in line:
-                trouble = str(line["error"])
+            conditions.read(line)
         size = size_appended(folder.metrics) + size_appended(folder.events)
-        return Sighting(training, folder.outcome(), directory.stop(), trouble, size, ready)
+        return Sighting(
+            training,
+            folder.outcome(),
+            directory.stop(),
+            conditions.lost,
+            size,
+            ready,
+            conditions.newest,
+            conditions.left,
+            conditions.draining,
+        )
 
     def latest(self, run_dir: str) -> Latest:
         """The newest attempt that was prepared or shut out; number 0 where there is none."""
@@ -150,6 +160,10 @@ class LocalRunDirs:
             return False
         self._begin(run_dir).write_parent(parent)
         return True
+
+    def parent(self, run_dir: str) -> Parent | None:
+        """Return the checkpoint of another run that a run began from; None if it began at its first step."""
+        return RunDir.at(run_dir).parent()
 
     def let_go(self, run_dir: str) -> None:
         """Leave the checkpoint that a run was begun from to retention. Repeatable."""

@@ -21,6 +21,7 @@ TAGS = {
     "jobs": "Submit, plan, list, pause, resume, clone, cancel and delete jobs.",
     "runs": "What a run writes: events, metrics and logs, in pages or as a stream.",
     "checkpoints": "Committed checkpoints of a job: verify, pin and export them.",
+    "nodes": "Hosts of the cluster: state, free capacity, jobs and last failure.",
     "usage": "What projects have used of the cluster.",
     "access": "Keys, what they open, and the log of what was done with them.",
     "webhooks": "Who is told of jobs, and what became of it.",

@@ -12,10 +12,12 @@ from starlette.routing import BaseRoute, Match
 
 from service.api.schemas import ProblemDetails, ProblemOut
 from service.errors import InvalidRequest, ServiceError
+from service.fault_log import FaultLog
 from train_loop.spec import Problem
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 log = structlog.get_logger(__name__)
+_faults = FaultLog()
 
 
 def install_problems(app: FastAPI) -> None:
@@ -27,7 +29,7 @@ def install_problems(app: FastAPI) -> None:
 
 def fault(error: Exception) -> Response:
     """The answer to what nobody thought of, which the log tells and the caller is not told."""
-    log.error("request_failed", exc_info=error)
+    _faults.report_each("request_failed", error)
     return _answer(500, "internal", "the service failed to answer; its log says why")
 
 

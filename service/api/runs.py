@@ -4,14 +4,18 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Literal, NamedTuple
 
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 
+from service.api.audit_schemas import RunAuditOut
 from service.api.describe import Answers
 from service.api.guard import require_key
 from service.api.jobs import UseCases
 from service.api.query import ANY_CASE
 from service.api.schemas import LinePage, TextPage
 from service.api.streams import Streams, asks_for_stream
+from service.auditing import audit_job
 from service.domain.job import Job
 from service.errors import InvalidRequest
 from service.filters import AtLeast, Filter, Level, thin_out
@@ -107,6 +111,14 @@ def metrics(
     if points is None:
         return _page(reader, cursor, limit)
     return _thinned(reader, cursor, points)
+
+
+@router.get("/audit")
+async def audit(request: Request, jobs: UseCases, dirs: Dirs, job_id: str) -> RunAuditOut:
+    """Check which samples the steps of a job trained, over all attempts; needs `training.audit_samples: true`."""
+    # Reads all metrics lines twice, so it has threads of its own.
+    threads: CapacityLimiter = request.app.state.verifying
+    return RunAuditOut.of(await run_sync(lambda: audit_job(dirs, jobs.find(job_id)), limiter=threads))
 
 
 def log_of(

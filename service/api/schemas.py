@@ -78,7 +78,7 @@ class ProgressOut(BaseModel):
     mfu: float | None = Field(description="model FLOPs utilisation; null where the device's peak is unknown")
     place: int | None = Field(description="in the queue, from 1; null where the job does not wait")
     waits_for: ReasonOut | None = Field(
-        description="a quota, room in the cluster with numbers, others before it, or storage that is unavailable"
+        description="a quota, room in the cluster, others before it; or why an attempt makes no progress"
     )
     as_of: Time | None = Field(
         description="when the run directory was last read; null if this service has not been able to read it"

@@ -16,13 +16,13 @@ from service.cli.ids import LAST, complete_job
 from train_loop.spec import SpecError, merged, read_yaml
 
 M = TypeVar("M", bound=BaseModel)
-_JOB_HELP = f"a job's id, or enough of its beginning; `{LAST}` is the newest one"
+JOB_HELP = f"a job's id, or enough of its beginning; `{LAST}` is the newest one"
 _HEADER = re.compile("[!-~]([ -~]{0,253}[!-~])?")
 SpecFile = Annotated[Path, typer.Argument(help="job spec in YAML or JSON; - reads standard input", allow_dash=True)]
-JobRef = Annotated[str, typer.Argument(metavar="JOB", help=_JOB_HELP, autocompletion=complete_job)]
+JobRef = Annotated[str, typer.Argument(metavar="JOB", help=JOB_HELP, autocompletion=complete_job)]
 JobRefs = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[JOB]...", help=_JOB_HELP, autocompletion=complete_job, show_default=False),
+    typer.Argument(metavar="[JOB]...", help=JOB_HELP, autocompletion=complete_job, show_default=False),
 ]
 Step = Annotated[int, typer.Argument(help="of a checkpoint, as `trainshed checkpoints` shows it", min=0)]
 AsJson = Annotated[bool, typer.Option("--json", help="the service's answer, as one JSON document")]

@@ -1,4 +1,4 @@
-"""`trainshed keys …`, `whoami` and `audit`: who may call, and what callers did."""
+"""`trainshed keys …` and `whoami`: who may call."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Annotated
@@ -10,7 +10,7 @@ from service.cli.common import AsJson, checked
 from service.cli.connect import connect
 from service.cli.ids import complete_key, find_key_id
 from service.cli.show import Gone, show_json, show_next, show_note, show_text
-from service.cli.tables import show_deeds, show_keys, show_me
+from service.cli.tables import show_keys, show_me
 from service.domain.access import Role
 
 app = typer.Typer(no_args_is_help=True, help="Keys: who may call, and what they may do in which projects.")
@@ -77,22 +77,6 @@ def whoami(as_json: AsJson = False) -> None:
         return
     show_me(answer)
     show_next("ps")
-
-
-def audit(
-    project: Annotated[str | None, typer.Option(help="only this project")] = None,
-    after: Annotated[int | None, typer.Option(min=1, help="`next` of the page before")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=200)] = 50,
-    as_json: AsJson = False,
-) -> None:
-    """Show who wrote what, newest first."""
-    with connect() as api:
-        page = api.audit(project=project, after=after, limit=limit)
-    if as_json:
-        show_json(page)
-        return
-    show_deeds(page.data)
-    show_next(f"audit --after {page.next}" if page.has_more else "keys ls")
 
 
 def _wish(name: str, roles: list[str], expires_at: datetime | None) -> KeyIn:

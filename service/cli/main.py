@@ -2,20 +2,20 @@
 
 import typer
 
-from service.cli import backup, checkpoints, doctor, jobs, keys, local, runs, usage, watch, webhooks
+from service.cli import audit, backup, checkpoints, doctor, jobs, keys, local, nodes, runs, usage, watch, webhooks
 from service.cli.ends import EPILOG
 
 app = typer.Typer(no_args_is_help=True, help="Distributed training jobs that survive faults.", epilog=EPILOG)
 
 _PANELS = {
-    "Service": (local.up, local.down, local.serve, doctor.doctor, backup.backup, backup.restore),
+    "Service": (local.up, local.down, local.serve, doctor.doctor, nodes.nodes, backup.backup, backup.restore),
     "Jobs": (
         *(jobs.submit, jobs.plan, jobs.ps, jobs.show, watch.watch),
         *(jobs.pause, jobs.resume, jobs.cancel, jobs.clone, jobs.rm),
     ),
     "Runs": (runs.logs, runs.metrics, runs.events),
     "Checkpoints": (checkpoints.checkpoints, checkpoints.verify, checkpoints.pin, checkpoints.export),
-    "Access": (keys.whoami, keys.audit, usage.usage),
+    "Access": (keys.whoami, audit.audit, usage.usage),
 }
 for _panel, _verbs in _PANELS.items():
     for _verb in _verbs:

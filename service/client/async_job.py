@@ -7,6 +7,7 @@ from typing import Literal, Self, TypeVar
 
 from pydantic import JsonValue
 
+from service.api.audit_schemas import RunAuditOut
 from service.api.ledger_schemas import CheckpointOut, ExportIn, ExportOut
 from service.api.schemas import Page
 from service.client.api import AsyncApi
@@ -66,6 +67,10 @@ class AsyncJob(Seen[AsyncApi]):
     async def checkpoints(self) -> list[CheckpointOut]:
         """The committed checkpoints, oldest first."""
         return (await self._api.checkpoints(self.id)).data
+
+    async def audit(self) -> RunAuditOut:
+        """Check which samples its steps trained, over all attempts; `audit().clean` is False if any is wrong."""
+        return await self._api.audit_job(self.id)
 
     async def export(
         self,

@@ -6,6 +6,7 @@ from typing import Literal, Self, TypeVar
 
 from pydantic import JsonValue
 
+from service.api.audit_schemas import RunAuditOut
 from service.api.ledger_schemas import CheckpointOut, ExportIn, ExportOut
 from service.api.schemas import Page
 from service.client.api import Api
@@ -61,6 +62,10 @@ class Job(Seen[Api]):
     def checkpoints(self) -> list[CheckpointOut]:
         """The committed checkpoints, oldest first."""
         return self._api.checkpoints(self.id).data
+
+    def audit(self) -> RunAuditOut:
+        """Check which samples its steps trained, over all attempts; `audit().clean` is False if any is wrong."""
+        return self._api.audit_job(self.id)
 
     def export(
         self,

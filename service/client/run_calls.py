@@ -2,6 +2,7 @@
 
 from pydantic import JsonValue
 
+from service.api.audit_schemas import RunAuditOut
 from service.api.schemas import LinePage, TextPage
 from service.client.call import Sent, operation, stream
 from service.filters import Level
@@ -35,6 +36,11 @@ class RunCalls:
     def follow_metrics(self, job_id: str, *, after: str | None = None) -> Sent:
         """Metrics lines over all attempts, as they come."""
         return Sent({"job_id": job_id}, {"after": after})
+
+    @operation(RunAuditOut, "GET", "/jobs/{job_id}/audit", seconds=None)
+    def audit_job(self, job_id: str) -> Sent:
+        """Check which samples the steps of a job trained, over all attempts; needs `training.audit_samples`."""
+        return Sent({"job_id": job_id})
 
     @operation(TextPage, "GET", "/jobs/{job_id}/logs")
     def logs(

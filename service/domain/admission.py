@@ -30,13 +30,23 @@ def never_fits(scaling: ScalingSpec, cluster: Capacity | None, *, group: int = 1
     return said or no_place(scaling, cluster.nodes, group=group)
 
 
-def admit(tickets: Iterable[Ticket], cluster: Capacity | None, rules: Rules, *, now: float = 0.0) -> Admission:
-    """Decide about every ticket at once; `cluster` is what there is, None where it is silent."""
+def admit(
+    tickets: Iterable[Ticket],
+    cluster: Capacity | None,
+    rules: Rules,
+    *,
+    now: float = 0.0,
+    unreachable: Reason | None = None,
+) -> Admission:
+    """Decide about every ticket at once; `cluster` is what there is, None where it is silent.
+
+    `unreachable` is the reason of waiting jobs if the cluster has been silent for some time.
+    """
     everybody = sorted(tickets, key=queue_order)
     waiting = [ticket for ticket in everybody if ticket.waits]
     if cluster is None:
         unknown = Reason(Code.CLUSTER_UNREACHABLE, "the cluster is not reachable yet; the job starts once it answers")
-        return Admission(waits={ticket.id: unknown for ticket in waiting})
+        return Admission(waits={ticket.id: unreachable or unknown for ticket in waiting})
     books = _Books(cluster, rules, [ticket for ticket in everybody if ticket.holds])
     for ticket in waiting:
         books.decide(ticket)

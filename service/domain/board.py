@@ -45,6 +45,8 @@ class Board:
     cluster: Capacity | None = None
     elastic: bool = False
     waits: bool = False
+    silent_since: float | None = None
+    """Since when the cluster does not answer (Unix seconds); None if it does."""
 
     def read(self, mark: Hashable, tickets: Iterable[Ticket]) -> None:
         """Take note of the tickets that there are at this mark."""

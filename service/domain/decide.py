@@ -11,7 +11,7 @@ from enum import Enum, StrEnum, auto
 
 from service.domain.job import Attempt, Job, JobState, Wish
 from service.domain.moves import resume
-from service.domain.reason import Code, Reason, code_of
+from service.domain.reason import WAITS, Code, Reason, code_of
 from train_loop.run_dir import Outcome, Stop
 from train_loop.spec import ScalingSpec
 
@@ -82,8 +82,14 @@ class Seen:
     stop: Stop | None = None
     committed: int | None = None
     """The newest committed step; looked for only where the attempt may be over."""
-    trouble: str | None = None
-    """What was said when workers were lost."""
+    lost: Reason | None = None
+    """Why workers were lost, if the attempt reported it."""
+    condition: Reason | None = None
+    """Why a live attempt makes no progress; None if it does."""
+    unreachable: Reason | None = None
+    """Set if the cluster has not answered for so long that the job should say so."""
+    group_up: bool = True
+    """Whether there are workers that read a request to stop."""
     quiet: float = 0.0
     """For so many seconds an attempt that trains has written nothing."""
     begun: bool = False
@@ -151,7 +157,7 @@ def _active(job: Job, seen: Seen, now: float, retry: Retry) -> Decision:
     if attempt.ended_at is not None:
         return Decision(job if now < (job.next_attempt_at or 0) else job.begin_attempt(now=now))
     if seen.submission is Submission.UNKNOWN:
-        return Decision(job)
+        return Decision(_unanswered(job, seen))
     # One that has written was submitted, whatever is stored; who may still be at it anywhere must find a newer fence.
     if seen.submission is Submission.MISSING and attempt.submitted_at is None and not seen.begun:
         return _submit(job, seen.previous, now)
@@ -181,12 +187,27 @@ def hangs(job: Job, quiet: float) -> bool:
 def _follow(job: Job, seen: Seen, now: float) -> Job:
     """Where the workers of a live attempt stand."""
     if job.state is JobState.RUNNING and seen.training is Training.LOST:
-        said = f" ({seen.trouble})" if seen.trouble else ""
-        lost = Reason(Code.WORKERS_LOST, f"workers were lost{said}; the run goes on from its latest checkpoint")
-        return job.move(JobState.RECOVERING, now=now, reason=lost)
+        job = job.move(JobState.RECOVERING, now=now)
+        return _because(job, seen.condition or _standing(job, seen))
     # An attempt that lost its workers before anybody looked has been running all the same.
     began = seen.training is Training.YES or (job.state is JobState.STARTING and seen.training is Training.LOST)
-    return job.move(JobState.RUNNING, now=now) if began and job.state is not JobState.RUNNING else job
+    job = job.move(JobState.RUNNING, now=now) if began and job.state is not JobState.RUNNING else job
+    return _because(job, seen.condition or _standing(job, seen))
+
+
+def _standing(job: Job, seen: Seen) -> Reason | None:
+    """Return the reason of a live attempt that reports no condition. A condition that has ended is forgotten."""
+    if job.state is JobState.RUNNING:
+        return None
+    if seen.training is Training.LOST:
+        return seen.lost or Reason(Code.WORKERS_LOST, "workers were lost; the run goes on from its latest checkpoint")
+    return _last_failure(job)
+
+
+def _unanswered(job: Job, seen: Seen) -> Job:
+    """Return the job while the cluster does not answer: unknown is not failed, so only its reason may change."""
+    known = job.reason is not None and job.reason.code is Code.CLUSTER_UNREACHABLE
+    return job if seen.unreachable is None or known else _because(job, seen.unreachable)
 
 
 def _ended(job: Job, outcome: Outcome, committed: int | None, now: float, retry: Retry) -> Job:
@@ -243,13 +264,18 @@ def _stopping(job: Job, seen: Seen, now: float, retry: Retry) -> Decision:
         return Decision(_acknowledged(job, seen.outcome, seen.committed, now))
     late = now >= wish.deadline
     # Written before anything else, so that a driver on its way up finds it too.
+    # Without workers nobody reads the request, so the driver is stopped at once. A group that starts meanwhile finds
+    # the stop file, and the fence once the driver is gone.
+    stop_now = (Effect.STOP_NOW,) if seen.submission.alive and (late or not seen.group_up) else ()
     if seen.stop != wanted_stop(wish, attempt) and not late:
-        return Decision(job, (Effect.ASK_TO_STOP,))
+        return Decision(job, (Effect.ASK_TO_STOP, *stop_now))
     if seen.submission is Submission.UNKNOWN:
-        return Decision(job)
+        return Decision(_unanswered(job, seen))
     if not seen.submission.alive:
         return Decision(_gone(job, seen, now))
-    return Decision(job, (Effect.STOP_NOW,) if late else ())
+    passing = job.reason is not None and job.reason.code in (*WAITS, Code.EFFECT_FAILED)
+    reason = seen.condition or (wish.reason if passing else job.reason)
+    return Decision(_because(job, reason), stop_now)
 
 
 def _acknowledged(job: Job, outcome: Outcome, committed: int | None, now: float) -> Job:

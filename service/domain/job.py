@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal
 
-from service.domain.reason import Code, Reason
+from service.domain.reason import WAITS, Code, Reason
 from train_loop.spec import JobSpec, ScalingSpec
 
 
@@ -146,6 +146,13 @@ class Job:
     def size(self) -> ScalingSpec:
         """How many workers its next attempt gets, the fewest where that is open, and what each of them needs."""
         return self.asked.at(self.granted or self.sizes[0]) if self.sizes else self.asked
+
+    @property
+    def waits_for(self) -> Reason | None:
+        """What a live attempt that makes no progress waits for; None if it makes progress."""
+        if self.reason is None or not self.holds_resources:
+            return None
+        return self.reason if self.state is JobState.RECOVERING or self.reason.code in WAITS else None
 
     @property
     def most_workers(self) -> int:

@@ -15,6 +15,9 @@ class Code(StrEnum):
     CAPACITY = "capacity"
     STORAGE_UNAVAILABLE = "storage_unavailable"
     EFFECT_FAILED = "effect_failed"
+    HOST_LOST = "host_lost"
+    STALLED = "stalled"
+    MOVING = "moving"
     WORKERS_LOST = "workers_lost"
     DRIVER_LOST = "driver_lost"
     WORKER_FAILURE = "worker_failure"
@@ -22,7 +25,6 @@ class Code(StrEnum):
     INTERRUPTED = "interrupted"
     FENCED = "fenced"
     HUNG = "hung"
-    MOVING = "moving"
     CRASH_LOOP = "crash_loop"
     USER_ERROR = "user_error"
     DATA_ERROR = "data_error"
@@ -31,6 +33,19 @@ class Code(StrEnum):
     USER = "user"
     PREEMPTED = "preempted"
     RESIZED = "resized"
+
+
+WAITS = frozenset(
+    {
+        Code.CLUSTER_UNREACHABLE,
+        Code.CAPACITY,
+        Code.STORAGE_UNAVAILABLE,
+        Code.HOST_LOST,
+        Code.STALLED,
+        Code.MOVING,
+    }
+)
+"""Reasons of an attempt that lives and makes no progress: it waits for their end."""
 
 
 @dataclass(frozen=True)

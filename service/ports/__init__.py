@@ -1,7 +1,7 @@
 """What the service needs of the world, as Protocols; adapters/ has the answers."""
 
 from service.ports.access import KeyStore, TokenVerifier
-from service.ports.cluster import Cluster, Launch
+from service.ports.cluster import Cluster, Launch, Node
 from service.ports.doctor import ClusterProbe, StorageProbe
 from service.ports.jobs import FLIGHT_SECONDS, KEPT_SECONDS, JobQuery, JobStore, Lease, NewJob, Once
 from service.ports.looks import Findings, Preflight
@@ -12,6 +12,7 @@ from service.ports.runs import (
     Cursor,
     Entry,
     Line,
+    Loss,
     Place,
     Progress,
     Reading,
@@ -44,7 +45,9 @@ __all__ = [
     "Launch",
     "Lease",
     "Line",
+    "Loss",
     "NewJob",
+    "Node",
     "Once",
     "Outbox",
     "Place",

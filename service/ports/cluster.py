@@ -21,6 +21,25 @@ class Launch:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Node:
+    """A node of the cluster, alive or dead. Times are Unix seconds."""
+
+    id: str
+    host: str
+    """Its hostname, or its address if Ray does not know the hostname."""
+    address: str
+    alive: bool = True
+    is_head: bool = False
+    total: Mapping[str, float] = field(default_factory=dict)
+    free: Mapping[str, float] | None = None
+    """What nothing reserves, a few seconds old; None if unknown."""
+    started_at: float = 0.0
+    ended_at: float | None = None
+    message: str | None = None
+    """Why it died, as the cluster reports it."""
+
+
 class Cluster(Protocol):
     """Where drivers run. Every call may raise ClusterError, except those that have a word for not knowing."""
 
@@ -35,6 +54,9 @@ class Cluster(Protocol):
 
     def capacity(self) -> Capacity | None:
         """What all nodes have, those an autoscaler may add among them; None when the cluster does not answer."""
+
+    def nodes(self) -> list[Node] | None:
+        """Return the nodes, also those that died in the last hour; None if the cluster does not answer."""
 
     def dashboard(self, submission_id: str | None) -> str | None:
         """The page that shows a submission, or the cluster."""

@@ -1,12 +1,13 @@
 """What runs write and read: run directories and what reads whole checkpoints."""
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from pydantic import JsonValue
 
 from service.domain.decide import Latest, Training
+from service.domain.reason import Reason
 from train_loop.run_dir import ExportStatus, ExportWish, Manifest, Outcome, Parent, Stop
 from train_loop.spec import JobSpec, ScalingSpec
 
@@ -21,12 +22,18 @@ class Sighting:
     training: Training
     outcome: Outcome | None
     stop: Stop | None
-    trouble: str | None = None
-    """What was said when workers were lost."""
+    lost: Reason | None = None
+    """Why workers were lost, if the attempt reported it."""
     size: int = 0
     """Of what it has written: where it grows, somebody is alive."""
     ready: bool = False
     """Whether its workers are there, who should be heard of."""
+    condition: Reason | None = None
+    """Why they make no progress, by the newest event about it."""
+    left: tuple[str, ...] = ()
+    """Hosts of the newest workers_lost event."""
+    draining: Mapping[str, float] = field(default_factory=dict)
+    """Hosts that will be taken away, and when the notice came (Unix seconds)."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,14 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Loss:
+    """A loss of workers: when (Unix seconds), and why."""
+
+    time: float
+    message: str
+
+
+@dataclass(frozen=True)
 class Story:
     """What a run directory tells about all attempts."""
 
@@ -53,6 +68,12 @@ class Story:
     productive_seconds: float
     """Of steps that were new."""
     progress: Progress | None
+    hosts: tuple[str, ...] = ()
+    """Hosts of its newest worker group; empty once that was lost."""
+    losses: Mapping[str, Loss] = field(default_factory=dict)
+    """The newest loss of workers on each host."""
+    draining: Mapping[str, float] = field(default_factory=dict)
+    """Hosts that will be taken away, and when the notice came (Unix seconds)."""
 
 
 NO_STORY = Story(restarts=0, lost_steps=0, lost_seconds=0.0, productive_seconds=0.0, progress=None)
@@ -159,6 +180,9 @@ class RunDirs(Protocol):
 
     def inherit(self, run_dir: str, parent: Parent) -> bool:
         """Have a run that has not begun go on from another one's checkpoint, and keep that; whether it is there."""
+
+    def parent(self, run_dir: str) -> Parent | None:
+        """Return the checkpoint of another run that a run began from; None if it began at its first step."""
 
     def let_go(self, run_dir: str) -> None:
         """Leave the checkpoint that a run was begun from to retention. Repeatable."""

@@ -206,9 +206,9 @@ CASES = {
         "audit --limit 50",
         "job.submit",
         "data next",
-        "audit --limit 0",
-        "Invalid value for '--limit': Input should be greater than or equal to 1",
-        bad_code=2,
+        "audit {trained}",
+        "{trained} does not record the samples of its steps; set training.audit_samples: true in the spec and submit "
+        "or clone the job",
     ),
     "usage": Case(
         "usage --since 2026-01-01 --project default",
@@ -223,6 +223,7 @@ CASES = {
 _LAST = ("cancel", "rm")
 ELSEWHERE = {
     "serve": "runs until it is told to stop: test_serve.py",
+    "nodes": "needs a cluster that answers: test_nodes.py",
     "restore": "needs a home without one: tests/unit/service/test_backup.py",
     **dict.fromkeys(("down", "doctor"), "on homes of their own: test_local.py"),
 }

@@ -254,20 +254,30 @@ def test_elastic_job_starts_at_what_there_is_and_is_resized_by_its_user(
     assert [attempt["workers"] for attempt in job["attempts"]] == [2, 1]
 
 
+def test_elastic_job_that_cannot_shrink_is_reported_at_submit(client: TestClient, service: FakeService) -> None:
+    service.cluster.total, service.cluster.nodes_total = {"CPU": 4.0}, ({"CPU": 2.0}, {"CPU": 2.0})
+    parts = ELASTIC | {"scaling": {"num_workers": {"min": 2, "max": 4}, "resources_per_worker": {"CPU": 0.75}}}
+    plan, job = (client.post(path, content=spec_body(**parts)).json() for path in ("/jobs/plan", "/jobs"))
+    (warning,) = [one for one in job["warnings"] if "shrink" in one]
+    assert "2 x 0.75 CPU + 1 CPU for Ray Data > 2 CPU" in warning
+    assert warning in plan["warnings"]
+    assert client.get(f"/jobs/{job['id']}").json()["warnings"] == []
+
+
 def test_plan_keeps_ulysses_groups_on_one_node(client: TestClient, service: FakeService) -> None:
     service.cluster.total, node = {"CPU": 9.0}, {"CPU": 3.0}
-    service.cluster.nodes = (node, node, node)
+    service.cluster.nodes_total = (node, node, node)
     body = spec_body(scaling={"num_workers": 4}, strategy={"ulysses_size": 2})
     plan = client.post("/jobs/plan", content=body).json()
     assert (plan["nodes"], plan["warnings"]) == ([[0, 1], [2, 3]], [])
-    service.cluster.nodes = ()
+    service.cluster.nodes_total = ()
     assert client.post("/jobs/plan", content=body).json()["nodes"] is None
 
 
 def test_groups_that_must_cross_nodes_are_a_warning_in_plan_and_submission(
     client: TestClient, service: FakeService
 ) -> None:
-    service.cluster.total, service.cluster.nodes = {"CPU": 7.0}, ({"CPU": 3.0}, {"CPU": 3.0}, {"CPU": 1.0})
+    service.cluster.total, service.cluster.nodes_total = {"CPU": 7.0}, ({"CPU": 3.0}, {"CPU": 3.0}, {"CPU": 1.0})
     warning = (
         "1 of 3 Ulysses groups cross nodes, where their all-to-all is slow: nodes with places for 3 (x 2 nodes) + 1 "
         "workers hold 2 whole groups of ulysses_size=2; choose ulysses_size=1 or at most 4 workers, or add a node with "
@@ -283,7 +293,7 @@ def test_groups_that_must_cross_nodes_are_a_warning_in_plan_and_submission(
 
 def test_worker_that_no_node_has_room_for_is_told_and_not_started(client: TestClient, service: FakeService) -> None:
     service.cluster.total = {"CPU": 6.0}
-    service.cluster.nodes = ({"CPU": 3.0}, {"CPU": 3.0})
+    service.cluster.nodes_total = ({"CPU": 3.0}, {"CPU": 3.0})
     body = spec_body(scaling={"num_workers": 1, "resources_per_worker": {"CPU": 4}})
     said = "a worker needs 4 CPU, which no single node of the cluster has"
     remedy = "add larger nodes, or ask for less"

@@ -15,7 +15,7 @@ from service.adapters.run_dirs import LocalRunDirs
 from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
 from service.domain.decide import Retry, Submission
-from service.ports import Launch
+from service.ports import Launch, Node
 from service.reconcile import Pace, Reconciler
 from train_loop.plan import Capacity
 
@@ -52,6 +52,10 @@ class FileCluster:
     def capacity(self) -> Capacity | None:
         """What there is."""
         return Capacity({"CPU": CPUS})
+
+    def nodes(self) -> list[Node] | None:
+        """Return None: nobody knows them."""
+        return None
 
     def dashboard(self, submission_id: str | None) -> str | None:
         """There is none."""

@@ -13,7 +13,7 @@ from service.domain.rules import Quota
 from service.domain.ticket import Ticket
 from service.domain.wishes import cancelled, paused, resumed
 from service.errors import ClusterError, IllegalState, StaleAttempt
-from service.ports import Launch, Sighting
+from service.ports import Launch, Node, Sighting
 from tests.support.service import a_spec
 from train_loop.plan import Capacity
 from train_loop.run_dir import Outcome, Stop
@@ -149,6 +149,14 @@ class World:
     def capacity(self) -> Capacity | None:
         """What there is."""
         return None if self.now < self.silent_until else Capacity({"CPU": self.cpus})
+
+    def nodes(self) -> list[Node] | None:
+        """Return None: nobody knows them."""
+        return None
+
+    def dashboard(self, submission_id: str | None) -> str | None:
+        """Return None: there is no page."""
+        return None
 
     def _answer(self) -> None:
         if self.now < self.silent_until:

@@ -24,7 +24,7 @@ from tests.support.simulated_world import CPUS, PEACE, QUOTAS, DatabaseError, Wo
 END = 600.0
 """Simulated seconds after which every job must have ended."""
 
-_UNKNOWN: dict[str, Any] = {"capacity": None, "status": Submission.UNKNOWN}
+_UNKNOWN: dict[str, Any] = {"capacity": None, "nodes": None, "dashboard": None, "status": Submission.UNKNOWN}
 """What a cluster that does not answer is taken to say."""
 
 

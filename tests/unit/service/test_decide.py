@@ -13,7 +13,7 @@ from service.domain.moves import start
 from service.domain.reason import Code, Reason
 from tests.support.attempts import ALIVE, NOW, asked, cancelling, failed, live, pausing, said, step
 from tests.support.service import a_job
-from train_loop.run_dir import Outcome
+from train_loop.run_dir import Outcome, Stop
 
 
 def test_admitted_job_gets_its_attempt_before_anything_is_submitted() -> None:
@@ -140,8 +140,42 @@ def test_attempt_that_hangs_is_stopped_even_where_it_was_the_last() -> None:
 
 
 def test_lost_workers_say_what_was_said_of_them() -> None:
-    lost = step(live(), Seen(ALIVE, Training.LOST, trouble="the node is gone")).job
-    assert said(lost) == "workers were lost (the node is gone); the run goes on from its latest checkpoint"
+    lost = step(live(), Seen(ALIVE, Training.LOST, lost=Reason(Code.HOST_LOST, "host node3 was lost"))).job
+    assert lost.reason == Reason(Code.HOST_LOST, "host node3 was lost")
+
+
+SILENT = Reason(Code.CLUSTER_UNREACHABLE, "Ray does not answer since 10:00:00 UTC")
+STALLED = Reason(Code.STALLED, "step 7 has made no progress for 12 s")
+
+
+@pytest.mark.parametrize("job", [live(), live(JobState.STARTING), live(JobState.RECOVERING), cancelling(), pausing()])
+def test_silent_cluster_changes_the_reason_once_and_nothing_else(job: Job) -> None:
+    silent = step(job, Seen(Submission.UNKNOWN, stop=_stop(job), unreachable=SILENT))
+    assert silent == Decision(replace(job, reason=SILENT))
+    later = replace(SILENT, message="Ray does not answer since 11:00:00 UTC")
+    assert step(silent.job, Seen(Submission.UNKNOWN, stop=_stop(job), unreachable=later)).job == silent.job
+    answered = step(silent.job, Seen(ALIVE, Training.YES, stop=_stop(job))).job
+    assert answered.reason != SILENT
+    assert answered.state in (job.state, JobState.RUNNING)
+
+
+def _stop(job: Job) -> Stop | None:
+    return None if job.wish is None else asked(job)
+
+
+def test_condition_is_the_reason_while_it_lasts() -> None:
+    stalled = step(live(), Seen(ALIVE, Training.YES, condition=STALLED)).job
+    assert (stalled.state, stalled.reason, stalled.waits_for) == (JobState.RUNNING, STALLED, STALLED)
+    again = step(stalled, Seen(ALIVE, Training.YES)).job
+    assert (again.reason, again.waits_for) == (None, None)
+
+
+def test_recovering_job_waits_for_room_and_then_names_the_loss_again() -> None:
+    lost, room = Reason(Code.HOST_LOST, "host node3 was lost"), Reason(Code.CAPACITY, "waits for 2 CPU")
+    recovering = step(live(), Seen(ALIVE, Training.LOST, lost=lost)).job
+    waits = step(recovering, Seen(ALIVE, Training.LOST, lost=lost, condition=room)).job
+    assert (waits.state, waits.reason, waits.waits_for) == (JobState.RECOVERING, room, room)
+    assert step(waits, Seen(ALIVE, Training.LOST, lost=lost)).job.reason == lost
 
 
 outcomes = st.builds(
@@ -156,6 +190,8 @@ sightings = st.builds(
     outcome=st.none() | outcomes,
     stop=st.none() | st.just(asked(cancelling())) | st.just(asked(pausing())),
     committed=st.none() | st.integers(0, 30),
+    condition=st.none() | st.just(STALLED),
+    group_up=st.booleans(),
 )
 stopping = [cancelling(), cancelling(submitted=False), pausing(), pausing(submitted=False), pausing(by=Code.PREEMPTED)]
 jobs = st.sampled_from([a_job(), *stopping]) | st.builds(

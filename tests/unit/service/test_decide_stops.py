@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from service.domain.decide import Decision, Effect, Seen, Submission
-from service.domain.job import JobState, Wish
+from service.domain.job import Job, JobState, Wish
 from service.domain.moves import make_room, start
 from service.domain.reason import Code, Reason
 from tests.support.attempts import ALIVE, NOW, asked, cancelling, live, pausing, said, step
@@ -108,3 +108,14 @@ def test_a_disk_that_takes_no_stop_file_does_not_keep_a_job_alive_past_its_deadl
     job = cancelling()
     assert step(job, Seen(ALIVE), now=NOW).effects == (Effect.ASK_TO_STOP,)
     assert step(job, Seen(ALIVE), now=1e9).effects == (Effect.STOP_NOW,)
+
+
+@pytest.mark.parametrize("job", [cancelling(), pausing()])
+def test_stop_without_workers_is_written_and_then_forced_at_once(job: Job) -> None:
+    assert step(job, Seen(ALIVE, group_up=False)).effects == (Effect.ASK_TO_STOP, Effect.STOP_NOW)
+    assert step(job, Seen(ALIVE, group_up=False, stop=asked(job))).effects == (Effect.STOP_NOW,)
+    gone = step(job, Seen(Submission.STOPPED, group_up=False, stop=asked(job), committed=10))
+    assert (gone.job.state, gone.effects) == (
+        JobState.CANCELLED if job.state is JobState.CANCELLING else JobState.PAUSED,
+        (Effect.FENCE_OFF,),
+    )

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from service.adapters.memory import MemoryCluster
 from service.domain.decide import Submission
 from service.domain.job import Job, JobState
 from service.domain.reason import Code
-from service.ports import Launch, Lease
+from service.ports import Launch, Lease, Node
 from service.reconcile import Reconciler
 from tests.support.service import FakeService
 from train_loop.plan import Capacity
@@ -63,12 +63,111 @@ def test_lost_driver_becomes_a_second_attempt_after_the_pause(service: FakeServi
     assert service.get(job.id).state is JobState.RUNNING
 
 
-def test_unreachable_cluster_changes_nothing(service: FakeService) -> None:
-    job = started(service)
-    before, service.cluster.total = service.get(job.id), None
-    service.clock.now += 3600
-    service.reconciler().run_once()
+def test_unreachable_cluster_changes_only_the_reason_and_only_after_ten_seconds(service: FakeService) -> None:
+    job, reconciler = started(service), service.reconciler()
+    before, total, service.cluster.total = service.get(job.id), service.cluster.total, None
+    reconciler.run_once()
+    service.clock.now += 9
+    reconciler.run_once()
     assert service.get(job.id) == before
+    service.clock.now += 1
+    reconciler.run_once()
+    silent = service.get(job.id)
+    message = "Ray does not answer since 00:16:40 UTC"
+    assert silent.reason is not None
+    assert (silent.state, silent.reason.code, silent.reason.message) == (
+        before.state,
+        Code.CLUSTER_UNREACHABLE,
+        message,
+    )
+    assert service.jobs.get(job.id).waits_for == silent.reason
+    service.clock.now += 3600
+    reconciler.run_once()
+    assert service.get(job.id) == silent
+    service.cluster.total = total
+    reconciler.run_once()
+    assert (service.get(job.id).reason, service.jobs.get(job.id).waits_for) == (None, None)
+
+
+def test_recovering_job_without_room_names_what_is_missing_and_which_node_left(service: FakeService) -> None:
+    job, reconciler = started(service), service.reconciler()
+    service.event(job.id, "workers_lost", ranks=[1], hosts=["node3"], cause="host_lost", error="host node3 was lost")
+    reconciler.run_once()
+    lost = service.get(job.id)
+    assert lost.reason is not None
+    assert (lost.state, lost.reason.code) == (JobState.RECOVERING, Code.HOST_LOST)
+    assert lost.reason.message == "host node3 was lost; the run resumes from its newest checkpoint"
+    service.cluster.total, service.cluster.nodes_total = {"CPU": 2.0}, ({"CPU": 2.0},)
+    reconciler.run_once()
+    waits = service.jobs.get(job.id).waits_for
+    assert waits is not None
+    assert waits.code is Code.CAPACITY
+    assert waits.message.startswith("waits for room: 2 workers x 1 CPU take 2 of the cluster's 2 CPUs")
+    assert waits.message.endswith("; node3 left the cluster")
+    service.cluster.total, service.cluster.nodes_total = {"CPU": 4.0}, ()
+    reconciler.run_once()
+    assert service.get(job.id).reason == lost.reason
+
+
+def test_stalled_group_is_the_reason_until_it_progresses(service: FakeService) -> None:
+    job, reconciler = started(service), service.reconciler()
+    stalled: dict[str, Any] = {"waiting": [0, 1], "for": [2], "hosts": ["node3"], "step": 41, "seconds": 12.0}
+    service.event(job.id, "stalled", **stalled)
+    reconciler.run_once()
+    view = service.jobs.get(job.id)
+    assert view.waits_for is not None
+    assert (view.job.state, view.waits_for.code) == (JobState.RUNNING, Code.STALLED)
+    assert view.waits_for.message == "step 41 has made no progress for 12 s: ranks 0-1 wait for rank 2 on node3"
+    service.event(job.id, "progressing")
+    reconciler.run_once()
+    assert service.get(job.id).reason is None
+
+
+def test_draining_host_gets_no_new_job(service: FakeService) -> None:
+    service.cluster.total, service.cluster.nodes_total = {"CPU": 6.0}, ({"CPU": 3.0}, {"CPU": 3.0})
+    service.cluster.known_nodes = [
+        Node(f"id-{host}", host, "10.0.0.1", total={"CPU": 3.0}, started_at=1.0) for host in ("node2", "node3")
+    ]
+    first, reconciler = started(service), service.reconciler()
+    workers = [{"rank": rank, "host": "node2"} for rank in (0, 1)]
+    service.event(first.id, "training_started", workers=workers)
+    service.event(first.id, "preemption_notice", ranks=[0, 1], deadline=None)
+    reconciler.run_once()
+    second = service.submit()
+    reconciler.run_once()
+    assert service.get(second.id).state is JobState.QUEUED
+    # Another node at the same host is not the one that was to be taken away.
+    service.cluster.known_nodes = [replace(node, started_at=9e9) for node in service.cluster.known_nodes]
+    reconciler.run_once()
+    assert service.get(second.id).state is JobState.STARTING
+
+
+@pytest.mark.parametrize("state", [JobState.STARTING, JobState.RECOVERING])
+@pytest.mark.parametrize("ends", [JobState.CANCELLED, JobState.PAUSED])
+def test_stop_of_a_job_without_workers_takes_effect_at_once(
+    service: FakeService, state: JobState, ends: JobState
+) -> None:
+    if state is JobState.STARTING:
+        job = service.submit()
+        service.reconciler().run_once()
+        service.cluster.submissions[f"{job.id}-1"] = Submission.RUNNING
+    else:
+        job = started(service)
+        service.event(job.id, "workers_lost", ranks=[1], error="host node3 was lost")
+    service.reconciler().run_once()
+    assert service.get(job.id).state is state
+    if ends is JobState.CANCELLED:
+        service.jobs.cancel(job.id, grace_seconds=60, checkpoint=True)
+    else:
+        service.jobs.pause(job.id, grace_seconds=60)
+    service.reconciler().run_once()
+    service.reconciler().run_once()
+    assert service.cluster.submissions[f"{job.id}-1"] is Submission.STOPPED
+    assert service.get(job.id).state is ends
+    # A group that started just then finds the request to stop, and may commit nothing any more.
+    stop = service.run_dir(job.id).stop(attempt=1)
+    assert stop is not None
+    assert service.run_dir(job.id).fence().attempt == 2
 
 
 def test_cancel_asks_the_loop_and_ends_with_its_outcome(service: FakeService) -> None:

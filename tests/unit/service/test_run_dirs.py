@@ -10,7 +10,7 @@ from service.adapters.run_dirs import LocalRunDirs
 from service.domain.decide import Training
 from service.filters import Filter, contains
 from service.follow import Reader, read_page
-from service.ports import Cursor, Place, Tail, Written
+from service.ports import Cursor, Loss, Place, Tail, Written
 from train_loop.run_dir import JsonLines, Outcome, RunDir
 
 
@@ -122,6 +122,27 @@ def test_faults_cost_the_time_until_there_is_something_new(run_dir: RunDir, monk
     at(1140.0, 4, attempt=2)
     assert told.story(uri(run_dir)) == LocalRunDirs().story(uri(run_dir))
     assert told.story(uri(run_dir)).lost_seconds == 32.0
+
+
+@pytest.mark.parametrize(("lost", "seconds"), [(True, 37.0), (False, 0.0)])
+def test_resize_costs_time_only_if_workers_were_lost(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, lost: bool, seconds: float
+) -> None:
+    def step(number: int, at: float, attempt: int) -> None:
+        monkeypatch.setattr(time, "time", lambda: at)
+        JsonLines(run_dir.attempt(attempt).metrics, attempt=attempt).append(step=number, step_seconds=1.0)
+
+    monkeypatch.setattr(time, "time", lambda: 100.0)
+    event(run_dir, "training_started")
+    step(1, 101.0, 1)
+    if lost:
+        JsonLines(run_dir.attempt(1).events, attempt=1).append(event="workers_lost", hosts=["node3"], error="gone")
+        assert LocalRunDirs().story(uri(run_dir)).losses == {"node3": Loss(101.0, "gone")}
+    run_dir.attempt(1).write_outcome(Outcome(result="resized", step=1))
+    monkeypatch.setattr(time, "time", lambda: 130.0)
+    event(run_dir, "training_started", attempt=2)
+    step(2, 139.0, 2)
+    assert LocalRunDirs().story(uri(run_dir)).lost_seconds == seconds
 
 
 def write_log(run_dir: RunDir, text: str) -> None:

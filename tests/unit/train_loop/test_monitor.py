@@ -72,6 +72,13 @@ def test_host_frozen_for_five_seconds_is_not_declared_lost(world: World) -> None
     assert world.lost == []
 
 
+def test_host_that_is_heard_again_clears_its_silence(world: World) -> None:
+    world.run(7, 2, 3)
+    world.run(1)
+    assert world.names() == ["host_silent", "progressing"]
+    assert world.lost == []
+
+
 def test_silence_of_all_of_several_hosts_is_not_held_against_them(world: World) -> None:
     world.run(30, 0, 1, 2, 3)
     assert "host_lost" not in world.names()
@@ -135,7 +142,8 @@ def test_group_without_room_is_reported_once_after_five_seconds(world: World) ->
         world.monitor.lacking("2 CPU", left=["node2"])
         # Ray Train tries again.
         world.monitor.placing()
-    assert world.events == [("waiting_for_capacity", {"missing": "2 CPU", "left": ["node2"], "seconds": 8.0})]
+    assert world.names() == ["waiting_for_capacity"]
+    assert (world.events[0][1]["missing"], world.events[0][1]["left"]) == ("2 CPU", ["node2"])
 
 
 def test_group_whose_processes_are_starting_has_room(world: World) -> None:

@@ -1,0 +1,128 @@
+"""Nodes of a Ray cluster, from the JSON that its dashboard answers.
+
+Ray 2.60's dashboard does not report that a node drains: the State API leaves out `state_snapshot`, `/nodes` caches it
+from the time when the node joined, and `/api/cluster_status` has no such field. Only the GCS knows. The service takes
+it from the preemption notices of its own jobs instead. Ray terminates a draining node that is idle at once.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError
+
+from service.ports import Node
+
+Get = Callable[[str], str]
+"""Returns the body that the dashboard answers for a path. Raises if it does not answer with 200."""
+NODES, SUMMARY, USAGE = "/api/v0/nodes?detail=1&limit=10000", "/nodes?view=summary", "/api/cluster_status"
+_NOT_TOTALS = ("node:", "object_store_memory")
+_GROUP = re.compile(r"_group_([0-9]+_)?[0-9a-f]{16,}$")
+
+
+class RayNode(BaseModel):
+    """A node as the State API describes it."""
+
+    state: str
+    node_id: str = ""
+    node_ip: str = ""
+    node_name: str = ""
+    is_head_node: bool = False
+    state_message: str | None = None
+    resources_total: dict[str, float] = {}
+    start_time_ms: int | None = None
+    end_time_ms: int | None = None
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """Resources that jobs can ask for."""
+        named = self.resources_total.items()
+        return {name: amount for name, amount in named if not name.startswith(_NOT_TOTALS) and not _GROUP.search(name)}
+
+
+class _Nodes(BaseModel):
+    result: list[RayNode]
+
+
+class _NodesData(BaseModel):
+    result: _Nodes
+
+
+class _NodesAnswer(BaseModel):
+    data: _NodesData
+
+
+class _Raylet(BaseModel):
+    id: str = Field(alias="nodeId")
+    host: str = Field(default="", alias="nodeManagerHostname")
+
+
+class _Summary(BaseModel):
+    raylet: _Raylet
+
+
+class _SummaryData(BaseModel):
+    summary: list[_Summary]
+
+
+class _SummaryAnswer(BaseModel):
+    data: _SummaryData
+
+
+def read_ray_nodes(get: Get) -> list[RayNode]:
+    """Return all nodes that Ray remembers, dead ones as well. Raises what `get` raises, and ValueError."""
+    return _NodesAnswer.model_validate_json(get(NODES)).data.result.result
+
+
+def read_nodes(get: Get, hosts: dict[str, str]) -> list[Node]:
+    """Return all nodes with host names and free resources. Raises what `get` raises, and ValueError.
+
+    `hosts` keeps host names by node id: Ray forgets the name of a node that died.
+    """
+    found = read_ray_nodes(get)
+    summary = _SummaryAnswer.model_validate_json(get(SUMMARY)).data.summary
+    hosts |= {one.raylet.id: one.raylet.host for one in summary if one.raylet.host}
+    for gone in hosts.keys() - {node.node_id for node in found}:
+        del hosts[gone]
+    usage = _usage(get)
+    return [_node(node, hosts, usage) for node in found]
+
+
+def _node(node: RayNode, hosts: Mapping[str, str], usage: Mapping[str, Any]) -> Node:
+    alive = node.state == "ALIVE"
+    return Node(
+        id=node.node_id,
+        host=hosts.get(node.node_id) or node.node_name or node.node_ip,
+        address=node.node_ip,
+        alive=alive,
+        is_head=node.is_head_node,
+        total=node.resources,
+        free=_free(node.resources, usage.get(node.node_id)) if alive else None,
+        started_at=(node.start_time_ms or 0) / 1000,
+        ended_at=None if alive else (node.end_time_ms or 0) / 1000,
+        message=node.state_message,
+    )
+
+
+def _usage(get: Get) -> Mapping[str, Any]:
+    """Return [used, total] of each resource of each node, up to five seconds old; empty if Ray does not report it."""
+    with suppress(ValidationError, ValueError, LookupError, TypeError, AttributeError):
+        return _Usage.model_validate_json(get(USAGE)).data["clusterStatus"]["loadMetricsReport"]["usageByNode"] or {}
+    return {}
+
+
+class _Usage(BaseModel):
+    data: dict[str, Any]
+
+
+def _free(total: Mapping[str, float], usage: object) -> dict[str, float] | None:
+    if not isinstance(usage, dict):
+        return None
+    # The dashboard writes the names of resources in camel case.
+    used = {_bare(name): pair[0] for name, pair in usage.items() if isinstance(pair, list) and pair}
+    return {name: max(amount - float(used.get(_bare(name), 0.0)), 0.0) for name, amount in total.items()}
+
+
+def _bare(name: str) -> str:
+    return re.sub(r"[^0-9a-z]", "", name.lower())

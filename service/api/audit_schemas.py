@@ -1,0 +1,65 @@
+"""Answer of a run audit."""
+
+from typing import Generic, TypeVar
+
+from pydantic import BaseModel, Field
+
+from service.domain.audit_report import LISTED, Difference, Duplicate, Found, Gap, LossChange, Repeat, RunAudit, Unseen
+
+T = TypeVar("T")
+
+
+class Findings(BaseModel, Generic[T]):
+    """Findings of one kind."""
+
+    total: int
+    listed: list[T] = Field(description=f"the first {LISTED} of them")
+
+    @classmethod
+    def of(cls, found: Found[T]) -> "Findings[T]":
+        """Build from the domain."""
+        return cls(total=found.total, listed=found.listed)
+
+
+class RunAuditOut(BaseModel):
+    """Which samples the steps of a run trained, over all attempts and worker groups."""
+
+    clean: bool = Field(
+        description="no sample is duplicated, missing or out of order; repeated steps alone are no fault, because "
+        "their earlier training has no effect on the model"
+    )
+    steps: int = Field(description="optimizer steps that count")
+    samples: int = Field(description="samples that these steps trained")
+    first_step: int | None
+    last_step: int | None
+    lines: int = Field(description="metrics lines with samples")
+    superseded_lines: int = Field(description="lines of worker groups that a newer group had replaced; ignored")
+    repeated: Findings[Repeat] = Field(description="steps trained again; total counts steps, one entry per restart")
+    duplicated: Findings[Duplicate] = Field(description="samples trained twice in one epoch of the data")
+    missing_steps: Findings[Gap] = Field(description="steps without a metrics line; total counts steps")
+    missing_samples: Findings[Unseen] = Field(description="samples that a finished epoch of the data did not train")
+    out_of_order: Findings[Difference] = Field(description="steps whose samples are not those that they must have")
+    changed_losses: Findings[LossChange] = Field(
+        description="steps whose loss differs from an earlier training of them with as many workers; not a fault"
+    )
+    notes: list[str] = Field(description="what could not be checked, and why")
+
+    @classmethod
+    def of(cls, audit: RunAudit) -> "RunAuditOut":
+        """Build from the domain."""
+        return cls(
+            clean=audit.clean,
+            steps=audit.steps,
+            samples=audit.samples,
+            first_step=audit.first_step,
+            last_step=audit.last_step,
+            lines=audit.lines,
+            superseded_lines=audit.superseded,
+            repeated=Findings[Repeat].of(audit.repeated),
+            duplicated=Findings[Duplicate].of(audit.duplicated),
+            missing_steps=Findings[Gap].of(audit.missing_steps),
+            missing_samples=Findings[Unseen].of(audit.missing_samples),
+            out_of_order=Findings[Difference].of(audit.out_of_order),
+            changed_losses=Findings[LossChange].of(audit.changed_losses),
+            notes=audit.notes,
+        )

@@ -1,0 +1,54 @@
+"""Answer of `GET /nodes`."""
+
+from pydantic import BaseModel, Field
+
+from service.api.schemas import Time, as_time
+from service.nodes import NodeState, NodeView
+
+
+class NodeFailure(BaseModel):
+    """A failure of a host or of workers on it."""
+
+    time: Time
+    message: str
+
+
+class NodeOut(BaseModel):
+    """A node of the cluster."""
+
+    id: str
+    host: str = Field(description="hostname, or the address if Ray does not know the hostname")
+    address: str
+    is_head: bool
+    state: NodeState = Field(
+        description="draining: a preemption notice was received, and new jobs are not placed there; dead: in the last "
+        "hour, and its host has not joined again"
+    )
+    since: Time = Field(description="when it joined, when the notice came, or when it died")
+    total: dict[str, float]
+    free: dict[str, float] | None = Field(description="what nothing reserves, up to 5 s old; null if unknown or dead")
+    jobs: list[str] = Field(description="jobs with workers there that the caller may see")
+    last_failure: NodeFailure | None = Field(description="the newest loss of the host or of workers on it")
+
+    @classmethod
+    def of(cls, view: NodeView) -> "NodeOut":
+        """Build from the use case."""
+        node, last = view.node, view.last_failure
+        return cls(
+            id=node.id,
+            host=node.host,
+            address=node.address,
+            is_head=node.is_head,
+            state=view.state,
+            since=as_time(view.since),
+            total=dict(node.total),
+            free=None if node.free is None else dict(node.free),
+            jobs=list(view.jobs),
+            last_failure=None if last is None else NodeFailure(time=as_time(last.time), message=last.message),
+        )
+
+
+class NodesOut(BaseModel):
+    """Nodes of the cluster: living ones, head first, then dead ones."""
+
+    data: list[NodeOut]

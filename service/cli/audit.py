@@ -1,0 +1,104 @@
+"""`trainshed audit`: the audit log, or with a job the audit of its run."""
+
+from typing import Annotated
+
+import typer
+
+from service.api.audit_schemas import RunAuditOut
+from service.cli.common import JOB_HELP, AsJson
+from service.cli.connect import connect
+from service.cli.ends import Exit, fail
+from service.cli.ids import complete_job, find_job
+from service.cli.show import show_facts, show_json, show_next, show_text
+from service.cli.tables import show_deeds
+
+Job = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[JOB]",
+        help=f"audit the samples that this job trained, instead of showing the audit log: {JOB_HELP}",
+        autocompletion=complete_job,
+        show_default=False,
+    ),
+]
+Project = Annotated[str | None, typer.Option(help="audit log: only this project")]
+After = Annotated[int | None, typer.Option(min=1, help="audit log: `next` of the previous page")]
+Limit = Annotated[int, typer.Option(min=1, max=200, help="audit log: maximum number of entries")]
+Strict = Annotated[bool, typer.Option("--strict", help="run audit: exit with 1 also if steps were trained again")]
+
+
+def audit(
+    job: Job = None,
+    project: Project = None,
+    after: After = None,
+    limit: Limit = 50,
+    strict: Strict = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show who changed what, newest first. With JOB, check its samples over all attempts and exit with 1 on errors."""
+    if job is not None:
+        if project is not None or after is not None:
+            fail("--project and --after belong to the audit log; leave them out, or leave out JOB", code=Exit.USAGE)
+        _audit_run(job, strict=strict, as_json=as_json)
+    with connect() as api:
+        page = api.audit(project=project, after=after, limit=limit)
+    if as_json:
+        show_json(page)
+        return
+    show_deeds(page.data)
+    show_next(f"audit --after {page.next}" if page.has_more else "keys ls")
+
+
+def _audit_run(job: str, *, strict: bool, as_json: bool) -> None:
+    with connect() as api:
+        job_id = find_job(api, job)
+        found = api.audit_job(job_id)
+    if as_json:
+        show_json(found)
+    else:
+        show_audit(found)
+        show_next(f"metrics {job_id} --lines")
+    raise typer.Exit(Exit.DONE if found.clean and not (strict and found.repeated.total) else Exit.FAILED)
+
+
+def show_audit(found: RunAuditOut) -> None:
+    """Print a run audit: its totals, then each listed finding."""
+    steps = f"{found.steps:,} ({found.first_step} to {found.last_step})" if found.steps else "0"
+    show_facts(
+        {
+            "result": "clean" if found.clean else "samples are wrong",
+            "steps": steps,
+            "samples": f"{found.samples:,}",
+            "steps trained again": found.repeated.total,
+            "duplicated samples": found.duplicated.total,
+            "missing steps": found.missing_steps.total,
+            "missing samples": found.missing_samples.total,
+            "out of order": found.out_of_order.total,
+            "changed losses": found.changed_losses.total,
+            "superseded lines": found.superseded_lines,
+        }
+    )
+    for line in _findings(found):
+        show_text(line)
+
+
+def _findings(found: RunAuditOut) -> list[str]:
+    return [
+        *(
+            f"attempt {r.attempt} resumed from step {r.resumed_from}: {r.steps} steps again"
+            for r in found.repeated.listed
+        ),
+        *(
+            f"sample {d.sample} in steps {d.first_step} and {d.step} of data epoch {d.data_epoch}"
+            for d in found.duplicated.listed
+        ),
+        *(f"steps {gap.first_step} to {gap.last_step} have no line" for gap in found.missing_steps.listed),
+        *(f"sample {u.sample} is missing in data epoch {u.data_epoch}" for u in found.missing_samples.listed),
+        *(f"step {d.step}, attempt {d.attempt}: {d.message}" for d in found.out_of_order.listed),
+        *(
+            f"step {c.step}: loss {c.loss:.9g} in attempt {c.attempt}, "
+            f"{c.earlier_loss:.9g} in attempt {c.earlier_attempt}"
+            for c in found.changed_losses.listed
+        ),
+        *(f"note: {note}" for note in found.notes),
+    ]

@@ -1,0 +1,164 @@
+"""Why the worker group of an attempt makes no progress, by the events of the attempt. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import cast
+
+from service.domain.reason import Code, Reason
+
+Event = Mapping[str, object]
+_HOST_CAUSES = frozenset({"host_lost", "host", "node_lost"})
+_CLEARED_BY: Mapping[str, frozenset[str]] = {
+    "progressing": frozenset({"stalled", "host_silent", "waiting_for_capacity", "moving"}),
+    "group_started": frozenset({"stalled", "host_silent", "waiting_for_capacity"}),
+    "workers_lost": frozenset({"stalled", "host_silent"}),
+    "training_started": frozenset({"stalled", "host_silent", "waiting_for_capacity", "moving", "storage_unavailable"}),
+    "storage_available": frozenset({"storage_unavailable"}),
+    "checkpoint_committed": frozenset({"storage_unavailable"}),
+}
+"""Conditions that an event ends."""
+
+
+@dataclass
+class Conditions:
+    """What the events of one attempt report, up to the newest."""
+
+    lost: Reason | None = None
+    """Why the newest group that was lost was lost."""
+    left: tuple[str, ...] = ()
+    """Hosts of that group that were lost."""
+    draining: dict[str, float] = field(default_factory=dict)
+    """Hosts that will be taken away, and when the notice came (Unix seconds)."""
+    _hosts: dict[int, str] = field(default_factory=dict)
+    _active: dict[str, Reason] = field(default_factory=dict)
+
+    @property
+    def newest(self) -> Reason | None:
+        """The newest condition that lasts; None if the group makes progress as far as the events report."""
+        return next(reversed(self._active.values()), None)
+
+    def read(self, event: Event) -> None:
+        """Take the next event into account."""
+        name = str(event.get("event"))
+        for ended in _CLEARED_BY.get(name, ()):
+            self._active.pop(ended, None)
+        self._hosts = hosts_of(event) or self._hosts
+        if name == "workers_lost":
+            self.lost, hosts = loss_of(event), event.get("hosts")
+            self.left = tuple(map(str, hosts)) if isinstance(hosts, list) else ()
+        elif name == "preemption_notice":
+            ranks = (self._hosts.get(rank) for rank in _ranks(event, "ranks"))
+            self.draining |= dict.fromkeys(filter(None, ranks), _number(event, "time"))
+        if (build := _CONDITIONS.get(name)) is not None:
+            self._active.pop(name, None)
+            self._active[name] = build(event)
+
+
+def hosts_of(event: Event) -> dict[int, str] | None:
+    """Return the host of each rank if an event names all of them."""
+    if event.get("event") == "group_started" and isinstance(event.get("hosts"), dict):
+        hosts = cast("Mapping[str, object]", event["hosts"])
+        return {int(rank): str(host) for rank, host in hosts.items() if str(rank).isdigit()}
+    if event.get("event") == "training_started" and isinstance(event.get("workers"), list):
+        workers = [one for one in cast("Sequence[object]", event["workers"]) if isinstance(one, dict)]
+        return {one["rank"]: str(one["host"]) for one in workers if isinstance(one.get("rank"), int) and "host" in one}
+    return None
+
+
+def loss_of(event: Event) -> Reason | None:
+    """Return why a workers_lost event says that workers were lost; None if it does not say."""
+    if "error" not in event:
+        return None
+    by_host = str(event.get("cause")) in _HOST_CAUSES
+    if "cause" not in event and "hosts" not in event:
+        message = f"workers were lost ({event['error']}); the run goes on from its latest checkpoint"
+        return Reason(Code.WORKERS_LOST, message)
+    survivors = f" ({_sentence(event['survivors'])})" if event.get("survivors") else ""
+    message = f"{_sentence(event['error'])}{survivors}; the run resumes from its newest checkpoint"
+    return Reason(Code.HOST_LOST if by_host else Code.WORKERS_LOST, message)
+
+
+def clock_time(seconds: float) -> str:
+    """Format a time as HH:MM:SS UTC."""
+    return f"{datetime.fromtimestamp(seconds, UTC):%H:%M:%S} UTC"
+
+
+def capacity_reason(missing: str, left: Sequence[str]) -> Reason:
+    """Return the reason of a job whose workers do not fit any more."""
+    gone = f"; {' and '.join(left)} left the cluster" if left else ""
+    remedy = "start the node again or add another one; an elastic job (num_workers: {min, max}) shrinks by itself"
+    return Reason(Code.CAPACITY, f"waits for {missing}{gone}", remedy)
+
+
+def _silent(event: Event) -> Reason:
+    seconds = _number(event, "seconds")
+    message = f"host {event.get('host')} has not answered for {seconds:.0f} s; it is declared lost if it stays silent"
+    return Reason(Code.HOST_LOST, message)
+
+
+def _waiting(event: Event) -> Reason:
+    missing, left = event.get("missing"), event.get("left")
+    if isinstance(missing, dict):
+        missing = " and ".join(f"{_number(missing, name):g} {name}" for name in missing)
+    since = f" since {clock_time(_number(event, 'since'))}" if _number(event, "since") else ""
+    names = [str(host) for host in left] if isinstance(left, list) else []
+    return capacity_reason(f"{missing or 'room for its workers'}{since}", names)
+
+
+def _stalled(event: Event) -> Reason:
+    step, seconds = event.get("step"), _number(event, "seconds")
+    waiting, late = _ranks(event, "waiting"), _ranks(event, "for")
+    hosts = event.get("hosts")
+    names = hosts.values() if isinstance(hosts, dict) else hosts if isinstance(hosts, list) else ()
+    on = f" on {', '.join(dict.fromkeys(map(str, names)))}" if names else ""
+    where = f"step {step} has" if step is not None else "training has"
+    who = f": {_named(waiting)} wait for {_named(late)}{on}" if late else f"{on}"
+    return Reason(Code.STALLED, f"{where} made no progress for {seconds:.0f} s{who}")
+
+
+def _moving(event: Event) -> Reason:
+    hosts = event.get("hosts")
+    names = ", ".join(map(str, hosts)) if isinstance(hosts, list) else "its host"
+    return Reason(Code.MOVING, f"moving {_named(_ranks(event, 'ranks'))} away from {names}, which will be taken away")
+
+
+def _storage(event: Event) -> Reason:
+    since = f" since {clock_time(_number(event, 'since'))}" if _number(event, "since") else ""
+    error = f" ({event['error']})" if event.get("error") else ""
+    message = f"storage {event.get('root')} is unavailable{since}{error}"
+    return Reason(Code.STORAGE_UNAVAILABLE, message, "check that it is mounted and reachable on all hosts")
+
+
+_CONDITIONS = {
+    "host_silent": _silent,
+    "waiting_for_capacity": _waiting,
+    "stalled": _stalled,
+    "moving": _moving,
+    "storage_unavailable": _storage,
+}
+
+
+def _sentence(said: object) -> str:
+    return str(said).strip().rstrip(".;")
+
+
+def _ranks(event: Event, name: str) -> list[int]:
+    ranks = event.get(name)
+    return [rank for rank in ranks if isinstance(rank, int)] if isinstance(ranks, list) else []
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Name ranks: `rank 2`, `ranks 0-3`, `ranks 0, 2, 5`."""
+    if not ranks:
+        return "ranks"
+    found = sorted(ranks)
+    if len(found) == 1:
+        return f"rank {found[0]}"
+    together = found[-1] - found[0] == len(found) - 1
+    return f"ranks {found[0]}-{found[-1]}" if together else f"ranks {', '.join(map(str, found))}"
+
+
+def _number(event: Event, name: str) -> float:
+    value = event.get(name)
+    return float(value) if isinstance(value, int | float) else 0.0

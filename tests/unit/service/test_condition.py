@@ -1,0 +1,101 @@
+"""What the events of an attempt report about why it makes no progress."""
+
+from typing import Any
+
+import pytest
+
+from service.domain.condition import Conditions
+from service.domain.reason import Code
+
+STARTED = {"event": "group_started", "epoch": 1, "hosts": {"0": "node2", "1": "node3"}}
+SILENT = {"event": "host_silent", "host": "node3", "seconds": 8.0}
+WAITING = {"event": "waiting_for_capacity", "missing": "4 CPU", "left": ["node3"], "since": 3723.0}
+STALLED = {"event": "stalled", "waiting": [0, 1, 3], "for": [2], "hosts": {"2": "node3"}, "step": 7, "seconds": 12.0}
+MOVING = {"event": "moving", "ranks": [1], "hosts": ["node3"]}
+STORAGE = {"event": "storage_unavailable", "root": "file:///shared", "since": 3723.0, "error": "no marker file"}
+
+
+def read(*events: dict[str, Any]) -> Conditions:
+    conditions = Conditions()
+    for event in events:
+        conditions.read(event)
+    return conditions
+
+
+@pytest.mark.parametrize(
+    ("event", "code", "message"),
+    [
+        (SILENT, Code.HOST_LOST, "host node3 has not answered for 8 s; it is declared lost if it stays silent"),
+        (WAITING, Code.CAPACITY, "waits for 4 CPU since 01:02:03 UTC; node3 left the cluster"),
+        (WAITING | {"missing": {"CPU": 4.0}, "left": []}, Code.CAPACITY, "waits for 4 CPU since 01:02:03 UTC"),
+        (STALLED, Code.STALLED, "step 7 has made no progress for 12 s: ranks 0, 1, 3 wait for rank 2 on node3"),
+        (MOVING, Code.MOVING, "moving rank 1 away from node3, which will be taken away"),
+        (
+            STORAGE,
+            Code.STORAGE_UNAVAILABLE,
+            "storage file:///shared is unavailable since 01:02:03 UTC (no marker file)",
+        ),
+    ],
+)
+def test_condition_names_its_cause(event: dict[str, Any], code: Code, message: str) -> None:
+    newest = read(STARTED, event).newest
+    assert newest is not None
+    assert (newest.code, newest.message) == (code, message)
+
+
+@pytest.mark.parametrize("event", [SILENT, WAITING, STALLED, MOVING])
+def test_progress_ends_every_condition_but_storage(event: dict[str, Any]) -> None:
+    assert read(STARTED, event, {"event": "progressing"}).newest is None
+    found = read(STARTED, STORAGE, event, {"event": "progressing"}).newest
+    assert found is not None
+    assert found.code is Code.STORAGE_UNAVAILABLE
+    assert read(STORAGE, {"event": "storage_available"}).newest is None
+
+
+def test_newest_of_several_conditions_counts() -> None:
+    newest = read(SILENT, STALLED).newest
+    assert newest is not None
+    assert newest.code is Code.STALLED
+    again = read(SILENT, STALLED, SILENT).newest
+    assert again is not None
+    assert again.code is Code.HOST_LOST
+
+
+def test_new_group_ends_the_wait_for_capacity() -> None:
+    assert read(STARTED, WAITING, STARTED).newest is None
+
+
+def test_lost_host_is_named_with_what_the_survivors_reported() -> None:
+    survivors = "rank 0 reported: connection closed by peer."
+    event = {"event": "workers_lost", "hosts": ["node3"], "cause": "host_lost", "error": "host node3 was lost"}
+    found = read(STARTED, SILENT, event | {"survivors": survivors})
+    assert (found.newest, found.left) == (None, ("node3",))
+    assert found.lost is not None
+    assert found.lost.code is Code.HOST_LOST
+    assert found.lost.message == (
+        "host node3 was lost (rank 0 reported: connection closed by peer); the run resumes from its newest checkpoint"
+    )
+
+
+def test_killed_rank_is_workers_lost() -> None:
+    error = "rank 2 on node3 was killed by signal 9"
+    found = read({"event": "workers_lost", "hosts": ["node3"], "cause": "killed", "error": error})
+    assert found.lost is not None
+    assert (found.lost.code, found.lost.message) == (
+        Code.WORKERS_LOST,
+        f"{error}; the run resumes from its newest checkpoint",
+    )
+
+
+def test_preemption_notice_names_draining_hosts() -> None:
+    notice = {"event": "preemption_notice", "ranks": [1, 9], "time": 50.0}
+    assert read(STARTED, notice).draining == {"node3": 50.0}
+
+
+@pytest.mark.parametrize("event", [STARTED, SILENT, WAITING, STALLED, MOVING, STORAGE])
+def test_events_with_other_fields_than_expected_are_read(event: dict[str, Any]) -> None:
+    values: list[Any] = [None, "x", 3, [], {}, [{}], {"CPU": "x"}]
+    for name in event.keys() - {"event"}:
+        for value in values:
+            read(event | {name: value})
+    read({"event": event["event"]})

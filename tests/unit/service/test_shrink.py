@@ -1,0 +1,55 @@
+"""Whether an elastic job can shrink when the cluster loses a node."""
+
+from typing import Any
+
+import pytest
+
+from service.domain.shrink import cannot_shrink
+from train_loop.plan import Capacity
+from train_loop.spec import ScalingSpec
+
+
+def scaling(cpus: float) -> ScalingSpec:
+    raw: dict[str, Any] = {"num_workers": {"min": 2, "max": 4}, "resources_per_worker": {"CPU": cpus}}
+    return ScalingSpec.model_validate(raw)
+
+
+def cluster(*cpus: float) -> Capacity:
+    return Capacity({"CPU": sum(cpus)}, tuple({"CPU": one} for one in cpus))
+
+
+def test_job_that_no_loss_leaves_room_for_is_reported_with_the_arithmetic() -> None:
+    said = cannot_shrink(scaling(0.75), (2, 4), cluster(0, 2, 2))
+    assert said is not None
+    assert (
+        "when a node is lost: its smallest size needs 2 x 0.75 CPU + 1 CPU for Ray Data > 2 CPU of the others" in said
+    )
+
+
+def test_job_that_only_some_losses_leave_room_for_is_reported_with_the_node() -> None:
+    said = cannot_shrink(scaling(1.0), (2, 4), cluster(4, 2))
+    assert said is not None
+    assert said.startswith("the job cannot shrink when a node with 4 CPU is lost: its smallest size needs 2 x 1 CPU")
+
+
+def test_job_with_one_size_can_never_shrink() -> None:
+    said = cannot_shrink(scaling(0.1), (4,), cluster(2, 2))
+    assert said is not None
+    assert said.startswith("the job can never shrink: 4 is the only number of workers")
+
+
+@pytest.mark.parametrize(
+    ("cpus", "sizes", "known"),
+    [
+        (0.5, (2, 4), cluster(2, 2)),
+        (0.75, (2, 4), cluster(2, 2, 2)),
+        (0.75, (), cluster(2, 2)),
+        (0.75, (2, 4), cluster(0, 4)),
+        (0.75, (2, 4), Capacity({"CPU": 4})),
+        (0.75, (2, 4), None),
+    ],
+)
+def test_job_that_can_shrink_or_need_not_is_not_reported(
+    cpus: float, sizes: tuple[int, ...], known: Capacity | None
+) -> None:
+    assert cannot_shrink(scaling(cpus), sizes, known) is None
