@@ -100,6 +100,28 @@ def test_a_checkpoint_holds_the_step_it_was_taken_at(tmp_path: Path, mode: SaveM
     assert max(sizes) <= file_bytes + 10_000, "tensors up to the limit, and generators behind the last"
 
 
+def save_and_fail_to_close(folder: Path) -> int:
+    """The step that is committed, though nothing of the saver can be closed."""
+    run = a_run(folder)
+    saver = a_saver(run, "thread")
+    save_at(run, saver, 7)
+    with pytest.MonkeyPatch.context() as patch:
+        for part in (saver._thread, saver._writer, saver._buffer):
+            patch.setattr(part, "shutdown" if part is saver._thread else "close", fail)
+        saver.close()
+    saver._thread.shutdown()
+    return max(run.session.run_dir.manifests())
+
+
+def fail() -> None:
+    raise OSError(5, "Input/output error")
+
+
+def test_saver_that_cannot_be_closed_fails_no_run_whose_last_save_is_committed(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=384)
+    assert on_ranks(1, save_and_fail_to_close, tmp_path) == [7]
+
+
 def save_on_a_full_disk(folder: Path, mode: SaveMode) -> list[Any]:
     """Rank 1 may write no large files at the first save and the third; what the second save and the end say."""
     run = a_run(folder)

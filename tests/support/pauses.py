@@ -7,7 +7,7 @@ for a random time. A program that is never resumed has died.
 import io
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from typing import Any
@@ -27,7 +27,7 @@ Program = Callable[[], None]
 class Schedule:
     """One order of the operations of several programs, drawn from a seed."""
 
-    def __init__(self, seed: int, *, dies: float = 0.3) -> None:
+    def __init__(self, seed: int, *, dies: float = 0.4) -> None:
         self._chance = random.Random(seed)
         self._switch = self._chance.choice(_SWITCH)
         self._dies = dies
@@ -36,11 +36,11 @@ class Schedule:
         self._main = greenlet.getcurrent()
         self.running = False
 
-    def run(self, programs: list[Program], *, watch: Callable[[str], None]) -> None:
+    def run(self, programs: Sequence[Program], *, watch: Callable[[str], None]) -> None:
         """Run programs until each has ended or died; tell `watch` when the fence or the checkpoints have changed."""
         alive = [greenlet(program) for program in programs]
         doomed = [one for one in alive if self._chance.random() < self._dies]
-        left = {one: self._chance.randrange(200) for one in doomed}
+        left = {one: self._chance.randrange(120) for one in doomed}
         dead, current = list[greenlet](), alive[0]
         self.running = True
         while alive:

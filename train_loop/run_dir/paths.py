@@ -48,7 +48,7 @@ class AttemptDir:
 
     def stacks_of(self, rank: int, epoch: int) -> Path:
         """The stacks of one rank. Worker groups share no file: an old one may still write to its own."""
-        group = f".group-{epoch}" if epoch else ""
+        group = f".group-{epoch}" if epoch > 1 else ""
         return self.stacks / f"rank-{rank:05d}{group}.txt"
 
     def rank_log(self, rank: int) -> Path:

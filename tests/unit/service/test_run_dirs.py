@@ -1,6 +1,7 @@
 """What the service reads from a run directory."""
 
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,22 @@ def test_progress_is_that_of_the_newest_line(run_dir: RunDir) -> None:
     progress = LocalRunDirs().story(uri(run_dir)).progress
     assert progress is not None
     assert (progress.step, progress.of, progress.loss, progress.eta_seconds) == (3, 10, 1.5, 14.0)
+
+
+def test_lines_of_a_superseded_group_count_in_nothing(run_dir: RunDir) -> None:
+    """Group 1 was frozen, and goes on next to its successor."""
+    attempt, reader = run_dir.attempt(1), LocalRunDirs()
+    for epoch, step in ((1, 5), (2, 4), (1, 6), (2, 5)):
+        events = JsonLines(attempt.events, attempt=1, epoch=partial(int, epoch))
+        events.append(event="training_started", steps=10, replayed=step)
+        JsonLines(attempt.metrics, attempt=1, epoch=partial(int, epoch)).append(step=step, step_seconds=2.0)
+        reader.story(uri(run_dir))
+    JsonLines(attempt.events, attempt=1, epoch=partial(int, 1)).append(event="workers_lost", error="frozen")
+    story, sighting = reader.story(uri(run_dir)), reader.observe(uri(run_dir), 1)
+    assert (story.restarts, story.lost_steps) == (2, 14)
+    assert story.progress is not None
+    assert story.progress.step == 5
+    assert (sighting.training, sighting.trouble) == (Training.YES, None)
 
 
 def test_progress_of_a_run_that_needs_more_steps_than_it_was_thought_to_is_not_beyond_its_end(run_dir: RunDir) -> None:

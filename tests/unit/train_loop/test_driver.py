@@ -1,9 +1,16 @@
-"""What the driver asks of Ray for a spec."""
+"""What the driver asks of Ray for a spec, and the outcome of an attempt whose cleanup fails."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.support.specs import spec
 from train_loop import driver, rank, spare
+from train_loop.fencing import begin_group
+from train_loop.journal import Journal, group_journal
+from train_loop.run_dir import RunDir
 from train_loop.spare import task_environment
 
 
@@ -18,3 +25,37 @@ def test_a_run_says_whether_it_wants_them(monkeypatch: pytest.MonkeyPatch, wante
     environment = task_environment()
     # Its tasks run in another environment, without the hook.
     assert (environment["env_vars"][spare._HOOK] if environment else None) == ("" if wanted else None)
+
+
+def fit_and_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, end: str) -> driver.Outcome:
+    """Run an attempt whose workers report an end; then Ray Train and the disconnect fail."""
+    run_dir = RunDir(tmp_path)
+    run_dir.write_spec(spec())
+
+    def fit() -> None:
+        journal = group_journal(run_dir, begin_group(run_dir, 1, by="a"))
+        journal.event("training_ended", result=end, step=10, reason="disk full" if end == "failed" else None)
+        raise RuntimeError("worker 1 died while it removed its files")
+
+    def fail() -> None:
+        raise ConnectionError("the cluster is gone")
+
+    attempt_module = SimpleNamespace(prepare_samples=lambda *_: None, trainer=lambda *_: SimpleNamespace(fit=fit))
+    monkeypatch.setitem(sys.modules, "train_loop.attempt", attempt_module)
+    monkeypatch.setattr(driver, "start_ahead", lambda *_: None)
+    monkeypatch.setattr(driver.ray, "init", lambda **_: None)
+    monkeypatch.setattr(driver.ray, "shutdown", fail)
+    attempt = run_dir.attempt(1)
+    return driver.run_attempt(run_dir, attempt, Journal(attempt))
+
+
+def test_run_that_finished_its_last_step_succeeds_if_cleanup_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    outcome = fit_and_fail(monkeypatch, tmp_path, end="succeeded")
+    assert (outcome.result, outcome.step) == ("succeeded", 10)
+
+
+def test_run_that_failed_stays_failed_if_cleanup_fails_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    outcome = fit_and_fail(monkeypatch, tmp_path, end="failed")
+    assert (outcome.result, outcome.retryable) == ("failed", True)

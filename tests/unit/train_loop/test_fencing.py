@@ -7,6 +7,7 @@ import sys
 import time
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -119,7 +120,7 @@ def test_superseded_group_writes_no_line(run_dir: RunDir) -> None:
 def test_readers_drop_lines_that_come_late_from_a_superseded_group(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     for epoch, step in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 9)):
-        Journal(run_dir.attempt(1), epoch=lambda epoch=epoch: epoch).metrics(step=step)
+        Journal(run_dir.attempt(1), epoch=partial(int, epoch)).metrics(step=step)
     counted = [(line["epoch"], line["step"]) for line in read_lines(run_dir.attempt(1).metrics)]
     assert counted == [(1, 1), (2, 1), (2, 2)]
     assert len(list(lines.read_all_lines(run_dir.attempt(1).metrics))) == 5
