@@ -82,6 +82,11 @@ class Journal:
                 self._queue(self._metrics, **fields)
                 self._write_if_possible()
 
+    @property
+    def waits(self) -> bool:
+        """Return whether lines wait for storage."""
+        return bool(self._late)
+
     def flush(self) -> None:
         """Write all lines that wait, and have them on storage. Raises what storage raises."""
         with self._lock:

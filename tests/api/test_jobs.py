@@ -94,6 +94,8 @@ def test_running_job_shows_progress_attempts_and_lost_work(client: TestClient, s
     job = client.get(f"/jobs/{job_id}").json()
     assert (job["state"], job["attempt"], job["restarts"], job["lost_work"]["steps"]) == ("RUNNING", 1, 1, 2)
     assert job["attempts"][0]["submission_id"] == f"{job_id}-1"
+    assert job["progress"].pop("as_of") is not None
+    assert job["progress"].pop("age_seconds") == 0.0
     assert job["progress"] == {
         "step": 5,
         "of": 20,

@@ -17,7 +17,7 @@ from tests.support.ranks import on_ranks
 from tests.support.torchrun import write_tokens
 from tests.support.waiting import wait_for
 from train_loop.checkpoint.manifest import newest_verified
-from train_loop.run_dir import RunDir, read_lines
+from train_loop.run_dir import RootMarker, RunDir, expect_run_dir, read_lines, write_run_marker
 
 NEW_MOUNTS, NOBODY = 0x00020000, 65534
 
@@ -123,3 +123,38 @@ def test_a_name_that_is_taken_is_not_waited_for(folder: Path) -> None:
     assert fault is not None
     assert "Directory not empty" in fault
     assert [event["event"] for event in events(folder)] == ["checkpoint_failed"]
+
+
+def save_while_storage_is_unmounted(folder: Path) -> list[str]:
+    """Return what was written to the empty mount point while a run's storage was lazily unmounted."""
+    disk, mount_point = folder / "disk", folder / "run"
+    disk.mkdir()
+    mount_point.mkdir()
+    assert ctypes.CDLL(None, use_errno=True).unshare(NEW_MOUNTS) == 0, os.strerror(ctypes.get_errno())
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "--bind", disk, mount_point], check=True)
+    write_run_marker(mount_point, RootMarker.new())
+    expect_run_dir(mount_point)
+    run = a_run(folder)
+    saver = a_saver(run)
+    run.journal.metrics(step=1)
+    subprocess.run(["umount", "--lazy", mount_point], check=True)
+    run.journal.metrics(step=2)
+    save_at(run, saver, 2)
+    wait_for(lambda: run.journal.waits, "the save waits for its storage")
+    found = os.listdir(mount_point)
+    subprocess.run(["mount", "--bind", disk, mount_point], check=True)
+    saver.close()
+    run.journal.flush()
+    return found
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+def test_save_while_storage_is_unmounted_waits_and_nothing_is_lost(folder: Path) -> None:
+    (at_the_mount_point,) = on_ranks(1, save_while_storage_is_unmounted, folder)
+    assert at_the_mount_point == []
+    run_dir = RunDir(folder / "disk")
+    assert list(run_dir.manifests()) == [2]
+    assert [line["step"] for line in read_lines(run_dir.attempt(1).metrics)] == [1, 2]
+    told = [line["event"] for line in read_lines(run_dir.attempt(1).events)]
+    assert sorted(told) == ["checkpoint_committed", "checkpoint_delayed", "storage_available", "storage_unavailable"]

@@ -35,9 +35,11 @@ from train_loop.run_dir import (
     ExportWish,
     RunDir,
     copy_files,
+    expect_run_dir,
     is_remote,
     local_path,
     make_folder,
+    read_whole,
     storage_may_fail,
     sync,
     write_durably,
@@ -70,6 +72,7 @@ def main() -> int:
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     run_dir = RunDir.at(arguments.run_dir)
+    expect_run_dir(run_dir.root)
     try:
         wish = ExportWish(dtype=arguments.dtype or run_dir.spec().model.dtype, weights=arguments.weights)
         folder = export(run_dir, arguments.step, wish, shard_bytes=arguments.shard_bytes)
@@ -225,7 +228,7 @@ def _write_rest(source: Source, folder: Path, wish: ExportWish) -> None:
 
 def _tokenizer(spec: JobSpec, run_dir: RunDir) -> Path | None:
     try:
-        dataset = Dataset.model_validate_json(run_dir.data.read_bytes())
+        dataset = Dataset.model_validate_json(read_whole(run_dir.data))
     except (FileNotFoundError, ValueError):
         return None
     if dataset.tokenizer is not None:

@@ -65,10 +65,9 @@ def test_root_of_a_run_dir_is_two_folders_above() -> None:
 def test_guard_answers_at_once_while_storage_hangs_and_logs_each_change_once() -> None:
     heal, asked = threading.Event(), list[float]()
 
-    def hang(root: str = "") -> str:
+    def hang(root: str = "") -> None:
         asked.append(time.monotonic())
         heal.wait()
-        return "read"
 
     guard = StorageGuard(hang)
     with capture_logs() as logs:

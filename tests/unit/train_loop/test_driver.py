@@ -10,7 +10,7 @@ from tests.support.specs import spec
 from train_loop import driver, rank, spare
 from train_loop.fencing import begin_group
 from train_loop.journal import Journal, group_journal
-from train_loop.run_dir import RunDir
+from train_loop.run_dir import Outcome, RunDir, StorageUnavailable
 from train_loop.spare import task_environment
 
 
@@ -27,7 +27,7 @@ def test_a_run_says_whether_it_wants_them(monkeypatch: pytest.MonkeyPatch, wante
     assert (environment["env_vars"][spare._HOOK] if environment else None) == ("" if wanted else None)
 
 
-def fit_and_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, end: str) -> driver.Outcome:
+def fit_and_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, end: str) -> Outcome:
     """Run an attempt whose workers report an end; then Ray Train and the disconnect fail."""
     run_dir = RunDir(tmp_path)
     run_dir.write_spec(spec())
@@ -43,8 +43,8 @@ def fit_and_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, end: str) -
     attempt_module = SimpleNamespace(prepare_samples=lambda *_: None, trainer=lambda *_: SimpleNamespace(fit=fit))
     monkeypatch.setitem(sys.modules, "train_loop.attempt", attempt_module)
     monkeypatch.setattr(driver, "start_ahead", lambda *_: None)
-    monkeypatch.setattr(driver.ray, "init", lambda **_: None)
-    monkeypatch.setattr(driver.ray, "shutdown", fail)
+    monkeypatch.setattr("ray.init", lambda **_: None)
+    monkeypatch.setattr("ray.shutdown", fail)
     attempt = run_dir.attempt(1)
     return driver.run_attempt(run_dir, attempt, Journal(attempt))
 
@@ -59,3 +59,31 @@ def test_run_that_finished_its_last_step_succeeds_if_cleanup_fails(
 def test_run_that_failed_stays_failed_if_cleanup_fails_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     outcome = fit_and_fail(monkeypatch, tmp_path, end="failed")
     assert (outcome.result, outcome.retryable) == ("failed", True)
+
+
+def test_outcome_is_retried_while_storage_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt, outcome = (
+        RunDir(tmp_path / "run").attempt(1),
+        Outcome(result="failed", code="data_error", reason="no rows"),
+    )
+    write, failures = type(attempt).write_outcome, [StorageUnavailable("/mnt", "gone"), NotADirectoryError(20, "no")]
+
+    def write_outcome(self: object, found: Outcome) -> None:
+        if failures:
+            raise failures.pop()
+        write(attempt, found)
+
+    monkeypatch.setattr(type(attempt), "write_outcome", write_outcome)
+    driver.acknowledge(attempt, Journal(attempt), outcome)
+    assert attempt.outcome() == outcome
+
+
+def test_outcome_that_cannot_be_written_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TRAINSHED_STORAGE_SECONDS", "0")
+    (tmp_path / "run").write_text("a file")
+    attempt = RunDir(tmp_path / "run").attempt(1)
+    with pytest.raises(OSError):
+        driver.acknowledge(attempt, Journal(attempt), Outcome(result="failed", reason="no rows"))
+    assert "no rows" in caplog.text

@@ -194,7 +194,7 @@ def storage(request: pytest.FixtureRequest) -> str:
 def new_world(storage: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Schedule], World]]:
     # Greenlets stay in their thread, and nobody waits for a lock whose holder is paused.
     monkeypatch.setattr(manifest_module, "_of_each", lambda names, look: [look(name) for name in names])
-    monkeypatch.setattr(segments.threading, "Thread", Mock())
+    monkeypatch.setattr("train_loop.run_dir.segments.threading.Thread", Mock())
     monkeypatch.setattr(lines, "_LOCK_SECONDS", 0.0)
     folder = Path("/dev/shm/trainshed-fencing") if Path("/dev/shm").is_dir() else Path("/tmp/trainshed-fencing")
 

