@@ -24,6 +24,7 @@ from service.domain.rules import Rules
 from service.domain.ticket import Ticket
 from service.errors import ClusterError, StorageAway
 from service.fault_log import FaultLog
+from service.idle import IdleTimers
 from service.ports import (
     Cluster,
     JobStore,
@@ -44,8 +45,6 @@ log = structlog.get_logger(__name__)
 _STEPS_PER_PASS = 5
 _REST = 9.0
 """Times the CPU seconds of a pass until the next: with any number of jobs, nine tenths of a core are for requests."""
-_LONGEST_LOOK = 60.0
-"""Seconds between two passes that count as silence of an attempt."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +54,6 @@ class Pace:
     lease: float
     retry: Retry
     room: float = 600.0
-
-
-@dataclass(frozen=True)
-class Silence:
-    """Of a job, its attempt and how much that has written, for how long it is no more, and when that was seen."""
-
-    size: tuple[int, int]
-    seconds: float
-    seen: float
 
 
 @dataclass(frozen=True)
@@ -78,7 +68,6 @@ class Reconciler:
     pace: Pace
     rules: Rules = field(default_factory=Rules)
     board: Board = field(default_factory=Board)
-    written: dict[str, Silence] = field(default_factory=dict)
     watch: Watch = field(default_factory=Unwatched)
     traces: Traces = field(default_factory=Untraced)
     faults: FaultLog = field(default_factory=FaultLog)
@@ -87,6 +76,11 @@ class Reconciler:
     def view(self) -> ClusterView:
         """The cluster, with what this reconciler has observed of it."""
         return ClusterView(self.cluster, self.clock)
+
+    @cached_property
+    def idle(self) -> IdleTimers:
+        """How long each attempt has written nothing."""
+        return IdleTimers(self.clock)
 
     def run(self, stopped: threading.Event, *, interval: float) -> None:
         """Pass after pass until stopped. A pass that fails is logged, and the next one tries again."""
@@ -192,7 +186,7 @@ class Reconciler:
             return Seen(submission if late else Submission.UNKNOWN, unreachable=self.view.unreachable())
         self.view.note(job.id, sighting)
         silent = submission is Submission.UNKNOWN or job.attempt.submitted_at is None
-        quiet = self._quiet(job, sighting)
+        quiet = self.idle.seconds(job, sighting)
         over = sighting.outcome is not None or not (silent or submission.alive) or hangs(job, quiet)
         committed = self.run_dirs.committed(job.run_dir) if over else None
         known = job.attempt.number
@@ -203,7 +197,7 @@ class Reconciler:
             stop=sighting.stop,
             committed=committed,
             lost=sighting.lost,
-            condition=sighting.condition or (self.view.no_room(job, sighting) if submission.alive else None),
+            condition=sighting.condition or self._silent_condition(job, sighting) if submission.alive else None,
             unreachable=self.view.unreachable(),
             group_up=sighting.ready,
             quiet=quiet,
@@ -213,16 +207,9 @@ class Reconciler:
             observed=True,
         )
 
-    def _quiet(self, job: Job, sighting: Sighting) -> float:
-        """For how long an attempt whose workers are there has written nothing, by our clock: others' may differ."""
-        now, size = self.clock(), (len(job.attempts), sighting.size)
-        before = self.written.get(job.id, Silence(size, 0.0, now))
-        # A machine that slept, or a clock that was set, is no sign of a hang.
-        seconds = before.seconds + min(max(now - before.seen, 0.0), _LONGEST_LOOK)
-        if not sighting.ready or before.size != size:
-            seconds = 0.0
-        self.written[job.id] = Silence(size, seconds, now)
-        return seconds
+    def _silent_condition(self, job: Job, sighting: Sighting) -> Reason | None:
+        """Return why an attempt makes no progress that does not report it."""
+        return self.view.no_room(job, sighting) or self.idle.stalled(job)
 
     def _previous(self, job: Job, attempt: Attempt) -> Submission:
         """What became of the attempt before one that is not submitted yet."""
@@ -250,7 +237,7 @@ class Reconciler:
         self._tell(job, after)
         if after.state is not job.state:
             if after.state.terminal:
-                self.written.pop(job.id, None)
+                self.idle.forget(job.id)
                 self.view.forget(job.id)
             reason = after.reason.message if after.reason else None
             log.info("job_moved", job=job.id, from_state=job.state, to_state=after.state, reason=reason)

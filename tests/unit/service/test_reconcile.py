@@ -123,6 +123,28 @@ def test_stalled_group_is_the_reason_until_it_progresses(service: FakeService) -
     assert service.get(job.id).reason is None
 
 
+def test_unusually_long_silence_is_the_reason_even_if_no_event_explains_it(service: FakeService) -> None:
+    job, reconciler = started(service), service.reconciler()
+    reconciler.run_once()
+    for number in range(1, 5):
+        service.metric(job.id, step=number)
+        for _ in range(4):
+            reconciler.run_once()
+            service.clock.now += 1
+    # The newest line was seen at 1012, and three seconds passed between two lines.
+    for now in range(1017, 1026):
+        service.clock.now = now
+        reconciler.run_once()
+        assert (service.get(job.id).reason is None) == (now < 1022)
+    silent = service.jobs.get(job.id).waits_for
+    assert silent is not None
+    assert silent.code is Code.STALLED
+    assert silent.message == "no step has ended since 00:16:52 UTC; until then the longest took 3 s"
+    service.metric(job.id, step=5)
+    reconciler.run_once()
+    assert service.get(job.id).reason is None
+
+
 def test_draining_host_gets_no_new_job(service: FakeService) -> None:
     service.cluster.total, service.cluster.nodes_total = {"CPU": 6.0}, ({"CPU": 3.0}, {"CPU": 3.0})
     service.cluster.known_nodes = [

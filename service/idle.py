@@ -1,0 +1,67 @@
+"""How long each attempt has written nothing, and whether that is unusual for it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from service.domain.condition import clock_time
+from service.domain.job import Job
+from service.domain.reason import Code, Reason
+from service.ports import Sighting
+
+_LONGEST_LOOK = 60.0
+"""Seconds between two passes that count as silence of an attempt."""
+_STALL_SECONDS = 10.0
+_UNUSUAL = 3.0
+"""A pause this many times longer than any before is unusual."""
+_ENOUGH = 3
+"""Pauses that an attempt must have had before one of them can be unusual."""
+
+
+@dataclass(frozen=True)
+class _Idle:
+    """An attempt and how much it has written; for how long that has not grown; the pauses before."""
+
+    size: tuple[int, int]
+    seen: float
+    since: float
+    seconds: float = 0.0
+    longest: float = 0.0
+    pauses: int = 0
+
+
+@dataclass
+class IdleTimers:
+    """Idle times by the reconciler's clock: those of hosts may differ."""
+
+    clock: Callable[[], float]
+    _known: dict[str, _Idle] = field(default_factory=dict)
+
+    def seconds(self, job: Job, sighting: Sighting) -> float:
+        """Return for how long an attempt that has workers has written nothing."""
+        now, size = self.clock(), (len(job.attempts), sighting.size)
+        before = self._known.get(job.id, _Idle(size, now, now))
+        if not sighting.ready or before.size[0] != size[0]:
+            found = _Idle(size, now, now)
+        elif before.size != size:
+            longest = max(before.longest, before.seconds)
+            found = _Idle(size, now, now, longest=longest, pauses=before.pauses + 1)
+        else:
+            # A machine that slept, or a clock that was set, is not a sign of a hang.
+            seconds = before.seconds + min(max(now - before.seen, 0.0), _LONGEST_LOOK)
+            found = _Idle(size, now, before.since, seconds, before.longest, before.pauses)
+        self._known[job.id] = found
+        return found.seconds
+
+    def stalled(self, job: Job) -> Reason | None:
+        """Return the reason of an attempt that has written nothing for unusually long, without saying why."""
+        idle = self._known.get(job.id)
+        if idle is None or idle.pauses < _ENOUGH or idle.seconds < max(_STALL_SECONDS, _UNUSUAL * idle.longest):
+            return None
+        usual = max(idle.longest, 1.0)
+        message = f"no step has ended since {clock_time(idle.since)}; until then the longest took {usual:.0f} s"
+        remedy = "trainshed nodes lists hosts that are gone; trainshed logs JOB --rank N shows where a rank is"
+        return Reason(Code.STALLED, message, remedy)
+
+    def forget(self, job_id: str) -> None:
+        """Forget a job that has ended."""
+        self._known.pop(job_id, None)
