@@ -73,7 +73,7 @@ def test_lines_of_a_superseded_group_count_in_nothing(run_dir: RunDir) -> None:
     assert (story.restarts, story.lost_steps) == (2, 14)
     assert story.progress is not None
     assert story.progress.step == 5
-    assert (sighting.training, sighting.loss) == (Training.YES, None)
+    assert (sighting.training, sighting.lost) == (Training.YES, None)
 
 
 def test_progress_of_a_run_that_needs_more_steps_than_it_was_thought_to_is_not_beyond_its_end(run_dir: RunDir) -> None:
