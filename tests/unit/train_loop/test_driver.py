@@ -10,7 +10,7 @@ from tests.support.specs import spec
 from train_loop import driver, rank, spare
 from train_loop.fencing import begin_group
 from train_loop.journal import Journal, group_journal
-from train_loop.run_dir import RunDir
+from train_loop.run_dir import Outcome, RunDir
 from train_loop.spare import task_environment
 
 
@@ -27,7 +27,7 @@ def test_a_run_says_whether_it_wants_them(monkeypatch: pytest.MonkeyPatch, wante
     assert (environment["env_vars"][spare._HOOK] if environment else None) == ("" if wanted else None)
 
 
-def fit_and_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, end: str) -> driver.Outcome:
+def fit_and_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, end: str) -> Outcome:
     """Run an attempt whose workers report an end; then Ray Train and the disconnect fail."""
     run_dir = RunDir(tmp_path)
     run_dir.write_spec(spec())
@@ -43,8 +43,8 @@ def fit_and_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, end: str) -
     attempt_module = SimpleNamespace(prepare_samples=lambda *_: None, trainer=lambda *_: SimpleNamespace(fit=fit))
     monkeypatch.setitem(sys.modules, "train_loop.attempt", attempt_module)
     monkeypatch.setattr(driver, "start_ahead", lambda *_: None)
-    monkeypatch.setattr(driver.ray, "init", lambda **_: None)
-    monkeypatch.setattr(driver.ray, "shutdown", fail)
+    monkeypatch.setattr("ray.init", lambda **_: None)
+    monkeypatch.setattr("ray.shutdown", fail)
     attempt = run_dir.attempt(1)
     return driver.run_attempt(run_dir, attempt, Journal(attempt))
 
