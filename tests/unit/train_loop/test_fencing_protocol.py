@@ -5,6 +5,7 @@ remove older checkpoints. Nothing here decides by a clock.
 """
 
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -202,7 +203,8 @@ def new_world(storage: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     monkeypatch.setattr(manifest_module, "_of_each", lambda names, look: [look(name) for name in names])
     monkeypatch.setattr("train_loop.run_dir.segments.threading.Thread", Mock())
     monkeypatch.setattr(lines, "_LOCK_SECONDS", 0.0)
-    folder = Path("/dev/shm/trainshed-fencing") if Path("/dev/shm").is_dir() else Path("/tmp/trainshed-fencing")
+    memory = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(prefix="trainshed-fencing-", dir=memory if memory.is_dir() else None))
 
     def make(schedule: Schedule) -> World:
         segments._writers.clear()
