@@ -7,7 +7,7 @@ from service.domain.admission import never_fits
 from service.domain.shrink import cannot_shrink
 from service.errors import InvalidSpec
 from service.ports import Cluster, Findings, Preflight
-from train_loop.plan import ModelShape, Plan, data_starves, lay_out, plan_sizes, why_split
+from train_loop.plan import ModelShape, Plan, data_starves, lay_out, plan_sizes, why_no_data_cpu, why_split
 from train_loop.run_dir import Parent
 from train_loop.spec import JobSpec, Problem, SpecError
 
@@ -74,8 +74,9 @@ class Planner:
         cluster, group = self.cluster.capacity(), spec.strategy.ulysses_size
         never = never_fits(spec.scaling.at(fewest), cluster, group=group)
         split = why_split(spec.scaling.at(most), cluster.nodes, group=group) if cluster is not None else None
+        starves = why_no_data_cpu(spec.scaling.at(most), cluster.nodes, group=group) if cluster is not None else None
         stuck = cannot_shrink(spec.scaling, tuple(sizes), cluster) if sizes else None
-        return [*([f"the job would stay QUEUED: {never}"] if never else []), *filter(None, (split, stuck))]
+        return [*([f"the job would stay QUEUED: {never}"] if never else []), *filter(None, (split, starves, stuck))]
 
 
 def sizes_of(spec: JobSpec, plans: Plans) -> tuple[int, ...]:

@@ -35,6 +35,11 @@ def usable(avoided: Collection[str] = ()) -> tuple[dict[str, Mapping[str, float]
     return {node: total[node] for node in nodes}, {node: free[node] for node in nodes}
 
 
+def has_whole_cpu() -> bool:
+    """Return whether some node has a whole CPU free, as a task needs."""
+    return any(amounts.get("CPU", 0.0) >= 1.0 for amounts in state.available_resources_per_node().values())
+
+
 def grows() -> bool:
     """Report whether an autoscaler has told this cluster which nodes it can add."""
     return bool(state.state.get_max_resources_from_cluster_config())

@@ -9,7 +9,7 @@ import torch
 from tests.support import torchrun
 from tests.support.specs import TINY, raw_spec
 from train_loop.checkpoint.manifest import newest_verified
-from train_loop.run_dir import RunDir, read_lines
+from train_loop.run_dir import Fence, RunDir, read_lines
 
 STEPS = 10
 
@@ -115,6 +115,25 @@ def test_a_run_stops_with_a_checkpoint_when_it_is_asked_to(spec: dict[str, Any],
     assert outcome is not None
     assert outcome.result == "cancelled"
     assert sorted(RunDir(run_dir).manifests()) == [outcome.step]
+
+
+def test_second_start_on_a_directory_supersedes_the_first(spec: dict[str, Any], tmp_path: Path) -> None:
+    run_dir = tmp_path / "shared"
+    long = spec | {"training": spec["training"] | {"max_steps": 100_000}, "strategy": {}}
+    first = torchrun.start(long, run_dir, 1)
+    torchrun.wait_for_step(run_dir, 3)
+    second = torchrun.start(long, run_dir, 1)
+    assert first.wait(timeout=120) != 0
+    assert second.poll() is None
+    torchrun.wait_for_step(run_dir, torchrun.lines(run_dir)[-1]["step"] + 4)
+    (run_dir / "control" / "stop.json").write_text('{"mode": "cancel", "checkpoint": true}')
+    assert second.wait(timeout=60) == 0
+    epochs = [line["epoch"] for line in torchrun.lines(run_dir)]
+    assert (epochs[0], epochs[-1], epochs == sorted(epochs)) == (1, 2, True)
+    assert RunDir(run_dir).fence() == Fence(1, 2)
+    newest, rejected = newest_verified(RunDir(run_dir))
+    assert newest is not None
+    assert (newest.epoch, rejected) == (2, {})
 
 
 def test_an_attempt_that_was_fenced_off_commits_nothing(spec: dict[str, Any], tmp_path: Path) -> None:

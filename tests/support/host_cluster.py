@@ -195,4 +195,4 @@ def host_job(shared: Path, **parts: dict[str, Any]) -> dict[str, Any]:
     return raw_spec(**{name: base.get(name, {}) | parts.get(name, {}) for name in base.keys() | parts.keys()})
 
 
-__all__ = ["OPT", "HostCluster", "host_cluster", "host_job"]
+__all__ = ["OPT", "TOKEN", "HostCluster", "host_cluster", "host_job"]

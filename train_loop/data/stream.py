@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from ray.data import DataIterator, Datasource, ExecutionResources, ReadTask
 from ray.data.block import BlockMetadata
 
+from train_loop import raylet
 from train_loop.data.dataset import Rows
 from train_loop.data.execution import ordered_context
 from train_loop.data.read import read_rows
@@ -96,9 +97,12 @@ def _streamed(plan: StreamPlan, mesh: MeshPlan, rank: int, group: dist.ProcessGr
         steps = min(plan.steps - done, _PLAN_BLOCKS * block_steps(plan))
         start = plan.start + done * plan.order.global_batch
         # Rank 0 starts the execution and tells the others.
-        shared = [open_splits(plan, start, steps)] if rank == 0 else [None]
+        shared: list[Any] = [open_splits(plan, start, steps) if rank == 0 and raylet.has_whole_cpu() else None]
         dist.broadcast_object_list(shared, src=0, group=group)
-        assert shared[0] is not None
+        if shared[0] is None:
+            # A task of Ray Data would never start.
+            yield from local_stream(replace(plan, start=start, steps=plan.steps - done), mesh, rank)
+            return
         split = shared[0][mesh.data_rank(rank)]
         rows = by_step(split, plan.order.per_rank) if leads else itertools.repeat(None)
         yield from itertools.islice(rows, steps)

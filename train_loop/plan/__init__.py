@@ -2,7 +2,16 @@
 
 from train_loop.plan.batch import START, BatchPlan, Origin, plan_batch, plan_samples, plan_steps
 from train_loop.plan.head import chunk_rows
-from train_loop.plan.layout import AUTOSCALED_VARIABLE, Capacity, lay_out, missing_places, no_place, splits, why_split
+from train_loop.plan.layout import (
+    AUTOSCALED_VARIABLE,
+    Capacity,
+    lay_out,
+    missing_places,
+    no_place,
+    splits,
+    why_no_data_cpu,
+    why_split,
+)
 from train_loop.plan.mask import MASK_BYTES, mask_bytes
 from train_loop.plan.memory import MemoryTerm
 from train_loop.plan.mesh import MeshPlan, groups_across_hosts, plan_mesh
@@ -39,5 +48,6 @@ __all__ = [
     "read_shape",
     "splits",
     "too_big",
+    "why_no_data_cpu",
     "why_split",
 ]

@@ -82,9 +82,8 @@ def no_place(scaling: ScalingSpec, nodes: Sequence[Resources], *, group: int = 1
     """Return why the nodes can never run the job, as a sentence; None if they can or are not known."""
     if not nodes:
         return None
-    found = _arranged(scaling, nodes, group)
-    if found is not None:
-        return None if _keeps_data_cpu(scaling, nodes, found) else _no_data_cpu(scaling)
+    if _arranged(scaling, nodes, group) is not None:
+        return None
     each = " and ".join(f"{amount:g} {name}" for name, amount in scaling.resources_per_worker.items() if amount)
     most, strategy = max(_places(scaling, node) for node in nodes), scaling.placement_strategy
     if not most:
@@ -133,11 +132,15 @@ def _keeps_data_cpu(scaling: ScalingSpec, nodes: Sequence[Resources], found: Arr
     return any(cpus >= DATA_CPUS - _NOISE for cpus in free)
 
 
-def _no_data_cpu(scaling: ScalingSpec) -> str:
+def why_no_data_cpu(scaling: ScalingSpec, nodes: Sequence[Resources], *, group: int = 1) -> str | None:
+    """Return, as a sentence, that no node keeps a whole CPU for Ray Data; None if one does."""
+    found = _arranged(scaling, nodes, group) if nodes else None
+    if found is None or _keeps_data_cpu(scaling, nodes, found):
+        return None
     each = scaling.resources_per_worker.get("CPU", 0.0)
     return (
         f"{scaling.world} workers with {each:g} CPU each leave no node with the {DATA_CPUS:g} CPU that a task of Ray "
-        "Data needs; add a node, or ask for fewer workers or less CPU per worker"
+        "Data needs, so that ranks read their rows themselves; add a node, or ask for less CPU per worker"
     )
 
 

@@ -184,8 +184,8 @@ def test_superseded_group_leaves_the_stacks_of_its_successor(tmp_path: Path) -> 
         with watched(a_session(tmp_path, epoch=2)):
             (stacks / "rank-00000.group-2.txt").write_text("Thread 0x1")
             assert sorted(path.name for path in stacks.iterdir()) == [
-                "rank-00000.group-1.txt",
                 "rank-00000.group-2.txt",
+                "rank-00000.txt",
             ]
     assert (stacks / "rank-00000.group-2.txt").read_text() == "Thread 0x1"
 

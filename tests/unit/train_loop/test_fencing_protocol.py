@@ -5,6 +5,7 @@ remove older checkpoints. Nothing here decides by a clock.
 """
 
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from tests.support.checkpoints import checkpoint
+from tests.support.checkpoints import checkpoint, unfinished
 from tests.support.checkpoints import manifest as draft_of
 from tests.support.pauses import ObjectPath, Schedule, paused_storage
 from train_loop.checkpoint import manifest as manifest_module
@@ -64,6 +65,11 @@ class World:
         """Note that a group committed a step."""
         if self._is_newest(token):
             self.acknowledged = max(self.acknowledged, step)
+
+    def fail(self, token: Fence, step: int, error: OSError) -> None:
+        """Note that a save failed: nobody but a newer group may be the cause."""
+        if self._is_newest(token):
+            raise AssertionError(f"the save of step {step} by {token} failed: {error}") from error
 
     def log(self, token: Fence, step: int) -> None:
         """Note that a group wrote the line of a step to storage."""
@@ -166,8 +172,9 @@ def save(world: World, ledger: Ledger, journal: Journal, token: Fence, step: int
         ledger.commit(draft.model_copy(update={"files": files}))
 
     try:
-        again(write_and_commit)
-    except OSError:
+        write_and_commit()
+    except OSError as error:
+        world.fail(token, step, error)
         with suppress(OSError):
             ledger.discard(step)
         return
@@ -196,7 +203,8 @@ def new_world(storage: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     monkeypatch.setattr(manifest_module, "_of_each", lambda names, look: [look(name) for name in names])
     monkeypatch.setattr("train_loop.run_dir.segments.threading.Thread", Mock())
     monkeypatch.setattr(lines, "_LOCK_SECONDS", 0.0)
-    folder = Path("/dev/shm/trainshed-fencing") if Path("/dev/shm").is_dir() else Path("/tmp/trainshed-fencing")
+    memory = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(prefix="trainshed-fencing-", dir=memory if memory.is_dir() else None))
 
     def make(schedule: Schedule) -> World:
         segments._writers.clear()
@@ -206,6 +214,8 @@ def new_world(storage: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         world = World(RunDir(root), schedule)
         # Committed by an attempt that has ended; retention removes it after the next save.
         checkpoint(world.run_dir, 1, attempt=0, weights=b"old")
+        # It died while it saved the next step, which every group saves first.
+        unfinished(world.run_dir, 2, attempt=0, rest=b"old")
         return world
 
     yield make
