@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from train_loop.data.dataset import Dataset
 from train_loop.data.order import Order, StepOrder
 from train_loop.flops import Flops, count_flops
-from train_loop.journal import Journal
+from train_loop.journal import Journal, group_journal
 from train_loop.loss import LossRule, TokenLoss
 from train_loop.model.attention import apply_attention
 from train_loop.model.build import build_model
@@ -108,7 +108,7 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
         ),
         timer=sharded.timer,
         watch=CompileWatch() if spec.model.compile else None,
-        journal=Journal(session.run_dir.attempt(session.attempt), rank=session.rank),
+        journal=group_journal(session.run_dir, session.token, rank=session.rank),
         evaluation=evaluation,
         parent=parent,
         origin=origin,

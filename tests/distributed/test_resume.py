@@ -119,7 +119,7 @@ def test_a_run_stops_with_a_checkpoint_when_it_is_asked_to(spec: dict[str, Any],
 
 def test_second_start_on_a_directory_supersedes_the_first(spec: dict[str, Any], tmp_path: Path) -> None:
     run_dir = tmp_path / "shared"
-    long = spec | {"training": spec["training"] | {"max_steps": 100_000}, "strategy": {}}
+    long = spec | {"training": spec["training"] | {"max_steps": 100_000}, "strategy": {}, "scaling": {"num_workers": 1}}
     first = torchrun.start(long, run_dir, 1)
     torchrun.wait_for_step(run_dir, 3)
     second = torchrun.start(long, run_dir, 1)
