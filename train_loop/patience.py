@@ -1,6 +1,8 @@
 """Trying again, while it may help."""
 
+import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
@@ -8,6 +10,8 @@ from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_de
 from train_loop.run_dir import is_transient, storage_seconds
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
+_AWAY = "storage is away and is retried for %g s: %s"
 
 
 def patiently(
@@ -45,5 +49,9 @@ def retry_storage(
     may_pass: Callable[[BaseException], bool] = is_transient,
     told: Callable[[BaseException], None] | None = None,
 ) -> T:
-    """Call until storage is back, for `seconds` (default: the setting); then raise the last error."""
-    return patiently(call, seconds=storage_seconds() if seconds is None else seconds, may_pass=may_pass, told=told)
+    """Call until storage is back, for `seconds` (default: the setting); then raise the last error.
+
+    The first failure is logged, or passed to `told`.
+    """
+    limit = storage_seconds() if seconds is None else seconds
+    return patiently(call, seconds=limit, may_pass=may_pass, told=told or partial(log.warning, _AWAY, limit))

@@ -25,7 +25,7 @@ from train_loop.nonfinite import count_skips
 from train_loop.patience import retry_storage
 from train_loop.preemption import PreemptionWatch
 from train_loop.profiling import profiled
-from train_loop.run_dir import Outcome, Stop
+from train_loop.run_dir import Outcome, Stop, storage_failed
 from train_loop.session import Session
 from train_loop.spec import JobSpec
 from train_loop.step import StepResult, train_step
@@ -61,7 +61,7 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
     outcome = Outcome(result=stop.result if stop else "succeeded", step=run.state.step, reason=told)
     run.journal.event("training_ended", **outcome.model_dump(exclude_none=True))
     # The driver reads it as soon as the workers are gone.
-    retry_storage(run.journal.flush, seconds=session.patience)
+    retry_storage(run.journal.flush, seconds=session.patience, may_pass=storage_failed)
     log.info("%s at step %d", outcome.result, outcome.step)
     return outcome
 

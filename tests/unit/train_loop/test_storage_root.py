@@ -13,12 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.storage import bucket_of_runs, run_dir_on_s3
 from train_loop import journal as journal_module
 from train_loop.journal import Journal, last_word
 from train_loop.limited_log import LimitedLog
 from train_loop.patience import retry_storage
 from train_loop.run_dir import (
     ROOT_MARKER,
+    RUN_MARKER,
     Outcome,
     RootMarker,
     RunDir,
@@ -33,10 +35,12 @@ from train_loop.run_dir import (
     make_folder,
     read_lines,
     read_whole,
+    storage_path,
     storage_seconds,
     write_durably,
     write_run_marker,
 )
+from train_loop.run_dir import root as root_module
 
 
 class Mount:
@@ -313,3 +317,21 @@ def test_root_that_was_known_is_checked_by_its_marker(mount: Mount) -> None:
     mount.mount()
     make_folder(mount.root / "default" / "job-2")
     forget_expected(mount.root)
+
+
+def test_object_storage_without_its_marker_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(root_module, "_REMOTE_CHECK_SECONDS", 0.0)
+    with bucket_of_runs():
+        run_dir, place = run_dir_on_s3("job-1"), storage_path("s3://runs")
+        marker = create_root_marker(place)
+        assert create_root_marker(place) == marker
+        write_run_marker(run_dir.root, marker)
+        expect_run_dir(run_dir.root)
+        assert (run_dir.stop(), run_dir.manifests()) == (None, {})
+        # As in a bucket of the same name at another endpoint.
+        (run_dir.root / RUN_MARKER).unlink()
+        for read in (run_dir.stop, run_dir.manifests, run_dir.spec):
+            with pytest.raises(StorageUnavailable):
+                read()
+        forget_expected(run_dir.root)
+        forget_expected(place)
