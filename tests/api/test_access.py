@@ -19,7 +19,7 @@ from service.domain.webhook import Delivery, Message
 from tests.support.service import KEY, FakeService, spec_body
 
 PUBLIC = {("get", "/healthz"), ("get", "/readyz")}
-ABOUT_ALL = {("get", "/nodes"), ("get", path) for path in ("/jobs", "/usage", "/keys", "/audit", "/me", "/webhooks")}
+ABOUT_ALL = {("get", path) for path in ("/jobs", "/nodes", "/usage", "/keys", "/audit", "/me", "/webhooks")}
 """What answers with as much as the caller may see, be it nothing."""
 SHUT = ("none", "unknown", "revoked", "expired", "token-expired")
 TOKENS = {f"token-{role}": f"token.{role}.sound" for role in Role}
