@@ -241,6 +241,8 @@ class Reconciler:
                 self.view.forget(job.id)
             reason = after.reason.message if after.reason else None
             log.info("job_moved", job=job.id, from_state=job.state, to_state=after.state, reason=reason)
+        elif after.reason is not None and (job.reason is None or job.reason.code is not after.reason.code):
+            log.info("job_waits", job=job.id, code=after.reason.code, reason=after.reason.message)
         return True
 
     def _tell(self, before: Job, after: Job) -> None:

@@ -139,6 +139,14 @@ def test_audit_of_a_mixture_checks_each_source() -> None:
     assert not audit_run(lambda: lines, [], plan).clean
 
 
+def test_audit_of_a_run_that_goes_on_meanwhile_leaves_new_groups_out() -> None:
+    run = history(groups=((1, 1, 0, 6), (1, 2, 4, 8)))
+    run.schedule = replace(run.schedule, last=None)
+    readings = iter([run.lines[:6], run.lines])
+    found = audit_run(lambda: next(readings), run.starts[:1], run.schedule)
+    assert (found.clean, found.steps, found.lines) == (True, 6, 6)
+
+
 def test_audit_lists_a_bounded_number_of_findings() -> None:
     run = history(samples=2000, batch=20, epochs=1)
     run.lines = [replace(line, samples=run.lines[0].samples) for line in run.lines]
