@@ -48,6 +48,7 @@ def to_row(job: Job) -> dict[str, Value]:
         "holds": int(ticket.holds),
         "waits": int(ticket.waits),
         "since": ticket.since,
+        "ulysses": ticket.group,
         "version": job.version,
     }
 
@@ -88,6 +89,7 @@ def ticket_of(row: Any) -> Ticket:
         waits=bool(row.waits),
         sizes=_sizes.validate_json(row.sizes),
         since=row.since,
+        group=row.ulysses,
     )
 
 

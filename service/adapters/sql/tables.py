@@ -31,6 +31,7 @@ jobs = Table(
     Column("holds", Integer, nullable=False),
     Column("waits", Integer, nullable=False),
     Column("since", Float(53), nullable=False),
+    Column("ulysses", Integer, nullable=False, server_default="1"),
     Column("version", Integer, nullable=False),
     Column("lease_owner", String(255)),
     Column("lease_until", Float(53)),

@@ -65,7 +65,7 @@ def test_migrations_carry_jobs_up_and_down(database: str) -> None:
     old: dict[str, Any] = {
         "name": "tiny",
         "project": "default",
-        "spec": dump(a_job(priority=4).spec),
+        "spec": dump(a_job(priority=4, strategy={"ulysses_size": 2}).spec),
         "run_dir": "file:///x",
         "created_at": 1.0,
         "updated_at": 9.0,

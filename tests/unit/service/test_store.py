@@ -295,6 +295,13 @@ def test_tickets_follow_every_change_of_a_long_queue(store: JobStore) -> None:
     assert {ticket.id: ticket for ticket in store.tickets()} == found
 
 
+def test_ticket_of_a_stored_job_is_that_of_the_job(store: JobStore) -> None:
+    job = a_job(strategy={"ulysses_size": 2})
+    store.add(NewJob(job))
+    assert store.tickets() == [Ticket.of(job)]
+    assert store.tickets()[0].group == 2
+
+
 def test_tickets_are_of_those_that_hold_room_or_wait_for_some(store: JobStore) -> None:
     running = replace(a_job("job-2", priority=5).begin_attempt(now=3.5), state=JobState.RUNNING)
     for job in (a_job("job-1"), running, replace(a_job("job-3"), state=JobState.FAILED)):
