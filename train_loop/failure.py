@@ -1,6 +1,7 @@
 """What is said of a run that fails: in the log, in the events, in the outcome."""
 
 import logging
+import re
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +18,8 @@ from train_loop.spec import SpecError
 log = logging.getLogger(__name__)
 MISTAKES = (UserError, SpecError)
 """What a person must mend; the message says what and how."""
+_GLOO_PLACE = re.compile(r"\[\S*/gloo/\S*:\d+\] ")
+_GLOO_ADVICE = re.compile(r"\. This is typically caused by a remote.*")
 _NAMED = (*MISTAKES, FencedError, CheckpointError)
 """What ends an attempt and has said all there is to say."""
 
@@ -64,8 +67,10 @@ def _named(error: UserError | SpecError | FencedError | CheckpointError) -> Outc
 
 
 def reason(error: BaseException) -> str:
-    """The cause in one line; its traceback is in the logs."""
-    return masker()("".join(traceback.format_exception_only(cause(error))).strip().partition("\n")[0])
+    """Return the cause in one line; its traceback is in the logs."""
+    line = "".join(traceback.format_exception_only(cause(error))).strip().partition("\n")[0]
+    # Of gloo's errors, without the place in its sources and its advice.
+    return masker()(_GLOO_ADVICE.sub("", _GLOO_PLACE.sub("", line)))
 
 
 def from_ranks(error: BaseException) -> bool:

@@ -3,7 +3,7 @@
 import functools
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ def work(config: dict[str, Any]) -> None:
     timeout = timedelta(seconds=spec.failure.hang_timeout_seconds)
     target, epoch = heartbeat_target(os.environ), int(os.environ.get(EPOCH_VARIABLE, "0"))
     heartbeat = Heartbeat(target, rank=context.get_world_rank(), epoch=epoch) if target is not None else None
+    held = _ranks_by_node()
     session = Session(
         rank=context.get_world_rank(),
         world=context.get_world_size(),
@@ -47,10 +48,10 @@ def work(config: dict[str, Any]) -> None:
         run_dir=run_dir,
         open_stream=functools.partial(ray_stream, timeout=timeout),
         timeout=timeout,
-        expect_restart=Spares(_spares(spec, context.get_world_rank())).keep,
+        expect_restart=_spares(spec, context.get_world_rank(), held).keep,
         proves_pauses=True,
         preemption=_preemption,
-        may_move=_may_move(spec),
+        may_move=_may_move(spec, held),
         mark=heartbeat.mark if heartbeat is not None else ignore_mark,
     )
     retry_storage(functools.partial(log_to, attempt.rank_log(session.rank)))
@@ -61,11 +62,14 @@ def work(config: dict[str, Any]) -> None:
         train(spec, session, _prepared(run_dir.data), _prepared(run_dir.eval_data) if spec.data.eval else None)
 
 
-def _spares(spec: JobSpec, rank: int) -> int:
-    """For a worker one that can take its place; where rank 0 is, Ray Data's coordinator would take one as well."""
+def _spares(spec: JobSpec, rank: int, held: Mapping[str, int]) -> Spares:
+    """Return the spare processes that a rank keeps: one that can replace it, and on rank 0 those of idle nodes.
+
+    On the node of rank 0, Ray Data's coordinator would take one as well.
+    """
     if not spec.failure.spare_workers:
-        return 0
-    return 2 if rank == 0 else 1
+        return Spares(0)
+    return Spares(2, elsewhere=(spec.scaling, held)) if rank == 0 else Spares(1)
 
 
 def _preemption() -> Preemption | None:
@@ -77,11 +81,15 @@ def _preemption() -> Preemption | None:
     return Preemption(tuple(found.preempted_ranks), deadline)
 
 
-def _may_move(spec: JobSpec) -> Callable[[], bool]:
-    """Return a check whether hosts that will stay have room for all ranks; a collective call."""
+def _ranks_by_node() -> Counter[str]:
+    """Return how many ranks of the group each node has, by node id; a collective call."""
     nodes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(nodes, this_node())
-    held = Counter(nodes)
+    return Counter(nodes)
+
+
+def _may_move(spec: JobSpec, held: Mapping[str, int]) -> Callable[[], bool]:
+    """Return a check whether hosts that will stay have room for all ranks."""
 
     def check() -> bool:
         room = room_that_stays(held, spec.scaling.resources_per_worker)

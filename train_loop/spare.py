@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import ray
@@ -60,18 +60,22 @@ def task_environment() -> Environment | None:
 class Spares:
     """Has processes started on this worker's node, for `count` actors like this one, once a run is worth it.
 
-    That is not at its start: what else its workers start would take them, and a short run needs none.
+    That is not at its start: what else its workers start would take them, and a short run needs none. With `elsewhere`,
+    the run's size and how many of its ranks each node has, idle nodes get ready to replace any one of these nodes.
     """
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, count: int, *, elsewhere: tuple[ScalingSpec, Mapping[str, int]] | None = None) -> None:
+        self.count = count
+        self._elsewhere = elsewhere
         self._begun = time.monotonic()
 
     def keep(self) -> None:
         """To be called now and then; returns at once."""
-        if self._count and time.monotonic() - self._begun >= _WORTH_IT:
-            _in_background(partial(_start_here, self._count))
-            self._count = 0
+        if self.count and time.monotonic() - self._begun >= _WORTH_IT:
+            _in_background(partial(_start_here, self.count))
+            if self._elsewhere is not None:
+                _in_background(partial(_start_elsewhere, *self._elsewhere))
+            self.count = 0
 
 
 def start_ahead(scaling: ScalingSpec, environment: Environment, *, group: int = 1) -> None:
@@ -87,6 +91,16 @@ def _start_here(count: int) -> None:
     raylet = importlib.import_module("train_loop.raylet")
     here = {raylet.this_node(): count}
     raylet.prestart(here, raylet.own_environment(), kept_seconds=_KEPT, timeout=_ASKING)
+
+
+def _start_elsewhere(scaling: ScalingSpec, held: Mapping[str, int]) -> None:
+    raylet = importlib.import_module("train_loop.raylet")
+    _, free = raylet.usable()
+    idle = {node: amounts for node, amounts in free.items() if node not in held}
+    most = max(held.values())
+    ranks = lay_out(scaling.model_copy(update={"num_workers": most, "placement_strategy": "PACK"}), list(idle.values()))
+    counts = {list(idle)[place]: len(mine) for place, mine in (ranks or {}).items()}
+    raylet.prestart(counts, raylet.own_environment(), kept_seconds=_KEPT, timeout=_ASKING)
 
 
 def _start_ahead(scaling: ScalingSpec, environment: Environment, group: int = 1) -> None:

@@ -146,6 +146,28 @@ class HostCluster:
         """The job's run directory, seen from the test."""
         return RunDir(self.lab.shared / "runs" / "default" / job_id)
 
+    def hosts_of(self, job_id: str) -> dict[int, Host]:
+        """The host of each rank of the job's newest worker group."""
+        newest = self.events(job_id, "group_started")[-1]["hosts"]
+        return {int(rank): self.lab.hosts[name] for rank, name in newest.items()}
+
+    def kill_rank(self, job_id: str, rank: int, signal: str = "KILL") -> None:
+        """Send a signal to the process of a rank of the newest group that trains."""
+        (worker,) = [one for one in self.events(job_id, "training_started")[-1]["workers"] if one["rank"] == rank]
+        self.lab.hosts[worker["host"]].run("kill", f"-{signal}", str(worker["pid"]))
+
+    def drain(self, host: Host, *, seconds: int) -> None:
+        """Give Ray notice that a host will be taken away in so many seconds, as a cloud does before it preempts one."""
+        answer = self._dashboard.get("/api/v0/nodes", params={"limit": 100}).json()
+        (node,) = [
+            one
+            for one in answer["data"]["result"]["result"]
+            if one["node_ip"] == host.address and one["state"] == "ALIVE"
+        ]
+        command = ["ray", "drain-node", "--address", f"{self.head.address}:6379", "--node-id", node["node_id"]]
+        command += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
+        self.ray(*command, "--deadline-remaining-seconds", str(seconds))
+
     def events(self, job_id: str, *names: str) -> list[dict[str, Any]]:
         """The events of all attempts, or those of some kinds."""
         lines = [line for attempt in self.run_dir(job_id).attempts() for line in read_lines(attempt.events)]
@@ -165,11 +187,15 @@ class HostCluster:
 
 @contextmanager
 def host_cluster(
-    shared: Path, nodes: int = 2, *, hosts_file: HostsFile = "real", settings: Mapping[str, str] | None = None
+    shared: Path,
+    nodes: int = 2,
+    *,
+    hosts_files: Sequence[HostsFile] = ("real",),
+    settings: Mapping[str, str] | None = None,
 ) -> Iterator[HostCluster]:
     """A running cluster on test hosts."""
     names: Sequence[str] = ["head", *(f"node{number}" for number in range(1, nodes + 1))]
-    with lab(names, shared=shared, hosts_file=hosts_file) as made:
+    with lab(names, shared=shared, hosts_files=hosts_files) as made:
         cluster = HostCluster(made, settings=settings)
         cluster.start()
         yield cluster

@@ -330,13 +330,13 @@ class Lab:
 
 
 @contextmanager
-def lab(names: Sequence[str], *, shared: Path, hosts_file: HostsFile = "real") -> Iterator[Lab]:
-    """Hosts of these names, switched on, numbered from 10."""
+def lab(names: Sequence[str], *, shared: Path, hosts_files: Sequence[HostsFile] = ("real",)) -> Iterator[Lab]:
+    """Hosts of these names, switched on, numbered from 10, with these variants of /etc/hosts in turn."""
     with tempfile.TemporaryDirectory(prefix="lab-") as folder:
         made = Lab(Path(folder), shared)
         try:
-            for number, name in enumerate(names, start=10):
-                made.add(name, number, hosts_file)
+            for number, name in enumerate(names):
+                made.add(name, 10 + number, hosts_files[number % len(hosts_files)])
             for host in made.hosts.values():
                 host.start()
             yield made

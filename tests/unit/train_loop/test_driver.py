@@ -17,7 +17,7 @@ from train_loop.spare import task_environment
 @pytest.mark.parametrize(("wanted", "counts"), [(True, [2, 1]), (False, [0, 0])])
 def test_a_run_says_whether_it_wants_them(monkeypatch: pytest.MonkeyPatch, wanted: bool, counts: list[int]) -> None:
     job = spec(failure={"spare_workers": wanted})
-    assert [rank._spares(job, number) for number in (0, 1)] == counts
+    assert [rank._spares(job, number, {"node": 2}).count for number in (0, 1)] == counts
     variables = driver._environment(job).get("env_vars", {})
     assert (spare._HOOK in variables) == wanted
     for name, value in variables.items():

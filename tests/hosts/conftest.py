@@ -1,0 +1,24 @@
+"""Test hosts for every test of this folder; without root and iproute2 they are skipped, with the reason."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.hosts import why_no_hosts
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests that need hosts where there can be none."""
+    why = why_no_hosts()
+    for item in items:
+        if why is not None and Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason=why))
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Path]:
+    """The storage that all hosts share; not on a memory file system, which has no room for logs."""
+    with tempfile.TemporaryDirectory(prefix="shared-", dir="/var/tmp") as folder:
+        yield Path(folder)
