@@ -4,6 +4,7 @@ from functools import lru_cache
 from typing import Any
 
 from pydantic import TypeAdapter
+from pydantic_core import from_json
 from sqlalchemy import Row
 
 from service.domain.job import Attempt, Job, JobState, Lineage, Wish
@@ -77,7 +78,7 @@ def from_row(row: Row[tuple[object, ...]]) -> Job:
 
 
 def ticket_of(row: Any) -> Ticket:
-    """The ticket of a row, without reading its spec."""
+    """Return the ticket of a row; all of the spec is validated only when a job is read."""
     return Ticket(
         id=row.id,
         project=row.project,
@@ -88,7 +89,13 @@ def ticket_of(row: Any) -> Ticket:
         waits=bool(row.waits),
         sizes=_sizes.validate_json(row.sizes),
         since=row.since,
+        group=_group(row.spec),
     )
+
+
+@lru_cache(maxsize=4096)
+def _group(text: str) -> int:
+    return int(from_json(text).get("strategy", {}).get("ulysses_size", 1))
 
 
 @lru_cache(maxsize=1024)

@@ -45,6 +45,7 @@ _TICKET = (
     jobs.c.waits,
     jobs.c.sizes,
     jobs.c.since,
+    jobs.c.spec,
     jobs.c.version,
 )
 _NAMED = 1000
