@@ -71,8 +71,7 @@ def test_killed_rank_is_named_with_its_host_and_signal(cluster: HostCluster, job
     assert (loss["ranks"], loss["hosts"], loss["cause"]) == ([2], [host.name], "killed")
     assert loss["error"] == f"rank 2 on {host.name} was killed by signal 9 (SIGKILL)"
     assert "reported" in str(loss.get("survivors", "ranks 0, 1 and 3 reported"))
-    job = wait_for(lambda: (j := cluster.client.job(job_id)).reason and j, "a reason")
-    assert str(loss["error"]) in str(job.reason and job.reason.message)
+    assert str(loss["error"]) in reason_of(cluster, job_id)
     next_group(cluster, job_id, epoch)
     assert wait_for(lambda: cluster.client.job(job_id).reason is None, "the reason to clear")
 
@@ -82,13 +81,9 @@ def test_stopped_rank_is_named_by_those_that_wait_for_it(cluster: HostCluster, j
     cluster.kill_rank(job_id, 3, "STOP")
     stopped = time.monotonic()
     try:
-        reason = wait_for(
-            lambda: (r := cluster.client.job(job_id).progress.waits_for) and r.code == "stalled" and r,
-            "a reason",
-            seconds=30,
-        )
+        message = wait_for(lambda: waits_for(cluster, job_id, "stalled"), "a reason", seconds=30)
         assert time.monotonic() - stopped < 20
-        assert "ranks 0-2 wait for rank 3" in reason.message
+        assert "ranks 0-2 wait for rank 3" in message
         assert cluster.client.job(job_id).state is JobState.RUNNING
     finally:
         cluster.kill_rank(job_id, 3, "CONT")
@@ -124,6 +119,22 @@ def test_cut_host_is_lost_within_fifteen_seconds_and_its_ranks_exit(cluster: Hos
     (loss,) = [one for one in cluster.events(job_id, "workers_lost") if one["epoch"] == epoch]
     assert loss["cause"] == "host_lost"
     assert str(loss["error"]).startswith(f"host {host.name} was lost (ranks ")
+
+
+def reason_of(cluster: HostCluster, job_id: str) -> str:
+    """The job's reason, once it has one."""
+
+    def message() -> str | None:
+        reason = cluster.client.job(job_id).reason
+        return reason and reason.message
+
+    return wait_for(message, "a reason")
+
+
+def waits_for(cluster: HostCluster, job_id: str, code: str) -> str | None:
+    """What the job waits for, if the code of it is this one."""
+    found = cluster.client.job(job_id).progress.waits_for
+    return found.message if found is not None and found.code == code else None
 
 
 def alive(host: Host, pid: int) -> bool:

@@ -67,6 +67,13 @@ class HostCluster:
         port = self.head.forward(8000, address="127.0.0.1")
         self._client = Client(f"http://127.0.0.1:{port}", key)
 
+    def close(self) -> None:
+        """Close the connections of the test."""
+        if self._client is not None:
+            self._client.close()
+        if self._dashboard_client is not None:
+            self._dashboard_client.close()
+
     def _configure(self, host: Host) -> None:
         text = (REPOSITORY / "deploy/systemd/trainshed.env").read_text()
         text = text.replace("10.0.0.10", self.head.address).replace("10.0.0.11", host.address)
@@ -197,8 +204,11 @@ def host_cluster(
     names: Sequence[str] = ["head", *(f"node{number}" for number in range(1, nodes + 1))]
     with lab(names, shared=shared, hosts_files=hosts_files) as made:
         cluster = HostCluster(made, settings=settings)
-        cluster.start()
-        yield cluster
+        try:
+            cluster.start()
+            yield cluster
+        finally:
+            cluster.close()
 
 
 def host_job(shared: Path, **parts: dict[str, Any]) -> dict[str, Any]:

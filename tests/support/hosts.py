@@ -275,8 +275,7 @@ class Host:
             near.close()
             return
         far.settimeout(None)
-        threading.Thread(target=_pump, args=(near, far), daemon=True).start()
-        _pump(far, near)
+        _relay(near, far)
 
 
 def _pump(source: socket.socket, target: socket.socket) -> None:
@@ -286,6 +285,14 @@ def _pump(source: socket.socket, target: socket.socket) -> None:
     for end in (source, target):
         with suppress(OSError):
             end.shutdown(socket.SHUT_RDWR)
+
+
+def _relay(near: socket.socket, far: socket.socket) -> None:
+    with near, far:
+        back = threading.Thread(target=_pump, args=(near, far), daemon=True)
+        back.start()
+        _pump(far, near)
+        back.join()
 
 
 class Lab:

@@ -78,7 +78,7 @@ def from_row(row: Row[tuple[object, ...]]) -> Job:
 
 
 def ticket_of(row: Any) -> Ticket:
-    """The ticket of a row, without reading its spec."""
+    """Return the ticket of a row; all of the spec is validated only when a job is read."""
     return Ticket(
         id=row.id,
         project=row.project,

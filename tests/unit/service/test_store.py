@@ -310,6 +310,15 @@ def test_tickets_are_of_those_that_hold_room_or_wait_for_some(store: JobStore) -
     assert store.active() == ["job-2"]
 
 
+def test_tickets_name_the_ulysses_size(store: JobStore) -> None:
+    job = a_job()
+    strategy = job.spec.strategy.model_copy(update={"ulysses_size": 2})
+    job = replace(job, spec=job.spec.model_copy(update={"strategy": strategy}))
+    store.add(NewJob(job))
+    assert store.tickets() == [Ticket.of(job)]
+    assert store.tickets()[0].group == 2
+
+
 def test_one_at_a_time_decides_about_the_queue(store: JobStore) -> None:
     assert store.lead(Lease("a", now=0.0, until=10.0))
     assert not store.lead(Lease("b", now=5.0, until=15.0))

@@ -7,6 +7,7 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 
 from train_loop import placement
 from train_loop.placement import Nodes, Placement
+from train_loop.plan import AUTOSCALED_VARIABLE
 from train_loop.spec import ScalingSpec
 
 TWO_HOSTS: Nodes = {"a": {"CPU": 2.0}, "b": {"CPU": 3.0}}
@@ -57,3 +58,11 @@ def test_choose_without_room_reports_what_is_missing_and_gives_up() -> None:
 def test_choose_without_room_on_a_growing_cluster_leaves_it_to_ray() -> None:
     cluster = Cluster({"a": {"CPU": 1.0}}, autoscaled=True)
     assert cluster.choose(cluster.scaling) is None
+
+
+@pytest.mark.parametrize(("told", "grows", "expected"), [({}, False, False), ({}, True, True), ("1", False, True)])
+def test_autoscaled_follows_the_operator_and_ray(
+    told: Any, grows: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train_loop.raylet.grows", lambda: grows)
+    assert placement.autoscaled({AUTOSCALED_VARIABLE: told} if told else {}) is expected
