@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 SILENT_SECONDS, LOST_SECONDS = 5.0, 10.0
 """A host whose ranks send no heartbeat for so long is reported as silent, then declared lost."""
-STALL_SECONDS, LACK_SECONDS = 10.0, 5.0
+STALL_SECONDS, LACK_SECONDS = 8.0, 5.0
 _LATE_SECONDS = 2.5
 """After a failure, a host that is silent for so long is its cause."""
 _CAUSE_SECONDS = 4.0

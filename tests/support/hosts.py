@@ -122,6 +122,7 @@ class Host:
         self.address = f"{_NET}.{number}"
         self._namespace: Namespace | None = None
         self._forwarders: list[socket.socket] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
         """Switch the host on; nothing runs on it yet."""
@@ -176,13 +177,15 @@ class Host:
     def spawn(self, *command: str, log: str, env: Mapping[str, str] | None = None) -> "subprocess.Popen[bytes]":
         """Start a command on this host; it writes to a log in the lab's folder."""
         with self.log(log).open("ab") as file:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 self.command(*command, env=env),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
             )
+        self._processes.append(process)
+        return process
 
     def log(self, name: str) -> Path:
         """A log of this host, seen from the test."""
@@ -238,6 +241,9 @@ class Host:
         if self._namespace is not None:
             self._namespace.kill()
             self._namespace = None
+            for process in self._processes:
+                process.wait(timeout=30)
+            self._processes = []
             self.lab.unplug(self)
 
     def unmount(self) -> None:

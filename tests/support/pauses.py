@@ -7,6 +7,7 @@ for a random time. A program that is never resumed has died.
 import io
 import os
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
@@ -34,6 +35,7 @@ class Schedule:
         self._busy: set[greenlet] = set()
         self._changed: str | None = None
         self._main = greenlet.getcurrent()
+        self._thread = threading.get_ident()
         self.running = False
 
     def run(self, programs: Sequence[Program], *, watch: Callable[[str], None]) -> None:
@@ -75,7 +77,8 @@ class Schedule:
     def before(self, name: str, operation: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Pause, then carry out an operation as one."""
         program = greenlet.getcurrent()
-        if not self.running or program is self._main or program in self._busy:
+        elsewhere = threading.get_ident() != self._thread
+        if elsewhere or not self.running or program is self._main or program in self._busy:
             return operation(*arguments, **options)
         self._main.switch()
         try:

@@ -13,6 +13,8 @@ from train_loop.run_dir import Fence, Manifest, RunDir, create_object, list_fold
 
 _RETIRED = "retired.json"
 """The manifest of one that is being removed."""
+_TRIES = 3
+"""Late manifests of superseded groups that a commit removes before it gives up."""
 _REJECTED = "rejected.json"
 """That of one that was put aside."""
 _MARKS = (NAME, _RETIRED, _REJECTED)
@@ -47,7 +49,8 @@ class ObjectLedger:
         """
         manifest = draft.sealed()
         folder = self.run_dir.checkpoint(manifest.step)
-        if not self._is_there(manifest):
+        tries = 0
+        while not self._is_there(manifest):
             check_fence(self.run_dir, self.token)
             if not has_its_files(folder, manifest):
                 raise FileNotFoundError(errno.ENOENT, "files of the checkpoint have been removed", str(folder))
@@ -55,8 +58,10 @@ class ObjectLedger:
             try:
                 create_object(folder / NAME, manifest.model_dump_json(indent=2).encode())
             except FileExistsError:
-                # Asked again because the answer was lost, object storage says so of our own.
-                if not self._is_there(manifest):
+                # It may be our own, if the answer to an earlier request was lost; or that of a superseded group, which
+                # was paused before its request.
+                tries += 1
+                if tries > _TRIES:
                     raise
         # Not taken back: the newer group may have selected it, or have put its own in this place.
         check_fence(self.run_dir, self.token)

@@ -40,9 +40,9 @@ def fit_and_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, end: str) -
     def fail() -> None:
         raise ConnectionError("the cluster is gone")
 
-    attempt_module = SimpleNamespace(prepare_samples=lambda *_: None, trainer=lambda *_: SimpleNamespace(fit=fit))
+    attempt_module = SimpleNamespace(prepare_samples=lambda *_: None, trainer=lambda *_, **__: SimpleNamespace(fit=fit))
     monkeypatch.setitem(sys.modules, "train_loop.attempt", attempt_module)
-    monkeypatch.setattr(driver, "start_ahead", lambda *_: None)
+    monkeypatch.setattr(driver, "start_ahead", lambda *_, **__: None)
     monkeypatch.setattr("ray.init", lambda **_: None)
     monkeypatch.setattr("ray.shutdown", fail)
     attempt = run_dir.attempt(1)

@@ -31,7 +31,7 @@ from train_loop.journal import Journal, group_journal
 from train_loop.run_dir import Fence, Manifest, RunDir, lines, read_lines, segments
 from train_loop.spec import CheckpointSpec
 
-SCHEDULES = {"folders": 3_000, "objects": 7_020}
+SCHEDULES = {"folders": 7_020, "objects": 3_000}
 """Seeds of each kind of storage."""
 T = TypeVar("T")
 _SPEC = CheckpointSpec(keep_last=1)

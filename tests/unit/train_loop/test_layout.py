@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train_loop.plan import lay_out, missing_places, no_place, why_split
+from train_loop.plan import lay_out, missing_places, no_place, why_no_data_cpu, why_split
 from train_loop.spec import ScalingSpec
 
 FOUR = {"CPU": 16.0, "GPU": 4.0}
@@ -125,7 +125,7 @@ def test_lay_out_starves_ray_data_only_if_every_layout_does(
         for place, node in enumerate(nodes)
     )
     assert any(keeps) == possible
-    assert (no_place(scaling(workers, strategy, CPU=each), nodes) is None) == possible
+    assert (why_no_data_cpu(scaling(workers, strategy, CPU=each), nodes) is None) == possible
 
 
 @pytest.mark.parametrize(
