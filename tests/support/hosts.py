@@ -102,9 +102,12 @@ class Namespace:
         return ["nsenter", "--target", str(self.pid), *flags, "--"]
 
     def kill(self) -> None:
-        """End all processes inside at once, as when the power fails."""
+        """End all processes inside at once, as when the power fails; `wait` for their end."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> None:
+        """Wait until all processes inside have ended."""
         self.holder.wait(timeout=30)
         for pipe in (self.holder.stdout, self.holder.stderr):
             if pipe is not None:
@@ -226,6 +229,9 @@ class Host:
     def thaw(self) -> None:
         """Let all processes go on."""
         self._signal_all("CONT")
+        # nsenter stops itself when its child is stopped.
+        for process in self._processes:
+            process.send_signal(signal.SIGCONT)
 
     def _signal_all(self, name: str) -> None:
         assert self._namespace is not None
@@ -240,10 +246,12 @@ class Host:
         self._forwarders = []
         if self._namespace is not None:
             self._namespace.kill()
-            self._namespace = None
+            # Each of these reaps a process inside, without which the namespace does not end.
             for process in self._processes:
+                process.kill()
                 process.wait(timeout=30)
-            self._processes = []
+            self._namespace.wait()
+            self._namespace, self._processes = None, []
             self.lab.unplug(self)
 
     def unmount(self) -> None:
@@ -340,6 +348,7 @@ class Lab:
         for host in self.hosts.values():
             host.kill()
         self._switch.kill()
+        self._switch.wait()
 
 
 @contextmanager
