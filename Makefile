@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 PEERS := .venv/.peers
 
-.PHONY: setup demo test bench serve check format
+.PHONY: setup demo test hosts bench serve check format
 .DEFAULT_GOAL := setup
 
 setup: $(INSTALLED)
@@ -21,6 +21,10 @@ demo:
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+# All tests on hosts in namespaces, with those that `make test` leaves out. Needs root and iproute2.
+hosts: $(INSTALLED)
+	MORE_HOSTS=1 $(BIN)/python -m pytest tests/hosts
 
 $(PEERS): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench]'

@@ -24,7 +24,9 @@ Job = Annotated[
 Project = Annotated[str | None, typer.Option(help="audit log: only this project")]
 After = Annotated[int | None, typer.Option(min=1, help="audit log: `next` of the previous page")]
 Limit = Annotated[int, typer.Option(min=1, max=200, help="audit log: maximum number of entries")]
-Strict = Annotated[bool, typer.Option("--strict", help="run audit: exit with 1 also if steps were trained again")]
+AllowRepeated = Annotated[
+    bool, typer.Option("--allow-repeated", help="run audit: exit with 0 if nothing is wrong but steps trained again")
+]
 
 
 def audit(
@@ -32,14 +34,17 @@ def audit(
     project: Project = None,
     after: After = None,
     limit: Limit = 50,
-    strict: Strict = False,
+    allow_repeated: AllowRepeated = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show who changed what, newest first. With JOB, check its samples over all attempts and exit with 1 on errors."""
+    """Show who changed what, newest first. With JOB, check the samples of its steps over all attempts.
+
+    Exits with 1 if steps were trained again, or samples are duplicated, missing or out of order.
+    """
     if job is not None:
         if project is not None or after is not None:
             fail("--project and --after belong to the audit log; leave them out, or leave out JOB", code=Exit.USAGE)
-        _audit_run(job, strict=strict, as_json=as_json)
+        _audit_run(job, allow_repeated=allow_repeated, as_json=as_json)
     with connect() as api:
         page = api.audit(project=project, after=after, limit=limit)
     if as_json:
@@ -49,7 +54,7 @@ def audit(
     show_next(f"audit --after {page.next}" if page.has_more else "keys ls")
 
 
-def _audit_run(job: str, *, strict: bool, as_json: bool) -> None:
+def _audit_run(job: str, *, allow_repeated: bool, as_json: bool) -> None:
     with connect() as api:
         job_id = find_job(api, job)
         found = api.audit_job(job_id)
@@ -58,7 +63,8 @@ def _audit_run(job: str, *, strict: bool, as_json: bool) -> None:
     else:
         show_audit(found)
         show_next(f"metrics {job_id} --lines")
-    raise typer.Exit(Exit.DONE if found.clean and not (strict and found.repeated.total) else Exit.FAILED)
+    repeated = found.repeated.total and not allow_repeated
+    raise typer.Exit(Exit.FAILED if repeated or not found.clean else Exit.DONE)
 
 
 def show_audit(found: RunAuditOut) -> None:

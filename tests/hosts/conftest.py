@@ -1,5 +1,6 @@
 """Test hosts for every test of this folder; without root and iproute2 they are skipped, with the reason."""
 
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests that need hosts where there can be none."""
     why = why_no_hosts()
     for item in items:
-        if why is not None and Path(__file__).parent in item.path.parents:
+        if Path(__file__).parent not in item.path.parents:
+            continue
+        if why is not None:
             item.add_marker(pytest.mark.skip(reason=why))
+        elif item.get_closest_marker("more") and "MORE_HOSTS" not in os.environ:
+            item.add_marker(pytest.mark.skip(reason="takes minutes: `make hosts` runs it"))
 
 
 @pytest.fixture(scope="module")

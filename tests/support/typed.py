@@ -3,7 +3,7 @@
 import os
 import re
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -51,9 +51,9 @@ def _pattern(answer: str) -> str:
 class Shell:
     """One bash for all that is typed, so that a variable stays."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], *, command: Sequence[str] = ("bash", "--norc")) -> None:
         self._bash = subprocess.Popen(
-            ["bash", "--norc"],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

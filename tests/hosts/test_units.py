@@ -1,0 +1,79 @@
+"""Hosts and the head that go and come back under their systemd units: nobody restarts anything by hand."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from service.domain.job import JobState
+from tests.support.host_cluster import HostCluster, host_cluster
+from tests.support.waiting import wait_for
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.more]
+EVERY = 10
+
+
+@pytest.fixture(scope="module")
+def cluster(shared: Path) -> Iterator[HostCluster]:
+    with host_cluster(shared, 2) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def job_id(cluster: HostCluster) -> str:
+    """A long job that needs both hosts."""
+    job_id = cluster.submit(training={"max_steps": 100_000}, checkpoint={"every_steps": EVERY})
+    cluster.wait_for_step(job_id, EVERY + 2)
+    return job_id
+
+
+def waits_for(cluster: HostCluster, job_id: str, code: str) -> str:
+    """What the job waits for, if the code of it is this one; otherwise nothing."""
+    found = cluster.client.job(job_id).progress.waits_for
+    return found.message if found is not None and found.code == code else ""
+
+
+def test_doctor_finds_that_the_hosts_can_communicate(cluster: HostCluster) -> None:
+    (network,) = [one for one in cluster.client.doctor().findings if one.check == "network"]
+    assert network.verdict.value == "ok", network
+
+
+def test_job_without_room_names_what_is_missing_and_which_host_left(cluster: HostCluster, job_id: str) -> None:
+    host = cluster.hosts_of(job_id)[3]
+    host.kill()
+    killed = time.monotonic()
+    message = wait_for(lambda: waits_for(cluster, job_id, "capacity"), "a reason", seconds=60)
+    assert host.name in message
+    assert "0.75 CPU" in message
+    assert time.monotonic() - killed < 30
+
+
+def test_host_that_comes_back_continues_the_job(cluster: HostCluster, job_id: str) -> None:
+    (host,) = [node for node in cluster.nodes if not node.is_on]
+    best = max(line["step"] for line in cluster.metrics(job_id))
+    host.start()
+    cluster.start_node(host)
+    cluster.wait_for_step(job_id, best + 5)
+    assert len(cluster.client.job(job_id).attempts) == 1
+    assert cluster.client.job(job_id).progress.waits_for is None
+
+
+def test_new_head_is_joined_by_all_nodes_and_the_job_continues(cluster: HostCluster, job_id: str) -> None:
+    best = max(line["step"] for line in cluster.metrics(job_id))
+    cluster.head.run("pkill", "-9", "-f", "gcs_server")
+    wait_for(lambda: len(cluster.client.job(job_id).attempts) == 2, "a second attempt", seconds=120)
+    cluster.wait_for_step(job_id, best + 5)
+    job = cluster.client.job(job_id)
+    assert [attempt.result for attempt in job.attempts] == ["failed", None]
+    assert cluster.client.audit_job(job_id).clean
+
+
+def test_cancel_of_a_job_without_workers_takes_effect_at_once(cluster: HostCluster, job_id: str) -> None:
+    host = cluster.hosts_of(job_id)[3]
+    host.kill()
+    wait_for(lambda: waits_for(cluster, job_id, "capacity"), "a reason", seconds=60)
+    asked = time.monotonic()
+    cluster.client.cancel(job_id)
+    cluster.wait_for_state(job_id, JobState.CANCELLED, seconds=20)
+    assert time.monotonic() - asked < 10

@@ -1,0 +1,97 @@
+"""docs/several-hosts.md, typed on two test hosts: what its commands answer is compared with the page."""
+
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.support.hosts import Host, Lab, lab
+from tests.support.typed import Shell, Typed
+
+PAGE = Path("docs/several-hosts.md")
+_BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_PROMPT = re.compile(r"^(head|node1)\$ ", re.MULTILINE)
+_UNITS = {"node1": "trainshed-node"}
+"""What a host starts by itself when it is switched on."""
+
+
+def commands() -> Iterator[tuple[str, Typed]]:
+    """Each command of the page with its host, in order."""
+    for block in _BLOCK.findall(PAGE.read_text()):
+        _, *parts = _PROMPT.split(block)
+        for host, text in zip(parts[::2], parts[1::2], strict=True):
+            command, _, answer = text.partition("\n")
+            yield host, Typed(command, answer)
+
+
+class Operator:
+    """Types on the hosts of a lab, and does what needs hands or systemd."""
+
+    def __init__(self, made: Lab, stack: ExitStack) -> None:
+        self._lab = made
+        self._stack = stack
+        self._shells: dict[str, Shell] = {}
+
+    def type(self, name: str, command: str) -> tuple[str, int]:
+        """What a command says on a host, and its exit code."""
+        host = self._lab.hosts[name]
+        match command.split():
+            case ["scp", source, target]:
+                other, _, path = target.partition(":")
+                self._lab.hosts[other].write(path, host.read(source) or "")
+            case ["systemctl", "enable", "--now", unit]:
+                host.start_unit(unit)
+            case ["poweroff"]:
+                host.kill()
+            case ["poweron"]:
+                self._switch_on(host)
+            case _:
+                return self._shell(host).type(command)
+        return "", 0
+
+    def _switch_on(self, host: Host) -> None:
+        # A real disk keeps these files.
+        token, settings = (
+            self._files[host.name][path] for path in ("/etc/trainshed/ray.token", "/etc/trainshed/trainshed.env")
+        )
+        host.start()
+        host.write("/etc/trainshed/ray.token", token)
+        host.write("/etc/trainshed/trainshed.env", settings)
+        host.start_unit(_UNITS[host.name])
+
+    @property
+    def _files(self) -> dict[str, dict[str, str]]:
+        head = self._lab.hosts["head"]
+        settings = (head.read("/etc/trainshed/trainshed.env") or "").replace(
+            "NODE_ADDRESS=10.77.0.10", "NODE_ADDRESS=10.77.0.11"
+        )
+        files = {
+            "/etc/trainshed/ray.token": head.read("/etc/trainshed/ray.token") or "",
+            "/etc/trainshed/trainshed.env": settings,
+        }
+        return {"node1": files}
+
+    def _shell(self, host: Host) -> Shell:
+        if host.name not in self._shells:
+            command = host.command("bash", "--norc", env={"COLUMNS": "200"})
+            self._shells[host.name] = self._stack.enter_context(Shell({}, command=command))
+        return self._shells[host.name]
+
+
+@pytest.mark.more
+@pytest.mark.timeout(600)
+def test_walkthrough_of_several_hosts_goes_as_its_page_says(shared: Path) -> None:
+    for folder in ("runs", "data"):
+        (shared / folder).mkdir()
+    with lab(["head", "node1"], shared=shared, hosts_files=["debian"]) as made, ExitStack() as stack:
+        operator = Operator(made, stack)
+        for name, one in commands():
+            try:
+                said, code = operator.type(name, one.command)
+            except subprocess.TimeoutExpired as error:
+                raise AssertionError(f"{name}$ {one.command} did not end") from error
+            assert code == 0, f"{name}$ {one.command}\n{said}"
+            assert one.fits(said), f"{name}$ {one.command}\n{said}\n--- the page says\n{one.answer}"
