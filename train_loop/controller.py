@@ -6,7 +6,10 @@ The controller unpickles this module: it must not import what only ranks need, w
 import logging
 import os
 import pkgutil
+import queue
 import socket
+import threading
+import time
 import uuid
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -31,7 +34,7 @@ from train_loop.run_dir import RunDir, expect_run_dir, list_folder, size_of, sto
 from train_loop.spec import JobSpec
 
 log = logging.getLogger(__name__)
-_PROBE_SECONDS = 2.0
+_PROBE_SECONDS, _LAST_EVENTS_SECONDS = 2.0, 5.0
 HEARTBEATS = "TRAINSHED_HEARTBEATS"
 """Passes the target of heartbeats to ranks."""
 
@@ -57,6 +60,9 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
         with storage_may_fail(lambda error: log.warning("the driver's log cannot be opened: %s", error)):
             log_lines_to(self._attempt.driver_log)
         self._journal = Journal(self._attempt, epoch=NewestEpoch(self._run_dir, self._attempt.number))
+        self._events: queue.SimpleQueue[tuple[str, dict[str, Any]] | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write_events, name="events", daemon=True)
+        self._writer.start()
         address, own_host = ray.util.get_node_ip_address(), socket.gethostname()
         self._monitor = GroupMonitor(address, self._report, self, own_host=own_host)
         self._monitor.start()
@@ -113,10 +119,27 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
                 ray.kill(actor)
         yield
 
+    def after_controller_finish(self, result: Any) -> None:
+        """Write the last events."""
+        self._events.put(None)
+        self._writer.join(_LAST_EVENTS_SECONDS)
+
     def _report(self, name: str, **fields: Any) -> None:
-        """Write an event, and one line of the driver's log."""
-        log.info("%s: %s", name, ", ".join(f"{field}={value}" for field, value in fields.items()))
-        self._journal.event(name, **fields)
+        """Have an event written. It returns at once: storage that hangs must not stop the watch."""
+        self._events.put((name, {"time": time.time(), **fields}))
+
+    def _write_events(self) -> None:
+        """Write events in their order, and one line of the driver's log for each."""
+        while (event := self._events.get()) is not None:
+            name, fields = event
+            # A fault here must not end the reports of a run.
+            try:
+                self._journal.event(name, **fields)
+            except Exception:
+                log.exception("the event %s could not be written", name)
+            log.info(
+                "%s: %s", name, ", ".join(f"{field}={value}" for field, value in fields.items() if field != "time")
+            )
 
     def declare_lost(self, host: str) -> None:
         """Have Ray treat a host as dead, so that it restarts what ran there elsewhere."""
