@@ -1,0 +1,80 @@
+"""When a run that was told of a preemption saves and moves."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from train_loop.data.reader import local_stream
+from train_loop.journal import Journal
+from train_loop.preemption import PreemptionWatch
+from train_loop.run_dir import RunDir, read_lines
+from train_loop.session import Preemption, Session
+
+DEADLINE = 1030.0
+
+
+@dataclass
+class World:
+    """A rank's session, its clocks, and what Ray knows."""
+
+    session: Session
+    now: float = 0.0
+    notice: Preemption | None = None
+    room: bool = False
+
+    def watch(self) -> PreemptionWatch:
+        session = replace(self.session, preemption=lambda: self.notice, may_move=lambda: self.room)
+        return PreemptionWatch(session, clock=lambda: self.now, wall_clock=lambda: 1000.0 + self.now)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(Session(rank=0, world=1, local_rank=0, attempt=1, run_dir=RunDir(tmp_path), open_stream=local_stream))
+
+
+def noticed(world: World) -> PreemptionWatch:
+    watch = world.watch()
+    world.notice = Preemption((2, 3), DEADLINE)
+    assert watch.sees_news(Journal(world.session.run_dir.attempt(1)))
+    return watch
+
+
+def test_notice_is_news_once_and_an_event(world: World) -> None:
+    watch, journal = noticed(world), Journal(world.session.run_dir.attempt(1))
+    assert not watch.sees_news(journal)
+    (event,) = read_lines(world.session.run_dir.attempt(1).events)
+    assert (event["event"], event["ranks"], event["deadline"]) == ("preemption_notice", [2, 3], DEADLINE)
+
+
+def test_run_without_a_notice_neither_moves_nor_saves(world: World) -> None:
+    watch, world.room, world.now = world.watch(), True, 100.0
+    assert not watch.wants_to_move()
+    assert not watch.wants_last_save()
+
+
+def test_run_moves_once_other_hosts_have_room(world: World) -> None:
+    watch = noticed(world)
+    world.now = 3.0
+    assert not watch.wants_to_move()
+    world.room = True
+    assert not watch.wants_to_move(), "the cluster is asked every two seconds"
+    world.now = 6.0
+    assert watch.wants_to_move()
+
+
+def test_run_without_room_saves_once_within_three_seconds_of_the_deadline(world: World) -> None:
+    watch = noticed(world)
+    found = []
+    for second in range(24, 31):
+        world.now = float(second)
+        found.append((second, watch.wants_last_save()))
+    assert [second for second, wanted in found if wanted] == [27]
+
+
+def test_run_with_a_notice_without_a_deadline_saves_no_second_time(world: World) -> None:
+    watch = world.watch()
+    world.notice = Preemption((2,), None)
+    watch.sees_news(Journal(world.session.run_dir.attempt(1)))
+    world.now = 500.0
+    assert not watch.wants_last_save()
