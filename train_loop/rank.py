@@ -34,7 +34,8 @@ def work(config: dict[str, Any]) -> None:
     context, run_dir = get_context(), RunDir.at(config["run_dir"])
     attempt = run_dir.attempt(config["attempt"])
     expect_run_dir(run_dir.root)
-    spec = retry_storage(lambda: attempt.spec(run_dir.spec()))
+    whole = retry_storage(run_dir.spec)
+    spec = retry_storage(lambda: attempt.spec(whole))
     timeout = timedelta(seconds=spec.failure.hang_timeout_seconds)
     target, epoch = heartbeat_target(os.environ), int(os.environ.get(EPOCH_VARIABLE, "0"))
     heartbeat = Heartbeat(target, rank=context.get_world_rank(), epoch=epoch) if target is not None else None
@@ -51,7 +52,7 @@ def work(config: dict[str, Any]) -> None:
         expect_restart=_spares(spec, context.get_world_rank(), held).keep,
         proves_pauses=True,
         preemption=_preemption,
-        may_move=_may_move(spec, held),
+        may_move=_may_move(spec, held, fewest=whole.scaling.bounds[0]),
         mark=heartbeat.mark if heartbeat is not None else ignore_mark,
     )
     retry_storage(functools.partial(log_to, attempt.rank_log(session.rank)))
@@ -88,12 +89,13 @@ def _ranks_by_node() -> Counter[str]:
     return Counter(nodes)
 
 
-def _may_move(spec: JobSpec, held: Mapping[str, int]) -> Callable[[], bool]:
-    """Return a check whether hosts that will stay have room for all ranks."""
+def _may_move(spec: JobSpec, held: Mapping[str, int], *, fewest: int) -> Callable[[], bool]:
+    """Return a check whether hosts that will stay have room for all ranks; for the fewest, if the job is elastic."""
+    wanted = spec.scaling.model_copy(update={"num_workers": min(fewest, spec.scaling.world)})
 
     def check() -> bool:
         room = room_that_stays(held, spec.scaling.resources_per_worker)
-        return lay_out(spec.scaling, room, group=spec.strategy.ulysses_size) is not None
+        return lay_out(wanted, room, group=spec.strategy.ulysses_size) is not None
 
     return check
 
