@@ -29,15 +29,17 @@ class ClusterView:
 
     def status(self, submission_id: str) -> Submission:
         """Return what became of a driver, and note whether the cluster answers."""
+        asked = self.clock()
         found = self.cluster.status(submission_id)
-        self._note_answer(answered=found is not Submission.UNKNOWN)
+        self._note_answer(asked, answered=found is not Submission.UNKNOWN)
         return found
 
-    def _note_answer(self, *, answered: bool) -> None:
+    def _note_answer(self, asked: float, *, answered: bool) -> None:
         if answered:
             self.silent_since = None
         elif self.silent_since is None:
-            self.silent_since = self.clock()
+            # It was silent when it was asked, not only when the answer was given up.
+            self.silent_since = asked
 
     def unreachable(self) -> Reason | None:
         """Return the reason of jobs whose cluster has been silent for ten seconds."""
@@ -62,8 +64,9 @@ class ClusterView:
 
     def capacity(self) -> Capacity | None:
         """Return what the nodes have that stay. A node that drains must get no new workers."""
+        asked = self.clock()
         found = self.cluster.capacity()
-        self._note_answer(answered=found is not None)
+        self._note_answer(asked, answered=found is not None)
         if found is None or not found.nodes or not self._draining:
             return found
         nodes = self.cluster.nodes()

@@ -15,11 +15,13 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 from ray.train.v2._internal.execution.callback import ControllerCallback
 
+from train_loop import heartbeat
 from train_loop.failure import reason
 from train_loop.fencing import EPOCH_VARIABLE, NewestEpoch, begin_group
 from train_loop.heartbeat import Target
@@ -34,9 +36,7 @@ from train_loop.run_dir import RunDir, expect_run_dir, list_folder, size_of, sto
 from train_loop.spec import JobSpec
 
 log = logging.getLogger(__name__)
-_PROBE_SECONDS, _LAST_EVENTS_SECONDS = 2.0, 5.0
-HEARTBEATS = "TRAINSHED_HEARTBEATS"
-"""Passes the target of heartbeats to ranks."""
+_PROBE_SECONDS, _LAST_EVENTS_SECONDS, _SET_UP_SECONDS = 2.0, 5.0, 60.0
 
 
 class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
@@ -83,8 +83,15 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
         self._preempted = ()
         self._actors, self._failed = [worker.actor for worker in workers], False
         self._monitor.begin(token.epoch, hosts)
-        settings = {EPOCH_VARIABLE: str(token.epoch), HEARTBEATS: " ".join(map(str, self._monitor.target))}
-        ray.get([worker.execute_async(set_up_rank, settings, worker.metadata.node_ip) for worker in workers])
+        settings = RankSettings(token.epoch, self._monitor.target)
+        asked = [
+            worker.execute_async(set_up_rank, settings, worker.distributed_context.world_rank, worker.metadata.node_ip)
+            for worker in workers
+        ]
+        try:
+            ray.get(asked, timeout=_SET_UP_SECONDS)
+        except ray.exceptions.GetTimeoutError as error:
+            raise WorkerGroupStartupFailedError(f"a rank did not answer within {_SET_UP_SECONDS:.0f} s") from error
         self._report("group_started", epoch=token.epoch, hosts={str(rank): host for rank, host in hosts.items()})
         return {}
 
@@ -118,6 +125,11 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
             for actor in self._actors:
                 ray.kill(actor)
         yield
+
+    async def before_controller_shutdown(self) -> None:
+        """Report the failure of the last group before the controller ends."""
+        if self._monitor is not None:
+            self._monitor.finish()
 
     def after_controller_finish(self, result: Any) -> None:
         """Write the last events."""
@@ -192,19 +204,18 @@ def _accepts(address: str, port: int) -> bool:
     return True
 
 
-def set_up_rank(settings: Mapping[str, str], address: str) -> None:
-    """In the process of a rank, before its process group: take over settings, and use the interface of its address."""
-    os.environ.update(settings)
+class RankSettings(NamedTuple):
+    """What ranks of a worker group are given before they start."""
+
+    epoch: int
+    heartbeats: Target
+
+
+def set_up_rank(settings: RankSettings, rank: int, address: str) -> None:
+    """In the process of a rank, before its process group: take the epoch, use an interface, send heartbeats."""
+    os.environ[EPOCH_VARIABLE] = str(settings.epoch)
     os.environ.update(socket_settings(address, os.environ))
-
-
-def heartbeat_target(environment: Mapping[str, str]) -> Target | None:
-    """Return where this rank's heartbeats go; None if nobody listens."""
-    text = environment.get(HEARTBEATS)
-    if not text:
-        return None
-    host, port, token = text.split()
-    return Target(host, int(port), token)
+    heartbeat.start(settings.heartbeats, rank=rank, epoch=settings.epoch)
 
 
 def work(config: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ import ray
 from train_loop.errors import FencedError
 from train_loop.failure import cause, failed, from_ranks, reason
 from train_loop.fencing import NewestEpoch
-from train_loop.journal import Journal, has_moved, last_word, preempted_ranks
+from train_loop.journal import Journal, last_loss, last_word, moves, newest_hosts, preempted_ranks
 from train_loop.leave import leave
 from train_loop.logs import log_to
 from train_loop.patience import retry_storage
@@ -104,12 +104,14 @@ def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outco
             end = retry_storage(partial(last_word, attempt))
             if end is not None:
                 return Outcome.model_validate(end)
-            if not retry_storage(partial(has_moved, attempt)):
+            if retry_storage(partial(moves, attempt)) < start:
                 raise RuntimeError("the ranks ended without an outcome; their logs are beside this one")
             if retry_storage(run_dir.spec).scaling.elastic:
                 # The service may have to choose another size.
                 return Outcome(result="moved", reason="hosts are about to be taken away")
-            journal.event("moving", ranks=preempted_ranks(attempt))
+            ranks, hosts = preempted_ranks(attempt), newest_hosts(attempt)
+            left = sorted({hosts[str(rank)] for rank in ranks if str(rank) in hosts})
+            journal.event("moving", ranks=ranks, hosts=left)
         raise AssertionError("unreachable")
     except KeyboardInterrupt:
         stop = _asked(run_dir, attempt)
@@ -123,7 +125,7 @@ def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outco
             return outcome
         # The traceback of an error in a rank is in that rank's log.
         log.error("the attempt failed: %s", reason(error), exc_info=None if from_ranks(error) else error)
-        return failed(error)
+        return _with_cause(failed(error), attempt) if from_ranks(error) else failed(error)
     finally:
         _disconnect()
 
@@ -137,6 +139,19 @@ def _trained(attempt: AttemptDir) -> Outcome | None:
         log.warning("the workers' events cannot be read: %s", error)
         return None
     return None if outcome is None or outcome.result == "failed" else outcome
+
+
+def _with_cause(outcome: Outcome, attempt: AttemptDir) -> Outcome:
+    """Return an outcome whose reason is that of the newest event that names the ranks which died.
+
+    Ray Train reports what the ranks raised, of which most only lost the connection to the one that died.
+    """
+    with storage_may_fail(partial(log.warning, "the loss of ranks cannot be read: %s")):
+        loss = last_loss(attempt)
+        if loss is not None and loss.get("cause") != "error" and outcome.code == "worker_failure":
+            survivors = f" ({loss['survivors']})" if loss.get("survivors") else ""
+            return outcome.model_copy(update={"reason": f"{loss['error']}{survivors}"})
+    return outcome
 
 
 def _disconnect() -> None:

@@ -18,6 +18,9 @@ from train_loop.spec import SpecError
 log = logging.getLogger(__name__)
 MISTAKES = (UserError, SpecError)
 """What a person must mend; the message says what and how."""
+_WRAPPERS = ("controller_failure", "health_check_failure", "_base_exc", "cause", "__cause__")
+"""Attributes by which Ray's errors carry what they wrap."""
+_MOST_CHARACTERS = 4000
 _GLOO_PLACE = re.compile(r"\[\S*/gloo/\S*:\d+\] ")
 _GLOO_ADVICE = re.compile(r"\. This is typically caused by a remote.*")
 _NAMED = (*MISTAKES, FencedError, CheckpointError)
@@ -57,7 +60,7 @@ def failed(error: BaseException) -> Outcome:
     found = cause(error)
     if isinstance(found, _NAMED):
         return _named(found)
-    return Outcome(result="failed", code="worker_failure", reason=reason(error), retryable=True)
+    return Outcome(result="failed", code="worker_failure", reason=message(error), retryable=True)
 
 
 def _named(error: UserError | SpecError | FencedError | CheckpointError) -> Outcome:
@@ -73,6 +76,12 @@ def reason(error: BaseException) -> str:
     return masker()(_GLOO_ADVICE.sub("", _GLOO_PLACE.sub("", line)))
 
 
+def message(error: BaseException) -> str:
+    """Return all that the cause says, up to 4,000 characters."""
+    text = "".join(traceback.format_exception_only(cause(error))).strip()
+    return masker()(_GLOO_ADVICE.sub("", _GLOO_PLACE.sub("", text)))[:_MOST_CHARACTERS]
+
+
 def from_ranks(error: BaseException) -> bool:
     """Return whether an error was raised by ranks, as Ray Train reports it."""
     return bool(getattr(error, "worker_failures", None))
@@ -83,6 +92,6 @@ def cause(error: BaseException) -> BaseException:
     failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
     # A user's mistake on one rank makes its peers fail of lost connections: the mistake is the cause.
     causes = sorted(map(cause, failures.values()), key=lambda e: not isinstance(e, MISTAKES))
-    wrapped = (getattr(error, name, None) for name in ("health_check_failure", "_base_exc", "cause", "__cause__"))
+    wrapped = (getattr(error, name, None) for name in _WRAPPERS)
     inner = next(filter(None, [*causes[:1], *wrapped]), None)
     return cause(inner) if isinstance(inner, BaseException) and inner is not error else error

@@ -9,6 +9,7 @@ import ctypes
 import fcntl
 import hmac
 import json
+import logging
 import mmap
 import os
 import select
@@ -23,6 +24,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
+log = logging.getLogger("train_loop.heartbeat")
 INTERVAL_SECONDS = 1.0
 _PLACE = struct.Struct("<qqd")
 _MAX_BYTES = 1024
@@ -80,7 +82,7 @@ class Heartbeat:
         self._stopped = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
         self.mark(0, Phase.START)
-        self._spawn()
+        self._spawn_if_possible()
         threading.Thread(target=self._keep_alive, name="heartbeat", daemon=True).start()
 
     def mark(self, step: int, phase: Phase) -> None:
@@ -113,9 +115,30 @@ class Heartbeat:
 
     def _keep_alive(self) -> None:
         while not self._stopped.wait(_RESPAWN_SECONDS):
-            if self._child is not None and self._child.poll() is not None:
+            if self._child is None or self._child.poll() is not None:
                 # Whatever ended it, for example a lack of memory, must not look like the loss of this rank.
-                self._spawn()
+                self._spawn_if_possible()
+
+    def _spawn_if_possible(self) -> None:
+        try:
+            self._spawn()
+        except OSError as error:
+            log.warning("heartbeats cannot be sent now: %s", error)
+
+
+_started: list[Heartbeat] = []
+"""The heartbeat of this process, if it has one."""
+
+
+def start(target: Target, *, rank: int, epoch: int) -> None:
+    """Send heartbeats for this process from now on."""
+    _started.append(Heartbeat(target, rank=rank, epoch=epoch))
+
+
+def mark(step: int, phase: Phase) -> None:
+    """Note where this rank is, if it sends heartbeats."""
+    for heartbeat in _started:
+        heartbeat.mark(step, phase)
 
 
 def encode(beat: Beat, token: str) -> bytes:
@@ -204,7 +227,13 @@ def _exit_status(process: int) -> int | None:
 
 def main() -> None:
     """Send heartbeats for the parent process."""
-    settings = json.loads(b"".join(iter(lambda: os.read(sys.stdin.fileno(), 1), b"\n")))
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        # Byte by byte: what follows is read by select.
+        if not (byte := os.read(sys.stdin.fileno(), 1)):
+            return
+        line += byte
+    settings = json.loads(line)
     ctypes.CDLL(None).prctl(15, b"heartbeat", 0, 0, 0)
     _Sender(settings, os.getppid()).run()
 

@@ -148,7 +148,13 @@ class Journal:
         while True:
             pause.wait(_RETRY_SECONDS)
             with self._lock:
-                if self._is_superseded() or self._write_if_possible():
+                try:
+                    done = self._is_superseded() or self._write_if_possible()
+                except Exception as error:
+                    # Such a line has been dropped; the next ones are written.
+                    log.warning("a line of the run could not be written: %s", error)
+                    done = False
+                if done:
                     self._retrier = None
                     return
 
@@ -181,16 +187,29 @@ def last_word(attempt: AttemptDir) -> dict[str, Any] | None:
     return next((end for end in _ends(attempt) if end.get("result") != "moved"), None)
 
 
-def has_moved(attempt: AttemptDir) -> bool:
-    """Return whether the newest group that stopped did so to move to other hosts."""
-    ends = _ends(attempt)
-    return bool(ends) and ends[-1].get("result") == "moved"
+def moves(attempt: AttemptDir) -> int:
+    """Return how many groups of the attempt stopped to move to other hosts."""
+    return sum(end.get("result") == "moved" for end in _ends(attempt))
+
+
+def last_loss(attempt: AttemptDir) -> dict[str, Any] | None:
+    """Return the newest event that reports lost ranks; None if there is none."""
+    return _newest(attempt, "workers_lost")
+
+
+def newest_hosts(attempt: AttemptDir) -> dict[str, str]:
+    """Return the host of each rank of the newest group, by rank as text."""
+    return dict((_newest(attempt, "group_started") or {}).get("hosts", {}))
+
+
+def _newest(attempt: AttemptDir, name: str) -> dict[str, Any] | None:
+    found = [line for line in read_lines(attempt.events) if line.get("event") == name]
+    return found[-1] if found else None
 
 
 def preempted_ranks(attempt: AttemptDir) -> list[int]:
     """Return the ranks that the newest preemption notice names; none if there was no notice."""
-    notices = [line for line in read_lines(attempt.events) if line.get("event") == "preemption_notice"]
-    return list(notices[-1].get("ranks", [])) if notices else []
+    return list((_newest(attempt, "preemption_notice") or {}).get("ranks", []))
 
 
 def _ends(attempt: AttemptDir) -> list[dict[str, Any]]:

@@ -62,16 +62,18 @@ class Liveness:
             rank.moved = now
         rank.beat, rank.heard = beat, now
 
-    def skip(self, seconds: float) -> None:
+    def skip(self, seconds: float, now: float) -> None:
         """Ignore a time in which the listener itself did not run."""
         for rank in self._ranks.values():
-            rank.heard += seconds
-            rank.moved += seconds
+            rank.heard, rank.moved = min(rank.heard + seconds, now), min(rank.moved + seconds, now)
 
     def silence(self, now: float) -> dict[str, float]:
         """Return for how many seconds each host has been silent; only hosts of which every rank was heard before."""
         found = dict[str, list[float]]()
         for rank in self._ranks.values():
+            if rank.beat is not None and rank.beat.ended:
+                # Its host has reported its end.
+                continue
             found.setdefault(rank.host, []).append(now - rank.heard if rank.beat is not None else -1.0)
         return {host: min(seconds) for host, seconds in found.items() if min(seconds) >= 0}
 

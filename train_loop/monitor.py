@@ -31,6 +31,7 @@ _PROBE_SECONDS = 5.0
 """How long to wait for the probe of the hosts of a group that failed."""
 _SETTLE_SECONDS = 0.3
 """How long to wait for more evidence once there is some."""
+_DECLARE_PAUSES = (1.0, 2.0, 4.0)
 _TICK_SECONDS, _PAUSE_SECONDS = 0.25, 2.0
 """Time between two looks; a longer time between them means that the listener itself did not run."""
 _ERROR_SECONDS = 10.0
@@ -103,6 +104,13 @@ class GroupMonitor:
         if self._thread.is_alive():
             self._thread.join()
         self._socket.close()
+
+    def finish(self) -> None:
+        """Report the failure of the last group, if it has not been reported, and end listening."""
+        self.lost_hosts()
+        with self._lock:
+            self._settle_failure(force=True)
+        self.close()
 
     def placing(self) -> None:
         """Note that a worker group waits for its place in the cluster."""
@@ -177,7 +185,7 @@ class GroupMonitor:
     def _lose(self, group: _Group, host: str, how: str, **fields: Any) -> None:
         group.lost[host] = how
         self._report("host_lost", host=host, reason=how, **fields)
-        threading.Thread(target=self._declare, args=(host,), daemon=True).start()
+        threading.Thread(target=self._declare, args=(group, host), daemon=True).start()
 
     def _run(self) -> None:
         quiet_until = 0.0
@@ -211,7 +219,7 @@ class GroupMonitor:
             if self._group is not None:
                 if pause > _PAUSE_SECONDS:
                     # This process was stopped or starved: silence in that time says nothing about others.
-                    self._group.liveness.skip(pause)
+                    self._group.liveness.skip(pause, now)
                 self._judge_hosts(self._group, now)
                 self._judge_stall(self._group, now)
                 self._settle_failure()
@@ -233,11 +241,18 @@ class GroupMonitor:
             if seconds > LOST_SECONDS and self._may_declare(silence):
                 self._lose(group, host, f"no heartbeat for {seconds:.0f} s", seconds=round(seconds, 1))
 
-    def _declare(self, host: str) -> None:
-        try:
-            self._cluster.declare_lost(host)
-        except Exception as error:
-            log.warning("Ray could not be told that host %s is lost, and will notice later: %s", host, error)
+    def _declare(self, group: _Group, host: str) -> None:
+        for pause in _DECLARE_PAUSES:
+            try:
+                self._cluster.declare_lost(host)
+            except Exception as error:
+                log.warning("Ray could not be told that host %s is lost: %s", host, error)
+                self._closed.wait(pause)
+            else:
+                return
+        with self._lock:
+            # Ray may still use it, and it may be back: it is judged anew.
+            group.lost.pop(host, None)
 
     def _may_declare(self, silence: Mapping[str, float]) -> bool:
         """Return whether the silent hosts are at fault: not if all of several other hosts are silent."""
@@ -258,7 +273,7 @@ class GroupMonitor:
                 seconds=round(stall.seconds, 1),
                 reason=stall.reason,
             )
-        elif stall is None and group.stalled:
+        elif stall is None and group.stalled and not group.silent:
             group.stalled = False
             self._report("progressing")
 

@@ -1,11 +1,13 @@
 """Hosts that will be taken away: a checkpoint at once, then a move to other hosts, or a last checkpoint."""
 
+import logging
 import time
 from collections.abc import Callable
 
 from train_loop.journal import Journal
 from train_loop.session import Preemption, Session
 
+log = logging.getLogger(__name__)
 _LOOK_SECONDS = 2.0
 _LAST_SAVE_SECONDS = 3.0
 """How long before the deadline the last checkpoint is due, if the group could not move."""
@@ -48,7 +50,12 @@ class PreemptionWatch:
         if self._known is None or self._may_move is None or self._clock() - self._tried < _LOOK_SECONDS:
             return False
         self._tried = self._clock()
-        return self._may_move()
+        try:
+            return self._may_move()
+        except Exception as error:
+            # Ray's control plane may be away just then: it is asked again.
+            log.warning("Ray does not tell which hosts have room: %s", error)
+            return False
 
     def wants_last_save(self) -> bool:
         """Return, once, whether so little time is left before the deadline that a last checkpoint is due."""

@@ -11,19 +11,18 @@ from typing import Any
 import torch.distributed as dist
 from ray.train import get_context, get_preemption_info
 
-from train_loop.controller import heartbeat_target
 from train_loop.data.dataset import Dataset
 from train_loop.data.stream import ray_stream
 from train_loop.failure import failure_told
 from train_loop.fencing import EPOCH_VARIABLE, fence_watched
-from train_loop.heartbeat import Heartbeat
+from train_loop.heartbeat import mark
 from train_loop.journal import last_word
 from train_loop.logs import log_to
 from train_loop.patience import retry_storage
 from train_loop.plan import lay_out
 from train_loop.raylet import room_that_stays, this_node
 from train_loop.run_dir import RunDir, expect_run_dir, read_whole
-from train_loop.session import Preemption, Session, ignore_mark
+from train_loop.session import Preemption, Session
 from train_loop.spare import Spares
 from train_loop.spec import JobSpec
 from train_loop.worker import train
@@ -37,8 +36,7 @@ def work(config: dict[str, Any]) -> None:
     whole = retry_storage(run_dir.spec)
     spec = retry_storage(lambda: attempt.spec(whole))
     timeout = timedelta(seconds=spec.failure.hang_timeout_seconds)
-    target, epoch = heartbeat_target(os.environ), int(os.environ.get(EPOCH_VARIABLE, "0"))
-    heartbeat = Heartbeat(target, rank=context.get_world_rank(), epoch=epoch) if target is not None else None
+    epoch = int(os.environ.get(EPOCH_VARIABLE, "0"))
     held = _ranks_by_node()
     session = Session(
         rank=context.get_world_rank(),
@@ -53,7 +51,7 @@ def work(config: dict[str, Any]) -> None:
         proves_pauses=True,
         preemption=_preemption,
         may_move=_may_move(spec, held, fewest=whole.scaling.bounds[0]),
-        mark=heartbeat.mark if heartbeat is not None else ignore_mark,
+        mark=mark,
     )
     retry_storage(functools.partial(log_to, attempt.rank_log(session.rank)))
     if retry_storage(functools.partial(last_word, attempt)) is not None:

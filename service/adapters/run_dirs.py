@@ -29,7 +29,7 @@ from train_loop.run_dir import (
 from train_loop.spec import JobSpec, ScalingSpec
 
 _TRAINING = {"training_started": Training.YES, "workers_lost": Training.LOST}
-_READY = {"workers_ready": True, "training_started": True, "workers_lost": False}
+_READY = {"workers_ready": True, "training_started": True, "workers_lost": False, "moving": False}
 _WINDOW = 1 << 18
 """Bytes read at once; a longer line of a log comes in pieces."""
 _CHRONICLES = 1024

@@ -101,7 +101,7 @@ class StorageGuard:
     def failed(self, root: str, error: Exception) -> StorageAway:
         """Return the error for the caller. Record an outage if all of the root is unavailable, not only a file."""
         said = str(error) or type(error).__name__
-        if not is_transient(error) or (not isinstance(error, TimeoutError) and self._answers(root)):
+        if not is_transient(error) or self._answers(root):
             return StorageAway(root, None, said)
         with self._lock:
             known = self._outages.get(root)

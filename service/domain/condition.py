@@ -10,7 +10,7 @@ from service.domain.reason import Code, Reason
 Event = Mapping[str, object]
 _HOST_CAUSES = frozenset({"host_lost", "host", "node_lost"})
 _CLEARED_BY: Mapping[str, frozenset[str]] = {
-    "progressing": frozenset({"stalled", "host_silent", "waiting_for_capacity", "moving"}),
+    "progressing": frozenset({"stalled"}),
     "group_started": frozenset({"stalled", "host_silent", "waiting_for_capacity"}),
     "workers_lost": frozenset({"stalled", "host_silent"}),
     "training_started": frozenset({"stalled", "host_silent", "waiting_for_capacity", "moving", "storage_unavailable"}),
@@ -41,8 +41,12 @@ class Conditions:
     def read(self, event: Event) -> None:
         """Take the next event into account."""
         name = str(event.get("event"))
-        for ended in _CLEARED_BY.get(name, ()):
-            self._active.pop(ended, None)
+        ends = _CLEARED_BY.get(name, frozenset())
+        if name == "progressing" and "host" in event:
+            # Only this host is heard again.
+            ends = frozenset({_key("host_silent", event)})
+        for key in [key for key in self._active if key in ends or key.partition(" ")[0] in ends]:
+            del self._active[key]
         self._hosts = hosts_of(event) or self._hosts
         if name == "workers_lost":
             self.lost, hosts = loss_of(event), event.get("hosts")
@@ -51,8 +55,14 @@ class Conditions:
             ranks = (self._hosts.get(rank) for rank in _ranks(event, "ranks"))
             self.draining |= dict.fromkeys(filter(None, ranks), _number(event, "time"))
         if (build := _CONDITIONS.get(name)) is not None:
-            self._active.pop(name, None)
-            self._active[name] = build(event)
+            key = _key(name, event)
+            self._active.pop(key, None)
+            self._active[key] = build(event)
+
+
+def _key(name: str, event: Event) -> str:
+    """Return what tells a condition from others: of silent hosts there may be several."""
+    return f"{name} {event.get('host')}" if name == "host_silent" else name
 
 
 def hosts_of(event: Event) -> dict[int, str] | None:

@@ -43,10 +43,29 @@ def test_condition_names_its_cause(event: dict[str, Any], code: Code, message: s
     assert (newest.code, newest.message) == (code, message)
 
 
-@pytest.mark.parametrize("event", [SILENT, WAITING, STALLED, MOVING])
-def test_progress_ends_every_condition_but_storage(event: dict[str, Any]) -> None:
-    assert read(STARTED, event, {"event": "progressing"}).newest is None
-    found = read(STARTED, STORAGE, event, {"event": "progressing"}).newest
+@pytest.mark.parametrize(
+    ("event", "end"),
+    [
+        (SILENT, {"event": "progressing", "host": SILENT["host"]}),
+        (STALLED, {"event": "progressing"}),
+        (WAITING, STARTED),
+        (MOVING, {"event": "training_started"}),
+    ],
+)
+def test_each_condition_ends_with_its_own_event(event: dict[str, Any], end: dict[str, Any]) -> None:
+    assert read(STARTED, event, end).newest is None
+
+
+def test_silence_of_a_host_ends_with_that_host_alone() -> None:
+    other = SILENT | {"host": "node9"}
+    newest = read(STARTED, other, SILENT, {"event": "progressing", "host": SILENT["host"]}).newest
+    assert newest is not None
+    assert "node9" in newest.message
+    assert read(STARTED, SILENT, {"event": "progressing"}).newest is not None
+
+
+def test_storage_that_is_unavailable_outlasts_progress() -> None:
+    found = read(STARTED, STORAGE, STALLED, {"event": "progressing"}).newest
     assert found is not None
     assert found.code is Code.STORAGE_UNAVAILABLE
     assert read(STORAGE, {"event": "storage_available"}).newest is None

@@ -71,11 +71,12 @@ def test_guard_answers_at_once_while_storage_hangs_and_logs_each_change_once() -
 
     guard = StorageGuard(hang)
     with capture_logs() as logs:
-        for _ in range(50):
+        for number in range(50):
             began = time.monotonic()
             with pytest.raises(StorageAway, match="no answer within"):
                 guard.call("file:///mnt", hang, seconds=0.05)
-            assert time.monotonic() - began < 1.0
+            # The first call also asks whether the root itself answers.
+            assert time.monotonic() - began < (4.0 if number == 0 else 1.0)
         assert len(asked) <= 3
         heal.set()
         assert guard.call("file:///other", lambda: 1, seconds=1.0) == 1

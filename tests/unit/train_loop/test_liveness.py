@@ -39,7 +39,7 @@ def test_heartbeats_of_another_group_are_ignored() -> None:
 
 def test_time_in_which_the_listener_slept_is_no_silence() -> None:
     found = group()
-    found.skip(8.0)
+    found.skip(8.0, 10.0)
     assert found.silence(10.0) == {"node1": 2.0, "node2": 2.0}
 
 
