@@ -34,7 +34,10 @@ def main() -> None:
     out, spec, run_dir, turns = sys.argv[1:]
     dist.init_process_group("gloo")
     job = parse_text(Path(spec).read_bytes())
-    session = Session(dist.get_rank(), dist.get_world_size(), 0, 1, RunDir.at(run_dir), local_stream)
+    directory = RunDir.at(run_dir)
+    # As one more rank of the group that has written the checkpoints.
+    epoch = directory.fence().epoch
+    session = Session(dist.get_rank(), dist.get_world_size(), 0, 1, directory, local_stream, epoch=epoch)
     run = build_run(job, session, find_dataset(job, default_cache()))
     step = max(session.run_dir.manifests())
     with no_garbage_collection():

@@ -12,6 +12,8 @@ import httpx
 import psutil
 import pytest
 
+from train_loop.run_dir import ROOT_MARKER
+
 Done = subprocess.CompletedProcess[str]
 
 
@@ -63,7 +65,7 @@ def test_up_twice_doctor_and_down_twice(environment: dict[str, str], home: Path)
     assert "TRAINSHED_RAY_ADDRESS" in found["ray.reachable"]["remedy"]
     assert found["storage.atomic"]["verdict"] == found["service.answers"]["verdict"] == "ok"
     assert found["storage.shared"]["verdict"] == "skipped"
-    assert list((home / "runs").iterdir()) == []
+    assert [path.name for path in (home / "runs").iterdir()] == [ROOT_MARKER]
 
     stopped = run(environment, "down", "--json")
     assert (stopped.returncode, json.loads(stopped.stdout)) == (
