@@ -1,0 +1,43 @@
+"""A host that is drained: the run saves at once and moves to hosts that stay."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.host_cluster import HostCluster, host_cluster
+from tests.support.waiting import wait_for
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.more]
+EVERY = 10
+
+
+@pytest.fixture(scope="module")
+def cluster(shared: Path) -> Iterator[HostCluster]:
+    with host_cluster(shared, 3) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def job_id(cluster: HostCluster) -> str:
+    """A long job on two of the three hosts."""
+    job_id = cluster.submit(training={"max_steps": 100_000}, checkpoint={"every_steps": EVERY})
+    cluster.wait_for_step(job_id, EVERY + 2)
+    return job_id
+
+
+def test_drained_host_is_left_before_its_deadline(cluster: HostCluster, job_id: str) -> None:
+    epoch, host = int(cluster.events(job_id, "group_started")[-1]["epoch"]), cluster.hosts_of(job_id)[3]
+    cluster.drain(host, seconds=60)
+    best = max(line["step"] for line in cluster.metrics(job_id))
+    wait_for(
+        lambda: any(line["epoch"] > epoch and line["step"] > best for line in cluster.metrics(job_id)),
+        "a new step of a newer group",
+        seconds=120,
+    )
+    assert host not in cluster.hosts_of(job_id).values()
+    (notice,) = cluster.events(job_id, "preemption_notice")
+    (started,) = [one for one in cluster.events(job_id, "training_started") if one["epoch"] == epoch + 1]
+    assert started["replayed"] == 0
+    assert [one for one in cluster.events(job_id, "workers_lost") if one["epoch"] == epoch] == []
+    assert started["time"] < notice["deadline"]
