@@ -84,9 +84,9 @@ class ClusterView:
         missing = never_fits(job.size, self.cluster.capacity())
         if missing is None:
             return None
-        now = self.clock()
-        dead = [node.host for node in self.cluster.nodes() or () if node.ended_at and now - node.ended_at < _HOUR]
-        alive = {node.host for node in self.cluster.nodes() or () if node.alive}
+        now, nodes = self.clock(), self.cluster.nodes() or ()
+        dead = [node.host for node in nodes if node.ended_at and now - node.ended_at < _HOUR]
+        alive = {node.host for node in nodes if node.alive}
         left = dict.fromkeys(host for host in (*sighting.left, *dead) if host not in alive)
         return capacity_reason(f"room: {missing.partition('; ')[0]}", list(left))
 

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from train_loop.liveness import list_ranks
+from train_loop.plan import list_ranks
 
 
 @dataclass(frozen=True)

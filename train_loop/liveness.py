@@ -77,7 +77,7 @@ class Liveness:
             found.setdefault(rank.host, []).append(now - rank.heard if rank.beat is not None else -1.0)
         return {host: min(seconds) for host, seconds in found.items() if min(seconds) >= 0}
 
-    def late_hosts(self, now: float, *, seconds: float = _LATE_SECONDS) -> set[str]:
+    def late_hosts(self, now: float, *, seconds: float) -> set[str]:
         """Return the hosts that have been silent for so many seconds."""
         return {host for host, silent in self.silence(now).items() if silent > seconds}
 
@@ -130,13 +130,3 @@ def how_ended(status: int | None) -> str:
         name = Signals(number).name if number in set(Signals) else "unknown"
         return f"was killed by signal {number} ({name})"
     return f"exited with code {status >> 8}"
-
-
-def list_ranks(ranks: Collection[int]) -> str:
-    """Return ranks as a phrase: "rank 2", "ranks 0 and 1", "ranks 0-3"."""
-    ordered = sorted(ranks)
-    if len(ordered) == 1:
-        return f"rank {ordered[0]}"
-    if ordered == list(range(ordered[0], ordered[-1] + 1)) and len(ordered) > 2:
-        return f"ranks {ordered[0]}-{ordered[-1]}"
-    return f"ranks {', '.join(map(str, ordered[:-1]))} and {ordered[-1]}"

@@ -6,9 +6,9 @@ from datetime import UTC, datetime
 from typing import cast
 
 from service.domain.reason import Code, Reason
+from train_loop.plan import list_ranks
 
 Event = Mapping[str, object]
-_HOST_CAUSES = frozenset({"host_lost", "host", "node_lost"})
 _CLEARED_BY: Mapping[str, frozenset[str]] = {
     "progressing": frozenset({"stalled"}),
     "group_started": frozenset({"stalled", "host_silent", "waiting_for_capacity"}),
@@ -80,7 +80,7 @@ def loss_of(event: Event) -> Reason | None:
     """Return why a workers_lost event says that workers were lost; None if it does not say."""
     if "error" not in event:
         return None
-    by_host = str(event.get("cause")) in _HOST_CAUSES
+    by_host = event.get("cause") == "host_lost"
     if "cause" not in event and "hosts" not in event:
         message = f"workers were lost ({event['error']}); the run goes on from its latest checkpoint"
         return Reason(Code.WORKERS_LOST, message)
@@ -109,8 +109,6 @@ def _silent(event: Event) -> Reason:
 
 def _waiting(event: Event) -> Reason:
     missing, left = event.get("missing"), event.get("left")
-    if isinstance(missing, dict):
-        missing = " and ".join(f"{_number(missing, name):g} {name}" for name in missing)
     since = f" since {clock_time(_number(event, 'since'))}" if _number(event, "since") else ""
     names = [str(host) for host in left] if isinstance(left, list) else []
     return capacity_reason(f"{missing or 'room for its workers'}{since}", names)
@@ -120,17 +118,18 @@ def _stalled(event: Event) -> Reason:
     step, seconds = event.get("step"), _number(event, "seconds")
     waiting, late = _ranks(event, "waiting"), _ranks(event, "for")
     hosts = event.get("hosts")
-    names = hosts.values() if isinstance(hosts, dict) else hosts if isinstance(hosts, list) else ()
-    on = f" on {', '.join(dict.fromkeys(map(str, names)))}" if names else ""
+    on = f" on {', '.join(map(str, hosts))}" if hosts and isinstance(hosts, list) else ""
     where = f"step {step} has" if step is not None else "training has"
-    who = f": {_named(waiting)} wait for {_named(late)}{on}" if late else f"{on}"
+    who = f": {list_ranks(waiting)} wait for {list_ranks(late)}{on}" if late else f"{on}"
     return Reason(Code.STALLED, f"{where} made no progress for {seconds:.0f} s{who}")
 
 
 def _moving(event: Event) -> Reason:
     hosts = event.get("hosts")
     names = ", ".join(map(str, hosts)) if isinstance(hosts, list) else "its host"
-    return Reason(Code.MOVING, f"moving {_named(_ranks(event, 'ranks'))} away from {names}, which will be taken away")
+    return Reason(
+        Code.MOVING, f"moving {list_ranks(_ranks(event, 'ranks'))} away from {names}, which will be taken away"
+    )
 
 
 def _storage(event: Event) -> Reason:
@@ -156,17 +155,6 @@ def _sentence(said: object) -> str:
 def _ranks(event: Event, name: str) -> list[int]:
     ranks = event.get(name)
     return [rank for rank in ranks if isinstance(rank, int)] if isinstance(ranks, list) else []
-
-
-def _named(ranks: Sequence[int]) -> str:
-    """Name ranks: `rank 2`, `ranks 0-3`, `ranks 0, 2, 5`."""
-    if not ranks:
-        return "ranks"
-    found = sorted(ranks)
-    if len(found) == 1:
-        return f"rank {found[0]}"
-    together = found[-1] - found[0] == len(found) - 1
-    return f"ranks {found[0]}-{found[-1]}" if together else f"ranks {', '.join(map(str, found))}"
 
 
 def _number(event: Event, name: str) -> float:

@@ -1,7 +1,7 @@
 """Workers → nodes: which ranks share a node, and whether the nodes hold all workers."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from train_loop.plan.arrange import Arrangement, arrange, count_splits
@@ -148,3 +148,15 @@ def _places(scaling: ScalingSpec, node: Resources) -> int:
     """Return how many workers a node has room for."""
     wanted = [(name, amount) for name, amount in scaling.resources_per_worker.items() if amount]
     return min((max(int(node.get(name, 0.0) / amount + _NOISE), 0) for name, amount in wanted), default=scaling.world)
+
+
+def list_ranks(ranks: Collection[int]) -> str:
+    """Return ranks as a phrase: "rank 2", "ranks 0 and 1", "ranks 0-3"; "ranks" if there are none."""
+    ordered = sorted(ranks)
+    if not ordered:
+        return "ranks"
+    if len(ordered) == 1:
+        return f"rank {ordered[0]}"
+    if ordered == list(range(ordered[0], ordered[-1] + 1)) and len(ordered) > 2:
+        return f"ranks {ordered[0]}-{ordered[-1]}"
+    return f"ranks {', '.join(map(str, ordered[:-1]))} and {ordered[-1]}"

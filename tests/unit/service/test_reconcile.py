@@ -117,7 +117,7 @@ def test_stalled_group_is_the_reason_until_it_progresses(service: FakeService) -
     view = service.jobs.get(job.id)
     assert view.waits_for is not None
     assert (view.job.state, view.waits_for.code) == (JobState.RUNNING, Code.STALLED)
-    assert view.waits_for.message == "step 41 has made no progress for 12 s: ranks 0-1 wait for rank 2 on node3"
+    assert view.waits_for.message == "step 41 has made no progress for 12 s: ranks 0 and 1 wait for rank 2 on node3"
     service.event(job.id, "progressing")
     reconciler.run_once()
     assert service.get(job.id).reason is None

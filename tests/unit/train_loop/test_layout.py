@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train_loop.plan import lay_out, missing_places, no_place, why_no_data_cpu, why_split
+from train_loop.plan import lay_out, list_ranks, missing_places, no_place, why_no_data_cpu, why_split
 from train_loop.spec import ScalingSpec
 
 FOUR = {"CPU": 16.0, "GPU": 4.0}
@@ -157,3 +157,17 @@ def test_missing_places_counts_the_room_that_there_is() -> None:
     assert asked["STRICT_PACK"] == "6 workers with 1 CPU each on one node; the largest room is for 3"
     spread = missing_places(scaling(6, "STRICT_SPREAD", CPU=1.0), nodes)
     assert spread == "a node each for 6 workers with 1 CPU; 2 nodes have room for one"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([2], "rank 2"),
+        ([1, 0], "ranks 0 and 1"),
+        ([0, 1, 2, 3], "ranks 0-3"),
+        ([0, 2, 5], "ranks 0, 2 and 5"),
+        ([], "ranks"),
+    ],
+)
+def test_list_ranks_is_a_phrase(ranks: list[int], text: str) -> None:
+    assert list_ranks(ranks) == text
