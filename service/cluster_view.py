@@ -87,8 +87,9 @@ class ClusterView:
         now, nodes = self.clock(), self.cluster.nodes() or ()
         dead = [node.host for node in nodes if node.ended_at and now - node.ended_at < _HOUR]
         alive = {node.host for node in nodes if node.alive}
-        left = dict.fromkeys(host for host in (*sighting.left, *dead) if host not in alive)
-        return capacity_reason(f"room: {missing.partition('; ')[0]}", list(left))
+        # The run names its own hosts. Ray may know a dead one by its address alone, so the two are never mixed.
+        left = [host for host in sighting.left if host not in alive] or [host for host in dead if host not in alive]
+        return capacity_reason(f"room: {missing.partition('; ')[0]}", list(dict.fromkeys(left)))
 
     def _drains(self, node: Node) -> bool:
         """Return whether a node was to be taken away. One that joined after the notice is another node."""

@@ -9,7 +9,6 @@ from tests.support.host_cluster import HostCluster, host_cluster
 from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.more]
-EVERY = 10
 
 
 @pytest.fixture(scope="module")
@@ -21,9 +20,7 @@ def cluster(shared: Path) -> Iterator[HostCluster]:
 @pytest.fixture(scope="module")
 def job_id(cluster: HostCluster) -> str:
     """A long job on two of the three hosts."""
-    job_id = cluster.submit(training={"max_steps": 100_000}, checkpoint={"every_steps": EVERY})
-    cluster.wait_for_step(job_id, EVERY + 2)
-    return job_id
+    return cluster.start_long_job()
 
 
 def test_drained_host_is_left_before_its_deadline(cluster: HostCluster, job_id: str) -> None:

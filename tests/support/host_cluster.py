@@ -149,6 +149,17 @@ class HostCluster:
 
         wait_for(done, f"step {step}", seconds=seconds)
 
+    def start_long_job(self) -> str:
+        """Submit a job that goes on until it is cancelled, and wait for its first checkpoint; its id."""
+        job_id = self.submit(training={"max_steps": 100_000}, checkpoint={"every_steps": 10})
+        self.wait_for_step(job_id, 12)
+        return job_id
+
+    def waits_for(self, job_id: str, code: str) -> str:
+        """What the job waits for, if the code of it is this one; otherwise nothing."""
+        found = self.client.job(job_id).progress.waits_for
+        return found.message if found is not None and found.code == code else ""
+
     def run_dir(self, job_id: str) -> RunDir:
         """The job's run directory, seen from the test."""
         return RunDir(self.lab.shared / "runs" / "default" / job_id)
