@@ -11,7 +11,7 @@ import yaml
 from service.api.schemas import JobOut
 from service.client import Api, Client
 from service.domain.job import JobState
-from tests.support.hosts import OPT, REPOSITORY, SHARED, Host, HostsFile, Lab, lab
+from tests.support.hosts import REPOSITORY, SHARED, Host, HostsFile, Lab, lab
 from tests.support.specs import TINY, raw_spec
 from tests.support.torchrun import write_tokens
 from tests.support.waiting import wait_for
@@ -240,6 +240,3 @@ def host_job(shared: Path, **parts: dict[str, Any]) -> dict[str, Any]:
         "scaling": {"num_workers": 4, "resources_per_worker": {"CPU": 0.75}},
     }
     return raw_spec(**{name: base.get(name, {}) | parts.get(name, {}) for name in base.keys() | parts.keys()})
-
-
-__all__ = ["OPT", "TOKEN", "HostCluster", "host_cluster", "host_job"]

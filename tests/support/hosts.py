@@ -5,29 +5,24 @@ so no packet leaves what a test has created. When the test's process ends, in wh
 This needs root and iproute2.
 """
 
-import ctypes
 import os
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
-from tests.support.waiting import wait_for
+from tests.support.namespaces import Namespace, PortForwarder
 
 REPOSITORY = Path(__file__).parents[2]
 OPT, SHARED = "/opt/trainshed", "/srv/trainshed"
 """Where every host has the project, and the shared storage."""
 HostsFile = Literal["real", "debian", "none"]
 """What /etc/hosts says of the host's own name: its address, 127.0.1.1, or nothing."""
-_NET, _SET_PARENT_DEATH_SIGNAL, _CLONE_NEWNET = "10.77.0", 1, 0x40000000
-_LIBC = ctypes.CDLL(None, use_errno=True)
+_NET = "10.77.0"
 _START = r"""
 set -e
 lab=$1 name=$2 repository=$3 shared=$4
@@ -63,57 +58,6 @@ def why_no_hosts() -> str | None:
     return f"test hosts need {', '.join(missing)} (Debian: iproute2, util-linux)" if missing else None
 
 
-def _die_with_parent() -> None:
-    _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-
-
-class Namespace:
-    """An idle process and its namespaces."""
-
-    def __init__(self, command: Sequence[str], flags: Sequence[str]) -> None:
-        self.holder = subprocess.Popen(
-            ["unshare", "--fork", "--kill-child=SIGKILL", *flags, "--", *command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            # Not even SIGKILL of the test leaves a host behind.
-            preexec_fn=_die_with_parent,
-        )
-        self.pid = wait_for(self._child, "the first process of a namespace", seconds=10)
-
-    def _child(self) -> int | None:
-        file = Path(f"/proc/{self.holder.pid}/task/{self.holder.pid}/children")
-        if not file.exists():
-            raise RuntimeError(self._why_ended())
-        return int(file.read_text().split()[0]) if file.read_text() else None
-
-    def _why_ended(self) -> str:
-        assert self.holder.stderr is not None
-        return f"a host did not start: {self.holder.stderr.read().decode()}"
-
-    def wait_until_ready(self) -> None:
-        """Wait for the line that its first process prints. Raises RuntimeError."""
-        assert self.holder.stdout is not None
-        if self.holder.stdout.readline() != b"ready\n":
-            raise RuntimeError(self._why_ended())
-
-    def enter(self, *flags: str) -> list[str]:
-        """The beginning of a command line that runs inside."""
-        return ["nsenter", "--target", str(self.pid), *flags, "--"]
-
-    def kill(self) -> None:
-        """End all processes inside at once, as when the power fails; `wait` for their end."""
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self) -> None:
-        """Wait until all processes inside have ended."""
-        self.holder.wait(timeout=30)
-        for pipe in (self.holder.stdout, self.holder.stderr):
-            if pipe is not None:
-                pipe.close()
-
-
 class Host:
     """One host of a `Lab`."""
 
@@ -124,7 +68,7 @@ class Host:
         self.hosts_file = hosts_file
         self.address = f"{_NET}.{number}"
         self._namespace: Namespace | None = None
-        self._forwarders: list[socket.socket] = []
+        self._forwarders: list[PortForwarder] = []
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
@@ -264,49 +208,9 @@ class Host:
 
     def forward(self, port: int, *, address: str | None = None) -> int:
         """A port of 127.0.0.1 in the test's own namespace that leads to a port of this host."""
-        listener = socket.create_server(("127.0.0.1", 0))
-        self._forwarders.append(listener)
-        threading.Thread(target=self._accept, args=(listener, (address or self.address, port)), daemon=True).start()
-        return int(listener.getsockname()[1])
-
-    def _accept(self, listener: socket.socket, target: tuple[str, int]) -> None:
-        while True:
-            try:
-                near, _ = listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._connect, args=(near, target), daemon=True).start()
-
-    def _connect(self, near: socket.socket, target: tuple[str, int]) -> None:
         assert self._namespace is not None
-        try:
-            # Only this thread enters the host's network; the socket stays there.
-            with open(f"/proc/{self._namespace.pid}/ns/net") as namespace:
-                if _LIBC.setns(namespace.fileno(), _CLONE_NEWNET):
-                    raise OSError(ctypes.get_errno(), "setns")
-            far = socket.create_connection(target, timeout=10)
-        except OSError:
-            near.close()
-            return
-        far.settimeout(None)
-        _relay(near, far)
-
-
-def _pump(source: socket.socket, target: socket.socket) -> None:
-    with suppress(OSError):
-        while data := source.recv(1 << 16):
-            target.sendall(data)
-    for end in (source, target):
-        with suppress(OSError):
-            end.shutdown(socket.SHUT_RDWR)
-
-
-def _relay(near: socket.socket, far: socket.socket) -> None:
-    with near, far:
-        back = threading.Thread(target=_pump, args=(near, far), daemon=True)
-        back.start()
-        _pump(far, near)
-        back.join()
+        self._forwarders.append(PortForwarder(self._namespace, (address or self.address, port)))
+        return self._forwarders[-1].port
 
 
 class Lab:
@@ -364,12 +268,3 @@ def lab(names: Sequence[str], *, shared: Path, hosts_files: Sequence[HostsFile] 
             yield made
         finally:
             made.close()
-
-
-def python() -> str:
-    """The interpreter of every host."""
-    assert Path(sys.executable).is_relative_to(REPOSITORY), f"{sys.executable} is not in {REPOSITORY}"
-    return sys.executable
-
-
-__all__ = ["OPT", "REPOSITORY", "SHARED", "Host", "HostsFile", "Lab", "lab", "python", "why_no_hosts"]
