@@ -33,6 +33,7 @@ from train_loop.patience import retry_storage
 from train_loop.placement import Placement
 from train_loop.raylet import unregister_node
 from train_loop.run_dir import RunDir, expect_run_dir, list_folder, size_of, storage_may_fail
+from train_loop.spare import wait_until_ready
 from train_loop.spec import JobSpec
 
 log = logging.getLogger(__name__)
@@ -213,6 +214,7 @@ class RankSettings(NamedTuple):
 
 def set_up_rank(settings: RankSettings, rank: int, address: str) -> None:
     """In the process of a rank, before its process group: take the epoch, use an interface, send heartbeats."""
+    wait_until_ready()
     os.environ[EPOCH_VARIABLE] = str(settings.epoch)
     os.environ.update(socket_settings(address, os.environ))
     heartbeat.start(settings.heartbeats, rank=rank, epoch=settings.epoch)

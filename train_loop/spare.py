@@ -33,7 +33,12 @@ _ASKING = 30.0
 """Seconds in which a raylet answers, or there is no spare."""
 _KEPT_AHEAD, _KEPT = 60, 365 * 86_400
 """Seconds for which nodes keep what nobody has taken: what a driver asked for, and a run's spares (until it ends)."""
-
+_ACTOR_MODULE = "ray.train.v2._internal.execution.worker_group.worker"
+"""Where Ray Train has the class of its workers."""
+_getting_ready: list[threading.Thread] = []
+"""The thread that imports in this process, if it is one that gets ready."""
+_taken = threading.Event()
+"""Set once this process belongs to a worker."""
 
 Environment = dict[str, dict[str, str]]
 
@@ -129,12 +134,29 @@ def get_ready() -> None:
 
     One that a driver has asked for need not wait to know.
     """
-    threading.Thread(target=_import_unless_taken, name="get-ready", daemon=True).start()
+    _getting_ready.append(threading.Thread(target=_import_unless_taken, name="get-ready", daemon=True))
+    _getting_ready[-1].start()
+
+
+def wait_until_ready() -> None:
+    """In the process of a worker: wait for the imports that `get_ready` has begun, if any.
+
+    Imports of two threads can wait for each other. Python then gives one of them a module that is half done.
+    """
+    _taken.set()
+    for thread in _getting_ready:
+        thread.join()
 
 
 def _import_unless_taken() -> None:
-    if time.time() > float(os.environ[_UNTIL]):
-        time.sleep(_TAKEN_WITHIN)
-        if ray.get_runtime_context().get_actor_id() is not None:
-            return
+    if time.time() > float(os.environ[_UNTIL]) and _is_taken():
+        return
+    # First the module that Ray imports for the actor in another thread: both then begin with the same lock, and one
+    # thread waits for the other. Otherwise this import can fail half-way and leave `ray.train` incomplete.
+    importlib.import_module(_ACTOR_MODULE)
     importlib.import_module("train_loop.rank")
+
+
+def _is_taken() -> bool:
+    """Return whether Ray gives this process to an actor at once; it takes some seconds to know."""
+    return _taken.wait(_TAKEN_WITHIN) or ray.get_runtime_context().get_actor_id() is not None
