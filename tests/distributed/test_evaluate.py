@@ -136,6 +136,10 @@ def train_with_and_without(folder: Path) -> None:
     )
     for name, job in {"without": a_job(folder), "with": with_eval, "with, again": with_eval}.items():
         run_dir = RunDir(folder / name.removesuffix(", again"))
+        if dist.get_rank() == 0:
+            # The run directory exists before a rank starts: no rank creates it.
+            run_dir.write_spec(job)
+        dist.barrier()
         run(job, Session(dist.get_rank(), dist.get_world_size(), 0, 1, run_dir, local_stream), folder / "no cache")
 
 

@@ -142,5 +142,5 @@ def test_a_rejected_checkpoint_is_not_kept_in_place_of_a_good_one(tmp_path: Path
     write_tokens(tmp_path / "d.parquet", rows=40, length=32, vocab=TINY["vocab_size"])
     assert on_ranks(1, resume_past_a_bad_checkpoint, tmp_path / "d.parquet", tmp_path / "run") == [[STEPS]]
     assert [p.name for p in RunDir(tmp_path / "run").checkpoints.glob("*.rejected-*")] == [
-        f"step-{STEPS + 5:08d}.rejected-1"
+        f"step-{STEPS + 5:08d}.rejected-1.0"
     ]

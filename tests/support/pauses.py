@@ -154,6 +154,11 @@ class ObjectPath:
         return ObjectPath(self.path.rpartition("/")[0])
 
     @property
+    def parents(self) -> list["ObjectPath"]:
+        names = self.path.strip("/").split("/")
+        return [ObjectPath("/" + "/".join(names[:count])) for count in range(len(names) - 1, 0, -1)]
+
+    @property
     def stem(self) -> str:
         return self.name.rpartition(".")[0]
 
