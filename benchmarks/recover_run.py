@@ -8,6 +8,7 @@ HERE/marks.jsonl gets a line when the workers have been lost (Ray), when they ar
 import json
 import logging
 import os
+import platform
 import sys
 import time
 from pathlib import Path
@@ -68,10 +69,10 @@ class TellOfLosses(UserCallback):  # type: ignore[misc]
         mark(self.here, "lost")
 
 
-def train(folder: Path, here: Path) -> None:
+def train(folder: Path, here: Path, *, every: int = EVERY) -> None:
     """Train this rank's share from the newest checkpoint on."""
     workload, rank = Workload.read(folder), dist.get_rank()
-    mark(here, "ready", rank=rank, pid=os.getpid())
+    mark(here, "ready", rank=rank, pid=os.getpid(), host=platform.node())
     built = bare.build(workload, folder)
     done = max((int(path.name) for path in here.glob("saved/*")), default=0)
     if done:
@@ -85,7 +86,7 @@ def train(folder: Path, here: Path) -> None:
     for step, _ in enumerate(bare.steps(workload, folder, built, done=done), start=done + 1):
         if rank == 0:
             mark(here, "step", step=step)
-        if step % EVERY == 0:
+        if step % every == 0:
             save(values_of(built), checkpoint_id=here / "checkpoints" / str(step))
             if rank == 0:
                 (here / "saved").mkdir(exist_ok=True)
@@ -98,10 +99,10 @@ def values_of(built: bare.Bare) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "scheduler": built.scheduler.state_dict()}
 
 
-def mark(here: Path, what: str, **numbers: int) -> None:
+def mark(here: Path, what: str, **fields: int | str) -> None:
     """Write down that something has happened now."""
     with (here / "marks.jsonl").open("a") as file:
-        file.write(json.dumps({"what": what, "time": time.time()} | numbers) + "\n")
+        file.write(json.dumps({"what": what, "time": time.time()} | fields) + "\n")
 
 
 if __name__ == "__main__":

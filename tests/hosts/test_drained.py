@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.host_cluster import HostCluster, host_cluster
-from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.more]
 
@@ -24,14 +23,9 @@ def job_id(cluster: HostCluster) -> str:
 
 
 def test_drained_host_is_left_before_its_deadline(cluster: HostCluster, job_id: str) -> None:
-    epoch, host = int(cluster.events(job_id, "group_started")[-1]["epoch"]), cluster.hosts_of(job_id)[3]
+    epoch, host = cluster.epoch_of(job_id), cluster.hosts_of(job_id)[3]
     cluster.drain(host, seconds=60)
-    best = max(line["step"] for line in cluster.metrics(job_id))
-    wait_for(
-        lambda: any(line["epoch"] > epoch and line["step"] > best for line in cluster.metrics(job_id)),
-        "a new step of a newer group",
-        seconds=120,
-    )
+    cluster.wait_for_newer_group(job_id, epoch)
     assert host not in cluster.hosts_of(job_id).values()
     (notice,) = cluster.events(job_id, "preemption_notice")
     (started,) = [one for one in cluster.events(job_id, "training_started") if one["epoch"] == epoch + 1]

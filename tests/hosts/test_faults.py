@@ -30,20 +30,6 @@ def job_id(cluster: HostCluster) -> str:
     return cluster.start_long_job()
 
 
-def next_group(cluster: HostCluster, job_id: str, epoch: int) -> None:
-    """Wait until a newer group than this one has trained a step that is new."""
-    best = max(line["step"] for line in cluster.metrics(job_id) if line["epoch"] <= epoch)
-    wait_for(
-        lambda: any(line["epoch"] > epoch and line["step"] > best for line in cluster.metrics(job_id)),
-        f"a new step of a newer group than {epoch}",
-        seconds=120,
-    )
-
-
-def epoch_of(cluster: HostCluster, job_id: str) -> int:
-    return int(cluster.events(job_id, "group_started")[-1]["epoch"])
-
-
 def lost_after(cluster: HostCluster, job_id: str, epoch: int) -> dict[str, object]:
     """The event that reports the loss of the group of this epoch."""
     found = wait_for(
@@ -60,19 +46,19 @@ def test_job_starts_on_hosts_whatever_their_names_resolve_to(cluster: HostCluste
 
 
 def test_killed_rank_is_named_with_its_host_and_signal(cluster: HostCluster, job_id: str) -> None:
-    epoch, host = epoch_of(cluster, job_id), cluster.hosts_of(job_id)[2]
+    epoch, host = cluster.epoch_of(job_id), cluster.hosts_of(job_id)[2]
     cluster.kill_rank(job_id, 2)
     loss = lost_after(cluster, job_id, epoch)
     assert (loss["ranks"], loss["hosts"], loss["cause"]) == ([2], [host.name], "killed")
     assert loss["error"] == f"rank 2 on {host.name} was killed by signal 9 (SIGKILL)"
     assert "survivors" not in loss or " reported: " in str(loss["survivors"])
     assert str(loss["error"]) in reason_of(cluster, job_id)
-    next_group(cluster, job_id, epoch)
+    cluster.wait_for_newer_group(job_id, epoch)
     assert wait_for(lambda: cluster.client.job(job_id).reason is None, "the reason to clear")
 
 
 def test_stopped_rank_is_named_by_those_that_wait_for_it(cluster: HostCluster, job_id: str) -> None:
-    epoch = epoch_of(cluster, job_id)
+    epoch = cluster.epoch_of(job_id)
     cluster.kill_rank(job_id, 3, "STOP")
     stopped = time.monotonic()
     try:
@@ -82,29 +68,29 @@ def test_stopped_rank_is_named_by_those_that_wait_for_it(cluster: HostCluster, j
     finally:
         cluster.kill_rank(job_id, 3, "CONT")
     wait_for(lambda: cluster.client.job(job_id).progress.waits_for is None, "the reason to clear", seconds=30)
-    assert epoch_of(cluster, job_id) == epoch
+    assert cluster.epoch_of(job_id) == epoch
 
 
 def test_host_that_is_frozen_for_five_seconds_is_not_lost(cluster: HostCluster, job_id: str) -> None:
-    epoch, host = epoch_of(cluster, job_id), cluster.hosts_of(job_id)[3]
+    epoch, host = cluster.epoch_of(job_id), cluster.hosts_of(job_id)[3]
     host.freeze()
     time.sleep(5)
     host.thaw()
-    newest = max(line["step"] for line in cluster.metrics(job_id))
+    newest = cluster.newest_step(job_id)
     cluster.wait_for_step(job_id, newest + 5)
-    assert epoch_of(cluster, job_id) == epoch
+    assert cluster.epoch_of(job_id) == epoch
     assert cluster.events(job_id, "host_lost") == []
 
 
 def test_cut_host_is_lost_within_fifteen_seconds_and_its_ranks_exit(cluster: HostCluster, job_id: str) -> None:
-    epoch, host = epoch_of(cluster, job_id), cluster.hosts_of(job_id)[3]
+    epoch, host = cluster.epoch_of(job_id), cluster.hosts_of(job_id)[3]
     pids = [one["pid"] for one in cluster.events(job_id, "training_started")[-1]["workers"] if one["host"] == host.name]
     cut = time.time()
     host.cut()
     (lost,) = wait_for(lambda: cluster.events(job_id, "host_lost"), "the loss of the host", seconds=30)
     assert lost["host"] == host.name
     assert lost["time"] - cut <= 15
-    next_group(cluster, job_id, epoch)
+    cluster.wait_for_newer_group(job_id, epoch)
     assert host not in cluster.hosts_of(job_id).values()
     # Storage is not cut: the ranks there see the newer group within five seconds.
     wait_for(lambda: not any(alive(host, pid) for pid in pids), "the end of the superseded ranks", seconds=10)
@@ -130,9 +116,9 @@ def alive(host: Host, pid: int) -> bool:
 
 
 def test_thawed_group_commits_nothing_next_to_its_successor(cluster: HostCluster, job_id: str) -> None:
-    epoch, host = epoch_of(cluster, job_id), cluster.hosts_of(job_id)[0]
+    epoch, host = cluster.epoch_of(job_id), cluster.hosts_of(job_id)[0]
     host.freeze()
-    next_group(cluster, job_id, epoch)
+    cluster.wait_for_newer_group(job_id, epoch)
     thawed = time.time()
     host.thaw()
     time.sleep(8)
@@ -144,14 +130,14 @@ def test_thawed_group_commits_nothing_next_to_its_successor(cluster: HostCluster
 def test_unmounted_storage_is_waited_for_and_nothing_is_written_to_its_mount_point(
     cluster: HostCluster, job_id: str
 ) -> None:
-    host, epoch = cluster.hosts_of(job_id)[0], epoch_of(cluster, job_id)
-    before = max(line["step"] for line in cluster.metrics(job_id))
+    host, epoch = cluster.hosts_of(job_id)[0], cluster.epoch_of(job_id)
+    before = cluster.newest_step(job_id)
     host.unmount()
     time.sleep(6)
     assert host.run("ls", "-A", "/srv/trainshed").strip() == ""
     host.mount()
     cluster.wait_for_step(job_id, before + 15)
-    assert epoch_of(cluster, job_id) == epoch
+    assert cluster.epoch_of(job_id) == epoch
     steps = [line["step"] for line in cluster.metrics(job_id) if line["epoch"] == epoch]
     assert steps == list(range(steps[0], steps[-1] + 1)), "lines are missing"
     away = cluster.events(job_id, "storage_unavailable")

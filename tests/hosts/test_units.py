@@ -42,7 +42,7 @@ def test_job_without_room_names_what_is_missing_and_which_host_left(cluster: Hos
 
 def test_host_that_comes_back_continues_the_job(cluster: HostCluster, job_id: str) -> None:
     (host,) = [node for node in cluster.nodes if not node.is_on]
-    best = max(line["step"] for line in cluster.metrics(job_id))
+    best = cluster.newest_step(job_id)
     host.start()
     cluster.start_node(host)
     cluster.wait_for_step(job_id, best + 5)
@@ -51,7 +51,7 @@ def test_host_that_comes_back_continues_the_job(cluster: HostCluster, job_id: st
 
 
 def test_new_head_is_joined_by_all_nodes_and_the_job_continues(cluster: HostCluster, job_id: str) -> None:
-    best = max(line["step"] for line in cluster.metrics(job_id))
+    best = cluster.newest_step(job_id)
     cluster.head.run("pkill", "-9", "-f", "gcs_server")
     wait_for(lambda: len(cluster.client.job(job_id).attempts) == 2, "a second attempt", seconds=120)
     cluster.wait_for_step(job_id, best + 5)

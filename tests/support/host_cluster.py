@@ -1,22 +1,26 @@
 """Trainshed on test hosts: the systemd units, a Ray cluster of several hosts, the service, and jobs on them."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import yaml
+from s3fs import S3FileSystem
 
 from service.api.schemas import JobOut
 from service.client import Api, Client
 from service.domain.job import JobState
 from tests.support.hosts import REPOSITORY, SHARED, Host, HostsFile, Lab, lab
+from tests.support.s3 import s3_environment
 from tests.support.specs import TINY, raw_spec
 from tests.support.torchrun import write_tokens
 from tests.support.waiting import wait_for
 from train_loop.run_dir import RunDir, read_lines
 
+_BUCKET, _S3_PORT = "trainshed", 9000
 TOKEN = "0123456789abcdef" * 4
 SETTINGS = {
     "TRAINSHED_PORT": "8000",
@@ -26,10 +30,17 @@ SETTINGS = {
 
 
 class HostCluster:
-    """A head, nodes with two CPUs each, and the service on the head's host; by the systemd units alone."""
+    """A head, nodes with two CPUs each, and the service on the head's host; by the systemd units alone.
 
-    def __init__(self, made: Lab, *, settings: Mapping[str, str] | None = None) -> None:
+    Variables of the units that begin with one of `without` are left out.
+    """
+
+    def __init__(self, made: Lab, *, settings: Mapping[str, str] | None = None, without: Sequence[str] = ()) -> None:
         self.lab = made
+        self._without = without
+        self.objects = made.hosts.get("storage")
+        """The host with an S3 server, where run directories are then."""
+        self._stack = ExitStack()
         self.head = made.hosts["head"]
         self.nodes = [host for host in made.hosts.values() if host.name.startswith("node")]
         self._settings = {**SETTINGS, **(settings or {})}
@@ -38,22 +49,38 @@ class HostCluster:
 
     def start(self) -> None:
         """Start head, nodes and service, and wait until all nodes have joined."""
+        if self.objects is not None:
+            self._start_objects(self.objects)
         self.start_head()
         for node in self.nodes:
             self.start_node(node)
         self.start_service()
         self.wait_for_nodes(len(self.nodes))
 
+    def _start_objects(self, host: Host) -> None:
+        """Start the S3 server, and lead this process to it."""
+        folder = self.lab.folder / "s3"
+        folder.mkdir()
+        host.spawn("python", "-m", "tests.support.s3", str(folder), f"--port={_S3_PORT}", "--host=0.0.0.0", log="s3")
+        wait_for((folder / "port").exists, "the S3 server")
+        variables = s3_environment(f"http://127.0.0.1:{host.forward(_S3_PORT)}")
+        patch = self._stack.enter_context(pytest.MonkeyPatch.context())
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        self._stack.callback(S3FileSystem.clear_instance_cache)
+        S3FileSystem.clear_instance_cache()
+        S3FileSystem().mkdir(_BUCKET)
+
     def start_head(self) -> None:
         """Start the head's unit."""
         self._dashboard_client = None
         self._configure(self.head)
-        self.head.start_unit("trainshed-head")
+        self.head.start_unit("trainshed-head", without=self._without)
 
     def start_node(self, node: Host) -> None:
         """Start a node's unit."""
         self._configure(node)
-        node.start_unit("trainshed-node")
+        node.start_unit("trainshed-node", without=self._without)
 
     def start_service(self) -> None:
         """Start the service's unit on the head's host, and connect a client to it."""
@@ -69,6 +96,7 @@ class HostCluster:
 
     def close(self) -> None:
         """Close the connections of the test."""
+        self._stack.close()
         if self._client is not None:
             self._client.close()
         if self._dashboard_client is not None:
@@ -77,6 +105,10 @@ class HostCluster:
     def _configure(self, host: Host) -> None:
         text = (REPOSITORY / "deploy/systemd/trainshed.env").read_text()
         text = text.replace("10.0.0.10", self.head.address).replace("10.0.0.11", host.address)
+        if self.objects is not None:
+            text = text.replace("file:///srv/trainshed/", f"s3://{_BUCKET}/")
+            variables = s3_environment(f"http://{self.objects.address}:{_S3_PORT}")
+            text += "".join(f"{name}={value}\n" for name, value in variables.items())
         small = "--object-store-memory=80000000"
         host.write(
             "/etc/trainshed/trainshed.env",
@@ -112,12 +144,16 @@ class HostCluster:
 
     def ray(self, *command: str, check: bool = True) -> str:
         """Run a command on the head, with the token and the address of Ray."""
-        auth = {
+        return self.head.run(*command, env=self.ray_env, check=check)
+
+    @property
+    def ray_env(self) -> dict[str, str]:
+        """Variables with which a process on the head connects to Ray."""
+        return {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": "/etc/trainshed/ray.token",
             "RAY_ADDRESS": f"{self.head.address}:6379",
         }
-        return self.head.run(*command, env=auth, check=check)
 
     def wait_for_nodes(self, count: int, *, seconds: float = 60) -> None:
         """Wait until so many nodes are alive."""
@@ -125,7 +161,12 @@ class HostCluster:
 
     def submit(self, **parts: dict[str, Any]) -> str:
         """Submit a small job of four workers on two hosts; its id."""
-        return self.client.submit(yaml.safe_dump(host_job(self.lab.shared, **parts))).id
+        job = host_job(self.lab.shared, **parts)
+        if self.objects is not None:
+            here, there = self.lab.shared / "data/tokens.parquet", f"s3://{_BUCKET}/data/tokens.parquet"
+            S3FileSystem().put_file(str(here), there)
+            job["data"]["train"]["path"] = there
+        return self.client.submit(yaml.safe_dump(job)).id
 
     def wait_for_state(self, job_id: str, *states: JobState, seconds: float = 120) -> JobOut:
         """Wait until the job is in one of the states. Raises AssertionError if it ends in another."""
@@ -149,6 +190,23 @@ class HostCluster:
 
         wait_for(done, f"step {step}", seconds=seconds)
 
+    def newest_step(self, job_id: str) -> int:
+        """The highest step that the job has done."""
+        return max(int(line["step"]) for line in self.metrics(job_id))
+
+    def epoch_of(self, job_id: str) -> int:
+        """The epoch of the job's newest worker group."""
+        return int(self.events(job_id, "group_started")[-1]["epoch"])
+
+    def wait_for_newer_group(self, job_id: str, epoch: int) -> None:
+        """Wait until a newer group than this one has done a step that is new."""
+        best = max(line["step"] for line in self.metrics(job_id) if line["epoch"] <= epoch)
+        wait_for(
+            lambda: any(line["epoch"] > epoch and line["step"] > best for line in self.metrics(job_id)),
+            f"a new step of a newer group than {epoch}",
+            seconds=120,
+        )
+
     def start_long_job(self) -> str:
         """Submit a job that goes on until it is cancelled, and wait for its first checkpoint; its id."""
         job_id = self.submit(training={"max_steps": 100_000}, checkpoint={"every_steps": 10})
@@ -162,6 +220,8 @@ class HostCluster:
 
     def run_dir(self, job_id: str) -> RunDir:
         """The job's run directory, seen from the test."""
+        if self.objects is not None:
+            return RunDir.at(f"s3://{_BUCKET}/runs/default/{job_id}")
         return RunDir(self.lab.shared / "runs" / "default" / job_id)
 
     def hosts_of(self, job_id: str) -> dict[int, Host]:
@@ -210,9 +270,10 @@ def host_cluster(
     *,
     hosts_files: Sequence[HostsFile] = ("real",),
     settings: Mapping[str, str] | None = None,
+    s3: bool = False,
 ) -> Iterator[HostCluster]:
-    """A running cluster on test hosts."""
-    names: Sequence[str] = ["head", *(f"node{number}" for number in range(1, nodes + 1))]
+    """A running cluster on test hosts; with `s3`, run directories and data are on the S3 server of a further host."""
+    names = ["head", *(f"node{number}" for number in range(1, nodes + 1)), *(["storage"] if s3 else [])]
     with lab(names, shared=shared, hosts_files=hosts_files) as made:
         cluster = HostCluster(made, settings=settings)
         try:

@@ -153,10 +153,14 @@ class Host:
         done = subprocess.run(self.command("cat", path), capture_output=True, timeout=30, check=False)
         return done.stdout.decode() if done.returncode == 0 else None
 
-    def start_unit(self, unit: str, env: Mapping[str, str] | None = None) -> None:
-        """Start one of the project's systemd units, which is started again whenever it ends."""
+    def start_unit(self, unit: str, env: Mapping[str, str] | None = None, *, without: Sequence[str] = ()) -> None:
+        """Start one of the project's systemd units, which is started again whenever it ends.
+
+        Its variables that begin with one of `without` are left out.
+        """
         file = f"{OPT}/deploy/systemd/{unit}.service"
-        self.spawn("python", "-m", "tests.support.units", file, log=unit, env=env)
+        options = [f"--without={prefix}" for prefix in without]
+        self.spawn("python", "-m", "tests.support.units", file, *options, log=unit, env=env)
 
     def cut(self) -> None:
         """Pull the network cable out."""

@@ -50,12 +50,7 @@ class S3Server:
 
     def environment(self) -> dict[str, str]:
         """The variables by which botocore, and with it fsspec's s3://, finds the server."""
-        return {
-            "AWS_ENDPOINT_URL": self.endpoint,
-            "AWS_ACCESS_KEY_ID": _KEY,
-            "AWS_SECRET_ACCESS_KEY": _KEY,
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }
+        return s3_environment(self.endpoint)
 
     def bucket(self, name: str) -> None:
         """Make a bucket."""
@@ -126,6 +121,16 @@ class S3Server:
             pass
 
 
+def s3_environment(endpoint: str) -> dict[str, str]:
+    """Variables by which botocore finds a server of this module."""
+    return {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": _KEY,
+        "AWS_SECRET_ACCESS_KEY": _KEY,
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+
+
 @contextmanager
 def s3_server() -> Iterator[S3Server]:
     """A server on a free loopback port."""
@@ -173,9 +178,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.support.s3", description=__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--port", type=int, default=0, help="0: the system chooses")
+    parser.add_argument("--host", default=_HOST, help="address to listen on")
     arguments = parser.parse_args()
     gate = Gate(DomainDispatcherApplication(create_backend_app), arguments.folder)
-    server = make_server(_HOST, arguments.port, gate, threaded=True, request_handler=MotoRequestHandler)
+    server = make_server(arguments.host, arguments.port, gate, threaded=True, request_handler=MotoRequestHandler)
     write_durably(_port_file(arguments.folder), str(server.server_port))
     server.serve_forever()
 

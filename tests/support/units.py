@@ -129,8 +129,14 @@ def main() -> None:
     """Run one unit."""
     parser = argparse.ArgumentParser(prog="python -m tests.support.units", description=__doc__)
     parser.add_argument("file", type=Path)
+    parser.add_argument(
+        "--without", action="append", default=[], help="beginning of variables of the unit to leave out"
+    )
     arguments = parser.parse_args()
-    Supervisor(Unit.read(arguments.file)).run(os.environ)
+    unit = Unit.read(arguments.file)
+    left_out = tuple(arguments.without)
+    unit.environment = {name: value for name, value in unit.environment.items() if not name.startswith(left_out)}
+    Supervisor(unit).run(os.environ)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def wait_for(condition: Callable[[], T | None], what: str = "the condition", *, seconds: float = 60.0) -> T:
+def wait_for(
+    condition: Callable[[], T | None], what: str = "the condition", *, seconds: float = 60.0, pause: float = 0.05
+) -> T:
     """The first truthy answer of a condition. Raises TimeoutError naming what never came."""
     deadline = time.monotonic() + seconds
     while True:
@@ -16,4 +18,4 @@ def wait_for(condition: Callable[[], T | None], what: str = "the condition", *, 
             return answer
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what} did not come true within {seconds:g} s; last seen: {answer!r}")
-        time.sleep(0.05)
+        time.sleep(pause)
