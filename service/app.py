@@ -182,7 +182,7 @@ def _parts(world: _World) -> Iterator[Part]:
     # Seconds until it answers: the first who asks should not have to wait for all of them.
     yield Part("preflight", world.preflight.start, world.preflight.stop, seconds=1.0)
     if world.embedded is not None:
-        yield Part("embedded Ray", world.embedded.start, world.embedded.stop, seconds=2.5)
+        yield Part("embedded Ray", world.embedded.start, world.embedded.stop, seconds=3.0)
 
 
 def _parts_once_open(settings: Settings, world: _World, leaving: Leaving) -> Iterator[Part]:

@@ -64,8 +64,9 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
         self._events: queue.SimpleQueue[tuple[str, dict[str, Any]] | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write_events, name="events", daemon=True)
         self._writer.start()
+        storage = str(self._run_dir.root.parent.parent)
         address, own_host = ray.util.get_node_ip_address(), socket.gethostname()
-        self._monitor = GroupMonitor(address, self._report, self, own_host=own_host)
+        self._monitor = GroupMonitor(address, self._report, self, own_host=own_host, storage=storage)
         self._monitor.start()
 
     def before_worker_group_start(self, worker_group_context: Any) -> None:

@@ -6,11 +6,13 @@ Torch-free. `docs/decisions/0018-fencing.md` states what this guarantees.
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from train_loop import heartbeat
 from train_loop.errors import FencedError
-from train_loop.run_dir import Fence, RunDir, storage_may_fail
+from train_loop.run_dir import Fence, RunDir, check_storage, storage_may_fail
 
 log = logging.getLogger(__name__)
 EPOCH_VARIABLE = "TRAINSHED_EPOCH"
@@ -82,13 +84,13 @@ class FenceWatch:
     It works while the main thread is blocked in a collective, and after the process was frozen.
     """
 
-    def __init__(
-        self, run_dir: RunDir, token: Fence, *, poll_seconds: float = _POLL_SECONDS, leave: Callable[[int], object]
-    ) -> None:
+    def __init__(self, run_dir: RunDir, token: Fence, *, poll_seconds: float, leave: Callable[[int], object]) -> None:
         self._run_dir = run_dir
         self._token = token
         self._poll_seconds = poll_seconds
         self._leave = leave
+        self._asked: float | None = None
+        """When storage was asked first of all times that it has not answered."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fence", daemon=True)
 
@@ -110,11 +112,17 @@ class FenceWatch:
 
     def _newer(self) -> Fence | None:
         """Return the fence if it is newer than the token. Storage that cannot be read is not a newer fence."""
+        if self._asked is None:
+            self._asked = time.monotonic()
+            heartbeat.mark_storage(self._asked)
         try:
+            check_storage(self._run_dir.root)
             fence = self._run_dir.fence()
         except Exception as error:
             log.debug("the fence cannot be read: %s", error)
             return None
+        self._asked = None
+        heartbeat.mark_storage(None)
         return fence if fence > self._token else None
 
     def _end(self, fence: Fence) -> None:
@@ -128,9 +136,12 @@ class FenceWatch:
 
 
 @contextmanager
-def fence_watched(run_dir: RunDir, token: Fence) -> Iterator[None]:
-    """End this process within 5 s after a newer group has taken over, as long as the body runs."""
-    watch = FenceWatch(run_dir, token, leave=os._exit)
+def fence_watched(run_dir: RunDir, token: Fence, *, poll_seconds: float = _POLL_SECONDS) -> Iterator[None]:
+    """End this process within 5 s after a newer group has taken over, as long as the body runs.
+
+    Heartbeats then report since when storage has not answered.
+    """
+    watch = FenceWatch(run_dir, token, poll_seconds=poll_seconds, leave=os._exit)
     watch.start()
     try:
         yield

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 log = logging.getLogger("train_loop.heartbeat")
 INTERVAL_SECONDS = 1.0
 _PLACE = struct.Struct("<qqd")
+_SECONDS = struct.Struct("<d")
 _MAX_BYTES = 1024
 _RESPAWN_SECONDS = 1.0
 _EXIT_INFO_SECONDS = 0.5
@@ -61,6 +62,8 @@ class Beat(NamedTuple):
     """Whether the rank's process has ended."""
     status: int | None = None
     """Its wait status, if it ended and the kernel tells."""
+    storage_seconds: float = 0.0
+    """For how long the storage of the run has not answered this rank."""
 
 
 class Target(NamedTuple):
@@ -77,8 +80,8 @@ class Heartbeat:
     def __init__(self, target: Target, *, rank: int, epoch: int) -> None:
         self._target, self._rank, self._epoch = target, rank, epoch
         self._memory = os.memfd_create("heartbeat")
-        os.ftruncate(self._memory, _PLACE.size)
-        self._place = mmap.mmap(self._memory, _PLACE.size)
+        os.ftruncate(self._memory, _PLACE.size + _SECONDS.size)
+        self._place = mmap.mmap(self._memory, _PLACE.size + _SECONDS.size)
         self._stopped = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
         self.mark(0, Phase.START)
@@ -88,6 +91,10 @@ class Heartbeat:
     def mark(self, step: int, phase: Phase) -> None:
         """Note where this rank is."""
         _PLACE.pack_into(self._place, 0, step, phase, time.monotonic())
+
+    def mark_storage(self, since: float | None) -> None:
+        """Note since when storage has not answered, by the monotonic clock; None if it has."""
+        _SECONDS.pack_into(self._place, _PLACE.size, since or 0.0)
 
     def stop(self) -> None:
         """Send no more heartbeats."""
@@ -141,6 +148,12 @@ def mark(step: int, phase: Phase) -> None:
         heartbeat.mark(step, phase)
 
 
+def mark_storage(since: float | None) -> None:
+    """Note since when storage has not answered this rank, if it sends heartbeats; None if it has."""
+    for heartbeat in _started:
+        heartbeat.mark_storage(since)
+
+
 def encode(beat: Beat, token: str) -> bytes:
     """Return the datagram of a heartbeat."""
     return json.dumps({"token": token, **beat._asdict()}).encode()
@@ -165,7 +178,7 @@ class _Sender:
     def __init__(self, settings: dict[str, Any], parent: int) -> None:
         self._target = Target(*settings["target"])
         self._rank, self._epoch = settings["rank"], settings["epoch"]
-        self._place = mmap.mmap(settings["memory"], _PLACE.size, prot=mmap.PROT_READ)
+        self._place = mmap.mmap(settings["memory"], _PLACE.size + _SECONDS.size, prot=mmap.PROT_READ)
         self._parent = parent
         family = socket.getaddrinfo(self._target.host, self._target.port, type=socket.SOCK_DGRAM)[0][0]
         self._socket = socket.socket(family, socket.SOCK_DGRAM)
@@ -189,7 +202,12 @@ class _Sender:
 
     def _send(self, **fields: Any) -> None:
         step, phase, since = _PLACE.unpack_from(self._place, 0)
-        beat = Beat(self._rank, self._epoch, step, Phase(phase), max(time.monotonic() - since, 0.0), **fields)
+        (silent_since,) = _SECONDS.unpack_from(self._place, _PLACE.size)
+        now = time.monotonic()
+        silent = max(now - silent_since, 0.0) if silent_since else 0.0
+        beat = Beat(
+            self._rank, self._epoch, step, Phase(phase), max(now - since, 0.0), storage_seconds=silent, **fields
+        )
         # A network that is away may be back in a second.
         with suppress(OSError):
             self._socket.sendto(encode(beat, self._target.token), (self._target.host, self._target.port))

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 SILENT_SECONDS, LOST_SECONDS = 5.0, 10.0
 """A host whose ranks send no heartbeat for so long is reported as silent, then declared lost."""
-STALL_SECONDS, LACK_SECONDS = 8.0, 5.0
+STALL_SECONDS, LACK_SECONDS, STORAGE_SECONDS = 8.0, 5.0, 5.0
 _LATE_SECONDS = 2.5
 """After a failure, a host that is silent for so long is its cause."""
 _CAUSE_SECONDS = 4.0
@@ -61,6 +61,7 @@ class _Group:
     silent: set[str] = field(default_factory=set)
     lost: dict[str, str] = field(default_factory=dict)
     stalled: bool = False
+    without_storage: set[str] = field(default_factory=set)
     closing: bool = False
     ended: dict[int, str] = field(default_factory=dict)
     probe: threading.Thread | None = None
@@ -78,6 +79,7 @@ class GroupMonitor:
         cluster: Cluster,
         *,
         own_host: str,
+        storage: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -86,6 +88,7 @@ class GroupMonitor:
         self._socket.settimeout(_TICK_SECONDS)
         self.target = Target(address, self._socket.getsockname()[1], secrets.token_hex(16))
         self._report, self._cluster, self._own_host, self._clock = report, cluster, own_host, clock
+        self._storage = storage
         self._group: _Group | None = None
         self._placing_since: float | None = None
         self._lack_reported = False
@@ -221,6 +224,7 @@ class GroupMonitor:
                     # This process was stopped or starved: silence in that time says nothing about others.
                     self._group.liveness.skip(pause, now)
                 self._judge_hosts(self._group, now)
+                self._judge_storage(self._group)
                 self._judge_stall(self._group, now)
                 self._settle_failure()
 
@@ -259,11 +263,22 @@ class GroupMonitor:
         others = {host: seconds for host, seconds in silence.items() if host != self._own_host}
         return len(others) < 2 or any(seconds <= SILENT_SECONDS for seconds in others.values())
 
+    def _judge_storage(self, group: _Group) -> None:
+        if group.closing:
+            return
+        found = group.liveness.without_storage(STORAGE_SECONDS)
+        if found.keys() - group.without_storage:
+            since = time.time() - max(found.values())
+            self._report("storage_unavailable", hosts=sorted(found), root=self._storage, since=round(since, 3))
+        elif group.without_storage and not found:
+            self._report("storage_available", root=self._storage)
+        group.without_storage = set(found)
+
     def _judge_stall(self, group: _Group, now: float) -> None:
         if group.failure is not None or group.closing:
             return
-        # Of a silent host the news is that it is silent.
-        stall = None if group.silent else group.liveness.stall(now, seconds=STALL_SECONDS)
+        # Of a silent host the news is that it is silent, and a rank may wait for storage as long as the limit says.
+        stall = None if group.silent or group.without_storage else group.liveness.stall(now, seconds=STALL_SECONDS)
         if stall is not None and not group.stalled:
             group.stalled = True
             hosts = sorted({group.liveness.hosts[rank] for rank in stall.behind})
@@ -273,7 +288,7 @@ class GroupMonitor:
                 seconds=round(stall.seconds, 1),
                 reason=stall.reason,
             )
-        elif stall is None and group.stalled and not group.silent:
+        elif stall is None and group.stalled and not group.silent and not group.without_storage:
             group.stalled = False
             self._report("progressing")
 

@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from train_loop.run_dir import write_durably
 
 _MARK = "TRAINSHED_EMBEDDED_RAY"
-_STOP_SECONDS = 1.5
+_STOP_SECONDS = 1.0
 """For the head to end by itself: what it runs ends with it either way, and the service has ten seconds for all."""
 _KILL_SECONDS = 1.0
 
@@ -149,17 +148,15 @@ def _free_ports(count: int) -> list[int]:
 
 def _family(record: RayHead, head: psutil.Process | None) -> set[psutil.Process]:
     """The head's descendants, and what is left in its session, with their descendants, where the head is gone."""
-    roots = {process for process in psutil.process_iter() if _belongs(process, record)}
-    if head is not None:
-        roots.add(head)
-    return roots | {child for root in roots for child in _descendants(root)}
-
-
-def _descendants(process: psutil.Process) -> Iterable[psutil.Process]:
-    try:
-        return process.children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
+    found = list(psutil.process_iter(["ppid"]))
+    family = {process for process in found if process == head or _belongs(process, record)}
+    newest = family
+    # One look at all processes: asking each of them for its children takes seconds on a busy machine.
+    while newest:
+        parents = {process.pid for process in newest}
+        newest = {process for process in found if process.info["ppid"] in parents} - family
+        family = family | newest
+    return family
 
 
 def _belongs(process: psutil.Process, record: RayHead) -> bool:

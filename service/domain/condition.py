@@ -135,7 +135,9 @@ def _moving(event: Event) -> Reason:
 def _storage(event: Event) -> Reason:
     since = f" since {clock_time(_number(event, 'since'))}" if _number(event, "since") else ""
     error = f" ({event['error']})" if event.get("error") else ""
-    message = f"storage {event.get('root')} is unavailable{since}{error}"
+    hosts = event.get("hosts")
+    on = f" on {', '.join(map(str, hosts))}" if hosts and isinstance(hosts, list) else ""
+    message = f"storage {event.get('root')} is unavailable{on}{since}{error}"
     return Reason(Code.STORAGE_UNAVAILABLE, message, "check that it is mounted and reachable on all hosts")
 
 

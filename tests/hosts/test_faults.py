@@ -133,10 +133,12 @@ def test_unmounted_storage_is_waited_for_and_nothing_is_written_to_its_mount_poi
     host, epoch = cluster.hosts_of(job_id)[0], cluster.epoch_of(job_id)
     before = cluster.newest_step(job_id)
     host.unmount()
-    time.sleep(6)
+    message = wait_for(lambda: cluster.waits_for(job_id, "storage_unavailable"), "a reason", seconds=20)
+    assert f"is unavailable on {host.name} since" in message
     assert host.run("ls", "-A", "/srv/trainshed").strip() == ""
     host.mount()
     cluster.wait_for_step(job_id, before + 15)
+    wait_for(lambda: cluster.client.job(job_id).progress.waits_for is None, "the reason to clear", seconds=30)
     assert cluster.epoch_of(job_id) == epoch
     steps = [line["step"] for line in cluster.metrics(job_id) if line["epoch"] == epoch]
     assert steps == list(range(steps[0], steps[-1] + 1)), "lines are missing"

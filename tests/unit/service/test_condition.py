@@ -35,6 +35,11 @@ def read(*events: dict[str, Any]) -> Conditions:
             Code.STORAGE_UNAVAILABLE,
             "storage file:///shared is unavailable since 01:02:03 UTC (no marker file)",
         ),
+        (
+            STORAGE | {"error": None, "hosts": ["node3"]},
+            Code.STORAGE_UNAVAILABLE,
+            "storage file:///shared is unavailable on node3 since 01:02:03 UTC",
+        ),
     ],
 )
 def test_condition_names_its_cause(event: dict[str, Any], code: Code, message: str) -> None:

@@ -14,13 +14,34 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.support.checkpoints import checkpoint
+from tests.support.waiting import wait_for
+from train_loop import heartbeat
 from train_loop.checkpoint.ledgers import ledger_of
 from train_loop.data.reader import local_stream
 from train_loop.errors import FencedError
-from train_loop.fencing import FENCED_EXIT_CODE, NewestEpoch, begin_group, check_fence, next_epoch, raise_fence
+from train_loop.fencing import (
+    FENCED_EXIT_CODE,
+    NewestEpoch,
+    begin_group,
+    check_fence,
+    fence_watched,
+    next_epoch,
+    raise_fence,
+)
 from train_loop.journal import Journal, group_journal, last_word
 from train_loop.metrics import replayed_steps
-from train_loop.run_dir import NO_FENCE, Fence, JsonLines, RunDir, lines, read_lines, write_durably
+from train_loop.run_dir import (
+    NO_FENCE,
+    Fence,
+    JsonLines,
+    RootMarker,
+    RunDir,
+    expect_run_dir,
+    lines,
+    read_lines,
+    write_durably,
+    write_run_marker,
+)
 from train_loop.session import Session
 from train_loop.watchdog import watched
 
@@ -148,6 +169,20 @@ with fence_watched(run_dir, begin_group(run_dir, 1, by="a")):
     print("blocked", flush=True)
     threading.Event().wait()
 """
+
+
+def test_heartbeat_reports_since_when_storage_has_not_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir, marks = RunDir(tmp_path / "run"), list[float | None]()
+    write_run_marker(run_dir.root, RootMarker.new())
+    expect_run_dir(run_dir.root)
+    monkeypatch.setattr(heartbeat, "mark_storage", marks.append)
+    with fence_watched(run_dir, begin_group(run_dir, 1, by="a"), poll_seconds=0.02):
+        wait_for(lambda: marks[-1:] == [None])
+        run_dir.root.rename(tmp_path / "away")
+        since = wait_for(lambda: marks[-1] if marks[-1] and time.monotonic() - marks[-1] > 0.5 else None)
+        (tmp_path / "away").rename(run_dir.root)
+        wait_for(lambda: marks[-1] is None)
+    assert time.monotonic() - 60 < since < time.monotonic()
 
 
 def test_superseded_rank_that_is_blocked_exits_within_5_seconds(tmp_path: Path) -> None:

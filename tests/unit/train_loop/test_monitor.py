@@ -23,7 +23,9 @@ class World:
     dead: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.monitor = GroupMonitor("127.0.0.1", self.report, self, own_host="head", clock=lambda: self.now)
+        self.monitor = GroupMonitor(
+            "127.0.0.1", self.report, self, own_host="head", storage="/srv/runs", clock=lambda: self.now
+        )
 
     def report(self, name: str, **fields: Any) -> None:
         self.events.append((name, fields))
@@ -40,6 +42,15 @@ class World:
             self.now += 0.5
             for rank in HOSTS.keys() - set(silent):
                 self.monitor.hear(Beat(rank, 1, 7, Phase.TRAIN, 0.0, stopped=rank == stopped))
+            self.monitor.tick()
+
+    def run_without_storage(self, seconds: float, *ranks: int) -> None:
+        """Let time pass in which storage does not answer some ranks and nobody moves."""
+        for number in range(int(seconds * 2)):
+            self.now += 0.5
+            for rank in HOSTS:
+                away = number / 2 if rank in ranks else 0.0
+                self.monitor.hear(Beat(rank, 1, 7, Phase.SAVE, 0.0, storage_seconds=away))
             self.monitor.tick()
 
     def names(self) -> list[str]:
@@ -96,6 +107,14 @@ def test_time_in_which_the_monitor_did_not_run_declares_nobody_lost(world: World
     world.monitor.tick()
     world.run(3)
     assert world.names() == []
+
+
+def test_host_whose_storage_does_not_answer_is_named_instead_of_a_stall(world: World) -> None:
+    world.run_without_storage(20, 2)
+    ((name, fields),) = world.events
+    assert (name, fields["hosts"], fields["root"]) == ("storage_unavailable", ["node2"], "/srv/runs")
+    world.run(1)
+    assert world.names() == ["storage_unavailable", "storage_available"]
 
 
 def test_failure_is_reported_once_with_the_host_that_fell_silent(world: World) -> None:
