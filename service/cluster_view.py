@@ -3,13 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from service.domain.admission import never_fits
 from service.domain.condition import capacity_reason, clock_time
 from service.domain.decide import Submission
 from service.domain.job import Job, JobState
 from service.domain.reason import Code, Reason
 from service.ports import Cluster, Node, Sighting
-from train_loop.plan import Capacity
+from train_loop.plan import Capacity, no_place, too_big
 
 _SILENT_SECONDS = 10.0
 """How long the cluster may be silent before jobs say so."""
@@ -52,11 +51,9 @@ class ClusterView:
         return Reason(Code.CLUSTER_UNREACHABLE, message, remedy)
 
     def note(self, job_id: str, sighting: Sighting) -> None:
-        """Note the hosts that a job expects to lose."""
+        """Note the hosts that a job expects to lose. Its next attempt does not report the notices of this one."""
         if sighting.draining:
-            self._draining[job_id] = dict(sighting.draining)
-        else:
-            self._draining.pop(job_id, None)
+            self._draining.setdefault(job_id, {}).update(sighting.draining)
 
     def forget(self, job_id: str) -> None:
         """Forget a job that has ended."""
@@ -81,7 +78,11 @@ class ClusterView:
         """Return why a job without workers finds no room for them any more; None if it does, or if nobody knows."""
         if job.state not in (JobState.STARTING, JobState.RECOVERING) or sighting.ready:
             return None
-        missing = never_fits(job.size, self.cluster.capacity())
+        capacity = self.cluster.capacity()
+        if capacity is None:
+            return None
+        group = job.spec.strategy.ulysses_size
+        missing = too_big(job.size, capacity.total) or no_place(job.size, capacity.nodes, group=group)
         if missing is None:
             return None
         now, nodes = self.clock(), self.cluster.nodes() or ()

@@ -18,14 +18,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import ray
-from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.callback import ControllerCallback
 
 from train_loop import heartbeat
+from train_loop.errors import RunEndedError
 from train_loop.failure import reason
 from train_loop.fencing import EPOCH_VARIABLE, NewestEpoch, begin_group
 from train_loop.heartbeat import Target
-from train_loop.journal import Journal
+from train_loop.journal import Journal, last_word
 from train_loop.logs import log_lines_to
 from train_loop.monitor import GroupMonitor
 from train_loop.network import socket_settings
@@ -37,7 +38,7 @@ from train_loop.spare import wait_until_ready
 from train_loop.spec import JobSpec
 
 log = logging.getLogger(__name__)
-_PROBE_SECONDS, _LAST_EVENTS_SECONDS, _SET_UP_SECONDS = 2.0, 5.0, 60.0
+_PROBE_SECONDS, _LAST_EVENTS_SECONDS, _SET_UP_SECONDS, _DEATH_SECONDS = 2.0, 5.0, 60.0, 2.0
 
 
 class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
@@ -51,7 +52,9 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
         self._run_dir, self._attempt = run_dir, run_dir.attempt(attempt)
         self._nodes: dict[str, str] = {}
         self._monitor: GroupMonitor | None = None
-        self._actors: list[Any] = []
+        self._actors: dict[int, Any] = {}
+        """The actors of the newest group, by rank."""
+        self._placement_group: Any = None
         self._preempted: tuple[int, ...] = ()
         self._failed = False
 
@@ -69,9 +72,48 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
         self._monitor = GroupMonitor(address, self._report, self, own_host=own_host, storage=storage)
         self._monitor.start()
 
-    def before_worker_group_start(self, worker_group_context: Any) -> None:
-        """Choose the nodes of a worker group."""
+    @contextmanager
+    def on_worker_group_start(self) -> Iterator[None]:
+        """Undo the start of a group of which a rank or host died, and have Ray Train start another one.
+
+        Ray Train leaves the processes and the placement group of a start that failed late: the next would find no room.
+        """
+        self._actors, self._placement_group = {}, None
+        try:
+            yield
+        except WorkerGroupStartupTimeoutError:
+            raise
+        except Exception as error:
+            died = bool(self._actors) and self._end_start(error)
+            if died and not isinstance(error, WorkerGroupStartupFailedError):
+                raise WorkerGroupStartupFailedError("a rank died while its worker group started") from error
+            raise
+
+    def _end_start(self, error: Exception) -> bool:
+        """End what a failed start has left; return whether a rank or host died."""
         assert self._monitor is not None
+        dead, actor_id = dict[int, str](), getattr(error.__cause__ or error, "actor_id", None)
+        for rank, actor in self._actors.items():
+            if actor_id is not None and actor._actor_id.hex() == actor_id:
+                dead[rank] = reason(error.__cause__ or error)
+        died = self._monitor.died(_DEATH_SECONDS) or bool(dead)
+        if died:
+            self._failed = True
+            self._monitor.failed({}, dead)
+        self._monitor.closing()
+        for actor in self._actors.values():
+            ray.kill(actor)
+        self._actors = {}
+        if self._placement_group is not None:
+            ray.util.remove_placement_group(self._placement_group)
+        return died
+
+    def before_worker_group_start(self, worker_group_context: Any) -> None:
+        """Choose the nodes of a worker group. Raises RunEndedError if an earlier group has trained all steps."""
+        assert self._monitor is not None
+        if retry_storage(partial(last_word, self._attempt)) is not None:
+            # Its loss came after its end. A new group would have nothing to do, and may find no room.
+            raise RunEndedError("an earlier worker group of this attempt has ended the run")
         self._monitor.placing()
         super().before_worker_group_start(worker_group_context)
 
@@ -83,7 +125,8 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
         hosts = {worker.distributed_context.world_rank: names[worker.metadata.node_id] for worker in workers}
         self._nodes = {name: node for node, name in names.items()}
         self._preempted = ()
-        self._actors, self._failed = [worker.actor for worker in workers], False
+        self._actors = {worker.distributed_context.world_rank: worker.actor for worker in workers}
+        self._failed = False
         self._monitor.begin(token.epoch, hosts)
         settings = RankSettings(token.epoch, self._monitor.target)
         asked = [
@@ -91,7 +134,7 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
             for worker in workers
         ]
         try:
-            ray.get(asked, timeout=_SET_UP_SECONDS)
+            self._placement_group = ray.get(asked, timeout=_SET_UP_SECONDS)[0]
         except ray.exceptions.GetTimeoutError as error:
             raise WorkerGroupStartupFailedError(f"a rank did not answer within {_SET_UP_SECONDS:.0f} s") from error
         self._report("group_started", epoch=token.epoch, hosts={str(rank): host for rank, host in hosts.items()})
@@ -124,7 +167,7 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
         if self._monitor is not None:
             self._monitor.closing()
         if self._failed:
-            for actor in self._actors:
+            for actor in self._actors.values():
                 ray.kill(actor)
         yield
 
@@ -175,6 +218,12 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
         lost = self._monitor.lost_hosts()
         return [node for host, node in self._nodes.items() if host in lost]
 
+    def doubtful(self) -> Collection[str]:
+        """Return the ids of nodes on whose hosts storage failed."""
+        assert self._monitor is not None
+        failed = self._monitor.hosts_without_storage()
+        return [node for host, node in self._nodes.items() if host in failed]
+
     def waiting(self, missing: str) -> None:
         """Called several times a second while the nodes have no room for the next worker group."""
         assert self._monitor is not None
@@ -213,12 +262,16 @@ class RankSettings(NamedTuple):
     heartbeats: Target
 
 
-def set_up_rank(settings: RankSettings, rank: int, address: str) -> None:
-    """In the process of a rank, before its process group: take the epoch, use an interface, send heartbeats."""
+def set_up_rank(settings: RankSettings, rank: int, address: str) -> Any:
+    """In the process of a rank, before its process group: take the epoch, use an interface, send heartbeats.
+
+    Returns the placement group of the worker group.
+    """
     wait_until_ready()
     os.environ[EPOCH_VARIABLE] = str(settings.epoch)
     os.environ.update(socket_settings(address, os.environ))
     heartbeat.start(settings.heartbeats, rank=rank, epoch=settings.epoch)
+    return ray.util.get_current_placement_group()
 
 
 def work(config: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from functools import partial
 
 import ray
 
-from train_loop.errors import FencedError
+from train_loop.errors import FencedError, RunEndedError
 from train_loop.failure import cause, failed, from_ranks, reason
 from train_loop.fencing import NewestEpoch
 from train_loop.journal import Journal, last_loss, last_word, moves, newest_hosts, preempted_ranks
@@ -100,7 +100,7 @@ def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outco
             partial(prepare_samples, spec, run_dir, journal), may_pass=lambda error: is_transient(cause(error))
         )
         for start in itertools.count(1):
-            _wait_for(trainer(spec, run_dir, attempt, environment, start=start).fit)
+            _fit(trainer(spec, run_dir, attempt, environment, start=start).fit)
             end = retry_storage(partial(last_word, attempt))
             if end is not None:
                 return Outcome.model_validate(end)
@@ -128,6 +128,17 @@ def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outco
         return _with_cause(failed(error), attempt) if from_ranks(error) else failed(error)
     finally:
         _disconnect()
+
+
+def _fit(fit: Callable[[], object]) -> None:
+    """Wait for Ray Train. It is no failure that an earlier worker group has ended the run."""
+    from ray.train import ControllerError  # noqa: PLC0415 - it takes seconds
+
+    try:
+        _wait_for(fit)
+    except ControllerError as error:
+        if not isinstance(error.controller_failure, RunEndedError):
+            raise
 
 
 def _trained(attempt: AttemptDir) -> Outcome | None:

@@ -7,6 +7,10 @@ class FencedError(RuntimeError):
     code = "fenced"
 
 
+class RunEndedError(RuntimeError):
+    """Nothing is left to do: an earlier worker group of the attempt has ended the run."""
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint that the run cannot do without was not committed; another attempt may find better storage."""
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 
 from train_loop import heartbeat
 from train_loop.errors import FencedError
-from train_loop.run_dir import Fence, RunDir, check_storage, storage_may_fail
+from train_loop.run_dir import Fence, RunDir, check_storage, check_writable, storage_may_fail
 
 log = logging.getLogger(__name__)
 EPOCH_VARIABLE = "TRAINSHED_EPOCH"
@@ -90,7 +90,7 @@ class FenceWatch:
         self._poll_seconds = poll_seconds
         self._leave = leave
         self._asked: float | None = None
-        """When storage was asked first of all times that it has not answered."""
+        """When storage was asked for the first time of those that failed."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fence", daemon=True)
 
@@ -117,9 +117,11 @@ class FenceWatch:
             heartbeat.mark_storage(self._asked)
         try:
             check_storage(self._run_dir.root)
+            check_writable(self._run_dir.root)
             fence = self._run_dir.fence()
         except Exception as error:
             log.debug("the fence cannot be read: %s", error)
+            heartbeat.mark_storage(self._asked, getattr(error, "errno", None) or 0)
             return None
         self._asked = None
         heartbeat.mark_storage(None)
@@ -139,7 +141,7 @@ class FenceWatch:
 def fence_watched(run_dir: RunDir, token: Fence, *, poll_seconds: float = _POLL_SECONDS) -> Iterator[None]:
     """End this process within 5 s after a newer group has taken over, as long as the body runs.
 
-    Heartbeats then report since when storage has not answered.
+    Heartbeats then report since when storage has failed.
     """
     watch = FenceWatch(run_dir, token, poll_seconds=poll_seconds, leave=os._exit)
     watch.start()

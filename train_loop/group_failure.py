@@ -20,6 +20,8 @@ class Evidence:
     """Ranks that Ray reports as dead, with its message."""
     errors: Mapping[int, str] = field(default_factory=dict)
     """What ranks that are alive have raised, one line each."""
+    cut_off: str | None = None
+    """The controller's host, if all of several other hosts are silent: then it is the one without a network."""
 
     @property
     def dead(self) -> set[int]:
@@ -44,6 +46,10 @@ class Loss:
 
 def explain(evidence: Evidence) -> Loss:
     """Return which ranks died and why; of a group in which nobody died, the ranks that failed."""
+    if evidence.cut_off is not None:
+        others = ", ".join(sorted(set(evidence.hosts.values()) - {evidence.cut_off}))
+        cause = f"host {evidence.cut_off} was cut off from {others}"
+        return Loss(tuple(sorted(evidence.hosts)), (evidence.cut_off,), "host_lost", cause, None)
     dead = evidence.dead or set(evidence.errors)
     ranks = tuple(sorted(dead))
     hosts = tuple(dict.fromkeys(evidence.hosts[rank] for rank in ranks if rank in evidence.hosts))

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 log = logging.getLogger("train_loop.heartbeat")
 INTERVAL_SECONDS = 1.0
 _PLACE = struct.Struct("<qqd")
-_SECONDS = struct.Struct("<d")
+_STORAGE = struct.Struct("<dq")
 _MAX_BYTES = 1024
 _RESPAWN_SECONDS = 1.0
 _EXIT_INFO_SECONDS = 0.5
@@ -63,7 +63,9 @@ class Beat(NamedTuple):
     status: int | None = None
     """Its wait status, if it ended and the kernel tells."""
     storage_seconds: float = 0.0
-    """For how long the storage of the run has not answered this rank."""
+    """For how long the storage of the run has failed on this rank's host."""
+    storage_errno: int = 0
+    """The error; 0 if there is no answer at all."""
 
 
 class Target(NamedTuple):
@@ -80,8 +82,8 @@ class Heartbeat:
     def __init__(self, target: Target, *, rank: int, epoch: int) -> None:
         self._target, self._rank, self._epoch = target, rank, epoch
         self._memory = os.memfd_create("heartbeat")
-        os.ftruncate(self._memory, _PLACE.size + _SECONDS.size)
-        self._place = mmap.mmap(self._memory, _PLACE.size + _SECONDS.size)
+        os.ftruncate(self._memory, _PLACE.size + _STORAGE.size)
+        self._place = mmap.mmap(self._memory, _PLACE.size + _STORAGE.size)
         self._stopped = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
         self.mark(0, Phase.START)
@@ -92,9 +94,9 @@ class Heartbeat:
         """Note where this rank is."""
         _PLACE.pack_into(self._place, 0, step, phase, time.monotonic())
 
-    def mark_storage(self, since: float | None) -> None:
-        """Note since when storage has not answered, by the monotonic clock; None if it has."""
-        _SECONDS.pack_into(self._place, _PLACE.size, since or 0.0)
+    def mark_storage(self, since: float | None, errno: int = 0) -> None:
+        """Note since when storage has failed, by the monotonic clock, and its error; None if it works."""
+        _STORAGE.pack_into(self._place, _PLACE.size, since or 0.0, errno)
 
     def stop(self) -> None:
         """Send no more heartbeats."""
@@ -148,10 +150,10 @@ def mark(step: int, phase: Phase) -> None:
         heartbeat.mark(step, phase)
 
 
-def mark_storage(since: float | None) -> None:
-    """Note since when storage has not answered this rank, if it sends heartbeats; None if it has."""
+def mark_storage(since: float | None, errno: int = 0) -> None:
+    """Note since when storage has failed, if this rank sends heartbeats; None if it works. 0 is no answer yet."""
     for heartbeat in _started:
-        heartbeat.mark_storage(since)
+        heartbeat.mark_storage(since, errno)
 
 
 def encode(beat: Beat, token: str) -> bytes:
@@ -178,7 +180,7 @@ class _Sender:
     def __init__(self, settings: dict[str, Any], parent: int) -> None:
         self._target = Target(*settings["target"])
         self._rank, self._epoch = settings["rank"], settings["epoch"]
-        self._place = mmap.mmap(settings["memory"], _PLACE.size + _SECONDS.size, prot=mmap.PROT_READ)
+        self._place = mmap.mmap(settings["memory"], _PLACE.size + _STORAGE.size, prot=mmap.PROT_READ)
         self._parent = parent
         family = socket.getaddrinfo(self._target.host, self._target.port, type=socket.SOCK_DGRAM)[0][0]
         self._socket = socket.socket(family, socket.SOCK_DGRAM)
@@ -202,11 +204,17 @@ class _Sender:
 
     def _send(self, **fields: Any) -> None:
         step, phase, since = _PLACE.unpack_from(self._place, 0)
-        (silent_since,) = _SECONDS.unpack_from(self._place, _PLACE.size)
+        failed_since, errno = _STORAGE.unpack_from(self._place, _PLACE.size)
         now = time.monotonic()
-        silent = max(now - silent_since, 0.0) if silent_since else 0.0
         beat = Beat(
-            self._rank, self._epoch, step, Phase(phase), max(now - since, 0.0), storage_seconds=silent, **fields
+            self._rank,
+            self._epoch,
+            step,
+            Phase(phase),
+            max(now - since, 0.0),
+            storage_seconds=max(now - failed_since, 0.0) if failed_since else 0.0,
+            storage_errno=errno,
+            **fields,
         )
         # A network that is away may be back in a second.
         with suppress(OSError):

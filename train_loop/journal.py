@@ -64,10 +64,8 @@ class Journal:
     def event(self, name: str, **fields: Any) -> None:
         """Say that something happened. It does not raise if storage fails."""
         if self._speaks:
-            with self._lock:
-                self._queue(self._events, event=name, **fields)
-                # Whoever waits for events should not wait for more; steps come by the dozen.
-                self._write_if_possible(flush=True)
+            # Whoever waits for events should not wait for more; steps come by the dozen.
+            self._write_or_queue(self._events, flush=True, event=name, **fields)
 
     def warn(self, message: str) -> None:
         """Say, in the log too, what the user should know although the run goes on."""
@@ -78,9 +76,7 @@ class Journal:
     def metrics(self, **fields: Any) -> None:
         """Write one optimizer step's numbers. It does not raise if storage fails."""
         if self._speaks:
-            with self._lock:
-                self._queue(self._metrics, **fields)
-                self._write_if_possible()
+            self._write_or_queue(self._metrics, flush=False, **fields)
 
     @property
     def waits(self) -> bool:
@@ -91,6 +87,15 @@ class Journal:
         """Write all lines that wait, and have them on storage. Raises what storage raises."""
         with self._lock:
             self._write(flush=True)
+
+    def _write_or_queue(self, lines: JsonLines, *, flush: bool, **fields: Any) -> None:
+        if self._retrier is not None:
+            # That thread may hold the lock until storage answers. Training does not wait for it.
+            self._queue(lines, **fields)
+            return
+        with self._lock:
+            self._queue(lines, **fields)
+            self._write_if_possible(flush=flush)
 
     def _queue(self, lines: JsonLines, **fields: Any) -> None:
         self._late.append((lines, {"time": time.time()} | fields))

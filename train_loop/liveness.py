@@ -102,13 +102,13 @@ class Liveness:
         step = min(places[number][0] for number in behind)
         return Stall(tuple(sorted(waiting)), tuple(sorted(behind)), step, still, self._doing(behind, now))
 
-    def without_storage(self, seconds: float) -> dict[str, float]:
-        """Return the hosts whose storage has not answered for more than so many seconds, and for how many."""
-        found = dict[str, float]()
-        for rank in self._ranks.values():
-            if rank.beat is not None and not rank.beat.ended and rank.beat.storage_seconds > seconds:
-                found[rank.host] = max(found.get(rank.host, 0.0), rank.beat.storage_seconds)
-        return found
+    def without_storage(self, seconds: float) -> dict[str, Beat]:
+        """Return the hosts whose storage has failed for more than so many seconds, each with a heartbeat of it."""
+        return {
+            rank.host: rank.beat
+            for rank in self._ranks.values()
+            if rank.beat is not None and not rank.beat.ended and rank.beat.storage_seconds > seconds
+        }
 
     def _not_running(self, now: float) -> set[int]:
         return {

@@ -4,7 +4,9 @@ Ray notices a silent host after a minute by default. Heartbeats tell within ten 
 for which. The thread only listens, judges and reports; the rules are in `liveness` and `group_failure`.
 """
 
+import errno
 import logging
+import os
 import secrets
 import socket
 import threading
@@ -35,6 +37,9 @@ _DECLARE_PAUSES = (1.0, 2.0, 4.0)
 _TICK_SECONDS, _PAUSE_SECONDS = 0.25, 2.0
 """Time between two looks; a longer time between them means that the listener itself did not run."""
 _ERROR_SECONDS = 10.0
+
+
+_STORAGE_ERRORS = {errno.ESTALE: "it is not mounted"}
 
 
 class Cluster(Protocol):
@@ -139,6 +144,11 @@ class GroupMonitor:
         with self._lock:
             return set() if self._group is None else set(self._group.lost)
 
+    def hosts_without_storage(self) -> set[str]:
+        """Return the hosts of the last group whose storage failed to its end."""
+        with self._lock:
+            return set() if self._group is None else set(self._group.without_storage)
+
     def begin(self, epoch: int, hosts: Mapping[int, str]) -> None:
         """Watch a new worker group; what is not reported of the one before is reported now."""
         with self._lock:
@@ -151,6 +161,17 @@ class GroupMonitor:
         with self._lock:
             if self._group is not None and self._group.failure is None:
                 self._group.failure = _Failure(self._clock(), errors, unreachable, extra)
+
+    def died(self, seconds: float) -> bool:
+        """Return whether a rank or host of the group has died; it waits so long for that to be known."""
+        deadline = self._clock() + seconds
+        while True:
+            with self._lock:
+                if self._group is not None and (self._group.lost or self._ended_so_far()):
+                    return True
+            if self._clock() >= deadline:
+                return False
+            self._closed.wait(_TICK_SECONDS)
 
     def hear(self, beat: Beat) -> None:
         """Take note of a heartbeat."""
@@ -175,14 +196,14 @@ class GroupMonitor:
 
     def _probe(self, group: _Group) -> None:
         """Find hosts of a group that do not answer. If none of several answers, this host is the one cut off."""
-        hosts = sorted(set(group.liveness.hosts.values()) - group.lost.keys())
+        # This process runs, so that its host is alive.
+        hosts = sorted(set(group.liveness.hosts.values()) - group.lost.keys() - {self._own_host})
         with ThreadPoolExecutor(len(hosts) or 1) as pool:
             dead = {
                 host for host, alive in zip(hosts, pool.map(self._cluster.answers, hosts), strict=True) if not alive
             }
-        others = set(hosts) - {self._own_host}
         with self._lock:
-            for host in dead if len(others) < 2 or others - dead else ():
+            for host in dead if len(hosts) < 2 or set(hosts) - dead else ():
                 self._lose(group, host, "it does not answer")
 
     def _lose(self, group: _Group, host: str, how: str, **fields: Any) -> None:
@@ -233,7 +254,7 @@ class GroupMonitor:
             return
         silence = group.liveness.silence(now)
         for host, seconds in silence.items():
-            if host in group.lost:
+            if host in group.lost or host == self._own_host:
                 continue
             if seconds <= SILENT_SECONDS:
                 if host in group.silent:
@@ -268,8 +289,11 @@ class GroupMonitor:
             return
         found = group.liveness.without_storage(STORAGE_SECONDS)
         if found.keys() - group.without_storage:
-            since = time.time() - max(found.values())
-            self._report("storage_unavailable", hosts=sorted(found), root=self._storage, since=round(since, 3))
+            since = time.time() - max(beat.storage_seconds for beat in found.values())
+            numbers = {beat.storage_errno for beat in found.values()} - {0}
+            error = "; ".join(_STORAGE_ERRORS.get(number) or os.strerror(number) for number in sorted(numbers))
+            fields = {"hosts": sorted(found), "root": self._storage, "since": round(since, 3)}
+            self._report("storage_unavailable", **fields, error=error or "no answer")
         elif group.without_storage and not found:
             self._report("storage_available", root=self._storage)
         group.without_storage = set(found)
@@ -303,8 +327,12 @@ class GroupMonitor:
             return
         now, failure = self._clock(), group.failure
         late = set() if group.closing else group.liveness.late_hosts(now, seconds=_LATE_SECONDS)
-        lost = dict.fromkeys(late, "") | group.lost
-        evidence = Evidence(group.liveness.hosts, lost, self._ended_so_far(), failure.unreachable, failure.errors)
+        others = set(group.liveness.hosts.values()) - {self._own_host}
+        cut_off = self._own_host if len(others) > 1 and others <= late else None
+        lost = dict.fromkeys(late - {self._own_host}, "") | group.lost
+        evidence = Evidence(
+            group.liveness.hosts, lost, self._ended_so_far(), failure.unreachable, failure.errors, cut_off
+        )
         age = now - failure.at
         if not force and age < (_SETTLE_SECONDS if evidence.dead else _CAUSE_SECONDS):
             return

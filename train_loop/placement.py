@@ -55,6 +55,9 @@ class Placement(WorkerGroupCallback):  # type: ignore[misc]
         """
         for waited in _ticks():
             total, free = self._look()
+            trusted = {node: has for node, has in free.items() if node not in self.doubtful()}
+            if len(trusted) < len(free) and lay_out(scaling, list(trusted.values()), group=self._group) is not None:
+                free = trusted
             ranks = lay_out(scaling, list(free.values()), group=self._group)
             settled = waited >= _SETTLE_SECONDS
             if ranks is not None and (settled or splits(ranks, self._group) <= self._least(scaling, total)):
@@ -70,6 +73,10 @@ class Placement(WorkerGroupCallback):  # type: ignore[misc]
 
     def avoided(self) -> Collection[str]:
         """Return ids of nodes to leave out, beside those that Ray is draining; to be overridden."""
+        return ()
+
+    def doubtful(self) -> Collection[str]:
+        """Return ids of nodes to use only if the others have no room; to be overridden."""
         return ()
 
     def waiting(self, missing: str) -> None:

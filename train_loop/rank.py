@@ -21,7 +21,7 @@ from train_loop.logs import log_to
 from train_loop.patience import retry_storage
 from train_loop.plan import lay_out
 from train_loop.raylet import room_that_stays, this_node
-from train_loop.run_dir import RunDir, expect_run_dir, read_whole
+from train_loop.run_dir import Fence, RunDir, expect_run_dir, read_whole
 from train_loop.session import Preemption, Session
 from train_loop.spare import Spares
 from train_loop.spec import JobSpec
@@ -30,20 +30,26 @@ from train_loop.worker import train
 
 def work(config: dict[str, Any]) -> None:
     """Train as one of the workers, in the place that Ray Train gave it."""
-    context, run_dir = get_context(), RunDir.at(config["run_dir"])
-    attempt = run_dir.attempt(config["attempt"])
+    run_dir = RunDir.at(config["run_dir"])
+    token = Fence(config["attempt"], int(os.environ.get(EPOCH_VARIABLE, "0")))
     expect_run_dir(run_dir.root)
+    # Before the first read: heartbeats then report that storage does not answer on this host.
+    with fence_watched(run_dir, token):
+        _train(run_dir, token)
+
+
+def _train(run_dir: RunDir, token: Fence) -> None:
+    context, attempt = get_context(), run_dir.attempt(token.attempt)
     whole = retry_storage(run_dir.spec)
     spec = retry_storage(lambda: attempt.spec(whole))
     timeout = timedelta(seconds=spec.failure.hang_timeout_seconds)
-    epoch = int(os.environ.get(EPOCH_VARIABLE, "0"))
     held = _ranks_by_node()
     session = Session(
         rank=context.get_world_rank(),
         world=context.get_world_size(),
         local_rank=context.get_local_rank(),
         attempt=attempt.number,
-        epoch=epoch,
+        epoch=token.epoch,
         run_dir=run_dir,
         open_stream=functools.partial(ray_stream, timeout=timeout),
         timeout=timeout,
@@ -57,7 +63,7 @@ def work(config: dict[str, Any]) -> None:
     if retry_storage(functools.partial(last_word, attempt)) is not None:
         # Ray Train starts the group again after any error. This one will not go away: there is nothing to do.
         return
-    with fence_watched(run_dir, session.token), failure_told(session):
+    with failure_told(session):
         train(spec, session, _prepared(run_dir.data), _prepared(run_dir.eval_data) if spec.data.eval else None)
 
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Collection, Mapping
 
 import ray
+from ray._common.network_utils import build_address
 from ray._private import state
 from ray._private.grpc_utils import init_grpc_channel
 from ray.core.generated.common_pb2 import Language, NodeDeathInfo
@@ -84,7 +85,7 @@ def prestart(counts: Mapping[str, int], environment: str, *, kept_seconds: int, 
     for node in ray.nodes():
         request.num_workers = counts.get(node["NodeID"], 0)
         if request.num_workers:
-            with init_grpc_channel(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}") as channel:
+            with init_grpc_channel(build_address(node["NodeManagerAddress"], node["NodeManagerPort"])) as channel:
                 NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=timeout)
 
 

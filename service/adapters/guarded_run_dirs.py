@@ -15,7 +15,7 @@ from train_loop.run_dir import ExportStatus, ExportWish, Parent, Stop, storage_f
 from train_loop.spec import JobSpec, ScalingSpec
 
 T = TypeVar("T")
-_READ_SECONDS, _WRITE_SECONDS = 2.0, 20.0
+_READ_SECONDS, _WRITE_SECONDS, _REMOTE_SECONDS = 2.0, 20.0, 10.0
 
 
 class GuardedRunDirs:
@@ -120,6 +120,9 @@ class GuardedRunDirs:
         root = root_of(run_dir)
         if not self._inline:
             return self._guard.call(root, act, seconds=seconds)
+        if _is_remote(run_dir):
+            # One request of many may hang there for half a minute, whatever the look at the root found.
+            return self._guard.call(root, act, seconds=_REMOTE_SECONDS)
         self._guard.probe(root, seconds=_READ_SECONDS)
         try:
             return act()
@@ -127,3 +130,7 @@ class GuardedRunDirs:
             if not storage_failed(error):
                 raise
             raise self._guard.failed(root, error) from error
+
+
+def _is_remote(run_dir: str) -> bool:
+    return "://" in run_dir and not run_dir.startswith("file://")

@@ -206,7 +206,9 @@ def _standing(job: Job, seen: Seen) -> Reason | None:
 
 def _unanswered(job: Job, seen: Seen) -> Job:
     """Return the job while the cluster does not answer: unknown is not failed, so only its reason may change."""
-    known = job.reason is not None and job.reason.code is Code.CLUSTER_UNREACHABLE
+    # Storage that is away too is the reason already, and stays it: the two must not alternate.
+    outages = (Code.CLUSTER_UNREACHABLE, Code.STORAGE_UNAVAILABLE)
+    known = job.reason is not None and job.reason.code in outages
     return job if seen.unreachable is None or known else _because(job, seen.unreachable)
 
 

@@ -1,7 +1,8 @@
 """Reading any samples of a dataset by index. Needs pyarrow alone."""
 
+import os
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -15,6 +16,8 @@ from train_loop.data.files import File, damage_told, open_file
 from train_loop.data.order import PADDING, Ids
 from train_loop.data.shards import read_shards
 from train_loop.errors import DataError
+from train_loop.patience import retry_storage
+from train_loop.run_dir import is_transient
 
 _INT32 = np.iinfo(np.int32)
 
@@ -86,7 +89,7 @@ def _positions(documents: NDArray[Any], length: int) -> Tokens:
 def _read_as_it_is(part: Part, local: Ids) -> Iterator[Cells]:
     """Rows of somebody's own Parquet files."""
     for file, row in _places(part, local):
-        yield _cells(part, _whole(file.file, _columns(part)), row)
+        yield _cells(part, _table(file.file, _columns(part)), row)
 
 
 def _places(part: Part, local: Ids) -> Iterator[tuple[ShardFile, int]]:
@@ -122,6 +125,19 @@ def _tokens(cell: Any, name: str) -> NDArray[Any]:
 def _columns(part: Part) -> tuple[str, ...]:
     names = (part.input_ids, part.labels, part.documents, part.weights)
     return tuple(name for name in names if name is not None)
+
+
+def _table(file: File, columns: tuple[str, ...]) -> pa.Table:
+    """Return a file's columns; storage that is away on this host is waited for, as with all that a run reads."""
+    return retry_storage(partial(_whole, file, columns), may_pass=partial(_may_pass, file))
+
+
+def _may_pass(file: File, error: BaseException) -> bool:
+    """Return whether storage is away. The file was there when the run began; of an unmounted folder nothing is left."""
+    if not isinstance(error, FileNotFoundError):
+        return is_transient(error)
+    folder = os.path.dirname(file.uri)
+    return os.path.isabs(folder) and not (os.path.isdir(folder) and os.listdir(folder))
 
 
 @lru_cache(maxsize=1024)

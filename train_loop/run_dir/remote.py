@@ -14,10 +14,12 @@ from upath import UPath
 
 from train_loop.run_dir.root import check_storage
 
-# One request at a time of ours: botocore's own attempts, times those of s3fs, would make a silent server take hours.
+# A silent server fails a call in 30 s, and one that cannot be reached in 10 s: our callers retry for as long as they
+# may. The attempts of botocore, times those of s3fs, times the timeouts would take minutes.
 fsspec.config.conf.setdefault("s3", {}).setdefault(
-    "config_kwargs", {"retries": {"total_max_attempts": 1}, "connect_timeout": 10, "read_timeout": 30}
+    "config_kwargs", {"retries": {"total_max_attempts": 1}, "connect_timeout": 5, "read_timeout": 15}
 )
+_S3_TRIES = 2
 
 
 def remote_path(uri: str) -> Path:
@@ -28,7 +30,10 @@ def remote_path(uri: str) -> Path:
     scheme = uri.partition("://")[0]
     try:
         # Others write too: what was listed a moment ago may have changed.
-        return cast(Path, UPath(uri, use_listings_cache=False))
+        path = UPath(uri, use_listings_cache=False)
+        if scheme == "s3":
+            path.fs.retries = _S3_TRIES
+        return cast(Path, path)
     except (ImportError, ValueError) as error:
         remedy = "install trainshed[s3]" if scheme == "s3" else "install the package that fsspec names for it"
         raise ValueError(f"{uri}: {scheme}:// storage cannot be used: {error}; {remedy}, or use file://") from error

@@ -143,6 +143,20 @@ def check_storage(path: Path) -> None:
             _expect_root_of(expected)
 
 
+def check_writable(folder: Path) -> None:
+    """Raise OSError if the file system of a local folder is read-only or full; nothing is written."""
+    place: object = folder
+    # Paths of object storage are not of pathlib.
+    if not isinstance(place, Path):
+        return
+    found = os.statvfs(place)
+    if found.f_flag & os.ST_RDONLY:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(folder))
+    # A file system that does not count has no blocks at all.
+    if found.f_blocks and not found.f_bavail:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+
+
 def _expect_root_of(run_dir: _Expected) -> None:
     """Register the storage root of a run directory, if its marker has the same id: the cache lies there."""
     root = run_dir.folder.parent.parent

@@ -175,7 +175,7 @@ def test_heartbeat_reports_since_when_storage_has_not_answered(tmp_path: Path, m
     run_dir, marks = RunDir(tmp_path / "run"), list[float | None]()
     write_run_marker(run_dir.root, RootMarker.new())
     expect_run_dir(run_dir.root)
-    monkeypatch.setattr(heartbeat, "mark_storage", marks.append)
+    monkeypatch.setattr(heartbeat, "mark_storage", lambda since, errno=0: marks.append(since))
     with fence_watched(run_dir, begin_group(run_dir, 1, by="a"), poll_seconds=0.02):
         wait_for(lambda: marks[-1:] == [None])
         run_dir.root.rename(tmp_path / "away")

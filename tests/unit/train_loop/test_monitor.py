@@ -1,5 +1,6 @@
 """The monitor of worker groups, on a clock of the test's."""
 
+import errno
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,7 +51,7 @@ class World:
             self.now += 0.5
             for rank in HOSTS:
                 away = number / 2 if rank in ranks else 0.0
-                self.monitor.hear(Beat(rank, 1, 7, Phase.SAVE, 0.0, storage_seconds=away))
+                self.monitor.hear(Beat(rank, 1, 7, Phase.SAVE, 0.0, storage_seconds=away, storage_errno=errno.EROFS))
             self.monitor.tick()
 
     def names(self) -> list[str]:
@@ -113,6 +114,8 @@ def test_host_whose_storage_does_not_answer_is_named_instead_of_a_stall(world: W
     world.run_without_storage(20, 2)
     ((name, fields),) = world.events
     assert (name, fields["hosts"], fields["root"]) == ("storage_unavailable", ["node2"], "/srv/runs")
+    assert fields["error"] == "Read-only file system"
+    assert world.monitor.hosts_without_storage() == {"node2"}
     world.run(1)
     assert world.names() == ["storage_unavailable", "storage_available"]
 
@@ -127,6 +130,33 @@ def test_failure_is_reported_once_with_the_host_that_fell_silent(world: World) -
     assert (loss["ranks"], loss["hosts"], loss["stacks"]) == ((2, 3), ("node2",), ["a"])
     assert loss["error"] == "host node2 was lost (ranks 2 and 3)"
     assert loss["survivors"] == "ranks 0 and 1 reported: Connection reset"
+
+
+def test_controller_that_hears_no_host_is_the_one_cut_off(world: World) -> None:
+    world.run(12, 0, 1, 2, 3)
+    world.monitor.failed({}, dict.fromkeys(HOSTS, "the actor died"))
+    world.run(1, 0, 1, 2, 3)
+    (loss,) = [fields for name, fields in world.events if name == "workers_lost"]
+    assert (loss["error"], loss["cause"]) == ("host head was cut off from node1, node2", "host_lost")
+    assert world.lost == []
+
+
+def test_own_host_is_never_declared_lost() -> None:
+    made = World()
+    made.monitor.begin(1, {0: "head", 1: "node1"})
+    for rank in (0, 1):
+        made.monitor.hear(Beat(rank, 1, 7, Phase.TRAIN, 0.0))
+    for _ in range(40):
+        made.now += 0.5
+        made.monitor.hear(Beat(1, 1, 7, Phase.TRAIN, 0.0))
+        made.monitor.tick()
+    made.monitor.close()
+    assert (made.lost, made.names()) == ([], ["stalled"])
+
+
+def test_death_of_a_rank_is_known_at_once(world: World) -> None:
+    world.monitor.hear(Beat(2, 1, 7, Phase.START, 0.0, ended=True, status=9))
+    assert world.monitor.died(0.0)
 
 
 def test_failure_names_the_rank_that_ended_before_the_group_was_closed(world: World) -> None:
