@@ -26,7 +26,8 @@ from train_loop.checkpoint import save, write
 from train_loop.checkpoint.manifest import newest_verified
 from train_loop.checkpoint.save import Saver
 from train_loop.errors import CheckpointError, FencedError
-from train_loop.run_dir import RunDir, Stop, read_lines
+from train_loop.fencing import check_fence
+from train_loop.run_dir import Fence, RunDir, Stop, read_lines
 from train_loop.session import Preemption
 
 DEADLINE = 2e9
@@ -201,7 +202,7 @@ def test_the_best_by_a_metric_of_its_step_stays(runs: Runs) -> None:
 
 
 def endless(folder: Path, attempt: int, steps: int) -> str:
-    """One attempt of a run that saves after every step."""
+    """One attempt of a run that saves after every step; why it ended early."""
     try:
         run(
             folder / "d.parquet",
@@ -212,6 +213,11 @@ def endless(folder: Path, attempt: int, steps: int) -> str:
         )
     except FencedError as error:
         return str(error)
+    except RuntimeError:
+        # The other rank has seen the fence first, and has ended.
+        with pytest.raises(FencedError) as fenced:
+            check_fence(RunDir(folder / "shared"), Fence(attempt))
+        return str(fenced.value)
     return ""
 
 
