@@ -296,6 +296,11 @@ def _gone(job: Job, seen: Seen, now: float) -> Job:
     if job.state is JobState.CANCELLING or job.attempts[-1].submitted_at is None:
         result = "cancelled" if job.state is JobState.CANCELLING else "paused"
         return _stopped(_because(job.end_attempt(result, now=now), _told(job, None)), now)
+    if seen.submission is Submission.STOPPED and job.wish is not None:
+        # We stopped it, and it had no time to write that down.
+        result = wanted_stop(job.wish, job.attempts[-1]).result
+        told = _told(job, "ended without a last checkpoint, because its time was up")
+        return _stopped(_because(job.end_attempt(result, now=now, step=seen.committed), told), now)
     lost = _driver_lost(seen)
     since = f"step {seen.committed}" if seen.committed is not None else "its newest checkpoint, if it has one"
     told = _told(job, f"{lost.message} before it had saved; the run goes on from {since}")

@@ -115,6 +115,8 @@ def test_stop_without_workers_is_written_and_then_forced_at_once(job: Job) -> No
     assert step(job, Seen(ALIVE, group_up=False)).effects == (Effect.ASK_TO_STOP, Effect.STOP_NOW)
     assert step(job, Seen(ALIVE, group_up=False, stop=asked(job))).effects == (Effect.STOP_NOW,)
     gone = step(job, Seen(Submission.STOPPED, group_up=False, stop=asked(job), committed=10))
+    # We stopped the driver: its end is no failure, even if it had no time to say so.
+    assert gone.job.attempts[-1].result in ("cancelled", "paused")
     assert (gone.job.state, gone.effects) == (
         JobState.CANCELLED if job.state is JobState.CANCELLING else JobState.PAUSED,
         (Effect.FENCE_OFF,),

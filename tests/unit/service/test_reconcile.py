@@ -97,15 +97,19 @@ def test_recovering_job_without_room_names_what_is_missing_and_which_node_left(s
     assert lost.reason is not None
     assert (lost.state, lost.reason.code) == (JobState.RECOVERING, Code.HOST_LOST)
     assert lost.reason.message == "host node3 was lost; the run resumes from its newest checkpoint"
+    # Room for all workers is room, also if it leaves no CPU for Ray Data: the ranks read their rows themselves.
     service.cluster.total, service.cluster.nodes_total = {"CPU": 2.0}, ({"CPU": 2.0},)
+    reconciler.run_once()
+    assert service.get(job.id).reason == lost.reason
+    service.cluster.total, service.cluster.nodes_total = {"CPU": 1.0}, ({"CPU": 1.0},)
     # Ray may have forgotten the name of a dead host.
     service.cluster.known_nodes = [Node("id-3", "10.0.0.3", "10.0.0.3", alive=False, ended_at=service.clock())]
     reconciler.run_once()
     waits = service.jobs.get(job.id).waits_for
     assert waits is not None
     assert waits.code is Code.CAPACITY
-    assert waits.message.startswith("waits for room: 2 workers x 1 CPU take 2 of the cluster's 2 CPUs")
-    assert waits.message.endswith(" that Ray Data needs; node3 left the cluster")
+    assert waits.message.startswith("waits for room: 2 workers need 2 CPU where the cluster has 1")
+    assert waits.message.endswith("; node3 left the cluster")
     service.cluster.total, service.cluster.nodes_total = {"CPU": 4.0}, ()
     reconciler.run_once()
     assert service.get(job.id).reason == lost.reason
