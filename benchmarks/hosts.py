@@ -32,7 +32,7 @@ HOST_KILLED, CABLE_CUT = "host killed, spare there", "cable cut, spare there"
 DRAINED, HEAD_LOST = "host drained, 60 s notice", "head killed, from the nodes' return"
 FAULTS = (HOST_KILLED, CABLE_CUT, DRAINED, HEAD_LOST)
 PARTS = ("detect", "restart", "load", "replay")
-NODES, SETTLED, QUICKLY, LIMIT = 3, 20.0, 3.0, 300.0
+NODES, SETTLED, QUICKLY, LIMIT = 3, 40.0, 3.0, 300.0
 """Hosts with workers, and seconds: of training before each fault, the same of a toy, and the limit of a recovery."""
 Line = dict[str, Any]
 
