@@ -30,6 +30,17 @@ def test_doctor_finds_that_the_hosts_can_communicate(cluster: HostCluster) -> No
     assert network.verdict.value == "ok", network
 
 
+def test_rank_that_dies_while_its_group_starts_costs_no_attempt(cluster: HostCluster, job_id: str) -> None:
+    epoch, host = cluster.epoch_of(job_id), cluster.hosts_of(job_id)[3]
+    cluster.kill_rank(job_id, 2)
+    starting = wait_for(lambda: newer if (newer := cluster.epoch_of(job_id)) > epoch else None, "the next group")
+    host.run("pkill", "-9", "-f", "[r]ay::RayTrainWorker")
+    cluster.wait_for_newer_group(job_id, starting)
+    (loss,) = [one for one in cluster.events(job_id, "workers_lost") if one["epoch"] == starting]
+    assert (loss["hosts"], loss["cause"]) == ([host.name], "killed")
+    assert len(cluster.client.job(job_id).attempts) == 1
+
+
 def test_job_without_room_names_what_is_missing_and_which_host_left(cluster: HostCluster, job_id: str) -> None:
     host = cluster.hosts_of(job_id)[3]
     host.kill()
