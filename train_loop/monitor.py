@@ -334,7 +334,9 @@ class GroupMonitor:
             group.liveness.hosts, lost, self._ended_so_far(), failure.unreachable, failure.errors, cut_off
         )
         age = now - failure.at
-        if not force and age < (_SETTLE_SECONDS if evidence.dead else _CAUSE_SECONDS):
+        # That Ray cannot reach a rank says nothing of the cause: the heartbeats, or a probe of its host, will.
+        known = bool(evidence.lost_hosts or evidence.ended or evidence.cut_off)
+        if not force and age < (_SETTLE_SECONDS if known else _CAUSE_SECONDS):
             return
         group.reported = True
         loss = explain(evidence)

@@ -132,6 +132,19 @@ def test_failure_is_reported_once_with_the_host_that_fell_silent(world: World) -
     assert loss["survivors"] == "ranks 0 and 1 reported: Connection reset"
 
 
+def test_host_that_does_not_answer_is_the_cause_if_ray_only_cannot_reach_its_ranks(world: World) -> None:
+    world.dead.add("node2")
+    world.run(1, 2, 3)
+    world.monitor.failed({}, {2: "the actor is unavailable", 3: "the actor is unavailable"})
+    world.run(1, 2, 3)
+    assert "workers_lost" not in world.names()
+    world.monitor.closing()
+    world.monitor.lost_hosts()
+    world.run(1, 2, 3)
+    (loss,) = [fields for name, fields in world.events if name == "workers_lost"]
+    assert (loss["cause"], loss["hosts"]) == ("host_lost", ("node2",))
+
+
 def test_controller_that_hears_no_host_is_the_one_cut_off(world: World) -> None:
     world.run(12, 0, 1, 2, 3)
     world.monitor.failed({}, dict.fromkeys(HOSTS, "the actor died"))
