@@ -55,7 +55,8 @@ class Placement(WorkerGroupCallback):  # type: ignore[misc]
         """
         for waited in _ticks():
             total, free = self._look()
-            trusted = {node: has for node, has in free.items() if node not in self.doubtful()}
+            doubtful = self.doubtful()
+            trusted = {node: has for node, has in free.items() if node not in doubtful}
             if len(trusted) < len(free) and lay_out(scaling, list(trusted.values()), group=self._group) is not None:
                 free = trusted
             ranks = lay_out(scaling, list(free.values()), group=self._group)

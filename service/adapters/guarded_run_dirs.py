@@ -11,7 +11,7 @@ from service.adapters.storage_guard import StorageGuard
 from service.domain.decide import Latest
 from service.errors import StorageAway
 from service.ports import Checkpoint, Place, Reading, Sighting, Story, Tail, Written
-from train_loop.run_dir import ExportStatus, ExportWish, Parent, Stop, storage_failed
+from train_loop.run_dir import ExportStatus, ExportWish, Parent, Stop, is_remote, storage_failed, storage_path
 from train_loop.spec import JobSpec, ScalingSpec
 
 T = TypeVar("T")
@@ -120,7 +120,7 @@ class GuardedRunDirs:
         root = root_of(run_dir)
         if not self._inline:
             return self._guard.call(root, act, seconds=seconds)
-        if _is_remote(run_dir):
+        if is_remote(storage_path(run_dir)):
             # One request of many may hang there for half a minute, whatever the look at the root found.
             return self._guard.call(root, act, seconds=_REMOTE_SECONDS)
         self._guard.probe(root, seconds=_READ_SECONDS)
@@ -130,7 +130,3 @@ class GuardedRunDirs:
             if not storage_failed(error):
                 raise
             raise self._guard.failed(root, error) from error
-
-
-def _is_remote(run_dir: str) -> bool:
-    return "://" in run_dir and not run_dir.startswith("file://")

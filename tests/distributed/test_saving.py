@@ -202,7 +202,7 @@ def test_the_best_by_a_metric_of_its_step_stays(runs: Runs) -> None:
 
 
 def endless(folder: Path, attempt: int, steps: int) -> str:
-    """One attempt of a run that saves after every step; why it ended early."""
+    """Run one attempt that saves after every step; return why it ended early."""
     try:
         run(
             folder / "d.parquet",

@@ -1,6 +1,5 @@
 """Faults of a job whose run directory is on object storage: what differs from shared folders."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,15 +25,7 @@ def job_id(cluster: HostCluster) -> str:
 
 
 def test_thawed_group_commits_nothing_next_to_its_successor(cluster: HostCluster, job_id: str) -> None:
-    epoch, host = cluster.epoch_of(job_id), cluster.hosts_of(job_id)[0]
-    host.freeze()
-    cluster.wait_for_newer_group(job_id, epoch)
-    thawed = time.time()
-    host.thaw()
-    time.sleep(8)
-    late = [one for one in cluster.events(job_id) if one["epoch"] == epoch and one["time"] > thawed + 1]
-    assert [one["event"] for one in late if one["event"].startswith("checkpoint")] == []
-    cluster.wait_for_nodes(3, seconds=60)
+    assert cluster.late_saves_of_thawed_host(job_id) == []
 
 
 def test_storage_that_is_cut_off_is_waited_for(cluster: HostCluster, job_id: str) -> None:

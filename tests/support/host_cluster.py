@@ -1,5 +1,6 @@
 """Trainshed on test hosts: the systemd units, a Ray cluster of several hosts, the service, and jobs on them."""
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -206,6 +207,19 @@ class HostCluster:
             f"a new step of a newer group than {epoch}",
             seconds=120,
         )
+
+    def late_saves_of_thawed_host(self, job_id: str) -> list[str]:
+        """Freeze rank 0's host until a newer group trains; return the save events of the old group after the thaw."""
+        epoch, host = self.epoch_of(job_id), self.hosts_of(job_id)[0]
+        host.freeze()
+        self.wait_for_newer_group(job_id, epoch)
+        thawed = time.time()
+        host.thaw()
+        # A superseded rank exits within 5 s.
+        time.sleep(8)
+        late = [one for one in self.events(job_id) if one["epoch"] == epoch and one["time"] > thawed + 1]
+        self.wait_for_nodes(len(self.nodes))
+        return [one["event"] for one in late if one["event"].startswith("checkpoint")]
 
     def start_long_job(self) -> str:
         """Submit a job that goes on until it is cancelled, and wait for its first checkpoint; its id."""
