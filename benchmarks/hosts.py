@@ -167,19 +167,21 @@ def main() -> None:
         settings=workload.model_dump()
         | {"rounds": arguments.rounds, "quick": arguments.quick, "every": EVERY, "settled": settled, "nodes": NODES},
         data=[{"fault": fault, "sample": sample} for fault, samples in found.items() for sample in samples],
-        table=markdown_table(
-            [record(fault, name, samples) for fault, samples in found.items() for name in (RAY, OURS)]
-        ),
+        table=table(found),
         folder=arguments.results,
     )
+
+
+def table(found: dict[str, list[Sample]]) -> str:
+    """Return a row for each fault and each program that was hit by it."""
+    rows = [(fault, name) for fault, samples in found.items() for name in sorted({one.variant for one in samples})]
+    return markdown_table([record(fault, name, found[fault]) for fault, name in rows])
 
 
 def record(fault: str, name: str, samples: list[Sample]) -> dict[str, Any]:
     """A row of the table."""
     mine = [sample for sample in samples if sample.variant == name]
     row: dict[str, Any] = {"fault": fault, "program": name}
-    if not mine:
-        return row
     values = [sample.value for sample in mine if sample.value is not None]
     row["seconds to a new step, median"] = f"{np.median(values):.1f}"
     row["least to most"] = f"{min(values):.1f} to {max(values):.1f}"

@@ -8,6 +8,7 @@ import pkgutil
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -26,6 +27,7 @@ from train_loop.run_dir import (
     RunDir,
     StorageUnavailable,
     check_storage,
+    check_writable,
     create_root_marker,
     expect_root,
     expect_run_dir,
@@ -335,3 +337,18 @@ def test_object_storage_without_its_marker_is_unavailable(monkeypatch: pytest.Mo
                 read()
         forget_expected(run_dir.root)
         forget_expected(place)
+
+
+@pytest.mark.parametrize(
+    ("flag", "free", "error"), [(os.ST_RDONLY, 1, errno.EROFS), (0, 0, errno.ENOSPC), (0, 1, None)]
+)
+def test_read_only_or_full_file_system_is_reported_without_a_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: int, free: int, error: int | None
+) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=flag, f_blocks=9, f_bavail=free))
+    if error is None:
+        check_writable(tmp_path)
+        return
+    with pytest.raises(OSError, match=os.strerror(error)) as raised:
+        check_writable(tmp_path)
+    assert raised.value.errno == error
