@@ -8,6 +8,7 @@ import torch
 
 from tests.support import torchrun
 from tests.support.specs import TINY, raw_spec
+from tests.support.warm_runs import WarmRun, run
 from train_loop.checkpoint.manifest import newest_verified
 from train_loop.run_dir import Fence, RunDir, read_lines
 
@@ -32,17 +33,17 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def uninterrupted(spec: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("runs") / "uninterrupted"
-    torchrun.run(spec, run_dir, 2)
+    run(spec, run_dir, 2)
     return run_dir
 
 
 @pytest.fixture(scope="module")
 def resumed(spec: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("runs") / "resumed"
-    process = torchrun.start(spec, run_dir, 2)
+    process = WarmRun(spec, run_dir, 2)
     torchrun.wait_for_step(run_dir, 6)
-    torchrun.kill(process)
-    torchrun.run(spec, run_dir, 2)
+    process.kill()
+    run(spec, run_dir, 2)
     return run_dir
 
 
@@ -88,12 +89,12 @@ def test_a_damaged_checkpoint_is_reported_and_passed_over(
     spec: dict[str, Any], uninterrupted: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "damaged"
-    torchrun.run(spec, run_dir, 2)
+    run(spec, run_dir, 2)
     shard = next(RunDir(run_dir).checkpoint(STEPS).glob("__1_*"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    torchrun.run(spec, run_dir, 2)
+    run(spec, run_dir, 2)
     events = list(read_lines(RunDir(run_dir).attempt(1).events))
     rejected = [event for event in events if event["event"] == "checkpoint_rejected"]
     assert [(event["step"], event["reason"]) for event in rejected] == [
@@ -106,7 +107,7 @@ def test_a_damaged_checkpoint_is_reported_and_passed_over(
 def test_a_run_stops_with_a_checkpoint_when_it_is_asked_to(spec: dict[str, Any], tmp_path: Path) -> None:
     run_dir = tmp_path / "stopped"
     long = spec | {"training": spec["training"] | {"max_steps": 100_000}, "checkpoint": {"every_steps": None}}
-    process = torchrun.start(long, run_dir, 2)
+    process = WarmRun(long, run_dir, 2)
     torchrun.wait_for_step(run_dir, 3)
     (run_dir / "control").mkdir(exist_ok=True)
     (run_dir / "control" / "stop.json").write_text('{"mode": "cancel", "checkpoint": true}')
@@ -120,9 +121,9 @@ def test_a_run_stops_with_a_checkpoint_when_it_is_asked_to(spec: dict[str, Any],
 def test_second_start_on_a_directory_supersedes_the_first(spec: dict[str, Any], tmp_path: Path) -> None:
     run_dir = tmp_path / "shared"
     long = spec | {"training": spec["training"] | {"max_steps": 100_000}, "strategy": {}, "scaling": {"num_workers": 1}}
-    first = torchrun.start(long, run_dir, 1)
+    first = WarmRun(long, run_dir, 1)
     torchrun.wait_for_step(run_dir, 3)
-    second = torchrun.start(long, run_dir, 1)
+    second = WarmRun(long, run_dir, 1)
     assert first.wait(timeout=120) != 0
     assert second.poll() is None
     torchrun.wait_for_step(run_dir, torchrun.lines(run_dir)[-1]["step"] + 4)
@@ -139,7 +140,7 @@ def test_second_start_on_a_directory_supersedes_the_first(spec: dict[str, Any], 
 def test_an_attempt_that_was_fenced_off_commits_nothing(spec: dict[str, Any], tmp_path: Path) -> None:
     run_dir = tmp_path / "fenced"
     RunDir(run_dir).write_fence(2)
-    process = torchrun.start(spec, run_dir, 2)
+    process = WarmRun(spec, run_dir, 2)
     assert process.wait(timeout=120) != 0
     assert "attempt 2 has taken over from attempt 1" in run_dir.with_suffix(".log").read_text()
     assert RunDir(run_dir).manifests() == {}

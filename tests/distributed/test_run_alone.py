@@ -10,6 +10,7 @@ import pytest
 
 from tests.support import torchrun
 from tests.support.specs import TINY, raw_spec
+from tests.support.warm_runs import WarmRun, run
 from train_loop.run_dir import Outcome, RunDir, read_lines
 
 ABSENT = ("ray", "fastapi", "uvicorn", "sqlalchemy", "alembic", "starlette", "service")
@@ -33,7 +34,7 @@ OUR_TRACEBACK = 'train_loop/run.py", line'
 """torchrun prints one of its own."""
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def without_ray_and_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(SITECUSTOMIZE)
@@ -50,6 +51,7 @@ def a_spec(data: Path, **training: int) -> dict[str, Any]:
     )
 
 
+@pytest.mark.usefixtures("without_ray_and_service")
 def test_the_loop_needs_neither_ray_nor_the_service(tmp_path: Path) -> None:
     for name in ABSENT:
         found = subprocess.run([sys.executable, "-c", f"import {name}"], capture_output=True, text=True, check=False)
@@ -63,7 +65,7 @@ def test_the_loop_needs_neither_ray_nor_the_service(tmp_path: Path) -> None:
 def test_a_run_that_trying_again_cannot_help_says_so_where_others_look(tmp_path: Path) -> None:
     torchrun.write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=2 * TINY["vocab_size"])
     spec = a_spec(tmp_path / "d.parquet")
-    assert torchrun.start(spec, tmp_path / "run", 2).wait(timeout=240) == 1
+    assert WarmRun(spec, tmp_path / "run", 2).wait(timeout=240) == 1
     attempt = RunDir(tmp_path / "run").attempt(1)
     reasons = {str(line["reason"]) for line in read_lines(attempt.events) if line["event"] == "training_ended"}
     assert attempt.outcome() in [Outcome(result="failed", code="data_error", reason=reason) for reason in reasons]
@@ -76,7 +78,7 @@ def test_a_spec_that_is_wrong_is_answered_by_what_is_wrong(tmp_path: Path) -> No
     torchrun.write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=TINY["vocab_size"])
     spec = a_spec(tmp_path / "d.parquet")
     spec["training"] |= {"max_step": 6}
-    assert torchrun.start(spec, tmp_path / "run", 2).wait(timeout=240) == 1
+    assert WarmRun(spec, tmp_path / "run", 2).wait(timeout=240) == 1
     said = (tmp_path / "run.log").read_text()
     assert "/training/max_step: no such field" in said
     assert OUR_TRACEBACK not in said
@@ -86,10 +88,10 @@ def test_a_spec_that_is_wrong_is_answered_by_what_is_wrong(tmp_path: Path) -> No
 def test_a_run_in_the_directory_of_another_one_leaves_it_as_it_was(tmp_path: Path) -> None:
     torchrun.write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=TINY["vocab_size"])
     torchrun.write_tokens(tmp_path / "bad.parquet", rows=8, length=32, vocab=2 * TINY["vocab_size"])
-    torchrun.run(a_spec(tmp_path / "d.parquet"), tmp_path / "run", 2)
+    run(a_spec(tmp_path / "d.parquet"), tmp_path / "run", 2)
     attempt = RunDir(tmp_path / "run").attempt(1)
     before = attempt.outcome(), list(read_lines(attempt.events))
-    assert torchrun.start(a_spec(tmp_path / "bad.parquet"), tmp_path / "run", 2).wait(timeout=240) == 1
+    assert WarmRun(a_spec(tmp_path / "bad.parquet"), tmp_path / "run", 2).wait(timeout=240) == 1
     said = (tmp_path / "run.log").read_text()
     assert "holds another spec (/data/train/path); a run directory belongs to one job, choose a new one" in said
     assert OUR_TRACEBACK not in said
@@ -98,7 +100,7 @@ def test_a_run_in_the_directory_of_another_one_leaves_it_as_it_was(tmp_path: Pat
 
 def test_another_number_of_ranks_than_the_spec_says_is_no_fault_to_try_again(tmp_path: Path) -> None:
     torchrun.write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=TINY["vocab_size"])
-    assert torchrun.start(a_spec(tmp_path / "d.parquet"), tmp_path / "run", 1).wait(timeout=240) == 1
+    assert WarmRun(a_spec(tmp_path / "d.parquet"), tmp_path / "run", 1).wait(timeout=240) == 1
     assert RunDir(tmp_path / "run").attempt(1).outcome() == Outcome(
         result="failed", code="user_error", reason="num_workers=2 and 1 ranks started; start 2, or change the spec"
     )
