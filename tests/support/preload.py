@@ -1,12 +1,17 @@
 """What ranks of tests have imported before they are forked, and never look through for garbage."""
 
-import pandas
-import pyarrow.compute
-import transformers.models.llama.modeling_llama
-import transformers.models.qwen3.modeling_qwen3
+from importlib import import_module
 
 import train_loop.checkpoint.load
 import train_loop.run  # noqa: F401
 from train_loop.garbage import keep_what_is_there
 
+# What a run imports when it first needs it.
+for module in (
+    "pandas",
+    "pyarrow.compute",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+):
+    import_module(module)
 keep_what_is_there()

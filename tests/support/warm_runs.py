@@ -24,7 +24,7 @@ class WarmRun:
     def __init__(self, spec: dict[str, Any], run_dir: Path, world: int) -> None:
         file, log = run_dir.with_suffix(".yaml"), run_dir.with_suffix(".log")
         file.write_text(yaml.safe_dump(spec))
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         environment = os.environ | {
             "WORLD_SIZE": str(world),
             "MASTER_ADDR": "127.0.0.1",
