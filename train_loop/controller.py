@@ -25,6 +25,7 @@ from train_loop import heartbeat
 from train_loop.errors import RunEndedError
 from train_loop.failure import reason
 from train_loop.fencing import EPOCH_VARIABLE, NewestEpoch, begin_group
+from train_loop.garbage import no_automatic_collection
 from train_loop.heartbeat import Target
 from train_loop.journal import Journal, last_word
 from train_loop.logs import log_lines_to
@@ -276,4 +277,6 @@ def set_up_rank(settings: RankSettings, rank: int, address: str) -> Any:
 
 def work(config: dict[str, Any]) -> None:
     """One worker."""
-    pkgutil.resolve_name("train_loop.rank:work")(config)
+    with no_automatic_collection():
+        train = pkgutil.resolve_name("train_loop.rank:work")
+    train(config)

@@ -19,6 +19,7 @@ import ray
 from train_loop.errors import FencedError, RunEndedError
 from train_loop.failure import cause, failed, from_ranks, reason
 from train_loop.fencing import NewestEpoch
+from train_loop.garbage import no_automatic_collection
 from train_loop.journal import Journal, last_loss, last_word, moves, newest_hosts, preempted_ranks
 from train_loop.leave import leave
 from train_loop.logs import log_to
@@ -93,7 +94,8 @@ def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outco
         environment = _environment(spec)
         if environment:
             start_ahead(spec.scaling, environment, group=spec.strategy.ulysses_size)
-        from train_loop.attempt import prepare_samples, trainer  # noqa: PLC0415 - it takes seconds
+        with no_automatic_collection():
+            from train_loop.attempt import prepare_samples, trainer  # noqa: PLC0415 - it takes seconds
 
         # Ray wraps what its tasks raise.
         retry_storage(

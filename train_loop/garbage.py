@@ -1,4 +1,7 @@
-"""Garbage is collected at the same steps on every rank: one that stops for it alone makes all others wait."""
+"""When Python collects garbage: at the same steps on every rank, as one that collects makes all others wait.
+
+It does not collect during long imports, which make much and drop little.
+"""
 
 import gc
 from collections.abc import Iterator
@@ -8,18 +11,28 @@ EVERY_STEPS = 50
 
 
 @contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Keep Python from collecting when it likes, and from looking again at all that is there already."""
-    automatic, frozen_before = gc.isenabled(), gc.get_freeze_count()
-    keep_what_is_there()
+def no_automatic_collection() -> Iterator[None]:
+    """Keep Python from collecting when it likes."""
+    automatic = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if not frozen_before:
-            gc.unfreeze()
         if automatic:
             gc.enable()
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Keep Python from collecting when it likes, and from looking again at all that is there already."""
+    frozen_before = gc.get_freeze_count()
+    keep_what_is_there()
+    with no_automatic_collection():
+        try:
+            yield
+        finally:
+            if not frozen_before:
+                gc.unfreeze()
 
 
 def keep_what_is_there() -> None:

@@ -36,6 +36,17 @@ def usable(avoided: Collection[str] = ()) -> tuple[dict[str, Mapping[str, float]
     return {node: total[node] for node in nodes}, {node: free[node] for node in nodes}
 
 
+def idle_nodes() -> dict[str, Mapping[str, float]]:
+    """Return what nodes have on which no placement group holds anything, by node id.
+
+    Tasks may run there: those of Ray Data come and go on every node.
+    """
+    total, _ = usable()
+    groups = state.state.placement_group_table().values()
+    held = {node for group in groups if group["state"] != "REMOVED" for node in group["bundles_to_node_id"].values()}
+    return {node: has for node, has in total.items() if node not in held}
+
+
 def has_whole_cpu() -> bool:
     """Return whether some node has a whole CPU free, as a task needs."""
     return any(amounts.get("CPU", 0.0) >= 1.0 for amounts in state.available_resources_per_node().values())

@@ -16,6 +16,7 @@ from functools import partial
 
 import ray
 
+from train_loop.garbage import no_automatic_collection
 from train_loop.plan import lay_out
 from train_loop.spec import ScalingSpec
 
@@ -25,6 +26,8 @@ _HOOK = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
 """What Ray sets for `worker_process_setup_hook`, which it takes for whole jobs alone."""
 _WORTH_IT = 20.0
 """Seconds after which a run has spares."""
+_LOOK_AGAIN = 30.0
+"""Seconds after which it looks for idle nodes again."""
 _TAKEN_WITHIN = 2.0
 """Seconds within which a process that was started for an actor is given to it."""
 _UNTIL, _AHEAD_WITHIN = "TRAINSHED_AHEAD_UNTIL", 5.0
@@ -37,6 +40,8 @@ _ACTOR_MODULE = "ray.train.v2._internal.execution.worker_group.worker"
 """Where Ray Train has the class of its workers."""
 _getting_ready: list[threading.Thread] = []
 """The thread that imports in this process, if it is one that gets ready."""
+_told: set[str] = set()
+"""Errors that have been logged: the next look may fail in the same way."""
 _taken = threading.Event()
 """Set once this process belongs to a worker."""
 
@@ -66,21 +71,28 @@ class Spares:
     """Has processes started on this worker's node, for `count` actors like this one, once a run is worth it.
 
     That is not at its start: what else its workers start would take them, and a short run needs none. With `elsewhere`,
-    the run's size and how many of its ranks each node has, idle nodes get ready to replace any one of these nodes.
+    the run's size and how many of its ranks each node has, idle nodes get ready to replace any one of these nodes; as
+    nodes come and go, it looks for idle ones again and again.
     """
 
     def __init__(self, count: int, *, elsewhere: tuple[ScalingSpec, Mapping[str, int]] | None = None) -> None:
         self.count = count
         self._elsewhere = elsewhere
-        self._begun = time.monotonic()
+        self._ready: set[str] = set()
+        """The idle nodes that have started theirs."""
+        self._due = time.monotonic() + _WORTH_IT
 
     def keep(self) -> None:
         """To be called now and then; returns at once."""
-        if self.count and time.monotonic() - self._begun >= _WORTH_IT:
+        now = time.monotonic()
+        if now < self._due:
+            return
+        self._due = now + _LOOK_AGAIN
+        if self.count:
             _in_background(partial(_start_here, self.count))
-            if self._elsewhere is not None:
-                _in_background(partial(_start_elsewhere, *self._elsewhere))
             self.count = 0
+        if self._elsewhere is not None:
+            _in_background(partial(_start_elsewhere, *self._elsewhere, self._ready))
 
 
 def start_ahead(scaling: ScalingSpec, environment: Environment, *, group: int = 1) -> None:
@@ -98,14 +110,16 @@ def _start_here(count: int) -> None:
     raylet.prestart(here, raylet.own_environment(), kept_seconds=_KEPT, timeout=_ASKING)
 
 
-def _start_elsewhere(scaling: ScalingSpec, held: Mapping[str, int]) -> None:
+def _start_elsewhere(scaling: ScalingSpec, held: Mapping[str, int], ready: set[str]) -> None:
     raylet = importlib.import_module("train_loop.raylet")
-    _, free = raylet.usable()
-    idle = {node: amounts for node, amounts in free.items() if node not in held}
+    idle = raylet.idle_nodes()
     most = max(held.values())
-    ranks = lay_out(scaling.model_copy(update={"num_workers": most, "placement_strategy": "PACK"}), list(idle.values()))
-    counts = {list(idle)[place]: len(mine) for place, mine in (ranks or {}).items()}
-    raylet.prestart(counts, raylet.own_environment(), kept_seconds=_KEPT, timeout=_ASKING)
+    wanted = scaling.model_copy(update={"num_workers": most, "placement_strategy": "PACK"})
+    ranks = lay_out(wanted, list(idle.values())) or {}
+    counts = {list(idle)[place]: len(mine) for place, mine in ranks.items()}
+    missing = {node: count for node, count in counts.items() if node not in ready}
+    raylet.prestart(missing, raylet.own_environment(), kept_seconds=_KEPT, timeout=_ASKING)
+    ready.update(missing)
 
 
 def _start_ahead(scaling: ScalingSpec, environment: Environment, group: int = 1) -> None:
@@ -123,8 +137,10 @@ def _in_background(start: Callable[[], None]) -> None:
         try:
             # What it stands on is private to Ray, and may be gone one day: a start is then as slow as Ray's own.
             start()
-        except Exception:
-            log.warning("no spare processes: workers will wait for imports", exc_info=True)
+        except Exception as error:
+            if repr(error) not in _told:
+                _told.add(repr(error))
+                log.warning("no spare processes: workers will wait for imports", exc_info=True)
 
     threading.Thread(target=run, name="spares", daemon=True).start()
 
@@ -153,8 +169,9 @@ def _import_unless_taken() -> None:
         return
     # First the module that Ray imports for the actor in another thread: both then begin with the same lock, and one
     # thread waits for the other. Otherwise this import can fail half-way and leave `ray.train` incomplete.
-    importlib.import_module(_ACTOR_MODULE)
-    importlib.import_module("train_loop.rank")
+    with no_automatic_collection():
+        importlib.import_module(_ACTOR_MODULE)
+        importlib.import_module("train_loop.rank")
 
 
 def _is_taken() -> bool:

@@ -97,16 +97,17 @@ def processes_of(job_id: str) -> list[psutil.Process]:
 
 
 # The first test: it finds the service before its Ray is up.
-def test_service_killed_while_a_job_is_queued_and_while_it_starts(
+def test_service_killed_while_a_job_is_queued_while_it_starts_and_while_it_runs(
     service: LiveService, request: pytest.FixtureRequest
 ) -> None:
     job_id = service.submit()
     assert service.client.job(job_id).state is JobState.QUEUED
     service.kill()
     service.start()
-    service.wait_for_state(job_id, JobState.STARTING)
-    service.kill()
-    service.start()
+    for state in (JobState.STARTING, JobState.RUNNING):
+        service.wait_for_state(job_id, state)
+        service.kill()
+        service.start()
     job = service.wait_for_state(job_id, JobState.SUCCEEDED)
     assert (job.attempt, job.restarts) == (1, 0), "the run was disturbed by the service's death"
     assert len(service.events(job_id, "attempt_started")) == 1
@@ -114,22 +115,9 @@ def test_service_killed_while_a_job_is_queued_and_while_it_starts(
     assert_whole(service, job_id, request.getfixturevalue("reference"))
 
 
-def test_a_job_on_text_is_evaluated_and_ends_by_tokens(service: LiveService) -> None:
-    sources = {"train": {"path": "stdlib://json/*.py"}, "eval": {"path": "stdlib://json/tool.py"}}
-    job_id = service.submit(
-        data=sources | {"columns": {"text": "text"}, "packing": True},
-        training={"max_steps": None, "max_tokens": 1000, "eval_steps": 5},
-    )
-    job = service.wait_for_state(job_id, JobState.SUCCEEDED)
-    lines = service.metrics(job_id)
-    assert lines[-2]["tokens"] < 1000 <= lines[-1]["tokens"]
-    assert [line["step"] for line in lines if "eval_loss" in line] == [5, len(lines)]
-    assert lines[-1]["eval_loss"] < lines[4]["eval_loss"]
-    assert job.progress.of == len(lines)
-    assert all(event["utilisation"] > 0.9 for event in service.events(job_id, "prepared"))
-
-
-def test_conversations_on_s3_are_mixed_with_local_text(service: LiveService, s3: S3Server) -> None:
+def test_conversations_on_s3_and_local_text_are_mixed_evaluated_and_end_by_tokens(
+    service: LiveService, s3: S3Server
+) -> None:
     folder = service.home / "data" / "chat"
     write_tokenizer(folder)
     (folder / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
@@ -143,8 +131,12 @@ def test_conversations_on_s3_are_mixed_with_local_text(service: LiveService, s3:
     with pytest.raises(ApiError) as refused:
         service.submit(data=data | {"train": [{**talks, "path": "s3://corpus/closed/"}, text]}, model=model)
     assert [error.pointer for error in refused.value.problem.errors or []] == ["/data/train/0/path"]
-    job_id = service.submit(data=data | {"train": [talks, text]}, model=model, training={"max_steps": 20})
-    service.wait_for_state(job_id, JobState.SUCCEEDED)
+    job_id = service.submit(
+        data=data | {"train": [talks, text], "eval": {"path": "stdlib://json/tool.py"}},
+        model=model,
+        training={"max_steps": None, "max_tokens": 1000, "eval_steps": 5},
+    )
+    job = service.wait_for_state(job_id, JobState.SUCCEEDED)
     (skipped,) = service.events(job_id, "bad_rows_skipped")
     assert skipped["count"] == 40
     assert skipped["rows"][0].startswith("s3://corpus/open/talks/a.jsonl.gz, line 2: no JSON")
@@ -152,8 +144,14 @@ def test_conversations_on_s3_are_mixed_with_local_text(service: LiveService, s3:
     (conversations, texts) = prepared["sources"]
     assert (conversations["path"], texts["path"]) == ("s3://corpus/open/talks/", "stdlib://json/*.py")
     assert conversations["rows"] == 80
-    for line in service.metrics(job_id):
+    assert prepared["utilisation"] > 0.9
+    trained = service.metrics(job_id)
+    for line in trained:
         assert sum(sample < conversations["samples"] for sample in line["samples"]) == 3, "of the 4 samples of a step"
+    assert trained[-2]["tokens"] < 1000 <= trained[-1]["tokens"]
+    assert [line["step"] for line in trained if "eval_loss" in line] == [5, len(trained)]
+    assert trained[-1]["eval_loss"] < trained[4]["eval_loss"]
+    assert job.progress.of == len(trained)
 
 
 def test_a_job_runs_to_its_end_and_its_traces_are_served(service: LiveService, reference: str) -> None:
@@ -221,18 +219,13 @@ def test_one_worker_then_all_then_the_driver_killed(service: LiveService, refere
     assert_whole(service, job_id, reference)
 
 
-def test_service_killed_while_a_job_runs(service: LiveService, reference: str) -> None:
-    job_id = service.submit()
-    service.wait_for_state(job_id, JobState.RUNNING)
-    service.kill()
-    service.start()
-    job = service.wait_for_state(job_id, JobState.SUCCEEDED)
-    assert (job.attempt, job.restarts) == (1, 0), "the run was disturbed by the service's death"
-    assert_whole(service, job_id, reference)
-
-
 def test_a_cancelled_job_leaves_a_committed_checkpoint(service: LiveService) -> None:
-    job_id = service.submit(training={"max_steps": 100_000}, checkpoint={"every_steps": None})
+    job_id = service.submit(
+        training={"max_steps": 100_000},
+        checkpoint={"every_steps": None},
+        strategy={"ulysses_size": 1},
+        scaling={"num_workers": 1},
+    )
     service.wait_for_step(job_id, 3)
     service.client.cancel(job_id)
     service.wait_for_state(job_id, JobState.CANCELLED)

@@ -1,6 +1,7 @@
 """Real Ray puts each worker on the node that the plan names, on nodes of several sizes."""
 
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,6 +101,23 @@ def test_ray_places_ranks_as_planned(strategy: Any, group: int) -> None:
             assert list(by_node.values()) == [len(ranks) for ranks in planned.values()], (sizes, workers)
             ranges = {cpus: range(found.index(cpus), found.index(cpus) + count) for cpus, count in by_node.items()}
             assert splits(ranges, group) == splits(planned, group)
+
+
+def test_node_is_idle_unless_a_placement_group_holds_something_there() -> None:
+    everywhere = set(raylet.usable()[0])
+    busy = ray.remote(num_cpus=4)(lambda: time.sleep(600)).remote()
+    wait_for(lambda: not all_free(*raylet.usable()), "a task on the largest node")
+    try:
+        assert set(raylet.idle_nodes()) == everywhere
+        group = ray.util.placement_group([{"CPU": 3}])
+        assert group.wait(30)
+        (held,) = ray.util.placement_group_table(group)["bundles_to_node_id"].values()
+        assert set(raylet.idle_nodes()) == everywhere - {held}
+        ray.util.remove_placement_group(group)
+        wait_for(lambda: set(raylet.idle_nodes()) == everywhere, "the end of the group")
+    finally:
+        ray.cancel(busy, force=True)
+        wait_for(lambda: all_free(*raylet.usable()), "the end of the task")
 
 
 class GoneAtFirst(SomeNodes):

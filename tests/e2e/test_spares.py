@@ -53,8 +53,8 @@ class Worker:
         return int(ray.get(task.remote()))
 
     def ask(self) -> None:
-        spares = Spares(1)
         spare._WORTH_IT = 0.0
+        spares = Spares(1)
         spares.keep()
         # Once is enough.
         spares.keep()
@@ -102,7 +102,7 @@ def test_a_run_that_has_just_begun_has_none(monkeypatch: pytest.MonkeyPatch) -> 
     asked = list[int]()
     monkeypatch.setattr(spare, "_start_here", asked.append)
     young, none, grown = Spares(2), Spares(0), Spares(2)
-    grown._begun = time.monotonic() - spare._WORTH_IT
+    grown._due = time.monotonic()
     for one in (young, none, grown, grown):
         one.keep()
     wait_for(lambda: asked == [2], "the grown run asks")

@@ -2,6 +2,13 @@
 
 import subprocess
 import sys
+from collections.abc import Mapping
+
+import pytest
+
+from tests.support.waiting import wait_for
+from train_loop import raylet, spare
+from train_loop.spec import ScalingSpec
 
 TAKEN_MEANWHILE = """
 import importlib, os, sys, threading, time
@@ -27,3 +34,30 @@ def test_spare_that_is_taken_during_its_imports_has_whole_modules() -> None:
         [sys.executable, "-c", TAKEN_MEANWHILE], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_idle_nodes_get_spares_whenever_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[Mapping[str, int]]()
+    idle = dict[str, Mapping[str, float]]()
+    monkeypatch.setattr(raylet, "idle_nodes", lambda: idle)
+    monkeypatch.setattr(raylet, "own_environment", lambda: "")
+    monkeypatch.setattr(raylet, "prestart", lambda counts, *_, **__: asked.append(dict(counts)))
+    monkeypatch.setattr(spare, "_WORTH_IT", 0.0)
+    monkeypatch.setattr(spare, "_LOOK_AGAIN", 0.0)
+    scaling = ScalingSpec(num_workers=4, resources_per_worker={"CPU": 0.75})
+    spares = spare.Spares(0, elsewhere=(scaling, {"first": 2, "second": 2}))
+
+    def look() -> Mapping[str, int]:
+        looks = len(asked)
+        spares.keep()
+        wait_for(lambda: len(asked) > looks, "a look")
+        return asked[-1]
+
+    idle["third"] = {"CPU": 1.0}
+    assert look() == {}, "it holds one rank of the two"
+    idle["third"] = {"CPU": 2.0}
+    assert look() == {"third": 2}
+    assert look() == {}, "it has them"
+    idle.clear()
+    idle["fourth"] = {"CPU": 2.0}
+    assert look() == {"fourth": 2}
