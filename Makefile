@@ -19,8 +19,10 @@ demo:
 	@start=$$(date +%s); $(MAKE) --no-print-directory setup && \
 	TRAINSHED_SETUP_SECONDS=$$(( $$(date +%s) - start )) $(BIN)/python -m examples.demo
 
+# Tests of one process each run two at a time; the others have all cores.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	@failed=0; $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/api || failed=1; \
+	$(BIN)/python -m pytest tests/distributed tests/e2e tests/hosts tests/benchmarks || failed=1; exit $$failed
 
 # All tests on hosts in namespaces, with those that `make test` leaves out. Needs root and iproute2.
 hosts: $(INSTALLED)
