@@ -144,7 +144,7 @@ def test_conversations_on_s3_and_local_text_are_mixed_evaluated_and_end_by_token
     (conversations, texts) = prepared["sources"]
     assert (conversations["path"], texts["path"]) == ("s3://corpus/open/talks/", "stdlib://json/*.py")
     assert conversations["rows"] == 80
-    assert prepared["utilisation"] > 0.9
+    assert texts["utilisation"] > 0.9
     trained = service.metrics(job_id)
     for line in trained:
         assert sum(sample < conversations["samples"] for sample in line["samples"]) == 3, "of the 4 samples of a step"
