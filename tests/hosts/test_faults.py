@@ -6,6 +6,7 @@ without the name.
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -148,3 +149,6 @@ def test_job_ends_with_every_sample_trained_once_and_leaves_nothing(cluster: Hos
     assert (len(job.attempts), job.attempts[0].result) == (1, "cancelled")
     log = cluster.run_dir(job_id).attempt(1).driver_log.read_text()
     assert "Traceback" not in log
+    with suppress(TimeoutError):
+        wait_for(lambda: not cluster.leftovers(job_id), "an end that leaves nothing", seconds=30)
+    assert cluster.leftovers(job_id) == []

@@ -22,6 +22,11 @@ from tests.support.waiting import wait_for
 from train_loop.run_dir import RunDir, read_lines
 
 _BUCKET, _S3_PORT = "trainshed", 9000
+_RAYS_OWN = {
+    *("ray::DashboardAgent", "ray::RuntimeEnvAgent"),
+    *("ray::TrainStateActor", "ray::_AutoscalingCoordinatorActor", "ray::_StatsActor"),
+}
+"""Processes of Ray that a cluster has one of, or one on each node, for all jobs."""
 TOKEN = "0123456789abcdef" * 4
 SETTINGS = {
     "TRAINSHED_PORT": "8000",
@@ -259,6 +264,17 @@ class HostCluster:
         command = ["ray", "drain-node", "--address", f"{self.head.address}:6379", "--node-id", node["node_id"]]
         command += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
         self.ray(*command, "--deadline-remaining-seconds", str(seconds))
+
+    def leftovers(self, job_id: str) -> list[str]:
+        """What the job has left on the hosts: processes, shared memory, and folders that were never committed."""
+        found = [str(path) for path in self.run_dir(job_id).root.rglob("*.tmp-*")]
+        for host in (self.head, *self.nodes):
+            # A test host has no init that would collect the dead.
+            processes = [one for one in host.run("ps", "-eo", "args=").splitlines() if "<defunct>" not in one]
+            found += [f"{host.name}: {one}" for one in processes if "ray::" in one and one.strip() not in _RAYS_OWN]
+            found += [f"{host.name}: {one}" for one in processes if job_id in one]
+            found += [f"{host.name}: /dev/shm/{name}" for name in host.run("ls", "-A", "/dev/shm").split()]
+        return found
 
     def events(self, job_id: str, *names: str) -> list[dict[str, Any]]:
         """The events of all attempts, or those of some kinds."""
