@@ -297,7 +297,7 @@ def _storage_failed(error: Exception) -> bool:
 
 def _reason(error: Exception) -> Reason:
     if isinstance(error, StorageAway):
-        return storage_unavailable(error.error, error.since)
+        return storage_unavailable(error.error, error.since, root=error.root)
     if is_transient(error):
         return storage_unavailable(str(error))
     return Reason(Code.EFFECT_FAILED, str(error), "it is tried again until it works")

@@ -294,7 +294,9 @@ class Jobs:
 
 def _missing(job: Job, read: Reading) -> Reason | None:
     """Return why nothing newer is known of a job that has not ended."""
-    return None if read.error is None or job.state.terminal else storage_unavailable(read.error, read.since)
+    if read.error is None or job.state.terminal:
+        return None
+    return storage_unavailable(read.error, read.since, root=read.root)
 
 
 def _facts(job: Job | None) -> dict[str, JsonValue]:

@@ -59,7 +59,7 @@ class GuardedRunDirs:
         try:
             self.story(run_dir)
         except StorageAway as away:
-            return replace(self._inner.last_story(run_dir), error=away.error, since=away.since)
+            return replace(self._inner.last_story(run_dir), error=away.error, since=away.since, root=away.root)
         return self._inner.last_story(run_dir)
 
     def tail(self, run_dir: str, what: Written, place: Place) -> Tail:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from train_loop.run_dir import (
+    ROOT_MARKER,
     RootMarker,
     StorageUnavailable,
     check_storage,
@@ -47,6 +48,13 @@ class StorageRoots:
             self._remember(root, marker)
         expect_root(place, self._ids[root])
         check_storage(place)
+
+    def check_now(self, root: str) -> None:
+        """As `check`, which asks object storage only now and then, with a request of its own. Raises its errors."""
+        self.check(root)
+        place = storage_path(root)
+        if root in self._ids and is_remote(place) and read_root_marker(place) is None:
+            raise StorageUnavailable(root, f"{ROOT_MARKER} is missing")
 
     def open(self, root: str) -> RootMarker:
         """Return the marker of a root; create both at first use. Raises StorageUnavailable, OSError."""

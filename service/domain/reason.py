@@ -57,12 +57,13 @@ class Reason:
     remedy: str | None = None
 
 
-def storage_unavailable(error: str, since: float | None = None) -> Reason:
+def storage_unavailable(error: str, since: float | None = None, *, root: str | None = None) -> Reason:
     """Return the reason of a job whose storage root is unavailable since then (Unix seconds)."""
+    storage = "storage" if root is None else f"storage {root}"
     when = "" if since is None else f" since {datetime.fromtimestamp(since, UTC):%Y-%m-%d %H:%M:%S} UTC"
     return Reason(
         Code.STORAGE_UNAVAILABLE,
-        f"storage has been unavailable{when}: {error}",
+        f"{storage} has been unavailable{when}: {error}",
         "mount it again on every host; workers train on until their next save, which waits for it",
     )
 

@@ -91,6 +91,8 @@ class Reading:
     """What is wrong with the storage; None if it answers."""
     since: float | None = None
     """Unix seconds since when its root has been unavailable, if that is known."""
+    root: str | None = None
+    """The storage root that does not answer."""
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from structlog.testing import capture_logs
 
 from service.adapters.roots import StorageRoots, root_of
 from service.adapters.storage_guard import StorageGuard
 from service.errors import StorageAway
-from train_loop.run_dir import ROOT_MARKER, StorageUnavailable, forget_expected
+from train_loop.run_dir import ROOT_MARKER, StorageUnavailable, forget_expected, storage_path
 
 
 @pytest.fixture
@@ -56,6 +57,24 @@ def test_root_from_before_markers_is_adopted_unless_it_is_empty(place: Path) -> 
 def test_second_service_takes_the_marker_of_the_first(tmp_path: Path, place: Path) -> None:
     first = StorageRoots(tmp_path / "one.json").open(place.as_uri())
     assert StorageRoots(tmp_path / "two.json").open(place.as_uri()).id == first.id
+
+
+def test_object_storage_that_is_gone_is_found_by_the_next_look(tmp_path: Path) -> None:
+    root = "memory://runs-that-go"
+    roots = StorageRoots()
+    roots.open(root)
+    guard = StorageGuard(roots.check_now)
+    guard.probe(root, seconds=5)
+    MemoryFileSystem().rm("/runs-that-go", recursive=True)
+    # This look is at most some seconds old.
+    roots.check(root)
+
+    def fail() -> None:
+        raise TimeoutError("no answer within 2 s")
+
+    with pytest.raises(StorageAway, match=r"storage memory://runs-that-go has been unavailable since .* no answer"):
+        guard.call(root, fail, seconds=5)
+    forget_expected(storage_path(root))
 
 
 def test_root_of_a_run_dir_is_two_folders_above() -> None:
