@@ -112,7 +112,7 @@ def _world(settings: Settings) -> _World:
     database, embedded = Database(settings.database), _embedded(settings)
     store = SqlJobStore(database.engine)
     roots = StorageRoots(settings.roots_file, used=partial(_has_run_below, store))
-    run_dirs, guard = LocalRunDirs(roots), StorageGuard(roots.check_now)
+    run_dirs, guard = LocalRunDirs(roots), StorageGuard(partial(roots.check, max_age=0.0))
     return _World(
         database=database,
         store=store,

@@ -37,9 +37,9 @@ def usable(avoided: Collection[str] = ()) -> tuple[dict[str, Mapping[str, float]
 
 
 def idle_nodes() -> dict[str, Mapping[str, float]]:
-    """Return what nodes have on which no placement group holds anything, by node id.
+    """Return the total resources of each node that holds no placement group, by node id.
 
-    Tasks may run there: those of Ray Data come and go on every node.
+    Tasks of Ray Data may run there; they start and end on every node.
     """
     total, _ = usable()
     groups = state.state.placement_group_table().values()

@@ -40,8 +40,8 @@ _ACTOR_MODULE = "ray.train.v2._internal.execution.worker_group.worker"
 """Where Ray Train has the class of its workers."""
 _getting_ready: list[threading.Thread] = []
 """The thread that imports in this process, if it is one that gets ready."""
-_told: set[str] = set()
-"""Errors that have been logged: the next look may fail in the same way."""
+_logged: set[str] = set()
+"""Errors that were logged once: every later attempt may fail in the same way."""
 _taken = threading.Event()
 """Set once this process belongs to a worker."""
 
@@ -71,8 +71,8 @@ class Spares:
     """Has processes started on this worker's node, for `count` actors like this one, once a run is worth it.
 
     That is not at its start: what else its workers start would take them, and a short run needs none. With `elsewhere`,
-    the run's size and how many of its ranks each node has, idle nodes get ready to replace any one of these nodes; as
-    nodes come and go, it looks for idle ones again and again.
+    the run's size and how many of its ranks each node has, idle nodes get ready to replace any one of these nodes.
+    It checks for new idle nodes every 30 s.
     """
 
     def __init__(self, count: int, *, elsewhere: tuple[ScalingSpec, Mapping[str, int]] | None = None) -> None:
@@ -138,8 +138,8 @@ def _in_background(start: Callable[[], None]) -> None:
             # What it stands on is private to Ray, and may be gone one day: a start is then as slow as Ray's own.
             start()
         except Exception as error:
-            if repr(error) not in _told:
-                _told.add(repr(error))
+            if repr(error) not in _logged:
+                _logged.add(repr(error))
                 log.warning("no spare processes: workers will wait for imports", exc_info=True)
 
     threading.Thread(target=run, name="spares", daemon=True).start()

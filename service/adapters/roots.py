@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from train_loop.run_dir import (
-    ROOT_MARKER,
     RootMarker,
     StorageUnavailable,
     check_storage,
@@ -38,8 +37,11 @@ class StorageRoots:
         self._lock = threading.Lock()
         self._ids = self._recall()
 
-    def check(self, root: str) -> None:
-        """Raise StorageUnavailable if a known root is missing or is another one. A new root passes."""
+    def check(self, root: str, *, max_age: float | None = None) -> None:
+        """Raise StorageUnavailable if a known root is missing or is another one. A new root passes.
+
+        `max_age` is that of `check_storage`, in seconds.
+        """
         place = storage_path(root)
         if root not in self._ids:
             marker = read_root_marker(place)
@@ -47,14 +49,7 @@ class StorageRoots:
                 return
             self._remember(root, marker)
         expect_root(place, self._ids[root])
-        check_storage(place)
-
-    def check_now(self, root: str) -> None:
-        """As `check`, which asks object storage only now and then, with a request of its own. Raises its errors."""
-        self.check(root)
-        place = storage_path(root)
-        if root in self._ids and is_remote(place) and read_root_marker(place) is None:
-            raise StorageUnavailable(root, f"{ROOT_MARKER} is missing")
+        check_storage(place, max_age=max_age)
 
     def open(self, root: str) -> RootMarker:
         """Return the marker of a root; create both at first use. Raises StorageUnavailable, OSError."""

@@ -1,6 +1,6 @@
 """Runs of `python -m train_loop.run` on ranks that are forked from a process which has imported it already.
 
-What torchrun would start takes ten seconds to import. Tests of that start itself use `tests.support.torchrun`.
+Ranks that torchrun starts import for ten seconds. Tests of torchrun itself use `tests.support.torchrun`.
 """
 
 import os
@@ -35,14 +35,16 @@ class WarmRun:
         set_forkserver_preload(["tests.support.preload"])
         context = get_context("forkserver")
         self._ranks = [
-            context.Process(target=_train, args=(rank, environment, log, ["run", str(file), "--run-dir", str(run_dir)]))
+            context.Process(
+                target=_train, args=(rank, environment, log, ["run", str(file), "--run-dir", str(run_dir)]), daemon=True
+            )
             for rank in range(world)
         ]
         for rank in self._ranks:
             rank.start()
 
     def poll(self) -> int | None:
-        """0 if all ranks ended well, 1 if one did not; None while they run."""
+        """Return 0 if all ranks succeeded, 1 if one failed, None while they run. End the others if one has failed."""
         codes = [rank.exitcode for rank in self._ranks]
         if any(codes):
             for rank in self._ranks:
@@ -50,7 +52,7 @@ class WarmRun:
         return None if None in codes else int(any(codes))
 
     def wait(self, timeout: float) -> int:
-        """Wait for the end; what `poll` then says."""
+        """Wait until all ranks have ended; return what `poll` returns then. Raises TimeoutError."""
         wait_for(lambda: self.poll() is not None, "the end of a run", seconds=timeout)
         return int(self.poll() or 0)
 

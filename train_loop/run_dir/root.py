@@ -61,7 +61,8 @@ class _Expected:
     """The witness that the last check found."""
     identity: tuple[int, int] | None = None
     """Device and inode of that witness."""
-    valid_until: float = float("-inf")
+    read_at: float = float("-inf")
+    """When the witness on object storage was read, by the monotonic clock."""
 
     @property
     def remote(self) -> bool:
@@ -69,13 +70,16 @@ class _Expected:
         folder: object = self.folder
         return not isinstance(folder, Path)
 
-    def check(self) -> bool:
-        """Return whether the witness was read again. Raise StorageUnavailable if the folder is gone or another one."""
+    def check(self, max_age: float) -> bool:
+        """Return whether the witness was read again. Raise StorageUnavailable if the folder is gone or another one.
+
+        On object storage, a witness that was read less than `max_age` seconds ago counts.
+        """
         if self.remote:
-            if time.monotonic() < self.valid_until:
+            if time.monotonic() < self.read_at + max_age:
                 return False
             self._identify()
-            self.valid_until = time.monotonic() + _REMOTE_CHECK_SECONDS
+            self.read_at = time.monotonic()
             return True
         if self.found is not None:
             identity = _identity(self.folder / self.found)
@@ -133,13 +137,17 @@ def _register(expected: _Expected) -> None:
             _expected[str(expected.folder)] = expected
 
 
-def check_storage(path: Path) -> None:
-    """Raise StorageUnavailable if a registered folder that holds this path is gone or was replaced."""
+def check_storage(path: Path, *, max_age: float | None = None) -> None:
+    """Raise StorageUnavailable if a registered folder that holds this path is gone or was replaced.
+
+    On object storage, an answer that is less than `max_age` seconds old counts (default: 5 s).
+    """
     if not _expected:
         return
+    max_age = _REMOTE_CHECK_SECONDS if max_age is None else max_age
     for folder in (path, *path.parents):
         expected = _expected.get(str(folder))
-        if expected is not None and expected.check() and expected.witnesses[0] == RUN_MARKER:
+        if expected is not None and expected.check(max_age) and expected.witnesses[0] == RUN_MARKER:
             _expect_root_of(expected)
 
 

@@ -4,6 +4,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -59,14 +60,14 @@ def test_second_service_takes_the_marker_of_the_first(tmp_path: Path, place: Pat
     assert StorageRoots(tmp_path / "two.json").open(place.as_uri()).id == first.id
 
 
-def test_object_storage_that_is_gone_is_found_by_the_next_look(tmp_path: Path) -> None:
+def test_guard_reports_outage_of_object_storage_at_first_failure() -> None:
     root = "memory://runs-that-go"
     roots = StorageRoots()
     roots.open(root)
-    guard = StorageGuard(roots.check_now)
+    guard = StorageGuard(partial(roots.check, max_age=0.0))
     guard.probe(root, seconds=5)
     MemoryFileSystem().rm("/runs-that-go", recursive=True)
-    # This look is at most some seconds old.
+    # An answer of the last five seconds counts here.
     roots.check(root)
 
     def fail() -> None:
