@@ -75,7 +75,7 @@ def local_rows(plan: StreamPlan) -> Iterator[Rows | None]:
 
 def ray_rows(plan: StreamPlan) -> Iterator[Rows | None]:
     """All rows of each step, read by Ray Data's tasks, as in the service."""
-    return ray_stream(plan, _ALONE, 0)
+    return ray_stream(plan, _ALONE, 0, after=0.0)
 
 
 def rate(counts: Iterable[int], *, of: int) -> float:

@@ -12,6 +12,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.v2._internal.callbacks import DatasetsCallback
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
 from train_loop.controller import GroupCallback, work
 from train_loop.data.cache import evaluation_spec, pin, pinned_dataset
@@ -21,6 +23,19 @@ from train_loop.journal import Journal
 from train_loop.placement import autoscaled
 from train_loop.run_dir import AttemptDir, RunDir
 from train_loop.spec import JobSpec
+
+
+class Trainer(TorchTrainer):  # type: ignore[misc]
+    """Ray Train's trainer without two helper processes that our runs do not need.
+
+    One hands out datasets, and the ranks open their own streams. The other removes the placement group of a controller
+    that was killed, which Ray does itself once the driver has ended.
+    """
+
+    def _create_default_callbacks(self) -> list[Any]:
+        unneeded = (DatasetsCallback, PlacementGroupCleanerCallback)
+        callbacks = super()._create_default_callbacks()
+        return [callback for callback in callbacks if not isinstance(callback, unneeded)]
 
 
 def prepare_samples(spec: JobSpec, run_dir: RunDir, journal: Journal) -> None:
@@ -62,14 +77,14 @@ def _dataset(spec: JobSpec, pointer: Path, cache: Path, journal: Journal) -> Dat
 
 def trainer(
     spec: JobSpec, run_dir: RunDir, attempt: AttemptDir, environment: dict[str, Any], *, start: int = 1
-) -> TorchTrainer:
+) -> Trainer:
     """What runs the worker group, started again after faults up to failure.max_failures times.
 
     `start` counts the trainers of the attempt: a group that moves to other hosts gets another one.
     """
     resources = spec.scaling.resources_per_worker
     number = f"{attempt.number}" if start == 1 else f"{attempt.number}.{start}"
-    return TorchTrainer(
+    return Trainer(
         work,
         train_loop_config={"run_dir": str(run_dir.root), "attempt": attempt.number},
         torch_config=TorchConfig(

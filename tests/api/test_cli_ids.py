@@ -97,8 +97,13 @@ def test_the_shell_hears_nothing_of_trouble(jobs: list[str], monkeypatch: pytest
 
 def test_completion_can_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    command = [sys.executable, "-c", "from service.cli.main import app; app(prog_name='trainshed')", "--install-completion"]
-    # Typer installs for the shell that started the command, so a bash does: the tests themselves may run below another shell.
+    command = [
+        sys.executable,
+        "-c",
+        "from service.cli.main import app; app(prog_name='trainshed')",
+        "--install-completion",
+    ]
+    # Typer installs for the shell that started the command, and tests may run below another one.
     in_bash = ["bash", "-c", '"$@"; exit $?', "bash", *command]
     done = subprocess.run(in_bash, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -78,55 +78,65 @@ def alone(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("steps", [stream._FIRST_STEPS - 1, stream._FIRST_STEPS, stream._FIRST_STEPS + 1, 40])
-def test_the_first_steps_are_read_here_and_the_others_by_ray_data(
-    numbered: Dataset, alone: None, monkeypatch: pytest.MonkeyPatch, steps: int
+ALONE = MeshPlan(ddp=1, fsdp=1, sp=1)
+
+
+def first_rows_are_there() -> bool:
+    """Whether the thread that starts Ray Data has ended."""
+    return "first-rows" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_run_that_ends_before_ray_data_is_worth_it_starts_none(
+    numbered: Dataset, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = list[tuple[int, int]]()
-
-    def open_and_tell(plan: StreamPlan, start: int, count: int) -> list[DataIterator]:
-        opened.append((start, count))
-        return open_splits(plan, start, count)
-
-    monkeypatch.setattr(stream, "open_splits", open_and_tell)
+    monkeypatch.setattr(stream, "open_splits", lambda *_: pytest.fail("Ray Data was started"))
     start, per_rank = 8, 4
-    deal = StepOrder(Order(200, 0, shuffle=True, dataset="x", end=start + steps * per_rank), 1, per_rank)
-    rows = ray_stream(StreamPlan(numbered, deal, start, steps), MeshPlan(ddp=1, fsdp=1, sp=1), 0)
-    for step in range(steps):
-        received = next(rows)
-        assert received is not None
-        assert received.samples.tolist() == deal.step(start + step * per_rank)[0].tolist(), f"step {step}"
-    assert next(rows, None) is None
-    first = stream._FIRST_STEPS
-    assert opened == ([(start + first * per_rank, steps - first)] if steps > first else [])
+    deal = StepOrder(Order(200, 0, shuffle=True, dataset="x", end=start + 40 * per_rank), 1, per_rank)
+    rows = list(ray_stream(StreamPlan(numbered, deal, start, 40), ALONE, 0))
+    assert [one.samples.tolist() for one in rows if one] == [
+        deal.step(start + k * per_rank)[0].tolist() for k in range(40)
+    ]
+    wait_for(first_rows_are_there, "the end of the thread that would have started it")
 
 
-@pytest.mark.parametrize("late", [1, 10, 23, 24])
+@pytest.mark.parametrize(("before", "late"), [(0, 0), (0, 1), (7, 10), (16, 24), (39, 1)])
 def test_until_ray_data_has_started_the_ranks_read_on_themselves(
-    numbered: Dataset, alone: None, monkeypatch: pytest.MonkeyPatch, late: int
+    numbered: Dataset, alone: None, monkeypatch: pytest.MonkeyPatch, before: int, late: int
 ) -> None:
-    may_start, own = threading.Event(), list[int]()
+    """`before`: steps before Ray Data is started; `late`: steps while it starts."""
+    begins, opened = threading.Event(), threading.Event()
+    asked, own = list[tuple[int, int]](), list[int]()
 
     def open_late(plan: StreamPlan, start: int, count: int) -> list[DataIterator]:
-        may_start.wait(60)
+        asked.append((start, count))
+        begins.set()
+        opened.wait(60)
         return open_splits(plan, start, count)
 
     def read_here(dataset: Dataset, ids: Any) -> Rows:
         own.extend(ids.tolist())
         return read_rows(dataset, ids)
 
+    begin = stream._Takeover.begin
+    takeovers = list[stream._Takeover]()
+    monkeypatch.setattr(stream._Takeover, "begin", lambda takeover, after: takeovers.append(takeover))
     monkeypatch.setattr(stream, "open_splits", open_late)
     monkeypatch.setattr("train_loop.data.reader.read_rows", read_here)
-    deal = StepOrder(Order(200, 0, shuffle=True, dataset="x", end=160), 1, 4)
-    rows = ray_stream(StreamPlan(numbered, deal, 0, 40), MeshPlan(ddp=1, fsdp=1, sp=1), 0)
-    own_steps = stream._FIRST_STEPS + late
-    received = list(itertools.islice(rows, own_steps))
-    may_start.set()
-    wait_for(lambda: "first-rows" not in {thread.name for thread in threading.enumerate()}, "the first rows")
+    deal = StepOrder(Order(200, 0, shuffle=True, dataset="x", end=168), 1, 4)
+    rows = ray_stream(StreamPlan(numbered, deal, 8, 40), ALONE, 0)
+    received = list(itertools.islice(rows, before))
+    # A generator starts with its first row, and counts that once the next is asked for.
+    received += itertools.islice(rows, 1)
+    begin(takeovers[0], after=0.0)
+    assert begins.wait(60)
+    received += itertools.islice(rows, late)
+    opened.set()
+    wait_for(first_rows_are_there, "the first rows")
     received += rows
     told = [one.samples.tolist() for one in received if one is not None]
-    assert told == [deal.step(step * 4)[0].tolist() for step in range(40)]
-    assert own == list(itertools.chain(*told[:own_steps]))
+    assert told == [deal.step(8 + step * 4)[0].tolist() for step in range(40)]
+    assert asked == [(8 + before * 4, 40 - before)]
+    assert own == list(itertools.chain(*told[: before + 1 + late]))
 
 
 def test_what_goes_wrong_while_ray_data_starts_is_raised_where_its_rows_are_taken(
@@ -137,10 +147,9 @@ def test_what_goes_wrong_while_ray_data_starts_is_raised_where_its_rows_are_take
 
     monkeypatch.setattr(stream, "open_splits", fail)
     deal = StepOrder(Order(200, 0, shuffle=True, dataset="x", end=80), 1, 4)
-    rows = ray_stream(StreamPlan(numbered, deal, 0, 20), MeshPlan(ddp=1, fsdp=1, sp=1), 0)
-    for _ in range(stream._FIRST_STEPS):
-        assert next(rows) is not None
-    wait_for(lambda: "first-rows" not in {thread.name for thread in threading.enumerate()}, "the failure")
+    rows = ray_stream(StreamPlan(numbered, deal, 0, 20), ALONE, 0, after=0.0)
+    assert next(rows) is not None
+    wait_for(first_rows_are_there, "the failure")
     with pytest.raises(OSError, match="no such storage"):
         next(rows)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -32,9 +32,8 @@ from train_loop.data.reader import StreamPlan, local_stream
 from train_loop.plan import MeshPlan
 from train_loop.spare import task_environment
 
-T = TypeVar("T")
-_FIRST_STEPS = 16
-"""Steps whose rows the ranks read themselves in any case: a run of no more needs no Ray Data."""
+_WORTH_IT = 10.0
+"""Seconds after which a run has Ray Data, whose processes take 8 CPU seconds to start; a short run needs none."""
 _BLOCK_STEPS = 128
 """Steps in one block, at most: each block costs some 30 ms of Ray Data's, whatever is in it."""
 _BLOCK_BYTES = 32 * 2**20
@@ -48,45 +47,74 @@ _PLAN_BLOCKS = 512
 
 
 def ray_stream(
-    plan: StreamPlan, mesh: MeshPlan, rank: int, *, timeout: timedelta | None = None
+    plan: StreamPlan, mesh: MeshPlan, rank: int, *, timeout: timedelta | None = None, after: float = _WORTH_IT
 ) -> Iterator[Rows | None]:
     """This rank's rows of every step, `order.per_rank` of them; every rank must take every step.
 
-    Only the first rank of a Ulysses group gets rows, its peers get None and then the rows from it. Ray Data takes
-    seconds to start: until its rows have come, the ranks read theirs themselves. `timeout`: for collectives.
+    Only the first rank of a Ulysses group gets rows, its peers get None and then the rows from it. Ray Data is started
+    `after` seconds, and takes seconds to start: until its rows have come, the ranks read theirs themselves.
+    `timeout`: for collectives.
     """
-    own = local_stream(plan, mesh, rank)
-    head = min(plan.steps, _FIRST_STEPS)
-    rest = replace(plan, start=plan.start + head * plan.order.global_batch, steps=plan.steps - head)
-    if not rest.steps:
-        yield from own
-        return
+    own, done = local_stream(plan, mesh, rank), 0
     # A group of its own: its collectives run in a thread beside the loop's.
-    rows = _streamed(rest, mesh, rank, dist.new_group(backend="gloo", timeout=timeout))
-    first = _begin(rows)
-    yield from itertools.islice(own, head)
-    done = 0
-    # Each rank for itself: which rows a step has does not depend on who reads them.
-    while done < rest.steps and not first.done():
-        yield next(own)
-        done += 1
-    if done < rest.steps:
-        yield from itertools.islice(itertools.chain([first.result()], rows), done, None)
+    takeover = _Takeover(plan, mesh, rank, dist.new_group(backend="gloo", timeout=timeout))
+    takeover.begin(after)
+    try:
+        # Each rank for itself: which rows a step has does not depend on who reads them.
+        while done < plan.steps and not takeover.is_ready(done):
+            yield next(own)
+            done += 1
+            takeover.taken = done
+    finally:
+        takeover.cancel()
+    if done < plan.steps:
+        yield from takeover.rows(done)
 
 
-def _begin(rows: Iterator[T]) -> Future[T]:
-    """The first of the rows, for which a thread waits already."""
-    first: Future[T] = Future()
+class _Takeover:
+    """Starts Ray Data in a thread beside the loop, and says from which step on it delivers the rows."""
 
-    def take() -> None:
+    def __init__(self, plan: StreamPlan, mesh: MeshPlan, rank: int, group: dist.ProcessGroup) -> None:
+        self._plan, self._mesh, self._rank, self._group = plan, mesh, rank, group
+        self._first: Future[tuple[int, Iterator[Rows | None]]] = Future()
+        """The first step that Ray Data delivers, and the rows from it on, once the first of them are there."""
+        self._cancelled = threading.Event()
+        self.taken = 0
+        """Steps whose rows this rank has read itself."""
+
+    def begin(self, after: float) -> None:
+        """Start Ray Data after so many seconds, unless it is cancelled before; returns at once."""
+        threading.Thread(target=self._start, args=(after,), name="first-rows", daemon=True).start()
+
+    def cancel(self) -> None:
+        """Do not start Ray Data any more."""
+        self._cancelled.set()
+
+    def is_ready(self, done: int) -> bool:
+        """Return whether Ray Data delivers the rows after the first `done` steps. True if it failed."""
+        return self._first.done() and (self._first.exception() is not None or self._first.result()[0] <= done)
+
+    def rows(self, done: int) -> Iterator[Rows | None]:
+        """The rows after the first `done` steps. Raises what starting Ray Data has raised."""
+        first, rows = self._first.result()
+        return itertools.islice(rows, done - first, None)
+
+    def _start(self, after: float) -> None:
+        # Every rank waits: a collective that only some of them have begun might run into its timeout.
+        if self._cancelled.wait(after):
+            return
         try:
-            first.set_result(next(rows))
+            shared: list[Any] = [self.taken]
+            dist.broadcast_object_list(shared, src=0, group=self._group)
+            first: int = shared[0]
+            plan = self._plan
+            rest = replace(plan, start=plan.start + first * plan.order.global_batch, steps=plan.steps - first)
+            if rest.steps:
+                rows = _streamed(rest, self._mesh, self._rank, self._group)
+                self._first.set_result((first, itertools.chain([next(rows)], rows)))
         except BaseException as error:
-            # It is raised where they are taken.
-            first.set_exception(error)
-
-    threading.Thread(target=take, name="first-rows", daemon=True).start()
-    return first
+            # It is raised where the rows are taken.
+            self._first.set_exception(error)
 
 
 def _streamed(plan: StreamPlan, mesh: MeshPlan, rank: int, group: dist.ProcessGroup) -> Iterator[Rows | None]:

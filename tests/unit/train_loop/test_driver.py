@@ -5,9 +5,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
 
 from tests.support.specs import spec
 from train_loop import driver, rank, spare
+from train_loop.attempt import Trainer, _storage
 from train_loop.fencing import begin_group
 from train_loop.journal import Journal, group_journal
 from train_loop.run_dir import Outcome, RunDir, StorageUnavailable
@@ -87,3 +90,11 @@ def test_outcome_that_cannot_be_written_is_logged(
     with pytest.raises(OSError):
         driver.acknowledge(attempt, Journal(attempt), Outcome(result="failed", reason="no rows"))
     assert "no rows" in caplog.text
+
+
+def test_trainer_leaves_out_the_helper_processes_that_runs_do_not_need() -> None:
+    def callbacks(trainer: type[TorchTrainer]) -> set[str]:
+        made = trainer(lambda: None, scaling_config=ScalingConfig(num_workers=1), run_config=RunConfig(**_storage()))
+        return {type(callback).__name__ for callback in made._create_default_callbacks()}
+
+    assert callbacks(TorchTrainer) - callbacks(Trainer) == {"DatasetsCallback", "PlacementGroupCleanerCallback"}

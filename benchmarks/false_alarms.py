@@ -1,0 +1,132 @@
+"""False alarms and detection times of a job on three hosts, for an hour, while all cores are busy.
+
+`python -m benchmarks.false_alarms [--minutes N] [--quick]`. It needs root and iproute2. Hosts are namespaces of this
+machine. One endless process per core competes with the job all the time. Every fifth minute a host is frozen for 5 s,
+which must not count as a loss; every fifteenth minute the cable of a host is cut until its loss is reported.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness import command_line, markdown_table, parse, write_result
+from benchmarks.hosts import LIMIT, NODES, Ours, cluster_of, switch_on
+from benchmarks.workload import TOY, Workload
+from tests.support.hosts import why_no_hosts
+from tests.support.waiting import wait_for
+
+ALARMS = ("host_silent", "host_lost", "workers_lost", "stalled", "storage_unavailable", "waiting_for_capacity")
+FROZEN, FREEZE_EVERY, CUT_EVERY = 5.0, 5, 15
+"""Seconds for which a host is frozen; minutes between freezes and between cuts."""
+
+
+def main() -> None:
+    """Run the job, and write what was reported beside what was done to it."""
+    parser = command_line(__doc__)
+    parser.add_argument("--minutes", type=int, default=60)
+    arguments = parse(parser, rounds=1)
+    why = why_no_hosts()
+    if why is not None:
+        raise SystemExit(why)
+    minutes = 2 if arguments.quick else arguments.minutes
+    workload = Workload(config=TOY, world=4, sequence_length=32, steps=4_000_000)
+    with cluster_of(workload) as (cluster, folder), busy_cores() as load:
+        cluster.start_service()
+        job = Ours(cluster, workload, folder)
+        wait_for(lambda: len(job.steps()) > 20, "the first steps", seconds=LIMIT)
+        done = list(faults(job, minutes, cut_every=2 if arguments.quick else CUT_EVERY))
+        alarms = [event for name in ALARMS for event in job.events(name)]
+        steps, groups = len(job.steps()), len(job.events("group_started"))
+        job.cancel()
+    data: dict[str, Any] = {"done": done, "alarms": alarms, "steps": steps, "groups": groups, "busy": load}
+    write_result(
+        "false-alarms",
+        settings={"minutes": minutes, "nodes": NODES, "busy": load, "frozen": FROZEN, "quick": arguments.quick},
+        data=data,
+        table=table(minutes, done, alarms, steps=steps),
+        folder=arguments.results,
+    )
+
+
+@contextmanager
+def busy_cores() -> Iterator[int]:
+    """Keep each core busy with an endless process; the number of them."""
+    count = os.cpu_count() or 1
+    endless = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield count
+    finally:
+        for process in endless:
+            process.kill()
+            process.wait()
+
+
+def faults(job: Ours, minutes: int, *, cut_every: int) -> Iterator[dict[str, Any]]:
+    """Freeze and cut hosts for so many minutes; what was done, with its start and end."""
+    begun = time.time()
+    for minute in range(1, minutes + 1):
+        time.sleep(max(0.0, begun + 60 * minute - time.time()))
+        if minute % cut_every == 0:
+            yield cut(job)
+            switch_on(job)
+        elif minute % FREEZE_EVERY == 0:
+            yield freeze(job)
+        print(f"minute {minute} of {minutes}: {len(job.steps())} steps", flush=True)
+
+
+def cut(job: Ours) -> dict[str, Any]:
+    """Cut the cable of the host of the last rank until its loss is reported; wait for the next group."""
+    host, hit = job.victim(), time.time()
+    host.cut()
+    (loss, *_) = wait_for(lambda: job.events("workers_lost", hit), "the report of the loss", seconds=LIMIT)
+    host.heal()
+    wait_for(lambda: job.events("training_started", loss["time"]), "the next group", seconds=LIMIT)
+    return {"what": "cut", "host": host.name, "time": hit, "end": time.time(), "lost": loss["time"]}
+
+
+def freeze(job: Ours) -> dict[str, Any]:
+    """Freeze the host of the last rank for 5 s."""
+    host, hit = job.victim(), time.time()
+    host.freeze()
+    time.sleep(FROZEN)
+    host.thaw()
+    return {"what": "frozen", "host": host.name, "time": hit, "end": time.time()}
+
+
+def table(minutes: int, done: list[dict[str, Any]], alarms: list[dict[str, Any]], *, steps: int) -> str:
+    """Return a row for each kind of alarm: how many had a cause, and how many had none."""
+    # A freeze is reported when it has lasted for 5 s; a host that was cut rejoins within a minute.
+    causes = [(one["time"], one["end"] + (60 if one["what"] == "cut" else 2)) for one in done]
+    found = {name: [one for one in alarms if one["event"] == name] for name in ALARMS}
+    without = {
+        name: [one for one in events if not any(start <= one["time"] <= end for start, end in causes)]
+        for name, events in found.items()
+    }
+    rows: list[dict[str, Any]] = [
+        {"measured": f"`{name}` with a cause, without", "figure": f"{len(found[name]) - len(none)}, {len(none)}"}
+        for name, none in without.items()
+    ]
+    cuts = [one["lost"] - one["time"] for one in done if one["what"] == "cut"]
+    frozen = [one for one in done if one["what"] == "frozen"]
+    lost = [one for one in found["host_lost"] if any(f["time"] <= one["time"] <= f["end"] + 10 for f in frozen)]
+    return markdown_table(
+        [
+            {"measured": "minutes, steps", "figure": f"{minutes}, {steps}"},
+            *rows,
+            {"measured": f"hosts frozen for {FROZEN:.0f} s, declared lost", "figure": f"{len(frozen)}, {len(lost)}"},
+            {
+                "measured": "seconds from a cut to its report, median, least to most",
+                "figure": f"{np.median(cuts):.1f}, {min(cuts):.1f} to {max(cuts):.1f}" if cuts else None,
+            },
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()
