@@ -17,7 +17,7 @@ from functools import partial
 import ray
 
 from train_loop.errors import FencedError, RunEndedError
-from train_loop.failure import cause, failed, from_ranks, reason
+from train_loop.failure import failed, from_ranks, reason
 from train_loop.fencing import NewestEpoch
 from train_loop.garbage import no_automatic_collection
 from train_loop.journal import Journal, last_loss, last_word, moves, newest_hosts, preempted_ranks
@@ -30,7 +30,6 @@ from train_loop.run_dir import (
     RunDir,
     Stop,
     expect_run_dir,
-    is_transient,
     storage_failed,
     storage_may_fail,
 )
@@ -97,10 +96,7 @@ def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outco
         with no_automatic_collection():
             from train_loop.attempt import prepare_samples, trainer  # noqa: PLC0415 - it takes seconds
 
-        # Ray wraps what its tasks raise.
-        retry_storage(
-            partial(prepare_samples, spec, run_dir, journal), may_pass=lambda error: is_transient(cause(error))
-        )
+        prepare_samples(spec, run_dir, journal)
         for start in itertools.count(1):
             _fit(trainer(spec, run_dir, attempt, environment, start=start).fit)
             end = retry_storage(partial(last_word, attempt))

@@ -48,6 +48,12 @@ def list_files(source: SourceSpec) -> list[SourceFile]:
     return files
 
 
+def missing_paths(source: SourceSpec) -> list[str]:
+    """The local paths of a source that do not exist; of a glob, the folder before its first wildcard counts."""
+    local = [path for path in source.paths if not path.startswith(STDLIB) and is_local(_absolute(path))]
+    return [path for path in local if not os.path.lexists(_fixed_part(_absolute(path)))]
+
+
 def check_allowed(uri: str, roots: Iterable[str]) -> None:
     """Raise DataError unless a path and all that it matches, links followed, lie under one of the roots."""
     if not is_local(_absolute(uri)):
