@@ -1,22 +1,34 @@
 """A Ray cluster for the tests of one module."""
 
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import MappingProxyType
 
 import pytest
 import ray
 
+from tests.support.waiting import wait_for
+
 
 @contextmanager
 def own_ray(*, store_bytes: int, environment: Mapping[str, str] = MappingProxyType({})) -> Iterator[str]:
     """The address of a Ray with two CPUs, whose workers have the variables too; its folder needs a short path."""
-    with tempfile.TemporaryDirectory(prefix="shed-") as folder, pytest.MonkeyPatch.context() as patch:
-        for name, value in {"RAY_AUTH_MODE": "disabled", **environment}.items():
+    folder = tempfile.mkdtemp(prefix="shed-")
+    variables = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", **environment}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
             patch.setenv(name, value)
         context = ray.init(
             address="local", num_cpus=2, object_store_memory=store_bytes, _temp_dir=folder, log_to_driver=False
         )
         yield context.address_info["gcs_address"]
         ray.shutdown()
+    wait_for(lambda: _removed(folder), f"the processes that still write to {folder} to end")
+
+
+def _removed(folder: str) -> bool:
+    shutil.rmtree(folder, ignore_errors=True)
+    return not Path(folder).exists()
