@@ -21,7 +21,7 @@ demo:
 
 # Tests of one process each run two at a time; the others have all cores.
 test: $(INSTALLED)
-	@failed=0; $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/api || failed=1; \
+	@failed=0; $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/unit tests/api || failed=1; \
 	$(BIN)/python -m pytest tests/distributed tests/e2e tests/hosts tests/benchmarks || failed=1; exit $$failed
 
 # All tests on hosts in namespaces, with those that `make test` leaves out. Needs root and iproute2.

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from torch import nn
 
+from benchmarks import false_alarms
 from benchmarks.data_wait import wait_share
 from benchmarks.gpu import stall, window_seconds
 from benchmarks.harness import (
@@ -163,3 +164,17 @@ def test_a_stream_that_stops_short_has_no_rate() -> None:
     assert rate([4] * 10, of=40) > 0
     with pytest.raises(AssertionError, match="36 rows came of 40"):
         rate([4] * 9, of=40)
+
+
+def test_an_alarm_without_a_cause_is_false() -> None:
+    done = [
+        {"what": "frozen", "host": "node1", "time": 100.0, "end": 105.0},
+        {"what": "cut", "host": "node2", "time": 300.0, "end": 330.0, "lost": 311.0},
+    ]
+    alarms = [{"event": "host_silent", "time": at} for at in (106.0, 305.0, 250.0)]
+    alarms += [{"event": "host_lost", "time": at} for at in (310.0, 110.0)]
+    rows = false_alarms.table(60, done, alarms, steps=7).splitlines()
+    assert "| `host_silent` with a cause, without | 2, 1 |" in rows
+    assert "| `host_lost` with a cause, without | 1, 1 |" in rows
+    assert "| hosts frozen for 5 s, declared lost | 1, 1 |" in rows
+    assert "| seconds from a cut to its report, median, least to most | 11.0, 11.0 to 11.0 |" in rows
