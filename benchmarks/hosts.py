@@ -119,7 +119,7 @@ class Plain:
 class Ours:
     """A job of the service."""
 
-    def __init__(self, cluster: HostCluster, workload: Workload, folder: Path) -> None:
+    def __init__(self, cluster: HostCluster, workload: Workload, folder: Path, *, max_steps: int | None = None) -> None:
         self.cluster = cluster
         here = Path(SHARED, folder.relative_to(cluster.lab.shared))
         spec = workload.spec(
@@ -127,6 +127,7 @@ class Ours:
             checkpoint={"every_steps": EVERY},
             scaling={"resources_per_worker": WORKER},
             failure={"max_failures": 100, "max_attempts": 100},
+            training={"max_steps": max_steps or workload.steps},
         )
         self.job_id = cluster.client.submit(yaml.safe_dump(spec)).id
         self._attempts: dict[int, tuple[Tail, Tail]] = {}

@@ -21,13 +21,11 @@ from train_loop.controller import GroupCallback, work
 from train_loop.data.cache import evaluation_spec, pin, pinned_dataset
 from train_loop.data.dataset import Dataset
 from train_loop.data.prepare import prepare
-from train_loop.data.sources import missing_paths
-from train_loop.errors import DataError
 from train_loop.failure import cause
+from train_loop.inputs import read_inputs
 from train_loop.journal import Journal
-from train_loop.patience import retry_storage
 from train_loop.placement import autoscaled
-from train_loop.run_dir import AttemptDir, RunDir, is_transient
+from train_loop.run_dir import AttemptDir, RunDir
 from train_loop.spec import JobSpec
 
 
@@ -47,28 +45,18 @@ class Trainer(TorchTrainer):  # type: ignore[misc]
 def prepare_samples(spec: JobSpec, run_dir: RunDir, journal: Journal) -> None:
     """Have the samples of the run ready, to train on and to evaluate on: those that its first attempt prepared.
 
-    Waits for storage of the run or of its data that is away: the service found the data when the job was submitted.
+    Waits for storage that is away. Raises UserError, and StorageUnavailable if it stays away.
     """
-
-    def may_pass(error: BaseException) -> bool:
-        # Ray wraps what its tasks raise.
-        found = cause(error)
-        return is_transient(found) or (isinstance(found, DataError) and bool(_missing(spec)))
-
     away: list[str] = []
 
-    def tell(error: BaseException) -> None:
-        away.append(", ".join(_missing(spec)) or str(run_dir.root))
-        journal.event("storage_unavailable", root=away[0], since=time.time(), error=str(cause(error)))
+    def tell(paths: str, error: BaseException) -> None:
+        away.append(paths or str(run_dir.root))
+        journal.event("storage_unavailable", root=away[0], since=time.time(), error=str(error))
 
-    retry_storage(partial(_prepare_samples, spec, run_dir, journal), may_pass=may_pass, told=tell)
+    # Ray wraps what its tasks raise.
+    read_inputs(spec, partial(_prepare_samples, spec, run_dir, journal), cause=cause, told=tell)
     if away:
         journal.event("storage_available", root=away[0])
-
-
-def _missing(spec: JobSpec) -> list[str]:
-    """The paths of the training and evaluation data that do not exist."""
-    return [path for source in (*spec.data.sources, *spec.data.eval_sources) for path in missing_paths(source)]
 
 
 def _prepare_samples(spec: JobSpec, run_dir: RunDir, journal: Journal) -> None:

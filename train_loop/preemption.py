@@ -11,6 +11,8 @@ log = logging.getLogger(__name__)
 _LOOK_SECONDS = 2.0
 _LAST_SAVE_SECONDS = 3.0
 """How long before the deadline the last checkpoint is due, if the group could not move."""
+_LATE_SECONDS = 1.0
+"""A save that begins so shortly before the deadline may not end in time."""
 
 
 class PreemptionWatch:
@@ -27,6 +29,8 @@ class PreemptionWatch:
         self._may_move = session.may_move
         self._clock, self._wall_clock = clock, wall_clock
         self._asked = self._tried = clock()
+        self._looked: float | None = None
+        """When this rank last compared the clock with the deadline: once before each step."""
         self._known: Preemption | None = None
         self._saved_last = False
 
@@ -58,8 +62,16 @@ class PreemptionWatch:
             return False
 
     def wants_last_save(self) -> bool:
-        """Return, once, whether so little time is left before the deadline that a last checkpoint is due."""
+        """Return, once, whether a last checkpoint is due: 3 s before the deadline, or sooner if steps take longer.
+
+        To be called before each step; the save follows the step.
+        """
+        now = self._wall_clock()
+        step = 0.0 if self._looked is None else now - self._looked
+        self._looked = now
         if self._known is None or self._known.deadline is None or self._saved_last:
             return False
-        self._saved_last = self._wall_clock() >= self._known.deadline - _LAST_SAVE_SECONDS
+        left = self._known.deadline - (now + step)
+        # The save after this step, or else that after the next one, which would begin too late.
+        self._saved_last = left <= _LAST_SAVE_SECONDS or left - step <= _LATE_SECONDS
         return self._saved_last

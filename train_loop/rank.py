@@ -16,8 +16,10 @@ from train_loop.data.stream import ray_stream
 from train_loop.failure import failure_told
 from train_loop.fencing import EPOCH_VARIABLE, fence_watched
 from train_loop.heartbeat import mark
+from train_loop.inputs import read_inputs
 from train_loop.journal import last_word
 from train_loop.logs import log_to
+from train_loop.model_folder import model_shape
 from train_loop.patience import retry_storage
 from train_loop.plan import lay_out
 from train_loop.raylet import room_that_stays, this_node
@@ -64,6 +66,8 @@ def _train(run_dir: RunDir, token: Fence) -> None:
         # Ray Train starts the group again after any error. This one will not go away: there is nothing to do.
         return
     with failure_told(session):
+        # The model's folder may be away on this host alone.
+        read_inputs(spec, functools.partial(model_shape, spec.model))
         train(spec, session, _prepared(run_dir.data), _prepared(run_dir.eval_data) if spec.data.eval else None)
 
 

@@ -30,8 +30,13 @@ _LOOK_AGAIN = 30.0
 """Seconds after which it looks for idle nodes again."""
 _TAKEN_WITHIN = 2.0
 """Seconds within which a process that was started for an actor is given to it."""
-_UNTIL, _AHEAD_WITHIN = "TRAINSHED_AHEAD_UNTIL", 5.0
-"""Until when (Unix time) a process that starts is for a worker, so that it need not find out; seconds from a driver."""
+_UNTIL, _AHEAD_WITHIN = "TRAINSHED_AHEAD_UNTIL", 30.0
+"""Until when (Unix time) a process that starts is for a worker, so that it need not find out; seconds from a driver.
+
+For so long a driver also waits for nodes with room: after the loss of a head, they join some seconds after it started.
+"""
+_LOOK_FOR_ROOM = 0.5
+"""Seconds between two looks."""
 _ASKING = 30.0
 """Seconds in which a raylet answers, or there is no spare."""
 _KEPT_AHEAD, _KEPT = 60, 365 * 86_400
@@ -96,10 +101,10 @@ class Spares:
 
 
 def start_ahead(scaling: ScalingSpec, environment: Environment, *, group: int = 1) -> None:
-    """Have the processes of a driver's workers started on the nodes that have room for them now; returns at once.
+    """Have the processes of a driver's workers started as soon as nodes have room for them; returns at once.
 
-    `group` is the Ulysses size. The nodes are those that `Placement` will choose if nothing changes until then; a
-    process that no worker takes ends by itself.
+    It waits 30 s for room. `group` is the Ulysses size. The nodes are those that `Placement` will choose if nothing
+    changes until then; a process that no worker takes ends by itself.
     """
     _in_background(partial(_start_ahead, scaling, environment, group))
 
@@ -124,9 +129,15 @@ def _start_elsewhere(scaling: ScalingSpec, held: Mapping[str, int], ready: set[s
 
 def _start_ahead(scaling: ScalingSpec, environment: Environment, group: int = 1) -> None:
     raylet = importlib.import_module("train_loop.raylet")
-    _, found = raylet.usable()
-    nodes, free = list(found), list(found.values())
-    ranks = lay_out(scaling, free, group=group) or {}
+    give_up, ranks = time.monotonic() + _AHEAD_WITHIN, None
+    while ranks is None:
+        _, found = raylet.usable()
+        nodes, free = list(found), list(found.values())
+        ranks = lay_out(scaling, free, group=group)
+        if ranks is None:
+            if time.monotonic() > give_up:
+                return
+            time.sleep(_LOOK_FOR_ROOM)
     counts = {nodes[place]: len(mine) for place, mine in ranks.items()}
     written = raylet.worker_group_environment(environment["env_vars"])
     raylet.prestart(counts, written, kept_seconds=_KEPT_AHEAD, timeout=_ASKING)

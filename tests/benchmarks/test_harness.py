@@ -4,6 +4,7 @@ import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -167,14 +168,23 @@ def test_a_stream_that_stops_short_has_no_rate() -> None:
 
 
 def test_an_alarm_without_a_cause_is_false() -> None:
-    done = [
+    done: list[dict[str, Any]] = [
         {"what": "frozen", "host": "node1", "time": 100.0, "end": 105.0},
         {"what": "cut", "host": "node2", "time": 300.0, "end": 330.0, "lost": 311.0},
     ]
-    alarms = [{"event": "host_silent", "time": at} for at in (106.0, 305.0, 250.0)]
-    alarms += [{"event": "host_lost", "time": at} for at in (310.0, 110.0)]
-    rows = false_alarms.table(60, done, alarms, steps=7).splitlines()
-    assert "| `host_silent` with a cause, without | 2, 1 |" in rows
-    assert "| `host_lost` with a cause, without | 1, 1 |" in rows
-    assert "| hosts frozen for 5 s, declared lost | 1, 1 |" in rows
+    alarms: list[dict[str, Any]] = [
+        {"event": "host_silent", "host": "node1", "time": 105.5},
+        {"event": "host_silent", "host": "node2", "time": 104.0},
+        {"event": "host_silent", "host": "node2", "time": 305.0},
+        {"event": "host_silent", "host": "node2", "time": 250.0},
+        {"event": "workers_lost", "hosts": ["node1"], "time": 104.0},
+        {"event": "workers_lost", "hosts": ["node2"], "time": 311.0},
+        {"event": "storage_unavailable", "hosts": ["node2"], "time": 311.0},
+    ]
+    table = false_alarms.table(60, done, alarms, steps=7, groups=3)
+    rows = table.splitlines()
+    assert "| `host_silent` with a cause, without | 2, 2 |" in rows
+    assert "| `workers_lost` with a cause, without | 1, 1 |" in rows
+    assert "| `storage_unavailable` with a cause, without | 0, 1 |" in rows
+    assert "| worker groups, expected | 3, 2 |" in rows
     assert "| seconds from a cut to its report, median, least to most | 11.0, 11.0 to 11.0 |" in rows

@@ -15,7 +15,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from tests.support.own_ray import own_ray
 from tests.support.waiting import wait_for
-from train_loop import spare
+from train_loop import raylet, spare
 from train_loop.spare import Environment, Spares, start_ahead, task_environment, worker_environment
 from train_loop.spec import ScalingSpec
 
@@ -135,8 +135,20 @@ def test_workers_of_a_trainer_take_the_processes_that_its_driver_had_started(
     assert sorted(int(file.name) for file in tmp_path.glob("[0-9]*")) == sorted(ahead)
 
 
-def test_where_there_is_no_room_nothing_is_started_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = list[Mapping[str, int]]()
-    monkeypatch.setattr("train_loop.raylet.prestart", lambda counts, *_, **__: asked.append(counts))
+def test_nothing_is_started_ahead_before_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, looks = list[Mapping[str, int]](), list[int]()
+    usable = raylet.usable
+
+    def look() -> tuple[dict[str, Mapping[str, float]], dict[str, Mapping[str, float]]]:
+        looks.append(1)
+        return usable() if len(looks) > 2 else ({}, {})
+
+    monkeypatch.setattr(spare, "_LOOK_FOR_ROOM", 0.01)
+    monkeypatch.setattr(raylet, "prestart", lambda counts, *_, **__: asked.append(counts))
     spare._start_ahead(scaling(1, cpus=100_000.0), worker_environment(cpus=1))
-    assert asked == [{}]
+    assert asked == [], "there is no room at all"
+    monkeypatch.setattr(raylet, "usable", look)
+    monkeypatch.setattr(spare, "_AHEAD_WITHIN", 60.0)
+    spare._start_ahead(scaling(1), worker_environment(cpus=1))
+    assert [list(counts.values()) for counts in asked] == [[1]]
+    assert len(looks) == 3

@@ -96,7 +96,7 @@ def test_a_run_that_ends_before_ray_data_is_worth_it_starts_none(
     assert [one.samples.tolist() for one in rows if one] == [
         deal.step(start + k * per_rank)[0].tolist() for k in range(40)
     ]
-    wait_for(first_rows_are_there, "the end of the thread that would have started it")
+    wait_for(first_rows_are_there, "the end of the thread that would have started it", seconds=stream._WORTH_IT / 2)
 
 
 @pytest.mark.parametrize(("before", "late"), [(0, 0), (0, 1), (7, 10), (16, 24), (39, 1)])

@@ -140,6 +140,19 @@ def test_unmounted_storage_is_waited_for_and_nothing_is_written_to_its_mount_poi
     assert away[-1]["root"].startswith("/srv/trainshed")
 
 
+def test_drained_host_is_left_before_its_deadline(cluster: HostCluster, job_id: str) -> None:
+    cluster.wait_for_nodes(3)
+    epoch, host = cluster.epoch_of(job_id), cluster.hosts_of(job_id)[3]
+    cluster.drain(host, seconds=60)
+    cluster.wait_for_newer_group(job_id, epoch)
+    assert host not in cluster.hosts_of(job_id).values()
+    (notice,) = cluster.events(job_id, "preemption_notice")
+    (started,) = [one for one in cluster.events(job_id, "training_started") if one["epoch"] == epoch + 1]
+    assert started["replayed"] == 0
+    assert [one for one in cluster.events(job_id, "workers_lost") if one["epoch"] == epoch] == []
+    assert started["time"] < notice["deadline"]
+
+
 def test_job_ends_with_every_sample_trained_once_and_leaves_nothing(cluster: HostCluster, job_id: str) -> None:
     cluster.client.cancel(job_id)
     cluster.wait_for_state(job_id, JobState.CANCELLED)

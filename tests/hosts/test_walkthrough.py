@@ -2,13 +2,14 @@
 
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.support.hosts import Host, Lab, lab
+from tests.support.hosts import REPOSITORY, Host, Lab, lab
 from tests.support.typed import Shell, Typed
 
 PAGE = Path("docs/several-hosts.md")
@@ -53,13 +54,15 @@ class Operator:
         return "", 0
 
     def _switch_on(self, host: Host) -> None:
-        # A real disk keeps these files.
-        token, settings = (
-            self._files[host.name][path] for path in ("/etc/trainshed/ray.token", "/etc/trainshed/trainshed.env")
-        )
+        files = self._files[host.name]
         host.start()
-        host.write("/etc/trainshed/ray.token", token)
-        host.write("/etc/trainshed/trainshed.env", settings)
+        # A real disk keeps the user and these files.
+        let_all_users_in(host)
+        host.run("useradd", "--system", "--home-dir", "/var/lib/trainshed", "--uid", "950", "trainshed")
+        for path, text in files.items():
+            host.write(path, text)
+            host.run("chgrp", "trainshed", path)
+            host.run("chmod", "640", path)
         host.start_unit(_UNITS[host.name])
 
     @property
@@ -76,17 +79,25 @@ class Operator:
 
     def _shell(self, host: Host) -> Shell:
         if host.name not in self._shells:
-            command = host.command("bash", "--norc", env={"COLUMNS": "200"})
+            # Nobody has the commands of the project before the page says how.
+            path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+            command = host.command("bash", "--norc", env={"COLUMNS": "200", "PATH": path})
             self._shells[host.name] = self._stack.enter_context(Shell({}, command=command))
         return self._shells[host.name]
+
+
+def let_all_users_in(host: Host) -> None:
+    """Open the way to the Python and to the project of this machine, which may lie in somebody's home."""
+    for place in (Path(sys.executable).resolve(), REPOSITORY):
+        host.run("chmod", "a+x", *map(str, [*place.parents][:-1]))
 
 
 @pytest.mark.more
 @pytest.mark.timeout(600)
 def test_walkthrough_of_several_hosts_goes_as_its_page_says(shared: Path) -> None:
-    for folder in ("runs", "data"):
-        (shared / folder).mkdir()
     with lab(["head", "node1"], shared=shared, hosts_files=["debian"]) as made, ExitStack() as stack:
+        for host in made.hosts.values():
+            let_all_users_in(host)
         operator = Operator(made, stack)
         for name, one in commands():
             try:

@@ -144,7 +144,11 @@ class HostCluster:
         if self._dashboard_client is None:
             url = f"http://127.0.0.1:{self.head.forward(8265)}"
             self._dashboard_client = httpx.Client(
-                base_url=url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=10
+                base_url=url,
+                headers={"Authorization": f"Bearer {TOKEN}"},
+                timeout=10,
+                # The dashboard closes connections that are idle, and a call on one of them would fail.
+                limits=httpx.Limits(max_keepalive_connections=0),
             )
         return self._dashboard_client
 

@@ -21,12 +21,14 @@ def own_ray(*, store_bytes: int, environment: Mapping[str, str] = MappingProxyTy
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
             patch.setenv(name, value)
-        context = ray.init(
-            address="local", num_cpus=2, object_store_memory=store_bytes, _temp_dir=folder, log_to_driver=False
-        )
-        yield context.address_info["gcs_address"]
-        ray.shutdown()
-    wait_for(lambda: _removed(folder), f"the processes that still write to {folder} to end")
+        try:
+            context = ray.init(
+                address="local", num_cpus=2, object_store_memory=store_bytes, _temp_dir=folder, log_to_driver=False
+            )
+            yield context.address_info["gcs_address"]
+        finally:
+            ray.shutdown()
+            wait_for(lambda: _removed(folder), f"the processes that still write to {folder} to end")
 
 
 def _removed(folder: str) -> bool:

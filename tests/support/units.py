@@ -1,13 +1,16 @@
 """`python -m tests.support.units FILE.service`: runs a systemd unit as systemd would, on hosts that have no systemd.
 
-It reads EnvironmentFile, Environment, ExecStart, Restart, RestartSec and TimeoutStopSec; it ignores User and limits.
+It reads EnvironmentFile, Environment, ExecStart, Restart, RestartSec and TimeoutStopSec; it ignores limits. It runs as
+the unit's User if the host has that user.
 When the main process ends, it kills all processes of the unit (KillMode=control-group) and starts the unit again.
 """
 
 import argparse
 import os
+import pwd
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +20,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -34,6 +38,7 @@ class Unit:
     restart: bool = False
     pause: float = 0.1
     stop_seconds: float = 90.0
+    user: pwd.struct_passwd | None = None
 
     @classmethod
     def read(cls, file: Path) -> "Unit":
@@ -51,6 +56,9 @@ class Unit:
                 self.environment |= read_environment(Path(value))
             case "Environment":
                 self.environment |= dict(pair.split("=", 1) for pair in shlex.split(value))
+            case "User":
+                with suppress(KeyError):
+                    self.user = pwd.getpwnam(value)
             case "ExecStart":
                 self.command = value
             case "Restart":
@@ -94,11 +102,18 @@ class Supervisor:
     def run(self, environment: Mapping[str, str]) -> None:
         """Start the unit, and start it again when it ends."""
         signal.signal(signal.SIGTERM, self._stop)
+        user, own = self._unit.user, dict(environment)
         for folder in self._unit.folders:
             folder.mkdir(parents=True, exist_ok=True)
+            if user is not None:
+                shutil.chown(folder, user.pw_uid, user.pw_gid)
+        if user is not None:
+            own |= {"HOME": user.pw_dir, "USER": user.pw_name, "LOGNAME": user.pw_name}
+            del own["TMPDIR"]
+        whole = {**own, **self._unit.environment, _MARK: self._id}
+        identity: dict[str, Any] = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []} if user else {}
         while not self._stopped:
-            whole = {**environment, **self._unit.environment, _MARK: self._id}
-            self._main = subprocess.Popen(self._unit.arguments(), env=whole, start_new_session=True)
+            self._main = subprocess.Popen(self._unit.arguments(), env=whole, start_new_session=True, **identity)
             code = self._main.wait()
             self._kill_rest()
             print(f"unit ended with {code}", flush=True)  # noqa: T201

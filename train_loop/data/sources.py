@@ -48,10 +48,18 @@ def list_files(source: SourceSpec) -> list[SourceFile]:
     return files
 
 
-def missing_paths(source: SourceSpec) -> list[str]:
-    """The local paths of a source that do not exist; of a glob, the folder before its first wildcard counts."""
-    local = [path for path in source.paths if not path.startswith(STDLIB) and is_local(_absolute(path))]
-    return [path for path in local if not os.path.lexists(_fixed_part(_absolute(path)))]
+def is_missing(uri: str) -> bool:
+    """Return whether a local path does not exist or is an empty folder, as an unmounted one is.
+
+    Of a glob, the folder before its first wildcard counts. Raises DataError for a URI that is not allowed.
+    """
+    if uri.startswith(STDLIB) or not is_local(_absolute(uri)):
+        return False
+    place = Path(_fixed_part(_absolute(uri)))
+    try:
+        return not place.exists() or (place.is_dir() and not any(place.iterdir()))
+    except OSError:
+        return True
 
 
 def check_allowed(uri: str, roots: Iterable[str]) -> None:

@@ -63,13 +63,18 @@ def test_run_moves_once_other_hosts_have_room(world: World) -> None:
     assert watch.wants_to_move()
 
 
-def test_run_without_room_saves_once_within_three_seconds_of_the_deadline(world: World) -> None:
+@pytest.mark.parametrize(
+    ("step", "left"), [(0.25, 3.0), (1.0, 3.0), (2.0, 2.0), (4.0, 2.0), (5.0, 5.0), (7.0, 2.0), (20.0, 10.0)]
+)
+def test_run_without_room_saves_once_before_the_deadline(world: World, step: float, left: float) -> None:
+    """`left`: seconds before the deadline, at 30, at which the save begins, after a step from the look."""
     watch = noticed(world)
-    found = []
-    for second in range(24, 31):
-        world.now = float(second)
-        found.append((second, watch.wants_last_save()))
-    assert [second for second, wanted in found if wanted] == [27]
+    saves = []
+    for number in range(-3, int(40 / step)):
+        world.now = number * step
+        if watch.wants_last_save():
+            saves.append(30.0 - (world.now + step))
+    assert saves == [left]
 
 
 def test_run_with_a_notice_without_a_deadline_saves_no_second_time(world: World) -> None:

@@ -1,17 +1,22 @@
-"""A driver whose data is away: it waits for a path that is missing, and for nothing else."""
+"""Data and models that are away: a path that is missing is waited for, and nothing else."""
 
+import json
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.support.specs import spec
+from tests.support.specs import TINY, spec
 from tests.support.torchrun import write_tokens
 from tests.support.waiting import wait_for
 from train_loop.attempt import prepare_samples
 from train_loop.errors import DataError
+from train_loop.failure import failed
+from train_loop.inputs import read_inputs
 from train_loop.journal import Journal
-from train_loop.run_dir import RunDir, read_lines
+from train_loop.model_folder import model_shape
+from train_loop.run_dir import RunDir, StorageUnavailable, read_lines
 from train_loop.run_dir.transient import STORAGE_SECONDS_VARIABLE
 from train_loop.spec import JobSpec
 
@@ -40,15 +45,23 @@ def events(run_dir: RunDir) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("below", ["", "/tokens.parquet", "/*.parquet"])
 @pytest.mark.parametrize("prepared", [False, True])
-def test_data_whose_storage_is_away_is_waited_for(run_dir: RunDir, data: Path, below: str, prepared: bool) -> None:
-    """Prepared: an earlier attempt has found the data."""
+@pytest.mark.parametrize("mount_point", [False, True])
+def test_data_whose_storage_is_away_is_waited_for(
+    run_dir: RunDir, data: Path, below: str, prepared: bool, mount_point: bool
+) -> None:
+    """`prepared`: an earlier attempt has found the data; `mount_point`: an empty folder is in their place."""
     job, journal = job_of(f"{data}{below}"), Journal(run_dir.attempt(1))
     if prepared:
         prepare_samples(job, run_dir, journal)
     away = data.parent.rename(data.parent.with_name("away"))
+    if mount_point:
+        data.mkdir(parents=True)
     driver = threading.Thread(target=prepare_samples, args=(job, run_dir, journal))
     driver.start()
     wait_for(lambda: events(run_dir)[-1:] and events(run_dir)[-1]["event"] == "storage_unavailable", "the event")
+    if mount_point:
+        data.rmdir()
+        data.parent.rmdir()
     away.rename(data.parent)
     driver.join(60)
     *_, outage, found, end = events(run_dir)
@@ -56,12 +69,28 @@ def test_data_whose_storage_is_away_is_waited_for(run_dir: RunDir, data: Path, b
     assert (found["event"], found["samples"], end["event"]) == ("prepared", 40, "storage_available")
 
 
-def test_data_that_stays_away_fails_with_the_error_of_its_path(
+def test_data_that_stays_away_fails_the_attempt_and_not_the_job(
     run_dir: RunDir, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(STORAGE_SECONDS_VARIABLE, "0.5")
-    with pytest.raises(DataError, match="gone matches no file"):
+    with pytest.raises(StorageUnavailable, match="gone is unavailable: it is missing or an empty folder") as raised:
         prepare_samples(job_of(f"{data}/gone"), run_dir, Journal(run_dir.attempt(1)))
+    assert failed(raised.value).retryable
+
+
+def test_model_folder_that_is_away_is_waited_for(tmp_path: Path) -> None:
+    folder, away = tmp_path / "model", tmp_path / "away"
+    away.mkdir()
+    (away / "config.json").write_text(json.dumps(TINY))
+    job = spec(model={"path": str(folder), "config": None})
+    told = list[str]()
+
+    def come_back(paths: str, error: BaseException) -> None:
+        told.append(paths)
+        away.rename(folder)
+
+    assert read_inputs(job, partial(model_shape, job.model), told=come_back).layers == TINY["num_hidden_layers"]
+    assert told == [str(folder)]
 
 
 def test_files_that_are_missing_in_a_folder_that_is_there_fail_at_once(run_dir: RunDir, data: Path) -> None:
