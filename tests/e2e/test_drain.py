@@ -15,6 +15,7 @@ from ray.cluster_utils import Cluster
 from tests.support.specs import TINY, spec
 from tests.support.torchrun import write_tokens
 from tests.support.waiting import wait_for
+from train_loop.data import stream
 from train_loop.run_dir import RunDir, Stop, read_lines
 
 
@@ -34,7 +35,7 @@ def two_nodes() -> Iterator[tuple[str, str]]:
             cluster.shutdown()
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_a_run_whose_node_is_drained_saves_at_once(tmp_path: Path) -> None:
     write_tokens(tmp_path / "d.parquet", rows=64, length=32, vocab=TINY["vocab_size"])
     run_dir = RunDir(tmp_path / "default" / "run")
@@ -54,7 +55,7 @@ def test_a_run_whose_node_is_drained_saves_at_once(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "train_loop.driver", "--run-dir", str(run_dir.root), "--attempt", "1"]
         driver = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
         try:
-            # Ray Data has started, too: on a node that is drained nothing is placed any more.
+            # Ray Data has not started: on a node that is drained nothing is placed any more.
             wait_for(lambda: any(line["step"] > 30 for line in read_lines(run_dir.attempt(1).metrics)), "step 31")
             drain = [str(Path(sys.executable).with_name("ray")), "drain-node", "--address", address, "--node-id", spot]
             drain += [
@@ -72,6 +73,12 @@ def test_a_run_whose_node_is_drained_saves_at_once(tmp_path: Path) -> None:
             assert isinstance(notice["deadline"], float)
             assert 0 < notice["deadline"] - asked < 700
             assert sorted(run_dir.manifests()) == [committed["step"]]
+            # The run goes on where it is, for as long as the node lasts, also when Ray Data cannot start there.
+            (started,) = (line["time"] for line in events("training_started"))
+            after = float(str(started)) + stream._WORTH_IT + 10
+            metrics = run_dir.attempt(1).metrics
+            wait_for(lambda: any(line["time"] > after for line in read_lines(metrics)), "later steps")
+            assert len(events("training_started")) == 1
             run_dir.write_stop(Stop(mode="cancel", checkpoint=False))
             assert driver.wait(timeout=60) == 0
         finally:

@@ -5,14 +5,16 @@ without the name.
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import yaml
 
 from service.domain.job import JobState
-from tests.support.host_cluster import HostCluster, host_cluster
+from tests.support.host_cluster import HostCluster, host_cluster, host_job
 from tests.support.hosts import Host
 from tests.support.waiting import wait_for
 
@@ -165,3 +167,15 @@ def test_job_ends_with_every_sample_trained_once_and_leaves_nothing(cluster: Hos
     with suppress(TimeoutError):
         wait_for(lambda: not cluster.leftovers(job_id), "an end that leaves nothing", seconds=30)
     assert cluster.leftovers(job_id) == []
+
+
+def test_job_that_trains_all_steps_succeeds_on_the_hosts_of_its_plan(cluster: HostCluster) -> None:
+    planned = cluster.client.plan(yaml.safe_dump(host_job(cluster.lab.shared))).nodes
+    job_id = cluster.submit(training={"max_steps": 12})
+    cluster.wait_for_state(job_id, JobState.SUCCEEDED)
+    ranks = defaultdict[Host, list[int]](list)
+    for rank, host in sorted(cluster.hosts_of(job_id).items()):
+        ranks[host].append(rank)
+    assert sorted(ranks.values()) == planned == [[0, 1], [2, 3]]
+    assert len(cluster.events(job_id, "group_started")) == 1
+    assert cluster.client.audit_job(job_id).clean

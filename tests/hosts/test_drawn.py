@@ -1,0 +1,77 @@
+"""Faults drawn from a seed, one after the other; `HOSTS_SEEDS=7,8,9 make hosts` draws others."""
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from service.domain.job import JobState
+from tests.support.host_cluster import HostCluster, host_cluster
+
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.more]
+SEEDS = [int(seed) for seed in os.environ.get("HOSTS_SEEDS", "1,2").split(",")]
+FAULTS = 5
+
+
+@pytest.fixture(scope="module")
+def cluster(shared: Path) -> Iterator[HostCluster]:
+    with host_cluster(shared, 3, hosts_files=("debian", "none", "real")) as made:
+        yield made
+
+
+def kill_rank(cluster: HostCluster, job_id: str, draw: random.Random) -> None:
+    cluster.kill_rank(job_id, draw.randrange(4))
+
+
+def freeze(cluster: HostCluster, job_id: str, draw: random.Random) -> None:
+    host = cluster.hosts_of(job_id)[draw.randrange(4)]
+    host.freeze()
+    time.sleep(draw.uniform(1, 25))
+    host.thaw()
+
+
+def cut(cluster: HostCluster, job_id: str, draw: random.Random) -> None:
+    host = cluster.hosts_of(job_id)[draw.randrange(4)]
+    host.cut()
+    time.sleep(draw.uniform(1, 25))
+    host.heal()
+
+
+def unmount(cluster: HostCluster, job_id: str, draw: random.Random) -> None:
+    host = cluster.hosts_of(job_id)[draw.randrange(4)]
+    host.unmount()
+    time.sleep(draw.uniform(1, 15))
+    host.mount()
+
+
+def switch_off(cluster: HostCluster, job_id: str, draw: random.Random) -> None:
+    host = cluster.hosts_of(job_id)[draw.randrange(4)]
+    host.kill()
+    time.sleep(draw.uniform(1, 15))
+    host.start()
+    cluster.start_node(host)
+
+
+ALL: list[Callable[[HostCluster, str, random.Random], None]] = [kill_rank, freeze, cut, unmount, switch_off]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_sample_is_trained_whatever_happens_to_the_hosts(cluster: HostCluster, seed: int) -> None:
+    draw = random.Random(seed)
+    job_id = cluster.start_long_job()
+    for _ in range(FAULTS):
+        fault = draw.choice(ALL)
+        # At any moment of a step, of a save and of a restart.
+        time.sleep(draw.uniform(0, 6))
+        best = cluster.newest_step(job_id)
+        fault(cluster, job_id, draw)
+        cluster.wait_for_step(job_id, best + 20, seconds=240)
+        cluster.wait_for_nodes(3, seconds=120)
+    cluster.client.cancel(job_id)
+    cluster.wait_for_state(job_id, JobState.CANCELLED)
+    audit = cluster.client.audit_job(job_id)
+    assert audit.clean, audit
+    assert len(cluster.client.job(job_id).attempts) == 1
