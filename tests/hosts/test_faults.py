@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from service.api.schemas import JobOut
 from service.domain.job import JobState
 from tests.support.host_cluster import HostCluster, host_cluster, host_job
 from tests.support.hosts import Host
@@ -140,6 +141,25 @@ def test_unmounted_storage_is_waited_for_and_nothing_is_written_to_its_mount_poi
     away = cluster.events(job_id, "storage_unavailable")
     assert away, cluster.events(job_id)[-5:]
     assert away[-1]["root"].startswith("/srv/trainshed")
+
+
+def test_outage_of_the_storage_of_service_and_driver_costs_nothing(cluster: HostCluster, job_id: str) -> None:
+    epoch, before = cluster.epoch_of(job_id), cluster.newest_step(job_id)
+
+    def told() -> JobOut | None:
+        job = cluster.client.job(job_id)
+        return job if job.reason is not None and job.reason.code == "storage_unavailable" else None
+
+    cluster.head.unmount()
+    job = wait_for(told, "a reason", seconds=20)
+    assert job.state is JobState.RUNNING
+    assert job.progress.age_seconds is not None, "it is told from the database"
+    assert cluster.head.run("ls", "-A", "/srv/trainshed").strip() == ""
+    cluster.head.mount()
+    wait_for(lambda: cluster.client.job(job_id).reason is None, "the reason to clear", seconds=30)
+    cluster.wait_for_step(job_id, before + 15)
+    assert cluster.epoch_of(job_id) == epoch
+    assert len(cluster.client.job(job_id).attempts) == 1
 
 
 def test_drained_host_is_left_before_its_deadline(cluster: HostCluster, job_id: str) -> None:
