@@ -67,12 +67,18 @@ def _audit_run(job: str, *, allow_repeated: bool, as_json: bool) -> None:
     raise typer.Exit(Exit.FAILED if repeated or not found.clean else Exit.DONE)
 
 
+def _result(found: RunAuditOut) -> str:
+    if not found.clean:
+        return "samples are wrong"
+    return "clean, but steps were trained again (--allow-repeated accepts them)" if found.repeated.total else "clean"
+
+
 def show_audit(found: RunAuditOut) -> None:
     """Print a run audit: its totals, then each listed finding."""
     steps = f"{found.steps:,} ({found.first_step} to {found.last_step})" if found.steps else "0"
     show_facts(
         {
-            "result": "clean" if found.clean else "samples are wrong",
+            "result": _result(found),
             "steps": steps,
             "samples": f"{found.samples:,}",
             "steps trained again": found.repeated.total,

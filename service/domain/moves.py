@@ -28,11 +28,17 @@ def resize(job: Job, *, workers: int, patience: float, now: float) -> Job:
     One that has lost workers cannot save any more: `patience` is for those that grow, in seconds.
     """
     grows, before = workers > job.size.world, job.size.world
-    why = "there is room for more" if grows else "the cluster has lost the room for them"
+    why = "there is room for more" if grows else _loss(job)
     reason = Reason(Code.RESIZED, f"goes on with {workers} workers instead of {before}: {why}")
     deadline = now + (patience if grows else min(patience, _LOST_SECONDS))
     wish = Wish("resize", checkpoint=True, deadline=deadline, reason=reason, then_resume=True)
     return replace(job.move(JobState.PAUSING, now=now, reason=reason), wish=wish)
+
+
+def _loss(job: Job) -> str:
+    """Return why a job shrinks: the loss that its attempt has reported, if it has."""
+    reported = job.reason is not None and job.reason.code in (Code.HOST_LOST, Code.WORKERS_LOST)
+    return job.reason.message if job.reason is not None and reported else "the cluster has lost the room for them"
 
 
 def resume(job: Job, *, now: float) -> Job:

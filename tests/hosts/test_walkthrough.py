@@ -41,8 +41,9 @@ class Operator:
         host = self._lab.hosts[name]
         match command.split():
             case ["scp", source, target]:
-                other, _, path = target.partition(":")
-                self._lab.hosts[other].write(path, host.read(source) or "")
+                address, _, path = target.partition(":")
+                (other,) = [one for one in self._lab.hosts.values() if one.address == address]
+                other.write(path, host.read(source) or "")
             case ["systemctl", "enable", "--now", unit]:
                 host.start_unit(unit)
             case ["poweroff"]:
@@ -58,7 +59,8 @@ class Operator:
         host.start()
         # A real disk keeps the user and these files.
         let_all_users_in(host)
-        host.run("useradd", "--system", "--home-dir", "/var/lib/trainshed", "--uid", "950", "trainshed")
+        host.run("groupadd", "--system", "--gid", "950", "trainshed")
+        host.run("useradd", "--system", "--uid", "950", "--gid", "trainshed", "--no-create-home", "trainshed")
         for path, text in files.items():
             host.write(path, text)
             host.run("chgrp", "trainshed", path)

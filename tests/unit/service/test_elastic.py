@@ -12,7 +12,7 @@ from service.domain.board import Admission
 from service.domain.decide import Retry, Seen, Submission, decide
 from service.domain.job import Job, JobState
 from service.domain.moves import resize, start
-from service.domain.reason import Code
+from service.domain.reason import Code, Reason
 from service.domain.rules import Quota, Rules
 from service.domain.ticket import Ticket
 from service.domain.wishes import paused, resumed
@@ -161,6 +161,13 @@ def test_whose_workers_are_gone_is_not_waited_for() -> None:
     assert job.wish.deadline == 60.0
     assert job.reason is not None
     assert job.reason.message == "goes on with 2 workers instead of 4: the cluster has lost the room for them"
+
+
+def test_job_that_shrinks_names_the_host_that_it_lost() -> None:
+    lost = Reason(Code.HOST_LOST, "host node1 was lost (rank 1)")
+    job = resize(replace(running(elastic("job-1", (1, 2)), 2), reason=lost), workers=1, patience=300.0, now=50.0)
+    assert job.reason is not None
+    assert job.reason.message == "goes on with 1 workers instead of 2: host node1 was lost (rank 1)"
 
 
 def test_an_attempt_that_is_tried_again_keeps_its_size() -> None:
