@@ -97,6 +97,8 @@ def let_all_users_in(host: Host) -> None:
 @pytest.mark.more
 @pytest.mark.timeout(600)
 def test_walkthrough_of_several_hosts_goes_as_its_page_says(shared: Path) -> None:
+    # As a mounted file system has it.
+    shared.chmod(0o755)
     with lab(["head", "node1"], shared=shared, hosts_files=["debian"]) as made, ExitStack() as stack:
         for host in made.hosts.values():
             let_all_users_in(host)
