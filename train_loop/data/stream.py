@@ -8,6 +8,7 @@ not go unnoticed.
 
 import functools
 import itertools
+import logging
 import math
 import threading
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from ray.data import DataIterator, Datasource, ExecutionResources, ReadTask
 from ray.data.block import BlockMetadata
+from ray.exceptions import ActorUnschedulableError
 
 from train_loop import raylet
 from train_loop.data.dataset import Rows
@@ -31,6 +33,8 @@ from train_loop.data.read import read_rows
 from train_loop.data.reader import StreamPlan, local_stream
 from train_loop.plan import MeshPlan
 from train_loop.spare import task_environment
+
+log = logging.getLogger(__name__)
 
 _WORTH_IT = 10.0
 """Seconds after which a run has Ray Data, whose processes take 8 CPU seconds to start; a short run needs none."""
@@ -52,7 +56,8 @@ def ray_stream(
     """This rank's rows of every step, `order.per_rank` of them; every rank must take every step.
 
     Only the first rank of a Ulysses group gets rows, its peers get None and then the rows from it. Ray Data is started
-    `after` seconds, and takes seconds to start: until its rows have come, the ranks read theirs themselves.
+    `after` seconds, and takes seconds to start: until its rows have come, the ranks read theirs themselves. They go on
+    with that if it cannot start at all.
     `timeout`: for collectives.
     """
     own, done = local_stream(plan, mesh, rank), 0
@@ -112,6 +117,9 @@ class _Takeover:
             if rest.steps:
                 rows = _streamed(rest, self._mesh, self._rank, self._group)
                 self._first.set_result((first, itertools.chain([next(rows)], rows)))
+        except ActorUnschedulableError as error:
+            # All ranks get it. On a node that is drained nothing is placed any more, but the run goes on.
+            log.warning("Ray Data cannot start, and the ranks read their rows themselves: %s", error)
         except BaseException as error:
             # It is raised where the rows are taken.
             self._first.set_exception(error)
