@@ -1,4 +1,4 @@
-"""What a run reads and has not written: data, model and tokenizer. Their storage may be away for a while."""
+"""Inputs of a run: data, model and tokenizer. A read waits while their storage is unavailable."""
 
 import logging
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def read_inputs(
 
     def tell(error: BaseException) -> None:
         paths, found = ", ".join(missing_inputs(spec)), cause(error)
-        log.warning("storage is away and is waited for: %s", found)
+        log.warning("inputs are missing; the read is retried: %s", found)
         if told is not None:
             told(paths, found)
 

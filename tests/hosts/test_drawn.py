@@ -10,6 +10,7 @@ import pytest
 
 from service.domain.job import JobState
 from tests.support.host_cluster import HostCluster, host_cluster
+from tests.support.hosts import Host
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.more]
 SEEDS = [int(seed) for seed in os.environ.get("HOSTS_SEEDS", "1,2").split(",")]
@@ -22,40 +23,34 @@ def cluster(shared: Path) -> Iterator[HostCluster]:
         yield made
 
 
+Fault = Callable[[HostCluster, str, random.Random], None]
+
+
 def kill_rank(cluster: HostCluster, job_id: str, draw: random.Random) -> None:
     cluster.kill_rank(job_id, draw.randrange(4))
 
 
-def freeze(cluster: HostCluster, job_id: str, draw: random.Random) -> None:
-    host = cluster.hosts_of(job_id)[draw.randrange(4)]
-    host.freeze()
-    time.sleep(draw.uniform(1, 25))
-    host.thaw()
+def outage(begin: Callable[[Host], None], end: Callable[[Host], None], *, longest: float) -> Fault:
+    """Return a fault that begins on the host of a drawn rank and ends after 1 to `longest` seconds."""
+
+    def fault(cluster: HostCluster, job_id: str, draw: random.Random) -> None:
+        host = cluster.hosts_of(job_id)[draw.randrange(4)]
+        begin(host)
+        time.sleep(draw.uniform(1, longest))
+        end(host)
+        if begin is Host.kill:
+            cluster.start_node(host)
+
+    return fault
 
 
-def cut(cluster: HostCluster, job_id: str, draw: random.Random) -> None:
-    host = cluster.hosts_of(job_id)[draw.randrange(4)]
-    host.cut()
-    time.sleep(draw.uniform(1, 25))
-    host.heal()
-
-
-def unmount(cluster: HostCluster, job_id: str, draw: random.Random) -> None:
-    host = cluster.hosts_of(job_id)[draw.randrange(4)]
-    host.unmount()
-    time.sleep(draw.uniform(1, 15))
-    host.mount()
-
-
-def switch_off(cluster: HostCluster, job_id: str, draw: random.Random) -> None:
-    host = cluster.hosts_of(job_id)[draw.randrange(4)]
-    host.kill()
-    time.sleep(draw.uniform(1, 15))
-    host.start()
-    cluster.start_node(host)
-
-
-ALL: list[Callable[[HostCluster, str, random.Random], None]] = [kill_rank, freeze, cut, unmount, switch_off]
+ALL = [
+    kill_rank,
+    outage(Host.freeze, Host.thaw, longest=25),
+    outage(Host.cut, Host.heal, longest=25),
+    outage(Host.unmount, Host.mount, longest=15),
+    outage(Host.kill, Host.start, longest=15),
+]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

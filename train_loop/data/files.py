@@ -53,6 +53,14 @@ class FileSystem(Protocol):
         """All files below a folder, or the file itself; nothing where there is nothing."""
 
 
+def is_gone(place: Path) -> bool:
+    """Return whether a local path does not exist or is an empty folder, as an unmounted one is."""
+    try:
+        return not place.exists() or (place.is_dir() and not any(place.iterdir()))
+    except OSError:
+        return True
+
+
 def is_local(uri: str) -> bool:
     """Whether a URI or path names this machine's own file tree."""
     return "://" not in uri or uri.startswith(("file://", "stdlib://"))

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from functools import lru_cache, partial
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from train_loop.data.dataset import IGNORE, Cells, Dataset, Part, Rows, ShardFile, Tokens
-from train_loop.data.files import File, damage_told, open_file
+from train_loop.data.files import File, damage_told, is_gone, open_file
 from train_loop.data.order import PADDING, Ids
 from train_loop.data.shards import read_shards
 from train_loop.errors import DataError
@@ -137,7 +138,7 @@ def _may_pass(file: File, error: BaseException) -> bool:
     if not isinstance(error, FileNotFoundError):
         return is_transient(error)
     folder = os.path.dirname(file.uri)
-    return os.path.isabs(folder) and not (os.path.isdir(folder) and os.listdir(folder))
+    return os.path.isabs(folder) and is_gone(Path(folder))
 
 
 @lru_cache(maxsize=1024)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from train_loop.data.files import File, file_system, is_local
+from train_loop.data.files import File, file_system, is_gone, is_local
 from train_loop.errors import DataError
 from train_loop.run_dir import local_path
 from train_loop.spec import SourceSpec
@@ -49,17 +49,8 @@ def list_files(source: SourceSpec) -> list[SourceFile]:
 
 
 def is_missing(uri: str) -> bool:
-    """Return whether a local path does not exist or is an empty folder, as an unmounted one is.
-
-    Of a glob, the folder before its first wildcard counts. Raises DataError for a URI that is not allowed.
-    """
-    if uri.startswith(STDLIB) or not is_local(_absolute(uri)):
-        return False
-    place = Path(_fixed_part(_absolute(uri)))
-    try:
-        return not place.exists() or (place.is_dir() and not any(place.iterdir()))
-    except OSError:
-        return True
+    """Return whether a local path is gone; of a glob, the folder before its first wildcard counts. Raises DataError."""
+    return not uri.startswith(STDLIB) and is_local(_absolute(uri)) and is_gone(Path(_fixed_part(_absolute(uri))))
 
 
 def check_allowed(uri: str, roots: Iterable[str]) -> None:

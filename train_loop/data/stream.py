@@ -55,9 +55,8 @@ def ray_stream(
 ) -> Iterator[Rows | None]:
     """This rank's rows of every step, `order.per_rank` of them; every rank must take every step.
 
-    Only the first rank of a Ulysses group gets rows, its peers get None and then the rows from it. Ray Data is started
-    `after` seconds, and takes seconds to start: until its rows have come, the ranks read theirs themselves. They go on
-    with that if it cannot start at all.
+    Only the first rank of a Ulysses group gets rows; its peers get None, and then the rows from it. Ray Data starts
+    after `after` seconds. The ranks read their own rows until it delivers, and to the end if it cannot start.
     `timeout`: for collectives.
     """
     own, done = local_stream(plan, mesh, rank), 0
@@ -77,7 +76,7 @@ def ray_stream(
 
 
 class _Takeover:
-    """Starts Ray Data in a thread beside the loop, and says from which step on it delivers the rows."""
+    """The start of Ray Data in a thread, and the change from a rank's own rows to those of Ray Data."""
 
     def __init__(self, plan: StreamPlan, mesh: MeshPlan, rank: int, group: dist.ProcessGroup) -> None:
         self._plan, self._mesh, self._rank, self._group = plan, mesh, rank, group
@@ -92,7 +91,7 @@ class _Takeover:
         threading.Thread(target=self._start, args=(after,), name="first-rows", daemon=True).start()
 
     def cancel(self) -> None:
-        """Do not start Ray Data any more."""
+        """Prevent the start of Ray Data, unless it has begun."""
         self._cancelled.set()
 
     def is_ready(self, done: int) -> bool:
