@@ -10,6 +10,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from train_loop.leave import leave
+
 _ELEMENTS = 1 << 18
 """Numbers in the tensor, 1 MiB: more than fits into the first packet."""
 
@@ -34,6 +36,9 @@ def main() -> None:
     expected = arguments.world * (arguments.world + 1) / 2
     if not torch.all(numbers == expected):
         sys.exit(f"the sum is {numbers[0].item()}, not {expected}")
+    dist.destroy_process_group()
+    # Not by the usual way: threads of gloo may still run, and the process would abort.
+    leave(0)
 
 
 if __name__ == "__main__":

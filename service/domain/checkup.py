@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from service.domain.finding import Finding, failed, ok, skipped, warning
 from train_loop.plan import DATA_CPUS
-from train_loop.run_dir import ClusterVisit, NodeVisit
+from train_loop.run_dir import ALL_NODES, ClusterVisit, NodeVisit
 
 _SKEW_WARNING, _SKEW_FAILED = 2.0, 30.0
 """Seconds; deadlines of pauses and cancels are compared on the nodes with times that the service wrote."""
@@ -202,7 +202,8 @@ def _network(visit: ClusterVisit) -> Finding:
         "open all TCP ports between the hosts; if a host has several networks, give `ray start` the address of the one "
         "that connects them (--node-ip-address), or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
     )
-    return failed(check, f"an all-reduce fails between {_list(network.failed)}", remedy)
+    what = "an all-reduce fails over" if ALL_NODES in network.failed else "there is no connection between"
+    return failed(check, f"{what} {_list(network.failed)}", remedy)
 
 
 def _versions(own: Mapping[str, str], nodes: Sequence[NodeVisit]) -> Finding:

@@ -4,22 +4,28 @@ The hosts have different /etc/hosts files: with the real address of their name, 
 without the name.
 """
 
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import yaml
 
 from service.api.schemas import JobOut
+from service.domain.finding import Verdict
 from service.domain.job import JobState
 from tests.support.host_cluster import HostCluster, host_cluster, host_job
 from tests.support.hosts import Host
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(600)
+_LINE = re.compile(r"(\d{4}-\d\d-\d\d[T ][\d:]{8})(?:[.,]\d+Z?)? (.*)")
+"""A line of a log: when, and what."""
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +47,18 @@ def lost_after(cluster: HostCluster, job_id: str, epoch: int) -> dict[str, objec
     )
     assert len(found) == 1, found
     return found[0]
+
+
+def test_doctor_names_the_two_hosts_that_cannot_communicate(cluster: HostCluster) -> None:
+    one, other = cluster.nodes[1:]
+    one.block(other)
+    try:
+        (network,) = [found for found in cluster.client.doctor().findings if found.check == "network"]
+    finally:
+        one.unblock(other)
+    assert network.verdict is Verdict.FAILED
+    assert f"{one.address} and {other.address}" in network.seen
+    assert cluster.nodes[0].address not in network.seen
 
 
 def test_job_starts_on_hosts_whatever_their_names_resolve_to(cluster: HostCluster, job_id: str) -> None:
@@ -162,6 +180,23 @@ def test_outage_of_the_storage_of_service_and_driver_costs_nothing(cluster: Host
     assert len(cluster.client.job(job_id).attempts) == 1
 
 
+def test_head_that_does_not_answer_is_named_while_training_goes_on(cluster: HostCluster, job_id: str) -> None:
+    epoch, before = cluster.epoch_of(job_id), cluster.newest_step(job_id)
+    cluster.head.run("pkill", "-STOP", "-x", "gcs_server")
+    stopped = time.time()
+    try:
+        message = wait_for(lambda: cluster.waits_for(job_id, "cluster_unreachable"), "a reason", seconds=20)
+        assert time.time() - stopped < 15
+        assert re.search(r"Ray at http://\S+ does not answer since \d\d:\d\d:\d\d UTC", message)
+        assert cluster.client.job(job_id).state is JobState.RUNNING
+        assert cluster.newest_step(job_id) > before
+    finally:
+        cluster.head.run("pkill", "-CONT", "-x", "gcs_server")
+    wait_for(lambda: cluster.client.job(job_id).progress.waits_for is None, "the reason to clear", seconds=30)
+    cluster.wait_for_step(job_id, cluster.newest_step(job_id) + 5)
+    assert cluster.epoch_of(job_id) == epoch
+
+
 def test_drained_host_is_left_before_its_deadline(cluster: HostCluster, job_id: str) -> None:
     cluster.wait_for_nodes(3)
     epoch, host = cluster.epoch_of(job_id), cluster.hosts_of(job_id)[3]
@@ -175,18 +210,52 @@ def test_drained_host_is_left_before_its_deadline(cluster: HostCluster, job_id: 
     assert started["time"] < notice["deadline"]
 
 
-def test_job_ends_with_every_sample_trained_once_and_leaves_nothing(cluster: HostCluster, job_id: str) -> None:
+def test_job_without_room_names_what_is_missing_and_is_cancelled_at_once(cluster: HostCluster, job_id: str) -> None:
+    holding = set(cluster.hosts_of(job_id).values())
+    lost = [host for host in cluster.nodes if host not in holding] + [cluster.hosts_of(job_id)[3]]
+    for host in lost:
+        host.kill()
+    killed = time.monotonic()
+    message = wait_for(lambda: cluster.waits_for(job_id, "capacity"), "a reason", seconds=60)
+    assert time.monotonic() - killed < 30
+    assert "need 3 CPU where the cluster has 2" in message
+    assert message.endswith(f"; {lost[-1].name} left the cluster")
+    asked = time.monotonic()
     cluster.client.cancel(job_id)
-    cluster.wait_for_state(job_id, JobState.CANCELLED)
+    cluster.wait_for_state(job_id, JobState.CANCELLED, seconds=20)
+    assert time.monotonic() - asked < 10
+    for host in lost:
+        host.start()
+        cluster.start_node(host)
+    cluster.wait_for_nodes(3)
+
+
+def test_every_sample_was_trained_once_and_lost_work_is_told(cluster: HostCluster, job_id: str) -> None:
     audit = cluster.client.audit_job(job_id)
     assert audit.clean, audit
     job = cluster.client.job(job_id)
     assert (len(job.attempts), job.attempts[0].result) == (1, "cancelled")
-    log = cluster.run_dir(job_id).attempt(1).driver_log.read_text()
-    assert "Traceback" not in log
-    with suppress(TimeoutError):
-        wait_for(lambda: not cluster.leftovers(job_id), "an end that leaves nothing", seconds=30)
-    assert cluster.leftovers(job_id) == []
+    replayed = sum(one["replayed"] for one in cluster.events(job_id, "training_started"))
+    assert (job.lost_work.steps, audit.repeated.total) == (replayed, replayed)
+    losses = cluster.events(job_id, "workers_lost")
+    assert 0 < job.lost_work.hours < len(losses) * 60 / 3600
+
+
+def test_logs_have_one_line_per_event(cluster: HostCluster, job_id: str) -> None:
+    driver = cluster.run_dir(job_id).attempt(1).driver_log.read_text()
+    service = cluster.head.log("trainshed-service").read_text()
+    for text in (driver, service):
+        assert "Traceback" not in text
+        lines = [_LINE.fullmatch(line) for line in text.splitlines() if "[info] request" not in line]
+        timed = [(datetime.fromisoformat(line[1]), line[2]) for line in lines if line is not None]
+        assert len(timed) > 5
+        repeated = [
+            line
+            for (at, line), (later, following) in pairwise(timed)
+            # A host may be silent twice.
+            if line == following and (later - at).total_seconds() < 5
+        ]
+        assert repeated == []
 
 
 def test_job_that_trains_all_steps_succeeds_on_the_hosts_of_its_plan(cluster: HostCluster) -> None:
@@ -199,3 +268,18 @@ def test_job_that_trains_all_steps_succeeds_on_the_hosts_of_its_plan(cluster: Ho
     assert sorted(ranks.values()) == planned == [[0, 1], [2, 3]]
     assert len(cluster.events(job_id, "group_started")) == 1
     assert cluster.client.audit_job(job_id).clean
+    with suppress(TimeoutError):
+        wait_for(lambda: not cluster.leftovers(job_id), "an end that leaves nothing", seconds=30)
+    assert cluster.leftovers(job_id) == []
+
+
+def test_elastic_job_that_can_never_shrink_is_reported_with_numbers(cluster: HostCluster) -> None:
+    scaling = {"num_workers": {"min": 4, "max": 8}, "resources_per_worker": {"CPU": 1}}
+    job = cluster.client.submit(yaml.safe_dump(host_job(cluster.lab.shared, scaling=scaling)))
+    (warning,) = [one for one in job.warnings if "shrink" in one]
+    assert warning == (
+        "the job cannot shrink when a node is lost: its smallest size needs 4 x 1 CPU + 1 CPU for Ray Data > 4 CPU of "
+        "the others; ask for fewer or smaller workers, or add a node"
+    )
+    cluster.client.cancel(job.id)
+    cluster.wait_for_state(job.id, JobState.CANCELLED)

@@ -110,10 +110,11 @@ class HostCluster:
 
     def _configure(self, host: Host) -> None:
         text = (REPOSITORY / "deploy/systemd/trainshed.env").read_text()
-        text = text.replace("10.0.0.10", self.head.address).replace("10.0.0.11", host.address)
+        text = text.replace("NODE_ADDRESS=10.0.0.11", f"NODE_ADDRESS={host.address}")
+        text = text.replace("10.0.0.10", self.head.in_url)
         if self.objects is not None:
             text = text.replace("file:///srv/trainshed/", f"s3://{_BUCKET}/")
-            variables = s3_environment(f"http://{self.objects.address}:{_S3_PORT}")
+            variables = s3_environment(f"http://{self.objects.in_url}:{_S3_PORT}")
             text += "".join(f"{name}={value}\n" for name, value in variables.items())
         small = "--object-store-memory=80000000"
         host.write(
@@ -162,7 +163,7 @@ class HostCluster:
         return {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": "/etc/trainshed/ray.token",
-            "RAY_ADDRESS": f"{self.head.address}:6379",
+            "RAY_ADDRESS": f"{self.head.in_url}:6379",
         }
 
     def wait_for_nodes(self, count: int, *, seconds: float = 60) -> None:
@@ -265,7 +266,7 @@ class HostCluster:
             for one in answer["data"]["result"]["result"]
             if one["node_ip"] == host.address and one["state"] == "ALIVE"
         ]
-        command = ["ray", "drain-node", "--address", f"{self.head.address}:6379", "--node-id", node["node_id"]]
+        command = ["ray", "drain-node", "--address", f"{self.head.in_url}:6379", "--node-id", node["node_id"]]
         command += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
         self.ray(*command, "--deadline-remaining-seconds", str(seconds))
 
@@ -305,10 +306,11 @@ def host_cluster(
     hosts_files: Sequence[HostsFile] = ("real",),
     settings: Mapping[str, str] | None = None,
     s3: bool = False,
+    ipv6: bool = False,
 ) -> Iterator[HostCluster]:
     """A running cluster on test hosts; with `s3`, run directories and data are on the S3 server of a further host."""
     names = ["head", *(f"node{number}" for number in range(1, nodes + 1)), *(["storage"] if s3 else [])]
-    with lab(names, shared=shared, hosts_files=hosts_files) as made:
+    with lab(names, shared=shared, hosts_files=hosts_files, ipv6=ipv6) as made:
         cluster = HostCluster(made, settings=settings)
         try:
             cluster.start()

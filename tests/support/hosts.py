@@ -22,7 +22,7 @@ OPT, SHARED = "/opt/trainshed", "/srv/trainshed"
 """Where every host has the project, and the shared storage."""
 HostsFile = Literal["real", "debian", "none"]
 """What /etc/hosts says of the host's own name: its address, 127.0.1.1, or nothing."""
-_NET = "10.77.0"
+_NET, _NET6 = "10.77.0", "fd77:"
 _START = r"""
 set -e
 lab=$1 name=$2 repository=$3 shared=$4
@@ -66,7 +66,7 @@ class Host:
         self.name = name
         self.number = number
         self.hosts_file = hosts_file
-        self.address = f"{_NET}.{number}"
+        self.address = f"{_NET6}:{number}" if lab.ipv6 else f"{_NET}.{number}"
         self._namespace: Namespace | None = None
         self._forwarders: list[PortForwarder] = []
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -89,6 +89,11 @@ class Host:
     def is_on(self) -> bool:
         """Whether the host is switched on."""
         return self._namespace is not None
+
+    @property
+    def in_url(self) -> str:
+        """The host's address as URLs have it."""
+        return f"[{self.address}]" if ":" in self.address else self.address
 
     def command(self, *command: str, env: Mapping[str, str] | None = None) -> list[str]:
         """The command line that runs a command on this host, with a clean environment."""
@@ -170,6 +175,14 @@ class Host:
         """Put the network cable back."""
         self.lab.switch("ip", "link", "set", f"port{self.number}", "up")
 
+    def block(self, other: "Host") -> None:
+        """Drop all packets to another host, as a firewall between the two would."""
+        self.run("ip", "route", "add", "blackhole", other.address)
+
+    def unblock(self, other: "Host") -> None:
+        """Let packets through again."""
+        self.run("ip", "route", "delete", "blackhole", other.address)
+
     def freeze(self) -> None:
         """Stop all processes, as a paused virtual machine does."""
         self._signal_all("STOP")
@@ -218,11 +231,15 @@ class Host:
 
 
 class Lab:
-    """The hosts of one test, the network that connects them, and the storage that they share."""
+    """The hosts of one test, the network that connects them, and the storage that they share.
 
-    def __init__(self, folder: Path, shared: Path) -> None:
+    With `ipv6`, hosts know each other by their IPv6 addresses.
+    """
+
+    def __init__(self, folder: Path, shared: Path, *, ipv6: bool = False) -> None:
         self.folder = folder
         self.shared = shared
+        self.ipv6 = ipv6
         self.hosts: dict[str, Host] = {}
         self._switch = Namespace(["sleep", "infinity"], ["--net"])
         self.switch("ip", "link", "add", "bridge0", "type", "bridge")
@@ -237,8 +254,8 @@ class Lab:
         port = f"port{host.number}"
         self.switch("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
         self.switch("ip", "link", "set", port, "master", "bridge0", "up")
-        host.run("ip", "addr", "add", f"{host.address}/24", "dev", "eth0")
-        host.run("ip", "-6", "addr", "add", f"fd77::{host.number}/64", "dev", "eth0", "nodad")
+        host.run("ip", "addr", "add", f"{_NET}.{host.number}/24", "dev", "eth0")
+        host.run("ip", "-6", "addr", "add", f"{_NET6}:{host.number}/64", "dev", "eth0", "nodad")
         host.run("ip", "link", "set", "eth0", "up")
 
     def unplug(self, host: Host) -> None:
@@ -260,10 +277,12 @@ class Lab:
 
 
 @contextmanager
-def lab(names: Sequence[str], *, shared: Path, hosts_files: Sequence[HostsFile] = ("real",)) -> Iterator[Lab]:
+def lab(
+    names: Sequence[str], *, shared: Path, hosts_files: Sequence[HostsFile] = ("real",), ipv6: bool = False
+) -> Iterator[Lab]:
     """Hosts of these names, switched on, numbered from 10, with these variants of /etc/hosts in turn."""
     with tempfile.TemporaryDirectory(prefix="lab-") as folder:
-        made = Lab(Path(folder), shared)
+        made = Lab(Path(folder), shared, ipv6=ipv6)
         try:
             for number, name in enumerate(names):
                 made.add(name, 10 + number, hosts_files[number % len(hosts_files)])

@@ -73,6 +73,7 @@ from train_loop.run_dir.sinks import (
 )
 from train_loop.run_dir.transient import STORAGE_SECONDS_VARIABLE, is_transient, storage_seconds
 from train_loop.run_dir.visit import (
+    ALL_NODES,
     TOKEN_FILE,
     VISIT_MARK,
     ClusterVisit,
@@ -85,6 +86,7 @@ from train_loop.run_dir.visit import (
 )
 
 __all__ = [
+    "ALL_NODES",
     "DEFAULT_SINKS",
     "NO_FENCE",
     "ROOT_MARKER",

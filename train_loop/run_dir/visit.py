@@ -11,6 +11,7 @@ from train_loop.run_dir.remote import is_remote, list_folder
 VISIT_MARK = "trainshed-visit "
 """Begins the line of a driver's log that holds the visit as JSON."""
 TOKEN_FILE = "token"
+ALL_NODES = "all nodes"
 _PACKAGES = ("trainshed", "ray", "torch")
 
 
@@ -44,14 +45,14 @@ class NodeVisit(BaseModel):
 
 
 class NetworkVisit(BaseModel):
-    """Whether ranks on different nodes could train together: an all-reduce over gloo."""
+    """Whether ranks on different nodes could train together: connections between each two, then an all-reduce."""
 
     model_config = ConfigDict(frozen=True)
 
     nodes: int
     """How many nodes took part."""
     failed: dict[str, str] = {}
-    """Pairs that cannot communicate, as "ADDRESS and ADDRESS", with the error; "all nodes" if no pair fails alone."""
+    """Pairs that cannot communicate, as "ADDRESS and ADDRESS", with the error; or ALL_NODES."""
 
 
 class ClusterVisit(BaseModel):

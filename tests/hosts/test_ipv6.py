@@ -1,0 +1,22 @@
+"""A job on hosts that know each other by IPv6 addresses alone."""
+
+from pathlib import Path
+
+import pytest
+
+from service.domain.finding import Verdict
+from service.domain.job import JobState
+from tests.support.host_cluster import host_cluster
+from tests.support.hosts import HostsFile
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.more]
+
+
+@pytest.mark.parametrize("hosts_file", ["debian", "none"])
+def test_job_over_ipv6_succeeds(shared: Path, hosts_file: HostsFile) -> None:
+    with host_cluster(shared, 2, hosts_files=[hosts_file], ipv6=True) as cluster:
+        job_id = cluster.submit(training={"max_steps": 12})
+        cluster.wait_for_state(job_id, JobState.SUCCEEDED)
+        assert len(set(cluster.hosts_of(job_id).values())) == 2
+        (network,) = [found for found in cluster.client.doctor().findings if found.check == "network"]
+        assert network.verdict is Verdict.OK, network
