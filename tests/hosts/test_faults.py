@@ -104,14 +104,13 @@ def test_host_that_is_frozen_for_five_seconds_is_not_lost(cluster: HostCluster, 
     assert cluster.events(job_id, "host_lost") == []
 
 
+@pytest.mark.more
 def test_cut_host_is_lost_within_fifteen_seconds_and_its_ranks_exit(cluster: HostCluster, job_id: str) -> None:
     epoch, host = cluster.epoch_of(job_id), cluster.hosts_of(job_id)[3]
     pids = [one["pid"] for one in cluster.events(job_id, "training_started")[-1]["workers"] if one["host"] == host.name]
     cut = time.time()
     host.cut()
-    (lost,) = wait_for(lambda: cluster.events(job_id, "host_lost"), "the loss of the host", seconds=30)
-    assert lost["host"] == host.name
-    assert lost["time"] - cut <= 15
+    assert lost_at(cluster, job_id, host) - cut <= 15
     cluster.wait_for_newer_group(job_id, epoch)
     assert host not in cluster.hosts_of(job_id).values()
     # Storage is not cut: the ranks there see the newer group within five seconds.
@@ -121,6 +120,13 @@ def test_cut_host_is_lost_within_fifteen_seconds_and_its_ranks_exit(cluster: Hos
     (loss,) = [one for one in cluster.events(job_id, "workers_lost") if one["epoch"] == epoch]
     assert loss["cause"] == "host_lost"
     assert str(loss["error"]).startswith(f"host {host.name} was lost (ranks ")
+
+
+def lost_at(cluster: HostCluster, job_id: str, host: Host) -> float:
+    """When the job's newest loss of a host was told, in Unix seconds; it must be this host."""
+    (*_, lost) = wait_for(lambda: cluster.events(job_id, "host_lost"), "the loss of the host", seconds=30)
+    assert lost["host"] == host.name
+    return float(lost["time"])
 
 
 def reason_of(cluster: HostCluster, job_id: str) -> str:
@@ -137,8 +143,12 @@ def alive(host: Host, pid: int) -> bool:
     return bool(host.run("sh", "-c", f"kill -0 {pid} 2>/dev/null && echo yes || true").strip())
 
 
-def test_thawed_group_commits_nothing_next_to_its_successor(cluster: HostCluster, job_id: str) -> None:
+def test_frozen_host_is_lost_within_fifteen_seconds_and_commits_nothing_once_it_thaws(
+    cluster: HostCluster, job_id: str
+) -> None:
+    host, frozen = cluster.hosts_of(job_id)[0], time.time()
     assert cluster.late_saves_of_thawed_host(job_id) == []
+    assert lost_at(cluster, job_id, host) - frozen <= 15
 
 
 def test_unmounted_storage_is_waited_for_and_nothing_is_written_to_its_mount_point(

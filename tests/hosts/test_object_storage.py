@@ -9,7 +9,7 @@ from service.domain.job import JobState
 from tests.support.host_cluster import HostCluster, host_cluster
 from tests.support.waiting import wait_for
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.more]
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +28,7 @@ def test_thawed_group_commits_nothing_next_to_its_successor(cluster: HostCluster
     assert cluster.late_saves_of_thawed_host(job_id) == []
 
 
+@pytest.mark.more
 def test_storage_that_is_cut_off_is_waited_for(cluster: HostCluster, job_id: str) -> None:
     assert cluster.objects is not None
     epoch, before = cluster.epoch_of(job_id), cluster.newest_step(job_id)
@@ -45,6 +46,7 @@ def test_storage_that_is_cut_off_is_waited_for(cluster: HostCluster, job_id: str
     assert wait_for(lambda: cluster.client.job(job_id).progress.waits_for is None, "the reason to clear")
 
 
+@pytest.mark.more
 def test_host_that_is_killed_costs_no_sample(cluster: HostCluster, job_id: str) -> None:
     epoch, host = cluster.epoch_of(job_id), cluster.hosts_of(job_id)[3]
     host.kill()
