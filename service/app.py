@@ -56,7 +56,14 @@ from service.use_cases import Grace, Jobs
 from service.watch import Watching
 from service.webhooks import Webhooks
 from train_loop.plan import AUTOSCALED_VARIABLE
-from train_loop.run_dir import SINKS_VARIABLE, STORAGE_SECONDS_VARIABLE, format_sinks, versions_here
+from train_loop.run_dir import (
+    SERVICE_VERSION_VARIABLE,
+    SINKS_VARIABLE,
+    STORAGE_SECONDS_VARIABLE,
+    format_sinks,
+    own_version,
+    versions_here,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -226,6 +233,7 @@ def _cluster(settings: Settings, embedded: EmbeddedRay | None) -> RayJobs:
     told = {
         SINKS_VARIABLE: format_sinks(settings.sinks),
         STORAGE_SECONDS_VARIABLE: f"{settings.storage_seconds:g}",
+        SERVICE_VERSION_VARIABLE: own_version(),
     }
     if embedded is not None:
         return RayJobs(embedded.address, python=sys.executable, environment=told)

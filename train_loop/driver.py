@@ -16,7 +16,7 @@ from functools import partial
 
 import ray
 
-from train_loop.errors import FencedError, RunEndedError
+from train_loop.errors import FencedError, RunEndedError, VersionSkewError
 from train_loop.failure import failed, from_ranks, reason
 from train_loop.fencing import NewestEpoch
 from train_loop.garbage import no_automatic_collection
@@ -25,11 +25,13 @@ from train_loop.leave import leave
 from train_loop.logs import log_to
 from train_loop.patience import retry_storage
 from train_loop.run_dir import (
+    SERVICE_VERSION_VARIABLE,
     AttemptDir,
     Outcome,
     RunDir,
     Stop,
     expect_run_dir,
+    own_version,
     storage_failed,
     storage_may_fail,
 )
@@ -71,6 +73,16 @@ def main() -> None:
     leave(1 if outcome.result == "failed" else 0)
 
 
+def expect_version(service: str | None) -> None:
+    """Raise VersionSkewError unless this driver has the version of the service, which None leaves open."""
+    own = own_version()
+    if service is not None and service != own:
+        raise VersionSkewError(
+            f"the service runs Trainshed {service} and the cluster {own}; install the same version on both: the job is "
+            "tried again until they match"
+        )
+
+
 def acknowledge(attempt: AttemptDir, journal: Journal, outcome: Outcome) -> None:
     """Write all events, then the outcome, retrying while storage is away. Log the outcome if it cannot be written."""
     try:
@@ -87,6 +99,7 @@ def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outco
     try:
         if (early := retry_storage(partial(_asked_early, run_dir, attempt))) is not None:
             return early
+        expect_version(os.environ.get(SERVICE_VERSION_VARIABLE))
         # The logs of ranks lie beside the driver's: it need not repeat them.
         ray.init(address="auto", logging_level=logging.WARNING, log_to_driver=False)
         spec = retry_storage(lambda: attempt.spec(run_dir.spec()))

@@ -17,6 +17,12 @@ class CheckpointError(RuntimeError):
     code = "checkpoint_failed"
 
 
+class VersionSkewError(RuntimeError):
+    """The service and the cluster have different versions of Trainshed: the driver may not understand the spec."""
+
+    code = "version_skew"
+
+
 class UserError(ValueError):
     """Something in the spec, the model or the data is wrong; the message says rule, value and remedy."""
 

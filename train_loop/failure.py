@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
-from train_loop.errors import CheckpointError, FencedError, UserError
+from train_loop.errors import CheckpointError, FencedError, UserError, VersionSkewError
 from train_loop.journal import group_journal
 from train_loop.patience import retry_storage
 from train_loop.run_dir import Outcome, flush_all, storage_may_fail
@@ -23,7 +23,8 @@ _WRAPPERS = ("controller_failure", "health_check_failure", "_base_exc", "cause",
 _MOST_CHARACTERS = 4000
 _GLOO_PLACE = re.compile(r"\[\S*/gloo/\S*:\d+\] ")
 _GLOO_ADVICE = re.compile(r"\. This is typically caused by a remote.*")
-_NAMED = (*MISTAKES, FencedError, CheckpointError)
+_RETRYABLE = (CheckpointError, VersionSkewError)
+_NAMED = (*MISTAKES, FencedError, *_RETRYABLE)
 """What ends an attempt and has said all there is to say."""
 
 
@@ -63,9 +64,9 @@ def failed(error: BaseException) -> Outcome:
     return Outcome(result="failed", code="worker_failure", reason=message(error), retryable=True)
 
 
-def _named(error: UserError | SpecError | FencedError | CheckpointError) -> Outcome:
+def _named(error: UserError | SpecError | FencedError | CheckpointError | VersionSkewError) -> Outcome:
     # Ray Data appends advice of its own to what our functions raise.
-    said, retryable = masker()(str(error).partition("\n")[0]), isinstance(error, CheckpointError)
+    said, retryable = masker()(str(error).partition("\n")[0]), isinstance(error, _RETRYABLE)
     return Outcome(result="failed", code=error.code, reason=said, retryable=retryable)
 
 
@@ -88,7 +89,9 @@ def from_ranks(error: BaseException) -> bool:
 
 
 def cause(error: BaseException) -> BaseException:
-    """What a user would call the cause: Ray wraps it in errors of its own."""
+    """Return what a user would call the cause: Ray wraps it in errors of its own. An error of ours is the cause."""
+    if isinstance(error, _NAMED):
+        return error
     failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
     # A user's mistake on one rank makes its peers fail of lost connections: the mistake is the cause.
     causes = sorted(map(cause, failures.values()), key=lambda e: not isinstance(e, MISTAKES))

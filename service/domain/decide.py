@@ -111,7 +111,7 @@ class Retry:
 
     def delay(self, job: Job) -> float:
         """The pause after its failures in a row, up to a quarter shorter, so that jobs do not come back all at once."""
-        most = min(self.base * 2.0 ** min(len(job.failures) - 1, 30), self.cap)
+        most = min(self.base * 2.0 ** min(len(job.failed) - 1, 30), self.cap)
         return most * (1.0 - 0.25 * zlib.crc32(job.attempts[-1].submission_id.encode()) / 2**32)
 
 
@@ -253,8 +253,9 @@ def _last_failure(job: Job) -> Reason | None:
     over = [attempt for attempt in job.attempts if attempt.ended_at is not None]
     if not over or over[-1].result != "failed" or over[-1].reason is None:
         return None
-    tries = f"{len(job.failures)} of {job.spec.failure.max_attempts}"
-    return replace(over[-1].reason, message=f"attempt {over[-1].number} failed ({tries}): {over[-1].reason.message}")
+    counts = over[-1] in job.failures
+    tries = f" ({len(job.failures)} of {job.spec.failure.max_attempts})" if counts else ""
+    return replace(over[-1].reason, message=f"attempt {over[-1].number} failed{tries}: {over[-1].reason.message}")
 
 
 def _stopping(job: Job, seen: Seen, now: float, retry: Retry) -> Decision:

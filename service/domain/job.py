@@ -128,7 +128,15 @@ class Job:
 
     @property
     def failures(self) -> tuple[Attempt, ...]:
-        """The attempts that failed one after another, counted from the last one that committed a new step."""
+        """The failed attempts that count against `max_attempts`: those since the last one that committed a new step.
+
+        An attempt that only found another version of Trainshed on the cluster does not count.
+        """
+        return tuple(one for one in self.failed if one.reason is None or one.reason.code is not Code.VERSION_SKEW)
+
+    @property
+    def failed(self) -> tuple[Attempt, ...]:
+        """The attempts that failed one after another since the last one that committed a new step."""
         found, best = list[Attempt](), -1
         for attempt in self.attempts:
             if attempt.step is not None and attempt.step > best:

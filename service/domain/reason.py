@@ -22,6 +22,7 @@ class Code(StrEnum):
     DRIVER_LOST = "driver_lost"
     WORKER_FAILURE = "worker_failure"
     CHECKPOINT_FAILED = "checkpoint_failed"
+    VERSION_SKEW = "version_skew"
     INTERRUPTED = "interrupted"
     FENCED = "fenced"
     HUNG = "hung"

@@ -74,6 +74,7 @@ from train_loop.run_dir.sinks import (
 from train_loop.run_dir.transient import STORAGE_SECONDS_VARIABLE, is_transient, storage_seconds
 from train_loop.run_dir.visit import (
     ALL_NODES,
+    SERVICE_VERSION_VARIABLE,
     TOKEN_FILE,
     VISIT_MARK,
     ClusterVisit,
@@ -81,6 +82,7 @@ from train_loop.run_dir.visit import (
     NodeVisit,
     Sight,
     answer_file,
+    own_version,
     versions_here,
     why_unreadable,
 )
@@ -91,6 +93,7 @@ __all__ = [
     "NO_FENCE",
     "ROOT_MARKER",
     "RUN_MARKER",
+    "SERVICE_VERSION_VARIABLE",
     "SINKS",
     "SINKS_VARIABLE",
     "STORAGE_SECONDS_VARIABLE",
@@ -137,6 +140,7 @@ __all__ = [
     "list_folder",
     "local_path",
     "make_folder",
+    "own_version",
     "parse_sinks",
     "read_all_lines",
     "read_appended",

@@ -12,6 +12,8 @@ VISIT_MARK = "trainshed-visit "
 """Begins the line of a driver's log that holds the visit as JSON."""
 TOKEN_FILE = "token"
 ALL_NODES = "all nodes"
+SERVICE_VERSION_VARIABLE = "TRAINSHED_SERVICE_VERSION"
+"""By which the service tells drivers its own version."""
 _PACKAGES = ("trainshed", "ray", "torch")
 
 
@@ -83,6 +85,11 @@ def versions_here() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def own_version() -> str:
+    """The version of Trainshed that this process runs."""
+    return version("trainshed")
 
 
 def why_unreadable(root: str) -> str | None:

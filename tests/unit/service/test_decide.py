@@ -71,6 +71,19 @@ def test_retryable_failure_waits_longer_each_time() -> None:
     assert said(first) == "attempt 1 failed (1 of 3): the data ended"
 
 
+def test_attempts_that_found_another_version_are_repeated_ever_later_and_do_not_count() -> None:
+    skew = Outcome(result="failed", code="version_skew", reason="the service runs 2 and the cluster 1", retryable=True)
+    job, delays = live(JobState.STARTING), list[float]()
+    for _ in range(8):
+        job = step(job, Seen(ALIVE, outcome=skew)).job
+        assert (job.state, said(job)) == (JobState.STARTING, f"attempt {len(job.attempts)} failed: {skew.reason}")
+        delays.append((job.next_attempt_at or 0) - NOW)
+        job = replace(job.begin_attempt(now=NOW), next_attempt_at=None)
+    assert job.failures == ()
+    assert all(7.5 * 2**number <= delay <= 10 * 2**number for number, delay in enumerate(delays[:4]))
+    assert max(delays) <= 300
+
+
 def test_starting_job_stays_starting_when_an_attempt_fails() -> None:
     assert step(live(JobState.STARTING), Seen(ALIVE, outcome=failed(retryable=True))).job.state is JobState.STARTING
 

@@ -13,7 +13,7 @@ from train_loop import driver, rank, spare
 from train_loop.attempt import Trainer, _storage
 from train_loop.fencing import begin_group
 from train_loop.journal import Journal, group_journal
-from train_loop.run_dir import Outcome, RunDir, StorageUnavailable
+from train_loop.run_dir import SERVICE_VERSION_VARIABLE, Outcome, RunDir, StorageUnavailable, own_version
 from train_loop.spare import task_environment
 
 
@@ -62,6 +62,25 @@ def test_run_that_finished_its_last_step_succeeds_if_cleanup_fails(
 def test_run_that_failed_stays_failed_if_cleanup_fails_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     outcome = fit_and_fail(monkeypatch, tmp_path, end="failed")
     assert (outcome.result, outcome.retryable) == ("failed", True)
+
+
+@pytest.mark.parametrize(("service", "skew"), [("9.9.9", True), (own_version(), False), (None, False)])
+def test_driver_of_another_version_than_the_service_ends_before_it_reads_the_spec(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: str | None, skew: bool
+) -> None:
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    monkeypatch.setattr("ray.init", lambda **_: None)
+    monkeypatch.delenv(SERVICE_VERSION_VARIABLE, raising=False)
+    if service is not None:
+        monkeypatch.setenv(SERVICE_VERSION_VARIABLE, service)
+    run_dir = RunDir(tmp_path)
+    # As a service would write it that knows more fields.
+    (tmp_path / "spec.json").write_text('{"a_field_of_tomorrow": 1}')
+    attempt = run_dir.attempt(1)
+    outcome = driver.run_attempt(run_dir, attempt, Journal(attempt))
+    assert (outcome.code, outcome.retryable) == (("version_skew", True) if skew else ("invalid_spec", False)), outcome
+    if skew:
+        assert f"the service runs Trainshed 9.9.9 and the cluster {own_version()}" in str(outcome.reason)
 
 
 def test_outcome_is_retried_while_storage_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,12 @@ def test_only_mistakes_are_not_worth_another_try(error: Exception, outcome: Outc
     assert failed(error) == outcome
 
 
+def test_mistake_is_the_cause_whatever_a_library_raised_before_it() -> None:
+    mistake = DataError("no rows")
+    mistake.__cause__ = OSError("no such file")
+    assert failed(mistake) == Outcome(result="failed", code="data_error", reason="no rows")
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [
