@@ -20,11 +20,11 @@ from train_loop.assemble import Run, build_run
 from train_loop.checkpoint.contents import put_back, tensors_of
 from train_loop.checkpoint.load import restore
 from train_loop.checkpoint.newest import faults_of_share
-from train_loop.data.cache import default_cache, find_dataset
+from train_loop.data.cache import find_dataset
 from train_loop.data.reader import local_stream
 from train_loop.garbage import no_garbage_collection
 from train_loop.leave import leave
-from train_loop.run_dir import RunDir
+from train_loop.run_dir import RunDir, default_cache
 from train_loop.session import Session
 from train_loop.spec import parse_text
 

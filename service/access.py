@@ -16,6 +16,7 @@ from train_loop.spec import Problem
 
 _MARK = "trainshed"
 """What every secret begins with, so that those who look for lost ones find it."""
+_OTHER_KEY = "send the one line of $TRAINSHED_HOME/admin.key, or ask an admin of your project for a key"
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Access:
     clock: Callable[[], float]
     new_id: Callable[[], str]
     tokens: Tokens | None = None
+    scraper_sha256: str | None = None
+    """Of the key that opens the metrics alone."""
     caller: Caller = OPERATOR
 
     def of(self, caller: Caller) -> "Access":
@@ -52,10 +55,16 @@ class Access:
         """Whether this is the key in the operator's file; asks nobody."""
         return hmac.compare_digest(_sha256(secret), self.operator_sha256)
 
+    def is_scraper(self, secret: str) -> bool:
+        """Whether this is the key that opens the metrics alone."""
+        return self.scraper_sha256 is not None and hmac.compare_digest(_sha256(secret), self.scraper_sha256)
+
     def identify(self, secret: str) -> Caller:
-        """Whose key or token this is, if it opens anything now. Raises Unauthorized, IssuerUnavailable."""
+        """Whose key or token this is, if it opens anything now. Raises Unauthorized, Forbidden, IssuerUnavailable."""
         if self.is_operator(secret):
             return OPERATOR
+        if self.is_scraper(secret):
+            raise Forbidden(f"the key of TRAINSHED_METRICS_KEY_FILE opens GET /metrics only; {_OTHER_KEY}")
         if is_token(secret):
             if self.tokens is None:
                 raise Unauthorized(
@@ -66,10 +75,7 @@ class Access:
         key = self.store.get(f"key-{rest.partition('_')[0]}") if mark == _MARK else None
         # Digests, so that the comparison takes the same time whatever was sent.
         if key is None or not hmac.compare_digest(_sha256(secret), key.sha256) or not key.opens(self.clock()):
-            raise Unauthorized(
-                "this key opens nothing, or not any more; send the one line of $TRAINSHED_HOME/admin.key, or ask an "
-                "admin of your project for a key"
-            )
+            raise Unauthorized(f"this key opens nothing, or not any more; {_OTHER_KEY}")
         return Caller(key.id, key.name, key.roles)
 
     def opens(self, caller: Caller) -> bool:

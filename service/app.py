@@ -20,7 +20,7 @@ from service.adapters.checkpoint_tools import HelperTools
 from service.adapters.embedded_ray import EmbeddedRay
 from service.adapters.guarded_run_dirs import GuardedRunDirs
 from service.adapters.http_sender import HttpSender
-from service.adapters.keys import ensure_key
+from service.adapters.keys import ensure_key, read_key
 from service.adapters.oidc import OidcVerifier
 from service.adapters.preflight import HelperPreflight
 from service.adapters.prometheus import PrometheusWatch
@@ -57,6 +57,7 @@ from service.watch import Watching
 from service.webhooks import Webhooks
 from train_loop.plan import AUTOSCALED_VARIABLE
 from train_loop.run_dir import (
+    CACHE_VARIABLE,
     SERVICE_VERSION_VARIABLE,
     SINKS_VARIABLE,
     STORAGE_SECONDS_VARIABLE,
@@ -235,18 +236,38 @@ def _cluster(settings: Settings, embedded: EmbeddedRay | None) -> RayJobs:
         STORAGE_SECONDS_VARIABLE: f"{settings.storage_seconds:g}",
         SERVICE_VERSION_VARIABLE: own_version(),
     }
+    if settings.cache is not None:
+        told[CACHE_VARIABLE] = settings.cache
     if embedded is not None:
-        return RayJobs(embedded.address, python=sys.executable, environment=told)
+        return RayJobs(embedded.address, python=sys.executable, shown_at=settings.dashboard_url, environment=told)
     if settings.cluster_limit:
         told[AUTOSCALED_VARIABLE] = "1"
     address = RayAddress(settings.ray_address or "", token=None)
-    return RayJobs(lambda: address, python="python", limit=settings.cluster_limit, environment=told)
+    return RayJobs(
+        lambda: address,
+        python="python",
+        limit=settings.cluster_limit,
+        shown_at=settings.dashboard_url,
+        environment=told,
+    )
 
 
 def _guard(settings: Settings, keys: KeyStore) -> Guard:
-    operator = hashlib.sha256(ensure_key(settings.admin_key).encode()).hexdigest()
-    access = Access(keys, operator, time.time, _new_number, _tokens(settings))
+    scraper = None
+    if settings.metrics_key_file is not None:
+        scraper = _sha256(read_key(settings.metrics_key_file, setting="TRAINSHED_METRICS_KEY_FILE"))
+    access = Access(keys, _sha256(_admin_key(settings)), time.time, _new_number, _tokens(settings), scraper)
     return Guard(access, Rates(_limits(settings), time.monotonic), settings.max_body_bytes)
+
+
+def _admin_key(settings: Settings) -> str:
+    if settings.admin_key_file is not None:
+        return read_key(settings.admin_key_file, setting="TRAINSHED_ADMIN_KEY_FILE")
+    return ensure_key(settings.admin_key)
+
+
+def _sha256(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
 
 
 def _tokens(settings: Settings) -> Tokens | None:

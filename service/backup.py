@@ -75,7 +75,9 @@ def restore(settings: Settings, source: Path, *, force: bool) -> Restored:
     What is there already is kept under another name, and only where that is wanted.
     """
     database = _embedded(settings, source)
-    targets = {_DATABASE: database, _KEY: settings.admin_key}
+    # A key that somebody else provides stays as it is.
+    key = {} if settings.admin_key_file is not None else {_KEY: settings.admin_key}
+    targets = {_DATABASE: database, **key}
     with locked(settings), ExitStack() as stack:
         if (there := [str(path) for path in targets.values() if path.exists()]) and not force:
             raise BackupFailed(f"{' and '.join(there)} exist; --force keeps them under another name")

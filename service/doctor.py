@@ -1,5 +1,6 @@
 """Examines cluster and storage: every check for itself, with a time limit, so that none hides another."""
 
+import os
 import secrets
 import threading
 import time
@@ -89,6 +90,7 @@ class Doctor:
             replace=replace,
             runs=storage.runs,
             versions=self._versions,
+            uid=os.getuid(),
         )
 
     def _visit(self) -> "_Visited":

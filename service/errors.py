@@ -261,6 +261,13 @@ class HomeUnusable(ServiceError):
     status = 503
 
 
+class KeyUnusable(ServiceError):
+    """A file that must hold a key is missing, empty or unreadable."""
+
+    code = "key_unusable"
+    status = 503
+
+
 class HomeInUse(ServiceError):
     """Another process has the home or its database."""
 

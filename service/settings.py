@@ -55,6 +55,12 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="TRAINSHED_", env_ignore_empty=True, frozen=True)
 
     home: Path = Field(default=Path("~/.trainshed"), description="database, keys, default storage")
+    admin_key_file: Path | None = Field(
+        default=None, description="file with the operator's key; default: admin.key in home, created at the first start"
+    )
+    metrics_key_file: Path | None = Field(
+        default=None, description="file with a key that opens GET /metrics and nothing else"
+    )
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535, description="0: the system chooses")
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
@@ -66,6 +72,11 @@ class Settings(BaseSettings):
         default=(), description="URIs below which specs may read, besides home/runs"
     )
     runs: str | None = Field(default=None, description="URI below which run directories go; default: home/runs")
+    cache: str | None = Field(
+        default=None,
+        description="folder for prepared data that all hosts see; default: _cache beside the run directories, or in "
+        "home if these are on object storage",
+    )
     storage_seconds: float = Field(
         default=300.0, ge=0, description="to retry storage that is unavailable before an attempt or a save fails"
     )
@@ -73,6 +84,9 @@ class Settings(BaseSettings):
         default=DEFAULT_SINKS, description=f"who shows metrics: {', '.join(SINKS)}, or none"
     )
     ray_address: str | None = Field(default=None, description="dashboard URL of a cluster; default: embedded Ray")
+    dashboard_url: str | None = Field(
+        default=None, description="where users open Ray's dashboard, if not at ray_address"
+    )
     ray_cpus: int = Field(default_factory=lambda: max(2, os.cpu_count() or 1), ge=1, description="of embedded Ray")
     ray_object_store_bytes: int = Field(default=500_000_000, ge=80_000_000, description="of embedded Ray")
     reconcile_seconds: float = Field(default=0.5, gt=0)
@@ -132,12 +146,22 @@ class Settings(BaseSettings):
             raise ValueError(f"must begin with {', '.join(_DATABASES[:-1])} or {_DATABASES[-1]}")
         return value
 
-    @field_validator("ray_address")
+    @field_validator("ray_address", "dashboard_url")
     @classmethod
     def _dashboard_url(cls, value: str | None) -> str | None:
         if value is not None and not value.startswith(("http://", "https://")):
             raise ValueError("must be the URL of the cluster's dashboard, http://HOST:8265")
-        return value
+        return None if value is None else value.rstrip("/")
+
+    @field_validator("cache")
+    @classmethod
+    def _folder(cls, value: str | None) -> str | None:
+        # Samples are read from it by their place in a file.
+        if value is None or value.startswith("/"):
+            return value
+        if not value.startswith("file:"):
+            raise ValueError("must be a folder that all hosts see, /PATH or file:///PATH: no object storage")
+        return str(local_path(value))
 
     @field_validator("storage_roots", "runs")
     @classmethod
@@ -173,10 +197,10 @@ class Settings(BaseSettings):
         Allowed.parse(value)
         return value
 
-    @field_validator("home")
+    @field_validator("home", "admin_key_file", "metrics_key_file")
     @classmethod
-    def _absolute(cls, value: Path) -> Path:
-        return Path(os.path.abspath(value.expanduser()))
+    def _absolute(cls, value: Path | None) -> Path | None:
+        return None if value is None else Path(os.path.abspath(value.expanduser()))
 
     def make_home(self) -> None:
         """Create home, open to its owner alone; one that is there stays as it is."""
@@ -209,8 +233,12 @@ class Settings(BaseSettings):
 
     @property
     def roots(self) -> tuple[str, ...]:
-        """Every URI below which a spec may read."""
-        return tuple(dict.fromkeys((self.default_root, self.own_root, *self.storage_roots)))
+        """Every URI below which a spec may read.
+
+        Runs in home are among them only if they can be there: the hosts of a cluster do not see this home.
+        """
+        own = (self.own_root,) if self.ray_address is None or (self.home / "runs").is_dir() else ()
+        return tuple(dict.fromkeys((self.default_root, *own, *self.storage_roots)))
 
     @property
     def database(self) -> str:
@@ -220,7 +248,7 @@ class Settings(BaseSettings):
     @property
     def admin_key(self) -> Path:
         """The file with the admin key."""
-        return self.home / "admin.key"
+        return self.admin_key_file or self.home / "admin.key"
 
     @property
     def address_file(self) -> Path:

@@ -5,9 +5,10 @@ The answer is one line on standard output: the storage, by which drivers otherwi
 
 import argparse
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 
@@ -70,9 +71,17 @@ def visit(folder: str | None, roots: Sequence[str], *, seconds: float) -> Cluste
     )
 
 
-def describe() -> tuple[dict[str, str], float]:
-    """On a node: what it runs, and its clock."""
-    return versions_here(), time.time()
+class Described(NamedTuple):
+    """What a node is."""
+
+    versions: dict[str, str]
+    uid: int
+    clock: float
+
+
+def describe() -> Described:
+    """On a node: what it runs, as which user, and its clock."""
+    return Described(versions_here(), os.getuid(), time.time())
 
 
 def look(folder: str | None, roots: Sequence[str], node: str) -> Sight:
@@ -143,10 +152,12 @@ def _tell(node: NodeVisit, rounds: Sequence[Told | None], sight: Any) -> NodeVis
     failures += [sight] if isinstance(sight, Exception) else []
     silent = None if described and sight is not None else "it did not answer in time"
     # The bounds that are closest to each other.
-    bounds = min(((said[1] - came, said[1] - sent) for said, sent, came in described), key=_width, default=None)
+    clocks = ((said.clock, sent, came) for said, sent, came in described)
+    bounds = min(((clock - came, clock - sent) for clock, sent, came in clocks), key=_width, default=None)
     return node.model_copy(
         update={
-            "versions": described[0][0][0] if described else None,
+            "versions": described[0][0].versions if described else None,
+            "uid": described[0][0].uid if described else None,
             "ahead": bounds,
             "sight": sight if isinstance(sight, Sight) else None,
             "trouble": why(failures[0]) if failures else silent,

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from train_loop.data.cache import default_cache, evaluation_spec, find_dataset, pin, pinned_dataset
+from train_loop.data.cache import evaluation_spec, find_dataset, pin, pinned_dataset
 from train_loop.data.reader import local_stream
 from train_loop.errors import FencedError, UserError
 from train_loop.failure import MISTAKES, failed, failure_told
@@ -32,6 +32,7 @@ from train_loop.run_dir import (
     Outcome,
     RootMarker,
     RunDir,
+    default_cache,
     expect_run_dir,
     size_of,
     storage_may_fail,

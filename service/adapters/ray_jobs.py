@@ -1,6 +1,5 @@
 """Ray Jobs: the one place that talks to Ray."""
 
-import os
 import shlex
 import threading
 import time
@@ -56,7 +55,8 @@ class _VersionAnswer(BaseModel):
 class RayJobs:
     """Drivers as Ray jobs. `address` says where the cluster is now; `limit`, what an autoscaler may grow it to.
 
-    `environment` is what drivers are told by theirs, which whoever may look at the cluster can read.
+    `environment` is what drivers are told by theirs, which whoever may look at the cluster can read. `shown_at` is the
+    URL at which users open the dashboard, if it is another one.
     """
 
     def __init__(
@@ -65,12 +65,14 @@ class RayJobs:
         *,
         python: str,
         limit: Mapping[str, float] | None = None,
+        shown_at: str | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._address = address
         self._python = python
         self._environment = environment or {}
         self._limit = limit or {}
+        self._shown_at = shown_at
         self._lock = threading.Lock()
         self._ran: dict[str, float] = {}
         self._client: tuple[RayAddress, JobSubmissionClient] | None = None
@@ -134,11 +136,11 @@ class RayJobs:
             return known
 
     def dashboard(self, submission_id: str | None) -> str | None:
-        """The page that shows a submission, or the cluster."""
+        """The page that shows a submission to users, or the address of the cluster."""
         address = self._address()
         if address is None:
             return None
-        return f"{address.url}/#/jobs/{submission_id}" if submission_id else address.url
+        return f"{self._shown_at or address.url}/#/jobs/{submission_id}" if submission_id else address.url
 
     def greet(self) -> Greeting:
         """How the dashboard answers now."""
@@ -262,11 +264,9 @@ def _metadata(launch: Launch) -> dict[str, str]:
 
 
 def _env_vars(told: Mapping[str, str]) -> dict[str, str]:
-    # A driver handles SIGINT, and Ray sends SIGTERM and three seconds later SIGKILL unless it is told otherwise.
-    own = {name: os.environ[name] for name in ("OMP_NUM_THREADS",) if name in os.environ}
     return {
-        **own,
         **told,
+        # A driver handles SIGINT, and Ray sends SIGTERM and three seconds later SIGKILL unless it is told otherwise.
         "RAY_JOB_STOP_SIGNAL": "SIGINT",
         "RAY_JOB_STOP_WAIT_TIME_S": "30",
         # The Train page of the dashboard, and a log of the same that outlives the driver.

@@ -4,6 +4,7 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Annotated, TypeVar
 
 from anyio import CapacityLimiter
@@ -20,7 +21,7 @@ from structlog.contextvars import bind_contextvars
 from service.access import Access
 from service.api.problems import fault, problem
 from service.api.query import check_query
-from service.domain.access import OPERATOR, Caller
+from service.domain.access import OPERATOR, SCRAPER, Caller
 from service.domain.token import is_token
 from service.errors import BodyTooLarge, HostRefused, InvalidRequest, Unauthorized
 from service.rates import Attempt, Kind, Rates
@@ -55,21 +56,38 @@ class KeyBearer(SecurityBase):
         self.model = HTTPBearer(
             description="a key, a token of TRAINSHED_OIDC_ISSUER, or the one line of $TRAINSHED_HOME/admin.key"
         )
-        self.scheme_name = type(self).__name__
+        self.scheme_name = KeyBearer.__name__
 
     async def __call__(self, request: Request) -> Caller:
         """Whose key or token was sent; the query is looked at, too.
 
         Raises Unauthorized, RateLimited, IssuerUnavailable, InvalidRequest.
         """
-        scheme, secret = get_authorization_scheme_param(request.headers.get("authorization"))
-        secret = secret if scheme.lower() == "bearer" else ""
-        guard = guard_of(request)
+        secret, guard = _secret(request), guard_of(request)
         caller = OPERATOR if guard.access.is_operator(secret) else await _let_in(guard, _attempt(request, secret))
+        return await self._known(caller, request)
+
+    @staticmethod
+    async def _known(caller: Caller, request: Request) -> Caller:
         request.state.key_id = caller.id
         # Here, because a dependency of its own costs every submit as much as this one does.
         await check_query(request)
         return replace(caller, request_id=request.state.request_id)
+
+
+class ScraperBearer(KeyBearer):
+    """The same, which also takes the key that opens the metrics alone."""
+
+    async def __call__(self, request: Request) -> Caller:
+        """Whose key or token was sent. Raises what KeyBearer raises."""
+        if guard_of(request).access.is_scraper(_secret(request)):
+            return await self._known(SCRAPER, request)
+        return await super().__call__(request)
+
+
+def _secret(request: Request) -> str:
+    scheme, secret = get_authorization_scheme_param(request.headers.get("authorization"))
+    return secret if scheme.lower() == "bearer" else ""
 
 
 async def _let_in(guard: Guard, attempt: Attempt) -> Caller:
@@ -96,8 +114,9 @@ def _attempt(request: Request, secret: str) -> Attempt:
     return Attempt(secret, request.client.host if request.client else "", kind)
 
 
-require_key = KeyBearer()
+require_key, require_scraper = KeyBearer(), ScraperBearer()
 CallerIs = Annotated[Caller, Depends(require_key)]
+ScraperIs = Annotated[Caller, Depends(require_scraper)]
 
 
 async def read_body(request: Request) -> bytes:
@@ -180,11 +199,31 @@ class HostCheck:
                 scope, receive, send
             )
             return
-        if host is None or _name(host) in self.hosts:
+        if host is None or _name(host) in self.hosts or _is_own_address(_name(host), scope):
             await self.app(scope, receive, send)
             return
         refused = HostRefused(f"Host {host!r} is not allowed; use localhost, or add it to TRAINSHED_ALLOWED_HOSTS")
         await problem(refused)(scope, receive, send)
+
+
+def _is_own_address(name: str, scope: Scope) -> bool:
+    """Return whether a request names the address at which it arrived, as probes and scrapers of pods do.
+
+    No page in a browser can be made to send that: its own requests carry the name of its site.
+    """
+    server = scope.get("server")
+    if not server or server[1] is None:
+        return False
+    return _address(name) is not None and _address(name) == _address(server[0])
+
+
+def _address(text: str) -> IPv4Address | IPv6Address | None:
+    try:
+        # Of a link-local address without its interface.
+        address = ip_address(text.strip("[]").partition("%")[0])
+    except ValueError:
+        return None
+    return (address.ipv4_mapped if isinstance(address, IPv6Address) else None) or address
 
 
 def _name(host: str) -> str:

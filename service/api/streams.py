@@ -17,6 +17,9 @@ from service.follow import Follower, Listener, Reader, Signal, numbered
 from service.ports import Cursor, Entry, Place, Watch
 from service.use_cases import Jobs
 
+_UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""So that nginx, which is in front of many clusters, sends on each event at once."""
+
 
 @dataclass(frozen=True)
 class Message:
@@ -48,7 +51,8 @@ class Sender:
         return self._answer(str(cursor), _behind(entries, cursor))
 
     def _answer(self, begin: str, messages: AsyncIterator[Message | Signal]) -> EventSourceResponse:
-        return EventSourceResponse(_counted(_send(begin, messages), self.request.app.state.watching.watch))
+        parts = _counted(_send(begin, messages), self.request.app.state.watching.watch)
+        return EventSourceResponse(parts, headers=_UNBUFFERED)
 
     def _follow(self, reader: Reader, place: Place, job_id: str) -> AsyncIterator[Entry | Signal]:
         ended = partial(_has_ended, self.jobs, job_id)

@@ -7,12 +7,12 @@ import structlog
 from fastapi import APIRouter, Depends, Request, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.api.guard import CallerIs, require_key
+from service.api.guard import ScraperIs, require_scraper
 from service.ports import Watch
 from service.watch import Watching
 
 log = structlog.get_logger(__name__)
-router = APIRouter(tags=["operations"], dependencies=[Depends(require_key)])
+router = APIRouter(tags=["operations"], dependencies=[Depends(require_scraper)])
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 _LONGEST_PATH = 256
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -20,7 +20,7 @@ _QUIET = frozenset({"/healthz", "/readyz", "/metrics"})
 """Asked by machines, every few seconds."""
 
 
-def watching_of(request: Request, caller: CallerIs) -> Watching:
+def watching_of(request: Request, caller: ScraperIs) -> Watching:
     """The use case for the caller of this request."""
     watching: Watching = request.app.state.watching
     return watching.of(caller)
@@ -32,7 +32,7 @@ def watching_of(request: Request, caller: CallerIs) -> Watching:
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "the series"}},
 )
 def metrics(watching: Annotated[Watching, Depends(watching_of)]) -> Response:
-    """Series for Prometheus, of this process and of all jobs; for a viewer of all projects."""
+    """Series for Prometheus, of this process and of all jobs; for a viewer of all projects, or the metrics key."""
     return Response(watching.text(), media_type=_TEXT)
 
 

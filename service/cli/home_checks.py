@@ -18,7 +18,7 @@ _LITTLE, _TOO_LITTLE = 10.0, 1.0
 def check_home(told: Settings, *, runs: bool) -> Iterator[Finding]:
     """A finding for each check; `runs` says whether a service has the port."""
     yield _writable(told.home)
-    yield _key(told.admin_key)
+    yield _key(told.admin_key, group_may_read=told.admin_key_file is not None)
     yield _disk(told.home)
     yield skipped("home.port", "the service has it") if runs else _port(told.host, told.port)
 
@@ -36,15 +36,20 @@ def _writable(home: Path) -> Finding:
     return ok("home.writable", f"{home}")
 
 
-def _key(file: Path) -> Finding:
+def _key(file: Path, *, group_may_read: bool) -> Finding:
+    """Check who may read the key. Kubernetes gives a mounted Secret to the pod's group (fsGroup): mode 0440."""
     try:
         mode = stat.S_IMODE(file.stat().st_mode)
     except OSError as error:
+        if group_may_read:
+            remedy = "TRAINSHED_ADMIN_KEY_FILE must name a readable file with a key in one line"
+            return failed("home.key", f"{file}: {error.strerror}", remedy)
         return skipped("home.key", f"{file}: {error.strerror}; the service makes it when it starts")
-    if mode & 0o077:
+    if mode & (0o037 if group_may_read else 0o077):
         remedy = f"chmod 600 {file}; where others may have read it, remove it, and the next start makes another one"
         return failed("home.key", f"{file} may be read or written by others ({mode:04o})", remedy)
-    return ok("home.key", f"{file} is its owner's alone")
+    whose = "its owner's and its group's" if mode & 0o040 else "its owner's"
+    return ok("home.key", f"{file} is {whose} alone")
 
 
 def _disk(home: Path) -> Finding:

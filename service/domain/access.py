@@ -60,6 +60,10 @@ OPERATOR = Caller("operator", "operator", {ANY: Role.ADMIN})
 """Whoever can read $TRAINSHED_HOME/admin.key."""
 
 
+SCRAPER = Caller("metrics", "metrics", {ANY: Role.VIEWER})
+"""Whoever has the key of TRAINSHED_METRICS_KEY_FILE, which opens /metrics alone."""
+
+
 @dataclass(frozen=True)
 class Key:
     """What opens the service to somebody; of its secret only the SHA-256 is known. Times are Unix seconds."""

@@ -63,6 +63,8 @@ class Measured:
     """URI below which run directories go."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """The service's own."""
+    uid: int | None = None
+    """The user that the service runs as."""
 
 
 def check_up(seen: Measured) -> tuple[Finding, ...]:
@@ -185,9 +187,11 @@ def _sight_faults(looked: Sequence[NodeVisit], token: str, arrived: frozenset[st
 def _of_nodes(seen: Measured) -> tuple[Finding, ...]:
     nodes = _visited(seen)
     if not nodes or isinstance(seen.visit, Trouble):
-        return tuple(skipped(check, "no node was visited") for check in ("network", "versions", "clock", "data_cpus"))
+        checks = ("network", "versions", "user", "clock", "data_cpus")
+        return tuple(skipped(check, "no node was visited") for check in checks)
     head = None if isinstance(seen.greeting, Trouble) else seen.greeting.ahead
-    return _network(seen.visit), _versions(seen.versions, nodes), _clock(head, nodes), _data_cpus(seen.visit)
+    versions, user = _versions(seen.versions, nodes), _user(seen, nodes)
+    return _network(seen.visit), versions, user, _clock(head, nodes), _data_cpus(seen.visit)
 
 
 def _network(visit: ClusterVisit) -> Finding:
@@ -225,6 +229,21 @@ def _versions(own: Mapping[str, str], nodes: Sequence[NodeVisit]) -> Finding:
     if others:
         return warning(check, said, remedy)
     return ok(check, ", ".join(f"{name} {version}" for name, version in cluster.items()))
+
+
+def _user(seen: Measured, nodes: Sequence[NodeVisit]) -> Finding:
+    """Compare the user of the service with those of the nodes: each writes into folders that the other has created."""
+    check = "user"
+    told = {_name(node): node.uid for node in nodes if node.uid is not None}
+    if seen.uid is None or not told:
+        return skipped(check, "no node has told its user")
+    others = {name: f"uid {uid}" for name, uid in told.items() if uid != seen.uid}
+    if not others:
+        return ok(check, f"service and nodes run as uid {seen.uid}")
+    if "://" in seen.runs and not seen.runs.startswith("file:"):
+        return ok(check, f"the service runs as uid {seen.uid}, nodes as others; object storage knows no users")
+    remedy = "run the service and Ray as the same user: run directories are open to their owner alone for writing"
+    return failed(check, f"the service runs as uid {seen.uid}, but {_list(others)}", remedy)
 
 
 def _differing(told: Mapping[str, Mapping[str, str]]) -> str:

@@ -1,5 +1,6 @@
 """A cluster and a storage that a doctor finds as a test wants them."""
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,13 @@ GREETING = Greeting(Reach.ANSWERS, "http://ray", "Ray 2.60.0", (-0.5, 0.5))
 def a_node(name: str = "n1", **changes: object) -> NodeVisit:
     """A node on which all is in order."""
     node = NodeVisit(
-        node=name, address="10.0.0.1", versions=VERSIONS, ahead=(-0.01, 0.01), sight=Sight(token=TOKEN), trouble=None
+        node=name,
+        address="10.0.0.1",
+        versions=VERSIONS,
+        uid=os.getuid(),
+        ahead=(-0.01, 0.01),
+        sight=Sight(token=TOKEN),
+        trouble=None,
     )
     return node.model_copy(update=changes)
 

@@ -14,7 +14,7 @@ import httpx
 from tests.support.waiting import wait_for
 
 NOBODY = "http://127.0.0.1:9"
-SAID = re.compile(r"Trainshed listens on (http://127\.0\.0\.1:\d+) \(docs: /docs\)\n")
+SAID = re.compile(r"Trainshed listens on http://(127\.0\.0\.1|0\.0\.0\.0):(\d+) \(docs: /docs\)\n")
 
 
 def environment_of(home: Path, **settings: str) -> dict[str, str]:
@@ -56,8 +56,9 @@ def served(home: Path, **settings: str) -> Iterator[Served]:
             assert process.stdout is not None
             line = SAID.fullmatch(process.stdout.readline())
             assert line is not None, log.read_text()
-            key = (home / "admin.key").read_text().strip()
-            with httpx.Client(base_url=line[1], headers={"Authorization": f"Bearer {key}"}, timeout=60) as client:
+            key = Path(settings.get("TRAINSHED_ADMIN_KEY_FILE", home / "admin.key")).read_text().strip()
+            headers = {"Authorization": f"Bearer {key}"}
+            with httpx.Client(base_url=f"http://127.0.0.1:{line[2]}", headers=headers, timeout=60) as client:
                 yield Served(process, client, log)
         finally:
             process.kill()

@@ -1,6 +1,7 @@
 """Folders of the cache: built by one job at a time, and there whole or not at all."""
 
 import errno
+import math
 import shutil
 import socket
 import uuid
@@ -14,6 +15,8 @@ from train_loop.data.progress import Report
 from train_loop.run_dir import make_folder, sync
 
 _LOOK_SECONDS = 0.5
+_ABANDONED_SECONDS = 6 * 3600.0
+"""After so long without a change, a half-built folder of another host is of a process that is gone."""
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
@@ -29,11 +32,10 @@ def build_once(folder: Path, build: Callable[[Path], None], *, is_whole: Callabl
     with _locked(folder, report) as locked:
         if is_whole():
             return
-        if locked:
-            _sweep(folder)
         work = folder.with_name(f"{folder.name}.tmp-{socket.gethostname()}-{uuid.uuid4().hex}")
         work.mkdir()
         try:
+            _remove_leftovers(work, own=f"{folder.name}.tmp-{socket.gethostname()}-" if locked else None)
             build(work)
             sync(work)
             _commit(work, folder, is_whole)
@@ -74,7 +76,23 @@ def _commit(work: Path, folder: Path, is_whole: Callable[[], bool]) -> None:
     sync(folder.parent)
 
 
-def _sweep(folder: Path) -> None:
-    """Remove what killed processes of this host have left of the same work: they held the lock that is ours now."""
-    for left in folder.parent.glob(f"{folder.name}.tmp-{socket.gethostname()}-*"):
-        shutil.rmtree(left, ignore_errors=True)
+def _remove_leftovers(work: Path, *, own: str | None) -> None:
+    """Remove what processes that were killed have left half-built.
+
+    Those whose names begin with `own` at once: their builder held the lock that is ours now. Others after six hours
+    without a change, whatever they were to become: the host of a pod that is gone never comes back.
+    """
+    # Both times are the file server's.
+    now = _newest(work)
+    for left in work.parent.glob("*.tmp-*"):
+        mine = own is not None and left.name.startswith(own)
+        if left != work and (mine or now - _newest(left) > _ABANDONED_SECONDS):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _newest(folder: Path) -> float:
+    """Return when something in a folder last changed, in Unix seconds; infinity if it goes away meanwhile."""
+    try:
+        return max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
+    except OSError:
+        return math.inf

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,11 +39,6 @@ class Source:
 
     def __str__(self) -> str:
         return ", ".join(self.spec.paths)
-
-
-def default_cache() -> Path:
-    """The cache of the service's default storage root."""
-    return Path(os.environ.get("TRAINSHED_HOME", "~/.trainshed")).expanduser() / "runs" / "_cache"
 
 
 def list_sources(spec: JobSpec) -> list[Source]:

@@ -36,7 +36,7 @@ from train_loop.run_dir.lines import (
     size_appended,
 )
 from train_loop.run_dir.markers import create_root_marker, write_run_marker
-from train_loop.run_dir.paths import AttemptDir, RunDir
+from train_loop.run_dir.paths import CACHE_VARIABLE, AttemptDir, RunDir, default_cache
 from train_loop.run_dir.remote import (
     create_object,
     is_remote,
@@ -89,6 +89,7 @@ from train_loop.run_dir.visit import (
 
 __all__ = [
     "ALL_NODES",
+    "CACHE_VARIABLE",
     "DEFAULT_SINKS",
     "NO_FENCE",
     "ROOT_MARKER",
@@ -130,6 +131,7 @@ __all__ = [
     "copy_files",
     "create_object",
     "create_root_marker",
+    "default_cache",
     "expect_root",
     "expect_run_dir",
     "flush_all",

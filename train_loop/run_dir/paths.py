@@ -17,6 +17,14 @@ from train_loop.run_dir.sinks import SinkName
 from train_loop.spec import JobSpec, ScalingSpec, dump, parse_text
 
 T = TypeVar("T", bound=Format)
+CACHE_VARIABLE = "TRAINSHED_CACHE"
+"""The folder of prepared data, which the service tells drivers."""
+
+
+def default_cache() -> Path:
+    """The folder of prepared data for what is not beside run directories in a folder."""
+    told = os.environ.get(CACHE_VARIABLE)
+    return Path(told or Path(os.environ.get("TRAINSHED_HOME", "~/.trainshed")) / "runs" / "_cache").expanduser()
 
 
 @dataclass(frozen=True)
@@ -181,12 +189,12 @@ class RunDir:
 
     @property
     def cache(self) -> Path:
-        """Prepared data of all jobs on this storage, `<storage>/_cache`; for object storage, in the service's home.
+        """The folder of prepared data of all jobs; all workers must see it, to read samples by their place in a file.
 
-        There it must be a folder that all workers see: samples are read from it by their place in a file.
+        TRAINSHED_CACHE names it. Without it, it is `<storage>/_cache`, or in the service's home for object storage.
         """
-        if is_remote(self.root):
-            return Path(os.environ.get("TRAINSHED_HOME", "~/.trainshed")).expanduser() / "runs" / "_cache"
+        if os.environ.get(CACHE_VARIABLE) or is_remote(self.root):
+            return default_cache()
         return self.root.parent.parent / "_cache"
 
     @property

@@ -39,6 +39,8 @@ class NodeVisit(BaseModel):
     address: str
     versions: dict[str, str] | None = None
     """None: it did not say."""
+    uid: int | None = None
+    """The user that its tasks run as."""
     ahead: tuple[float, float] | None = None
     """Seconds by which its clock is ahead of the driver's: at least, at most."""
     sight: Sight | None = None

@@ -1,5 +1,6 @@
 """Measurements → findings, and who measures: nothing hides anything else."""
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,7 +20,7 @@ from train_loop.run_dir import ClusterVisit, Sight
 CHECKS = (
     *("ray.reachable", "ray.authenticated", "ray.nodes", "ray.tasks"),
     *("storage.readable", "storage.writable", "storage.atomic", "storage.shared"),
-    *("network", "versions", "clock", "data_cpus"),
+    *("network", "versions", "user", "clock", "data_cpus"),
 )
 WELL = Measured(
     Greeting(Reach.ANSWERS, "http://ray:8265", "Ray 2.60.0", (-0.5, 0.5)),
@@ -32,8 +33,9 @@ WELL = Measured(
     replace="replaced",
     runs="file:///runs",
     versions=VERSIONS,
+    uid=os.getuid(),
 )
-BEHIND_RAY = {"ray.nodes", "ray.tasks", "storage.shared", "network", "versions", "clock", "data_cpus"}
+BEHIND_RAY = {"ray.nodes", "ray.tasks", "storage.shared", "network", "versions", "user", "clock", "data_cpus"}
 
 
 def verdicts(seen: Measured) -> dict[str, str]:
@@ -53,6 +55,23 @@ def test_where_all_is_well_all_is_ok() -> None:
 def test_where_ray_does_not_answer_what_lies_behind_it_is_skipped(reach: Reach) -> None:
     found = verdicts(replace(WELL, greeting=Greeting(reach, "http://ray:8265", "no"), visit=Trouble("not asked")))
     assert found == {"ray.reachable": "failed"} | dict.fromkeys({"ray.authenticated"} | BEHIND_RAY, "skipped")
+
+
+@pytest.mark.parametrize(
+    ("runs", "uid", "found"),
+    [
+        ("file:///runs", 10001, {"user": "failed"}),
+        ("s3://runs", 10001, {}),
+        ("file:///runs", None, {"user": "skipped"}),
+    ],
+)
+def test_service_and_nodes_must_run_as_the_same_user_where_they_share_folders(
+    runs: str, uid: int | None, found: dict[str, str]
+) -> None:
+    seen = replace(WELL, runs=runs, visit=a_visit(a_node(uid=uid)))
+    assert verdicts(seen) == found
+    (finding,) = [one for one in check_up(seen) if one.check == "user"]
+    assert uid is None or f"uid {os.getuid()}" in finding.seen
 
 
 def test_a_wrong_token_is_not_an_unreachable_ray() -> None:
@@ -161,7 +180,7 @@ def test_storage_that_fails_hides_nothing_else() -> None:
 @pytest.mark.parametrize("cluster", [FakeClusterProbe(found=ClusterError("no python")), FakeClusterProbe(hangs=True)])
 def test_nodes_that_do_not_answer_hide_nothing_of_the_storage(cluster: FakeClusterProbe) -> None:
     storage = FakeStorageProbe()
-    behind = ("storage.shared", "network", "versions", "clock", "data_cpus")
+    behind = ("storage.shared", "network", "versions", "user", "clock", "data_cpus")
     assert wrong(cluster, storage) == {"ray.tasks": "failed"} | dict.fromkeys(behind, "skipped")
     assert len(storage.removed) == 1
 

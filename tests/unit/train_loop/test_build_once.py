@@ -1,9 +1,11 @@
 """A folder of the cache is built by one process at a time, and is there whole or not at all."""
 
 import errno
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,19 @@ def test_leftovers_of_this_host_are_swept_and_those_of_others_are_theirs(tmp_pat
     (tmp_path / "made.tmp-another-host-1").mkdir()
     quickly(folder, heard)
     assert [path.name for path in tmp_path.glob("*.tmp-*")] == ["made.tmp-another-host-1"]
+
+
+def test_leftovers_of_hosts_that_are_gone_are_removed_after_six_hours(tmp_path: Path) -> None:
+    hours = {"made.tmp-dead-pod-1": 7, "other.tmp-dead-pod-2": 7, "made.tmp-busy-pod-3": 5, "other.tmp-busy-pod-4": 7}
+    for name, age in hours.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part-0").touch()
+        for path in (tmp_path / name / "part-0", tmp_path / name):
+            os.utime(path, times=(time.time() - age * 3600,) * 2)
+    # Its folder is old, but a file in it is being written.
+    (tmp_path / "other.tmp-busy-pod-4" / "part-0").write_text("more")
+    quickly(tmp_path / "made", [])
+    assert sorted(path.name for path in tmp_path.glob("*.tmp-*")) == ["made.tmp-busy-pod-3", "other.tmp-busy-pod-4"]
 
 
 def test_storage_without_locks_builds_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
