@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from functools import partial
 from typing import Any
 
 import requests
@@ -15,6 +16,7 @@ from pydantic import BaseModel
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobStatus, JobSubmissionClient
 
+from service.adapters.breaker import LONG, SHORT, Breaker
 from service.adapters.ray_nodes import RayNode, read_nodes, read_ray_nodes
 from service.domain.checkup import Greeting, Reach
 from service.domain.decide import Submission
@@ -24,10 +26,10 @@ from train_loop.plan import Capacity
 from train_loop.run_dir import storage_path
 
 log = structlog.get_logger(__name__)
+_VERSION = "/api/version"
 _CAPACITY_SECONDS = 2.0
 _RUNNING_SECONDS = 2.0
 """For so long a driver that ran is taken to run: each question costs Ray's dashboard what the training could use."""
-_TIMEOUT_SECONDS = 10.0
 # What Ray raises when it was not reached, or answered with something else than was asked for.
 _FAULTS = (RuntimeError, OSError, ValueError, LookupError, TypeError, AuthenticationError)
 
@@ -43,9 +45,29 @@ class RayAddress:
 class _Client(JobSubmissionClient):  # type: ignore[misc] # Ray is not followed by mypy
     """Ray's client, which otherwise waits for an answer for ever."""
 
+    def __init__(self, url: str, headers: dict[str, str] | None, breaker: Breaker) -> None:
+        self._breaker = breaker
+        super().__init__(url, headers=headers)
+
     def _do_request(self, method: str, endpoint: str, **arguments: Any) -> requests.Response:
-        answer: requests.Response = super()._do_request(method, endpoint, timeout=_TIMEOUT_SECONDS, **arguments)
+        # What changes something is waited for: it may be done though nobody says so.
+        seconds = None if method == "GET" else LONG
+        return self._breaker.call(partial(self.ask, method, endpoint, **arguments), seconds=seconds)
+
+    def ask(self, method: str, endpoint: str, seconds: float, **arguments: Any) -> requests.Response:
+        """Send a request in any case."""
+        timeout = (min(seconds, SHORT), seconds)
+        answer: requests.Response = super()._do_request(method, endpoint, timeout=timeout, **arguments)
         return answer
+
+
+def _headers(address: RayAddress) -> dict[str, str] | None:
+    return {"Authorization": f"Bearer {address.token}"} if address.token else None
+
+
+def _version(address: RayAddress, seconds: float) -> requests.Response:
+    """Ask the dashboard for its version; a refusal is an answer, too."""
+    return requests.get(f"{address.url}{_VERSION}", headers=_headers(address), timeout=(min(seconds, SHORT), seconds))
 
 
 class _VersionAnswer(BaseModel):
@@ -75,7 +97,8 @@ class RayJobs:
         self._shown_at = shown_at
         self._lock = threading.Lock()
         self._ran: dict[str, float] = {}
-        self._client: tuple[RayAddress, JobSubmissionClient] | None = None
+        self._breaker: tuple[RayAddress, Breaker] | None = None
+        self._client: _Client | None = None
         self._nodes_lock, self._hosts = threading.Lock(), dict[str, str]()
         self._nodes: tuple[float, list[Node] | None] = (-_CAPACITY_SECONDS, None)
         self._capacity: tuple[float, Capacity | None] = (-_CAPACITY_SECONDS, None)
@@ -149,7 +172,7 @@ class RayJobs:
             return Greeting(Reach.STARTING, "", "the embedded Ray is not up yet")
         try:
             client, before = self._connect(), time.time()
-            answer = client._do_request("GET", "/api/version")
+            answer = client.ask("GET", _VERSION, LONG)
             answer.raise_for_status()
             version = _VersionAnswer.model_validate_json(answer.text).ray_version
         except AuthenticationError as error:
@@ -222,16 +245,17 @@ class RayJobs:
         answer.raise_for_status()
         return str(answer.text)
 
-    def _connect(self) -> JobSubmissionClient:
+    def _connect(self) -> _Client:
         """A client for where the cluster is now. Raises ConnectionError while there is none."""
         address = self._address()
         if address is None:
             raise ConnectionError("the cluster is not up yet")
         with self._lock:
-            if self._client is None or self._client[0] != address:
-                headers = {"Authorization": f"Bearer {address.token}"} if address.token else None
-                self._client = (address, _Client(address.url, headers=headers))
-            return self._client[1]
+            if self._breaker is None or self._breaker[0] != address:
+                self._breaker, self._client = (address, Breaker(partial(_version, address))), None
+            if self._client is None:
+                self._client = _Client(address.url, _headers(address), self._breaker[1])
+            return self._client
 
     def _entrypoint(self, launch: Launch) -> str:
         run_dir = str(storage_path(launch.run_dir))

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -23,36 +23,11 @@ from service.ports import NewJob
 from tests.support.postgres import postgres_server
 from tests.support.served import Served, served
 from tests.support.service import a_job
+from tests.support.silent_servers import mute_server
 from tests.support.waiting import wait_for
 
 LIMIT = 20.0
 """Ten seconds are promised, by a timer of nine; as many again are for a machine that is busy with other tests."""
-
-
-@contextmanager
-def mute_server() -> Iterator[str]:
-    """Something that accepts whoever connects, and never says a word."""
-    held, over = list[socket.socket](), threading.Event()
-
-    def accept(listener: socket.socket) -> None:
-        while not over.is_set():
-            try:
-                held.append(listener.accept()[0])
-            except OSError:
-                return
-
-    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        thread = threading.Thread(target=accept, args=(listener,), daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            over.set()
-            # Closing does not wake who waits in accept.
-            socket.create_connection(listener.getsockname()).close()
-            thread.join()
-            for connection in held:
-                connection.close()
 
 
 class SlowRequest:
