@@ -8,11 +8,13 @@ import argparse
 import itertools
 import logging
 import os
+import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import ray
 
@@ -83,6 +85,19 @@ def expect_version(service: str | None) -> None:
         )
 
 
+def a_home() -> dict[str, str]:
+    """Return the variable HOME for the processes of this job, if this one has no home; it is set here as well.
+
+    A container's user has none unless somebody says so, and then `ray.train` cannot be imported.
+    """
+    try:
+        Path.home()
+    except RuntimeError:
+        os.environ["HOME"] = tempfile.gettempdir()
+        return {"HOME": os.environ["HOME"]}
+    return {}
+
+
 def acknowledge(attempt: AttemptDir, journal: Journal, outcome: Outcome) -> None:
     """Write all events, then the outcome, retrying while storage is away. Log the outcome if it cannot be written."""
     try:
@@ -101,7 +116,8 @@ def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outco
             return early
         expect_version(os.environ.get(SERVICE_VERSION_VARIABLE))
         # The logs of ranks lie beside the driver's: it need not repeat them.
-        ray.init(address="auto", logging_level=logging.WARNING, log_to_driver=False)
+        home = {"env_vars": a_home()}
+        ray.init(address="auto", runtime_env=home, logging_level=logging.WARNING, log_to_driver=False)
         spec = retry_storage(lambda: attempt.spec(run_dir.spec()))
         environment = _environment(spec)
         if environment:

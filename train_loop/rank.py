@@ -23,7 +23,7 @@ from train_loop.model_folder import model_shape
 from train_loop.patience import retry_storage
 from train_loop.plan import lay_out
 from train_loop.raylet import room_that_stays, this_node
-from train_loop.run_dir import Fence, RunDir, expect_run_dir, read_whole
+from train_loop.run_dir import Fence, RunDir, StorageUnavailable, expect_run_dir, read_whole
 from train_loop.session import Preemption, Session
 from train_loop.spare import Spares
 from train_loop.spec import JobSpec
@@ -109,4 +109,14 @@ def _may_move(spec: JobSpec, held: Mapping[str, int], *, fewest: int) -> Callabl
 
 
 def _prepared(pointer: Path) -> Dataset:
-    return Dataset.model_validate_json(retry_storage(functools.partial(read_whole, pointer)))
+    dataset = Dataset.model_validate_json(retry_storage(functools.partial(read_whole, pointer)))
+    retry_storage(functools.partial(expect_prepared, dataset))
+    return dataset
+
+
+def expect_prepared(dataset: Dataset) -> None:
+    """Raise StorageUnavailable if this host does not see the prepared samples."""
+    for index in filter(None, (part.index for part in dataset.parts)):
+        if not Path(index).is_file():
+            why = "prepared data is not on this host; TRAINSHED_CACHE must be a folder that all hosts see"
+            raise StorageUnavailable(str(Path(index).parent), why)

@@ -11,11 +11,13 @@ from tests.support.specs import TINY, spec
 from tests.support.torchrun import write_tokens
 from tests.support.waiting import wait_for
 from train_loop.attempt import prepare_samples
+from train_loop.data.dataset import Dataset
 from train_loop.errors import DataError
 from train_loop.failure import failed
 from train_loop.inputs import read_inputs
 from train_loop.journal import Journal
 from train_loop.model_folder import model_shape
+from train_loop.rank import expect_prepared
 from train_loop.run_dir import RunDir, StorageUnavailable, read_lines
 from train_loop.run_dir.transient import STORAGE_SECONDS_VARIABLE
 from train_loop.spec import JobSpec
@@ -76,6 +78,17 @@ def test_data_that_stays_away_fails_the_attempt_and_not_the_job(
     with pytest.raises(StorageUnavailable, match="gone is unavailable: it is missing or an empty folder") as raised:
         prepare_samples(job_of(f"{data}/gone"), run_dir, Journal(run_dir.attempt(1)))
     assert failed(raised.value).retryable
+
+
+def test_prepared_data_that_a_host_does_not_see_is_named_with_the_setting(run_dir: RunDir, tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "a line"}) + "\n")
+    job = spec(data={"train": {"path": str(tmp_path / "text.jsonl")}})
+    prepare_samples(job, run_dir, Journal(run_dir.attempt(1)))
+    dataset = Dataset.model_validate_json(run_dir.data.read_text())
+    expect_prepared(dataset)
+    run_dir.cache.rename(tmp_path / "elsewhere")
+    with pytest.raises(StorageUnavailable, match="not on this host; TRAINSHED_CACHE must be a folder"):
+        expect_prepared(dataset)
 
 
 def test_model_folder_that_is_away_is_waited_for(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.specs import spec
-from train_loop.run_dir import NO_FENCE, Fence, JsonLines, Outcome, RunDir, Stop, local_path, read_lines
+from train_loop.run_dir import CACHE_VARIABLE, NO_FENCE, Fence, JsonLines, Outcome, RunDir, Stop, local_path, read_lines
 
 
 def test_a_run_directory_belongs_to_one_spec(tmp_path: Path) -> None:
@@ -40,6 +40,25 @@ def test_control_files_and_outcome_are_read_back(tmp_path: Path) -> None:
     run_dir.write_fence(2)
     run_dir.attempt(1).write_outcome(outcome)
     assert (run_dir.stop(), run_dir.fence(), run_dir.attempt(1).outcome()) == (stop, Fence(2), outcome)
+
+
+@pytest.mark.parametrize(
+    ("run_dir", "told", "cache"),
+    [
+        ("file:///shared/runs/default/job-1", None, "/shared/runs/_cache"),
+        ("file:///shared/runs/default/job-1", "/cache", "/cache"),
+        ("s3://bucket/runs/default/job-1", "/cache", "/cache"),
+        ("s3://bucket/runs/default/job-1", None, "/home/ops/runs/_cache"),
+    ],
+)
+def test_prepared_data_lies_beside_the_runs_or_where_the_service_says(
+    monkeypatch: pytest.MonkeyPatch, run_dir: str, told: str | None, cache: str
+) -> None:
+    monkeypatch.setenv("TRAINSHED_HOME", "/home/ops")
+    monkeypatch.delenv(CACHE_VARIABLE, raising=False)
+    if told is not None:
+        monkeypatch.setenv(CACHE_VARIABLE, told)
+    assert str(RunDir.at(run_dir).cache) == cache
 
 
 def test_storage_that_no_package_knows_is_refused_with_the_remedy() -> None:

@@ -1,0 +1,80 @@
+"""Containers on a test host, restricted as Kubernetes' strictest policy has them.
+
+The root is read-only but for some folders; processes run as a user without a passwd entry, HOME, capabilities or a way
+to get new privileges.
+"""
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.support.hosts import OPT, REPOSITORY, SHARED, Host
+
+UID = 10001
+"""The user of our images."""
+IMAGE = {"PATH": f"{OPT}/.venv/bin:/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
+"""The environment that our images have."""
+
+
+@dataclass(frozen=True)
+class Container:
+    """A command with all of its environment beside the image's, and folders of its own that it may write to."""
+
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    writable: tuple[str, ...] = ("/tmp",)
+
+
+def restrict(host: Host, *writable: str, uid: int = UID) -> None:
+    """Make the host's file system read-only, but for its storage and new, empty folders that belong to a user."""
+    let_all_users_in(host)
+    for folder in writable:
+        host.run("mkdir", "-p", folder)
+        host.run("mount", "-t", "tmpfs", "-o", f"mode=0700,uid={uid},gid={uid}", "tmpfs", folder)
+        if Path(folder) in REPOSITORY.parents:
+            # The scripts of the virtual environment name its Python by this path.
+            host.run("mkdir", "-p", str(REPOSITORY))
+            host.run("mount", "--bind", OPT, str(REPOSITORY))
+    host.run("chown", f"{uid}:{uid}", SHARED)
+    for folder in (OPT, str(REPOSITORY), "/run", "/"):
+        host.run("mount", "-o", "remount,ro" if folder in ("/", "/run") else "remount,bind,ro", folder)
+
+
+def let_all_users_in(host: Host) -> None:
+    """Open the way to the Python and to the project of this machine, which may lie in somebody's home."""
+    for place in (Path(sys.executable).resolve(), REPOSITORY):
+        host.run("chmod", "a+x", *map(str, [*place.parents][:-1]))
+
+
+def command_of(host: Host, container: Container, *, uid: int = UID) -> list[str]:
+    """The command line that runs a container's command on a host."""
+    words = [f"{name}={value}" for name, value in {**IMAGE, **container.environment}.items()]
+    drop = ["--inh-caps=-all", "--ambient-caps=-all", "--bounding-set=-all", "--no-new-privs"]
+    who = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", *drop]
+    return host.command(*who, "env", f"--chdir={OPT}", "-i", *words, *container.command)
+
+
+def start(host: Host, container: Container) -> "subprocess.Popen[bytes]":
+    """Start a container; it writes to its log in the lab's folder."""
+    with host.log(container.name).open("ab") as log:
+        return subprocess.Popen(
+            command_of(host, container), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+
+
+def run(host: Host, container: Container, *, seconds: float = 60) -> str:
+    """Run a container to its end; what it printed. Raises AssertionError if it fails."""
+    done = subprocess.run(
+        command_of(host, container),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=seconds,
+        check=False,
+        text=True,
+    )
+    assert done.returncode == 0, f"{host.name}: {container.name} ended with {done.returncode}: {done.stdout}"
+    return done.stdout
