@@ -133,7 +133,7 @@ def _world(settings: Settings) -> _World:
         embedded=embedded,
         cluster=_cluster(settings, embedded),
         board=Board(),
-        watch=PrometheusWatch(),
+        watch=PrometheusWatch(own_version()),
         traces=open_traces(os.environ),
         sender=HttpSender(settings.receivers),
     )
@@ -179,7 +179,8 @@ def _jobs(settings: Settings, world: _World) -> Jobs:
 
 
 def _watching(world: _World) -> Watching:
-    return Watching(SqlJobCounts(world.database.engine), world.store, world.run_dirs, world.watch, time.time)
+    counts = SqlJobCounts(world.database.engine)
+    return Watching(counts, world.store, world.run_dirs, world.watch, time.time, world.board)
 
 
 def _parts(world: _World) -> Iterator[Part]:

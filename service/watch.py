@@ -2,13 +2,14 @@
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from service.domain.access import ANY, OPERATOR, Caller, Role
-from service.domain.job import JobState
+from service.domain.board import Board
+from service.domain.job import Job, JobState
 from service.errors import Forbidden
-from service.ports import Counts, JobCounts, JobQuery, JobStore, RunDirs, Totals, Watch
+from service.ports import Counts, JobCounts, JobQuery, JobStore, RunDirs, RunTotals, Story, Totals, Watch
 
 _KEPT_SECONDS = 5.0
 """Several may scrape; the database is asked for one of them."""
@@ -36,6 +37,7 @@ class Watching:
     run_dirs: RunDirs
     watch: Watch
     clock: Callable[[], float]
+    board: Board = field(default_factory=Board)
     last: Last = field(default_factory=Last)
     caller: Caller = OPERATOR
 
@@ -43,31 +45,71 @@ class Watching:
         """The same for another caller."""
         return replace(self, caller=caller)
 
-    def text(self) -> bytes:
-        """Every series, as Prometheus reads it. Raises Forbidden."""
+    def text(self, *, database_up: bool = True) -> bytes:
+        """Every series, as Prometheus reads it; without a database, those of this process. Raises Forbidden."""
         if not self.caller.may(Role.VIEWER, ANY):
             raise Forbidden(
                 f"key {self.caller.name!r} is no viewer of all projects, of which the metrics tell; ask the operator "
                 "for one that is (trainshed keys create NAME --role '*=viewer')"
             )
-        return self.watch.text(self._totals())
+        totals = self._totals() if database_up else Totals(database_up=False)
+        return self.watch.text(replace(totals, cluster_up=self.board.silent_since is None))
 
     def _totals(self) -> Totals:
         with self.last.lock:
             now = self.clock()
             if not now < self.last.until:
-                self.last.totals = Totals(bounded(self.counts.counts(), _MOST_PROJECTS), self._goodput(now))
-                self.last.until = now + _KEPT_SECONDS
+                self.last.totals, self.last.until = self._ask(now), now + _KEPT_SECONDS
             return self.last.totals
 
-    def _goodput(self, now: float) -> Mapping[str, float]:
-        """By project; where more runs are at work than can be looked at in an instant, of the newest of them."""
-        new, wall = defaultdict[str, float](float), defaultdict[str, float](float)
-        for job in self.store.page(JobQuery(states=(JobState.RUNNING, JobState.RECOVERING), limit=_MOST_RUNS)):
-            if job.started_at is not None:
-                new[job.spec.project] += self.run_dirs.known_story(job.run_dir).story.productive_seconds
-                wall[job.spec.project] += now - job.started_at
-        return {project: min(new[project] / seconds, 1.0) for project, seconds in wall.items() if seconds > 0}
+    def _ask(self, now: float) -> Totals:
+        # Where more runs are at work than can be looked at in an instant, the newest of them.
+        running = self.store.page(JobQuery(states=(JobState.RUNNING, JobState.RECOVERING), limit=_MOST_RUNS))
+        runs = [(job, self.run_dirs.known_story(job.run_dir).story) for job in running]
+        waits = bounded_oldest(self.counts.queued_since(), _MOST_PROJECTS)
+        return Totals(
+            bounded(self.counts.counts(), _MOST_PROJECTS),
+            _goodput(runs, now),
+            {project: max(now - since, 0.0) for project, since in waits.items()},
+            self.counts.backlog(),
+            tuple(_run_totals(job, story, now) for job, story in runs),
+        )
+
+
+def _goodput(runs: Sequence[tuple[Job, Story]], now: float) -> Mapping[str, float]:
+    """By project."""
+    new, wall = defaultdict[str, float](float), defaultdict[str, float](float)
+    for job, story in runs:
+        if job.started_at is not None:
+            new[job.spec.project] += story.productive_seconds
+            wall[job.spec.project] += now - job.started_at
+    return {project: min(new[project] / seconds, 1.0) for project, seconds in wall.items() if seconds > 0}
+
+
+def _run_totals(job: Job, story: Story, now: float) -> RunTotals:
+    began, done = job.started_at or now, story.progress
+    waits_for = job.waits_for
+    return RunTotals(
+        project=job.spec.project,
+        job=job.id,
+        name=job.spec.name,
+        restarts=story.restarts,
+        progress_age=max(now - ((done.time if done else None) or began), 0.0),
+        checkpoint_age=max(now - (story.checkpoint_at or began), 0.0),
+        step=done.step if done else 0,
+        step_seconds=done.step_seconds if done else None,
+        tokens_per_second=done.tokens_per_second if done else None,
+        loss=done.loss if done else None,
+        data_wait=done.data_wait if done else None,
+        waits_for=waits_for.code.value if waits_for is not None else None,
+    )
+
+
+def bounded_oldest(since: Mapping[str, float], most: int) -> Mapping[str, float]:
+    """The same with so many projects at most: of those whose jobs have waited least, the oldest is told as one."""
+    oldest = sorted(since, key=since.__getitem__)
+    own, others = oldest[:most], oldest[most:]
+    return {project: since[project] for project in own} | ({OTHERS: since[others[0]]} if others else {})
 
 
 def bounded(counts: Counts, most: int) -> Counts:

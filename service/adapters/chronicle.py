@@ -51,6 +51,8 @@ class Chronicle:
                     self._begin(line)
                 elif line["event"] == "workers_lost":
                     self._lose(line)
+                elif line["event"] == "checkpoint_committed":
+                    self._story = replace(self._story, checkpoint_at=number(line, "time"))
                 self._conditions.read(line)
                 if (hosts := hosts_of(line)) is not None:
                     self._story = replace(self._story, hosts=tuple(dict.fromkeys(hosts.values())))
@@ -127,6 +129,9 @@ class Chronicle:
     def _progress(self, line: Line, step: int) -> Progress:
         # A run that ends by tokens has an estimate for its steps, and may need more of them.
         of = self._of and max(self._of, step)
-        eta = statistics.median(self._recent) * max(of - step, 0) if of and self._recent else None
+        usual = statistics.median(self._recent) if self._recent else None
+        eta = usual * max(of - step, 0) if of and usual is not None else None
         loss, speed, mfu = (number(line, name) for name in ("loss", "tokens_per_second", "mfu"))
-        return Progress(step, of, loss, speed, mfu, eta)
+        seconds, waited = number(line, "step_seconds"), number(line, "data_wait_seconds")
+        data_wait = min(waited / seconds, 1.0) if seconds and waited is not None else None
+        return Progress(step, of, loss, speed, mfu, eta, number(line, "time"), usual, data_wait)

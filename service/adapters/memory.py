@@ -139,6 +139,19 @@ class MemoryJobStore:
         with self.lock:
             return Counter((job.state, job.spec.project) for job in self.jobs.values())
 
+    def queued_since(self) -> Mapping[str, float]:
+        """By project, since when (Unix seconds) the job that has waited longest has been queued."""
+        with self.lock:
+            tickets = [ticket for ticket in map(Ticket.of, self.jobs.values()) if ticket.waits]
+        return {
+            project: min(ticket.since for ticket in tickets if ticket.project == project)
+            for project in {ticket.project for ticket in tickets}
+        }
+
+    def backlog(self) -> int:
+        """How many webhook messages are not delivered yet: none are kept here."""
+        return 0
+
     def claim(self, job_id: str, lease: Lease) -> Job | None:
         """The job, if nobody else holds it; it is this owner's until the lease ends."""
         with self.lock:

@@ -1,6 +1,7 @@
 """Watch for Prometheus: the one place that knows its client, with a registry of its own for each app."""
 
 import time
+from collections.abc import Sequence
 from functools import cache
 
 from prometheus_client import (
@@ -12,41 +13,43 @@ from prometheus_client import (
     generate_latest,
 )
 
+from service.domain import series
 from service.domain.job import JobState
-from service.ports import Totals
+from service.domain.series import Series
+from service.ports import RunTotals, Totals
 
 _REQUEST_SECONDS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 _WAIT_SECONDS = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 24 * 3600.0)
 _PASS_SECONDS = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0)
 
 
+def _counter(one: Series, registry: CollectorRegistry) -> Counter:
+    return Counter(one.full_name, one.help, one.labels, registry=registry)
+
+
+def _gauge(one: Series, registry: CollectorRegistry) -> Gauge:
+    return Gauge(one.full_name, one.help, one.labels, registry=registry)
+
+
+def _histogram(one: Series, buckets: Sequence[float], registry: CollectorRegistry) -> Histogram:
+    return Histogram(one.full_name, one.help, one.labels, buckets=buckets, registry=registry)
+
+
 class PrometheusWatch:
     """Counts what it is told. Threads may share it."""
 
-    def __init__(self) -> None:
+    def __init__(self, version: str = "unknown") -> None:
         self._registry = own = CollectorRegistry()
-        self._requests = Counter(
-            "trainshed_http_requests_total", "Answers.", ["method", "route", "status"], registry=own
-        )
-        self._request_seconds = Histogram(
-            "trainshed_http_request_seconds",
-            "Until an answer begins.",
-            ["method", "route"],
-            buckets=_REQUEST_SECONDS,
-            registry=own,
-        )
-        self._followers = Gauge("trainshed_stream_clients", "Those who follow a job now.", registry=own)
-        self._moves = Counter("trainshed_job_moves_total", "Jobs that came into a state.", ["state"], registry=own)
-        self._attempts = Counter("trainshed_attempts_total", "Attempts that ended.", ["outcome"], registry=own)
-        self._waits = Histogram(
-            "trainshed_queue_wait_seconds", "From the queue to the start.", buckets=_WAIT_SECONDS, registry=own
-        )
-        self._passes = Histogram(
-            "trainshed_reconcile_pass_seconds", "A look after every job.", buckets=_PASS_SECONDS, registry=own
-        )
+        _gauge(series.BUILD, own).labels(version).set(1)
+        self._requests = _counter(series.HTTP_REQUESTS, own)
+        self._request_seconds = _histogram(series.HTTP_SECONDS, _REQUEST_SECONDS, own)
+        self._followers = _gauge(series.STREAMS, own)
+        self._moves = _counter(series.MOVES, own)
+        self._attempts = _counter(series.ATTEMPTS, own)
+        self._waits = _histogram(series.QUEUE_WAIT, _WAIT_SECONDS, own)
+        self._passes = _histogram(series.PASS_SECONDS, _PASS_SECONDS, own)
         self._passed_at = time.monotonic()
-        lag = Gauge("trainshed_reconcile_lag_seconds", "Since every job was last looked after.", registry=own)
-        lag.set_function(lambda: time.monotonic() - self._passed_at)
+        _gauge(series.LAG, own).set_function(lambda: time.monotonic() - self._passed_at)
         ProcessCollector(registry=own)
         # Its label values cost more to look up than to count: routes and statuses are few.
         self._request = cache(self._children)
@@ -88,17 +91,41 @@ class PrometheusWatch:
 
 def _whole(totals: Totals) -> CollectorRegistry:
     registry = CollectorRegistry()
-    jobs = Gauge("trainshed_jobs", "Stored jobs.", ["state", "project"], registry=registry)
+    _gauge(series.DATABASE_UP, registry).set(totals.database_up)
+    _gauge(series.CLUSTER_UP, registry).set(totals.cluster_up)
+    if not totals.database_up:
+        return registry
+    jobs = _gauge(series.JOBS, registry)
     for project in {project for _, project in totals.jobs}:
         for state in JobState:
             # A state that nobody is in is told: an alert on it would otherwise see nothing, not 0.
             jobs.labels(state, project).set(totals.jobs.get((state, project), 0))
-    goodput = Gauge(
-        "trainshed_goodput_ratio",
-        "Time of new steps, as a part of all, of jobs that run.",
-        ["project"],
-        registry=registry,
-    )
-    for project, ratio in totals.goodput.items():
-        goodput.labels(project).set(ratio)
+    for one, values in ((series.GOODPUT, totals.goodput), (series.OLDEST_WAIT, totals.oldest_wait)):
+        gauge = _gauge(one, registry)
+        for project, value in values.items():
+            gauge.labels(project).set(value)
+    _gauge(series.BACKLOG, registry).set(totals.backlog)
+    _tell_runs(totals.runs, registry)
     return registry
+
+
+def _tell_runs(runs: Sequence[RunTotals], registry: CollectorRegistry) -> None:
+    told = {
+        series.JOB_STEP: lambda run: run.step,
+        series.JOB_STEP_SECONDS: lambda run: run.step_seconds,
+        series.JOB_TOKENS: lambda run: run.tokens_per_second,
+        series.JOB_LOSS: lambda run: run.loss,
+        series.JOB_DATA_WAIT: lambda run: run.data_wait,
+        series.JOB_RESTARTS: lambda run: run.restarts,
+        series.JOB_PROGRESS_AGE: lambda run: run.progress_age,
+        series.JOB_CHECKPOINT_AGE: lambda run: run.checkpoint_age,
+    }
+    for one, value_of in told.items():
+        gauge = _gauge(one, registry)
+        for run in runs:
+            if (value := value_of(run)) is not None:
+                gauge.labels(run.project, run.job, run.name).set(value)
+    waits = _gauge(series.JOB_WAITS, registry)
+    for run in runs:
+        if run.waits_for is not None:
+            waits.labels(run.project, run.job, run.name, run.waits_for).set(1)

@@ -1,13 +1,16 @@
 """/metrics for Prometheus, and the watch over every request: counted, timed, and a line in the log."""
 
 import time
+from functools import partial
 from typing import Annotated
 
 import structlog
+from anyio.to_thread import run_sync
 from fastapi import APIRouter, Depends, Request, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.guard import ScraperIs, require_scraper
+from service.api.opening import Pulse
 from service.ports import Watch
 from service.watch import Watching
 
@@ -31,9 +34,11 @@ def watching_of(request: Request, caller: ScraperIs) -> Watching:
     response_class=Response,
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "the series"}},
 )
-def metrics(watching: Annotated[Watching, Depends(watching_of)]) -> Response:
+async def metrics(request: Request, watching: Annotated[Watching, Depends(watching_of)]) -> Response:
     """Series for Prometheus, of this process and of all jobs; for a viewer of all projects, or the metrics key."""
-    return Response(watching.text(), media_type=_TEXT)
+    pulse: Pulse = request.app.state.pulse
+    text = await run_sync(partial(watching.text, database_up=await pulse.beats()))
+    return Response(text, media_type=_TEXT)
 
 
 class Observed:

@@ -22,7 +22,7 @@ from service.ports.runs import (
     Tail,
     Written,
 )
-from service.ports.watch import Counts, JobCounts, Totals, Traces, Untraced, Unwatched, Watch
+from service.ports.watch import Counts, JobCounts, RunTotals, Totals, Traces, Untraced, Unwatched, Watch
 from service.ports.webhooks import Batch, Outbox, Sender, WebhookStore
 
 __all__ = [
@@ -55,6 +55,7 @@ __all__ = [
     "Progress",
     "Reading",
     "RunDirs",
+    "RunTotals",
     "Sender",
     "Sighting",
     "StorageProbe",

@@ -46,6 +46,12 @@ class Progress:
     tokens_per_second: float | None = None
     mfu: float | None = None
     eta_seconds: float | None = None
+    time: float | None = None
+    """When that line was written, in Unix seconds."""
+    step_seconds: float | None = None
+    """The median of the last 50 logged steps."""
+    data_wait: float | None = None
+    """Which part of the newest logged step waited for data."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,8 @@ class Story:
     """The newest loss of workers on each host."""
     draining: Mapping[str, float] = field(default_factory=dict)
     """Hosts that will be taken away, and when the notice came (Unix seconds)."""
+    checkpoint_at: float | None = None
+    """When its newest checkpoint was committed, in Unix seconds; None if there is none."""
 
 
 NO_STORY = Story(restarts=0, lost_steps=0, lost_seconds=0.0, productive_seconds=0.0, progress=None)

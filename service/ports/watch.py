@@ -12,12 +12,38 @@ Counts = Mapping[tuple[JobState, str], int]
 
 
 @dataclass(frozen=True)
+class RunTotals:
+    """One job that runs. Times are seconds until now; None is unknown."""
+
+    project: str
+    job: str
+    name: str
+    restarts: int
+    progress_age: float
+    checkpoint_age: float
+    step: int = 0
+    step_seconds: float | None = None
+    tokens_per_second: float | None = None
+    loss: float | None = None
+    data_wait: float | None = None
+    waits_for: str | None = None
+    """The code of what it waits for, if it makes no progress."""
+
+
+@dataclass(frozen=True)
 class Totals:
     """What is true of the whole service, whichever of its processes says it."""
 
     jobs: Counts = field(default_factory=dict)
     goodput: Mapping[str, float] = field(default_factory=dict)
     """By project, of its jobs that run now: time of steps that were new, as a part of all since they started."""
+    oldest_wait: Mapping[str, float] = field(default_factory=dict)
+    """By project, for how many seconds the job that has waited longest has been queued."""
+    backlog: int = 0
+    """Webhook messages that are not delivered yet."""
+    runs: tuple[RunTotals, ...] = ()
+    cluster_up: bool = True
+    database_up: bool = True
 
 
 class JobCounts(Protocol):
@@ -25,6 +51,12 @@ class JobCounts(Protocol):
 
     def counts(self) -> Counts:
         """How many jobs there are by state and project; quick."""
+
+    def queued_since(self) -> Mapping[str, float]:
+        """By project, since when (Unix seconds) the job that has waited longest has been queued."""
+
+    def backlog(self) -> int:
+        """How many webhook messages are not delivered yet."""
 
 
 class Watch(Protocol):

@@ -149,7 +149,7 @@ class FakeService:
     @property
     def watching(self) -> Watching:
         """The use case of those who watch."""
-        return Watching(self.counts, self.store, self.run_dirs, self.watch, self.clock)
+        return Watching(self.counts, self.store, self.run_dirs, self.watch, self.clock, self.board)
 
     @property
     def doctor(self) -> Doctor:

@@ -1,8 +1,10 @@
 """JobCounts on SQLAlchemy."""
 
+from collections.abc import Mapping
+
 from sqlalchemy import Engine, func, select
 
-from service.adapters.sql.tables import jobs
+from service.adapters.sql.tables import deliveries, jobs
 from service.domain.job import JobState
 from service.ports import Counts
 
@@ -18,3 +20,15 @@ class SqlJobCounts:
         query = select(jobs.c.state, jobs.c.project, func.count()).group_by(jobs.c.state, jobs.c.project)
         with self._engine.connect() as connection:
             return {(JobState(state), project): count for state, project, count in connection.execute(query)}
+
+    def queued_since(self) -> Mapping[str, float]:
+        """By project, since when (Unix seconds) the job that has waited longest has been queued."""
+        query = select(jobs.c.project, func.min(jobs.c.since)).where(jobs.c.waits == 1).group_by(jobs.c.project)
+        with self._engine.connect() as connection:
+            return {project: since for project, since in connection.execute(query)}
+
+    def backlog(self) -> int:
+        """How many webhook messages are not delivered yet."""
+        query = select(func.count()).where(deliveries.c.next_at.is_not(None))
+        with self._engine.connect() as connection:
+            return connection.execute(query).scalar_one()
