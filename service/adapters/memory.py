@@ -142,10 +142,11 @@ class MemoryJobStore:
     def queued_since(self) -> Mapping[str, float]:
         """By project, since when (Unix seconds) the job that has waited longest has been queued."""
         with self.lock:
-            tickets = [ticket for ticket in map(Ticket.of, self.jobs.values()) if ticket.waits]
+            queued = [job for job in self.jobs.values() if job.state is JobState.QUEUED]
+        since = {job.id: job.times.get(JobState.QUEUED, job.created_at) for job in queued}
         return {
-            project: min(ticket.since for ticket in tickets if ticket.project == project)
-            for project in {ticket.project for ticket in tickets}
+            project: min(since[job.id] for job in queued if job.spec.project == project)
+            for project in {job.spec.project for job in queued}
         }
 
     def backlog(self) -> int:

@@ -1,7 +1,7 @@
 """Watch for Prometheus: the one place that knows its client, with a registry of its own for each app."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 from prometheus_client import (
@@ -110,7 +110,7 @@ def _whole(totals: Totals) -> CollectorRegistry:
 
 
 def _tell_runs(runs: Sequence[RunTotals], registry: CollectorRegistry) -> None:
-    told = {
+    told: Mapping[Series, Callable[[RunTotals], float | None]] = {
         series.JOB_STEP: lambda run: run.step,
         series.JOB_STEP_SECONDS: lambda run: run.step_seconds,
         series.JOB_TOKENS: lambda run: run.tokens_per_second,

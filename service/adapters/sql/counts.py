@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from sqlalchemy import Engine, func, select
+from sqlalchemy import JSON, Engine, cast, func, select, type_coerce
 
 from service.adapters.sql.tables import deliveries, jobs
 from service.domain.job import JobState
@@ -23,9 +23,13 @@ class SqlJobCounts:
 
     def queued_since(self) -> Mapping[str, float]:
         """By project, since when (Unix seconds) the job that has waited longest has been queued."""
-        query = select(jobs.c.project, func.min(jobs.c.since)).where(jobs.c.waits == 1).group_by(jobs.c.project)
+        # SQLite reads JSON from text; for Postgres it must be said.
+        sqlite = self._engine.dialect.name == "sqlite"
+        times = type_coerce(jobs.c.times, JSON) if sqlite else cast(jobs.c.times, JSON)
+        since = func.min(func.coalesce(times[JobState.QUEUED.value].as_float(), jobs.c.created_at))
+        query = select(jobs.c.project, since).where(jobs.c.state == JobState.QUEUED).group_by(jobs.c.project)
         with self._engine.connect() as connection:
-            return {project: since for project, since in connection.execute(query)}
+            return {row.project: row[1] for row in connection.execute(query)}
 
     def backlog(self) -> int:
         """How many webhook messages are not delivered yet."""

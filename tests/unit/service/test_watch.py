@@ -1,5 +1,6 @@
 """What those who watch are told: waits, outcomes, counts, goodput, and how far the reconciler is behind."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from service.domain.changes import outcomes, waited
 from service.domain.decide import Submission
 from service.domain.job import JobState
 from service.domain.moves import start
+from service.domain.series import ALL
 from service.ports import NewJob
 from service.watch import OTHERS, bounded
 from tests.support.service import FakeService, a_job
@@ -67,9 +69,9 @@ def series(text: bytes) -> dict[tuple[str, Labels], float]:
     return {(one.name, tuple(sorted(one.labels.items()))): one.value for each in families for one in each.samples}
 
 
-def value(service: FakeService, name: str, **labels: str) -> float | None:
+def value(service: FakeService, series_name: str, /, **labels: str) -> float | None:
     """What a sample says now."""
-    return series(service.watching.text()).get((f"trainshed_{name}", tuple(sorted(labels.items()))))
+    return series(service.watching.text()).get((f"trainshed_{series_name}", tuple(sorted(labels.items()))))
 
 
 @pytest.fixture
@@ -97,6 +99,69 @@ def test_a_job_is_told_of_from_the_queue_to_its_end(service: FakeService) -> Non
     assert value(service, "jobs", state="QUEUED", project="nlp") == 0
     assert value(service, "jobs", state="SUCCEEDED", project="nlp") == 1
     assert value(service, "goodput_ratio", project="nlp") is None, "of jobs that run"
+
+
+def test_a_job_that_runs_has_series_of_its_own(service: FakeService) -> None:
+    job = service.submit(project="nlp")
+    service.clock.now += 40
+    assert value(service, "queue_oldest_seconds", project="nlp") == 40
+    service.reconciler().run_once()
+    service.cluster.submissions[f"{job.id}-1"] = Submission.RUNNING
+    service.event(job.id, "training_started", steps=20, replayed=0)
+    written = time.time()
+    for step, seconds in ((1, 2.0), (2, 3.0), (3, 4.0)):
+        service.metric(job.id, step=step, step_seconds=seconds, data_wait_seconds=1.0, loss=2.5, tokens_per_second=64.0)
+    service.reconciler().run_once()
+    service.clock.now = written + 100
+    labels = {"project": "nlp", "job": job.id, "name": "tiny"}
+    found = {name: value(service, f"job_{name}", **labels) for name in JOB_SERIES}
+    assert found == {
+        "step": 3,
+        "step_seconds": 3.0,
+        "tokens_per_second": 64.0,
+        "loss": 2.5,
+        "data_wait_ratio": 0.25,
+        "restarts": 0,
+        "progress_age_seconds": pytest.approx(100, abs=5),
+        # It has none yet, and began long before the clock was moved.
+        "checkpoint_age_seconds": pytest.approx(written + 100 - 1040, abs=5),
+    }
+    service.event(job.id, "checkpoint_committed", step=3)
+    service.event(job.id, "stalled", step=3, seconds=12.0)
+    service.reconciler().run_once()
+    service.clock.now += 5
+    assert value(service, "job_checkpoint_age_seconds", **labels) == pytest.approx(105, abs=5)
+    assert value(service, "job_waits", **labels, code="stalled") == 1
+    service.end(job.id, Outcome(result="succeeded", step=20))
+    service.reconciler().run_once()
+    service.clock.now += 5
+    assert value(service, "job_step", **labels) is None, "of jobs that run"
+
+
+JOB_SERIES = (
+    *("step", "step_seconds", "tokens_per_second", "loss", "data_wait_ratio", "restarts"),
+    *("progress_age_seconds", "checkpoint_age_seconds"),
+)
+
+
+def test_cluster_and_database_that_do_not_answer_are_told(service: FakeService) -> None:
+    assert (value(service, "cluster_up"), value(service, "database_up")) == (1, 1)
+    service.board.silent_since = service.clock.now
+    assert value(service, "cluster_up") == 0
+    found = series(service.watching.text(database_up=False))
+    assert found["trainshed_database_up", ()] == 0
+    assert not any(name == "trainshed_jobs" for name, _ in found)
+    assert any(name == "trainshed_build_info" for name, _ in found), "what the process knows itself"
+
+
+def test_every_series_is_in_the_list_that_dashboards_are_made_from_and_in_the_docs(service: FakeService) -> None:
+    service.submit()
+    families = text_string_to_metric_families(service.watching.text().decode())
+    told = {family.name for family in families if family.name.startswith("trainshed_")}
+    known = {one.full_name.removesuffix("_total") for one in ALL}
+    assert {name for name in told if not name.endswith("_created")} == known
+    page = Path("docs/watching.md").read_text()
+    assert [one.full_name for one in ALL if f"`{one.full_name}`" not in page] == []
 
 
 def test_those_who_scrape_at_once_ask_the_database_once(service: FakeService) -> None:
@@ -136,3 +201,17 @@ def test_databases_count_as_memory_does(stores: tuple[SqlJobStore, SqlJobCounts]
             (JobState.QUEUED, "watch-1"): 2,
         }
     )
+
+
+def test_databases_know_since_when_jobs_wait_as_memory_does(stores: tuple[SqlJobStore, SqlJobCounts]) -> None:
+    (store, database), memory = stores, MemoryJobStore()
+    jobs = [a_job(f"job-wait-{n}", project=f"wait-{n % 3}", now=100.0 - n) for n in range(6)]
+    # One that was paused and resumed waits since then, and one that has started no more.
+    jobs[3] = replace(jobs[3], times={JobState.QUEUED: 500.0})
+    jobs[5] = start(jobs[5], now=1.0)
+    for one in (store, memory):
+        for job in jobs:
+            one.add(NewJob(job))
+    found = {project: since for project, since in database.queued_since().items() if project.startswith("wait-")}
+    assert found == memory.queued_since() == {"wait-0": 100.0, "wait-1": 96.0, "wait-2": 98.0}
+    assert database.backlog() == memory.backlog() == 0
