@@ -233,12 +233,8 @@ class Settings(BaseSettings):
 
     @property
     def roots(self) -> tuple[str, ...]:
-        """Every URI below which a spec may read.
-
-        Runs in home are among them only if they can be there: the hosts of a cluster do not see this home.
-        """
-        own = (self.own_root,) if self.ray_address is None or (self.home / "runs").is_dir() else ()
-        return tuple(dict.fromkeys((self.default_root, *own, *self.storage_roots)))
+        """Every URI below which a spec may read."""
+        return tuple(dict.fromkeys((self.default_root, self.own_root, *self.storage_roots)))
 
     @property
     def database(self) -> str:

@@ -1,0 +1,149 @@
+"""`python deploy/grafana/build.py [FOLDER]`: writes our Grafana dashboards, from the list of our series.
+
+A panel can only query a series of `service.domain.series`: queries are made from its members.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grafana_foundation_sdk.builders import dashboard, prometheus, stat, timeseries
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import DashboardCursorSync, DataSourceRef, GridPos, VariableRefresh
+
+from service.domain import series
+from service.domain.series import Series
+
+FOLDER = Path(__file__).parent / "dashboards"
+_SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
+_WIDTH, _HEIGHT = 8, 8
+"""Of a panel; Grafana's grid is 24 wide."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel: queries with their legends, and a unit of Grafana's."""
+
+    title: str
+    queries: tuple[tuple[str, str], ...]
+    unit: str = "short"
+    text: str = ""
+    kind: str = "lines"
+
+
+def whole(one: Series, by: str = "", where: str = "") -> str:
+    """Query a series that every replica tells alike."""
+    assert one.whole, one
+    worst = "min" if one in (series.CLUSTER_UP, series.DATABASE_UP) else "max"
+    return f"{worst}{_by(by)} ({one.full_name}{{{where}}})"
+
+
+def rate(one: Series, by: str = "", where: str = "", over: str = "$__rate_interval") -> str:
+    """Query how fast a counter grows, over all replicas."""
+    assert one.kind == "counter", one
+    return f"sum{_by(by)} (rate({one.full_name}{{{where}}}[{over}]))"
+
+
+def quantile(part: float, one: Series, by: str = "", over: str = "$__rate_interval") -> str:
+    """Query a quantile of a histogram, over all replicas."""
+    assert one.kind == "histogram", one
+    labels = ", ".join(filter(None, ("le", by)))
+    return f"histogram_quantile({part}, sum by ({labels}) (rate({one.full_name}_bucket[{over}])))"
+
+
+def _by(labels: str) -> str:
+    return f" by ({labels})" if labels else ""
+
+
+_LIVE = 'state=~"QUEUED|STARTING|RUNNING|RECOVERING|PAUSING|PAUSED|CANCELLING"'
+FLEET = (
+    Panel("Ray answers", ((whole(series.CLUSTER_UP), ""),), kind="number"),
+    Panel("Database answers", ((whole(series.DATABASE_UP), ""),), kind="number"),
+    Panel("Versions", ((f"count by (version) ({series.BUILD.full_name})", "{{version}}"),), kind="number"),
+    Panel(
+        "Jobs by state",
+        ((f"sum by (state) ({whole(series.JOBS, 'state, project', _LIVE)})", "{{state}}"),),
+    ),
+    Panel("Running jobs by project", ((whole(series.JOBS, "project", 'state="RUNNING"'), "{{project}}"),)),
+    Panel("Goodput", ((whole(series.GOODPUT, "project"), "{{project}}"),), "percentunit", "Time of new steps, of all."),
+    Panel("Oldest queued job", ((whole(series.OLDEST_WAIT, "project"), "{{project}}"),), "s"),
+    Panel("Queue wait (95 %)", ((quantile(0.95, series.QUEUE_WAIT, over="1h"), ""),), "s"),
+    Panel("Attempts that ended", ((rate(series.ATTEMPTS, "outcome", over="1h") + " * 3600", "{{outcome}} per hour"),)),
+    Panel("Reconcile lag", ((f"min({series.LAG.full_name})", ""),), "s", "Since somebody looked after every job."),
+    Panel("Reconcile pass (95 %)", ((quantile(0.95, series.PASS_SECONDS), ""),), "s"),
+    Panel("Webhook backlog", ((whole(series.BACKLOG), ""),)),
+    Panel("Answers", ((rate(series.HTTP_REQUESTS, "status"), "{{status}}"),), "reqps"),
+    Panel("Answer time (99 %)", ((quantile(0.99, series.HTTP_SECONDS, "route"), "{{route}}"),), "s"),
+    Panel("Open streams", ((f"sum({series.STREAMS.full_name})", ""),)),
+    Panel("Jobs that came into a state", ((rate(series.MOVES, "state", over="1h") + " * 3600", "{{state}} per hour"),)),
+)
+_ONE = 'job=~"$job"'
+_NAMED = "{{name}} ({{job}})"
+JOB = (
+    Panel("Step time", ((whole(series.JOB_STEP_SECONDS, "name, job", _ONE), _NAMED),), "s", "Median of 50 steps."),
+    Panel("Tokens per second", ((whole(series.JOB_TOKENS, "name, job", _ONE), _NAMED),)),
+    Panel("Loss", ((whole(series.JOB_LOSS, "name, job", _ONE), _NAMED),)),
+    Panel("Steps", ((whole(series.JOB_STEP, "name, job", _ONE), _NAMED),)),
+    Panel("Since the newest step", ((whole(series.JOB_PROGRESS_AGE, "name, job", _ONE), _NAMED),), "s"),
+    Panel("Since the newest checkpoint", ((whole(series.JOB_CHECKPOINT_AGE, "name, job", _ONE), _NAMED),), "s"),
+    Panel("Restarts", ((whole(series.JOB_RESTARTS, "name, job", _ONE), _NAMED),)),
+    Panel("Waiting for data", ((whole(series.JOB_DATA_WAIT, "name, job", _ONE), _NAMED),), "percentunit"),
+    Panel("Makes no progress", ((whole(series.JOB_WAITS, "name, job, code", _ONE), "{{name}}: {{code}}"),)),
+)
+
+
+def _panel(panel: Panel, place: int) -> Any:
+    builder = stat.Panel() if panel.kind == "number" else timeseries.Panel()
+    for query, legend in panel.queries:
+        target = prometheus.Dataquery().expr(query).legend_format(legend or panel.title)
+        builder = builder.with_target(target)
+    columns = 24 // _WIDTH
+    return (
+        builder.title(panel.title)
+        .description(panel.text)
+        .unit(panel.unit)
+        .datasource(_SOURCE)
+        .grid_pos(_place(place, columns))
+    )
+
+
+def _place(place: int, columns: int) -> GridPos:
+    return GridPos(h=_HEIGHT, w=_WIDTH, x=place % columns * _WIDTH, y=place // columns * _HEIGHT)
+
+
+def build(uid: str, title: str, panels: tuple[Panel, ...], *, by_job: bool = False) -> str:
+    """The dashboard as JSON."""
+    made = (
+        dashboard.Dashboard(title)
+        .uid(uid)
+        .tags(["trainshed"])
+        .refresh("30s")
+        .time("now-6h", "now")
+        .tooltip(DashboardCursorSync.CROSSHAIR)
+        .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
+    )
+    if by_job:
+        jobs = dashboard.QueryVariable("job").label("Job").datasource(_SOURCE).multi(True).include_all(True)
+        made = made.with_variable(
+            jobs.query(f"label_values({series.JOB_STEP.full_name}, job)").refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+        )
+    for place, panel in enumerate(panels):
+        made = made.with_panel(_panel(panel, place))
+    return json.dumps(json.loads(JSONEncoder(sort_keys=True).encode(made.build())), indent=1, sort_keys=True) + "\n"
+
+
+def all_dashboards() -> dict[str, str]:
+    """Every dashboard by the name of its file."""
+    return {
+        "fleet.json": build("trainshed-fleet", "Trainshed: fleet", FLEET),
+        "job.json": build("trainshed-job", "Trainshed: jobs", JOB, by_job=True),
+    }
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in all_dashboards().items():
+        (folder / name).write_text(text)
