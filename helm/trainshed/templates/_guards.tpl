@@ -1,0 +1,62 @@
+{{/* Values that contradict each other: what is wrong, and what helps. The schema checks each value alone. */}}
+{{- define "trainshed.guards" -}}
+{{- $v := .Values }}
+{{- $postgres := ne $v.database.existingSecret "" }}
+{{- if and (gt (int $v.replicas) 1) (not $postgres) }}
+{{- fail "replicas > 1 needs Postgres, because SQLite is for one process: set database.existingSecret, or replicas: 1" }}
+{{- end }}
+{{- if and (eq $v.strategy "RollingUpdate") (not $postgres) }}
+{{- fail "strategy RollingUpdate needs Postgres, because two pods cannot have the same home volume: set database.existingSecret, or strategy: Recreate" }}
+{{- end }}
+{{- if and (eq $v.storage.volume.accessMode "ReadWriteOnce") (gt (len $v.ray.workers) 1) $v.ray.create }}
+{{- fail "several groups of workers share a ReadWriteOnce volume, so all must fit on one node: set storage.volume.accessMode to ReadWriteMany (with a storage class or an existing claim that has it), or keep one group" }}
+{{- end }}
+{{- if and (gt (int $v.replicas) 1) (eq $v.storage.volume.accessMode "ReadWriteOnce") }}
+{{- fail "replicas > 1 with a ReadWriteOnce volume puts all replicas on one node: set storage.volume.accessMode to ReadWriteMany" }}
+{{- end }}
+{{- if and $v.ray.create $v.ray.address }}
+{{- fail "ray.create and ray.address are both set: leave ray.address empty, or set ray.create: false to use that cluster" }}
+{{- end }}
+{{- if and (not $v.ray.create) (not $v.ray.address) }}
+{{- fail "there is no Ray: set ray.create: true, or ray.address to the URL of the dashboard of a cluster" }}
+{{- end }}
+{{- if and $v.ray.address (not $v.ray.tokenSecret) }}
+{{- fail "ray.address needs ray.tokenSecret, a Secret with that cluster's token in the key auth_token: a cluster without a token lets everybody run code" }}
+{{- end }}
+{{- if and $v.ray.create (not $v.ray.allowVersionSkew) (ne ($v.ray.image.tag | default .Chart.AppVersion) ($v.image.tag | default .Chart.AppVersion)) }}
+{{- fail (printf "image.tag %s and ray.image.tag %s differ: give both images the same tag, or set ray.allowVersionSkew: true (jobs wait while the versions of Trainshed in them differ)" ($v.image.tag | default .Chart.AppVersion) ($v.ray.image.tag | default .Chart.AppVersion)) }}
+{{- end }}
+{{- if and $v.ingress.enabled (not $v.ingress.host) }}
+{{- fail "ingress.enabled needs ingress.host, the name by which callers reach the service" }}
+{{- end }}
+{{- if and $v.ingress.enabled (not $v.ingress.tlsSecret) }}
+{{- fail "ingress.enabled needs ingress.tlsSecret: keys must not travel in the clear" }}
+{{- end }}
+{{- if and $v.ingress.enabled (contains "/" $v.ingress.host) }}
+{{- fail (printf "ingress.host %q has a path, and the service is served at the root path only: give it a host of its own" $v.ingress.host) }}
+{{- end }}
+{{- if and $v.httpRoute.enabled (or (not $v.httpRoute.parentRefs) (not $v.httpRoute.hostnames)) }}
+{{- fail "httpRoute.enabled needs httpRoute.parentRefs (the Gateway) and httpRoute.hostnames" }}
+{{- end }}
+{{- if and $postgres $v.networkPolicy.enabled (not $v.networkPolicy.egress) }}
+{{- fail "database.existingSecret with network policies needs a rule that lets the service reach it: set networkPolicy.egress, e.g. [{ports: [{port: 5432}]}], or networkPolicy.enabled: false" }}
+{{- end }}
+{{- if gt (len (include "trainshed.rayName" .)) 50 }}
+{{- fail (printf "the RayCluster's name %s is longer than 50 letters, and KubeRay would cut the name of its Secret: choose a shorter release name" (include "trainshed.rayName" .)) }}
+{{- end }}
+{{- $names := list }}
+{{- range $v.ray.workers }}
+{{- if has .name $names }}{{ fail (printf "two groups of ray.workers are called %q: give each its own name" .name) }}{{ end }}
+{{- $names = append $names .name }}
+{{- end }}
+{{- range $name, $_ := $v.settings }}
+{{- $variable := printf "TRAINSHED_%s" (upper $name) }}
+{{- if has $variable (list "TRAINSHED_HOME" "TRAINSHED_HOST" "TRAINSHED_PORT" "TRAINSHED_ALLOWED_HOSTS" "TRAINSHED_RAY_ADDRESS" "TRAINSHED_RUNS" "TRAINSHED_STORAGE_ROOTS" "TRAINSHED_CACHE" "TRAINSHED_ADMIN_KEY_FILE" "TRAINSHED_METRICS_KEY_FILE" "TRAINSHED_DASHBOARD_URL" "TRAINSHED_DATABASE_URL") }}
+{{- fail (printf "settings.%s: the chart sets %s itself; use the value that is made for it (see values.yaml)" $name $variable) }}
+{{- end }}
+{{- end }}
+{{- /* Only where a cluster answers: a render without one must pass. */}}
+{{- if and $v.ray.create (lookup "v1" "ServiceAccount" .Release.Namespace "default") (not (.Capabilities.APIVersions.Has "ray.io/v1/RayCluster")) }}
+{{- fail "this cluster does not know RayCluster: install KubeRay's operator first (1.6 or newer), or set ray.create: false and ray.address" }}
+{{- end }}
+{{- end }}

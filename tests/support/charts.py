@@ -1,0 +1,113 @@
+"""The chart, rendered by Helm's own engine, and what its objects say."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import helm_python as helm
+import kubernetes_validate
+import yaml
+from jsonschema import Draft202012Validator
+
+CHART = Path("helm/trainshed")
+NAMESPACE = "ml"
+CRDS = "TRAINSHED_TEST_CRDS"
+"""Names a folder with KubeRay's definitions of its resources."""
+_OTHERS = ("gateway.networking.k8s.io", "monitoring.coreos.com")
+"""Groups whose definitions are not at hand."""
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """What Helm would send to a cluster, and what it would print."""
+
+    objects: tuple[Object, ...]
+    notes: str
+
+    def of(self, kind: str, name: str | None = None) -> Object:
+        """The one object of a kind, or that with a name."""
+        found = [one for one in self.objects if one["kind"] == kind and name in (None, one["metadata"]["name"])]
+        assert len(found) == 1, (kind, name, len(found))
+        return found[0]
+
+    def pods(self) -> Iterator[tuple[str, Object]]:
+        """Every pod and pod template, with the component that it is."""
+        for one in self.objects:
+            if one["kind"] == "Pod":
+                yield component(one), one
+            elif one["kind"] == "Deployment":
+                yield component(one["spec"]["template"]), one["spec"]["template"]
+            elif one["kind"] == "RayCluster":
+                yield "ray-head", one["spec"]["headGroupSpec"]["template"]
+                for group in one["spec"]["workerGroupSpecs"]:
+                    yield f"ray-worker {group['groupName']}", group["template"]
+
+
+def component(one: Object) -> str:
+    """What an object calls itself."""
+    return str(one["metadata"]["labels"].get("app.kubernetes.io/component", ""))
+
+
+def render(values: Mapping[str, Any] | None = None, *, name: str = "demo") -> Rendered:
+    """Render the chart as an install without a cluster does. Raises helm.HelmError."""
+    with helm.Chart.load(str(CHART)) as chart:
+        files = chart.render(dict(values or {}), name=name, namespace=NAMESPACE)
+    objects: list[Object] = []
+    notes = ""
+    for path, text in sorted(files.items()):
+        if path.endswith("NOTES.txt"):
+            notes = text
+        else:
+            objects += [one for one in yaml.safe_load_all(text) if one]
+    return Rendered(tuple(objects), notes)
+
+
+def problems(one: Object) -> list[str]:
+    """What a Kubernetes API server would find wrong with an object, unknown fields among it."""
+    group = one["apiVersion"].partition("/")[0]
+    if group in _OTHERS:
+        return []
+    if group == "ray.io":
+        schema = ray_schema(one["kind"])
+        errors = Draft202012Validator(schema).iter_errors(one) if schema else []
+        return [f"{'/'.join(map(str, error.absolute_path))}: {error.message}" for error in errors]
+    try:
+        # Its schemas call for strings where Kubernetes takes numbers too.
+        kubernetes_validate.validate(json.loads(json.dumps(one)), "1.34", strict=True)
+    except kubernetes_validate.ValidationError as error:
+        return [f"{error.path}: {error.message}"]
+    return []
+
+
+@cache
+def ray_schema(kind: str) -> Object | None:
+    """KubeRay's definition of a kind, which refuses fields that it does not have; None if it is not at hand."""
+    folder = os.environ.get(CRDS)
+    if not folder:
+        return None
+    definition = yaml.safe_load((Path(folder) / f"ray.io_{kind.lower()}s.yaml").read_text())
+    (version,) = [one for one in definition["spec"]["versions"] if one["name"] == "v1"]
+    schema: Object = _strict(version["schema"]["openAPIV3Schema"])
+    schema["properties"]["metadata"] = {"type": "object"}
+    return schema
+
+
+def _strict(schema: Any) -> Any:
+    """The same with unknown fields refused, where a definition lists them, and with Kubernetes' int-or-string."""
+    if isinstance(schema, list):
+        return [_strict(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("x-kubernetes-int-or-string"):
+        return {"type": ["integer", "string"]}
+    made = {name: _strict(value) for name, value in schema.items()}
+    if "properties" in schema and isinstance(schema["properties"], dict):
+        made["properties"] = {name: _strict(value) for name, value in schema["properties"].items()}
+        if not schema.get("x-kubernetes-preserve-unknown-fields") and "additionalProperties" not in schema:
+            made["additionalProperties"] = False
+    return made
