@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 PEERS := .venv/.peers
 
-.PHONY: setup demo test hosts bench serve check format
+.PHONY: setup demo test hosts images bench serve check format
 .DEFAULT_GOAL := setup
 
 setup: $(INSTALLED)
@@ -21,12 +21,17 @@ demo:
 
 # Tests of one process each run two at a time; the others have all cores.
 test: $(INSTALLED)
-	@failed=0; $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/unit tests/api || failed=1; \
+	@failed=0; $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/unit tests/api tests/kubernetes || failed=1; \
 	$(BIN)/python -m pytest tests/distributed tests/e2e tests/hosts tests/benchmarks || failed=1; exit $$failed
 
 # All tests on hosts in namespaces, with those that `make test` leaves out. Needs root and iproute2.
 hosts: $(INSTALLED)
 	MORE_HOSTS=1 $(BIN)/python -m pytest tests/hosts
+
+# Both images, without a Docker engine. Needs root, buildah and debootstrap; takes minutes.
+images: $(INSTALLED)
+	./deploy/images.sh
+	$(BIN)/python -m pytest tests/kubernetes/test_images.py
 
 $(PEERS): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench]'

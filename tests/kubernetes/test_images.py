@@ -1,0 +1,107 @@
+"""The images that `make images` built from this commit: who they run as, and that the service's command answers."""
+
+import json
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.waiting import wait_for
+
+TAG = "0.1.0"
+
+
+def output(*command: str) -> str:
+    """What a command prints. Raises CalledProcessError."""
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+
+
+def why_no_images() -> str | None:
+    """Why there is nothing to test; None if the images of this commit are there."""
+    for command in ("buildah", "debootstrap"):
+        if shutil.which(command) is None:
+            return f"needs {command} (Debian: {command})"
+    try:
+        built = {config(name)["Labels"]["org.opencontainers.image.revision"] for name in ("trainshed", WORKER)}
+    except (subprocess.CalledProcessError, KeyError, TypeError):
+        return "`make images` has built no images"
+    return None if built == {output("git", "rev-parse", "HEAD")} else "the images are of another commit: `make images`"
+
+
+WORKER = "trainshed-worker"
+
+
+def config(name: str) -> dict[str, Any]:
+    """The configuration of an image."""
+    found: dict[str, Any] = json.loads(output("buildah", "inspect", "--type", "image", f"{name}:{TAG}"))["OCIv1"]
+    inside: dict[str, Any] = found["config"]
+    return inside
+
+
+pytestmark = [
+    pytest.mark.skipif((why := why_no_images()) is not None, reason=str(why)),
+    pytest.mark.timeout(120),
+]
+
+
+@dataclass
+class Container:
+    """An image's files, mounted, and what its configuration says."""
+
+    root: Path
+    config: dict[str, Any]
+
+    def command(self, *words: str, **environment: str) -> list[str]:
+        """The command line that runs words, or the image's own command, as the image's user."""
+        own = dict(pair.split("=", 1) for pair in self.config["Env"])
+        told = [f"{name}={value}" for name, value in {**own, **environment}.items()]
+        inside = list(words) or [*self.config["Entrypoint"], *self.config["Cmd"]]
+        return ["chroot", f"--userspec={self.config['User']}", str(self.root), "env", "-i", *told, *inside]
+
+
+@contextmanager
+def container(name: str) -> Iterator[Container]:
+    """An image, mounted."""
+    made = output("buildah", "from", f"{name}:{TAG}")
+    try:
+        yield Container(Path(output("buildah", "mount", made)), config(name))
+    finally:
+        subprocess.run(["buildah", "rm", made], capture_output=True, check=False, timeout=60)
+
+
+def test_command_of_the_service_image_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with container("trainshed") as image:
+        assert image.config["User"] == "10001:10001"
+        settings = {"TRAINSHED_PORT": str(port), "TRAINSHED_RAY_ADDRESS": "http://127.0.0.1:9"}
+        process = subprocess.Popen(image.command(**settings), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            assert wait_for(lambda: answers(f"http://127.0.0.1:{port}/healthz"), "an answer", seconds=60)
+        finally:
+            process.terminate()
+            process.wait(timeout=30)
+
+
+def answers(url: str) -> bool:
+    """Whether somebody answers with 200."""
+    try:
+        return httpx.get(url, timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def test_worker_image_has_what_ray_and_kuberay_start() -> None:
+    with container(WORKER) as image:
+        assert image.config["User"] == "10001:10001"
+        imports = ["python", "-c", "import torchao, mlflow, train_loop.rank; print('imported')"]
+        for words in (["ray", "--version"], ["bash", "-c", "command -v wget"], imports):
+            assert output(*image.command(*words))
+        assert output(*image.command("id", "-u")) == "10001"
