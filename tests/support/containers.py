@@ -59,10 +59,7 @@ def command_of(host: Host, container: Container, *, uid: int = UID) -> list[str]
 
 def start(host: Host, container: Container) -> "subprocess.Popen[bytes]":
     """Start a container; it writes to its log in the lab's folder."""
-    with host.log(container.name).open("ab") as log:
-        return subprocess.Popen(
-            command_of(host, container), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
+    return host.spawn_line(command_of(host, container), log=container.name)
 
 
 def run(host: Host, container: Container, *, seconds: float = 60) -> str:

@@ -128,9 +128,13 @@ class Host:
 
     def spawn(self, *command: str, log: str, env: Mapping[str, str] | None = None) -> "subprocess.Popen[bytes]":
         """Start a command on this host; it writes to a log in the lab's folder."""
+        return self.spawn_line(self.command(*command, env=env), log=log)
+
+    def spawn_line(self, line: Sequence[str], *, log: str) -> "subprocess.Popen[bytes]":
+        """Start what `command` made; it ends with the host."""
         with self.log(log).open("ab") as file:
             process = subprocess.Popen(
-                self.command(*command, env=env),
+                line,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,

@@ -1,0 +1,96 @@
+"""The chart's pods on hosts, under Kubernetes' strictest policy: no user entry, a read-only root, no rights."""
+
+import json
+import re
+import socket
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.support.charts import render
+from tests.support.containers import Container, run
+from tests.support.host_cluster import TOKEN
+from tests.support.hosts import Host, lab
+from tests.support.pods import PodSet, place
+from tests.support.waiting import wait_for
+
+pytestmark = pytest.mark.timeout(300)
+HOSTS = ["api", "test", "ray-head", "ray-worker-1", "ray-worker-2"]
+
+
+@pytest.fixture(scope="module")
+def pods(shared: Path) -> Iterator[PodSet]:
+    shared.chmod(0o755)
+    with lab(HOSTS, shared=shared) as made:
+        pods = place(render(), made.hosts, token=TOKEN, more="--object-store-memory=80000000")
+        for name in ("ray-head", "ray-worker-1", "ray-worker-2", "api"):
+            pods[name].start()
+        yield pods
+
+
+@pytest.mark.parametrize("name", ["api", "ray-head", "ray-worker-1"])
+def test_pods_may_do_nothing_but_their_work(pods: PodSet, name: str) -> None:
+    host = pods[name].host
+    look = "id -u; grep -E 'CapBnd|NoNewPrivs' /proc/self/status; echo $HOME"
+    said = run(host, Container("look", ("sh", "-c", look)))
+    assert said.split() == ["10001", "CapBnd:", "0" * 16, "NoNewPrivs:", "1"]
+    for place_ in ("/", "/opt/trainshed", "/var/lib", "/run", "/usr/local"):
+        denied = run(host, Container("write", ("sh", "-c", f"touch {place_}/file 2>&1 || true")))
+        assert "Read-only file system" in denied or "Permission denied" in denied, place_
+
+
+def test_probes_by_the_address_of_the_pod_are_answered(pods: PodSet) -> None:
+    """As a kubelet makes them: from outside, with the pod's address as the Host."""
+    api = pods["api"]
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        asked = api.container[probe]["httpGet"]
+        (port,) = [one["containerPort"] for one in api.container["ports"] if one["name"] == asked["port"]]
+        url = f"http://{api.host.address}:{port}{asked['path']}"
+        said = wait_for(partial(answer, pods["test"].host, url), url, seconds=60)
+        assert json.loads(said)["status"] in ("ok", "ready")
+
+
+def answer(outside: Host, url: str) -> str | None:
+    """What a URL answers to somebody on another host; None if it does not."""
+    try:
+        return run(outside, Container("probe", ("wget", "-q", "-O", "-", url)))
+    except AssertionError:
+        return None
+
+
+def test_job_of_helm_test_succeeds(pods: PodSet, shared: Path) -> None:
+    said = pods["test"].run(seconds=240)
+    assert "SUCCEEDED  10/10" in said
+    (job_id,) = set(re.findall(r"\bjob-\w+", said))
+    root = shared / "runs" / "default" / job_id
+    assert {path.stat().st_uid for path in (root, *root.rglob("*"))} == {10001}
+
+
+def test_every_port_of_a_pod_is_listened_to(pods: PodSet) -> None:
+    ports = {f"{pod.name} {one['name']}": (pod, one) for pod in pods for one in pod.container.get("ports", [])}
+    assert [name for name, (pod, one) in ports.items() if not listens(pod.host, one["containerPort"])] == []
+
+
+def listens(host: Host, port: int) -> bool:
+    """Whether somebody listens on a port of a host. The forwarder closes a connection that leads nowhere."""
+    with socket.create_connection(("127.0.0.1", host.forward(port)), timeout=10) as made:
+        made.settimeout(0.5)
+        try:
+            return made.recv(1) != b""
+        except TimeoutError:
+            return True
+
+
+def test_doctor_finds_that_pods_share_user_and_storage(pods: PodSet) -> None:
+    report = json.loads(pods["test"].run("trainshed", "doctor", "--json", seconds=120))
+    found = {one["check"]: one["verdict"] for one in report["findings"]}
+    assert {name: verdict for name, verdict in found.items() if verdict == "failed"} == {}
+    assert {found["user"], found["storage.shared"], found["versions"], found["network"]} == {"ok"}, report
+
+
+def test_metrics_key_of_the_release_opens_the_metrics(pods: PodSet) -> None:
+    key = (pods["api"].rendered.of("Secret", "demo-trainshed-metrics"))["data"]["metrics.key"]
+    get = f'wget -q -O - --header "Authorization: Bearer $(echo {key} | base64 -d)" http://demo-trainshed:8000/metrics'
+    assert "trainshed_cluster_up 1.0" in pods["test"].run("sh", "-c", get)
