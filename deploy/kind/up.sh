@@ -1,0 +1,27 @@
+#!/bin/sh
+# A Kubernetes cluster on this machine with KubeRay, Trainshed and one job: needs docker, kind, kubectl, helm, and 8 CPUs.
+# It was not run where Trainshed is developed: that machine has no kind.
+set -eu
+cd "$(dirname "$0")/../.."
+cluster=${CLUSTER:-trainshed} namespace=${NAMESPACE:-trainshed} kuberay=${KUBERAY_VERSION:-1.7.0}
+tag=$(sed -n 's/^appVersion: "\(.*\)"/\1/p' helm/trainshed/Chart.yaml)
+for command in docker kind kubectl helm; do
+    command -v "$command" > /dev/null || { echo "$0 needs $command" >&2; exit 1; }
+done
+
+kind get clusters | grep -qx "$cluster" || kind create cluster --name "$cluster"
+kubectl config use-context "kind-$cluster"
+
+for target in service worker; do
+    image=trainshed; [ "$target" = service ] || image=trainshed-worker
+    docker build --file deploy/Dockerfile --target "$target" --tag "$image:$tag" \
+        --build-arg "TORCH_INDEX=${TORCH_INDEX:-}" .
+    kind load docker-image --name "$cluster" "$image:$tag"
+done
+
+# KubeRay's own chart repository: helm repo add kuberay URL, as its documentation says.
+helm upgrade --install kuberay-operator kuberay/kuberay-operator --version "$kuberay" --namespace kuberay --create-namespace --wait
+kubectl create namespace "$namespace" --dry-run=client --output yaml | kubectl apply --filename -
+kubectl label --overwrite namespace "$namespace" pod-security.kubernetes.io/enforce=restricted
+helm upgrade --install trainshed helm/trainshed --namespace "$namespace" --wait --timeout 10m
+helm test trainshed --namespace "$namespace" --logs

@@ -1,0 +1,176 @@
+"""deploy/compose.yaml: every service that can run here does, on a host of its own, and a job trains."""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from service.client import Client
+from service.domain.job import JobState
+from tests.support.compose import OURS, Service, ports, read, why_not
+from tests.support.containers import run
+from tests.support.host_cluster import host_job
+from tests.support.hosts import Lab, lab
+from tests.support.waiting import wait_for
+
+pytestmark = pytest.mark.timeout(400)
+WORKERS = 2
+
+
+@dataclass
+class Stack:
+    """The services that run, by the names of their hosts."""
+
+    lab: Lab
+    services: dict[str, Service]
+    secrets: Path
+    client: Client
+
+
+@pytest.fixture(scope="module")
+def stack(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    shared.chmod(0o755)
+    secrets = tmp_path_factory.mktemp("secrets")
+    subprocess.run(["sh", "deploy/secrets.sh", str(secrets)], check=True, capture_output=True, timeout=30)
+    raw = read({"RAY_WORKER_CPUS": "2"})["services"]
+    assert raw["worker"]["deploy"] == {"replicas": WORKERS}
+    here = {name: one for name, one in raw.items() if one["image"].startswith(OURS) or why_not(one["image"]) is None}
+    hosts = [host for name in here for host in ([f"worker{n}" for n in (1, 2)] if name == "worker" else [name])]
+    with lab(hosts, shared=shared) as made:
+        made_up = {name: Service(name, here[name.rstrip("12")], host, secrets) for name, host in made.hosts.items()}
+        for name, service in made_up.items():
+            # As Docker's DNS has it; it answers for all replicas.
+            service.host.run("sh", "-c", f"echo {made.hosts['worker1'].address} worker >> /etc/hosts")
+            service.prepare()
+            if name in ("head", "worker1", "worker2"):
+                service.raw = {**service.raw, "command": [*service.raw["command"], "--object-store-memory=80000000"]}
+        start_all(made_up, secrets)
+        port = made.hosts["service"].forward(8000)
+        with Client(f"http://127.0.0.1:{port}", (secrets / "admin.key").read_text().strip()) as client:
+            yield Stack(made, made_up, secrets, client)
+
+
+def start_all(services: dict[str, Service], secrets: Path) -> None:
+    """Start services in the order of their conditions, each once those that it waits for are healthy or done."""
+    started = set[str]()
+    while len(started) < len(services):
+        for name, service in services.items():
+            awaited = service.raw.get("depends_on", {})
+            if name in started or not awaited.keys() & services.keys() <= started:
+                continue
+            for other, condition in awaited.items():
+                if condition == {"condition": "service_healthy"}:
+                    wait_for(services[other].healthy, f"{other} to be healthy", seconds=90)
+            if service.raw.get("restart") == "no":
+                run_to_its_end(service)
+            elif name == "postgres":
+                start_postgres(service, secrets)
+            else:
+                service.start()
+            started.add(name)
+
+
+def run_to_its_end(service: Service) -> None:
+    """Run a service that prepares something."""
+    run(service.host, service.container(), seconds=120)
+
+
+def start_postgres(service: Service, secrets: Path) -> None:
+    """What the entrypoint of Postgres' image does with its variables."""
+    told, host = service.raw["environment"], service.host
+    data = "/var/lib/postgresql/data"
+    password = told["POSTGRES_PASSWORD_FILE"]
+    binaries = Path(str(shutil.which("initdb"))).resolve().parent
+    host.run("install", "-d", "-m", "0700", "-o", "nobody", data)
+    as_user = ["setpriv", "--reuid=nobody", "--clear-groups"]
+    host.run(
+        *as_user,
+        f"{binaries}/initdb",
+        "-D",
+        data,
+        "-U",
+        told["POSTGRES_USER"],
+        f"--pwfile={password}",
+        "-A",
+        "scram-sha-256",
+    )
+    host.run("sh", "-c", f"echo 'host all all all scram-sha-256' >> {data}/pg_hba.conf")
+    options = ["-c", "listen_addresses=*", "-k", "/tmp", "-c", "fsync=off"]
+    host.spawn(*as_user, f"{binaries}/postgres", "-D", data, *options, log="postgres")
+    text = (secrets / "postgres.password").read_text().strip()
+    create = f"{binaries}/createdb -h 127.0.0.1 -U {told['POSTGRES_USER']} {told['POSTGRES_DB']}"
+    wait_for(
+        lambda: "no" not in host.run("sh", "-c", f"PGPASSWORD={text} {create} || echo no", check=False),
+        "the database",
+        seconds=30,
+    )
+
+
+def test_every_health_check_passes(stack: Stack) -> None:
+    for name, service in stack.services.items():
+        if "healthcheck" in service.raw:
+            wait_for(service.healthy, f"{name} to be healthy", seconds=90)
+
+
+def test_published_ports_are_answered(stack: Stack) -> None:
+    found = {name: list(ports(service.raw)) for name, service in stack.services.items()}
+    assert {name: numbers for name, numbers in found.items() if numbers} == {"service": [8000], "head": [8265]}
+    for name, numbers in found.items():
+        for number in numbers:
+            url = f"http://127.0.0.1:{stack.services[name].host.forward(number)}/"
+            assert httpx.get(url, timeout=10).status_code < 500
+
+
+def test_job_trains_on_the_workers(stack: Stack, shared: Path) -> None:
+    job = host_job(shared, training={"max_steps": 12})
+    wait_for(lambda: sum(node.state == "alive" for node in stack.client.api.nodes().data) == WORKERS + 1, "the workers")
+    job_id = stack.client.api.submit(yaml.safe_dump(job)).id
+
+    def ended() -> bool:
+        return stack.client.api.job(job_id).state.terminal
+
+    wait_for(ended, "the end of the job", seconds=120)
+    found = stack.client.api.job(job_id)
+    assert found.state is JobState.SUCCEEDED, found.reason
+    assert str(found.dashboard_url).startswith("http://localhost:8265/#/jobs/")
+    assert stack.client.api.audit_job(job_id).clean
+
+
+def test_service_keeps_jobs_in_postgres(stack: Stack) -> None:
+    assert not list(Path(stack.lab.folder).rglob("trainshed.db"))
+    listing = stack.services["service"].host.run("ls", "-A", "/home/trainshed")
+    assert "trainshed.db" not in listing
+
+
+def test_prometheus_scrapes_the_service_and_every_ray_node(stack: Stack) -> None:
+    if "prometheus" not in stack.services:
+        pytest.skip("needs Debian's prometheus")
+    host = stack.services["prometheus"].host
+    url = f"http://127.0.0.1:{host.forward(9090)}/api/v1/query"
+
+    def value(query: str) -> dict[str, float]:
+        answer = httpx.get(url, params={"query": query}, timeout=10).json()
+        return {json.dumps(one["metric"]): float(one["value"][1]) for one in answer["data"]["result"]}
+
+    assert wait_for(lambda: value('up{job="trainshed"} == 1'), "a scrape of the service", seconds=60)
+    assert list(value("trainshed_cluster_up").values()) == [1.0]
+    assert wait_for(lambda: value('up{job="ray"} == 1'), "a scrape of Ray", seconds=60)
+    assert value(f"ALERTS{{alertname={json.dumps('TrainshedDown')}}}") == {}
+
+
+def test_secrets_are_in_no_file_of_the_stack(stack: Stack) -> None:
+    text = Path("deploy/compose.yaml").read_text()
+    for file in stack.secrets.iterdir():
+        secret = file.read_text().strip().rpartition("=")[2]
+        assert secret not in text
+        assert file.stat().st_mode & 0o777 == 0o444
+    assert stack.secrets.stat().st_mode & 0o777 == 0o700
+    before = {file.name: file.read_text() for file in stack.secrets.iterdir()}
+    subprocess.run(["sh", "deploy/secrets.sh", str(stack.secrets)], check=True, capture_output=True, timeout=30)
+    assert before == {file.name: file.read_text() for file in stack.secrets.iterdir()}, "secrets are created once"
