@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,6 +163,10 @@ def test_prometheus_scrapes_the_service_and_every_ray_node(stack: Stack) -> None
     assert list(value("trainshed_cluster_up").values()) == [1.0]
     assert wait_for(lambda: value('up{job="ray"} == 1'), "a scrape of Ray", seconds=60)
     assert value(f"ALERTS{{alertname={json.dumps('TrainshedDown')}}}") == {}
+    command = [sys.executable, "deploy/grafana/evaluate.py", url.removesuffix("/api/v1/query")]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert told.returncode == 0, told.stdout
+    assert "Ray answers: 1 series" in told.stdout
 
 
 def test_secrets_are_in_no_file_of_the_stack(stack: Stack) -> None:
