@@ -12,8 +12,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 
+import psutil
 import ray
 
 from train_loop.garbage import no_automatic_collection
@@ -35,6 +37,8 @@ _UNTIL, _AHEAD_WITHIN = "TRAINSHED_AHEAD_UNTIL", 30.0
 
 For so long a driver also waits for nodes with room: after the loss of a head, they join some seconds after it started.
 """
+_SUPERVISOR = "ray::JobSupervisor"
+"""What Ray calls the process that starts the driver of a submitted job."""
 _LOOK_FOR_ROOM = 0.5
 """Seconds between two looks."""
 _ASKING = 30.0
@@ -60,11 +64,23 @@ def worker_environment(*, cpus: float) -> Environment:
             _HOOK: "train_loop.spare.get_ready",
             _UNTIL: f"{time.time() + _AHEAD_WITHIN:.1f}",
             # As Ray does it, but that it comes to a spare after torch has read it.
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(int(cpus), 1)),
+            "OMP_NUM_THREADS": threads_of_operator() or str(max(int(cpus), 1)),
             # Who asks CUDA for devices fixes which ones a process sees, and a spare hears of its own when it is taken.
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         }
     }
+
+
+def threads_of_operator() -> str | None:
+    """Return OMP_NUM_THREADS as the operator has set it for this node; None if nobody has.
+
+    Ray's supervisor of a job sets it to 1 for itself and so for its driver. What the supervisor was started with tells.
+    """
+    for parent in psutil.Process().parents():
+        with suppress(psutil.Error):
+            if parent.cmdline()[:1] == [_SUPERVISOR]:
+                return parent.environ().get("OMP_NUM_THREADS")
+    return os.environ.get("OMP_NUM_THREADS")
 
 
 def task_environment() -> Environment | None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -141,6 +142,25 @@ def test_job_trains_on_the_workers(stack: Stack, shared: Path) -> None:
     assert found.state is JobState.SUCCEEDED, found.reason
     assert str(found.dashboard_url).startswith("http://localhost:8265/#/jobs/")
     assert stack.client.api.audit_job(job_id).clean
+
+
+def test_workers_have_as_many_threads_as_cpus(stack: Stack, shared: Path) -> None:
+    """Nothing sets OMP_NUM_THREADS here: neither the service's nor the supervisor's own number reaches the workers."""
+    scaling = {"num_workers": 1, "resources_per_worker": {"CPU": 2}}
+    job = host_job(shared, training={"max_steps": 100_000}, strategy={"ulysses_size": 1}, scaling=scaling)
+    api = stack.client.api
+    run = api.submit(yaml.safe_dump(job))
+    events = shared / "runs" / "default" / run.id / "attempts" / "1" / "events.jsonl"
+
+    def started() -> dict[str, Any] | None:
+        lines = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
+        return next((line for line in lines if line["event"] == "training_started"), None)
+
+    (worker,) = wait_for(started, "training", seconds=90)["workers"]
+    told = stack.services[worker["host"]].host.run("cat", f"/proc/{worker['pid']}/environ").split("\0")
+    assert [one for one in told if one.startswith("OMP_NUM_THREADS=")] == ["OMP_NUM_THREADS=2"]
+    api.cancel(run.id)
+    wait_for(lambda: api.job(run.id).state.terminal, "the end of the job")
 
 
 def test_service_keeps_jobs_in_postgres(stack: Stack) -> None:
