@@ -74,14 +74,14 @@ def draw(told: dict[str, list[dict[str, Any]]], file: Path) -> None:
     for axis, (title, found) in zip(axes.flat, told.items(), strict=False):
         axis.set_title(title, fontsize=9)
         axis.tick_params(labelsize=7)
+        begin = min((one["values"][0][0] for one in found), default=0)
         for one in found:
-            begin = found[0]["values"][0][0]
             points = [(float(at) - float(begin), float(value)) for at, value in one["values"]]
             label = ", ".join(value for name, value in one["metric"].items() if name != "job")
             axis.plot(*zip(*points, strict=True), label=label[:24])
         if 1 < len(found) < 7:
             axis.legend(fontsize=6)
-    figure.savefig(file)
+    figure.savefig(file, dpi=60)
 
 
 if __name__ == "__main__":

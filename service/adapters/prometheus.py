@@ -18,6 +18,7 @@ from service.domain.job import JobState
 from service.domain.series import Series
 from service.ports import RunTotals, Totals
 
+_OUTCOMES = ("succeeded", "failed", "paused", "cancelled", "resized", "moved")
 _REQUEST_SECONDS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 _WAIT_SECONDS = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 24 * 3600.0)
 _PASS_SECONDS = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0)
@@ -46,6 +47,11 @@ class PrometheusWatch:
         self._followers = _gauge(series.STREAMS, own)
         self._moves = _counter(series.MOVES, own)
         self._attempts = _counter(series.ATTEMPTS, own)
+        # A rate does not see the step from nothing to the first one, but that from 0.
+        for state in JobState:
+            self._moves.labels(state)
+        for outcome in _OUTCOMES:
+            self._attempts.labels(outcome)
         self._waits = _histogram(series.QUEUE_WAIT, _WAIT_SECONDS, own)
         self._passes = _histogram(series.PASS_SECONDS, _PASS_SECONDS, own)
         self._passed_at = time.monotonic()

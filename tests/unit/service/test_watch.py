@@ -80,6 +80,7 @@ def service(tmp_path: Path) -> FakeService:
 
 
 def test_a_job_is_told_of_from_the_queue_to_its_end(service: FakeService) -> None:
+    assert value(service, "attempts_total", outcome="failed") == value(service, "job_moves_total", state="FAILED") == 0
     job = service.submit(project="nlp")
     assert value(service, "jobs", state="QUEUED", project="nlp") == 1
     service.clock.now += 40
