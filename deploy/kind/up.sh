@@ -1,5 +1,6 @@
 #!/bin/sh
-# A Kubernetes cluster on this machine with KubeRay, Trainshed and one job: needs docker, kind, kubectl, helm, and 8 CPUs.
+# A Kubernetes cluster on this machine with KubeRay, Trainshed and one job. Needs docker, kind, kubectl, helm, 8 CPUs and
+# 20 GiB, and KubeRay's chart repository under the name kuberay (helm repo add kuberay URL; KubeRay's guide has the URL).
 # It was not run where Trainshed is developed: that machine has no kind.
 set -eu
 cd "$(dirname "$0")/../.."
@@ -8,6 +9,7 @@ tag=$(sed -n 's/^appVersion: "\(.*\)"/\1/p' helm/trainshed/Chart.yaml)
 for command in docker kind kubectl helm; do
     command -v "$command" > /dev/null || { echo "$0 needs $command" >&2; exit 1; }
 done
+helm repo list --output yaml | grep -q "name: kuberay$" || { echo "first: helm repo add kuberay URL (KubeRay's guide has the URL)" >&2; exit 1; }
 
 kind get clusters | grep -qx "$cluster" || kind create cluster --name "$cluster"
 kubectl config use-context "kind-$cluster"
@@ -19,7 +21,6 @@ for target in service worker; do
     kind load docker-image --name "$cluster" "$image:$tag"
 done
 
-# KubeRay's own chart repository: helm repo add kuberay URL, as its documentation says.
 helm upgrade --install kuberay-operator kuberay/kuberay-operator --version "$kuberay" --namespace kuberay --create-namespace --wait
 kubectl create namespace "$namespace" --dry-run=client --output yaml | kubectl apply --filename -
 kubectl label --overwrite namespace "$namespace" pod-security.kubernetes.io/enforce=restricted

@@ -45,6 +45,9 @@ def _key(file: Path, *, group_may_read: bool) -> Finding:
             remedy = "TRAINSHED_ADMIN_KEY_FILE must name a readable file with a key in one line"
             return failed("home.key", f"{file}: {error.strerror}", remedy)
         return skipped("home.key", f"{file}: {error.strerror}; the service makes it when it starts")
+    if group_may_read and mode & 0o037 == 0o004:
+        remedy = "in a container that is as it should be; elsewhere chmod 640, with the service's group"
+        return warning("home.key", f"{file} may be read by every user of this machine ({mode:04o})", remedy)
     if mode & (0o037 if group_may_read else 0o077):
         remedy = f"chmod 600 {file}; where others may have read it, remove it, and the next start makes another one"
         return failed("home.key", f"{file} may be read or written by others ({mode:04o})", remedy)

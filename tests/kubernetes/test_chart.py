@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import helm_python as helm
 import pytest
 import yaml
 
-from service.settings import Settings
 from tests.support.charts import CHART, CRDS, Rendered, component, problems, ray_schema, render
 
 PRODUCTION = yaml.safe_load((CHART / "examples/values-production.yaml").read_text())
@@ -21,7 +21,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "replicas": {"replicas": 2, "storage": RWX, **POSTGRES},
     "object storage": {"storage": {"runs": "s3://runs/x", "roots": ["s3://data"], "credentialsSecret": "s3"}},
     "own claim": {"storage": {"volume": {"existingClaim": "mine", "accessMode": "ReadWriteMany"}}},
-    "own Ray": {"ray": {"create": False, "address": "http://ray:8265", "tokenSecret": "token"}},
+    "own Ray": {
+        "storage": {"volume": {"existingClaim": "mine", "accessMode": "ReadWriteMany"}},
+        "ray": {"create": False, "address": "http://ray:8265", "tokenSecret": "token"},
+    },
     "own token": {
         "ray": {"tokenSecret": "token", "interface": "eth1", "env": [{"name": "NCCL_DEBUG", "value": "INFO"}]}
     },
@@ -30,7 +33,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ingress": {"ingress": {"enabled": True, "host": "t.example", "tlsSecret": "tls"}, "trustedProxies": ["10.0.0.1"]},
     "route": {"httpRoute": {"enabled": True, "parentRefs": [{"name": "gateway"}], "hostnames": ["t.example"]}},
     "no policies": {"networkPolicy": {"enabled": False}},
-    "monitoring": {"monitoring": dict.fromkeys(("serviceMonitor", "podMonitor", "rules", "dashboards"), True)},
+    "monitoring": {
+        "monitoring": {
+            **dict.fromkeys(("serviceMonitor", "podMonitor", "rules", "dashboards"), True),
+            "labels": {"release": "prometheus"},
+        },
+        "networkPolicy": {"metricsFrom": [{"namespaceSelector": {}}]},
+    },
+    "one GPU node": {
+        "nodeSelector": {"pool": "gpu"},
+        "ray": {
+            "head": {"nodeSelector": {"pool": "gpu"}},
+            "workers": [
+                {"name": "gpu", "replicas": 1, "cpu": 0.5, "memory": "64Gi", "gpu": 8, "nodeSelector": {"pool": "gpu"}}
+            ],
+        },
+    },
+    "large numbers": {"user": {"uid": 1000680000, "gid": 1000680000}, "settings": {"max_body_bytes": 10485760.0}},
+    "interfaces": {"ray": {"interface": "^lo,eth0"}},
     "settings": {"settings": {"quotas": '{"*": {"jobs": 2}}', "reconcile_seconds": 1, "backfill": False}},
     "global": {"global": {"storageClass": "fast"}},
     "GPUs": {
@@ -171,97 +191,44 @@ def test_policies_open_what_is_needed() -> None:
     api = rendered.of("NetworkPolicy", "demo-trainshed-api")["spec"]
     assert [rule["ports"] for rule in api["ingress"]] == [[{"port": 8000}]]
     ports = [port["port"] for rule in api["egress"] for port in rule["ports"]]
-    assert ports == [53, 53, 443, 8265, 5432]
+    assert ports == [53, 53, 5353, 5353, 443, 8265, 5432]
+    # The code of users runs here, and need not reach the database.
+    worker = rendered.of("NetworkPolicy", "demo-trainshed-ray-worker")["spec"]
+    assert 5432 not in [port["port"] for rule in worker["egress"] for port in rule.get("ports", [])], (
+        "users' code runs here"
+    )
     head = rendered.of("NetworkPolicy", "demo-trainshed-ray-head")["spec"]
     dashboard = next(rule for rule in head["ingress"] if rule.get("ports") == [{"port": 8265}])
     labels = next(pod for name, pod in rendered.pods() if name == "api")["metadata"]["labels"]
     assert dashboard["from"][0]["podSelector"]["matchLabels"].items() <= labels.items()
 
 
-GUARDS: list[tuple[dict[str, Any], str]] = [
-    ({"replicas": 2}, "set database.existingSecret, or replicas: 1"),
-    ({"strategy": "RollingUpdate"}, "or strategy: Recreate"),
-    ({"replicas": 2, **POSTGRES}, "set storage.volume.accessMode to ReadWriteMany"),
-    (
-        {"ray": {"workers": [{"name": n, "replicas": 1, "cpu": 1, "memory": "1Gi"} for n in ("a", "b")]}},
-        "or keep one group",
-    ),
-    ({"ray": {"address": "http://ray:8265", "tokenSecret": "t"}}, "leave ray.address empty, or set ray.create: false"),
-    ({"ray": {"create": False}}, "set ray.create: true, or ray.address"),
-    ({"ray": {"create": False, "address": "http://ray:8265"}}, "ray.address needs ray.tokenSecret"),
-    ({"ray": {"image": {"tag": "0.0.9"}}}, "or set ray.allowVersionSkew: true"),
-    ({"ingress": {"enabled": True, "tlsSecret": "tls"}}, "ingress.enabled needs ingress.host"),
-    ({"ingress": {"enabled": True, "host": "t.example"}}, "keys must not travel in the clear"),
-    ({"ingress": {"enabled": True, "host": "t.example/trainshed", "tlsSecret": "tls"}}, "give it a host of its own"),
-    ({"httpRoute": {"enabled": True}}, "httpRoute.enabled needs httpRoute.parentRefs"),
-    ({"database": {"existingSecret": "db"}}, "set networkPolicy.egress"),
-    (
-        {"storage": RWX, "ray": {"workers": [{"name": "a", "replicas": 1, "cpu": 1, "memory": "1Gi"}] * 2}},
-        "give each its own name",
-    ),
-    ({"settings": {"runs": "s3://x"}}, "the chart sets TRAINSHED_RUNS itself"),
-]
+def test_numbers_stay_whole() -> None:
+    rendered = render(VARIANTS["large numbers"])
+    assert rendered.of("ConfigMap", "demo-trainshed")["data"]["TRAINSHED_MAX_BODY_BYTES"] == "10485760"
+    text = rendered.files["trainshed/templates/deployment.yaml"]
+    assert "runAsUser: 1000680000\n" in text
+    assert "fsGroup: 1000680000\n" in text
 
 
-@pytest.mark.parametrize(("values", "said"), GUARDS, ids=[said for _, said in GUARDS])
-def test_contradictions_are_refused_with_the_remedy(values: dict[str, Any], said: str) -> None:
-    with pytest.raises(helm.HelmError, match=re.escape(said)):
-        render(values)
+def test_new_version_of_the_chart_leaves_the_ray_cluster_alone(tmp_path: Path) -> None:
+    """KubeRay replaces a cluster of which anything but a replica count has changed."""
+    pinned = {"image": {"tag": "a"}, "ray": {"image": {"tag": "a"}}}
+    newer = tmp_path / "trainshed"
+    shutil.copytree(CHART, newer)
+    text = (newer / "Chart.yaml").read_text()
+    (newer / "Chart.yaml").write_text(text.replace("0.1.0", "9.9.9"))
+    assert render(pinned).of("RayCluster")["spec"] == render(pinned, chart=newer).of("RayCluster")["spec"]
 
 
-def test_every_guard_has_a_case() -> None:
-    guards = (CHART / "templates/_guards.tpl").read_text().count("fail ")
-    # A cluster without KubeRay cannot be played here: a render without a cluster must pass.
-    assert guards == len(GUARDS) + 2
-    with pytest.raises(helm.HelmError, match="choose a shorter release name"):
-        render(name="n" * 38)
-    assert render(name="n" * 36).of("RayCluster")["metadata"]["name"] == f"{'n' * 36}-trainshed-ray"
-
-
-SCHEMA: list[tuple[dict[str, Any], str]] = [
-    ({"replica": 3}, "additional properties 'replica' not allowed"),
-    ({"ray": {"worker": []}}, "additional properties 'worker' not allowed"),
-    ({"replicas": 0}, "/replicas"),
-    ({"strategy": "Rolling"}, "/strategy"),
-    ({"storage": {"runs": "file:///srv"}}, "/storage/runs"),
-    ({"storage": {"runs": "bucket/runs"}}, "/storage/runs"),
-    ({"storage": {"volume": {"accessMode": "RWX"}}}, "/storage/volume/accessMode"),
-    ({"home": {"size": "5 GB"}}, "/home/size"),
-    ({"settings": {"qotas": "{}"}}, "invalid propertyName 'qotas'"),
-    ({"ray": {"address": "ray:10001"}}, "/ray/address"),
-    ({"ray": {"version": "2.60"}}, "/ray/version"),
-    ({"ray": {"workers": []}}, "/ray/workers"),
-    ({"ray": {"workers": [{"name": "GPU", "replicas": 1, "cpu": 1, "memory": "1Gi"}]}}, "/ray/workers/0/name"),
-    ({"user": {"uid": 0}}, "/user/uid"),
-    ({"image": {"pullPolicy": "always"}}, "/image/pullPolicy"),
-    ({"pdb": "yes"}, "/pdb"),
-]
-
-
-@pytest.mark.parametrize(("values", "said"), SCHEMA, ids=[said for _, said in SCHEMA])
-def test_values_of_the_wrong_kind_are_refused_by_name(values: dict[str, Any], said: str) -> None:
-    with pytest.raises(helm.HelmError, match=re.escape(said)):
-        render(values)
-
-
-def test_schema_knows_all_settings_and_all_values() -> None:
-    schema = json.loads((CHART / "values.schema.json").read_text())
-    assert schema["properties"]["settings"]["propertyNames"]["enum"] == sorted(Settings.model_fields)
-    values = yaml.safe_load((CHART / "values.yaml").read_text())
-    assert schema["properties"].keys() - {"global"} == values.keys()
-    for name, section in schema["properties"].items():
-        if section.get("additionalProperties") is False:
-            assert section["properties"].keys() == values[name].keys(), name
-
-
-def test_values_are_few_and_explained() -> None:
-    lines = (CHART / "values.yaml").read_text().splitlines()
-    assert len(lines) <= 250
-    blocks = [line for line in lines if re.match(r"\w", line)]
-    for name in blocks:
-        before = lines[lines.index(name) - 1]
-        inside = lines[lines.index(name) + 1 :][:2]
-        assert before.startswith("#") or any("#" in line for line in inside), name
+def test_files_of_the_chart_are_those_of_deploy() -> None:
+    """Copies, because tools that take a chart from Git leave links out."""
+    for copy, source in (("dashboards", "deploy/grafana/dashboards"), ("alerts.yml", "deploy/prometheus/alerts.yml")):
+        here, there = CHART / "files" / copy, Path(source)
+        pairs = [(here / one.name, one) for one in there.iterdir()] if there.is_dir() else [(here, there)]
+        for one, other in pairs:
+            assert not one.is_symlink()
+            assert one.read_text() == other.read_text(), f"cp {other} {one}"
 
 
 def test_rendered_defaults_are_those_of_the_golden_file() -> None:

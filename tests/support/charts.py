@@ -28,6 +28,7 @@ class Rendered:
 
     objects: tuple[Object, ...]
     notes: str
+    files: Mapping[str, str]
 
     def of(self, kind: str, name: str | None = None) -> Object:
         """The one object of a kind, or that with a name."""
@@ -53,10 +54,10 @@ def component(one: Object) -> str:
     return str(one["metadata"]["labels"].get("app.kubernetes.io/component", ""))
 
 
-def render(values: Mapping[str, Any] | None = None, *, name: str = "demo") -> Rendered:
+def render(values: Mapping[str, Any] | None = None, *, name: str = "demo", chart: Path = CHART) -> Rendered:
     """Render the chart as an install without a cluster does. Raises helm.HelmError."""
-    with helm.Chart.load(str(CHART)) as chart:
-        files = chart.render(dict(values or {}), name=name, namespace=NAMESPACE)
+    with helm.Chart.load(str(chart)) as loaded:
+        files = loaded.render(dict(values or {}), name=name, namespace=NAMESPACE)
     objects: list[Object] = []
     notes = ""
     for path, text in sorted(files.items()):
@@ -64,7 +65,7 @@ def render(values: Mapping[str, Any] | None = None, *, name: str = "demo") -> Re
             notes = text
         else:
             objects += [one for one in yaml.safe_load_all(text) if one]
-    return Rendered(tuple(objects), notes)
+    return Rendered(tuple(objects), notes, files)
 
 
 def problems(one: Object) -> list[str]:

@@ -9,7 +9,14 @@
 {{- fail "strategy RollingUpdate needs Postgres, because two pods cannot have the same home volume: set database.existingSecret, or strategy: Recreate" }}
 {{- end }}
 {{- if and (eq $v.storage.volume.accessMode "ReadWriteOnce") (gt (len $v.ray.workers) 1) $v.ray.create }}
-{{- fail "several groups of workers share a ReadWriteOnce volume, so all must fit on one node: set storage.volume.accessMode to ReadWriteMany (with a storage class or an existing claim that has it), or keep one group" }}
+{{- fail "several groups of workers share a ReadWriteOnce volume, so all must fit on one node: set storage.volume.accessMode to ReadWriteMany (for an installed release: with existingClaim, a new claim with a copy of the data), or keep one group" }}
+{{- end }}
+{{- if and (eq $v.storage.volume.accessMode "ReadWriteOnce") $v.ray.create }}
+{{- range $v.ray.workers }}
+{{- if or (ne (toJson .nodeSelector) (toJson $v.nodeSelector)) (ne (toJson .nodeSelector) (toJson $v.ray.head.nodeSelector)) (and .gpu (not .nodeSelector)) }}
+{{- fail (printf "workers %q, the head and the service share a ReadWriteOnce volume and so one node: give nodeSelector, ray.head.nodeSelector and that of the workers the same labels (of a GPU node, if the workers have GPUs), or set storage.volume.accessMode to ReadWriteMany" .name) }}
+{{- end }}
+{{- end }}
 {{- end }}
 {{- if and (gt (int $v.replicas) 1) (eq $v.storage.volume.accessMode "ReadWriteOnce") }}
 {{- fail "replicas > 1 with a ReadWriteOnce volume puts all replicas on one node: set storage.volume.accessMode to ReadWriteMany" }}
@@ -22,6 +29,18 @@
 {{- end }}
 {{- if and $v.ray.address (not $v.ray.tokenSecret) }}
 {{- fail "ray.address needs ray.tokenSecret, a Secret with that cluster's token in the key auth_token: a cluster without a token lets everybody run code" }}
+{{- end }}
+{{- if and (not $v.ray.create) (or (not $v.storage.volume.existingClaim) (eq $v.storage.volume.accessMode "ReadWriteOnce")) }}
+{{- fail "ray.create: false needs storage.volume.existingClaim with accessMode ReadWriteMany: that Ray cluster must mount the same claim at /srv/trainshed and run as the same user" }}
+{{- end }}
+{{- if ne (kindIs "invalid" $v.user.uid) (kindIs "invalid" $v.user.gid) }}
+{{- fail "user.uid and user.gid must both be set or both be null (only where the platform assigns them, as OpenShift does)" }}
+{{- end }}
+{{- if and $v.monitoring.podMonitor $v.networkPolicy.enabled (not $v.networkPolicy.metricsFrom) }}
+{{- fail "monitoring.podMonitor with network policies needs networkPolicy.metricsFrom, or nobody may scrape Ray: set it to the pods of Prometheus" }}
+{{- end }}
+{{- if and $v.monitoring.serviceMonitor $v.networkPolicy.enabled $v.networkPolicy.ingressFrom (not $v.networkPolicy.metricsFrom) }}
+{{- fail "monitoring.serviceMonitor with networkPolicy.ingressFrom needs networkPolicy.metricsFrom, or nobody may scrape the service: set it to the pods of Prometheus" }}
 {{- end }}
 {{- if and $v.ray.create (not $v.ray.allowVersionSkew) (ne ($v.ray.image.tag | default .Chart.AppVersion) ($v.image.tag | default .Chart.AppVersion)) }}
 {{- fail (printf "image.tag %s and ray.image.tag %s differ: give both images the same tag, or set ray.allowVersionSkew: true (jobs wait while the versions of Trainshed in them differ)" ($v.image.tag | default .Chart.AppVersion) ($v.ray.image.tag | default .Chart.AppVersion)) }}
@@ -43,6 +62,9 @@
 {{- end }}
 {{- if gt (len (include "trainshed.rayName" .)) 50 }}
 {{- fail (printf "the RayCluster's name %s is longer than 50 letters, and KubeRay would cut the name of its Secret: choose a shorter release name" (include "trainshed.rayName" .)) }}
+{{- end }}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" (include "trainshed.rayName" .)) }}
+{{- fail (printf "%s is no name of a Service, which begins with a letter and has letters, digits and dashes: choose another release name" (include "trainshed.rayName" .)) }}
 {{- end }}
 {{- $names := list }}
 {{- range $v.ray.workers }}

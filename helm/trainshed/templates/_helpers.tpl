@@ -5,16 +5,13 @@
 {{- define "trainshed.rayName" -}}{{ include "trainshed.fullname" . }}-ray{{- end }}
 
 {{/* Labels of every object; selectors always name the component, so that the service never selects a pod of Ray. */}}
-{{- define "trainshed.common" -}}
+{{- define "trainshed.labels" -}}
+app.kubernetes.io/name: trainshed
 app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/part-of: trainshed
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
-{{- end }}
-{{- define "trainshed.labels" -}}
-app.kubernetes.io/name: trainshed
-{{ include "trainshed.common" . }}
 {{- end }}
 {{- define "trainshed.selector" -}}
 app.kubernetes.io/name: trainshed
@@ -44,11 +41,11 @@ app.kubernetes.io/component: api
 {{- define "trainshed.podSecurity" -}}
 runAsNonRoot: true
 {{- with .Values.user.uid }}
-runAsUser: {{ . }}
+runAsUser: {{ int64 . }}
 {{- end }}
 {{- with .Values.user.gid }}
-runAsGroup: {{ . }}
-fsGroup: {{ . }}
+runAsGroup: {{ int64 . }}
+fsGroup: {{ int64 . }}
 fsGroupChangePolicy: OnRootMismatch
 {{- end }}
 seccompProfile: {type: RuntimeDefault}

@@ -1,0 +1,120 @@
+"""Values of the chart: what is refused, by whom, and with which remedy."""
+
+import json
+import re
+from typing import Any
+
+import helm_python as helm
+import pytest
+import yaml
+
+from service.settings import Settings
+from tests.support.charts import CHART, render
+
+RWX = {"volume": {"accessMode": "ReadWriteMany"}}
+POSTGRES = {"database": {"existingSecret": "db"}, "networkPolicy": {"egress": [{"ports": [{"port": 5432}]}]}}
+GUARDS: list[tuple[dict[str, Any], str]] = [
+    ({"replicas": 2}, "set database.existingSecret, or replicas: 1"),
+    ({"strategy": "RollingUpdate"}, "or strategy: Recreate"),
+    ({"replicas": 2, **POSTGRES}, "set storage.volume.accessMode to ReadWriteMany"),
+    (
+        {"ray": {"workers": [{"name": n, "replicas": 1, "cpu": 1, "memory": "1Gi"} for n in ("a", "b")]}},
+        "or keep one group",
+    ),
+    ({"ray": {"address": "http://ray:8265", "tokenSecret": "t"}}, "leave ray.address empty, or set ray.create: false"),
+    ({"ray": {"create": False}}, "set ray.create: true, or ray.address"),
+    ({"ray": {"create": False, "address": "http://ray:8265"}}, "ray.address needs ray.tokenSecret"),
+    (
+        {"ray": {"create": False, "address": "http://ray:8265", "tokenSecret": "t"}},
+        "needs storage.volume.existingClaim with accessMode ReadWriteMany",
+    ),
+    (
+        {"ray": {"workers": [{"name": "gpu", "replicas": 1, "cpu": 1, "memory": "1Gi", "gpu": 1}]}},
+        "share a ReadWriteOnce volume and so one node",
+    ),
+    ({"user": {"gid": None}}, "must both be set or both be null"),
+    ({"monitoring": {"podMonitor": True}}, "nobody may scrape Ray"),
+    (
+        {"monitoring": {"serviceMonitor": True}, "networkPolicy": {"ingressFrom": [{"podSelector": {}}]}},
+        "nobody may scrape the service",
+    ),
+    ({"ray": {"image": {"tag": "0.0.9"}}}, "or set ray.allowVersionSkew: true"),
+    ({"ingress": {"enabled": True, "tlsSecret": "tls"}}, "ingress.enabled needs ingress.host"),
+    ({"ingress": {"enabled": True, "host": "t.example"}}, "keys must not travel in the clear"),
+    ({"ingress": {"enabled": True, "host": "t.example/trainshed", "tlsSecret": "tls"}}, "give it a host of its own"),
+    ({"httpRoute": {"enabled": True}}, "httpRoute.enabled needs httpRoute.parentRefs"),
+    ({"database": {"existingSecret": "db"}}, "set networkPolicy.egress"),
+    (
+        {"storage": RWX, "ray": {"workers": [{"name": "a", "replicas": 1, "cpu": 1, "memory": "1Gi"}] * 2}},
+        "give each its own name",
+    ),
+    ({"settings": {"runs": "s3://x"}}, "the chart sets TRAINSHED_RUNS itself"),
+]
+
+
+@pytest.mark.parametrize(("values", "said"), GUARDS, ids=[said for _, said in GUARDS])
+def test_contradictions_are_refused_with_the_remedy(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(helm.HelmError, match=re.escape(said)):
+        render(values)
+
+
+def test_every_guard_has_a_case() -> None:
+    guards = (CHART / "templates/_guards.tpl").read_text().count("fail ")
+    # Two are about release names; a cluster without KubeRay cannot be played here: a render without one must pass.
+    assert guards == len(GUARDS) + 3
+    for name in ("1demo", "my.release"):
+        with pytest.raises(helm.HelmError, match="choose another release name"):
+            render(name=name)
+    with pytest.raises(helm.HelmError, match="choose a shorter release name"):
+        render(name="n" * 38)
+    assert render(name="n" * 36).of("RayCluster")["metadata"]["name"] == f"{'n' * 36}-trainshed-ray"
+
+
+SCHEMA: list[tuple[dict[str, Any], str]] = [
+    ({"replica": 3}, "additional properties 'replica' not allowed"),
+    ({"ray": {"worker": []}}, "additional properties 'worker' not allowed"),
+    ({"replicas": 0}, "/replicas"),
+    ({"strategy": "Rolling"}, "/strategy"),
+    ({"storage": {"runs": "file:///srv"}}, "/storage/runs"),
+    ({"storage": {"runs": "bucket/runs"}}, "/storage/runs"),
+    ({"storage": {"volume": {"accessMode": "RWX"}}}, "/storage/volume/accessMode"),
+    ({"home": {"size": "5 GB"}}, "/home/size"),
+    ({"settings": {"qotas": "{}"}}, "invalid propertyName 'qotas'"),
+    ({"ray": {"address": "ray:10001"}}, "/ray/address"),
+    ({"ray": {"version": "2.60"}}, "/ray/version"),
+    ({"ray": {"workers": []}}, "/ray/workers"),
+    ({"ray": {"workers": [{"name": "GPU", "replicas": 1, "cpu": 1, "memory": "1Gi"}]}}, "/ray/workers/0/name"),
+    ({"user": {"uid": 0}}, "/user/uid"),
+    ({"ray": {"env": [{"name": "X", "value": 1}]}}, "/ray/env/0/value"),
+    ({"ray": {"env": [{"name": "X", "valu": "1"}]}}, "additional properties 'valu' not allowed"),
+    ({"ingress": {"host": "*.example"}}, "/ingress/host"),
+    ({"httpRoute": {"hostnames": ["*.example"]}}, "/httpRoute/hostnames/0"),
+    ({"image": {"pullPolicy": "always"}}, "/image/pullPolicy"),
+    ({"pdb": "yes"}, "/pdb"),
+]
+
+
+@pytest.mark.parametrize(("values", "said"), SCHEMA, ids=[said for _, said in SCHEMA])
+def test_values_of_the_wrong_kind_are_refused_by_name(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(helm.HelmError, match=re.escape(said)):
+        render(values)
+
+
+def test_schema_knows_all_settings_and_all_values() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    assert schema["properties"]["settings"]["propertyNames"]["enum"] == sorted(Settings.model_fields)
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert schema["properties"].keys() - {"global"} == values.keys()
+    for name, section in schema["properties"].items():
+        if section.get("additionalProperties") is False:
+            assert section["properties"].keys() == values[name].keys(), name
+
+
+def test_values_are_few_and_explained() -> None:
+    lines = (CHART / "values.yaml").read_text().splitlines()
+    assert len(lines) <= 250
+    blocks = [line for line in lines if re.match(r"\w", line)]
+    for name in blocks:
+        before = lines[lines.index(name) - 1]
+        inside = lines[lines.index(name) + 1 :][:2]
+        assert before.startswith("#") or any("#" in line for line in inside), name
