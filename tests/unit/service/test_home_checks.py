@@ -1,0 +1,37 @@
+"""What the examination of a home says of the operator's key."""
+
+from pathlib import Path
+
+import pytest
+
+from service.cli.home_checks import check_home
+from service.settings import Settings
+
+
+@pytest.mark.parametrize(
+    ("mode", "mounted", "verdict"),
+    [
+        (0o600, False, "ok"),
+        (0o640, False, "failed"),
+        (0o644, False, "failed"),
+        (None, False, "skipped"),
+        # Kubernetes mounts a Secret like this for a pod with an fsGroup, and Docker Compose like that.
+        (0o440, True, "ok"),
+        (0o444, True, "warning"),
+        (0o660, True, "failed"),
+        (0o666, True, "failed"),
+        (None, True, "failed"),
+    ],
+)
+def test_key_may_be_read_by_the_group_only_if_somebody_else_provides_it(
+    tmp_path: Path, mode: int | None, mounted: bool, verdict: str
+) -> None:
+    file = tmp_path / ("mounted" if mounted else "home/admin.key")
+    file.parent.mkdir(exist_ok=True)
+    if mode is not None:
+        file.write_text("key\n")
+        file.chmod(mode)
+    told = Settings(home=tmp_path / "home", admin_key_file=file if mounted else None)
+    (found,) = [one for one in check_home(told, runs=True) if one.check == "home.key"]
+    assert found.verdict.value == verdict, found
+    assert found.verdict.value in ("ok", "skipped") or found.remedy
