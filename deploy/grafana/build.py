@@ -79,18 +79,18 @@ FLEET = (
     Panel("Open streams", ((f"sum({series.STREAMS.full_name})", ""),)),
     Panel("Jobs that came into a state", ((rate(series.MOVES, "state", over="1h") + " * 3600", "{{state}} per hour"),)),
 )
-_ONE = 'job=~"$job"'
-_NAMED = "{{name}} ({{job}})"
+_ONE = 'job_id=~"$job"'
+_NAMED = "{{name}} ({{job_id}})"
 JOB = (
-    Panel("Step time", ((whole(series.JOB_STEP_SECONDS, "name, job", _ONE), _NAMED),), "s", "Median of 50 steps."),
-    Panel("Tokens per second", ((whole(series.JOB_TOKENS, "name, job", _ONE), _NAMED),)),
-    Panel("Loss", ((whole(series.JOB_LOSS, "name, job", _ONE), _NAMED),)),
-    Panel("Steps", ((whole(series.JOB_STEP, "name, job", _ONE), _NAMED),)),
-    Panel("Since the newest step", ((whole(series.JOB_PROGRESS_AGE, "name, job", _ONE), _NAMED),), "s"),
-    Panel("Since the newest checkpoint", ((whole(series.JOB_CHECKPOINT_AGE, "name, job", _ONE), _NAMED),), "s"),
-    Panel("Restarts", ((whole(series.JOB_RESTARTS, "name, job", _ONE), _NAMED),)),
-    Panel("Waiting for data", ((whole(series.JOB_DATA_WAIT, "name, job", _ONE), _NAMED),), "percentunit"),
-    Panel("Makes no progress", ((whole(series.JOB_WAITS, "name, job, code", _ONE), "{{name}}: {{code}}"),)),
+    Panel("Step time", ((whole(series.JOB_STEP_SECONDS, "name, job_id", _ONE), _NAMED),), "s", "Median of 50 steps."),
+    Panel("Tokens per second", ((whole(series.JOB_TOKENS, "name, job_id", _ONE), _NAMED),)),
+    Panel("Loss", ((whole(series.JOB_LOSS, "name, job_id", _ONE), _NAMED),)),
+    Panel("Steps", ((whole(series.JOB_STEP, "name, job_id", _ONE), _NAMED),)),
+    Panel("Since the newest step", ((whole(series.JOB_PROGRESS_AGE, "name, job_id", _ONE), _NAMED),), "s"),
+    Panel("Since the newest checkpoint", ((whole(series.JOB_CHECKPOINT_AGE, "name, job_id", _ONE), _NAMED),), "s"),
+    Panel("Restarts", ((whole(series.JOB_RESTARTS, "name, job_id", _ONE), _NAMED),)),
+    Panel("Waiting for data", ((whole(series.JOB_DATA_WAIT, "name, job_id", _ONE), _NAMED),), "percentunit"),
+    Panel("Makes no progress", ((whole(series.JOB_WAITS, "name, job_id, code", _ONE), "{{name}}: {{code}}"),)),
 )
 
 
@@ -127,7 +127,9 @@ def build(uid: str, title: str, panels: tuple[Panel, ...], *, by_job: bool = Fal
     if by_job:
         jobs = dashboard.QueryVariable("job").label("Job").datasource(_SOURCE).multi(True).include_all(True)
         made = made.with_variable(
-            jobs.query(f"label_values({series.JOB_STEP.full_name}, job)").refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+            jobs.query(f"label_values({series.JOB_STEP.full_name}, job_id)").refresh(
+                VariableRefresh.ON_TIME_RANGE_CHANGED
+            )
         )
     for place, panel in enumerate(panels):
         made = made.with_panel(_panel(panel, place))

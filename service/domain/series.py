@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-_JOB = ("project", "job", "name")
+# Not `job`: Prometheus calls what it scrapes by that name.
+_JOB = ("project", "job_id", "name")
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ def test_service_keeps_jobs_in_postgres(stack: Stack) -> None:
     assert "trainshed.db" not in listing
 
 
-def test_prometheus_scrapes_the_service_and_every_ray_node(stack: Stack) -> None:
+def test_prometheus_scrapes_the_service_and_every_ray_node(stack: Stack, shared: Path) -> None:
     if "prometheus" not in stack.services:
         pytest.skip("needs Debian's prometheus")
     host = stack.services["prometheus"].host
@@ -183,6 +183,10 @@ def test_prometheus_scrapes_the_service_and_every_ray_node(stack: Stack) -> None
     assert list(value("trainshed_cluster_up").values()) == [1.0]
     assert wait_for(lambda: value('up{job="ray"} == 1'), "a scrape of Ray", seconds=60)
     assert value(f"ALERTS{{alertname={json.dumps('TrainshedDown')}}}") == {}
+    job_id = stack.client.api.submit(yaml.safe_dump(host_job(shared, training={"max_steps": 100_000}))).id
+    # Prometheus would rename a label `job` of ours.
+    assert wait_for(lambda: value(f'max by (job_id) (trainshed_job_step{{job_id="{job_id}"}})'), "the job", seconds=90)
+    stack.client.api.cancel(job_id)
     command = [sys.executable, "deploy/grafana/evaluate.py", url.removesuffix("/api/v1/query")]
     told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert told.returncode == 0, told.stdout

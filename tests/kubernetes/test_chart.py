@@ -51,6 +51,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "large numbers": {"user": {"uid": 1000680000, "gid": 1000680000}, "settings": {"max_body_bytes": 10485760.0}},
     "interfaces": {"ray": {"interface": "^lo,eth0"}},
+    "one small group": {"ray": {"workers": [{"name": "cpu", "replicas": 1, "cpu": 2, "memory": "4Gi"}]}},
+    "digests": {"image": {"tag": "1@sha256:a"}, "ray": {"image": {"tag": "1@sha256:b"}}},
+    "own Ray and object storage": {
+        "storage": {"runs": "s3://runs"},
+        "ray": {"create": False, "address": "http://ray:8265", "tokenSecret": "token"},
+        "monitoring": {"podMonitor": True},
+    },
     "settings": {"settings": {"quotas": '{"*": {"jobs": 2}}', "reconcile_seconds": 1, "backfill": False}},
     "global": {"global": {"storageClass": "fast"}},
     "GPUs": {

@@ -26,7 +26,7 @@ GUARDS: list[tuple[dict[str, Any], str]] = [
     ({"ray": {"create": False, "address": "http://ray:8265"}}, "ray.address needs ray.tokenSecret"),
     (
         {"ray": {"create": False, "address": "http://ray:8265", "tokenSecret": "t"}},
-        "needs storage.volume.existingClaim with accessMode ReadWriteMany",
+        "needs storage.runs on object storage, or storage.volume.existingClaim",
     ),
     (
         {"ray": {"workers": [{"name": "gpu", "replicas": 1, "cpu": 1, "memory": "1Gi", "gpu": 1}]}},

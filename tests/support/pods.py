@@ -82,7 +82,9 @@ class Pod:
             self.host.run("chmod", mode, f"{path}/{name}")
 
     def start(self) -> None:
-        """Start the container; it writes to its log in the lab's folder."""
+        """Run the init containers, then start the container; it writes to its log in the lab's folder."""
+        for one in self.template["spec"].get("initContainers", []):
+            run(self.host, Container(f"{self.name}-{one['name']}", tuple(one["args"]), {"HOME": "/tmp"}))
         start(self.host, Container(self.name, self.command(), self.environment()))
 
     def run(self, *words: str, seconds: float = 60) -> str:

@@ -13,7 +13,7 @@
 {{- end }}
 {{- if and (eq $v.storage.volume.accessMode "ReadWriteOnce") $v.ray.create }}
 {{- range $v.ray.workers }}
-{{- if or (ne (toJson .nodeSelector) (toJson $v.nodeSelector)) (ne (toJson .nodeSelector) (toJson $v.ray.head.nodeSelector)) (and .gpu (not .nodeSelector)) }}
+{{- if or (ne (toJson (.nodeSelector | default dict)) (toJson $v.nodeSelector)) (ne (toJson $v.nodeSelector) (toJson $v.ray.head.nodeSelector)) (and .gpu (not .nodeSelector)) }}
 {{- fail (printf "workers %q, the head and the service share a ReadWriteOnce volume and so one node: give nodeSelector, ray.head.nodeSelector and that of the workers the same labels (of a GPU node, if the workers have GPUs), or set storage.volume.accessMode to ReadWriteMany" .name) }}
 {{- end }}
 {{- end }}
@@ -30,19 +30,20 @@
 {{- if and $v.ray.address (not $v.ray.tokenSecret) }}
 {{- fail "ray.address needs ray.tokenSecret, a Secret with that cluster's token in the key auth_token: a cluster without a token lets everybody run code" }}
 {{- end }}
-{{- if and (not $v.ray.create) (or (not $v.storage.volume.existingClaim) (eq $v.storage.volume.accessMode "ReadWriteOnce")) }}
-{{- fail "ray.create: false needs storage.volume.existingClaim with accessMode ReadWriteMany: that Ray cluster must mount the same claim at /srv/trainshed and run as the same user" }}
+{{- if and (not $v.ray.create) (not $v.storage.runs) (or (not $v.storage.volume.existingClaim) (eq $v.storage.volume.accessMode "ReadWriteOnce")) }}
+{{- fail "ray.create: false needs storage.runs on object storage, or storage.volume.existingClaim with accessMode ReadWriteMany: that Ray cluster must have the same folder at /srv/trainshed and run as the same user" }}
 {{- end }}
 {{- if ne (kindIs "invalid" $v.user.uid) (kindIs "invalid" $v.user.gid) }}
 {{- fail "user.uid and user.gid must both be set or both be null (only where the platform assigns them, as OpenShift does)" }}
 {{- end }}
-{{- if and $v.monitoring.podMonitor $v.networkPolicy.enabled (not $v.networkPolicy.metricsFrom) }}
+{{- if and $v.monitoring.podMonitor $v.ray.create $v.networkPolicy.enabled (not $v.networkPolicy.metricsFrom) }}
 {{- fail "monitoring.podMonitor with network policies needs networkPolicy.metricsFrom, or nobody may scrape Ray: set it to the pods of Prometheus" }}
 {{- end }}
 {{- if and $v.monitoring.serviceMonitor $v.networkPolicy.enabled $v.networkPolicy.ingressFrom (not $v.networkPolicy.metricsFrom) }}
 {{- fail "monitoring.serviceMonitor with networkPolicy.ingressFrom needs networkPolicy.metricsFrom, or nobody may scrape the service: set it to the pods of Prometheus" }}
 {{- end }}
-{{- if and $v.ray.create (not $v.ray.allowVersionSkew) (ne ($v.ray.image.tag | default .Chart.AppVersion) ($v.image.tag | default .Chart.AppVersion)) }}
+{{- /* Digests of two images always differ. */}}
+{{- if and $v.ray.create (not $v.ray.allowVersionSkew) (ne ($v.ray.image.tag | default .Chart.AppVersion | splitList "@" | first) ($v.image.tag | default .Chart.AppVersion | splitList "@" | first)) }}
 {{- fail (printf "image.tag %s and ray.image.tag %s differ: give both images the same tag, or set ray.allowVersionSkew: true (jobs wait while the versions of Trainshed in them differ)" ($v.image.tag | default .Chart.AppVersion) ($v.ray.image.tag | default .Chart.AppVersion)) }}
 {{- end }}
 {{- if and $v.ingress.enabled (not $v.ingress.host) }}

@@ -114,7 +114,7 @@ def test_a_job_that_runs_has_series_of_its_own(service: FakeService) -> None:
         service.metric(job.id, step=step, step_seconds=seconds, data_wait_seconds=1.0, loss=2.5, tokens_per_second=64.0)
     service.reconciler().run_once()
     service.clock.now = written + 100
-    labels = {"project": "nlp", "job": job.id, "name": "tiny"}
+    labels = {"project": "nlp", "job_id": job.id, "name": "tiny"}
     found = {name: value(service, f"job_{name}", **labels) for name in JOB_SERIES}
     assert found == {
         "step": 3,
