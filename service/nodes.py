@@ -16,6 +16,8 @@ NodeState = Literal["alive", "draining", "dead"]
 _HOLDING = (JobState.STARTING, JobState.RUNNING, JobState.RECOVERING, JobState.PAUSING, JobState.CANCELLING)
 _MOST_JOBS = 10_000
 _HOUR = 3600.0
+_TOLD_WITHIN = 60.0
+"""Seconds after the end of a node within which jobs report that they lost it."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,9 @@ def _view(node: Node, running: Sequence[_Running], died: Iterable[Node]) -> Node
     on_it = tuple(one.job.id for one in visible if node.alive and node.host in one.story.hosts)
     losses = [one.story.losses[node.host] for one in visible if node.host in one.story.losses]
     losses += [Loss(one.ended_at or 0.0, one.message or "the node died") for one in died]
+    if node.ended_at is not None:
+        # A host may have died more than once in the hour: each row tells its own end.
+        losses = [loss for loss in losses if loss.time <= node.ended_at + _TOLD_WITHIN]
     last = max(losses, key=lambda loss: loss.time, default=None)
     notices = (one.story.draining.get(node.host) for one in running)
     notice = max((time for time in notices if time is not None and node.started_at <= time), default=None)

@@ -78,6 +78,13 @@ def test_dead_host_is_listed_for_an_hour_unless_it_has_joined_again(client: Test
     assert again[1]["last_failure"]["time"] == "1970-01-01T00:15:00.000+00:00"
 
 
+def test_each_death_of_a_host_has_its_own_failure(client: TestClient, service: FakeService) -> None:
+    first, second = node("node3", 3, died=500.0), replace(node("node3", 3, died=900.0), id="id-33", message="no memory")
+    service.cluster.known_nodes = [node("node2", 2), first, second]
+    found = [(one["id"], one["last_failure"]["message"]) for one in client.get("/nodes").json()["data"][1:]]
+    assert found == [("id-33", "no memory"), ("id-3", "Unexpected termination: health check failed")]
+
+
 def test_newest_loss_that_names_the_host_is_its_last_failure(client: TestClient, service: FakeService) -> None:
     service.cluster.known_nodes = [node("node2", 2), node("node3", 3)]
     job = training(service, "node2", "node3")
