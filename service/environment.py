@@ -13,6 +13,8 @@ from service.settings import Settings
 _PREFIX = "TRAINSHED_"
 _OTHERS = ("URL", "KEY", "EMBEDDED_RAY", "AHEAD_UNTIL")
 """What callers are told, and what our own processes tell each other."""
+_TESTS = _PREFIX + "TEST_"
+"""What tests are told."""
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL")
 _USER_INFO = re.compile(r"://[^/@\s]*@")
 
@@ -36,7 +38,8 @@ def read_settings(environment: Mapping[str, str] = os.environ) -> Settings:
 def strangers(environment: Mapping[str, str] = os.environ) -> list[str]:
     """A line for each TRAINSHED_ variable that nobody reads, with the nearest one that somebody does."""
     known = [*(_PREFIX + name.upper() for name in Settings.model_fields), *(_PREFIX + name for name in _OTHERS)]
-    found = [name for name in sorted(environment) if name.upper().startswith(_PREFIX) and name.upper() not in known]
+    ours = (name for name in sorted(environment) if name.upper().startswith(_PREFIX))
+    found = [name for name in ours if name.upper() not in known and not name.upper().startswith(_TESTS)]
     return [f"{name} is no setting and does nothing; {_remedy(name, known)}" for name in found]
 
 

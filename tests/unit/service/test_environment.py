@@ -74,6 +74,8 @@ def test_passwords_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_nobody_reads_is_told_with_the_nearest_name() -> None:
     told = {"TRAINSHED_PROT": "1", "TRAINSHED_URL": "x", "TRAINSHED_PORT": "1", "TRAINSHED_XYZZY": "1", "PATH": ""}
+    # What tests are told is no setting of theirs, and no mistake.
+    told["TRAINSHED_TEST_CRDS"] = "/folder"
     assert strangers(told) == [
         "TRAINSHED_PROT is no setting and does nothing; did you mean TRAINSHED_PORT?",
         "TRAINSHED_XYZZY is no setting and does nothing; unset it",
