@@ -18,7 +18,7 @@ from train_loop.spec import SpecError
 log = logging.getLogger(__name__)
 MISTAKES = (UserError, SpecError)
 """What a person must mend; the message says what and how."""
-_WRAPPERS = ("controller_failure", "health_check_failure", "_base_exc", "cause", "__cause__")
+_WRAPPERS = ("controller_failure", "health_check_failure", "_base_exc", "cause")
 """Attributes by which Ray's errors carry what they wrap."""
 _MOST_CHARACTERS = 4000
 _GLOO_PLACE = re.compile(r"\[\S*/gloo/\S*:\d+\] ")
@@ -90,11 +90,12 @@ def from_ranks(error: BaseException) -> bool:
 
 def cause(error: BaseException) -> BaseException:
     """Return what a user would call the cause: Ray wraps it in errors of its own. An error of ours is the cause."""
-    if isinstance(error, _NAMED):
-        return error
     failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
     # A user's mistake on one rank makes its peers fail of lost connections: the mistake is the cause.
     causes = sorted(map(cause, failures.values()), key=lambda e: not isinstance(e, MISTAKES))
     wrapped = (getattr(error, name, None) for name in _WRAPPERS)
     inner = next(filter(None, [*causes[:1], *wrapped]), None)
+    # Ray's wrapper of a task's error is of the error's own class, too, so it is unwrapped before this.
+    if inner is None and not isinstance(error, _NAMED):
+        inner = error.__cause__
     return cause(inner) if isinstance(inner, BaseException) and inner is not error else error

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from ray.exceptions import RayTaskError
 
 from train_loop.errors import DataError, FencedError
 from train_loop.failure import failed, failure_told
@@ -49,6 +50,12 @@ class WorkersFailed(Exception):
 )
 def test_only_mistakes_are_not_worth_another_try(error: Exception, outcome: Outcome) -> None:
     assert failed(error) == outcome
+
+
+def test_mistake_in_a_task_is_unwrapped_though_ray_s_wrapper_is_a_mistake_too() -> None:
+    wrapped = RayTaskError("encode", "a traceback", DataError("no rows")).as_instanceof_cause()
+    assert isinstance(wrapped, DataError)
+    assert failed(wrapped) == Outcome(result="failed", code="data_error", reason="no rows")
 
 
 def test_mistake_is_the_cause_whatever_a_library_raised_before_it() -> None:
