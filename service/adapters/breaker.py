@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
-SHORT, LONG = 1.5, 10.0
+SHORT, LONG = 1.25, 10.0
 """Seconds to wait for an answer: usually, and of a cluster that was slow lately."""
 _SLOW_FOR = 60.0
 """For so many seconds a cluster counts as slow after a late answer."""
