@@ -56,7 +56,7 @@ class Access:
         return hmac.compare_digest(_sha256(secret), self.operator_sha256)
 
     def is_scraper(self, secret: str) -> bool:
-        """Whether this is the key that opens the metrics alone."""
+        """Return whether this is the key that opens only the metrics."""
         return self.scraper_sha256 is not None and hmac.compare_digest(_sha256(secret), self.scraper_sha256)
 
     def identify(self, secret: str) -> Caller:

@@ -14,7 +14,7 @@ _PREFIX = "TRAINSHED_"
 _OTHERS = ("URL", "KEY", "EMBEDDED_RAY", "AHEAD_UNTIL")
 """What callers are told, and what our own processes tell each other."""
 _TESTS = _PREFIX + "TEST_"
-"""What tests are told."""
+"""Begins the variables that only tests read."""
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL")
 _USER_INFO = re.compile(r"://[^/@\s]*@")
 

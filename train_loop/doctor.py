@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from train_loop.doctor_network import check_network, on, why
+from train_loop.doctor_network import check_network, describe_failure, on_node
 from train_loop.leave import leave
 from train_loop.run_dir import (
     TOKEN_FILE,
@@ -55,8 +55,8 @@ def visit(folder: str | None, roots: Sequence[str], *, seconds: float) -> Cluste
     nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in alive[:_MOST_NODES]}
     # First, because it is not known what Ray's own tasks below take.
     free, total = ray.available_resources(), ray.cluster_resources()
-    looks = {on(look, node).remote(folder, roots, node): node for node in nodes}
-    rounds = [_ask({on(describe, node): node for node in nodes}, deadline) for _ in range(_ROUNDS)]
+    looks = {on_node(look, node).remote(folder, roots, node): node for node in nodes}
+    rounds = [_ask({on_node(describe, node): node for node in nodes}, deadline) for _ in range(_ROUNDS)]
     sights = _collect(looks, deadline)
     network = check_network(nodes, deadline)
     return ClusterVisit(
@@ -96,7 +96,7 @@ def look(folder: str | None, roots: Sequence[str], node: str) -> Sight:
             write_durably(place / answer_file(node), token)
         return Sight(token=token, unreadable=unreadable)
     except Exception as error:
-        return Sight(fault=why(error), unreadable=unreadable)
+        return Sight(fault=describe_failure(error), unreadable=unreadable)
 
 
 def _read_patiently(read: Callable[[], str]) -> str | None:
@@ -160,7 +160,7 @@ def _tell(node: NodeVisit, rounds: Sequence[Told | None], sight: Any) -> NodeVis
             "uid": described[0][0].uid if described else None,
             "ahead": bounds,
             "sight": sight if isinstance(sight, Sight) else None,
-            "trouble": why(failures[0]) if failures else silent,
+            "trouble": describe_failure(failures[0]) if failures else silent,
         }
     )
 

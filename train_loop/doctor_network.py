@@ -28,13 +28,13 @@ _EXCHANGED = b"x" * (1 << 20)
 """More than fits into the first packets, which a network with a wrong MTU lets through."""
 
 
-def on(task: Callable[..., object], node: str) -> Any:
+def on_node(task: Callable[..., object], node: str) -> Any:
     """Return a task that runs on that node and no other, and takes nothing from anybody."""
     there = NodeAffinitySchedulingStrategy(node, soft=False)
     return ray.remote(num_cpus=0, max_retries=0)(task).options(scheduling_strategy=there)
 
 
-def why(error: BaseException) -> str:
+def describe_failure(error: BaseException) -> str:
     """Return in one line why a task failed. Ray's text is a whole traceback, whose last line says it."""
     cause = getattr(error, "cause", None) or error
     lines = [line for line in str(cause).splitlines() if line.strip()]
@@ -59,15 +59,17 @@ def _meet_all(nodes: Mapping[str, str], deadline: float) -> dict[str, str]:
     if seconds <= 0:
         return {}
     try:
-        asked = {node: on(free_port, node).remote() for node in nodes}
+        asked = {node: on_node(free_port, node).remote() for node in nodes}
         places = dict(zip(asked, ray.get(list(asked.values()), timeout=seconds), strict=True))
         meetings = [
-            on(meet, node).remote(place, {other: there for other, there in places.items() if other != node}, seconds)
+            on_node(meet, node).remote(
+                place, {other: there for other, there in places.items() if other != node}, seconds
+            )
             for node, place in places.items()
         ]
         told: dict[str, dict[str, str]] = dict(zip(places, ray.get(meetings, timeout=2 * seconds), strict=True))
     except Exception as error:
-        return {ALL_NODES: why(error)}
+        return {ALL_NODES: describe_failure(error)}
     by_address = sorted(nodes, key=nodes.__getitem__)
     pairs = {(one, other): told[one].get(other) or told[other].get(one) for one, other in combinations(by_address, 2)}
     return {f"{nodes[one]} and {nodes[other]}": fault for (one, other), fault in pairs.items() if fault}
@@ -155,11 +157,13 @@ def _all_reduce(nodes: Sequence[str], deadline: float) -> str | None:
     if seconds <= 0:
         return "no time was left"
     try:
-        master = ray.get(on(free_port, nodes[0]).remote(), timeout=seconds)
-        tasks = [on(reduce_here, node).remote(rank, len(nodes), master, seconds) for rank, node in enumerate(nodes)]
+        master = ray.get(on_node(free_port, nodes[0]).remote(), timeout=seconds)
+        tasks = [
+            on_node(reduce_here, node).remote(rank, len(nodes), master, seconds) for rank, node in enumerate(nodes)
+        ]
         said = ray.get(tasks, timeout=seconds + _START_SECONDS)
     except Exception as error:
-        return why(error)
+        return describe_failure(error)
     return next(filter(None, said), None)
 
 
