@@ -18,13 +18,15 @@ from typing import Any, Protocol
 
 from train_loop.group_failure import Evidence, explain
 from train_loop.heartbeat import Beat, Target, decode
-from train_loop.liveness import Liveness
+from train_loop.liveness import Liveness, Stall
 
 log = logging.getLogger(__name__)
 
 SILENT_SECONDS, LOST_SECONDS = 5.0, 10.0
 """A host whose ranks send no heartbeat for so long is reported as silent, then declared lost."""
 STALL_SECONDS, LACK_SECONDS, STORAGE_SECONDS = 8.0, 5.0, 5.0
+STALL_AGAIN_SECONDS = 3.0
+"""A stall whose ranks behind have changed is reported again, but not more often than this."""
 _LATE_SECONDS = 2.5
 """After a failure, a host that is silent for so long is its cause."""
 _CAUSE_SECONDS = 4.0
@@ -65,7 +67,8 @@ class _Group:
     liveness: Liveness
     silent: set[str] = field(default_factory=set)
     lost: dict[str, str] = field(default_factory=dict)
-    stalled: bool = False
+    stall: Stall | None = None
+    """The stall that was reported last, if it lasts."""
     without_storage: set[str] = field(default_factory=set)
     closing: bool = False
     ended: dict[int, str] = field(default_factory=dict)
@@ -303,8 +306,8 @@ class GroupMonitor:
             return
         # Of a silent host the news is that it is silent, and a rank may wait for storage as long as the limit says.
         stall = None if group.silent or group.without_storage else group.liveness.stall(now, seconds=STALL_SECONDS)
-        if stall is not None and not group.stalled:
-            group.stalled = True
+        if stall is not None and _is_news(stall, group.stall):
+            group.stall = stall
             hosts = sorted({group.liveness.hosts[rank] for rank in stall.behind})
             self._report(
                 "stalled",
@@ -312,8 +315,8 @@ class GroupMonitor:
                 seconds=round(stall.seconds, 1),
                 reason=stall.reason,
             )
-        elif stall is None and group.stalled and not group.silent and not group.without_storage:
-            group.stalled = False
+        elif stall is None and group.stall is not None and not group.silent and not group.without_storage:
+            group.stall = None
             self._report("progressing")
 
     def _ended_so_far(self) -> dict[int, str]:
@@ -343,3 +346,10 @@ class GroupMonitor:
         fields = {"ranks": loss.ranks, "hosts": loss.hosts, "cause": loss.kind, "error": loss.cause}
         survivors = {"survivors": loss.survivors} if loss.survivors else {}
         self._report("workers_lost", **fields, **survivors, **failure.extra)
+
+
+def _is_news(stall: Stall, reported: Stall | None) -> bool:
+    """Return whether a stall must be reported; a heartbeat that is late can blame a wrong rank at first."""
+    if reported is None:
+        return True
+    return stall.behind != reported.behind and abs(stall.seconds - reported.seconds) >= STALL_AGAIN_SECONDS

@@ -2,11 +2,12 @@
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.host_cluster import HostCluster
 from tests.support.hosts import why_no_hosts
 
 
@@ -27,3 +28,13 @@ def shared() -> Iterator[Path]:
     """The storage that all hosts share; not on a memory file system, which has no room for logs."""
     with tempfile.TemporaryDirectory(prefix="shared-", dir="/var/tmp") as folder:
         yield Path(folder)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add the newest events of the jobs to the report of a test that failed."""
+    report = yield
+    cluster = getattr(item, "funcargs", {}).get("cluster")
+    if report.failed and isinstance(cluster, HostCluster):
+        report.sections.append(("newest events", "\n".join(cluster.newest_events(count=16))))
+    return report

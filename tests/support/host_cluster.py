@@ -51,6 +51,7 @@ class HostCluster:
         self.nodes = [host for host in made.hosts.values() if host.name.startswith("node")]
         self._settings = {**SETTINGS, **(settings or {})}
         self._client: Client | None = None
+        self._submitted: list[str] = []
         self._dashboard_client: httpx.Client | None = None
 
     def start(self) -> None:
@@ -177,7 +178,8 @@ class HostCluster:
             here, there = self.lab.shared / "data/tokens.parquet", f"s3://{_BUCKET}/data/tokens.parquet"
             S3FileSystem().put_file(str(here), there)
             job["data"]["train"]["path"] = there
-        return self.client.submit(yaml.safe_dump(job)).id
+        self._submitted.append(self.client.submit(yaml.safe_dump(job)).id)
+        return self._submitted[-1]
 
     def wait_for_state(self, job_id: str, *states: JobState, seconds: float = 120) -> JobOut:
         """Wait until the job is in one of the states. Raises AssertionError if it ends in another."""
@@ -285,6 +287,11 @@ class HostCluster:
         """The events of all attempts, or those of some kinds."""
         lines = [line for attempt in self.run_dir(job_id).attempts() for line in read_lines(attempt.events)]
         return [line for line in lines if not names or line["event"] in names]
+
+    def newest_events(self, *, count: int) -> list[str]:
+        """The newest events of all jobs, a short line each."""
+        found = [line for job_id in self._submitted for line in self.events(job_id)]
+        return [str(line)[:300] for line in sorted(found, key=lambda line: float(line["time"]))[-count:]]
 
     def metrics(self, job_id: str) -> list[dict[str, Any]]:
         """The metrics lines of all attempts."""

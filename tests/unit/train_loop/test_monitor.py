@@ -197,6 +197,14 @@ def test_stalled_ranks_are_reported_once_and_cleared(world: World) -> None:
     assert world.names()[-1] == "progressing"
 
 
+def test_stall_is_reported_again_when_other_ranks_are_waited_for(world: World) -> None:
+    # Rank 2's heartbeat is late as well when the stall is found.
+    world.run(9, 2, stopped=3)
+    world.run(10, stopped=3)
+    assert [fields["for"] for name, fields in world.events if name == "stalled"] == [(2, 3), (3,)]
+    assert world.names() == ["stalled", "stalled"]
+
+
 def test_group_without_room_is_reported_once_after_five_seconds(world: World) -> None:
     world.monitor.placing()
     for _ in range(3):
