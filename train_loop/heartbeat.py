@@ -31,6 +31,8 @@ _STORAGE = struct.Struct("<dq")
 _MAX_BYTES = 1024
 _RESPAWN_SECONDS = 1.0
 _EXIT_INFO_SECONDS = 0.5
+_LONGEST_LOOK_SECONDS = 2 * INTERVAL_SECONDS
+"""A longer time between two heartbeats means that this host did not run."""
 _GET_INFO, _INFO_EXIT, _INFO_BYTES, _EXIT_CODE_AT = 0xC040FF0B, 1 << 3, 64, 60
 """PIDFD_GET_INFO of Linux 6.15: how a process ended, for processes that are not its parent."""
 
@@ -184,6 +186,7 @@ class _Sender:
         self._parent = parent
         family = socket.getaddrinfo(self._target.host, self._target.port, type=socket.SOCK_DGRAM)[0][0]
         self._socket = socket.socket(family, socket.SOCK_DGRAM)
+        self._failed_since = self._looked = self._failed_seconds = 0.0
 
     def run(self) -> None:
         """Send until the rank ends or stops heartbeats."""
@@ -206,19 +209,33 @@ class _Sender:
         step, phase, since = _PLACE.unpack_from(self._place, 0)
         failed_since, errno = _STORAGE.unpack_from(self._place, _PLACE.size)
         now = time.monotonic()
+        self._count(failed_since, now, stopped=bool(fields.get("stopped")))
         beat = Beat(
             self._rank,
             self._epoch,
             step,
             Phase(phase),
             max(now - since, 0.0),
-            storage_seconds=max(now - failed_since, 0.0) if failed_since else 0.0,
+            storage_seconds=self._failed_seconds,
             storage_errno=errno,
             **fields,
         )
         # A network that is away may be back in a second.
         with suppress(OSError):
             self._socket.sendto(encode(beat, self._target.token), (self._target.host, self._target.port))
+
+    def _count(self, failed_since: float, now: float, *, stopped: bool) -> None:
+        """Count for how long storage has failed, without the time in which the rank or its host was stopped.
+
+        A process that is stopped while it asks storage gets no answer, and the reason is not the storage.
+        """
+        passed = min(now - self._looked, _LONGEST_LOOK_SECONDS)
+        if failed_since != self._failed_since:
+            passed = min(now - failed_since, _LONGEST_LOOK_SECONDS)
+            self._failed_seconds = 0.0
+        if failed_since and not stopped:
+            self._failed_seconds += max(passed, 0.0)
+        self._failed_since, self._looked = failed_since, now
 
     def _report_end(self, process: int | None) -> None:
         status = _exit_status(process) if process is not None else None

@@ -19,6 +19,7 @@ import sys, time
 from train_loop.heartbeat import Heartbeat, Phase, Target
 beat = Heartbeat(Target("127.0.0.1", int(sys.argv[1]), sys.argv[2]), rank=2, epoch=3)
 beat.mark(5, Phase.TRAIN)
+beat.mark_storage(time.monotonic())
 sys.stdin.readline()
 beat.stop()
 """
@@ -73,6 +74,18 @@ def test_heartbeat_of_a_stopped_process_says_so() -> None:
         assert listener.next(lambda beat: beat.stopped)
         process.send_signal(signal.SIGCONT)
         assert listener.next(lambda beat: not beat.stopped)
+
+
+def test_storage_does_not_fail_while_the_process_that_asks_it_is_stopped() -> None:
+    with rank() as (listener, process):
+        listener.next(lambda beat: beat.storage_seconds > 0)
+        process.send_signal(signal.SIGSTOP)
+        first = listener.next(lambda beat: beat.stopped).storage_seconds
+        with pytest.raises(TimeoutError):
+            listener.next(lambda beat: beat.storage_seconds > first, seconds=3)
+        process.send_signal(signal.SIGCONT)
+        assert listener.next(lambda beat: not beat.stopped).storage_seconds < first + 2
+        assert listener.next(lambda beat: beat.storage_seconds > first + 2)
 
 
 def test_heartbeat_of_a_killed_process_reports_its_end() -> None:
