@@ -9,7 +9,7 @@ from pathlib import Path
 import structlog
 
 from service.adapters.keys import ensure_key
-from service.adapters.ray_head import RayHead, read_head, start_head
+from service.adapters.ray_head import FolderOpen, RayHead, read_head, start_head
 from service.adapters.ray_jobs import RayAddress
 
 log = structlog.get_logger(__name__)
@@ -64,14 +64,15 @@ class EmbeddedRay:
             self._stopped.wait(pause)
 
     def _bring_up(self) -> None:
-        """One look: nothing to do while the head lives, else another one. Raises RuntimeError when none comes up."""
-        if self._up is not None and self._alive():
+        """Do nothing while the head lives and is private, else start another one. Raises RuntimeError if it fails."""
+        if self._up is not None and self._alive() and self._is_private():
             return
         self._up = None
         token = ensure_key(self._home / "ray.token")
-        if not (self._head is not None and self._alive() and self._comes_up(self._head, token)):
+        if not (self._alive() and self._is_private() and self._comes_up(token)):
             self._replace_head()
-        if self._head is not None and self._comes_up(self._head, token):
+        if self._comes_up(token) and self._is_private():
+            assert self._head is not None
             self._up = RayAddress(self._head.dashboard_url, token)
             log.info("embedded_ray_up", dashboard=self._head.dashboard_url, pid=self._head.pid)
         elif not self._stopped.is_set():
@@ -88,8 +89,21 @@ class EmbeddedRay:
                     self._home, cpus=self._cpus, object_store_bytes=self._object_store_bytes
                 )
 
-    def _comes_up(self, head: RayHead, token: str) -> bool:
+    def _comes_up(self, token: str) -> bool:
+        head = self._head
+        if head is None:
+            return False
         return _wait(lambda: head.answers(token), lambda: self._stopped.is_set() or not self._alive())
+
+    def _is_private(self) -> bool:
+        """Return whether only our user can get at the head's folder; the log says why not."""
+        try:
+            if self._head is not None:
+                self._head.check_folder()
+        except FolderOpen as error:
+            log.error("embedded_ray_ended", error=str(error))
+            return False
+        return self._head is not None
 
     def _alive(self) -> bool:
         if self._child is not None and self._child.poll() is not None:

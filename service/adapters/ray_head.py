@@ -1,11 +1,12 @@
-"""One `ray start --head` on loopback: its command, its record on disk, and every process that belongs to it."""
+"""One `ray start --head` on loopback: its command, its folder, its record on disk, and all of its processes."""
 
 import os
 import shutil
 import socket
+import stat
 import subprocess
 import sys
-import tempfile
+import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -13,12 +14,17 @@ import httpx
 import psutil
 from pydantic import BaseModel, ConfigDict
 
+from train_loop.ray_folder import make_private_folder
 from train_loop.run_dir import write_durably
 
 _MARK = "TRAINSHED_EMBEDDED_RAY"
-_STOP_SECONDS = 1.0
-"""For the head to end by itself: what it runs ends with it either way, and the service has ten seconds for all."""
-_KILL_SECONDS = 1.0
+_KILL_SECONDS = 2.0
+"""For the processes of a head to end after SIGKILL."""
+_POLL_SECONDS = 0.02
+
+
+class FolderOpen(Exception):
+    """Other users can get at Ray's folder, and with it at the token that runs commands."""
 
 
 class RayHead(BaseModel):
@@ -31,6 +37,7 @@ class RayHead(BaseModel):
     dashboard_url: str
     address: str
     temp_dir: str
+    """A folder of mode 0700 that Ray never touches; Ray opens its own folder, inside it, to everybody."""
 
     def alive(self) -> bool:
         """Whether the process is there, and is the same one."""
@@ -40,8 +47,7 @@ class RayHead(BaseModel):
         """The head's process, if it lives."""
         try:
             process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.create_time) < 1
-            return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+            return process if abs(process.create_time() - self.create_time) < 1 and _runs(process) else None
         except psutil.NoSuchProcess:
             return None
 
@@ -53,20 +59,34 @@ class RayHead(BaseModel):
         except httpx.HTTPError:
             return False
 
+    def check_folder(self) -> None:
+        """Check that no other user can enter the folder. Raises FolderOpen."""
+        try:
+            found = os.lstat(self.temp_dir)
+        except OSError as error:
+            raise FolderOpen(f"Ray's folder {self.temp_dir} is not there: {error.strerror}") from error
+        mode = stat.S_IMODE(found.st_mode)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or mode & 0o077:
+            raise FolderOpen(
+                f"Ray's folder {self.temp_dir} has mode {mode:04o} and owner {found.st_uid}; it must be a folder of "
+                f"mode 0700 and owner {os.geteuid()}, because whoever opens Ray's sockets gets its token"
+            )
+
     def stop(self) -> None:
-        """End the head and all that it started, by pid, and remove its files."""
-        head = self.process()
+        """Kill all processes of the head and remove its folder."""
         # Listed before the head goes: afterwards its daemons are nobody's children.
-        family = _family(self, head)
-        if head is not None:
-            with suppress(psutil.NoSuchProcess):
-                head.terminate()
-            psutil.wait_procs([head], timeout=_STOP_SECONDS)
-        family |= _family(self, None)
-        for process in family:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(family, timeout=_KILL_SECONDS)
+        family = _family(self, self.process())
+        deadline = time.monotonic() + _KILL_SECONDS
+        while family and time.monotonic() < deadline:
+            for process in family:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            # At once, so that it is gone even if a process hangs in the kernel.
+            shutil.rmtree(self.temp_dir, ignore_errors=True)
+            while any(map(_runs, family)) and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+            # A process may have started another one before its end.
+            family = {process for process in _family(self, None) if _runs(process)}
         shutil.rmtree(self.temp_dir, ignore_errors=True)
 
 
@@ -80,10 +100,17 @@ def read_head(record: Path) -> RayHead | None:
 
 def start_head(home: Path, *, cpus: int, object_store_bytes: int) -> tuple[RayHead, subprocess.Popen[bytes]]:
     """Start a head in a session of its own, so that it outlives us; recorded in home/ray.json before it runs."""
+    temp_dir = make_private_folder()
+    try:
+        return _start(home, temp_dir, cpus=cpus, object_store_bytes=object_store_bytes)
+    except BaseException:
+        shutil.rmtree(temp_dir, ignore_errors=True)
+        raise
+
+
+def _start(home: Path, temp_dir: str, *, cpus: int, object_store_bytes: int) -> tuple[RayHead, subprocess.Popen[bytes]]:
     ports = _free_ports(8)
-    # Short, because Ray's Unix sockets lie in it and are limited to 107 bytes.
-    temp_dir = tempfile.mkdtemp(prefix="shed-")
-    command = _command(ports[:6], temp_dir, cpus=cpus, object_store_bytes=object_store_bytes)
+    command = _command(ports[:6], f"{temp_dir}/r", cpus=cpus, object_store_bytes=object_store_bytes)
     with (home / "ray.log").open("ab") as log:
         # It waits for a line before it becomes Ray. If we die before the record is written, it reads an end of file and
         # goes; there is no instant with a Ray that nobody knows of.
@@ -95,15 +122,21 @@ def start_head(home: Path, *, cpus: int, object_store_bytes: int) -> tuple[RayHe
             env=_environment(home, temp_dir, metric_ports=ports[6:]),
             start_new_session=True,
         )
-    head = RayHead(
-        pid=child.pid,
-        create_time=psutil.Process(child.pid).create_time(),
-        dashboard_url=f"http://127.0.0.1:{ports[1]}",
-        address=f"127.0.0.1:{ports[0]}",
-        temp_dir=temp_dir,
-    )
-    write_durably(home / "ray.json", head.model_dump_json(indent=2))
     assert child.stdin is not None
+    try:
+        head = RayHead(
+            pid=child.pid,
+            create_time=psutil.Process(child.pid).create_time(),
+            dashboard_url=f"http://127.0.0.1:{ports[1]}",
+            address=f"127.0.0.1:{ports[0]}",
+            temp_dir=temp_dir,
+        )
+        write_durably(home / "ray.json", head.model_dump_json(indent=2))
+    except BaseException:
+        child.stdin.close()
+        child.kill()
+        child.wait()
+        raise
     with suppress(BrokenPipeError), child.stdin:
         child.stdin.write(b"go\n")
     return head, child
@@ -144,6 +177,14 @@ def _free_ports(count: int) -> list[int]:
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         return [int(each.getsockname()[1]) for each in sockets]
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Return whether a process has not ended; one that nobody has collected yet has."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _family(record: RayHead, head: psutil.Process | None) -> set[psutil.Process]:

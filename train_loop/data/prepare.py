@@ -4,8 +4,10 @@ A prepared source is keyed by a fingerprint of all that decides its content and 
 same. It appears under its final name by one rename, so that it is whole or not there.
 """
 
+import atexit
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,6 +32,7 @@ from train_loop.data.sources import list_files
 from train_loop.data.tokenizer import load_tokenizer, train_tokenizer
 from train_loop.errors import DataError
 from train_loop.model_folder import model_shape
+from train_loop.ray_folder import make_private_folder
 from train_loop.run_dir import write_durably
 from train_loop.spec import ColumnsSpec, JobSpec
 
@@ -103,9 +106,21 @@ def _tasks(source: Source) -> list[list[Piece]]:
 
 
 def _start_ray() -> None:
-    if not ray.is_initialized():
-        # By itself, and not in a job: the cluster that RAY_ADDRESS names, or one for as long as this process lives.
+    if ray.is_initialized():
+        return
+    # By itself, and not in a job: the cluster that RAY_ADDRESS names, or one for as long as this process lives.
+    if "RAY_ADDRESS" in os.environ:
         ray.init(logging_level=logging.WARNING)
+        return
+    folder = make_private_folder()
+    atexit.register(_stop_ray, folder)
+    # "local", because Ray otherwise joins the cluster that a file in /tmp/ray names, which any user can write.
+    ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, _temp_dir=f"{folder}/r")
+
+
+def _stop_ray(folder: str) -> None:
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _documents(

@@ -1,9 +1,12 @@
 """A real Ray head: started, left behind by a SIGKILL, taken over, replaced, and gone without a trace."""
 
+import errno
 import os
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,13 +14,15 @@ import httpx
 import psutil
 import pytest
 
+from service.adapters import ray_head
 from service.adapters.embedded_ray import EmbeddedRay
-from service.adapters.ray_head import RayHead, read_head
+from service.adapters.ray_head import FolderOpen, RayHead, read_head
 from service.adapters.ray_jobs import RayJobs
 from service.domain.decide import Submission
 from service.errors import ClusterError
 from service.ports import Launch
 from tests.support.waiting import wait_for
+from train_loop.ray_folder import parent_folder
 
 CPUS = 2
 OBJECT_STORE_BYTES = 80_000_000
@@ -33,6 +38,7 @@ while ray.address() is None:
 Path(sys.argv[1], "up").touch()
 time.sleep(600)
 """
+REACHABLE = 'for path; do [ -e "$path" ] && echo "$path"; done; echo done'
 
 
 @pytest.fixture
@@ -84,6 +90,17 @@ def listens_on(head: RayHead) -> set[str]:
     return {c.laddr[0] for c in connections if c.status == psutil.CONN_LISTEN and c.pid in family and c.laddr}
 
 
+def assert_closed_to_others(head: RayHead) -> None:
+    """Check that another user cannot reach any of Ray's files; with root's rights as such a user would try it."""
+    paths = [head.temp_dir, *(str(path) for path in Path(head.temp_dir).rglob("*"))]
+    assert any(path.endswith("/sockets/dash_JobHead") for path in paths)
+    assert stat.S_IMODE(Path(head.temp_dir).stat().st_mode) == 0o700
+    if os.geteuid() == 0:
+        command = ["/bin/sh", "-c", REACHABLE, "sh", *paths[1:]]
+        asked = subprocess.run(command, user=65534, group=65534, extra_groups=[], capture_output=True, check=True)
+        assert asked.stdout == b"done\n"
+
+
 def launch(attempt: int) -> Launch:
     return Launch(f"job-1-{attempt}", "job-1", "tiny", attempt=attempt, run_dir="file:///nowhere")
 
@@ -111,6 +128,7 @@ def test_head_outlives_a_killed_service_and_not_a_stopped_one(tmp_path: Path, dr
     wait_for(lambda: jobs.status("job-1-1") is Submission.RUNNING)
     assert {ip.removeprefix("::ffff:") for ip in listens_on(left)} == {"127.0.0.1"}
     jobs.stop("job-1-none")
+    assert_closed_to_others(left)
 
     # Replaced when it dies: what it ran is gone, and that is known, not guessed.
     family = processes(left)
@@ -118,6 +136,12 @@ def test_head_outlives_a_killed_service_and_not_a_stopped_one(tmp_path: Path, dr
     wait_for(lambda: ray.address() not in (None, address), what="another head")
     assert jobs.status("job-1-1") is Submission.MISSING
     assert [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+
+    # Replaced when others could enter its folder.
+    before = ray.address()
+    Path(recorded(tmp_path).temp_dir).chmod(0o711)
+    wait_for(lambda: ray.address() not in (None, before), what="a head with a private folder")
+    assert_closed_to_others(recorded(tmp_path))
 
     # Stopped: no process, no file.
     jobs.submit(launch(2))
@@ -131,3 +155,40 @@ def test_head_outlives_a_killed_service_and_not_a_stopped_one(tmp_path: Path, dr
     assert not Path(left.temp_dir).exists()
     assert read_head(tmp_path / "ray.json") is None
     assert jobs.status("job-1-1") is Submission.UNKNOWN
+
+
+def test_start_that_fails_leaves_no_folder_and_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        monkeypatch.setattr(ray_head, "write_durably", _full_disk)
+        with pytest.raises(OSError, match="No space left"):
+            ray_head.start_head(tmp_path, cpus=1, object_store_bytes=OBJECT_STORE_BYTES)
+        assert list(Path(folder).iterdir()) == []
+    assert psutil.Process().children() == []
+
+
+def _full_disk(path: Path, text: str) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+
+def test_folder_for_ray_is_short_enough_for_its_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder, chosen in (("/var/tmp", "/var/tmp"), (f"/{'x' * 60}", "/tmp")):
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        assert parent_folder() == chosen
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o710, 0o702, 0o1777])
+def test_folder_that_others_can_enter_is_refused(tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "shed"
+    folder.mkdir(mode=0o700)
+    head = RayHead(pid=1, create_time=0, dashboard_url="", address="", temp_dir=str(folder))
+    head.check_folder()
+    folder.chmod(mode)
+    with pytest.raises(FolderOpen, match=f"has mode {mode:04o} and owner {os.geteuid()}; it must be"):
+        head.check_folder()
+    folder.rmdir()
+    with pytest.raises(FolderOpen, match="is not there"):
+        head.check_folder()
+    folder.symlink_to(tmp_path)
+    with pytest.raises(FolderOpen, match="it must be a folder"):
+        head.check_folder()
