@@ -83,9 +83,9 @@ class Jobs:
     def submit(self, body: bytes, once: Once | None) -> tuple[JobView, bool]:
         """Store a job durably; False beside it says that the key stood for it already. Raises ServiceError."""
 
-        def begin() -> Job:
+        def begin() -> NewJob:
             spec = self._parsed(body)
-            return self._begin(spec, self.planner.check(spec))
+            return self._new(self._begin(spec, self.planner.check(spec)), once)
 
         return self._once(once, begin)
 
@@ -114,22 +114,30 @@ class Jobs:
         """Store a job with another one's spec, changed, that goes on from one of its checkpoints; else as `submit`.
 
         From the newest where no step is named, and from the start for step 0, or where there is no checkpoint. Raises
-        CheckpointNotFound, too.
+        CheckpointNotFound, too. A clone in another project needs the editor's role in both, and is in the audit log of
+        both.
         """
 
-        def begin() -> Job:
+        def begin() -> NewJob:
             origin = self.find(job_id)
             spec = overridden(origin, overrides)
-            self.must(Role.EDITOR, spec.project)
-            manifest = self._manifest(origin, step)
-            if manifest is None:
-                return self._begin(spec, self.planner.check(spec))
-            if problems := nothing_left(origin, manifest, spec):
-                raise InvalidSpec(problems)
-            parent = parent_of(origin, manifest, spec)
-            return self._begin(spec, self.planner.check(spec, parent), parent)
+            for project in (origin.spec.project, spec.project):
+                self.must(Role.EDITOR, project)
+            job = self._cloned(origin, step, spec)
+            if spec.project == origin.spec.project:
+                return self._new(job, once)
+            return self._new(job, once, self.deed("clone", origin, {}, _facts(job) | {"project": spec.project}))
 
         return self._once(once, begin)
+
+    def _cloned(self, origin: Job, step: int | None, spec: JobSpec) -> Job:
+        manifest = self._manifest(origin, step)
+        if manifest is None:
+            return self._begin(spec, self.planner.check(spec))
+        if problems := nothing_left(origin, manifest, spec):
+            raise InvalidSpec(problems)
+        parent = parent_of(origin, manifest, spec)
+        return self._begin(spec, self.planner.check(spec, parent), parent)
 
     def _manifest(self, job: Job, step: int | None) -> Manifest | None:
         """The checkpoint that a clone of a job goes on from; None: it begins anew."""
@@ -146,7 +154,7 @@ class Jobs:
             raise CheckpointNotFound(job.id, wanted)
         return None if wanted is None else manifests[wanted]
 
-    def _once(self, once: Once | None, begin: Callable[[], Job]) -> tuple[JobView, bool]:
+    def _once(self, once: Once | None, begin: Callable[[], NewJob]) -> tuple[JobView, bool]:
         """Store a job under a key, if there is one; False beside it says that the key stood for it already."""
         # Before any check: the data of a job that was taken may have moved since.
         if once is not None and (known := self.store.begin(once, now=self.clock())):
@@ -154,20 +162,20 @@ class Jobs:
             self.must(Role.EDITOR, known.spec.project)
             return self._new_view(known), False
         try:
-            job = begin()
+            new = begin()
             try:
-                self.store.add(self._new(job, once))
+                self.store.add(new)
             except BaseException:
-                self.run_dirs.let_go(job.run_dir)
+                self.run_dirs.let_go(new.job.run_dir)
                 raise
         except BaseException:
             if once is not None:
                 self.store.release(once)
             raise
-        return self._new_view(job), True
+        return self._new_view(new.job), True
 
-    def _new(self, job: Job, once: Once | None) -> NewJob:
-        return NewJob(job, once, self._deed("submit", None, job))
+    def _new(self, job: Job, once: Once | None, *more: Deed) -> NewJob:
+        return NewJob(job, once, (self._deed("submit", None, job), *more))
 
     def _begin(self, spec: JobSpec, plans: Plans, parent: Parent | None = None) -> Job:
         """A job that was checked, with the checkpoint that it goes on from kept for it."""

@@ -62,7 +62,7 @@ class MemoryJobStore:
                     raise KeyInFlight(new.once.key)
                 self.keys[new.once.id] = (new.once, since, new.job.id)
             self.jobs[new.job.id] = new.job
-            self._record(new.deed)
+            self._record(*new.deeds)
 
     def add_all(self, added: Sequence[NewJob], *, now: float) -> bool:
         """Store jobs with keys that nobody began; False, and nothing stored: a key stands for another."""
@@ -74,7 +74,7 @@ class MemoryJobStore:
             self.keys |= keys
             self.jobs |= {new.job.id: new.job for new in added}
             for new in added:
-                self._record(new.deed)
+                self._record(*new.deeds)
             return True
 
     def delete(self, job: Job, used: Mapping[date, Usage], deed: Deed | None = None) -> bool:
@@ -187,9 +187,8 @@ class MemoryJobStore:
     def ping(self) -> None:
         """It always answers."""
 
-    def _record(self, deed: Deed | None) -> None:
-        if deed is not None:
-            self.deeds.append(deed)
+    def _record(self, *done: Deed | None) -> None:
+        self.deeds += filter(None, done)
 
 
 @dataclass

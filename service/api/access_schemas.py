@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, JsonValue
 
 from service.api.schemas import Time, as_time
-from service.domain.access import ANY, Deed, Key, Role
+from service.domain.access import ANY, Caller, Deed, Key, Role
 
 Project = Annotated[str, Field(pattern=rf"^([a-z0-9]([-a-z0-9]*[a-z0-9])?|\{ANY})$", max_length=40)]
 
@@ -27,19 +27,22 @@ class KeyOut(BaseModel):
 
     id: str
     name: str
-    roles: dict[str, Role]
+    roles: dict[str, Role] = Field(description="in the projects of which the caller is an admin")
+    shared: bool = Field(description="whether it has roles in other projects, too")
     created_at: Time
     created_by: str = Field(description="id of a key; `operator` is the one in $TRAINSHED_HOME/admin.key")
     expires_at: Time | None
     revoked_at: Time | None
 
     @classmethod
-    def of(cls, key: Key) -> "KeyOut":
-        """From the domain."""
+    def of(cls, key: Key, caller: Caller) -> "KeyOut":
+        """Return the key as this caller may see it."""
+        roles = dict(key.roles_shown_to(caller))
         return cls(
             id=key.id,
             name=key.name,
-            roles=dict(key.roles),
+            roles=roles,
+            shared=roles != key.roles,
             created_at=as_time(key.created_at),
             created_by=key.created_by,
             expires_at=None if key.expires_at is None else as_time(key.expires_at),

@@ -34,13 +34,13 @@ def create(access: UseCases, body: Annotated[bytes, Depends(read_body)]) -> NewK
     wish = parse_body(KeyIn, body)
     expires_at = None if wish.expires_at is None else wish.expires_at.timestamp()
     key, secret = access.create(wish.name, wish.roles, expires_at)
-    return NewKey(key=KeyOut.of(key), secret=secret)
+    return NewKey(key=KeyOut.of(key, access.caller), secret=secret)
 
 
 @router.get("/keys")
 def keys(access: UseCases) -> Keys:
     """The keys that open a project of which one is an admin, newest first."""
-    return Keys(data=[KeyOut.of(key) for key in access.visible()])
+    return Keys(data=[KeyOut.of(key, access.caller) for key in access.visible()])
 
 
 @router.delete("/keys/{key_id}", status_code=204)

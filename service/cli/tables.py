@@ -58,7 +58,7 @@ def show_keys(keys: Iterable[KeyOut]) -> None:
             key.name,
             f"{key.created_at:%F}",
             "revoked" if key.revoked_at else f"until {key.expires_at:%F %T}" if key.expires_at else "",
-            _roles(key.roles),
+            _roles(key.roles) + (" and in other projects" if key.shared else ""),
         )
         for key in keys
     )

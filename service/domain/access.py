@@ -81,6 +81,10 @@ class Key:
         """Whether it is neither revoked nor over."""
         return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
 
+    def roles_shown_to(self, caller: Caller) -> Roles:
+        """Return the roles in the projects that the caller administers: others' projects are not its business."""
+        return {project: role for project, role in self.roles.items() if caller.may(Role.ADMIN, project)}
+
 
 @dataclass(frozen=True)
 class Deed:

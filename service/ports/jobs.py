@@ -49,11 +49,11 @@ class Once:
 
 @dataclass(frozen=True)
 class NewJob:
-    """A job that is to be stored, with its Idempotency-Key and what the audit log says of it."""
+    """A job that is to be stored, with its Idempotency-Key and its entries in the audit log."""
 
     job: Job
     once: Once | None = None
-    deed: Deed | None = None
+    deeds: tuple[Deed, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -201,6 +201,24 @@ def test_nobody_lets_others_in_further_than_oneself(world: World) -> None:
     assert code_of(world.client.delete(f"/keys/{both}", headers=mine)) == (403, "forbidden")
 
 
+def test_key_shows_an_admin_no_roles_in_other_projects(world: World) -> None:
+    _, secret = world.key({"own": "admin"})
+    mine = {"authorization": f"Bearer {secret}"}
+    both, _ = world.key({"own": "editor", "secret-project": "viewer"})
+    world.key({"secret-project": "admin"})
+    world.key({ANY: "viewer"})
+    answer = world.client.get("/keys", headers=mine)
+    shown = {key["id"]: (key["roles"], key["shared"]) for key in answer.json()["data"]}
+    assert shown[both] == ({"own": "editor"}, True)
+    assert all(roles.keys() == {"own"} for roles, _ in shown.values())
+    refused = world.client.delete(f"/keys/{both}", headers=mine)
+    assert code_of(refused) == (403, "forbidden")
+    assert "secret-project" not in answer.text + refused.text
+    everything = {key["id"]: key for key in world.client.get("/keys").json()["data"]}
+    assert everything[both]["roles"] == {"own": "editor", "secret-project": "viewer"}
+    assert not any(key["shared"] for key in everything.values())
+
+
 @pytest.mark.parametrize(
     ("body", "pointer"),
     [
@@ -234,13 +252,27 @@ def test_same_idempotency_key_of_two_callers_makes_two_jobs(world: World) -> Non
     assert len({answer.json()["id"] for answer in found}) == 3
 
 
-def test_clone_needs_to_see_the_one_and_to_edit_where_the_other_goes(world: World) -> None:
-    _, secret = world.key({"own": "viewer", "mine": "editor"})
-    mine = {"authorization": f"Bearer {secret}"}
-    path = f"/jobs/{world.job}/clone"
-    assert code_of(world.client.post(path, json={}, headers=mine)) == (403, "forbidden")
-    answer = world.client.post(path, json={"overrides": {"project": "mine"}}, headers=mine)
-    assert (answer.status_code, answer.json()["project"]) == (201, "mine")
+@pytest.mark.parametrize("wish", [{}, {"from_checkpoint": 0}])
+def test_clone_in_another_project_needs_an_editor_of_both(world: World, wish: dict[str, Any]) -> None:
+    path, wish = f"/jobs/{world.job}/clone", wish | {"overrides": {"project": "mine"}}
+    for roles, status in (
+        ({"own": "viewer", "mine": "editor"}, 403),
+        ({"own": "editor", "mine": "viewer"}, 403),
+        ({"own": "editor", "mine": "editor"}, 201),
+    ):
+        _, secret = world.key(roles)
+        answer = world.client.post(path, json=wish, headers={"authorization": f"Bearer {secret}"})
+        assert answer.status_code == status, roles
+    assert answer.json()["project"] == "mine"
+
+
+def test_clone_in_another_project_is_in_the_audit_log_of_both(world: World) -> None:
+    clone = world.client.post(f"/jobs/{world.job}/clone", json={"overrides": {"project": "mine"}}).json()["id"]
+    (newest, *_) = world.client.get("/audit?project=own").json()["data"]
+    assert (newest["action"], newest["target"], newest["after"]["project"]) == ("job.clone", world.job, "mine")
+    assert [deed["target"] for deed in world.client.get("/audit?project=mine").json()["data"]] == [clone]
+    world.client.post(f"/jobs/{world.job}/clone", json={})
+    assert world.client.get("/audit?project=own").json()["data"][0]["action"] == "job.submit"
 
 
 def test_audit_log_tells_who_did_what_and_what_it_changed(world: World) -> None:

@@ -275,7 +275,7 @@ def _insert(connection: Connection, added: Sequence[NewJob]) -> None:
     if pairs:
         connection.execute(insert(labels), pairs)
     write_news(connection, news_of_added(connection, [new.job for new in added]))
-    write_deeds(connection, [new.deed for new in added])
+    write_deeds(connection, [deed for new in added for deed in new.deeds])
 
 
 def _outdated(now: float) -> ColumnElement[bool]:

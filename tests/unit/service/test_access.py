@@ -112,8 +112,8 @@ def test_keys_come_back_as_they_were_stored_and_are_revoked_once(stores: Stores)
 def test_a_deed_is_written_with_what_it_tells_of_or_not_at_all(stores: Stores) -> None:
     jobs, keys = stores
     job = a_job()
-    jobs.add(NewJob(job, deed=a_deed("job.submit")))
-    assert jobs.add_all([NewJob(a_job("job-2"), deed=a_deed("job.submit", target="job-2"))], now=0.0)
+    jobs.add(NewJob(job, deeds=(a_deed("job.submit"),)))
+    assert jobs.add_all([NewJob(a_job("job-2"), deeds=(a_deed("job.submit", target="job-2"),))], now=0.0)
     paused = replace(job, wish=Wish("pause", checkpoint=True, deadline=5.0))
     assert jobs.save(paused, deed=a_deed("job.pause"))
     assert not jobs.save(paused, deed=a_deed("job.pause")), "the version has changed"
