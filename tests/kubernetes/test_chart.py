@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,24 @@ def test_pods_are_restricted(rendered: Rendered) -> None:
             assert "memory" in container["resources"]["limits"], name
             # A read-only root needs a place for temporary files.
             assert "/tmp" in {mount["mountPath"] for mount in container["volumeMounts"]}, name
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="the command of the runbook needs jq")
+@pytest.mark.parametrize("variant", ["defaults", "own keys", "OpenShift"])
+def test_restore_pod_of_the_runbook_is_the_pod_of_the_service(variant: str) -> None:
+    (program,) = re.findall(r"jq '(\{apiVersion.+?)' \|", Path("docs/runbook.md").read_text(), re.DOTALL)
+    deployment = render(VARIANTS[variant]).of("Deployment")
+    made = subprocess.run(["jq", program], input=json.dumps(deployment), capture_output=True, text=True, check=True)
+    pod, template = json.loads(made.stdout), deployment["spec"]["template"]["spec"]
+    assert problems(pod) == []
+    (container,), (original,) = pod["spec"].pop("containers"), template["containers"]
+    assert pod["spec"] | {"containers": template["containers"]} == template | {"restartPolicy": "Never"}
+    assert container["args"][:2] == ["trainshed", "restore"]
+    kept = original.keys() - {"args", "env", "ports", "lifecycle", "startupProbe", "readinessProbe", "livenessProbe"}
+    assert container.keys() == kept | {"args", "env"}
+    assert {name: container[name] for name in kept} == {name: original[name] for name in kept}
+    keys = [one["value"] for one in container["env"] if one["name"] == "TRAINSHED_ADMIN_KEY_FILE"]
+    assert keys == ["/dev/null"]
 
 
 def test_objects_have_the_standard_labels(rendered: Rendered) -> None:
