@@ -129,7 +129,7 @@ def _world(settings: Settings) -> _World:
         guard=guard,
         run_dirs=GuardedRunDirs(run_dirs, guard),
         own_run_dirs=GuardedRunDirs(run_dirs, guard, inline=True),
-        preflight=HelperPreflight(roots=settings.roots, timeout=settings.preflight_seconds),
+        preflight=HelperPreflight(readable=settings.readable, timeout=settings.preflight_seconds),
         embedded=embedded,
         cluster=_cluster(settings, embedded),
         board=Board(),
@@ -240,7 +240,13 @@ def _cluster(settings: Settings, embedded: EmbeddedRay | None) -> RayJobs:
     if settings.cache is not None:
         told[CACHE_VARIABLE] = settings.cache
     if embedded is not None:
-        return RayJobs(embedded.address, python=sys.executable, shown_at=settings.dashboard_url, environment=told)
+        return RayJobs(
+            embedded.address,
+            python=sys.executable,
+            shown_at=settings.dashboard_url,
+            environment=told,
+            readable=settings.readable,
+        )
     if settings.cluster_limit:
         told[AUTOSCALED_VARIABLE] = "1"
     address = RayAddress(settings.ray_address or "", token=None)
@@ -250,6 +256,7 @@ def _cluster(settings: Settings, embedded: EmbeddedRay | None) -> RayJobs:
         limit=settings.cluster_limit,
         shown_at=settings.dashboard_url,
         environment=told,
+        readable=settings.readable,
     )
 
 
@@ -285,7 +292,7 @@ def _limits(settings: Settings) -> Limits:
 
 def _doctor(settings: Settings, world: _World) -> Doctor:
     # Home need not be where the cluster sees it, unless run directories are there.
-    roots = [root for root in settings.storage_roots if root != settings.default_root]
+    roots = [root for root in settings.all_roots if root != settings.default_root]
     storage = RunsProbe(settings.default_root, roots, open_root=world.roots.open)
     return Doctor(RayProbe(world.cluster, roots=roots), storage, versions_here())
 

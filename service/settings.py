@@ -1,6 +1,8 @@
 """What the process is told by its environment: one Settings, prefix TRAINSHED_."""
 
+import json
 import os
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -14,13 +16,13 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from service.domain.access import Role
+from service.domain.access import ANY, Role
 from service.domain.addresses import Allowed
 from service.domain.rates import Rate
 from service.domain.rules import Quota, Rules
 from service.domain.token import tamper_proof
 from service.logs import LogFormat
-from train_loop.run_dir import DEFAULT_SINKS, SINKS, SinkName, local_path, parse_sinks
+from train_loop.run_dir import DEFAULT_SINKS, SINKS, Readable, SinkName, local_path, parse_sinks
 
 _DATABASES = ("sqlite:///", "postgresql://", "postgresql+psycopg://")
 
@@ -68,8 +70,10 @@ class Settings(BaseSettings):
     )
     database_url: str | None = Field(default=None, description="SQLAlchemy URL; default: SQLite in home")
     database_seconds: float = Field(default=600.0, gt=0, description="to wait at start for a database to answer")
-    storage_roots: Annotated[tuple[str, ...], NoDecode] = Field(
-        default=(), description="URIs below which specs may read, besides home/runs"
+    storage_roots: Annotated[dict[str, tuple[str, ...]], NoDecode] = Field(
+        default={},
+        description="URIs below which specs may read, besides run directories of their project: a comma list, or by "
+        'project, as JSON: {"nlp": ["s3://nlp/"], "*": ["file:///shared"]}',
     )
     runs: str | None = Field(default=None, description="URI below which run directories go; default: home/runs")
     cache: str | None = Field(
@@ -126,7 +130,30 @@ class Settings(BaseSettings):
         default={}, description='by group, roles by project, as JSON: {"nlp-team": {"nlp": "editor"}}'
     )
 
-    @field_validator("allowed_hosts", "storage_roots", "webhook_allowed", mode="before")
+    @field_validator("storage_roots", mode="before")
+    @classmethod
+    def _by_project(cls, value: object) -> object:
+        if isinstance(value, str) and value.lstrip().startswith("{"):
+            try:
+                return json.loads(value)
+            except ValueError as error:
+                raise ValueError(f"it begins as JSON and is none: {error}") from error
+        if isinstance(value, str):
+            value = tuple(part.strip() for part in value.split(",") if part.strip())
+        return {ANY: value} if isinstance(value, tuple | list) and value else value or {}
+
+    @field_validator("storage_roots")
+    @classmethod
+    def _known_projects(cls, value: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+        for project, roots in value.items():
+            if project != ANY and not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", project):
+                raise ValueError(f"{project!r} is no name of a project; write one, or {ANY} for all")
+            for root in roots:
+                if root.startswith("file:"):
+                    local_path(root)
+        return value
+
+    @field_validator("allowed_hosts", "webhook_allowed", mode="before")
     @classmethod
     def _comma_list(cls, value: str | tuple[str, ...]) -> tuple[str, ...]:
         parts = value.split(",") if isinstance(value, str) else value
@@ -163,12 +190,11 @@ class Settings(BaseSettings):
             raise ValueError("must be a folder that all hosts see, /PATH or file:///PATH: no object storage")
         return str(local_path(value))
 
-    @field_validator("storage_roots", "runs")
+    @field_validator("runs")
     @classmethod
-    def _absolute_uris(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-        for uri in (value,) if isinstance(value, str) else value or ():
-            if uri.startswith("file:"):
-                local_path(uri)
+    def _absolute_uri(cls, value: str | None) -> str | None:
+        if value is not None and value.startswith("file:"):
+            local_path(value)
         return value
 
     @field_validator("sinks", mode="before")
@@ -232,9 +258,18 @@ class Settings(BaseSettings):
         return self.home / "roots.json"
 
     @property
-    def roots(self) -> tuple[str, ...]:
-        """Every URI below which a spec may read."""
-        return tuple(dict.fromkeys((self.default_root, self.own_root, *self.storage_roots)))
+    def all_roots(self) -> tuple[str, ...]:
+        """The storage roots of all projects, without those of run directories."""
+        return tuple(dict.fromkeys(root for roots in self.storage_roots.values() for root in roots))
+
+    def readable(self, project: str) -> Readable:
+        """What the jobs of a project may read."""
+        runs = tuple(dict.fromkeys((self.default_root, self.own_root)))
+        roots = (*self.storage_roots.get(project, ()), *self.storage_roots.get(ANY, ()))
+        caches = [f"{root.rstrip('/')}/_cache" for root in runs if root.startswith(("file:", "/"))]
+        if self.cache is not None:
+            caches.append(self.cache)
+        return Readable(project=project, roots=tuple(dict.fromkeys((*runs, *roots))), runs=runs, caches=tuple(caches))
 
     @property
     def database(self) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from train_loop.errors import DataError, ModelError
 from train_loop.plan import ModelShape, read_shape
+from train_loop.readable import read_input
 from train_loop.run_dir import local_path
 from train_loop.spec import JobSpec, ModelSpec
 
@@ -54,12 +55,14 @@ def tokenizer_folder(spec: JobSpec) -> Path | None:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     try:
-        config = json.loads((folder / "config.json").read_text())
+        text = read_input(folder / "config.json")
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ModelError(
             f"{folder} holds no config.json; give a model's folder as save_pretrained of transformers writes it, "
             "visible from service and workers"
         ) from error
+    try:
+        config = json.loads(text)
     except ValueError as error:
         raise ModelError(f"{folder}/config.json is no JSON: {error}; copy it again") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):

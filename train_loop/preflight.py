@@ -1,13 +1,14 @@
 """All that can be said of a spec's data and model before anything runs; the service calls it as a helper process.
 
 `python -m train_loop.preflight SOCKET` listens there until its standard input ends. A question is {"spec": …,
-"roots": […], "parent": … or null, "seconds": …}, the answer {"problems": [{"pointer", "message"}], "shape": {…}}: the
-model's sizes, or null where they cannot be told. A process of its own, because torch takes memory and seconds that the
-service need not have; and a forked one for each question, because a damaged file may crash the library that opens it.
+"readable": {…}, "parent": … or null, "seconds": …}, the answer {"problems": [{"pointer", "message"}], "shape": {…}}:
+the model's sizes, or null where they cannot be told. A process of its own, because torch takes memory and seconds that
+the service need not have; and a forked one for each question, because a damaged file may crash the library that opens
+it.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -29,11 +30,12 @@ from train_loop.model.tiled_mlp import apply_tiled_mlp
 from train_loop.model_folder import model_folder, model_shape, tokenizer_folder
 from train_loop.parallel.units import decoder_layers, find_units
 from train_loop.plan import ModelShape
-from train_loop.run_dir import Parent, RunDir
+from train_loop.readable import obey
+from train_loop.run_dir import Parent, Readable, RunDir
 from train_loop.spec import ColumnsSpec, JobSpec, Problem, SourceSpec, parse
 
 
-def check_data(spec: JobSpec, roots: Sequence[str]) -> list[Problem]:
+def check_data(spec: JobSpec, readable: Readable) -> list[Problem]:
     """The problems with a spec's data: place, existence, columns, emptiness."""
     data = spec.data
     problems = []
@@ -43,12 +45,12 @@ def check_data(spec: JobSpec, roots: Sequence[str]) -> list[Problem]:
             columns = f"{place}/columns" if source.columns else "/data/columns"
             pointers = (f"{place}/path", columns)
             skip = data.on_bad_rows == "skip"
-            problems += _source_problems(source, data.columns_of(source), roots, pointers, skip=skip)
+            problems += _source_problems(source, data.columns_of(source), readable, pointers, skip=skip)
     return problems
 
 
 def check_model(
-    spec: JobSpec, roots: Sequence[str], parent: Parent | None = None
+    spec: JobSpec, readable: Readable, parent: Parent | None = None
 ) -> tuple[ModelShape | None, list[Problem]]:
     """The sizes of a spec's model, unless they cannot be told, and the problems with it and its tokenizer.
 
@@ -58,7 +60,7 @@ def check_model(
     shape, pointer = None, "/model/config" if spec.model.path is None else "/model/path"
     try:
         if spec.model.path is not None:
-            check_folder(spec.model.path, roots)
+            check_folder(spec.model.path, readable)
         shape = model_shape(spec.model)
         model, folder = build_model(spec.model), model_folder(spec.model)
         if folder is not None:
@@ -67,7 +69,7 @@ def check_model(
     except (ValueError, OSError) as error:
         return shape, [Problem(pointer, str(error))]
     problems = _checkpoint_problems(model, parent, pointer) if parent is not None else []
-    return shape, [*problems, *_tokenizer_problems(spec, roots, shape), *_wishes_not_granted(model, seen, spec)]
+    return shape, [*problems, *_tokenizer_problems(spec, readable, shape), *_wishes_not_granted(model, seen, spec)]
 
 
 def _checkpoint_problems(model: PreTrainedModel, parent: Parent, pointer: str) -> list[Problem]:
@@ -120,12 +122,12 @@ def _wishes_not_granted(model: PreTrainedModel, seen: Seen, spec: JobSpec) -> li
 
 
 def _source_problems(
-    source: SourceSpec, columns: ColumnsSpec, roots: Sequence[str], pointers: tuple[str, str], *, skip: bool
+    source: SourceSpec, columns: ColumnsSpec, readable: Readable, pointers: tuple[str, str], *, skip: bool
 ) -> list[Problem]:
     """The problems with one source; `pointers` are those of its path and of its columns."""
     try:
         for uri in source.paths:
-            check_allowed(uri, roots)
+            check_allowed(uri, readable)
         files = list_files(source)
         if all(is_empty(file) for file in files):
             raise DataError(f"{', '.join(source.paths)} holds no rows; an empty dataset cannot be trained on")
@@ -138,12 +140,12 @@ def _source_problems(
     return []
 
 
-def _tokenizer_problems(spec: JobSpec, roots: Sequence[str], shape: ModelShape) -> list[Problem]:
+def _tokenizer_problems(spec: JobSpec, readable: Readable, shape: ModelShape) -> list[Problem]:
     if not spec.data.reads_text:
         return []
     try:
         if spec.model.tokenizer is not None:
-            check_folder(spec.model.tokenizer, roots)
+            check_folder(spec.model.tokenizer, readable)
         folder = tokenizer_folder(spec)
         if folder is not None:
             load_tokenizer(str(folder)).check_fits(shape.vocab)
@@ -157,10 +159,12 @@ def _tokenizer_problems(spec: JobSpec, roots: Sequence[str], shape: ModelShape) 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     """What is wrong with a spec's data and model."""
-    spec, roots = parse(question["spec"]), question["roots"]
+    spec, readable = parse(question["spec"]), Readable.model_validate(question["readable"])
+    # What is opened is checked as well: a link may be put in the place of a file between the two.
+    obey(readable)
     parent = Parent.model_validate(question["parent"]) if question["parent"] else None
-    shape, problems = check_model(spec, roots, parent)
-    return {"problems": [asdict(p) for p in (*check_data(spec, roots), *problems)], "shape": shape and asdict(shape)}
+    shape, problems = check_model(spec, readable, parent)
+    return {"problems": [asdict(p) for p in (*check_data(spec, readable), *problems)], "shape": shape and asdict(shape)}
 
 
 if __name__ == "__main__":

@@ -12,13 +12,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from tenacity import RetryError, Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from service.errors import PreflightFailed
 from service.ports import Findings
-from train_loop.run_dir import Parent
+from train_loop.run_dir import Parent, Readable
 from train_loop.spec import JobSpec
 
 _COMMAND = (sys.executable, "-m", "train_loop.preflight")
@@ -30,7 +31,7 @@ _findings = TypeAdapter(Findings)
 
 class _Question(BaseModel):
     spec: JobSpec
-    roots: tuple[str, ...]
+    readable: Readable
     parent: Parent | None
     seconds: float
 
@@ -38,8 +39,10 @@ class _Question(BaseModel):
 class HelperPreflight:
     """Asks a `python -m train_loop.preflight` that stays; each answer has a time limit in seconds."""
 
-    def __init__(self, *, roots: Sequence[str], timeout: float, command: Sequence[str] = _COMMAND) -> None:
-        self._roots = tuple(roots)
+    def __init__(
+        self, *, readable: Callable[[str], Readable], timeout: float, command: Sequence[str] = _COMMAND
+    ) -> None:
+        self._readable = readable
         self._timeout = timeout
         self._command = tuple(command)
         self._lock = threading.Lock()
@@ -83,7 +86,7 @@ class HelperPreflight:
         return Path(self._folder.name) / "preflight"
 
     def _look(self, spec: JobSpec, parent: Parent | None) -> Findings:
-        question = _Question(spec=spec, roots=self._roots, parent=parent, seconds=self._timeout)
+        question = _Question(spec=spec, readable=self._readable(spec.project), parent=parent, seconds=self._timeout)
         try:
             answer = self._ask(question.model_dump_json().encode())
         except ConnectionError:
@@ -172,8 +175,18 @@ class _Answers:
 
 
 def _what_is_looked_at(spec: JobSpec) -> str:
-    """All that `train_loop.preflight` reads of a spec: of training, whether the loss is asked for in chunks."""
-    return spec.model_dump_json(include={"model": True, "data": True, "strategy": True, "training": {"chunked_loss"}})
+    """All that `train_loop.preflight` reads of a spec: of training, whether the loss is asked for in chunks.
+
+    With the project: what one may read, another one may not.
+    """
+    parts: dict[str, Any] = {
+        "project": True,
+        "model": True,
+        "data": True,
+        "strategy": True,
+        "training": {"chunked_loss"},
+    }
+    return spec.model_dump_json(include=parts)
 
 
 def _parse(answer: bytes) -> Findings:

@@ -23,7 +23,7 @@ from service.domain.decide import Submission
 from service.errors import ClusterError
 from service.ports import Launch, Node
 from train_loop.plan import Capacity
-from train_loop.run_dir import storage_path
+from train_loop.run_dir import READABLE_VARIABLE, Readable, storage_path
 
 log = structlog.get_logger(__name__)
 _VERSION = "/api/version"
@@ -77,8 +77,8 @@ class _VersionAnswer(BaseModel):
 class RayJobs:
     """Drivers as Ray jobs. `address` says where the cluster is now; `limit`, what an autoscaler may grow it to.
 
-    `environment` is what drivers are told by theirs, which whoever may look at the cluster can read. `shown_at` is the
-    URL at which users open the dashboard, if it is another one.
+    `environment` is what drivers are told by theirs, which whoever may look at the cluster can read. `readable` says
+    what the jobs of a project may read. `shown_at` is the URL at which users open the dashboard, if it is another one.
     """
 
     def __init__(
@@ -89,10 +89,12 @@ class RayJobs:
         limit: Mapping[str, float] | None = None,
         shown_at: str | None = None,
         environment: Mapping[str, str] | None = None,
+        readable: Callable[[str], Readable] | None = None,
     ) -> None:
         self._address = address
         self._python = python
-        self._environment = environment or {}
+        self._environment = dict(environment or {})
+        self._readable = readable
         self._limit = limit or {}
         self._shown_at = shown_at
         self._lock = threading.Lock()
@@ -111,12 +113,18 @@ class RayJobs:
                 entrypoint=entrypoint,
                 submission_id=launch.submission_id,
                 metadata=_metadata(launch),
-                runtime_env={"env_vars": _env_vars(self._environment)},
+                runtime_env={"env_vars": _env_vars(self._environment | self._limits(launch.project))},
             )
         except _FAULTS as error:
             # Ray's word for "already exists" cannot be told from a fault: ask what is there instead.
             if self._entrypoint_of(launch.submission_id) != entrypoint:
                 raise ClusterError(f"Ray did not take {launch.submission_id}: {_first_line(error)}") from error
+
+    def _limits(self, project: str) -> dict[str, str]:
+        """Return what tells the processes of a job which files they may read."""
+        if self._readable is None:
+            return {}
+        return {READABLE_VARIABLE: self._readable(project).without_users().model_dump_json()}
 
     def status(self, submission_id: str) -> Submission:
         """What became of a driver; UNKNOWN when the cluster does not answer. That it runs is up to two seconds old."""

@@ -9,7 +9,7 @@ import torch
 from tests.support import small_runs
 from tests.support.ranks import on_ranks
 from tests.support.small_runs import BATCH, LENGTH, STEPS, numbers
-from tests.support.specs import TINY
+from tests.support.specs import TINY, may_read
 from tests.support.torchrun import load_checkpoint, write_tokens
 from train_loop.errors import UserError
 from train_loop.preflight import check_model
@@ -157,7 +157,7 @@ def test_what_is_no_longer_the_model_of_the_checkpoint_is_told_before_anything_r
         (TINY | {"num_hidden_layers": 3}, "model.layers.2.self_attn.q_proj.weight is [32, 32] and was not there, and "),
     ):
         job = small_runs.job_of(folder / "d.parquet", 2).model_copy(update={"model": ModelSpec(config=config)})
-        _, problems = check_model(job, [f"file://{folder}"], parent)
+        _, problems = check_model(job, may_read(f"file://{folder}"), parent)
         assert [problem.pointer for problem in problems] == ([] if told is None else ["/model/config"])
         for problem in problems:
             assert f"the model is not that of the checkpoint of step 3 of job-parent: {told}" in problem.message

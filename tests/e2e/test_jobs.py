@@ -24,7 +24,8 @@ from tests.support.folders import write_tokenizer
 from tests.support.live import LiveService
 from tests.support.s3 import S3Server, s3_server
 from tests.support.sinks import shown
-from tests.support.torchrun import load_checkpoint
+from tests.support.specs import TINY
+from tests.support.torchrun import load_checkpoint, write_tokens
 from tests.support.waiting import wait_for
 from train_loop.checkpoint.manifest import newest_verified
 
@@ -295,6 +296,21 @@ def test_bad_data_fails_at_once_with_a_reason_a_user_can_act_on(service: LiveSer
     assert job.reason.code == "data_error"
     told = f"{path}, row 30: column 'ids' holds null where a list of whole numbers is needed; correct"
     assert told in job.reason.message
+
+
+def test_link_that_takes_the_place_of_data_after_the_submit_is_not_trained_on(
+    service: LiveService, tmp_path: Path
+) -> None:
+    path, outside = service.home / "data" / "link.parquet", tmp_path / "outside.parquet"
+    for place in (path, outside):
+        write_tokens(place, rows=64, length=32, vocab=TINY["vocab_size"])
+    job_id = service.submit(data={"train": {"path": path.as_uri()}, "columns": {"input_ids": "ids"}})
+    path.unlink()
+    path.symlink_to(outside)
+    job = service.wait_for_state(job_id, JobState.FAILED)
+    assert (job.attempt, job.reason and job.reason.code) == (1, "data_error")
+    assert job.reason is not None
+    assert f"{path.as_uri()} lies outside the allowed storage roots" in job.reason.message
 
 
 def test_bad_input_is_refused_over_http_with_rule_value_and_remedy(service: LiveService, tmp_path: Path) -> None:

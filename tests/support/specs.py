@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from train_loop.run_dir import Readable
 from train_loop.spec import JobSpec, parse
 
 TINY: dict[str, Any] = {
@@ -32,3 +33,8 @@ def raw_spec(**parts: dict[str, Any]) -> dict[str, Any]:
 def spec(**parts: dict[str, Any]) -> JobSpec:
     """The same, parsed."""
     return parse(raw_spec(**parts))
+
+
+def may_read(*roots: str, project: str = "default") -> Readable:
+    """What jobs of a project may read that has these storage roots."""
+    return Readable(project=project, roots=roots)

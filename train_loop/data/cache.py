@@ -19,6 +19,7 @@ from train_loop.data.sources import SourceFile, list_files
 from train_loop.data.tokenizer import load_tokenizer
 from train_loop.errors import DataError
 from train_loop.model_folder import model_shape, tokenizer_folder
+from train_loop.readable import read_input
 from train_loop.run_dir import read_whole, write_durably
 from train_loop.spec import ColumnsSpec, JobSpec, SourceSpec
 
@@ -232,7 +233,7 @@ def _described(source: Source) -> list[list[Any]]:
 def _identity(tokenizer: Path) -> list[str]:
     names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
     files = [tokenizer / name for name in names]
-    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()]
+    return [hashlib.sha256(read_input(file)).hexdigest() for file in files if file.is_file()]
 
 
 def _digest(content: Any) -> str:

@@ -14,6 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from train_loop.data.dataset import IGNORE
 from train_loop.data.tokenizer import TextTokenizer, load_tokenizer
 from train_loop.errors import DataError
+from train_loop.readable import read_input
 
 Message = dict[str, Any]
 Span = tuple[int, int]
@@ -124,7 +125,7 @@ def load_chat_template(folder: str) -> ChatTemplate:
     special = load_tokenizer(folder).special_tokens.values()
     config = _read(Path(folder, "special_tokens_map.json")) | _read(Path(folder, "tokenizer_config.json"))
     file = Path(folder, "chat_template.jinja")
-    source = file.read_text() if file.is_file() else _default(config.get("chat_template"))
+    source = read_input(file).decode() if file.is_file() else _default(config.get("chat_template"))
     if source is None:
         raise DataError(
             f"the tokenizer in {folder} has no chat template, and messages need one; name the tokenizer of a chat "
@@ -204,7 +205,7 @@ def _problem(message: Any) -> str | None:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(file.read_text())) if file.is_file() else {}
+        return dict(json.loads(read_input(file))) if file.is_file() else {}
     except ValueError as error:
         raise DataError(f"{file} cannot be read: {error}; save the tokenizer again with transformers") from error
 

@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from train_loop.errors import DataError
 from train_loop.patience import patiently
+from train_loop.readable import open_input
 
 _PATIENCE = 300.0
 """Seconds for which storage may fail before a read gives up."""
@@ -88,7 +89,7 @@ def _read_range(file: File, start: int, stop: int) -> bytes:
 def open_file(file: File, *, buffer: int = _BUFFER) -> Any:
     """A file to read and seek in; of a remote one nothing is read that nobody asks for, but for a buffer."""
     if is_local(file.uri):
-        return open(file.uri, "rb")
+        return open_input(file.uri)
     return io.BufferedReader(_Ranged(file), buffer) if buffer else _Ranged(file)
 
 

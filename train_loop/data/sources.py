@@ -1,17 +1,15 @@
 """URIs and globs → the files behind them, in name order, inside the roots that the operator allows."""
 
 import os
-import re
-import sysconfig
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from train_loop.data.files import File, file_system, is_gone, is_local
 from train_loop.errors import DataError
-from train_loop.run_dir import local_path
-from train_loop.spec import SourceSpec
+from train_loop.readable import stdlib_root
+from train_loop.run_dir import Readable, local_path
+from train_loop.spec import JobSpec, SourceSpec
 
 STDLIB = "stdlib://"
 """Python's own sources: real text that every machine has."""
@@ -53,26 +51,28 @@ def is_missing(uri: str) -> bool:
     return not uri.startswith(STDLIB) and is_local(_absolute(uri)) and is_gone(Path(_fixed_part(_absolute(uri))))
 
 
-def check_allowed(uri: str, roots: Iterable[str]) -> None:
-    """Raise DataError unless a path and all that it matches, links followed, lie under one of the roots."""
-    if not is_local(_absolute(uri)):
-        _check_remote(uri, roots)
-        return
-    local = [root for root in roots if is_local(root)]
-    allowed = [_stdlib_root()] if uri.startswith(STDLIB) else [local_path(root).resolve() for root in local]
+def check_allowed(uri: str, readable: Readable) -> None:
+    """Check a path and all that it matches, links followed. Raises DataError for what the project may not read."""
+    path = _absolute(uri)
+    own = str(stdlib_root()) if uri.startswith(STDLIB) else None
 
-    def check(place: Path) -> None:
-        if not any(place.resolve().is_relative_to(root) for root in allowed):
-            raise _outside(uri, map(str, allowed))
+    def check(place: str) -> None:
+        if is_local(place):
+            place = os.path.realpath(place)
+        if own is None:
+            if refusal := readable.refusal(place, named=uri):
+                raise DataError(refusal)
+        elif not Path(place).is_relative_to(own):
+            raise DataError(f"{uri} leads out of Python's standard library; name files of it")
 
     # Before anything is listed: what lies outside is not even counted for a stranger.
-    check(Path(_fixed_part(_absolute(uri))))
+    check(_fixed_part(path))
     for file in _match(uri):
-        check(Path(file.uri))
+        check(file.uri)
 
 
-def check_folder(uri: str, roots: Iterable[str]) -> None:
-    """Raise DataError unless a URI names a folder, no glob, that lies with all its files under one of the roots."""
+def check_folder(uri: str, readable: Readable) -> None:
+    """Check a URI that must name a folder, no glob. Raises DataError as `check_allowed`."""
     path = _absolute(uri)
     if uri.startswith(STDLIB) or _fixed_part(path) != path:
         raise DataError(f"{uri} is no plain folder; give the file:// URI of one folder, without wildcards")
@@ -80,22 +80,14 @@ def check_folder(uri: str, roots: Iterable[str]) -> None:
         local_path(uri)
     except ValueError as error:
         raise DataError(str(error)) from error
-    check_allowed(uri, roots)
+    check_allowed(uri, readable)
 
 
-def _check_remote(uri: str, roots: Iterable[str]) -> None:
-    remote = [root for root in roots if not is_local(root)]
-    if not any(f"{_fixed_part(uri)}/".startswith(f"{root.rstrip('/')}/") for root in remote):
-        raise _outside(uri, roots)
-
-
-def _outside(uri: str, allowed: Iterable[str]) -> DataError:
-    # A root may hold a user and a password for its storage, which are not everybody's.
-    told = ", ".join(re.sub(r"(?<=://)[^/@]*@", "", root) for root in allowed)
-    return DataError(
-        f"{uri} lies outside the allowed storage roots ({told}); move the data under "
-        "one of them, or have the operator add its folder to TRAINSHED_STORAGE_ROOTS"
-    )
+def check_sources(spec: JobSpec, readable: Readable | None) -> None:
+    """Check all paths of a spec's training data; None allows everything. Raises DataError as `check_allowed`."""
+    for uri in (uri for source in spec.data.sources for uri in source.paths):
+        if readable is not None:
+            check_allowed(uri, readable)
 
 
 def _match(pattern: str) -> list[File]:
@@ -140,7 +132,7 @@ def _absolute(uri: str) -> str:
             f"{uri} chains file systems by '::', which could lead anywhere; give the URI of the data itself"
         )
     if uri.startswith(STDLIB):
-        return str(_stdlib_root() / uri.removeprefix(STDLIB))
+        return str(stdlib_root() / uri.removeprefix(STDLIB))
     if "://" not in uri and not os.path.isabs(uri):
         raise DataError(
             f"{uri} is a relative path, and service and workers have different folders; use an absolute one"
@@ -151,13 +143,9 @@ def _absolute(uri: str) -> str:
         raise DataError(str(error)) from error
 
 
-def _stdlib_root() -> Path:
-    return Path(sysconfig.get_path("stdlib")).resolve()
-
-
 def _stdlib_parts() -> list[str]:
     """What lies in its folder, as in any other, but for the many thousand files of installed packages."""
-    parts = (str(part) for part in _stdlib_root().iterdir() if part.name not in _PACKAGES)
+    parts = (str(part) for part in stdlib_root().iterdir() if part.name not in _PACKAGES)
     return [part for part in parts if not _hides(Path(part).name, (".", "_"))]
 
 

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from train_loop.data.dataset import IGNORE
 from train_loop.errors import DataError
+from train_loop.readable import read_input
 from train_loop.run_dir import write_durably
 
 END_OF_TEXT = "<|endoftext|>"
@@ -67,8 +68,10 @@ class TextTokenizer:
 def load_tokenizer(folder: str) -> TextTokenizer:
     """A tokenizer folder as Hugging Face writes it. Raises DataError where it is none, or has no EOS."""
     try:
-        tokenizer = Tokenizer.from_file(str(Path(folder, "tokenizer.json")))
-        config = json.loads(Path(folder, "tokenizer_config.json").read_text())
+        tokenizer = Tokenizer.from_buffer(read_input(Path(folder, "tokenizer.json")))
+        config = json.loads(read_input(Path(folder, "tokenizer_config.json")))
+    except DataError:
+        raise
     except Exception as error:  # tokenizers raises nothing more special
         raise DataError(
             f"the tokenizer in {folder} cannot be read: {error}; save it again with transformers"

@@ -6,9 +6,11 @@ never holds more than its slice of one tensor, pages of the file included.
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,6 +22,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from train_loop.errors import ModelError
 from train_loop.model.build import allocate, draw_weights, materialise, own_part
 from train_loop.model_folder import model_folder
+from train_loop.readable import descriptor_path, open_input, read_input
 from train_loop.spec import ModelSpec
 
 _HARMLESS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
@@ -38,9 +41,16 @@ class Stored:
 
     def read(self, part: tuple[slice, ...]) -> Tensor:
         """A part of the tensor, as it is stored; its pages are mapped for as long as it lives."""
-        with safe_open(self.file, "pt") as file:
+        with open_tensors(self.file) as file:
             values: Tensor = file.get_slice(self.name)[part]
             return values
+
+
+@contextmanager
+def open_tensors(path: Path) -> Iterator[Any]:
+    """Open a safetensors file of a model. Raises DataError as `open_input`."""
+    with open_input(path) as opened, safe_open(descriptor_path(opened, path), "pt") as file:
+        yield file
 
 
 def give_weights(
@@ -117,14 +127,16 @@ def _read_index(folder: Path) -> dict[str, str]:
     """The file of each tensor, by model.safetensors.index.json."""
     path = folder / "model.safetensors.index.json"
     try:
-        index: dict[str, str] = json.loads(path.read_text())["weight_map"]
-        names = set(index.values())
+        text = read_input(path)
     except FileNotFoundError as error:
         pickled = ", ".join(sorted(file.name for file in folder.glob("*.bin"))[:_SHOWN])
         found = f" but {pickled}, and pickle is not read; save the model again with transformers" if pickled else ""
         raise ModelError(
             f"{folder} holds neither model.safetensors nor {path.name}{found or '; give a folder with weights'}"
         ) from error
+    try:
+        index: dict[str, str] = json.loads(text)["weight_map"]
+        names = set(index.values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{path} is no index with a weight_map; copy it again") from error
     # A name that leads out of the folder would lead out of the storage roots, too.
@@ -136,7 +148,7 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 def _header(file: Path) -> Iterable[Stored]:
     try:
-        with safe_open(file, "pt") as content:
+        with open_tensors(file) as content:
             return [Stored(file, name, tuple(content.get_slice(name).get_shape())) for name in content.keys()]  # noqa: SIM118
     except FileNotFoundError as error:
         raise ModelError(f"{file} is named by the index and not there; copy the folder again") from error

@@ -37,6 +37,7 @@ from train_loop.run_dir.lines import (
 )
 from train_loop.run_dir.markers import create_root_marker, write_run_marker
 from train_loop.run_dir.paths import CACHE_VARIABLE, AttemptDir, RunDir, default_cache
+from train_loop.run_dir.readable import READABLE_VARIABLE, Readable, is_below
 from train_loop.run_dir.remote import (
     create_object,
     is_remote,
@@ -92,6 +93,7 @@ __all__ = [
     "CACHE_VARIABLE",
     "DEFAULT_SINKS",
     "NO_FENCE",
+    "READABLE_VARIABLE",
     "ROOT_MARKER",
     "RUN_MARKER",
     "SERVICE_VERSION_VARIABLE",
@@ -117,6 +119,7 @@ __all__ = [
     "NodeVisit",
     "Outcome",
     "Parent",
+    "Readable",
     "RootMarker",
     "RunDir",
     "Sight",
@@ -137,6 +140,7 @@ __all__ = [
     "flush_all",
     "forget_expected",
     "format_sinks",
+    "is_below",
     "is_remote",
     "is_transient",
     "list_folder",

@@ -10,6 +10,8 @@ from service.adapters.ray_jobs import RayJobs
 from service.domain.decide import Submission
 from service.errors import ClusterError
 from service.ports import Launch
+from tests.support.specs import may_read
+from train_loop.run_dir import Readable
 
 
 class Clock:
@@ -77,6 +79,17 @@ def test_a_driver_is_told_what_the_service_says_and_how_it_is_stopped(monkeypatc
     jobs.submit(Launch("job-1-1", "job-1", "tiny", attempt=1, run_dir="file:///nowhere"))
     assert client.environment["TRAINSHED_SINKS"] == "mlflow"
     assert client.environment["RAY_JOB_STOP_SIGNAL"] == "SIGINT", "its own way to be stopped is nobody's choice"
+
+
+def test_driver_knows_what_its_project_may_read_without_passwords(monkeypatch: pytest.MonkeyPatch) -> None:
+    def readable(project: str) -> Readable:
+        return may_read(f"s3://{project}", "sftp://user:secret@host/data", project=project)
+
+    jobs, client = RayJobs(lambda: None, python="python", readable=readable), Submitted()
+    monkeypatch.setattr(jobs, "_connect", lambda: client)
+    jobs.submit(Launch("job-1-1", "job-1", "tiny", attempt=1, run_dir="file:///nowhere", project="nlp"))
+    told = Readable.model_validate_json(client.environment["TRAINSHED_READABLE"])
+    assert told == may_read("s3://nlp", "sftp://host/data", project="nlp")
 
 
 def test_an_attempt_has_a_name_and_what_it_belongs_to_in_ray_s_dashboard(monkeypatch: pytest.MonkeyPatch) -> None:

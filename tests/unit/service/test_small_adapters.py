@@ -20,7 +20,7 @@ from service.ports import Findings
 from service.settings import Settings
 from tests.support.folders import write_model, write_tokenizer
 from tests.support.service import a_spec
-from tests.support.specs import TINY
+from tests.support.specs import TINY, may_read
 from tests.support.waiting import wait_for
 from train_loop.plan import read_shape
 from train_loop.run_dir import SinkName
@@ -49,14 +49,16 @@ def test_key_file_left_empty_by_a_crash_gets_a_key(tmp_path: Path) -> None:
 def preflight(answer: str, *, timeout: float = 30.0) -> Iterator[HelperPreflight]:
     """One whose helper answers so: Python that may use `asked`."""
     code = f"import os, sys, time\nfrom train_loop.forking import serve\nserve(sys.argv[1], lambda asked: {answer})"
-    helper = HelperPreflight(roots=["file:///data"], timeout=timeout, command=[sys.executable, "-c", code])
+    helper = HelperPreflight(
+        readable=lambda _: may_read("file:///data"), timeout=timeout, command=[sys.executable, "-c", code]
+    )
     try:
         yield helper
     finally:
         helper.stop()
 
 
-ECHO = "{'problems': [{'pointer': asked['spec']['name'], 'message': asked['roots'][0]}], 'shape': None}"
+ECHO = "{'problems': [{'pointer': asked['spec']['name'], 'message': asked['readable']['roots'][0]}], 'shape': None}"
 
 
 def test_preflight_is_told_spec_and_roots_and_answers_problems() -> None:
@@ -92,7 +94,9 @@ def test_preflight_that_hangs_is_ended() -> None:
 
 
 def test_helper_that_cannot_start_says_so_and_one_that_was_killed_is_started_again() -> None:
-    broken = HelperPreflight(roots=[], timeout=30.0, command=[sys.executable, "-c", "raise SystemExit(3)"])
+    broken = HelperPreflight(
+        readable=lambda _: may_read(), timeout=30.0, command=[sys.executable, "-c", "raise SystemExit(3)"]
+    )
     with pytest.raises(PreflightFailed, match="ended with 3; see the service's log"):
         broken.check(a_spec())
     broken.stop()
@@ -111,6 +115,8 @@ def test_what_was_in_order_is_not_looked_at_again_at_once() -> None:
         again = helper.check(a_spec(name="other", training={"learning_rate": 0.5}, scaling={"num_workers": 4}))
         assert again is first
         assert helper.check(a_spec(data={"sequence_length": 64})) is not first
+        # Another project may read other files.
+        assert helper.check(a_spec(project="other")) is not first
 
 
 def test_what_is_known_is_what_was_found_in_order_a_moment_ago(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +153,7 @@ def test_who_asks_the_same_at_once_waits_for_one_answer() -> None:
 def test_the_real_helper_tells_the_sizes_of_a_model_in_a_folder(tmp_path: Path) -> None:
     write_tokenizer(write_model(tmp_path))
     spec = a_spec(model={"config": None, "path": tmp_path.as_uri()})
-    helper = HelperPreflight(roots=[tmp_path.as_uri()], timeout=100.0)
+    helper = HelperPreflight(readable=lambda _: may_read(tmp_path.as_uri()), timeout=100.0)
     try:
         assert helper.check(spec) == Findings((), read_shape(TINY))
     finally:
@@ -159,10 +165,23 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("TRAINSHED_STORAGE_ROOTS", "file:///a, file:///b")
     monkeypatch.setenv("TRAINSHED_RAY_ADDRESS", "")
     settings = Settings()
-    assert settings.roots == ("file:///srv/shed/runs", "file:///a", "file:///b")
+    assert settings.readable("nlp").roots == ("file:///srv/shed/runs", "file:///a", "file:///b")
     assert settings.database == "sqlite:////srv/shed/trainshed.db"
     assert settings.ray_address is None
     assert settings.ray_cpus >= 2
+
+
+def test_storage_roots_may_be_told_by_project(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINSHED_HOME", "/srv/shed")
+    monkeypatch.setenv("TRAINSHED_RUNS", "s3://runs/x")
+    monkeypatch.setenv("TRAINSHED_CACHE", "/srv/cache")
+    monkeypatch.setenv("TRAINSHED_STORAGE_ROOTS", '{"nlp": ["s3://nlp/"], "*": ["file:///shared"]}')
+    settings = Settings()
+    nlp, other = settings.readable("nlp"), settings.readable("other")
+    assert nlp.roots == ("s3://runs/x", "file:///srv/shed/runs", "s3://nlp/", "file:///shared")
+    assert other.roots == ("s3://runs/x", "file:///srv/shed/runs", "file:///shared")
+    assert (nlp.runs, nlp.caches) == (nlp.roots[:2], ("file:///srv/shed/runs/_cache", "/srv/cache"))
+    assert settings.all_roots == ("s3://nlp/", "file:///shared")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.specs import TINY, raw_spec, spec
+from tests.support.specs import TINY, may_read, raw_spec, spec
 from train_loop.errors import ModelError
 from train_loop.model.build import build_model
 from train_loop.model.freeze import freeze
@@ -48,7 +48,7 @@ def test_something_must_be_left_to_train() -> None:
 
 
 def test_a_wrong_prefix_is_refused_before_anything_runs() -> None:
-    _, (problem,) = check_model(parse(raw_spec(model={"freeze_module_prefix": ["model.emb"]})), [])
+    _, (problem,) = check_model(parse(raw_spec(model={"freeze_module_prefix": ["model.emb"]})), may_read())
     assert problem.pointer == "/model/freeze_module_prefix"
     assert (
         "model.emb matches no parameter; choose for example model.norm, model, model.layers, model.embed"

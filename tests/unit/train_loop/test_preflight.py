@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.support.folders import write_model, write_tokenizer
-from tests.support.specs import TINY, raw_spec
+from tests.support.specs import TINY, may_read, raw_spec
 from train_loop.errors import ModelError
 from train_loop.model.build import build_model
 from train_loop.model_folder import model_shape
@@ -20,7 +20,7 @@ from train_loop.spec import JobSpec, WrapPolicySpec, parse
 def problems(root: Path, **data: Any) -> dict[str, str]:
     """Pointer and message of what is wrong with a data block."""
     spec = parse(raw_spec(data=data))
-    return {problem.pointer: problem.message for problem in check_data(spec, [f"file://{root}"])}
+    return {problem.pointer: problem.message for problem in check_data(spec, may_read(f"file://{root}"))}
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_eval_data_are_looked_at_like_training_data(tmp_path: Path, parquet: Pat
     raw = raw_spec(
         data={"train": train, "columns": columns, "eval": {"path": "/etc/*.conf"}}, training={"eval_steps": 1}
     )
-    (problem,) = check_data(parse(raw), [f"file://{tmp_path}"])
+    (problem,) = check_data(parse(raw), may_read(f"file://{tmp_path}"))
     assert problem.pointer == "/data/eval/path"
     assert "lies outside the allowed storage roots" in problem.message
 
@@ -128,7 +128,7 @@ def test_files_of_several_formats(tmp_path: Path, parquet: Path) -> None:
 def test_a_tokenizer_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     spec = parse(raw_spec(model={"tokenizer": str(tmp_path)}))
-    _, (problem,) = check_model(spec, [f"file://{tmp_path}"])
+    _, (problem,) = check_model(spec, may_read(f"file://{tmp_path}"))
     assert problem.pointer == "/model/tokenizer"
     assert "holds no tokenizer.json" in problem.message
 
@@ -142,14 +142,14 @@ def test_a_tokenizer_that_is_none(tmp_path: Path) -> None:
     ],
 )
 def test_a_model_that_cannot_be_built_as_written(config: dict[str, Any], message: str) -> None:
-    _, (problem,) = check_model(parse(raw_spec(model={"config": TINY | config})), [])
+    _, (problem,) = check_model(parse(raw_spec(model={"config": TINY | config})), may_read())
     assert problem.pointer == "/model/config"
     assert message in problem.message
 
 
 def test_a_model_that_can_be_built_has_no_problems() -> None:
     spec = parse(raw_spec(model={"config": TINY | {"rope_theta": 1e6, "attention_dropout": 0.1}}))
-    shape, found = check_model(spec, [])
+    shape, found = check_model(spec, may_read())
     assert (shape, found) == (model_shape(spec.model), [])
 
 
@@ -159,12 +159,12 @@ def on_folder(folder: Path, *, tokenizer: str | None = None, columns: str = "tex
 
 
 def folder_problems(spec: JobSpec, root: Path) -> dict[str, str]:
-    return {problem.pointer: problem.message for problem in check_model(spec, [root.as_uri()])[1]}
+    return {problem.pointer: problem.message for problem in check_model(spec, may_read(root.as_uri()))[1]}
 
 
 def test_a_model_folder_that_fits_has_no_problems_and_tells_the_models_sizes(tmp_path: Path) -> None:
     write_tokenizer(write_model(tmp_path, num_attention_heads=8, file_size="20KB"))
-    shape, found = check_model(on_folder(tmp_path), [tmp_path.as_uri()])
+    shape, found = check_model(on_folder(tmp_path), may_read(tmp_path.as_uri()))
     assert found == []
     assert shape is not None
     assert (shape.heads, shape.known) == (8, True)
@@ -261,7 +261,7 @@ OPT = {"model_type": "opt", "vocab_size": 384, "hidden_size": 32, "ffn_dim": 48,
     ],
 )
 def test_what_a_model_does_not_allow(parts: dict[str, Any], pointer: str, message: str) -> None:
-    found = [(p.pointer, p.message) for p in check_model(parse(raw_spec(**parts)), [])[1]]
+    found = [(p.pointer, p.message) for p in check_model(parse(raw_spec(**parts)), may_read())[1]]
     assert [p for p, _ in found] == [pointer]
     assert message in found[0][1]
 
@@ -274,14 +274,14 @@ FALCON = {"model_type": "falcon", "vocab_size": 384, "hidden_size": 32, "num_hid
 
 def test_a_model_whose_attention_bypasses_the_registry_is_refused_for_ulysses_only() -> None:
     shared = {"strategy": {"ulysses_size": 2}, "scaling": {"num_workers": 2}}
-    _, (problem,) = check_model(parse(raw_spec(model={"config": FALCON}, **shared)), [])
+    _, (problem,) = check_model(parse(raw_spec(model={"config": FALCON}, **shared)), may_read())
     assert problem.pointer == "/strategy/ulysses_size"
     assert "which 0 of the 2 layers of FalconForCausalLM use; choose ulysses_size: 1" in problem.message
-    assert check_model(parse(raw_spec(model={"config": FALCON})), [])[1] == []
+    assert check_model(parse(raw_spec(model={"config": FALCON})), may_read())[1] == []
 
 
 def test_a_model_that_cannot_be_called_as_the_loop_does_is_refused() -> None:
-    _, (problem,) = check_model(parse(raw_spec(model={"config": FALCON | {"alibi": True}})), [])
+    _, (problem,) = check_model(parse(raw_spec(model={"config": FALCON | {"alibi": True}})), may_read())
     assert problem.pointer == "/model/config"
     assert "FalconForCausalLM cannot be called with input_ids, position_ids and an attention mask" in problem.message
 

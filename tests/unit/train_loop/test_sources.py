@@ -11,6 +11,7 @@ import pytest
 from fsspec import AbstractFileSystem
 
 from tests.support.s3 import S3Server, s3_server
+from tests.support.specs import may_read
 from train_loop.data.rows import cut, read_piece
 from train_loop.data.sources import check_allowed, list_files
 from train_loop.errors import DataError
@@ -101,11 +102,11 @@ def test_missing_credentials_are_told_at_once(s3: S3Server, monkeypatch: pytest.
     "uri", ["s3://corpus-evil/x", "s3://corpus/textile", "s3://corp*/x", "/data", "gs://corpus/text"]
 )
 def test_what_lies_beside_a_root_lies_outside(uri: str) -> None:
-    roots = ["s3://corpus/text", "sftp://user:secret@host/data", "file:///elsewhere"]
+    readable = may_read("s3://corpus/text", "sftp://user:secret@host/data", "file:///elsewhere")
     with pytest.raises(DataError, match=r"lies outside the allowed storage roots \(") as refused:
-        check_allowed(uri, roots)
+        check_allowed(uri, readable)
     assert "secret" not in str(refused.value)
-    check_allowed("s3://corpus/text/a.txt", roots)
+    check_allowed("s3://corpus/text/a.txt", readable)
 
 
 @pytest.mark.parametrize("below", ["", "/*.txt", "/**/*.txt"])

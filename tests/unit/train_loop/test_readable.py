@@ -1,0 +1,163 @@
+"""What the jobs of a project may read, and links that take the place of a file."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+from torch import ones
+
+from tests.support.folders import write_model, write_tokenizer
+from train_loop.data.files import File, open_file
+from train_loop.data.sources import check_allowed
+from train_loop.data.tokenizer import load_tokenizer
+from train_loop.errors import DataError
+from train_loop.model.load import open_tensors, read_headers
+from train_loop.model_folder import model_config
+from train_loop.readable import obey, open_input, own_readable
+from train_loop.run_dir import READABLE_VARIABLE, Readable
+from train_loop.spec import ModelSpec
+
+JOB = "job-01m89aapeeqbdt7xysvprv3021"
+NLP = Readable(
+    project="nlp",
+    roots=("s3://runs", "s3://nlp/", "sftp://user:secret@host/data"),
+    runs=("s3://runs",),
+    caches=("/srv/runs/_cache",),
+)
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("s3://nlp/a.jsonl", None),
+        ("s3://nlp", None),
+        ("s3://nlp-secret/a.jsonl", "lies outside the allowed storage roots"),
+        ("s3://vision/a.jsonl", "lies outside the allowed storage roots"),
+        ("sftp://other@host/data/a", None),
+        (f"s3://runs/nlp/{JOB}/export/model.safetensors", None),
+        (f"s3://runs/vision/{JOB}/export/model.safetensors", f"lies in the run directory of {JOB}"),
+        (f"s3://runs/vision/{JOB}", "which is no job of project 'nlp'; clone"),
+        ("s3://runs/corpus/job-descriptions.jsonl", None),
+        ("s3://runs/corpus", None),
+    ],
+)
+def test_project_reads_its_roots_and_its_own_run_directories(place: str, reason: str | None) -> None:
+    refusal = NLP.refusal(place, named="it")
+    assert refusal is None if reason is None else reason in (refusal or "")
+    assert "secret@" not in (refusal or "")
+
+
+def test_environment_of_a_job_has_no_passwords() -> None:
+    told = NLP.without_users().model_dump_json()
+    assert "secret" not in told
+    assert "sftp://host/data" in told
+
+
+@pytest.fixture
+def roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder `root` may be read, `outside` may not; neither may the run directories of another project."""
+    for name in ("root", "outside", "root/_cache"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "outside/secret.jsonl").write_text('{"text": "secret"}\n')
+    root = (tmp_path / "root").as_uri()
+    monkeypatch.setattr("train_loop.readable._own", [])
+    obey(Readable(project="nlp", roots=(root,), runs=(root,), caches=(f"{root}/_cache",)))
+    return tmp_path
+
+
+def swapped(inside: Path, outside: Path) -> Path:
+    """Put a link to another file in the place of one, as somebody may do after the checks."""
+    inside.unlink(missing_ok=True)
+    inside.symlink_to(outside)
+    return inside
+
+
+def test_link_in_the_place_of_a_data_file_is_not_read(roots: Path) -> None:
+    place = roots / "root/a.jsonl"
+    place.write_text('{"text": "mine"}\n')
+    with open_file(File(str(place), 17, "1")) as opened:
+        assert opened.read() == b'{"text": "mine"}\n'
+    swapped(place, roots / "outside/secret.jsonl")
+    with pytest.raises(DataError, match=f"{place} lies outside the allowed storage roots"):
+        open_file(File(str(place), 17, "1"))
+
+
+def test_link_in_the_place_of_a_folder_is_not_followed(roots: Path) -> None:
+    folder = roots / "root/data"
+    folder.symlink_to(roots / "outside")
+    with pytest.raises(DataError, match="lies outside"):
+        open_input(folder / "secret.jsonl")
+
+
+def test_link_within_the_roots_is_read(roots: Path) -> None:
+    (roots / "root/a.jsonl").write_text("x")
+    (roots / "root/b.jsonl").symlink_to(roots / "root/a.jsonl")
+    with open_input(roots / "root/b.jsonl") as opened:
+        assert opened.read() == b"x"
+
+
+def test_link_to_the_run_directory_of_another_project_is_not_followed(roots: Path) -> None:
+    theirs = roots / "root/vision" / JOB / "export"
+    theirs.mkdir(parents=True)
+    (theirs / "a.jsonl").write_text("x")
+    for place in (theirs / "a.jsonl", swapped(roots / "root/a.jsonl", theirs / "a.jsonl")):
+        with pytest.raises(DataError, match=f"lies in the run directory of {JOB}"):
+            open_input(place)
+        with pytest.raises(DataError, match=f"lies in the run directory of {JOB}"):
+            check_allowed(place.as_uri(), own())
+    with pytest.raises(DataError, match=f"lies in the run directory of {JOB}"):
+        check_allowed(f"file://{roots}/root/**/*.jsonl", own())
+
+
+def test_cache_is_read_by_its_own_paths_alone(roots: Path) -> None:
+    (roots / "root/_cache/a.jsonl").write_text("x")
+    open_input(roots / "root/_cache/a.jsonl").close()
+    with pytest.raises(DataError, match="lies in the cache of prepared data"):
+        open_input(swapped(roots / "root/a.jsonl", roots / "root/_cache/a.jsonl"))
+    with pytest.raises(DataError, match="lies in the cache of prepared data"):
+        check_allowed(f"file://{roots}/root/_cache/a.jsonl", own())
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("config.json", lambda folder: model_config(ModelSpec(path=folder.as_uri()))),
+        ("tokenizer.json", lambda folder: load_tokenizer(str(folder))),
+        ("tokenizer_config.json", lambda folder: load_tokenizer(str(folder))),
+        ("model.safetensors", read_headers),
+    ],
+)
+def test_link_in_the_place_of_a_model_file_is_not_read(roots: Path, name: str, read: Callable[[Path], object]) -> None:
+    folder = roots / "root/model"
+    write_model(folder)
+    write_tokenizer(folder)
+    read(folder)
+    load_tokenizer.cache_clear()
+    (folder / name).rename(roots / "outside" / name)
+    swapped(folder / name, roots / "outside" / name)
+    with pytest.raises(DataError, match=f"{folder / name} lies outside the allowed storage roots"):
+        read(folder)
+
+
+def test_tensors_are_those_of_the_file_that_was_checked(roots: Path) -> None:
+    place = roots / "root/a.safetensors"
+    save_file({"w": ones(3)}, place)
+    with open_tensors(place) as file:
+        swapped(place, roots / "outside/secret.jsonl")
+        assert file.get_slice("w")[:].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_process_of_a_job_obeys_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train_loop.readable._own", [])
+    monkeypatch.delenv(READABLE_VARIABLE, raising=False)
+    assert own_readable() is None
+    monkeypatch.setenv(READABLE_VARIABLE, json.dumps({"project": "nlp", "roots": ["s3://nlp"], "later": 1}))
+    assert own_readable() == Readable(project="nlp", roots=("s3://nlp",))
+
+
+def own() -> Readable:
+    found = own_readable()
+    assert found is not None
+    return found
