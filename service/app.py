@@ -3,6 +3,7 @@
 import hashlib
 import os
 import random
+import resource
 import socket
 import sys
 import threading
@@ -39,6 +40,7 @@ from service.adapters.storage_probe import RunsProbe
 from service.api.build import Parts, build_api
 from service.api.guard import Guard
 from service.background import Background, Part, looping
+from service.connections import room_for_connections
 from service.deliver import Deliverer
 from service.doctor import Doctor
 from service.domain.board import Board
@@ -294,7 +296,11 @@ def _doctor(settings: Settings, world: _World) -> Doctor:
     # Home need not be where the cluster sees it, unless run directories are there.
     roots = [root for root in settings.all_roots if root != settings.default_root]
     storage = RunsProbe(settings.default_root, roots, open_root=world.roots.open)
-    return Doctor(RayProbe(world.cluster, roots=roots), storage, versions_here())
+
+    def connections() -> tuple[int, int]:
+        return room_for_connections(resource.getrlimit(resource.RLIMIT_NOFILE)[0]), settings.connections
+
+    return Doctor(RayProbe(world.cluster, roots=roots), storage, versions_here(), connections=connections)
 
 
 def _pace(settings: Settings) -> Pace:

@@ -40,11 +40,18 @@ class Doctor:
     """Examines in two minutes at most; who asks meanwhile gets the same answer. `limit` shortens it."""
 
     def __init__(
-        self, cluster: ClusterProbe, storage: StorageProbe, versions: Mapping[str, str], *, limit: float = 1.0
+        self,
+        cluster: ClusterProbe,
+        storage: StorageProbe,
+        versions: Mapping[str, str],
+        *,
+        connections: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        limit: float = 1.0,
     ) -> None:
         self._cluster = cluster
         self._storage = storage
         self._versions = versions
+        self._connections = connections
         self._limit = limit
         self._lock = threading.Lock()
         self._running: Future[Examination] | None = None
@@ -91,6 +98,7 @@ class Doctor:
             runs=storage.runs,
             versions=self._versions,
             uid=os.getuid(),
+            connections=self._connections(),
         )
 
     def _visit(self) -> "_Visited":

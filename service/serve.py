@@ -7,11 +7,13 @@ import socket
 import sys
 from types import FrameType
 
+import structlog
 import uvicorn
 from fastapi import FastAPI
 
 from service.address import ServiceAddress
 from service.app import create_app
+from service.connections import BACKLOG, Limits, bounded, parse_proxies, raise_open_files, room_for_connections
 from service.environment import BadSettings, read_settings, strangers
 from service.errors import DatabaseUnreachable, DatabaseUnusable, HomeInUse, HomeUnusable, KeyUnusable
 from service.leaving import Leaving
@@ -21,6 +23,7 @@ from service.opening import Opening
 from service.settings import Settings
 from train_loop.run_dir import write_durably
 
+log = structlog.get_logger(__name__)
 _ANSWER_SECONDS = 4
 """For answers that are being given when the service is asked to stop."""
 
@@ -73,6 +76,9 @@ class _Server(uvicorn.Server):
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=_ANSWER_SECONDS,
+            http=bounded(_limits(settings)),
+            ws="none",
+            backlog=BACKLOG,
         )
         super().__init__(config)
         self._settings = settings
@@ -103,6 +109,19 @@ class _Server(uvicorn.Server):
             write_durably(self._settings.address_file, address.model_dump_json())
             self._settings.address_file.chmod(0o600)
             print(f"Trainshed listens on {url} (docs: /docs)", flush=True)  # noqa: T201
+
+
+def _limits(settings: Settings) -> Limits:
+    total = min(settings.connections, room_for_connections(raise_open_files()))
+    if total < settings.connections:
+        log.warning("connections_limited", connections=total, setting=settings.connections, remedy="raise ulimit -Hn")
+    return Limits(
+        total,
+        settings.connections_per_address,
+        settings.head_seconds,
+        settings.body_bytes_per_second,
+        parse_proxies(os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1")),
+    )
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -114,6 +114,16 @@ class Settings(BaseSettings):
         default=(), description="CIDRs and host names of receivers that are not on the open internet"
     )
     max_body_bytes: int = Field(default=1 << 20, ge=1)
+    connections: int = Field(default=2048, ge=16, description="open at once, as far as the system lets it open files")
+    connections_per_address: int = Field(
+        default=512, ge=1, description="open at once from one address, unless FORWARDED_ALLOW_IPS names it as a proxy"
+    )
+    head_seconds: float = Field(default=10.0, gt=0, description="for the head of a request to arrive")
+    body_bytes_per_second: float = Field(
+        default=4096.0,
+        gt=0,
+        description="a body that arrives more slowly is cut off, after 10 s at the earliest",
+    )
     logs: LogFormat = Field(default="console", description="lines for people, or JSON for machines; on stderr")
     reads_per_key: Limit = Field(
         default=Rate(6000, "minute"), description="calls that change nothing; none: any number"

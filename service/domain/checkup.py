@@ -65,11 +65,13 @@ class Measured:
     """The service's own."""
     uid: int | None = None
     """The user that the service runs as."""
+    connections: tuple[int, int] = (0, 0)
+    """For how many connections the service may open files, and how many its settings allow."""
 
 
 def check_up(seen: Measured) -> tuple[Finding, ...]:
     """A finding for each check, always the same checks in the same order."""
-    return (*_ray(seen), *_storage(seen), *_of_nodes(seen))
+    return (*_ray(seen), *_storage(seen), *_of_nodes(seen), _files(seen))
 
 
 def _ray(seen: Measured) -> tuple[Finding, ...]:
@@ -244,6 +246,16 @@ def _user(seen: Measured, nodes: Sequence[NodeVisit]) -> Finding:
         return ok(check, f"the service runs as uid {seen.uid}, nodes as others; object storage knows no users")
     remedy = "run the service and Ray as the same user: run directories are open to their owner alone for writing"
     return failed(check, f"the service runs as uid {seen.uid}, but {_list(others)}", remedy)
+
+
+def _files(seen: Measured) -> Finding:
+    """Compare the open files that the system allows the service with the connections that its settings allow."""
+    room, wanted = seen.connections
+    told = f"the system lets the service open files for {room} connections"
+    if room >= wanted:
+        return ok("files", told)
+    remedy = "raise the hard limit of open files (ulimit -Hn, LimitNOFILE=), or lower TRAINSHED_CONNECTIONS"
+    return warning("files", f"{told}, and TRAINSHED_CONNECTIONS is {wanted}", remedy)
 
 
 def _differing(told: Mapping[str, Mapping[str, str]]) -> str:

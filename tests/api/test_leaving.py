@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -106,7 +107,7 @@ def test_replicas_take_over_at_once_and_end_though_the_database_hangs(postgres: 
     engine = open_database(postgres)
     SqlJobStore(engine).add(NewJob(start(a_job("job-1", run_dir=(tmp_path / "run").as_uri()), now=time.time())))
     engine.dispose()
-    settings = {"TRAINSHED_DATABASE_URL": postgres, "TRAINSHED_LEASE_SECONDS": "3600"}
+    settings: dict[str, Any] = {"TRAINSHED_DATABASE_URL": postgres, "TRAINSHED_LEASE_SECONDS": "3600"}
     plain = postgres.replace("+psycopg", "")
     with ExitStack() as stack:
         first = stack.enter_context(served(tmp_path / "first", **settings))

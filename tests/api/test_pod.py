@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -22,7 +23,7 @@ def pod(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         (folder / name).write_text(f"{key}\n")
         # As Kubernetes mounts a Secret for a pod with an fsGroup.
         (folder / name).chmod(0o440)
-    settings = {
+    settings: dict[str, Any] = {
         "TRAINSHED_HOST": "0.0.0.0",
         "TRAINSHED_ADMIN_KEY_FILE": str(folder / "admin"),
         "TRAINSHED_METRICS_KEY_FILE": str(folder / "metrics"),

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -42,11 +43,13 @@ class Served:
 
 
 @contextmanager
-def served(home: Path, **settings: str) -> Iterator[Served]:
-    """Start one, and kill it in the end if it is still there."""
+def served(home: Path, *, files: int = 0, **settings: Any) -> Iterator[Served]:
+    """Start one, and kill it in the end if it is still there. It may open `files` files; 0: as many as this process."""
     home.mkdir(exist_ok=True)
     log = home / "service.log"
     command = [sys.executable, "-m", "service.cli.main", "serve"]
+    if files:
+        command = ["/bin/sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
     environment = environment_of(home, **settings)
     with (
         log.open("a") as errors,

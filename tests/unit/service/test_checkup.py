@@ -20,7 +20,7 @@ from train_loop.run_dir import ClusterVisit, Sight
 CHECKS = (
     *("ray.reachable", "ray.authenticated", "ray.nodes", "ray.tasks"),
     *("storage.readable", "storage.writable", "storage.atomic", "storage.shared"),
-    *("network", "versions", "user", "clock", "data_cpus"),
+    *("network", "versions", "user", "clock", "data_cpus", "files"),
 )
 WELL = Measured(
     Greeting(Reach.ANSWERS, "http://ray:8265", "Ray 2.60.0", (-0.5, 0.5)),
@@ -34,6 +34,7 @@ WELL = Measured(
     runs="file:///runs",
     versions=VERSIONS,
     uid=os.getuid(),
+    connections=(512, 512),
 )
 BEHIND_RAY = {"ray.nodes", "ray.tasks", "storage.shared", "network", "versions", "user", "clock", "data_cpus"}
 
@@ -72,6 +73,13 @@ def test_service_and_nodes_must_run_as_the_same_user_where_they_share_folders(
     assert verdicts(seen) == found
     (finding,) = [one for one in check_up(seen) if one.check == "user"]
     assert uid is None or f"uid {os.getuid()}" in finding.seen
+
+
+def test_fewer_files_than_connections_are_a_warning_with_both_numbers() -> None:
+    seen = replace(WELL, connections=(512, 2048))
+    assert verdicts(seen) == {"files": "warning"}
+    (files,) = [finding for finding in check_up(seen) if finding.check == "files"]
+    assert files.seen == "the system lets the service open files for 512 connections, and TRAINSHED_CONNECTIONS is 2048"
 
 
 def test_a_wrong_token_is_not_an_unreachable_ray() -> None:
