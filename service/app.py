@@ -95,7 +95,8 @@ class _World:
 def create_app(settings: Settings) -> FastAPI:
     """The whole service as an ASGI app; while it runs, so do the reconciler and, unless there is another, Ray."""
     settings.make_home()
-    world, leaving = _world(settings), Leaving()
+    world = _world(settings)
+    leaving = Leaving(more_seconds=settings.stop_seconds if world.embedded is not None else 0.0)
     opening = Opening(partial(_open, world), patience=settings.database_seconds)
     once_open = list(_parts_once_open(settings, world, leaving))
     ledger = Ledger(
@@ -201,7 +202,12 @@ def _parts_once_open(settings: Settings, world: _World, leaving: Leaving) -> Ite
     yield Part("storage root", partial(_begin_root, settings.default_root, world), _nothing, seconds=1.0)
     # Ended after whoever uses them, so that another service takes over at once.
     yield Part("leases", _nothing, partial(world.store.give_up_leases, _owner(settings)), seconds=1.0)
-    run = partial(_reconciler(settings, world).run, interval=settings.reconcile_seconds)
+    reconciler = _reconciler(settings, world)
+    if world.embedded is not None:
+        # After the reconciler's own passes, and before Ray is ended with all that it runs.
+        stop = partial(reconciler.stop_jobs, seconds=settings.stop_seconds)
+        yield Part("running jobs", _nothing, stop, seconds=settings.stop_seconds)
+    run = partial(reconciler.run, interval=settings.reconcile_seconds)
     yield looping("reconciler", run, leaving, seconds=1.5)
     deliverer = Deliverer(SqlOutbox(world.database.engine), world.sender, time.time, random.random, _owner(settings))
     yield Part("webhooks", deliverer.start, deliverer.stop, seconds=1.5)

@@ -14,14 +14,21 @@ _LOG_SECONDS = 0.5
 
 
 class Leaving(threading.Event):
-    """Set once the service is to end: nobody may wait any more for those who follow a job."""
+    """Set once the service is to end: nobody may wait any more for those who follow a job.
+
+    `more_seconds` are for jobs that save before embedded Ray is ended.
+    """
+
+    def __init__(self, *, more_seconds: float = 0.0) -> None:
+        super().__init__()
+        self._seconds = SECONDS + more_seconds
 
     waits_for = "answers that are being given"
     """What is being ended."""
 
     def begin(self) -> None:
         """Say that the service is to end, and end the process by force if it has not in time."""
-        timer = threading.Timer(SECONDS, self.end_now, (FORCED, f"it did not end within {SECONDS:g} s"))
+        timer = threading.Timer(self._seconds, self.end_now, (FORCED, f"it did not end within {self._seconds:g} s"))
         timer.daemon = True
         timer.start()
         self.set()

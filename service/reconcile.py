@@ -17,8 +17,8 @@ from service.domain.admission import admit
 from service.domain.board import Admission, Board
 from service.domain.changes import outcomes, waited
 from service.domain.decide import NO_ATTEMPT, Decision, Effect, Retry, Seen, Submission, decide, hangs, wanted_stop
-from service.domain.job import Attempt, Job
-from service.domain.moves import make_room, resize, start
+from service.domain.job import Attempt, Job, JobState
+from service.domain.moves import make_room, resize, start, stop_with_service
 from service.domain.reason import Code, Reason, storage_unavailable
 from service.domain.rules import Rules
 from service.domain.ticket import Ticket
@@ -43,6 +43,7 @@ from train_loop.run_dir import is_transient, storage_failed
 log = structlog.get_logger(__name__)
 # More than the steps from a first attempt to one that is submitted; what is left waits for the next pass.
 _STEPS_PER_PASS = 5
+_TRIES, _STOP_PAUSE_SECONDS = 5, 0.2
 _REST = 9.0
 """Times the CPU seconds of a pass until the next: with any number of jobs, nine tenths of a core are for requests."""
 
@@ -100,6 +101,33 @@ class Reconciler:
         self._look_after(self.store.active(), stopped)
         self._look_after(self._admit(stopped), stopped)
         self.board.silent_since = self.view.silent_since
+
+    def stop_jobs(self, *, seconds: float) -> None:
+        """Ask all jobs to save and to end, and look after them until they have, or so many seconds have passed.
+
+        For a service that is about to end the cluster: no pass may be going on.
+        """
+        end, deadline = time.monotonic() + seconds, self.clock() + seconds
+        asked = [job_id for job_id in self.store.active() if self._ask_to_stop(job_id, deadline)]
+        if asked:
+            log.info("jobs_asked_to_save", jobs=len(asked), seconds=seconds)
+        while (left := set(asked) & set(self.store.active())) and time.monotonic() < end:
+            self._look_after(sorted(left), None)
+            time.sleep(_STOP_PAUSE_SECONDS)
+        if left:
+            log.warning("jobs_did_not_save_in_time", jobs=sorted(left), seconds=seconds)
+
+    def _ask_to_stop(self, job_id: str, deadline: float) -> bool:
+        """Ask a job to end with the service, unless it is asked to end already; whether there is an end to wait for."""
+        for _ in range(_TRIES):
+            job = self.store.claim(job_id, self._lease())
+            if job is None or job.state.terminal:
+                return False
+            if job.state in (JobState.PAUSING, JobState.CANCELLING):
+                return True
+            if self._store(job, stop_with_service(job, deadline=deadline, now=self.clock())):
+                return True
+        return False
 
     def _look_after(self, job_ids: list[str], stopped: threading.Event | None) -> None:
         for job_id in job_ids:

@@ -98,6 +98,9 @@ class Settings(BaseSettings):
     retry_seconds: float = Field(default=5.0, ge=0, description="pause before attempt 2; doubles each time")
     retry_cap_seconds: float = Field(default=300.0, ge=0)
     cancel_grace_seconds: float = Field(default=60.0, ge=0)
+    stop_seconds: float = Field(
+        default=30.0, ge=0, description="for jobs of embedded Ray to save when the service is stopped"
+    )
     pause_grace_seconds: float = Field(default=600.0, ge=0, description="to commit a checkpoint and to leave")
     quotas: dict[str, Quota] = Field(
         default={}, description='by project, as JSON: {"nlp": {"jobs": 4, "workers": 32, "gpus": 16}, "*": {"jobs": 1}}'

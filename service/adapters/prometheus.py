@@ -18,7 +18,7 @@ from service.domain.job import JobState
 from service.domain.series import Series
 from service.ports import RunTotals, Totals
 
-_OUTCOMES = ("succeeded", "failed", "paused", "cancelled", "resized", "moved")
+_OUTCOMES = ("succeeded", "failed", "paused", "cancelled", "resized", "moved", "service_stopped")
 _REQUEST_SECONDS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 _WAIT_SECONDS = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 24 * 3600.0)
 _PASS_SECONDS = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0)

@@ -19,6 +19,7 @@ from service.settings import Settings
 
 _LOOK_SECONDS = 0.1
 _DOWN_SECONDS = 15.0
+"""For a service to end, besides the time that its jobs may take to save."""
 
 
 class Up(BaseModel):
@@ -76,7 +77,7 @@ def down(as_json: AsJson = False) -> None:
     running = find_running(told)
     answer = Down(home=str(told.home), pid=running.address.pid if running else None, stopped=running is not None)
     if running is not None:
-        _stop(running)
+        _stop(running, _DOWN_SECONDS + told.stop_seconds)
     if as_json:
         show_json(answer)
         return
@@ -115,15 +116,15 @@ def _give_up(child: "subprocess.Popen[bytes]", log: Log) -> Running:
     fail(f"the service ended with {child.returncode}; {log.path} ends with", log.last_lines())
 
 
-def _stop(running: Running) -> None:
+def _stop(running: Running, seconds: float) -> None:
     try:
         running.process.terminate()
         with notes.status("stopping the service"):
-            running.process.wait(timeout=_DOWN_SECONDS)
+            running.process.wait(timeout=seconds)
     except psutil.NoSuchProcess:
         return
     except psutil.TimeoutExpired:
         fail(
-            f"the service (pid {running.address.pid}) is still ending after {_DOWN_SECONDS:g} s; wait for it, or end "
+            f"the service (pid {running.address.pid}) is still ending after {seconds:g} s; wait for it, or end "
             f"it by force, which leaves its Ray to the next one: kill -9 {running.address.pid}"
         )

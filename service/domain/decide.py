@@ -284,7 +284,8 @@ def _stopping(job: Job, seen: Seen, now: float, retry: Retry) -> Decision:
 def _acknowledged(job: Job, outcome: Outcome, committed: int | None, now: float) -> Job:
     """The driver has said how it ended, and its workers are gone."""
     reason = _failure(outcome) if outcome.result == "failed" else None
-    job = job.end_attempt(outcome.result, now=now, reason=reason, step=committed)
+    result = "service_stopped" if outcome.result == "paused" and _service_stops(job) else outcome.result
+    job = job.end_attempt(result, now=now, reason=reason, step=committed)
     if job.state is JobState.PAUSING and outcome.result == "succeeded":
         return job.move(JobState.SUCCEEDED, now=now)
     if job.state is JobState.PAUSING and outcome.result == "failed" and not outcome.retryable:
@@ -299,13 +300,20 @@ def _gone(job: Job, seen: Seen, now: float) -> Job:
         return _stopped(_because(job.end_attempt(result, now=now), _told(job, None)), now)
     if seen.submission is Submission.STOPPED and job.wish is not None:
         # We stopped it, and it had no time to write that down.
-        result = wanted_stop(job.wish, job.attempts[-1]).result
+        result = "service_stopped" if _service_stops(job) else wanted_stop(job.wish, job.attempts[-1]).result
         told = _told(job, "ended without a last checkpoint, because its time was up")
         return _stopped(_because(job.end_attempt(result, now=now, step=seen.committed), told), now)
     lost = _driver_lost(seen)
     since = f"step {seen.committed}" if seen.committed is not None else "its newest checkpoint, if it has one"
     told = _told(job, f"{lost.message} before it had saved; the run goes on from {since}")
+    if _service_stops(job):
+        # Its time was up, and Ray was ended: no failure of the job.
+        return _stopped(_because(job.end_attempt("service_stopped", now=now, step=seen.committed), told), now)
     return _stopped(_because(job.end_attempt("failed", now=now, reason=lost, step=seen.committed), told), now)
+
+
+def _service_stops(job: Job) -> bool:
+    return job.wish is not None and job.wish.reason.code is Code.SERVICE_STOPPED
 
 
 def _told(job: Job, message: str | None) -> Reason | None:

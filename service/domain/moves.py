@@ -22,6 +22,13 @@ def make_room(job: Job, *, whom: str, deadline: float, now: float) -> Job:
     return replace(job.move(JobState.PAUSING, now=now, reason=reason), wish=wish)
 
 
+def stop_with_service(job: Job, *, deadline: float, now: float) -> Job:
+    """Return a running job that saves because the service stops with its Ray, and is queued again after that."""
+    reason = Reason(Code.SERVICE_STOPPED, "the service was stopped; the job continues when it runs again")
+    wish = Wish("pause", checkpoint=True, deadline=deadline, reason=reason, then_resume=True)
+    return replace(job.move(JobState.PAUSING, now=now, reason=reason), wish=wish)
+
+
 def resize(job: Job, *, workers: int, patience: float, now: float) -> Job:
     """A running elastic job that is to go on with another number of workers, by way of the queue.
 

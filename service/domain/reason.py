@@ -34,6 +34,7 @@ class Code(StrEnum):
     USER = "user"
     PREEMPTED = "preempted"
     RESIZED = "resized"
+    SERVICE_STOPPED = "service_stopped"
 
 
 WAITS = frozenset(

@@ -10,7 +10,7 @@ import yaml
 
 from service.domain.job import JobState
 from tests.support.live import LiveService, small_job
-from train_loop.run_dir import read_lines
+from train_loop.run_dir import RunDir, read_lines
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -58,8 +58,10 @@ def test_a_backup_brings_the_service_back_and_its_jobs_go_on(tmp_path: Path) -> 
         assert len(first.client.job(job_id).attempts) == 1
 
         # Nothing of the machine is left but the backup and the storage.
+        # Its jobs save before it ends.
         first.stop()
         reached = newest_step_on(shared, job_id)
+        assert newest_checkpoint_on(shared, job_id) == reached
         trainshed(second.home, "restore", str(backup))
         second.start()
         second.wait_for_step(job_id, reached + 1)
@@ -76,6 +78,12 @@ def newest_step_on(shared: Path, job_id: str) -> int:
     """The last one that was trained, while no service runs."""
     (run_dir,) = (shared / "runs").glob(f"*/{job_id}")
     return int(max(line["step"] for line in read_lines(run_dir / "attempts" / "1" / "metrics.jsonl")))
+
+
+def newest_checkpoint_on(shared: Path, job_id: str) -> int:
+    """The step of the newest checkpoint, while no service runs."""
+    (run_dir,) = (shared / "runs").glob(f"*/{job_id}")
+    return max(RunDir(run_dir).manifests())
 
 
 def assert_trained_once(service: LiveService, job_id: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from service.domain.decide import Decision, Effect, Seen, Submission
 from service.domain.job import Job, JobState, Wish
-from service.domain.moves import make_room, start
+from service.domain.moves import make_room, start, stop_with_service
 from service.domain.reason import Code, Reason
 from tests.support.attempts import ALIVE, NOW, asked, cancelling, live, pausing, said, step
 from tests.support.service import a_job
@@ -90,6 +90,21 @@ def test_pause_that_was_taken_back_goes_on_when_it_is_over() -> None:
     done = step(job, Seen(ALIVE, outcome=Outcome(result="paused"))).job
     assert (done.state, done.wish) == (JobState.QUEUED, None)
     assert JobState.PAUSED in done.times
+
+
+def test_job_that_saved_for_the_end_of_the_service_is_queued_and_has_not_failed() -> None:
+    job = stop_with_service(live(), deadline=200.0, now=NOW)
+    assert step(job, Seen(ALIVE)).effects == (Effect.ASK_TO_STOP,)
+    done = step(job, Seen(ALIVE, stop=asked(job), outcome=Outcome(result="paused", step=7), committed=7)).job
+    assert (done.state, done.attempts[-1].result, done.attempts[-1].step) == (JobState.QUEUED, "service_stopped", 7)
+    assert (done.failures, done.wish) == ((), None)
+
+
+@pytest.mark.parametrize("submission", [Submission.MISSING, Submission.FAILED, Submission.STOPPED])
+def test_job_that_did_not_save_before_the_end_of_the_service_has_not_failed_either(submission: Submission) -> None:
+    job = stop_with_service(live(), deadline=200.0, now=NOW)
+    done = step(job, Seen(submission, stop=asked(job), committed=3), now=500.0).job
+    assert (done.state, done.attempts[-1].result, done.failures) == (JobState.QUEUED, "service_stopped", ())
 
 
 def test_job_that_made_room_starts_again_by_itself() -> None:

@@ -16,6 +16,7 @@ from service.domain.reason import Code
 from service.ports import Launch, Lease, Node
 from service.reconcile import Reconciler
 from tests.support.service import FakeService
+from tests.support.waiting import wait_for
 from train_loop.plan import Capacity
 from train_loop.run_dir import Fence, Outcome
 
@@ -45,6 +46,30 @@ def test_job_goes_from_queue_to_success(service: FakeService) -> None:
     service.end(job.id, Outcome(result="succeeded", step=20))
     service.reconciler().run_once()
     assert service.get(job.id).state is JobState.SUCCEEDED
+
+
+def test_jobs_save_before_the_service_ends_their_cluster(service: FakeService) -> None:
+    job, waiting = started(service), service.submit()
+    ending = threading.Thread(target=service.reconciler().stop_jobs, kwargs={"seconds": 30.0})
+    ending.start()
+    stop = wait_for(lambda: service.run_dir(job.id).stop(attempt=1), "the request to stop")
+    assert (stop.mode, stop.checkpoint, ending.is_alive()) == ("pause", True, True)
+    service.end(job.id, Outcome(result="paused", step=7))
+    ending.join(timeout=20)
+    assert not ending.is_alive()
+    found = service.get(job.id)
+    assert (found.state, found.attempts[-1].result, found.failures) == (JobState.QUEUED, "service_stopped", ())
+    assert service.get(waiting.id).attempts == ()
+    service.cluster.submissions[f"{job.id}-1"] = Submission.SUCCEEDED
+    service.reconciler().run_once()
+    assert f"{job.id}-2" in [launch.submission_id for launch in service.cluster.launches]
+
+
+def test_end_of_the_service_waits_no_longer_than_it_says(service: FakeService) -> None:
+    job, begun = started(service), time.monotonic()
+    service.reconciler().stop_jobs(seconds=0.5)
+    assert time.monotonic() - begun < 10
+    assert service.get(job.id).state is JobState.PAUSING
 
 
 def test_lost_driver_becomes_a_second_attempt_after_the_pause(service: FakeService) -> None:
