@@ -23,6 +23,8 @@ class ClusterView:
     clock: Callable[[], float]
     silent_since: float | None = None
     """Since when the cluster does not answer (Unix seconds); None if it does."""
+    _asked: float = 0.0
+    """When it was asked last (Unix seconds)."""
     _draining: dict[str, dict[str, float]] = field(default_factory=dict)
     """By job: hosts that will be taken away, and when the notice came."""
 
@@ -33,7 +35,13 @@ class ClusterView:
         self._note_answer(asked, answered=found is not Submission.UNKNOWN)
         return found
 
+    def look(self) -> None:
+        """Ask the cluster whether it answers, if nobody has asked it for ten seconds."""
+        if abs(self.clock() - self._asked) >= _SILENT_SECONDS:
+            self.capacity()
+
     def _note_answer(self, asked: float, *, answered: bool) -> None:
+        self._asked = asked
         if answered:
             self.silent_since = None
         elif self.silent_since is None:

@@ -53,7 +53,7 @@ class Watching:
                 "for one that is (trainshed keys create NAME --role '*=viewer')"
             )
         totals = self._totals() if database_up else Totals(database_up=False)
-        return self.watch.text(replace(totals, cluster_up=self.board.silent_since is None))
+        return self.watch.text(replace(totals, cluster_up=not self.board.unreachable))
 
     def _totals(self) -> Totals:
         with self.last.lock:
@@ -87,15 +87,16 @@ def _goodput(runs: Sequence[tuple[Job, Story]], now: float) -> Mapping[str, floa
 
 
 def _run_totals(job: Job, story: Story, now: float) -> RunTotals:
-    began, done = job.started_at or now, story.progress
+    # Before its newest attempt it made no progress because nobody let it.
+    began, done = job.attempt.started_at if job.attempt else now, story.progress
     waits_for = job.waits_for
     return RunTotals(
         project=job.spec.project,
         job=job.id,
         name=job.spec.name,
         restarts=story.restarts,
-        progress_age=max(now - ((done.time if done else None) or began), 0.0),
-        checkpoint_age=max(now - (story.checkpoint_at or began), 0.0),
+        progress_age=max(now - max((done.time if done else None) or began, began), 0.0),
+        checkpoint_age=max(now - max(story.checkpoint_at or began, began), 0.0),
         step=done.step if done else 0,
         step_seconds=done.step_seconds if done else None,
         tokens_per_second=done.tokens_per_second if done else None,

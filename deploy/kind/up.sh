@@ -25,4 +25,9 @@ helm upgrade --install kuberay-operator kuberay/kuberay-operator --version "$kub
 kubectl create namespace "$namespace" --dry-run=client --output yaml | kubectl apply --filename -
 kubectl label --overwrite namespace "$namespace" pod-security.kubernetes.io/enforce=restricted
 helm upgrade --install trainshed helm/trainshed --namespace "$namespace" --wait --timeout 10m
-helm test trainshed --namespace "$namespace" --logs
+kubectl wait pod --namespace "$namespace" -l ray.io/cluster=trainshed-ray --for=condition=Ready --timeout=10m
+# The pod of the test stays if it fails.
+helm test trainshed --namespace "$namespace" || { kubectl logs --namespace "$namespace" pod/trainshed-test; exit 1; }
+# The demo job, sent from the pod of the service, which has the key.
+kubectl exec --stdin --namespace "$namespace" deployment/trainshed -- sh -c \
+    'TRAINSHED_URL=http://127.0.0.1:8000 TRAINSHED_KEY=$(cat "$TRAINSHED_ADMIN_KEY_FILE") trainshed submit --wait -' < examples/quickstart.yaml

@@ -48,6 +48,9 @@ class Board:
     silent_since: float | None = None
     """Since when the cluster does not answer (Unix seconds); None if it does."""
 
+    unreachable: bool = False
+    """Whether it has not answered for ten seconds."""
+
     def read(self, mark: Hashable, tickets: Iterable[Ticket]) -> None:
         """Take note of the tickets that there are at this mark."""
         self.mark, self.tickets = mark, {ticket.id: ticket for ticket in tickets}

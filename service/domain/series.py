@@ -45,9 +45,11 @@ JOB_TOKENS = _whole("job_tokens_per_second", "Tokens per second of all workers, 
 JOB_LOSS = _whole("job_loss", "Training loss at the newest logged step.", *_JOB)
 JOB_DATA_WAIT = _whole("job_data_wait_ratio", "Part of the newest logged step that waited for data.", *_JOB)
 JOB_RESTARTS = _whole("job_restarts", "How often training has started again.", *_JOB)
-JOB_PROGRESS_AGE = _whole("job_progress_age_seconds", "Since its newest logged step, or since it started.", *_JOB)
+JOB_PROGRESS_AGE = _whole(
+    "job_progress_age_seconds", "Since its newest logged step, or the start of its newest attempt.", *_JOB
+)
 JOB_CHECKPOINT_AGE = _whole(
-    "job_checkpoint_age_seconds", "Since its newest committed checkpoint, or since it started.", *_JOB
+    "job_checkpoint_age_seconds", "Since its newest committed checkpoint, or the start of its newest attempt.", *_JOB
 )
 JOB_WAITS = _whole("job_waits", "1 for what a job waits for that makes no progress.", *_JOB, "code")
 

@@ -55,10 +55,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one small group": {"ray": {"workers": [{"name": "cpu", "replicas": 1, "cpu": 2, "memory": "4Gi"}]}},
     "digests": {"image": {"tag": "1@sha256:a"}, "ray": {"image": {"tag": "1@sha256:b"}}},
     "own Ray and object storage": {
-        "storage": {"runs": "s3://runs"},
+        "storage": {"runs": "s3://runs", "volume": {"existingClaim": "mine", "accessMode": "ReadWriteMany"}},
         "ray": {"create": False, "address": "http://ray:8265", "tokenSecret": "token"},
         "monitoring": {"podMonitor": True},
     },
+    "roots by project": {"storage": {"roots": {"nlp": ["s3://nlp"], "*": ["s3://all"]}}},
+    "variables": {"env": [{"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": "http://otel:4318"}]},
     "settings": {"settings": {"quotas": '{"*": {"jobs": 2}}', "reconcile_seconds": 1, "backfill": False}},
     "global": {"global": {"storageClass": "fast"}},
     "GPUs": {
@@ -125,7 +127,7 @@ def test_restore_pod_of_the_runbook_is_the_pod_of_the_service(variant: str) -> N
     assert problems(pod) == []
     (container,), (original,) = pod["spec"].pop("containers"), template["containers"]
     assert pod["spec"] | {"containers": template["containers"]} == template | {"restartPolicy": "Never"}
-    assert container["args"][:2] == ["trainshed", "restore"]
+    assert container["args"][:2] == ["sh", "-c"]
     kept = original.keys() - {"args", "env", "ports", "lifecycle", "startupProbe", "readinessProbe", "livenessProbe"}
     assert container.keys() == kept | {"args", "env"}
     assert {name: container[name] for name in kept} == {name: original[name] for name in kept}

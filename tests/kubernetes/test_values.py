@@ -26,7 +26,7 @@ GUARDS: list[tuple[dict[str, Any], str]] = [
     ({"ray": {"create": False, "address": "http://ray:8265"}}, "ray.address needs ray.tokenSecret"),
     (
         {"ray": {"create": False, "address": "http://ray:8265", "tokenSecret": "t"}},
-        "needs storage.runs on object storage, or storage.volume.existingClaim",
+        "needs storage.volume.existingClaim with accessMode ReadWriteMany",
     ),
     (
         {"ray": {"workers": [{"name": "gpu", "replicas": 1, "cpu": 1, "memory": "1Gi", "gpu": 1}]}},
@@ -38,6 +38,7 @@ GUARDS: list[tuple[dict[str, Any], str]] = [
         {"monitoring": {"serviceMonitor": True}, "networkPolicy": {"ingressFrom": [{"podSelector": {}}]}},
         "nobody may scrape the service",
     ),
+    ({"monitoring": {"prometheusUrl": "http://p:9090"}}, "set networkPolicy.rayEgress"),
     ({"ray": {"image": {"tag": "0.0.9"}}}, "or set ray.allowVersionSkew: true"),
     ({"ingress": {"enabled": True, "tlsSecret": "tls"}}, "ingress.enabled needs ingress.host"),
     ({"ingress": {"enabled": True, "host": "t.example"}}, "keys must not travel in the clear"),
@@ -73,7 +74,7 @@ def test_every_guard_has_a_case() -> None:
 SCHEMA: list[tuple[dict[str, Any], str]] = [
     ({"replica": 3}, "additional properties 'replica' not allowed"),
     ({"ray": {"worker": []}}, "additional properties 'worker' not allowed"),
-    ({"replicas": 0}, "/replicas"),
+    ({"replicas": -1}, "/replicas"),
     ({"strategy": "Rolling"}, "/strategy"),
     ({"storage": {"runs": "file:///srv"}}, "/storage/runs"),
     ({"storage": {"runs": "bucket/runs"}}, "/storage/runs"),
@@ -113,8 +114,6 @@ def test_schema_knows_all_settings_and_all_values() -> None:
 def test_values_are_few_and_explained() -> None:
     lines = (CHART / "values.yaml").read_text().splitlines()
     assert len(lines) <= 250
-    blocks = [line for line in lines if re.match(r"\w", line)]
-    for name in blocks:
-        before = lines[lines.index(name) - 1]
-        inside = lines[lines.index(name) + 1 :][:2]
-        assert before.startswith("#") or any("#" in line for line in inside), name
+    for line, before in zip(lines[1:], lines[:-1], strict=True):
+        if re.match(r" *(- )?[A-Za-z]\w*: *[^ #]", line):
+            assert "#" in line or before.lstrip().startswith("#"), f"no comment: {line}"

@@ -30,8 +30,8 @@
 {{- if and $v.ray.address (not $v.ray.tokenSecret) }}
 {{- fail "ray.address needs ray.tokenSecret, a Secret with that cluster's token in the key auth_token: a cluster without a token lets everybody run code" }}
 {{- end }}
-{{- if and (not $v.ray.create) (not $v.storage.runs) (or (not $v.storage.volume.existingClaim) (eq $v.storage.volume.accessMode "ReadWriteOnce")) }}
-{{- fail "ray.create: false needs storage.runs on object storage, or storage.volume.existingClaim with accessMode ReadWriteMany: that Ray cluster must have the same folder at /srv/trainshed and run as the same user" }}
+{{- if and (not $v.ray.create) (or (not $v.storage.volume.existingClaim) (eq $v.storage.volume.accessMode "ReadWriteOnce")) }}
+{{- fail "ray.create: false needs storage.volume.existingClaim with accessMode ReadWriteMany, also with storage.runs on object storage (for prepared data): that Ray cluster must have the same folder at /srv/trainshed and run as the same user" }}
 {{- end }}
 {{- if ne (kindIs "invalid" $v.user.uid) (kindIs "invalid" $v.user.gid) }}
 {{- fail "user.uid and user.gid must both be set or both be null (only where the platform assigns them, as OpenShift does)" }}
@@ -60,6 +60,9 @@
 {{- end }}
 {{- if and $postgres $v.networkPolicy.enabled (not $v.networkPolicy.egress) }}
 {{- fail "database.existingSecret with network policies needs a rule that lets the service reach it: set networkPolicy.egress, e.g. [{ports: [{port: 5432}]}], or networkPolicy.enabled: false" }}
+{{- end }}
+{{- if and $v.ray.create $v.networkPolicy.enabled (not $v.networkPolicy.rayEgress) (or $v.monitoring.prometheusUrl $v.monitoring.grafanaUrl) }}
+{{- fail "monitoring.prometheusUrl and grafanaUrl with network policies need a rule that lets Ray's head reach them: set networkPolicy.rayEgress, e.g. [{ports: [{port: 9090}, {port: 3000}]}]" }}
 {{- end }}
 {{- if gt (len (include "trainshed.rayName" .)) 50 }}
 {{- fail (printf "the RayCluster's name %s is longer than 50 letters, and KubeRay would cut the name of its Secret: choose a shorter release name" (include "trainshed.rayName" .)) }}

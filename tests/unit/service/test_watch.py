@@ -147,12 +147,49 @@ JOB_SERIES = (
 
 def test_cluster_and_database_that_do_not_answer_are_told(service: FakeService) -> None:
     assert (value(service, "cluster_up"), value(service, "database_up")) == (1, 1)
-    service.board.silent_since = service.clock.now
+    service.board.unreachable = True
     assert value(service, "cluster_up") == 0
     found = series(service.watching.text(database_up=False))
     assert found["trainshed_database_up", ()] == 0
     assert not any(name == "trainshed_jobs" for name, _ in found)
     assert any(name == "trainshed_build_info" for name, _ in found), "what the process knows itself"
+
+
+def test_idle_service_knows_whether_ray_answers(service: FakeService) -> None:
+    def passes(seconds: int) -> None:
+        for _ in range(seconds):
+            service.clock.now += 1
+            reconciler.run_once()
+
+    reconciler, total = service.reconciler(), service.cluster.total
+    passes(3)
+    assert value(service, "cluster_up") == 1
+    service.cluster.total = None
+    passes(9)
+    assert value(service, "cluster_up") == 1, "not before ten seconds without an answer"
+    passes(16)
+    assert value(service, "cluster_up") == 0
+    # An outage is over when Ray answers again, whether or not anybody submits a job.
+    service.cluster.total = total
+    passes(12)
+    assert value(service, "cluster_up") == 1
+
+
+def test_time_before_the_newest_attempt_is_no_lack_of_progress(service: FakeService) -> None:
+    job = service.submit()
+    service.reconciler().run_once()
+    service.cluster.submissions[f"{job.id}-1"] = Submission.RUNNING
+    service.event(job.id, "training_started", steps=20, replayed=0)
+    service.metric(job.id, step=1)
+    service.event(job.id, "checkpoint_committed", step=1)
+    service.reconciler().run_once()
+    # As after a pause of hours: what is written bears the time of this machine's clock.
+    service.clock.now = time.time() + 3 * 3600
+    attempt = replace(service.get(job.id).attempts[0], started_at=service.clock.now - 30)
+    assert service.store.save(replace(service.get(job.id), attempts=(attempt,)))
+    labels = {"project": "default", "job_id": job.id, "name": "tiny"}
+    for name in ("progress", "checkpoint"):
+        assert value(service, f"job_{name}_age_seconds", **labels) == pytest.approx(30, abs=1)
 
 
 def test_every_series_is_in_the_list_that_dashboards_are_made_from_and_in_the_docs(service: FakeService) -> None:
