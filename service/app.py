@@ -30,7 +30,7 @@ from service.adapters.roots import StorageRoots
 from service.adapters.run_dirs import LocalRunDirs
 from service.adapters.sql.access import SqlKeyStore
 from service.adapters.sql.counts import SqlJobCounts
-from service.adapters.sql.database import Database, sqlite_file
+from service.adapters.sql.database import Database
 from service.adapters.sql.outbox import SqlOutbox
 from service.adapters.sql.store import SqlJobStore
 from service.adapters.sql.webhooks import SqlWebhookStore
@@ -117,7 +117,7 @@ def create_app(settings: Settings) -> FastAPI:
 
 
 def _world(settings: Settings) -> _World:
-    database, embedded = Database(settings.database), _embedded(settings)
+    database, embedded = Database(settings.database, seconds=settings.database_call_seconds), _embedded(settings)
     store = SqlJobStore(database.engine)
     roots = StorageRoots(settings.roots_file, used=partial(_has_run_below, store))
     run_dirs, guard = LocalRunDirs(roots), StorageGuard(partial(roots.check, max_age=0.0))
@@ -142,9 +142,6 @@ def _world(settings: Settings) -> _World:
 def _open(world: _World) -> None:
     """Have the tables as the code expects them. Raises DatabaseUnreachable, DatabaseUnusable."""
     world.database.bring_up_to_date()
-    if sqlite_file(world.database.url) is not None:
-        # The lock on it says that there is nobody else.
-        world.store.forget_requests()
 
 
 def _begin_root(root: str, world: _World) -> None:

@@ -18,6 +18,8 @@ class ServiceError(Exception):
     problems: Sequence[Problem] = ()
     notable = False
     """Whether the service's log tells of it."""
+    outage = False
+    """Whether every caller gets it while a database or storage is away; the log has one line a second for them."""
 
 
 class Unauthorized(ServiceError):
@@ -220,6 +222,7 @@ class NotReady(ServiceError):
     code = "not_ready"
     status = 503
     retry_after = 5
+    outage = True
 
 
 class Migrating(NotReady):
@@ -238,6 +241,24 @@ class DatabaseUnreachable(NotReady):
     """The database does not answer now; it may later."""
 
     code = "database_unreachable"
+
+    @classmethod
+    def because(cls, reason: str) -> "DatabaseUnreachable":
+        """Return the error for a caller, who cannot change the reason."""
+        return cls(f"the database does not answer: {reason}; the service continues once it does: try again then")
+
+
+class DatabaseFull(NotReady):
+    """The database has no room for a write."""
+
+    code = "storage_full"
+    status = 507
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the database has no disk space left, and nothing was stored; what is stored can be read. Ask the operator "
+            "to free space, then try again"
+        )
 
 
 class DatabaseUnusable(ServiceError):
@@ -331,6 +352,7 @@ class StorageAway(ServiceError):
     code = "storage_unavailable"
     status = 503
     retry_after = 5
+    outage = True
 
     def __init__(self, root: str, since: float | None, error: str) -> None:
         when = "" if since is None else f" since {datetime.fromtimestamp(since, UTC):%Y-%m-%d %H:%M:%S} UTC"

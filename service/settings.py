@@ -68,6 +68,9 @@ class Settings(BaseSettings):
     )
     database_url: str | None = Field(default=None, description="SQLAlchemy URL; default: SQLite in home")
     database_seconds: float = Field(default=600.0, gt=0, description="to wait at start for a database to answer")
+    database_call_seconds: float = Field(
+        default=10.0, gt=0, description="time limit of a statement, and of the wait for a connection or a lock"
+    )
     storage_roots: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(), description="URIs below which specs may read, besides home/runs"
     )

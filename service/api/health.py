@@ -5,7 +5,7 @@ from fastapi import APIRouter, Request
 from service.api.opening import Pulse
 from service.api.query import CHECKED
 from service.api.schemas import Health
-from service.errors import DatabaseUnreachable, GoingAway
+from service.errors import GoingAway
 from service.opening import Opening
 
 router = APIRouter(tags=["health"], dependencies=[CHECKED])
@@ -26,6 +26,6 @@ async def readyz(request: Request) -> Health:
         raise opening.trouble
     if request.app.state.leaving.is_set():
         raise GoingAway("the service is ending; ask another one, or this one once it was started again")
-    if not await pulse.beats():
-        raise DatabaseUnreachable("the database does not answer; the service goes on once it does")
+    if (trouble := await pulse.trouble()) is not None:
+        raise trouble
     return Health(status="ready")
