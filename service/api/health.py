@@ -19,7 +19,7 @@ async def healthz() -> Health:
 
 @router.get("/readyz")
 async def readyz(request: Request) -> Health:
-    """The database answers, so that jobs can be taken; the cluster may still be on its way."""
+    """Return 200 once jobs can be taken: the database answers and takes writes. The cluster may still be away."""
     pulse: Pulse = request.app.state.pulse
     opening: Opening = request.app.state.opening
     if opening.trouble is not None:
@@ -27,5 +27,7 @@ async def readyz(request: Request) -> Health:
     if request.app.state.leaving.is_set():
         raise GoingAway("the service is ending; ask another one, or this one once it was started again")
     if (trouble := await pulse.trouble()) is not None:
+        # Probes know 503; 507 is for callers who wanted to store something.
+        trouble.status = 503
         raise trouble
     return Health(status="ready")

@@ -1,24 +1,32 @@
 """A real database that is stopped, frozen or locked: what callers are told, and that no key stays in flight."""
 
+import json
 import shutil
 import sqlite3
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
+from itertools import islice
 from pathlib import Path
 
+import httpx
 import pytest
 from fastapi.testclient import TestClient
 from httpx2 import Response
 from sqlalchemy import Connection, event
+from sqlalchemy.exc import SQLAlchemyError
 
+from service import follow
 from service.adapters.memory import MemoryPreflight
-from service.adapters.sql.database import Database
+from service.adapters.sql.database import Database, open_database
 from service.adapters.sql.store import SqlJobStore
+from service.adapters.sql.tables import webhooks
 from service.ports import Findings
 from tests.support.postgres import PostgresServer, own_postgres
+from tests.support.service import KEY as OPERATOR_KEY
 from tests.support.service import FakeService, spec_body
+from tests.support.serving import serving
 from train_loop.run_dir import Parent
 from train_loop.spec import JobSpec
 
@@ -196,3 +204,44 @@ def test_locked_sqlite_answers_reads_and_is_not_ready_until_a_write_works(tmp_pa
             assert _refused(client.get("/readyz")) == AWAY
         assert client.get("/readyz").status_code == 200
         assert client.post("/jobs", content=spec_body()).status_code == 201
+
+
+def test_stream_ends_in_order_when_the_database_goes_away_and_is_resumed_by_its_id(
+    server: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "_END_SECONDS", 0.1)
+    database = Database(server.url, seconds=SECONDS)
+    database.bring_up_to_date()
+    service = FakeService(tmp_path, store=SqlJobStore(database.engine))
+    job_id = service.submit().id
+    service.reconciler().run_once()
+    service.metric(job_id, step=1, loss=1.0)
+    stream = {"accept": "text/event-stream", "authorization": f"Bearer {OPERATOR_KEY}"}
+    with serving(service.app()) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+        with client.stream("GET", f"/jobs/{job_id}/metrics", headers=stream) as answer:
+            lines = answer.iter_lines()
+            ids = [line for line in islice(lines, 6) if line.startswith("id: ")]
+            server.stop()
+            # A connection that is cut raises RemoteProtocolError here.
+            rest = list(lines)
+        assert "event: end" not in rest
+        server.start()
+        service.metric(job_id, step=2, loss=1.0)
+        last = {"last-event-id": ids[-1].removeprefix("id: ")}
+        with client.stream("GET", f"/jobs/{job_id}/metrics", headers=stream | last) as answer:
+            data = next(line for line in answer.iter_lines() if line.startswith("data: "))
+    database.close()
+    assert json.loads(data.removeprefix("data: "))["step"] == 2
+
+
+def test_error_of_a_failing_write_holds_no_value_of_the_row(database: Postgres | Sqlite) -> None:
+    engine = open_database(database.url)
+    with engine.begin() as connection:
+        connection.exec_driver_sql("ALTER TABLE webhooks RENAME TO elsewhere")
+    with pytest.raises(SQLAlchemyError) as failed, engine.begin() as connection:
+        connection.execute(webhooks.insert().values(id="hook-1", secret="whsec_QUJD"))
+    with engine.begin() as connection:
+        connection.exec_driver_sql("ALTER TABLE elsewhere RENAME TO webhooks")
+    engine.dispose()
+    assert "INSERT INTO webhooks" in str(failed.value)
+    assert "whsec_" not in str(failed.value)
