@@ -28,10 +28,12 @@ from service.adapters.ray_jobs import RayAddress, RayJobs
 from service.adapters.ray_probe import RayProbe
 from service.adapters.roots import StorageRoots
 from service.adapters.run_dirs import LocalRunDirs
+from service.adapters.secret_box import SecretBox
 from service.adapters.sql.access import SqlKeyStore
 from service.adapters.sql.counts import SqlJobCounts
 from service.adapters.sql.database import Database
 from service.adapters.sql.outbox import SqlOutbox
+from service.adapters.sql.sealing import seal_secrets
 from service.adapters.sql.store import SqlJobStore
 from service.adapters.sql.webhooks import SqlWebhookStore
 from service.adapters.storage_guard import StorageGuard
@@ -88,13 +90,14 @@ class _World:
     watch: PrometheusWatch
     traces: AppTraces
     sender: HttpSender
+    box: SecretBox
 
 
 def create_app(settings: Settings) -> FastAPI:
     """The whole service as an ASGI app; while it runs, so do the reconciler and, unless there is another, Ray."""
     settings.make_home()
     world, leaving = _world(settings), Leaving()
-    opening = Opening(partial(_open, world), patience=settings.database_seconds)
+    opening = Opening(partial(_open, settings, world), patience=settings.database_seconds)
     once_open = list(_parts_once_open(settings, world, leaving))
     ledger = Ledger(
         _jobs(settings, world), world.run_dirs, HelperTools(timeout=settings.verify_seconds), world.keys, time.time
@@ -136,12 +139,20 @@ def _world(settings: Settings) -> _World:
         watch=PrometheusWatch(own_version()),
         traces=open_traces(os.environ),
         sender=HttpSender(settings.receivers),
+        box=SecretBox(),
     )
 
 
-def _open(world: _World) -> None:
-    """Have the tables as the code expects them. Raises DatabaseUnreachable, DatabaseUnusable."""
+def _open(settings: Settings, world: _World) -> None:
+    """Bring the tables and the secrets in them up to date.
+
+    Raises DatabaseUnreachable, DatabaseUnusable, KeyUnusable, SecretsUnreadable.
+    """
     world.database.bring_up_to_date()
+    keys = [key.get_secret_value() for key in settings.secret_key]
+    seal_secrets(world.database, world.box, keys, settings.secret_key_file)
+    if not world.box.encrypts:
+        log.warning("webhook_secrets_are_plain", remedy="set TRAINSHED_SECRET_KEY: openssl rand -hex 32")
 
 
 def _begin_root(root: str, world: _World) -> None:
@@ -198,12 +209,14 @@ def _parts_once_open(settings: Settings, world: _World, leaving: Leaving) -> Ite
     yield Part("leases", _nothing, partial(world.store.give_up_leases, _owner(settings)), seconds=1.0)
     run = partial(_reconciler(settings, world).run, interval=settings.reconcile_seconds)
     yield looping("reconciler", run, leaving, seconds=1.5)
-    deliverer = Deliverer(SqlOutbox(world.database.engine), world.sender, time.time, random.random, _owner(settings))
+    deliverer = Deliverer(
+        SqlOutbox(world.database.engine, world.box), world.sender, time.time, random.random, _owner(settings)
+    )
     yield Part("webhooks", deliverer.start, deliverer.stop, seconds=1.5)
 
 
 def _webhooks(settings: Settings, world: _World) -> Webhooks:
-    store = SqlWebhookStore(world.database.engine)
+    store = SqlWebhookStore(world.database.engine, world.box)
     return Webhooks(store, world.sender, settings.receivers, time.time, _new_number)
 
 
@@ -302,4 +315,4 @@ def _new_number() -> str:
 
 
 def _nothing() -> None:
-    """What needs no start."""
+    """Do nothing: what needs no start."""

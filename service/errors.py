@@ -268,6 +268,16 @@ class DatabaseUnusable(ServiceError):
     status = 503
 
 
+class SecretsUnreadable(DatabaseUnusable):
+    """The webhook secrets of the database are encrypted with a key that the service does not have."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the webhook secrets in the database are encrypted with another key; set TRAINSHED_SECRET_KEY to the key "
+            "of the service that encrypted them, or restore its key file (docs/operations.md, Secrets at rest)"
+        )
+
+
 class BackupFailed(ServiceError):
     """A backup could not be written, or cannot be restored; nothing has changed."""
 

@@ -182,6 +182,12 @@ def _begin_at_once(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
+def secret_key_beside(url: str) -> Path | None:
+    """Return the default file of the key that encrypts the secrets of a SQLite database; None for any other."""
+    file = sqlite_file(url)
+    return None if file is None else file.with_name(f"{file.name}.key")
+
+
 def sqlite_file(url: str) -> Path | None:
     """The file of a SQLite database; None for any other. Raises DatabaseUnusable where the URL is none."""
     try:
