@@ -237,6 +237,15 @@ class GoingAway(NotReady):
     code = "leaving"
 
 
+class PreflightStarting(NotReady):
+    """The helper that checks specs is not ready; a submit would wait for it."""
+
+    code = "preflight_starting"
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"no spec can be checked yet: the helper process {why}; try again in a few seconds")
+
+
 class DatabaseUnreachable(NotReady):
     """The database does not answer now; it may later."""
 

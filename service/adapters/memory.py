@@ -279,6 +279,7 @@ class MemoryPreflight:
 
     problems: list[Problem] = field(default_factory=list)
     in_order: dict[str, Findings] = field(default_factory=dict)
+    starting: str | None = None
 
     def check(self, spec: JobSpec, parent: Parent | None = None) -> Findings:
         """The problems that a test put there, and the model's sizes."""
@@ -286,6 +287,10 @@ class MemoryPreflight:
         if not found.problems:
             self.in_order[spec.model_dump_json()] = found
         return found
+
+    def trouble(self) -> str | None:
+        """Return what a test put there."""
+        return self.starting
 
     def known(self, spec: JobSpec) -> Findings | None:
         """What it said of the same spec before, where all was in order."""

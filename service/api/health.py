@@ -5,8 +5,9 @@ from fastapi import APIRouter, Request
 from service.api.opening import Pulse
 from service.api.query import CHECKED
 from service.api.schemas import Health
-from service.errors import GoingAway
+from service.errors import GoingAway, PreflightStarting
 from service.opening import Opening
+from service.use_cases import Jobs
 
 router = APIRouter(tags=["health"], dependencies=[CHECKED])
 
@@ -19,7 +20,7 @@ async def healthz() -> Health:
 
 @router.get("/readyz")
 async def readyz(request: Request) -> Health:
-    """Return 200 once jobs can be taken: the database answers and takes writes. The cluster may still be away."""
+    """Return 200 once jobs can be taken: the database takes writes, and specs can be checked."""
     pulse: Pulse = request.app.state.pulse
     opening: Opening = request.app.state.opening
     if opening.trouble is not None:
@@ -30,4 +31,7 @@ async def readyz(request: Request) -> Health:
         # Probes know 503; 507 is for callers who wanted to store something.
         trouble.status = 503
         raise trouble
+    jobs: Jobs = request.app.state.jobs
+    if (why := jobs.preflight.trouble()) is not None:
+        raise PreflightStarting(why)
     return Health(status="ready")

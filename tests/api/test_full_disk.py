@@ -47,7 +47,7 @@ def _webhook(service: Served, number: int) -> int:
 
 def test_full_disk_is_507_until_there_is_room_and_no_secret_is_in_the_log(small_disk: Path) -> None:
     with served(small_disk, TRAINSHED_DATABASE_CALL_SECONDS="0.5") as service:
-        service.ready()
+        service.takes_jobs()
         assert _key(service, "first") == (201, None, False)
 
         _fill(small_disk / "filler")
