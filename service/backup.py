@@ -88,7 +88,9 @@ def restore(settings: Settings, source: Path, *, force: bool) -> Restored:
     database = _embedded(settings, source)
     # A key that somebody else provides stays as it is.
     key = {} if settings.admin_key_file is not None else {_KEY: settings.admin_key}
-    targets = {_DATABASE: database, **key, _SECRET_KEY: database.with_name(f"{database.name}.key")}
+    targets = {_DATABASE: database, **key}
+    if (secret_key := secret_key_beside(settings.database)) is not None:
+        targets[_SECRET_KEY] = secret_key
     with locked(settings), ExitStack() as stack:
         if (there := [str(path) for path in targets.values() if path.exists()]) and not force:
             raise BackupFailed(f"{' and '.join(there)} exist; --force keeps them under another name")
@@ -110,7 +112,8 @@ def _embedded(settings: Settings, file: Path) -> Path:
             f"{dump_command(settings.database, file)}, and keep a copy of {settings.admin_key}; "
             "pg_restore --clean --if-exists brings it back"
         )
-    return database.absolute()
+    # Of a symbolic link, the file behind it is replaced.
+    return database.resolve()
 
 
 def _pack(folder: Path, tar: Path) -> None:

@@ -185,7 +185,8 @@ def _begin_at_once(connection: Connection) -> None:
 def secret_key_beside(url: str) -> Path | None:
     """Return the default file of the key that encrypts the secrets of a SQLite database; None for any other."""
     file = sqlite_file(url)
-    return None if file is None else file.with_name(f"{file.name}.key")
+    # The same whether or not the URL names a symbolic link.
+    return None if file is None else file.resolve().with_name(f"{file.resolve().name}.key")
 
 
 def sqlite_file(url: str) -> Path | None:
@@ -195,6 +196,9 @@ def sqlite_file(url: str) -> Path | None:
     # Of a port that is no number, it says so in Python's words.
     except (ArgumentError, ValueError) as error:
         raise DatabaseUnusable(f"TRAINSHED_DATABASE_URL is no URL of a database: {error}") from error
+    if parsed.get_backend_name() == "sqlite" and (parsed.database or "").startswith("file:"):
+        # Nobody else could tell that two such URLs name one file.
+        raise DatabaseUnusable("TRAINSHED_DATABASE_URL holds a file: URI; expected a path, sqlite:////PATH")
     return Path(parsed.database) if parsed.get_backend_name() == "sqlite" and parsed.database else None
 
 
