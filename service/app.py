@@ -29,10 +29,12 @@ from service.adapters.ray_jobs import RayAddress, RayJobs
 from service.adapters.ray_probe import RayProbe
 from service.adapters.roots import StorageRoots
 from service.adapters.run_dirs import LocalRunDirs
+from service.adapters.secret_box import SecretBox
 from service.adapters.sql.access import SqlKeyStore
 from service.adapters.sql.counts import SqlJobCounts
-from service.adapters.sql.database import Database, sqlite_file
+from service.adapters.sql.database import Database
 from service.adapters.sql.outbox import SqlOutbox
+from service.adapters.sql.sealing import seal_secrets
 from service.adapters.sql.store import SqlJobStore
 from service.adapters.sql.webhooks import SqlWebhookStore
 from service.adapters.storage_guard import StorageGuard
@@ -90,6 +92,7 @@ class _World:
     watch: PrometheusWatch
     traces: AppTraces
     sender: HttpSender
+    box: SecretBox
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -97,7 +100,7 @@ def create_app(settings: Settings) -> FastAPI:
     settings.make_home()
     world = _world(settings)
     leaving = Leaving(more_seconds=settings.stop_seconds if world.embedded is not None else 0.0)
-    opening = Opening(partial(_open, world), patience=settings.database_seconds)
+    opening = Opening(partial(_open, settings, world), patience=settings.database_seconds)
     once_open = list(_parts_once_open(settings, world, leaving))
     ledger = Ledger(
         _jobs(settings, world), world.run_dirs, HelperTools(timeout=settings.verify_seconds), world.keys, time.time
@@ -120,7 +123,7 @@ def create_app(settings: Settings) -> FastAPI:
 
 
 def _world(settings: Settings) -> _World:
-    database, embedded = Database(settings.database), _embedded(settings)
+    database, embedded = Database(settings.database, seconds=settings.database_call_seconds), _embedded(settings)
     store = SqlJobStore(database.engine)
     roots = StorageRoots(settings.roots_file, used=partial(_has_run_below, store))
     run_dirs, guard = LocalRunDirs(roots), StorageGuard(partial(roots.check, max_age=0.0))
@@ -139,15 +142,20 @@ def _world(settings: Settings) -> _World:
         watch=PrometheusWatch(own_version()),
         traces=open_traces(os.environ),
         sender=HttpSender(settings.receivers),
+        box=SecretBox(),
     )
 
 
-def _open(world: _World) -> None:
-    """Have the tables as the code expects them. Raises DatabaseUnreachable, DatabaseUnusable."""
+def _open(settings: Settings, world: _World) -> None:
+    """Bring the tables and the secrets in them up to date.
+
+    Raises DatabaseUnreachable, DatabaseUnusable, KeyUnusable, SecretsUnreadable.
+    """
     world.database.bring_up_to_date()
-    if sqlite_file(world.database.url) is not None:
-        # The lock on it says that there is nobody else.
-        world.store.forget_requests()
+    keys = [key.get_secret_value() for key in settings.secret_key]
+    seal_secrets(world.database, world.box, keys, settings.secret_key_file)
+    if not world.box.encrypts:
+        log.warning("webhook_secrets_are_plain", remedy="set TRAINSHED_SECRET_KEY: openssl rand -hex 32")
 
 
 def _begin_root(root: str, world: _World) -> None:
@@ -209,12 +217,14 @@ def _parts_once_open(settings: Settings, world: _World, leaving: Leaving) -> Ite
         yield Part("running jobs", _nothing, stop, seconds=settings.stop_seconds)
     run = partial(reconciler.run, interval=settings.reconcile_seconds)
     yield looping("reconciler", run, leaving, seconds=1.5)
-    deliverer = Deliverer(SqlOutbox(world.database.engine), world.sender, time.time, random.random, _owner(settings))
+    deliverer = Deliverer(
+        SqlOutbox(world.database.engine, world.box), world.sender, time.time, random.random, _owner(settings)
+    )
     yield Part("webhooks", deliverer.start, deliverer.stop, seconds=1.5)
 
 
 def _webhooks(settings: Settings, world: _World) -> Webhooks:
-    store = SqlWebhookStore(world.database.engine)
+    store = SqlWebhookStore(world.database.engine, world.box)
     return Webhooks(store, world.sender, settings.receivers, time.time, _new_number)
 
 
@@ -324,4 +334,4 @@ def _new_number() -> str:
 
 
 def _nothing() -> None:
-    """What needs no start."""
+    """Do nothing: what needs no start."""

@@ -15,16 +15,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Literal
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, computed_field
 
 from service.adapters.sql.backup import check_database, copy_database, dump_command, settle
-from service.adapters.sql.database import sqlite_file
+from service.adapters.sql.database import secret_key_beside, sqlite_file
 from service.errors import BackupFailed
 from service.locks import locked
 from service.settings import Settings
 from train_loop.run_dir import make_folder, sync
 
 _MANIFEST, _DATABASE, _KEY = "manifest.json", "trainshed.db", "admin.key"
+_SECRET_KEY = "trainshed.db.key"
 _BESIDE = ("-wal", "-shm", "-journal")
 """What SQLite has beside its file; of another database, it would spoil the one that is put there."""
 
@@ -37,6 +38,12 @@ class Backup(BaseModel):
     created_at: float
     revision: str
     sha256: dict[str, str]
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def holds_secret_key(self) -> bool:
+        """Return whether it holds the key that decrypts the webhook secrets in it."""
+        return _SECRET_KEY in self.sha256
 
 
 class Restored(BaseModel):
@@ -58,7 +65,11 @@ def back_up(settings: Settings, target: Path) -> Backup:
         staged = Path(folder)
         revision = copy_database(database, staged / _DATABASE)
         _copy(settings.admin_key, staged / _KEY)
-        sums = {name: _sha256(staged / name) for name in (_DATABASE, _KEY)}
+        names = [_DATABASE, _KEY]
+        if (secret_key := secret_key_beside(settings.database)) is not None and secret_key.exists():
+            _copy(secret_key, staged / _SECRET_KEY)
+            names.append(_SECRET_KEY)
+        sums = {name: _sha256(staged / name) for name in names}
         backup = Backup(trainshed=version("trainshed"), created_at=time.time(), revision=revision, sha256=sums)
         (staged / _MANIFEST).write_text(backup.model_dump_json(indent=2))
         _pack(staged, staged / "backup.tar")
@@ -78,6 +89,8 @@ def restore(settings: Settings, source: Path, *, force: bool) -> Restored:
     # A key that somebody else provides stays as it is.
     key = {} if settings.admin_key_file is not None else {_KEY: settings.admin_key}
     targets = {_DATABASE: database, **key}
+    if (secret_key := secret_key_beside(settings.database)) is not None:
+        targets[_SECRET_KEY] = secret_key
     with locked(settings), ExitStack() as stack:
         if (there := [str(path) for path in targets.values() if path.exists()]) and not force:
             raise BackupFailed(f"{' and '.join(there)} exist; --force keeps them under another name")
@@ -86,7 +99,7 @@ def restore(settings: Settings, source: Path, *, force: bool) -> Restored:
             stack.callback(path.unlink, missing_ok=True)
         backup = _unpack(source, staged)
         check_database(staged[_DATABASE])
-        kept = _replace({staged[name]: path for name, path in targets.items()}, database)
+        kept = _replace({staged[name]: path for name, path in targets.items() if name in backup.sha256}, database)
     return Restored(backup=backup, kept=[str(path) for path in kept])
 
 
@@ -99,15 +112,17 @@ def _embedded(settings: Settings, file: Path) -> Path:
             f"{dump_command(settings.database, file)}, and keep a copy of {settings.admin_key}; "
             "pg_restore --clean --if-exists brings it back"
         )
-    return database.absolute()
+    # Of a symbolic link, the file behind it is replaced.
+    return database.resolve()
 
 
 def _pack(folder: Path, tar: Path) -> None:
     descriptor = os.open(tar, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         with tarfile.open(fileobj=file, mode="w") as archive:
-            for name in (_MANIFEST, _DATABASE, _KEY):
-                archive.add(folder / name, name, filter=_private)
+            for name in (_MANIFEST, _DATABASE, _KEY, _SECRET_KEY):
+                if (folder / name).exists():
+                    archive.add(folder / name, name, filter=_private)
         file.flush()
         os.fsync(descriptor)
 
@@ -123,6 +138,8 @@ def _unpack(tar: Path, targets: Mapping[str, Path]) -> Backup:
         with tarfile.open(tar) as archive:
             backup = Backup.model_validate_json(_member(archive, _MANIFEST).read())
             for name, path in targets.items():
+                if name == _SECRET_KEY and not backup.holds_secret_key:
+                    continue
                 _write(path, _member(archive, name))
                 if _sha256(path) != backup.sha256.get(name):
                     raise BackupFailed(f"{tar} is damaged: {name} is not what was backed up; choose another backup")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from service.domain.webhook import Delivery, Settled, Webhook, settle
+from service.errors import NotReady
 from service.fault_log import FaultLog
 from service.ports import Lease, Outbox, Sender
 
@@ -117,6 +118,9 @@ class Deliverer:
         """What a step says; one that fails is logged, and tried again later."""
         try:
             return step()
+        except NotReady as error:
+            self.faults.warn("webhooks_step_failed", error)
+            return False
         except Exception as error:
             self.faults.report("webhooks_step_failed", error)
             return False

@@ -18,6 +18,8 @@ class ServiceError(Exception):
     problems: Sequence[Problem] = ()
     notable = False
     """Whether the service's log tells of it."""
+    outage = False
+    """Whether every caller gets it while a database or storage is away; the log has one line a second for them."""
 
 
 class Unauthorized(ServiceError):
@@ -220,6 +222,7 @@ class NotReady(ServiceError):
     code = "not_ready"
     status = 503
     retry_after = 5
+    outage = True
 
 
 class Migrating(NotReady):
@@ -234,10 +237,37 @@ class GoingAway(NotReady):
     code = "leaving"
 
 
+class PreflightStarting(NotReady):
+    """The helper that checks specs is not ready; a submit would wait for it."""
+
+    code = "preflight_starting"
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"no spec can be checked yet: the helper process {why}; try again in a few seconds")
+
+
 class DatabaseUnreachable(NotReady):
     """The database does not answer now; it may later."""
 
     code = "database_unreachable"
+
+    @classmethod
+    def because(cls, reason: str) -> "DatabaseUnreachable":
+        """Return the error for a caller, who cannot change the reason."""
+        return cls(f"the database does not answer: {reason}; the service continues once it does: try again then")
+
+
+class DatabaseFull(NotReady):
+    """The database has no room for a write."""
+
+    code = "storage_full"
+    status = 507
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the database has no disk space left, and nothing was stored; what is stored can be read. Ask the operator "
+            "to free space, then try again"
+        )
 
 
 class DatabaseUnusable(ServiceError):
@@ -245,6 +275,16 @@ class DatabaseUnusable(ServiceError):
 
     code = "database_unusable"
     status = 503
+
+
+class SecretsUnreadable(DatabaseUnusable):
+    """The webhook secrets of the database are encrypted with a key that the service does not have."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the webhook secrets in the database are encrypted with another key; set TRAINSHED_SECRET_KEY to the key "
+            "of the service that encrypted them, or restore its key file (docs/operations.md, Secrets at rest)"
+        )
 
 
 class BackupFailed(ServiceError):
@@ -331,6 +371,7 @@ class StorageAway(ServiceError):
     code = "storage_unavailable"
     status = 503
     retry_after = 5
+    outage = True
 
     def __init__(self, root: str, since: float | None, error: str) -> None:
         when = "" if since is None else f" since {datetime.fromtimestamp(since, UTC):%Y-%m-%d %H:%M:%S} UTC"

@@ -3,6 +3,7 @@
 import math
 import threading
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import islice
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 import anyio
 from starlette.concurrency import run_in_threadpool
 
-from service.errors import StorageAway
+from service.errors import NotReady, StorageAway
 from service.filters import Filter
 from service.lines import number, parse
 from service.ports import Cursor, Entry, Line, Place, RunDirs, Written
@@ -157,7 +158,16 @@ class Follower:
     recent: Recent = field(default_factory=Recent)
 
     async def follow(self, place: Place) -> AsyncIterator[Entry | Signal]:
-        """Every line from a place on, as it comes, and now and then a word that somebody is there."""
+        """Every line from a place on, as it comes, and now and then a word that somebody is there.
+
+        It ends in order, without END, if the database goes away: the caller resumes by the id of the last line.
+        """
+        # The answer has begun, and its status can no longer be changed.
+        with suppress(NotReady):
+            async for found in self._follow(place):
+                yield found
+
+    async def _follow(self, place: Place) -> AsyncIterator[Entry | Signal]:
         over, told, read = False, anyio.current_time(), None
         run_dir, what = self.reader.run_dir, self.reader.what
         while not self.leaving.is_set() and await self._may_stay():

@@ -7,7 +7,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from service.adapters.sql.database import sqlite_file
-from service.errors import HomeInUse, HomeUnusable
+from service.errors import DatabaseUnusable, HomeInUse, HomeUnusable
 from service.settings import Settings
 
 
@@ -32,11 +32,24 @@ def _lock(path: Path, refusal: str) -> AbstractContextManager[object]:
         raise HomeInUse(refusal) from error
 
 
+def _refuse_second_names(database: Path) -> None:
+    """Raise DatabaseUnusable if the file has a hard link: services could open it by either name, each with a lock."""
+    names = database.stat().st_nlink if database.exists() else 1
+    if names > 1:
+        raise DatabaseUnusable(
+            f"the SQLite database {database} has {names} names (hard links), and SQLite damages such a file; "
+            "keep one name"
+        )
+
+
 def _locks(settings: Settings) -> Iterator[tuple[Path, str]]:
     """What one service at a time may have, and what the next one is told."""
     yield settings.home / "service.lock", f"Another service uses {settings.home}; stop it, or set TRAINSHED_HOME"
     database = sqlite_file(settings.database)
     if database is not None:
+        # The lock lies beside the file, and not beside a symbolic link to it.
+        database = database.resolve()
+        _refuse_second_names(database)
         # Its writers would wait for each other, and for nobody's leases.
         yield (
             database.with_name(f"{database.name}.lock"),

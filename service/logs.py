@@ -2,8 +2,9 @@
 
 import logging
 import sys
+from contextlib import suppress
 from enum import Enum
-from typing import Literal, TextIO
+from typing import Literal, TextIO, cast
 
 import structlog
 from structlog.stdlib import ProcessorFormatter
@@ -15,6 +16,7 @@ LogFormat = Literal["console", "json"]
 
 def configure_logs(kind: LogFormat, stream: TextIO = sys.stderr) -> None:
     """Say everything from here on to a stream; stdout is for the one line that says where we listen."""
+    stream = cast("TextIO", _Unfailing(stream))
     common: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -35,6 +37,28 @@ def configure_logs(kind: LogFormat, stream: TextIO = sys.stderr) -> None:
     )
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.captureWarnings(capture=True)
+
+
+class _Unfailing:
+    """A stream whose writes never raise: a log on a full disk must not fail the request that it is about."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write a text, or lose it."""
+        with suppress(OSError):
+            return self._stream.write(text)
+        return 0
+
+    def flush(self) -> None:
+        """Flush, or lose what is in the buffer."""
+        with suppress(OSError):
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        """Return whether a person reads it."""
+        return self._stream.isatty()
 
 
 def _renderers(kind: LogFormat, *, colors: bool) -> list[Processor]:

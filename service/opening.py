@@ -14,7 +14,7 @@ from tenacity import (
     wait_exponential,
 )
 
-from service.errors import DatabaseUnreachable, DatabaseUnusable, Migrating, ServiceError
+from service.errors import DatabaseFull, DatabaseUnreachable, DatabaseUnusable, Migrating, ServiceError
 
 log = structlog.get_logger(__name__)
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.5, 10.0
@@ -32,7 +32,7 @@ class Opening:
     def run(self, leaving: threading.Event) -> bool:
         """Open it, in the caller's thread; whether it is open."""
         tries = Retrying(
-            retry=retry_if_exception_type(DatabaseUnreachable),
+            retry=retry_if_exception_type((DatabaseUnreachable, DatabaseFull)),
             wait=wait_exponential(_SHORTEST_PAUSE, max=_LONGEST_PAUSE),
             stop=stop_after_delay(self._patience) | stop_when_event_set(leaving),
             sleep=sleep_using_event(leaving),

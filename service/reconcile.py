@@ -22,7 +22,7 @@ from service.domain.moves import make_room, resize, start, stop_with_service
 from service.domain.reason import Code, Reason, storage_unavailable
 from service.domain.rules import Rules
 from service.domain.ticket import Ticket
-from service.errors import ClusterError, StorageAway
+from service.errors import ClusterError, NotReady, StorageAway
 from service.fault_log import FaultLog
 from service.idle import IdleTimers
 from service.ports import (
@@ -91,6 +91,8 @@ class Reconciler:
                 with self.traces.span("reconcile.pass"):
                     self.run_once(stopped)
                 self.watch.passed(time.monotonic() - at)
+            except NotReady as error:
+                self.faults.warn("reconcile_pass_failed", error)
             except Exception as error:
                 self.faults.report("reconcile_pass_failed", error)
             stopped.wait(max(interval, _REST * (time.thread_time() - began)))
@@ -137,6 +139,9 @@ class Reconciler:
             try:
                 with self.traces.span("reconcile.job", **{"trainshed.job.id": job_id}):
                     self._steps(job_id, stopped)
+            except NotReady:
+                # The next job would wait as long for the same database.
+                raise
             except Exception as error:
                 self.faults.report("reconcile_failed", error, job=job_id)
 

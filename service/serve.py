@@ -15,7 +15,7 @@ from service.address import ServiceAddress
 from service.app import create_app
 from service.connections import BACKLOG, Limits, bounded, parse_proxies, raise_open_files, room_for_connections
 from service.environment import BadSettings, read_settings, strangers
-from service.errors import DatabaseUnreachable, DatabaseUnusable, HomeInUse, HomeUnusable, KeyUnusable
+from service.errors import DatabaseUnusable, HomeInUse, HomeUnusable, KeyUnusable, NotReady
 from service.leaving import Leaving
 from service.locks import locked
 from service.logs import configure_logs
@@ -43,7 +43,7 @@ def main() -> int:
     try:
         with locked(settings):
             _serve(settings)
-    except (HomeInUse, HomeUnusable, KeyUnusable, DatabaseUnusable, DatabaseUnreachable) as error:
+    except (HomeInUse, HomeUnusable, KeyUnusable, DatabaseUnusable, NotReady) as error:
         print(error, file=sys.stderr)  # noqa: T201
         return 1
     return 0

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, JsonValue, field_validator, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, SecretStr, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
@@ -63,6 +63,13 @@ class Settings(BaseSettings):
     metrics_key_file: Path | None = Field(
         default=None, description="file with a key that opens GET /metrics and nothing else"
     )
+    secret_key: Annotated[tuple[SecretStr, ...], NoDecode] = Field(
+        default=(),
+        description="keys of ≥ 32 characters for webhook secrets; the first encrypts, all decrypt",
+    )
+    secret_key_file: Path | None = Field(
+        default=None, description="file with such keys, one a line; default: DATABASE.key beside a SQLite database"
+    )
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535, description="0: the system chooses")
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
@@ -70,6 +77,9 @@ class Settings(BaseSettings):
     )
     database_url: str | None = Field(default=None, description="SQLAlchemy URL; default: SQLite in home")
     database_seconds: float = Field(default=600.0, gt=0, description="to wait at start for a database to answer")
+    database_call_seconds: float = Field(
+        default=10.0, gt=0, description="time limit of a statement, and of the wait for a connection or a lock"
+    )
     storage_roots: Annotated[dict[str, tuple[str, ...]], NoDecode] = Field(
         default={},
         description="URIs below which specs may read, besides run directories of their project: a comma list, or by "
@@ -230,13 +240,21 @@ class Settings(BaseSettings):
             )
         return self
 
+    @field_validator("secret_key", mode="before")
+    @classmethod
+    def _secret_keys(cls, value: str | tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        keys = tuple(SecretStr(key) for key in value.split(",")) if isinstance(value, str) else value
+        if any(len(key.get_secret_value().strip()) < 32 for key in keys):
+            raise ValueError("a key must have at least 32 characters; `openssl rand -hex 32` writes one")
+        return tuple(SecretStr(key.get_secret_value().strip()) for key in keys)
+
     @field_validator("webhook_allowed")
     @classmethod
     def _addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         Allowed.parse(value)
         return value
 
-    @field_validator("home", "admin_key_file", "metrics_key_file")
+    @field_validator("home", "admin_key_file", "metrics_key_file", "secret_key_file")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
         return None if value is None else Path(os.path.abspath(value.expanduser()))

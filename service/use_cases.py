@@ -4,7 +4,8 @@ Answers come from the store, the run directory and the last look at the queue.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from datetime import date, timedelta
 
 from pydantic import JsonValue
@@ -18,7 +19,17 @@ from service.domain.reason import Reason, storage_unavailable
 from service.domain.ticket import Ticket
 from service.domain.usage import UsageByDay, begin_of, day_of, together, usage_by_day
 from service.domain.wishes import cancelled, paused, resumed
-from service.errors import Busy, CheckpointNotFound, Forbidden, IllegalState, InvalidSpec, JobNotFound
+from service.errors import (
+    Busy,
+    CheckpointNotFound,
+    Forbidden,
+    IllegalState,
+    InvalidSpec,
+    JobNotFound,
+    KeyInFlight,
+    NotReady,
+)
+from service.idempotency import KeysInFlight
 from service.planning import Planner, Plans, PlanView, sizes_of
 from service.ports import NO_STORY, Cluster, JobQuery, JobStore, NewJob, Once, Preflight, Reading, RunDirs, Story
 from service.specs import overridden, parsed, sized
@@ -70,6 +81,7 @@ class Jobs:
     new_id: Callable[[], str]
     caller: Caller = OPERATOR
     """Who asks: what may not be seen is not there."""
+    in_flight: KeysInFlight = field(default_factory=KeysInFlight)
 
     def of(self, caller: Caller) -> "Jobs":
         """The same for another caller."""
@@ -156,23 +168,46 @@ class Jobs:
 
     def _once(self, once: Once | None, begin: Callable[[], NewJob]) -> tuple[JobView, bool]:
         """Store a job under a key, if there is one; False beside it says that the key stood for it already."""
-        # Before any check: the data of a job that was taken may have moved since.
-        if once is not None and (known := self.store.begin(once, now=self.clock())):
+        if once is None:
+            new = begin()
+            self._add(new)
+            return self._new_view(new.job), True
+        with self.in_flight.hold(once):
+            # Before any check: the data of a job that was stored may have moved since.
+            if (known := self._job_of(once)) is not None:
+                return self._new_view(known), False
+            new = begin()
+            if self._add(new):
+                return self._new_view(new.job), True
+            # Another replica stored a job under the key meanwhile.
+            if (known := self._job_of(once)) is None:
+                raise KeyInFlight(once.key)
+            return self._new_view(known), False
+
+    def _job_of(self, once: Once) -> Job | None:
+        """Return the job that a key stands for. Raises IdempotencyMismatch, Forbidden."""
+        known = self.store.job_of(once, now=self.clock())
+        if known is not None:
             # The groups of a token may have changed since.
             self.must(Role.EDITOR, known.spec.project)
-            return self._new_view(known), False
+        return known
+
+    def _add(self, new: NewJob) -> bool:
+        """Store a job with its key in one transaction; return False if the key stands for another job."""
         try:
-            new = begin()
-            try:
-                self.store.add(new)
-            except BaseException:
-                self.run_dirs.let_go(new.job.run_dir)
-                raise
-        except BaseException:
-            if once is not None:
-                self.store.release(once)
+            added = self.store.add(new)
+        except NotReady:
+            # The connection may have broken after the commit: then the job needs its parent's checkpoint.
+            with suppress(NotReady):
+                if new.job.parent is not None and self.store.get(new.job.id) is None:
+                    self.run_dirs.let_go(new.job.run_dir)
             raise
-        return self._new_view(new.job), True
+        except BaseException:
+            self.run_dirs.let_go(new.job.run_dir)
+            raise
+        if not added:
+            self.run_dirs.let_go(new.job.run_dir)
+        return added
 
     def _new(self, job: Job, once: Once | None, *more: Deed) -> NewJob:
         return NewJob(job, once, (self._deed("submit", None, job), *more))

@@ -7,7 +7,7 @@ from pathlib import Path
 from service.errors import KeyUnusable
 
 
-def ensure_key(path: Path) -> str:
+def ensure_key(path: Path, *, setting: str = "TRAINSHED_ADMIN_KEY_FILE") -> str:
     """Return the key in a file; a missing file is created with mode 0600, never wider.
 
     Raises KeyUnusable if it can be neither read nor created.
@@ -20,7 +20,7 @@ def ensure_key(path: Path) -> str:
                 return key
             # A crash between creating and writing left it empty; nobody can have used it.
             path.unlink()
-            return ensure_key(path)
+            return ensure_key(path, setting=setting)
         with os.fdopen(descriptor, "w") as file:
             key = secrets.token_hex(32)
             file.write(key + "\n")
@@ -28,7 +28,7 @@ def ensure_key(path: Path) -> str:
             os.fsync(descriptor)
     except OSError as error:
         raise KeyUnusable(
-            f"{path}: {error.strerror}; mount the key there, name its file in TRAINSHED_ADMIN_KEY_FILE, or let the "
+            f"{path}: {error.strerror}; mount the key there, name its file in {setting}, or let the "
             "service write to its home"
         ) from error
     return key

@@ -13,8 +13,8 @@ from service.domain.job import LIVE, Job, JobState
 from service.domain.ticket import Ticket
 from service.domain.token import Claims
 from service.domain.usage import Usage, UsageByDay, together
-from service.errors import ClusterError, IdempotencyMismatch, KeyInFlight, Unauthorized
-from service.ports import FLIGHT_SECONDS, KEPT_SECONDS, Counts, Findings, JobQuery, Launch, Lease, NewJob, Node, Once
+from service.errors import ClusterError, IdempotencyMismatch, Unauthorized
+from service.ports import KEPT_SECONDS, Counts, Findings, JobQuery, Launch, Lease, NewJob, Node, Once
 from train_loop.plan import Capacity, read_shape
 from train_loop.run_dir import Parent
 from train_loop.spec import JobSpec, Problem
@@ -28,44 +28,28 @@ class MemoryJobStore:
     """Jobs in a dict, under one lock."""
 
     jobs: dict[str, Job] = field(default_factory=dict)
-    keys: dict[str, tuple[Once, float, str | None]] = field(default_factory=dict)
+    keys: dict[str, tuple[Once, float, str]] = field(default_factory=dict)
     leases: dict[str, Lease] = field(default_factory=dict)
     deleted: UsageByDay = field(default_factory=dict)
     deeds: list[Deed] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def begin(self, once: Once, *, now: float) -> Job | None:
-        """The job that a key stands for; None: it is the caller's. Raises IdempotencyMismatch, KeyInFlight."""
+    def job_of(self, once: Once, *, now: float) -> Job | None:
+        """Return the job that a key stands for; None if it stands for none. Raises IdempotencyMismatch."""
         with self.lock:
-            first, since, job_id = self.keys.get(once.id, (once, -math.inf, None))
-            if now - since > (FLIGHT_SECONDS if job_id is None else KEPT_SECONDS):
-                self.keys[once.id] = (once, now, None)
+            first, since, job_id = self.keys.get(once.id, (once, -math.inf, ""))
+            if now - since > KEPT_SECONDS:
                 return None
             if first != once:
                 raise IdempotencyMismatch(once.key)
-            if job_id is None:
-                raise KeyInFlight(once.key)
             return self.jobs[job_id]
 
-    def release(self, once: Once) -> None:
-        """Give a key back under which no job was added."""
-        with self.lock:
-            if self.keys.get(once.id, (None, 0.0, ""))[2] is None:
-                del self.keys[once.id]
-
-    def add(self, new: NewJob) -> None:
-        """Store a job with the key that was begun for it. Raises KeyInFlight where somebody took it since."""
-        with self.lock:
-            if new.once is not None:
-                first, since, job_id = self.keys.get(new.once.id, (None, 0.0, None))
-                if first != new.once or job_id is not None:
-                    raise KeyInFlight(new.once.key)
-                self.keys[new.once.id] = (new.once, since, new.job.id)
-            self.jobs[new.job.id] = new.job
-            self._record(*new.deeds)
+    def add(self, new: NewJob) -> bool:
+        """Store a job and its key; return False if the key stands for another job."""
+        return self.add_all([new], now=new.job.created_at)
 
     def add_all(self, added: Sequence[NewJob], *, now: float) -> bool:
-        """Store jobs with keys that nobody began; False, and nothing stored: a key stands for another."""
+        """Store jobs and their keys, all or none; return False if a key stands for another job."""
         with self.lock:
             keys = {new.once.id: (new.once, now, new.job.id) for new in added if new.once is not None}
             taken = {key for key in keys if key in self.keys and now - self.keys[key][1] <= KEPT_SECONDS}
@@ -294,6 +278,7 @@ class MemoryPreflight:
 
     problems: list[Problem] = field(default_factory=list)
     in_order: dict[str, Findings] = field(default_factory=dict)
+    starting: str | None = None
 
     def check(self, spec: JobSpec, parent: Parent | None = None) -> Findings:
         """The problems that a test put there, and the model's sizes."""
@@ -301,6 +286,10 @@ class MemoryPreflight:
         if not found.problems:
             self.in_order[spec.model_dump_json()] = found
         return found
+
+    def trouble(self) -> str | None:
+        """Return what a test put there."""
+        return self.starting
 
     def known(self, spec: JobSpec) -> Findings | None:
         """What it said of the same spec before, where all was in order."""

@@ -60,6 +60,17 @@ class HelperPreflight:
                 # What is typed at the service is not for it.
                 self._helper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
+    def trouble(self) -> str | None:
+        """Return why no spec can be checked now, without waiting; a helper that has ended is started again."""
+        helper = self._helper
+        if helper is None:
+            return "is not started"
+        if (code := helper.poll()) is not None:
+            threading.Thread(target=self.start, name="preflight", daemon=True).start()
+            return f"ended with {code} and is started again"
+        # It listens once its imports are done.
+        return None if self._socket.exists() else "is importing its libraries"
+
     def stop(self) -> None:
         """End the helper."""
         with self._lock:

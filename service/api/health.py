@@ -5,8 +5,9 @@ from fastapi import APIRouter, Request
 from service.api.opening import Pulse
 from service.api.query import CHECKED
 from service.api.schemas import Health
-from service.errors import DatabaseUnreachable, GoingAway
+from service.errors import GoingAway, PreflightStarting
 from service.opening import Opening
+from service.use_cases import Jobs
 
 router = APIRouter(tags=["health"], dependencies=[CHECKED])
 
@@ -19,13 +20,18 @@ async def healthz() -> Health:
 
 @router.get("/readyz")
 async def readyz(request: Request) -> Health:
-    """The database answers, so that jobs can be taken; the cluster may still be on its way."""
+    """Return 200 once jobs can be taken: the database takes writes, and specs can be checked."""
     pulse: Pulse = request.app.state.pulse
     opening: Opening = request.app.state.opening
     if opening.trouble is not None:
         raise opening.trouble
     if request.app.state.leaving.is_set():
         raise GoingAway("the service is ending; ask another one, or this one once it was started again")
-    if not await pulse.beats():
-        raise DatabaseUnreachable("the database does not answer; the service goes on once it does")
+    if (trouble := await pulse.trouble()) is not None:
+        # Probes know 503; 507 is for callers who wanted to store something.
+        trouble.status = 503
+        raise trouble
+    jobs: Jobs = request.app.state.jobs
+    if (why := jobs.preflight.trouble()) is not None:
+        raise PreflightStarting(why)
     return Health(status="ready")

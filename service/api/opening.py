@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api.problems import problem
-from service.errors import Migrating, ServiceError
+from service.errors import DatabaseUnreachable, Migrating, NotReady, ServiceError
 from service.opening import Opening
 
 _HEALTH = ("/healthz", "/readyz")
@@ -34,6 +34,7 @@ class Gate:
         if (trouble := await self._trouble()) is None:
             await self.app(scope, receive, send)
         else:
+            scope.setdefault("state", {})["outage"] = True
             await problem(trouble)(scope, receive, send)
 
     async def _trouble(self) -> ServiceError | None:
@@ -53,15 +54,23 @@ class Pulse:
 
     async def beats(self) -> bool:
         """Ask it, or wait with those who have."""
+        return await self.trouble() is None
+
+    async def trouble(self) -> ServiceError | None:
+        """Return why the database cannot be used now; None if it answers and takes writes."""
         if self._asked is None or self._asked.done():
             self._asked = Future()
             # A daemon: the process does not stay for one that hangs.
             threading.Thread(target=self._ask, args=(self._asked,), name="pulse", daemon=True).start()
         try:
             await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._asked)), _PATIENCE_SECONDS)
+        except NotReady as error:
+            return error
+        except TimeoutError:
+            return DatabaseUnreachable.because(f"no answer within {_PATIENCE_SECONDS:g} s")
         except Exception:
-            return False
-        return True
+            return DatabaseUnreachable.because("the connection failed")
+        return None
 
     def _ask(self, answer: "Future[None]") -> None:
         try:

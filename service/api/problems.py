@@ -43,6 +43,7 @@ def problem(error: ServiceError) -> Response:
 
 def _service_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServiceError)
+    request.state.outage = error.outage
     if error.notable:
         client = request.client.host if request.client else None
         log.warning(

@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from typing import Generic, TypeVar
 
+from service.errors import NotReady
+
 A = TypeVar("A")
 B = TypeVar("B")
 
@@ -43,7 +45,8 @@ class Together(Generic[A, B]):
         try:
             answers = self._answer([asked for asked, _ in some])
         except Exception as error:
-            if len(some) > 1:
+            # A database that is away would cost each of them its time limit, one after the other.
+            if len(some) > 1 and not isinstance(error, NotReady):
                 for one in some:
                     self._answer_all([one])
                 return

@@ -50,6 +50,7 @@ class Observed:
     def __init__(self, app: ASGIApp, *, watch: Watch) -> None:
         self.app = app
         self.watch = watch
+        self._outage = _EachSecond()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on."""
@@ -77,7 +78,11 @@ class Observed:
         route = getattr(scope.get("route"), "path", "(none)")
         method = scope["method"] if scope["method"] in _METHODS else "(other)"
         self.watch.answered(method, route, status, seconds)
-        tell = log.debug if route in _QUIET else log.info
+        tell, left_out = log.debug if route in _QUIET else log.info, {}
+        if scope["state"].get("outage"):
+            if (count := self._outage.count()) is None:
+                return
+            left_out = {"left_out": count} if count else {}
         tell(
             "request",
             method=method,
@@ -87,4 +92,22 @@ class Observed:
             status=status,
             ms=round(1000 * seconds, 1),
             key=scope["state"].get("key_id"),
+            **left_out,
         )
+
+
+class _EachSecond:
+    """Lets one line a second through: callers repeat what is answered with 503, and must not fill the log."""
+
+    def __init__(self) -> None:
+        self._at = float("-inf")
+        self._left_out = 0
+
+    def count(self) -> int | None:
+        """Return how many lines were left out since the last one; None if this one is to be left out, too."""
+        now = time.monotonic()
+        if now - self._at < 1.0:
+            self._left_out += 1
+            return None
+        self._at, left_out, self._left_out = now, self._left_out, 0
+        return left_out

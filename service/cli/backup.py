@@ -32,7 +32,11 @@ def backup(
         show_json(made)
         return
     show_text(str(file))
-    show_note("it holds the admin key: keep it safe")
+    if made.holds_secret_key:
+        show_note("it holds the admin key and the key that decrypts webhook secrets: keep it safe")
+    else:
+        show_note("it holds the admin key: keep it safe")
+        show_note("it does not hold the key that decrypts webhook secrets: keep TRAINSHED_SECRET_KEY, too")
     show_next(f"restore {file}")
 
 
@@ -51,6 +55,8 @@ def restore(
     for path in done.kept:
         show_text(f"kept {path}")
     show_note(f"{file} is restored; a service goes on with its jobs")
+    if not done.backup.holds_secret_key:
+        show_note("it did not hold the key that decrypts webhook secrets: set TRAINSHED_SECRET_KEY as before")
     show_next("up")
 
 

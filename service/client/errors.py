@@ -8,7 +8,14 @@ from pydantic import ValidationError
 from service.api.schemas import ProblemDetails
 
 _IN_FLIGHT = "idempotency_in_flight"
-_UNANSWERED = frozenset({HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT})
+_UNANSWERED = frozenset(
+    {
+        HTTPStatus.BAD_GATEWAY,
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        HTTPStatus.GATEWAY_TIMEOUT,
+        HTTPStatus.INSUFFICIENT_STORAGE,
+    }
+)
 
 
 class ApiError(Exception):

@@ -3,7 +3,7 @@
 from service.ports.access import KeyStore, TokenVerifier
 from service.ports.cluster import Cluster, Launch, Node
 from service.ports.doctor import ClusterProbe, StorageProbe
-from service.ports.jobs import FLIGHT_SECONDS, KEPT_SECONDS, JobQuery, JobStore, Lease, NewJob, Once
+from service.ports.jobs import KEPT_SECONDS, JobQuery, JobStore, Lease, NewJob, Once
 from service.ports.looks import Findings, Preflight
 from service.ports.runs import (
     NO_STORY,
@@ -26,7 +26,6 @@ from service.ports.watch import Counts, JobCounts, RunTotals, Totals, Traces, Un
 from service.ports.webhooks import Batch, Outbox, Sender, WebhookStore
 
 __all__ = [
-    "FLIGHT_SECONDS",
     "KEPT_SECONDS",
     "NO_STORY",
     "Batch",

@@ -14,10 +14,6 @@ KEPT_SECONDS = 24 * 3600.0
 """For so long an Idempotency-Key stands for its job."""
 
 
-FLIGHT_SECONDS = 600.0
-"""After so long nobody is at work any more with a key that has no job: its process has died."""
-
-
 @dataclass(frozen=True)
 class JobQuery:
     """Which jobs to list, newest first, those after the cursor (a job id)."""
@@ -68,20 +64,14 @@ class Lease:
 class JobStore(Protocol):
     """Jobs, durably."""
 
-    def begin(self, once: Once, *, now: float) -> Job | None:
-        """The job that a key stands for; None: the key is the caller's, who adds a job under it or releases it.
+    def job_of(self, once: Once, *, now: float) -> Job | None:
+        """Return the job that a key stands for; None if it stands for none. Raises IdempotencyMismatch."""
 
-        Raises IdempotencyMismatch, and KeyInFlight while somebody else has it.
-        """
-
-    def release(self, once: Once) -> None:
-        """Give a key back under which no job was added."""
-
-    def add(self, new: NewJob) -> None:
-        """Store a job, durably, with the key that was begun for it. Raises KeyInFlight where somebody took it since."""
+    def add(self, new: NewJob) -> bool:
+        """Store a job and its key durably, in one transaction; return False if the key stands for another job."""
 
     def add_all(self, added: Sequence[NewJob], *, now: float) -> bool:
-        """Store jobs durably with keys that nobody began; False, and nothing stored: a key stands for another."""
+        """Store jobs and their keys durably, all or none; return False if a key stands for another job."""
 
     def delete(self, job: Job, used: Mapping[date, Usage], deed: Deed | None = None) -> bool:
         """Forget a job of the version that was read, but for its hours of each day (UTC); False: it has changed."""

@@ -22,5 +22,8 @@ class Preflight(Protocol):
     def check(self, spec: JobSpec, parent: Parent | None = None) -> Findings:
         """Look. Raises PreflightFailed when it cannot say."""
 
+    def trouble(self) -> str | None:
+        """Return why no spec can be checked now, without waiting; None if the next one is checked at once."""
+
     def known(self, spec: JobSpec) -> Findings | None:
         """What a look found a moment ago, where all was in order; nobody looks now."""

@@ -1,9 +1,7 @@
 """The Python client, for threads and for event loops, against a real service on a network that is not what it was."""
 
-import hashlib
 import random
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +14,7 @@ from anyio.from_thread import start_blocking_portal
 
 from service.api.access_schemas import KeyIn
 from service.api.ledger_schemas import ExportIn
+from service.api.problems import problem
 from service.client import (
     AmbiguousId,
     ApiError,
@@ -30,12 +29,11 @@ from service.client import (
 )
 from service.client.seen import is_exported
 from service.domain.access import Role
-from service.ports import Once
+from service.errors import DatabaseFull, KeyInFlight, ServiceError
 from tests.support.blocking import Blocking
 from tests.support.checkpoints import checkpoint
 from tests.support.service import KEY, FakeService, a_spec, raw_spec, spec_body
 from tests.support.serving import Proxy, cut, drop, lose, say, serving
-from tests.support.waiting import wait_for
 from train_loop.run_dir import ExportStatus, ExportWish, Outcome
 
 BUSY = say("503 Service Unavailable")
@@ -125,19 +123,14 @@ def test_key_is_not_made_twice(client: Client, proxy: Proxy, service: FakeServic
     assert len(service.keys.all()) == 2
 
 
-def test_key_that_is_still_at_work_is_waited_for(client: Client, proxy: Proxy, service: FakeService) -> None:
-    body = spec_body()
-    once = Once("k", hashlib.sha256(body.encode()).hexdigest())
-    service.store.begin(once, now=service.clock.now)
-
-    def release() -> None:
-        wait_for(lambda: proxy.seen, "a first try")
-        service.store.release(once)
-
-    other = threading.Thread(target=release)
-    other.start()
-    assert client.submit(body, idempotency_key="k").id == service.get("job-0001").id
-    other.join()
+@pytest.mark.parametrize("error", [KeyInFlight("k"), DatabaseFull()], ids=["in_flight", "full"])
+def test_submit_waits_for_a_key_in_flight_and_for_disk_space(client: Client, proxy: Proxy, error: ServiceError) -> None:
+    error.retry_after = None
+    answer = problem(error)
+    head = f"HTTP/1.1 {answer.status_code} Later\r\nconnection: close\r\ncontent-length: {len(answer.body)}\r\n\r\n"
+    proxy.faults.append(lambda caller, _: caller.sendall(head.encode() + bytes(answer.body)))
+    assert client.submit(spec_body(), idempotency_key="k").id == "job-0001"
+    assert len(proxy.seen) == 2
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])

@@ -1,15 +1,18 @@
 """Idempotency keys: one job for each, whether or not its spec has just been looked at."""
 
 import hashlib
+import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fastapi.testclient import TestClient
 
-from service.ports import Once
-from tests.support.service import FakeService, spec_body
-from train_loop.spec import Problem
+from service.adapters.memory import MemoryPreflight
+from service.ports import Findings, NewJob, Once
+from tests.support.service import FakeService, a_job, spec_body
+from train_loop.run_dir import Parent
+from train_loop.spec import JobSpec, Problem
 
 BODIES = (spec_body(), spec_body(priority=1))
 
@@ -53,10 +56,37 @@ def test_key_of_a_refused_spec_can_be_used_again(client: TestClient, service: Fa
 
 
 def test_key_whose_request_is_at_work_is_a_conflict(client: TestClient, service: FakeService) -> None:
-    body = spec_body()
-    service.store.begin(Once("k1", hashlib.sha256(body.encode()).hexdigest()), now=service.clock.now)
-    answer = client.post("/jobs", content=body, headers={"Idempotency-Key": "k1"})
-    assert (answer.status_code, answer.json()["code"]) == (409, "idempotency_in_flight")
+    key, begun, go_on = {"Idempotency-Key": "k2"}, threading.Event(), threading.Event()
+    slow = spec_body(name="slow")
+
+    def check(spec: JobSpec, parent: Parent | None = None) -> Findings:
+        begun.set()
+        go_on.wait(30)
+        return MemoryPreflight.check(service.preflight, spec, parent)
+
+    service.preflight.check = check  # type: ignore[method-assign]
+    with ThreadPoolExecutor(1) as thread:
+        first = thread.submit(client.post, "/jobs", content=slow, headers=key)
+        assert begun.wait(30)
+        again, other = (client.post("/jobs", content=body, headers=key) for body in (slow, spec_body(name="other")))
+        go_on.set()
+        assert first.result().status_code == 201
+    assert (again.status_code, again.json()["code"]) == (409, "idempotency_in_flight")
+    assert (other.status_code, other.json()["code"]) == (422, "idempotency_mismatch")
+    assert client.post("/jobs", content=slow, headers=key).json()["id"] == first.result().json()["id"]
+
+
+def test_key_that_another_replica_used_meanwhile_gives_its_job(client: TestClient, service: FakeService) -> None:
+    body = spec_body(name="raced")
+    once = Once("k3", hashlib.sha256(body.encode()).hexdigest(), "")
+
+    def check(spec: JobSpec, parent: Parent | None = None) -> Findings:
+        service.store.add(NewJob(a_job("job-theirs", now=service.clock.now), once))
+        return MemoryPreflight.check(service.preflight, spec, parent)
+
+    service.preflight.check = check  # type: ignore[method-assign]
+    answer = client.post("/jobs", content=body, headers={"Idempotency-Key": "k3"})
+    assert (answer.status_code, answer.json()["id"]) == (200, "job-theirs")
 
 
 def test_keys_that_come_at_once_make_one_job_each(client: TestClient) -> None:

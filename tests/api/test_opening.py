@@ -65,6 +65,17 @@ def test_database_that_hangs_costs_one_thread_however_many_ask(tmp_path: Path, m
         wait_for(lambda: client.get("/readyz").status_code == 200)
 
 
+def test_service_is_not_ready_before_specs_can_be_checked(tmp_path: Path) -> None:
+    service = FakeService(tmp_path)
+    with service.client() as client:
+        service.preflight.starting = "is importing its libraries"
+        answer = client.get("/readyz")
+        assert (answer.status_code, answer.json()["code"]) == (503, "preflight_starting")
+        assert answer.headers["retry-after"] == "5"
+        service.preflight.starting = None
+        assert client.get("/readyz").status_code == 200
+
+
 def test_locked_database_is_waited_for(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     with closing(sqlite3.connect(tmp_path / "home" / "trainshed.db", isolation_level=None)) as connection:

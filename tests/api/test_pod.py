@@ -31,7 +31,7 @@ def pod(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "FORWARDED_ALLOW_IPS": "127.0.0.7,127.0.0.8",
     }
     with served(folder / "home", **settings) as service:
-        service.ready()
+        service.takes_jobs()
         assert not (folder / "home" / "admin.key").exists()
         yield service
 

@@ -21,7 +21,7 @@ def home(tmp_path: Path) -> Path:
 def test_job_outlives_a_killed_service(home: Path) -> None:
     with served(home) as service:
         process, client = service.process, service.client
-        service.ready()
+        service.takes_jobs()
         assert client.get("/readyz").json() == {"status": "ready"}
         job = client.post("/jobs", content=spec_body()).json()
         process.send_signal(signal.SIGKILL)

@@ -3,6 +3,7 @@
 import os
 import pwd
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -10,24 +11,62 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
 _NOBODY = "nobody"
+
+
+class PostgresServer:
+    """A server on a free loopback port, which keeps its data and its port when it is stopped."""
+
+    def __init__(self, root: Path) -> None:
+        self._root, self._data, self._port = root, root / "data", _free_port()
+        self.url = f"postgresql+psycopg://shed@127.0.0.1:{self._port}/postgres"
+        _run("initdb", "-D", str(self._data), "-U", "shed", "--auth=trust", "--no-sync")
+
+    def start(self) -> None:
+        """Start it, and wait until it takes connections."""
+        options = f"-c listen_addresses=127.0.0.1 -p {self._port} -k {self._root} -c fsync=off"
+        _run("pg_ctl", "-D", str(self._data), "-l", str(self._root / "log"), "-o", options, "-w", "start")
+
+    def stop(self) -> None:
+        """Stop it at once, with the connections that it has."""
+        _run("pg_ctl", "-D", str(self._data), "-m", "immediate", "-w", "stop")
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Freeze all its processes for a while: connections stay, and nothing answers."""
+        main = psutil.Process(int((self._data / "postmaster.pid").read_text().split()[0]))
+        frozen = [main, *main.children(recursive=True)]
+        for process in frozen:
+            process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for process in frozen:
+                process.send_signal(signal.SIGCONT)
+
+
+@contextmanager
+def own_postgres() -> Iterator[PostgresServer]:
+    """A running server that a test may stop and freeze; a test that stops it starts it again."""
+    # Short, because its socket lies in it.
+    root = Path(tempfile.mkdtemp(prefix="pg-"))
+    _give_away(root)
+    server = PostgresServer(root)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+        shutil.rmtree(root)
 
 
 @contextmanager
 def postgres_server() -> Iterator[str]:
     """A server on a free loopback port; its SQLAlchemy URL."""
-    # Short, because its socket lies in it.
-    root = Path(tempfile.mkdtemp(prefix="pg-"))
-    _give_away(root)
-    data, port = root / "data", _free_port()
-    _run("initdb", "-D", str(data), "-U", "shed", "--auth=trust", "--no-sync")
-    options = f"-c listen_addresses=127.0.0.1 -p {port} -k {root} -c fsync=off"
-    _run("pg_ctl", "-D", str(data), "-l", str(root / "log"), "-o", options, "-w", "start")
-    try:
-        yield f"postgresql+psycopg://shed@127.0.0.1:{port}/postgres"
-    finally:
-        _run("pg_ctl", "-D", str(data), "-m", "immediate", "-w", "stop")
-        shutil.rmtree(root)
+    with own_postgres() as server:
+        yield server.url
 
 
 def _run(*command: str) -> None:

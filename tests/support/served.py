@@ -33,8 +33,12 @@ class Served:
     log: Path
 
     def ready(self) -> None:
-        """Wait until it can be used."""
-        wait_for(lambda: self.client.get("/readyz").status_code == 200, "a service that is ready", seconds=90)
+        """Wait until its database is open; its preflight helper may still import its libraries, for seconds."""
+        wait_for(lambda: self.trouble() in (None, "preflight_starting"), "an open database", seconds=90)
+
+    def takes_jobs(self) -> None:
+        """Wait until it is ready."""
+        wait_for(lambda: self.trouble() is None, "a service that is ready", seconds=90)
 
     def trouble(self) -> str | None:
         """Why it is not ready."""

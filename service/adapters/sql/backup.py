@@ -13,7 +13,6 @@ _NOBODYS = (
     # Whoever goes on with the copy has all of it to itself, at once.
     "UPDATE jobs SET lease_owner = NULL, lease_until = NULL",
     "DELETE FROM leases",
-    "DELETE FROM idempotency_keys WHERE job_id IS NULL",
     # One file, with nothing beside it.
     "PRAGMA journal_mode = DELETE",
 )

@@ -2,18 +2,25 @@
 
 import re
 import sqlite3
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 from alembic import command
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, Engine, create_engine, event, func, make_url, select
+from sqlalchemy import Connection, Dialect, Engine, create_engine, event, func, make_url, select
+from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import ArgumentError, InterfaceError, OperationalError, SQLAlchemyError, TimeoutError
-from sqlalchemy.pool import ConnectionPoolEntry, NullPool
+from sqlalchemy.pool import ConnectionPoolEntry, NullPool, PoolProxiedConnection, QueuePool
 
+from service.adapters.sql.faults import DatabaseStatus
 from service.errors import DatabaseUnreachable, DatabaseUnusable, ServiceError
 
+CALL_SECONDS = 10.0
+"""The default time limit of a statement."""
+_STATUS = "trainshed_status"
 _LOCK = 7_451_966
 """Any number; the same for every version."""
 _MIGRATIONS = Path(__file__).parent / "migrations"
@@ -38,10 +45,11 @@ class Database:
     Raises DatabaseUnusable where nothing can ever be asked at this URL.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, seconds: float = CALL_SECONDS) -> None:
+        """`seconds` is the time limit of each statement, and of the wait for a connection or a lock."""
         self.url = url
         try:
-            self.engine = _engine(url)
+            self.engine = _engine(url, seconds)
         except (SQLAlchemyError, ImportError, ValueError) as error:
             raise DatabaseUnusable(f"TRAINSHED_DATABASE_URL names no database that can be used: {error}") from error
 
@@ -61,12 +69,66 @@ class Database:
         self.engine.dispose()
 
 
-def _engine(url: str) -> Engine:
-    # A file does not go away between two requests.
-    engine = create_engine(url, pool_pre_ping=sqlite_file(url) is None, connect_args=_patience(url))
+def _engine(url: str, seconds: float = CALL_SECONDS) -> Engine:
+    file = sqlite_file(url)
+    status = DatabaseStatus(file)
+    engine = create_engine(
+        url,
+        # A file does not go away between two requests.
+        pool_pre_ping=file is None,
+        connect_args=_patience(url),
+        poolclass=_Pool,
+        pool_timeout=seconds,
+        # Values of a row are specs and secrets: no error and no log line may hold them.
+        hide_parameters=True,
+        execution_options={_STATUS: status},
+    )
+    event.listen(engine, "handle_error", status.translate)
     if engine.dialect.name == "sqlite":
-        event.listen(engine, "connect", _make_durable)
+        given = make_url(url).query.get("timeout")
+        milliseconds = round(float(given if isinstance(given, str) else seconds) * 1000)
+        event.listen(engine, "connect", partial(_make_durable, milliseconds=milliseconds))
+    else:
+        event.listen(engine, "do_connect", partial(_connect_to_postgres, status, seconds))
     return engine
+
+
+def status_of(engine: Engine) -> DatabaseStatus:
+    """Return what the callers of a database have seen of it."""
+    status = engine.get_execution_options()[_STATUS]
+    assert isinstance(status, DatabaseStatus)
+    return status
+
+
+class _Pool(QueuePool):
+    """Connections of which each caller waits for one only for a limited time."""
+
+    def connect(self) -> PoolProxiedConnection:
+        """Return a connection. Raises DatabaseUnreachable if all are in use for too long."""
+        try:
+            return super().connect()
+        except TimeoutError as error:
+            raise DatabaseUnreachable.because("all connections to it are in use") from error
+
+
+def _connect_to_postgres(
+    status: DatabaseStatus,
+    seconds: float,
+    dialect: Dialect,
+    record: ConnectionPoolEntry,
+    arguments: list[str],
+    options: dict[str, Any],
+) -> DBAPIConnection:
+    # The driver is an optional dependency.
+    from service.adapters.sql.time_limit import TimedConnection  # noqa: PLC0415
+
+    with status.connecting():
+        connection = TimedConnection.connect(*arguments, **options)
+    # The server gives up first, so that a slow statement leaves no lock behind.
+    connection.seconds = seconds + 1.0
+    connection.execute(f"SET statement_timeout = {round(seconds * 1000)}")
+    connection.commit()
+    return cast("DBAPIConnection", connection)
 
 
 def _patience(url: str) -> dict[str, int]:
@@ -97,7 +159,7 @@ def open_database(url: str, *, revision: str = "head") -> Engine:
 
 def _bring_up_to_date(url: str, revision: str) -> None:
     """Migrate in one transaction, all or nothing."""
-    engine = create_engine(url, poolclass=NullPool, connect_args=_patience(url))
+    engine = create_engine(url, poolclass=NullPool, connect_args=_patience(url), hide_parameters=True)
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _leave_transactions_to_us)
         event.listen(engine, "begin", _begin_at_once)
@@ -120,6 +182,13 @@ def _begin_at_once(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
+def secret_key_beside(url: str) -> Path | None:
+    """Return the default file of the key that encrypts the secrets of a SQLite database; None for any other."""
+    file = sqlite_file(url)
+    # The same whether or not the URL names a symbolic link.
+    return None if file is None else file.resolve().with_name(f"{file.resolve().name}.key")
+
+
 def sqlite_file(url: str) -> Path | None:
     """The file of a SQLite database; None for any other. Raises DatabaseUnusable where the URL is none."""
     try:
@@ -127,6 +196,9 @@ def sqlite_file(url: str) -> Path | None:
     # Of a port that is no number, it says so in Python's words.
     except (ArgumentError, ValueError) as error:
         raise DatabaseUnusable(f"TRAINSHED_DATABASE_URL is no URL of a database: {error}") from error
+    if parsed.get_backend_name() == "sqlite" and (parsed.database or "").startswith("file:"):
+        # Nobody else could tell that two such URLs name one file.
+        raise DatabaseUnusable("TRAINSHED_DATABASE_URL holds a file: URI; expected a path, sqlite:////PATH")
     return Path(parsed.database) if parsed.get_backend_name() == "sqlite" and parsed.database else None
 
 
@@ -150,7 +222,7 @@ def _migrate(connection: Connection, config: Config, revision: str) -> None:
         command.upgrade(config, revision)
 
 
-def _make_durable(connection: sqlite3.Connection, record: ConnectionPoolEntry) -> None:
+def _make_durable(connection: sqlite3.Connection, record: ConnectionPoolEntry, *, milliseconds: int) -> None:
     """WAL lets readers read while one writes; FULL has a commit on disk before it returns."""
-    for pragma in ("busy_timeout=30000", "journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+    for pragma in (f"busy_timeout={milliseconds}", "journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
         connection.execute(f"PRAGMA {pragma}")

@@ -18,6 +18,7 @@ from sqlalchemy import (
     update,
 )
 
+from service.adapters.secret_box import SecretBox
 from service.adapters.sql.tables import deliveries, jobs, webhooks
 from service.domain.access import ANY
 from service.domain.job import Job, JobState
@@ -74,8 +75,10 @@ def write_news(connection: Connection, news: Sequence[Told]) -> None:
 class SqlOutbox:
     """Messages as rows; a lease is the webhook's."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, box: SecretBox | None = None) -> None:
+        """`box` decrypts the webhooks' secrets; without one they are plain."""
         self._engine = engine
+        self._box = box or SecretBox()
 
     def claim(self, lease: Lease) -> Batch | None:
         """What is due of the webhook that has waited longest; it is this owner's alone until the lease ends."""
@@ -95,7 +98,7 @@ class SqlOutbox:
                 return None
             # Read once it is ours: whoever had it meanwhile may have told some of it.
             rows = connection.execute(first.where(deliveries.c.webhook_id == webhook.id)).all()
-        return Batch(to_webhook(webhook), tuple(map(to_delivery, rows)))
+        return Batch(to_webhook(webhook, self._box), tuple(map(to_delivery, rows)))
 
     def release(self, webhook_id: str, *, owner: str, now: float) -> None:
         """Give a webhook back."""
@@ -143,11 +146,13 @@ class SqlOutbox:
             connection.execute(delete(deliveries).where(over))
 
 
-def to_webhook(row: Row[tuple[object, ...]]) -> Webhook:
-    """The webhook of a row that has every column of the table."""
+def to_webhook(row: Row[tuple[object, ...]], box: SecretBox) -> Webhook:
+    """Return the webhook of a row that has every column of the table. Raises SecretsUnreadable."""
     fields = dict(row._mapping)
     for name in ("place", "lease_owner", "lease_until"):
         del fields[name]
+    for name in ("secret", "previous_secret"):
+        fields[name] = None if fields[name] is None else box.open(fields[name])
     return Webhook(**fields | {"states": tuple(map(JobState, json.loads(row.states)))})
 
 

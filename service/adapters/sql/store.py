@@ -1,5 +1,7 @@
 """JobStore on SQLAlchemy; the same statements on SQLite and Postgres."""
 
+import math
+import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, fields
 from datetime import date
@@ -22,6 +24,7 @@ from sqlalchemy import (
 from sqlalchemy.exc import IntegrityError
 
 from service.adapters.sql.access import write_deeds
+from service.adapters.sql.database import status_of
 from service.adapters.sql.outbox import news_of_added, news_of_change, write_news
 from service.adapters.sql.queries import matching
 from service.adapters.sql.rows import from_row, ticket_of, to_row
@@ -30,10 +33,11 @@ from service.domain.access import Deed
 from service.domain.job import Job, JobState
 from service.domain.ticket import Ticket
 from service.domain.usage import Usage, UsageByDay
-from service.errors import IdempotencyMismatch, KeyInFlight
-from service.ports import FLIGHT_SECONDS, KEPT_SECONDS, JobQuery, Lease, NewJob, Once
+from service.errors import IdempotencyMismatch
+from service.ports import KEPT_SECONDS, JobQuery, Lease, NewJob, Once
 
 _QUEUE = "queue"
+_PROBE = "probe"
 _ACTIVE = (JobState.STARTING, JobState.RUNNING, JobState.RECOVERING, JobState.PAUSING, JobState.CANCELLING)
 _TICKET = (
     jobs.c.id,
@@ -60,57 +64,24 @@ class SqlJobStore:
         self._engine = engine
         self._tickets: dict[str, tuple[int, Ticket]] = {}
 
-    def begin(self, once: Once, *, now: float) -> Job | None:
-        """The job that a key stands for; None: the key is the caller's, who adds a job under it or releases it.
-
-        Raises IdempotencyMismatch, and KeyInFlight while somebody else has it.
-        """
-        keys = idempotency_keys
-        dead = (keys.c.key == once.id) & keys.c.job_id.is_(None) & (keys.c.created_at < now - FLIGHT_SECONDS)
-        try:
-            with self._engine.begin() as connection:
-                connection.execute(delete(keys).where(or_(_outdated(now), dead)))
-                connection.execute(insert(keys).values(key=once.id, body=once.body, created_at=now))
-        except IntegrityError as error:
-            # The unique key decides between two that come at once.
-            return self._known(once, error)
-        return None
-
-    def _known(self, once: Once, error: IntegrityError) -> Job | None:
+    def job_of(self, once: Once, *, now: float) -> Job | None:
+        """Return the job that a key stands for; None if it stands for none. Raises IdempotencyMismatch."""
         query = (
             select(idempotency_keys.c.body.label("body_sha256"), jobs)
-            .join_from(idempotency_keys, jobs, jobs.c.id == idempotency_keys.c.job_id, isouter=True)
-            .where(idempotency_keys.c.key == once.id)
+            .join_from(idempotency_keys, jobs, jobs.c.id == idempotency_keys.c.job_id)
+            .where(idempotency_keys.c.key == once.id, ~_outdated(now))
         )
         row = self._first(query)
         if row is not None and row.body_sha256 != once.body:
-            raise IdempotencyMismatch(once.key) from error
-        if row is None or row.id is None:
-            raise KeyInFlight(once.key) from error
-        return from_row(row)
+            raise IdempotencyMismatch(once.key)
+        return None if row is None else from_row(row)
 
-    def forget_requests(self) -> None:
-        """Free the keys of requests that were at work; for whoever knows that they have died with its predecessor."""
-        with self._engine.begin() as connection:
-            connection.execute(delete(idempotency_keys).where(idempotency_keys.c.job_id.is_(None)))
-
-    def release(self, once: Once) -> None:
-        """Give a key back under which no job was added."""
-        with self._engine.begin() as connection:
-            connection.execute(delete(idempotency_keys).where(_in_flight(once)))
-
-    def add(self, new: NewJob) -> None:
-        """Store a job, durably, with the key that was begun for it. Raises KeyInFlight where somebody took it since."""
-        with self._engine.begin() as connection:
-            _insert(connection, [new])
-            if new.once is None:
-                return
-            mine = update(idempotency_keys).where(_in_flight(new.once)).values(job_id=new.job.id)
-            if connection.execute(mine).rowcount != 1:
-                raise KeyInFlight(new.once.key)
+    def add(self, new: NewJob) -> bool:
+        """Store a job and its key durably, in one transaction; return False if the key stands for another job."""
+        return self.add_all([new], now=new.job.created_at)
 
     def add_all(self, added: Sequence[NewJob], *, now: float) -> bool:
-        """Store jobs durably with keys that nobody began; False, and nothing stored: a key stands for another."""
+        """Store jobs and their keys durably, all or none; return False if a key stands for another job."""
         keys = [
             {"key": new.once.id, "body": new.once.body, "created_at": now, "job_id": new.job.id}
             for new in added
@@ -187,15 +158,18 @@ class SqlJobStore:
 
     def lead(self, lease: Lease) -> bool:
         """Whether this owner decides about the queue until the lease ends; nobody else does meanwhile."""
+        return self._take(_QUEUE, lease)
+
+    def _take(self, name: str, lease: Lease) -> bool:
         free = or_(leases.c.owner == lease.owner, leases.c.until < lease.now)
-        take = update(leases).where(leases.c.name == _QUEUE, free).values(owner=lease.owner, until=lease.until)
+        take = update(leases).where(leases.c.name == name, free).values(owner=lease.owner, until=lease.until)
         try:
             with self._engine.begin() as connection:
                 if connection.execute(take).rowcount == 1:
                     return True
-                if connection.execute(select(leases.c.name).where(leases.c.name == _QUEUE)).first() is not None:
+                if connection.execute(select(leases.c.name).where(leases.c.name == name)).first() is not None:
                     return False
-                connection.execute(insert(leases).values(name=_QUEUE, owner=lease.owner, until=lease.until))
+                connection.execute(insert(leases).values(name=name, owner=lease.owner, until=lease.until))
         except IntegrityError:
             # The very first time, two of them.
             return False
@@ -255,8 +229,16 @@ class SqlJobStore:
         return True
 
     def ping(self) -> None:
-        """Raise unless the database answers."""
+        """Raise NotReady unless the database answers, and takes writes again if one has failed."""
+        status = status_of(self._engine)
         self._first(select(jobs).limit(1))
+        if not status.writes_fail:
+            return
+        # Another value each time, because SQLite does not write a row that stays the same.
+        lease = Lease(_PROBE, now=math.inf, until=time.time())
+        self._take(_PROBE, lease)
+        status.check_room()
+        status.writes_fail = False
 
     def _first(self, query: Select[tuple[object, ...]]) -> Row[tuple[object, ...]] | None:
         with self._engine.connect() as connection:
@@ -284,8 +266,3 @@ def _outdated(now: float) -> ColumnElement[bool]:
 
 def _unchanged(job: Job) -> ColumnElement[bool]:
     return and_(jobs.c.id == job.id, jobs.c.version == job.version)
-
-
-def _in_flight(once: Once) -> ColumnElement[bool]:
-    keys = idempotency_keys
-    return and_(keys.c.key == once.id, keys.c.body == once.body, keys.c.job_id.is_(None))

@@ -118,10 +118,10 @@ webhooks = Table(
     Column("place", Integer, nullable=False),
     Column("url", Text, nullable=False),
     Column("states", Text, nullable=False),
-    Column("secret", String(128), nullable=False),
+    Column("secret", Text, nullable=False),
     Column("created_at", Float(53), nullable=False),
     Column("created_by", String(320), nullable=False),
-    Column("previous_secret", String(128)),
+    Column("previous_secret", Text),
     Column("previous_until", Float(53)),
     Column("disabled_at", Float(53)),
     Column("disabled_because", Text),
@@ -129,6 +129,13 @@ webhooks = Table(
     Column("lease_until", Float(53), nullable=False),
     # A project has so many places: of two that would be one too many, the database refuses the second.
     Index("webhooks_by_place", "project", "place", unique=True),
+)
+
+secret_checks = Table(
+    "secret_checks",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("token", Text, nullable=False),
 )
 
 deliveries = Table(

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from sqlalchemy import Engine, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
+from service.adapters.secret_box import SecretBox
 from service.adapters.sql.access import write_deeds
 from service.adapters.sql.outbox import to_delivery, to_webhook
 from service.adapters.sql.tables import deliveries, webhooks
@@ -17,8 +18,10 @@ from service.errors import WebhookLimit
 class SqlWebhookStore:
     """Webhooks and their deliveries as rows. Every method is one transaction."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, box: SecretBox | None = None) -> None:
+        """`box` encrypts the secrets; without one they stay plain."""
         self._engine = engine
+        self._box = box or SecretBox()
 
     def add(self, webhook: Webhook, deed: Deed) -> None:
         """Store a new one. Raises WebhookLimit."""
@@ -28,7 +31,8 @@ class SqlWebhookStore:
 
     def _added(self, webhook: Webhook, deed: Deed) -> bool:
         places = select(webhooks.c.place).where(webhooks.c.project == webhook.project)
-        row = asdict(webhook) | {"states": json.dumps(webhook.states), "lease_until": 0.0}
+        sealed = {"secret": self._box.seal(webhook.secret), "states": json.dumps(webhook.states)}
+        row = asdict(webhook) | sealed | {"lease_until": 0.0}
         try:
             with self._engine.begin() as connection:
                 free = set(range(LIMIT)) - set(connection.execute(places).scalars())
@@ -44,7 +48,7 @@ class SqlWebhookStore:
         """The webhook with this id."""
         with self._engine.connect() as connection:
             row = connection.execute(select(webhooks).where(webhooks.c.id == webhook_id)).first()
-        return to_webhook(row) if row is not None else None
+        return to_webhook(row, self._box) if row is not None else None
 
     def among(self, projects: frozenset[str] | None) -> list[Webhook]:
         """Those of some projects, newest first; None: all."""
@@ -52,7 +56,7 @@ class SqlWebhookStore:
         if projects is not None:
             query = query.where(webhooks.c.project.in_(projects))
         with self._engine.connect() as connection:
-            return [to_webhook(row) for row in connection.execute(query)]
+            return [to_webhook(row, self._box) for row in connection.execute(query)]
 
     def delete(self, webhook_id: str, deed: Deed) -> bool:
         """Forget one, and what it was still to be told; False: it was gone."""
@@ -65,13 +69,13 @@ class SqlWebhookStore:
 
     def rotate(self, webhook_id: str, secret: str, *, until: float, deed: Deed) -> Webhook | None:
         """Give one another secret beside the one it has, which ends at a time; None: it is gone."""
-        new = {"secret": secret, "previous_secret": webhooks.c.secret, "previous_until": until}
+        new = {"secret": self._box.seal(secret), "previous_secret": webhooks.c.secret, "previous_until": until}
         this = webhooks.c.id == webhook_id
         with self._engine.begin() as connection:
             if connection.execute(update(webhooks).where(this).values(new)).rowcount != 1:
                 return None
             write_deeds(connection, [deed])
-            return to_webhook(connection.execute(select(webhooks).where(this)).one())
+            return to_webhook(connection.execute(select(webhooks).where(this)).one(), self._box)
 
     def enable(self, webhook_id: str, deed: Deed) -> bool:
         """Let one be told again; False: it was."""

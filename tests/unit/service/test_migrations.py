@@ -19,7 +19,7 @@ from sqlalchemy import MetaData, Table, create_engine
 from service.adapters.sql.access import SqlKeyStore
 from service.adapters.sql.database import Database, open_database
 from service.adapters.sql.store import SqlJobStore
-from service.adapters.sql.tables import metadata
+from service.adapters.sql.tables import idempotency_keys, metadata
 from service.adapters.sql.webhooks import SqlWebhookStore
 from service.domain.access import OPERATOR, Deed, Key, Role
 from service.domain.job import JobState, Lineage, Wish
@@ -98,8 +98,8 @@ def test_migrations_carry_jobs_up_and_down(database: str) -> None:
     assert cancelling.wish == Wish("cancel", checkpoint=False, deadline=7.5)
     assert (cancelling.attempts[0].workers, cancelling.times[JobState.CANCELLING]) == (2, 9.0)
     assert sorted(store.tickets(), key=lambda one: one.id) == [Ticket.of(queued), Ticket.of(cancelling)]
-    assert store.begin(ONCE, now=2.0) == queued
-    assert store.begin(Once("other", "sha"), now=2.0) is None
+    assert store.job_of(ONCE, now=2.0) == queued
+    assert store.job_of(Once("other", "sha"), now=2.0) is None
     upgraded.dispose()
 
     open_database(database, revision="0001").dispose()
@@ -193,15 +193,14 @@ def test_keys_are_gone_where_nobody_knows_of_them_and_what_they_submitted_is_not
         replace(deed, caller=replace(OPERATOR, roles={}))
     ]
     for number, once in enumerate((ONCE, Once("k" * 255, "sha", scope="key-01m7y52wjcsrqx0er877149vvx"))):
-        assert store.begin(once, now=1.0) is None
-        store.add(NewJob(a_job(f"job-{number}"), once))
+        assert store.add(NewJob(a_job(f"job-{number}", now=1.0), once))
     engine.dispose()
     open_database(database, revision="0004").dispose()
     engine = open_database(database)
     store, keys = SqlJobStore(engine), SqlKeyStore(engine)
     assert (keys.all(), keys.deeds(None, after=None, limit=9)) == ([], [])
-    assert store.begin(ONCE, now=2.0) == a_job("job-0")
-    assert store.get("job-1") == a_job("job-1")
+    assert store.job_of(ONCE, now=2.0) == a_job("job-0", now=1.0)
+    assert store.get("job-1") == a_job("job-1", now=1.0)
     engine.dispose()
 
 
@@ -218,6 +217,16 @@ def test_webhooks_are_gone_where_nobody_knows_of_them_and_jobs_are_not(database:
     assert SqlWebhookStore(engine).among(None) == []
     assert SqlWebhookStore(engine).deliveries("hook-1", after=None, limit=9) == []
     assert SqlJobStore(engine).get("job-1") == a_job()
+    engine.dispose()
+
+
+def test_key_that_an_older_version_left_in_flight_is_free(database: str) -> None:
+    engine = open_database(database, revision="0009")
+    with engine.begin() as connection:
+        connection.execute(idempotency_keys.insert().values(key="key", body="sha", created_at=1.0))
+    engine.dispose()
+    store = SqlJobStore(engine := open_database(database))
+    assert store.add(NewJob(a_job(), ONCE))
     engine.dispose()
 
 

@@ -60,7 +60,16 @@ def judged(url: str) -> ServiceError:
     return caught.value
 
 
-@pytest.mark.parametrize("url", ["no url", "nonsense://x", "postgresql://a:b@c:port/d", "sqlite:////nowhere/at/all.db"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "no url",
+        "nonsense://x",
+        "postgresql://a:b@c:port/d",
+        "sqlite:////nowhere/at/all.db",
+        "sqlite:///file:x?uri=true",
+    ],
+)
 def test_urls_that_name_no_database(url: str) -> None:
     assert "TRAINSHED_DATABASE_URL" in str(judged(url))
 

@@ -82,6 +82,25 @@ def test_preflight_that_fails_says_why_and_is_asked_again(answer: str, message: 
             assert helper.check(a_spec()).problems
 
 
+def test_preflight_tells_that_its_imports_are_not_done_and_restarts_a_helper_that_ended(tmp_path: Path) -> None:
+    code = f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.01)\n"
+    code += "import sys\npathlib.Path(sys.argv[1]).touch()\ntime.sleep(3600)"
+    helper = HelperPreflight(readable=lambda _: may_read(), timeout=30.0, command=[sys.executable, "-c", code])
+    assert helper.trouble() == "is not started"
+    helper.start()
+    try:
+        assert helper.trouble() == "is importing its libraries"
+        (tmp_path / "go").touch()
+        wait_for(lambda: helper.trouble() is None, "a helper that has done its imports")
+        assert helper._helper is not None
+        helper._helper.kill()
+        helper._helper.wait()
+        assert helper.trouble() == "ended with -9 and is started again"
+        wait_for(lambda: helper.trouble() is None, "another helper")
+    finally:
+        helper.stop()
+
+
 def test_preflight_that_hangs_is_ended() -> None:
     with preflight(f"time.sleep(3600) if asked['spec']['name'] == 'bad' else {ECHO}", timeout=20.0) as helper:
         assert helper.check(a_spec()).problems

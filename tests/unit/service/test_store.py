@@ -16,8 +16,8 @@ from service.domain.job import JobState, Wish
 from service.domain.reason import Code, Reason
 from service.domain.ticket import Ticket
 from service.domain.usage import Usage
-from service.errors import IdempotencyMismatch, KeyInFlight
-from service.ports import FLIGHT_SECONDS, KEPT_SECONDS, JobQuery, JobStore, Lease, NewJob, Once
+from service.errors import IdempotencyMismatch
+from service.ports import KEPT_SECONDS, JobQuery, JobStore, Lease, NewJob, Once
 from tests.support.databases import emptied
 from tests.support.service import a_job
 
@@ -98,79 +98,38 @@ def test_owner_that_lost_its_lease_cannot_save(store: JobStore) -> None:
 ONCE = Once("key", "sha")
 
 
-def test_same_key_and_body_give_the_first_job(store: JobStore) -> None:
-    assert store.begin(ONCE, now=0.0) is None
+def test_job_of_key_with_the_same_body_is_the_first_job(store: JobStore) -> None:
+    assert store.job_of(ONCE, now=0.0) is None
+    assert store.add(NewJob(a_job("job-1"), ONCE))
+    assert not store.add(NewJob(a_job("job-2"), ONCE))
+    first = store.job_of(ONCE, now=KEPT_SECONDS - 1)
+    assert (first and first.id, store.get("job-2")) == ("job-1", None)
+
+
+def test_job_of_key_with_another_body_is_refused(store: JobStore) -> None:
     store.add(NewJob(a_job("job-1"), ONCE))
-    first = store.begin(ONCE, now=KEPT_SECONDS - 1)
-    assert first is not None
-    assert first.id == "job-1"
-
-
-def test_same_key_with_another_body_is_refused(store: JobStore) -> None:
-    store.begin(ONCE, now=0.0)
     with pytest.raises(IdempotencyMismatch, match="'key' was used with another body"):
-        store.begin(Once("key", "other"), now=1.0)
-
-
-def test_key_whose_request_is_at_work_is_in_flight_until_it_has_a_job_or_is_given_back(store: JobStore) -> None:
-    store.begin(ONCE, now=0.0)
-    with pytest.raises(KeyInFlight, match="still at work; send it again"):
-        store.begin(ONCE, now=1.0)
-    store.release(ONCE)
-    assert store.begin(ONCE, now=2.0) is None
-    store.add(NewJob(a_job("job-1"), ONCE))
-    store.release(ONCE)
-    assert store.begin(ONCE, now=3.0) is not None
-
-
-def test_key_of_a_request_that_died_is_free_again_and_the_dead_cannot_use_it(store: JobStore) -> None:
-    store.begin(ONCE, now=0.0)
-    other = Once("key", "other")
-    assert store.begin(other, now=FLIGHT_SECONDS + 1) is None
-    with pytest.raises(KeyInFlight):
-        store.add(NewJob(a_job("job-1"), ONCE))
-    assert store.get("job-1") is None
-    store.add(NewJob(a_job("job-2"), other))
-
-
-def test_requests_that_died_with_a_service_hold_no_key(tmp_path: Path) -> None:
-    engine = open_database(f"sqlite:///{tmp_path / 'jobs.db'}")
-    store, done = SqlJobStore(engine), Once("done", "sha")
-    for once in (ONCE, done):
-        store.begin(once, now=0.0)
-    store.add(NewJob(a_job("job-1"), done))
-    store.forget_requests()
-    assert store.begin(ONCE, now=1.0) is None
-    assert store.begin(done, now=1.0) is not None
-    engine.dispose()
+        store.job_of(Once("key", "other"), now=1.0)
 
 
 def test_key_is_forgotten_after_a_day(store: JobStore) -> None:
-    store.begin(ONCE, now=0.0)
     store.add(NewJob(a_job("job-1"), ONCE))
-    assert store.begin(ONCE, now=KEPT_SECONDS + 1) is None
+    assert store.job_of(ONCE, now=KEPT_SECONDS + 1) is None
+    assert store.add(NewJob(a_job("job-2", now=KEPT_SECONDS + 1), ONCE))
 
 
 def test_one_key_used_at_once_makes_one_job(store: JobStore) -> None:
-    answers: list[str] = []
+    added: list[bool] = []
 
     def submit(number: int) -> None:
-        try:
-            known = store.begin(ONCE, now=0.0)
-        except KeyInFlight:
-            answers.append("in flight")
-            return
-        if known is None:
-            store.add(NewJob(a_job(f"job-{number}"), ONCE))
-        answers.append("new" if known is None else "known")
+        added.append(store.add(NewJob(a_job(f"job-{number}"), ONCE)))
 
     threads = [threading.Thread(target=submit, args=(number,)) for number in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert answers.count("new") == 1
-    assert len(answers) == len(threads)
+    assert (added.count(True), added.count(False)) == (1, 5)
     assert len(store.page(JobQuery())) == 1
 
 
@@ -181,32 +140,31 @@ def test_many_jobs_are_stored_at_once_with_the_keys_that_stand_for_them(store: J
     )
     assert [job.id for job in store.page(JobQuery())] == ["job-3", "job-2", "job-1"]
     assert store.page(JobQuery(labels=(("team", "nlp"),))) == [labelled]
-    assert store.begin(ONCE, now=1.0) == labelled
+    assert store.job_of(ONCE, now=1.0) == labelled
     with pytest.raises(IdempotencyMismatch):
-        store.begin(Once("other", "another"), now=1.0)
+        store.job_of(Once("other", "another"), now=1.0)
 
 
 def test_nothing_of_many_is_stored_where_a_key_stands_for_another(store: JobStore) -> None:
     added = [NewJob(a_job("job-1")), NewJob(a_job("job-2"), ONCE)]
-    store.begin(ONCE, now=0.0)
+    store.add(NewJob(a_job("job-0"), ONCE))
     assert not store.add_all(added, now=1.0)
     assert not store.add_all(
         [NewJob(a_job("job-1"), Once("new", "a")), NewJob(a_job("job-2"), Once("new", "b"))], now=1.0
     )
-    assert store.page(JobQuery()) == []
-    assert store.begin(Once("new", "c"), now=1.0) is None
+    assert [job.id for job in store.page(JobQuery())] == ["job-0"]
+    assert store.job_of(Once("new", "c"), now=1.0) is None
     assert store.add_all(added, now=KEPT_SECONDS + 1)
-    assert len(store.page(JobQuery())) == 2
+    assert len(store.page(JobQuery())) == 3
 
 
 def test_forgotten_job_is_gone_with_its_labels_and_its_key(store: JobStore) -> None:
-    store.begin(ONCE, now=0.0)
     job = a_job("job-1", labels={"team": "nlp"})
     store.add(NewJob(job, ONCE))
     assert not store.delete(replace(job, version=7), {})
     assert store.delete(job, {})
     assert (store.get("job-1"), store.page(JobQuery(labels=(("team", "nlp"),)))) == (None, [])
-    assert store.begin(ONCE, now=1.0) is None
+    assert store.job_of(ONCE, now=1.0) is None
 
 
 def test_pages_are_newest_first_and_filtered(store: JobStore) -> None:

@@ -1,0 +1,74 @@
+"""Encryption of the secrets that the database holds: Fernet, with keys of the operator."""
+
+import base64
+import hashlib
+import os
+import stat
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from cryptography.fernet import Fernet, InvalidToken
+
+from service.errors import KeyUnusable, SecretsUnreadable
+
+_SEALED = "fernet:"
+"""Begins what is encrypted; secrets of versions without encryption begin with whsec_."""
+
+
+class SecretBox:
+    """Encrypts with the first of its keys and decrypts with all; without keys it leaves secrets plain."""
+
+    def __init__(self, keys: Sequence[str] = ()) -> None:
+        self._keys = tuple(_fernet(key) for key in keys)
+
+    @property
+    def encrypts(self) -> bool:
+        """Return whether there is a key."""
+        return bool(self._keys)
+
+    def use(self, keys: Sequence[str]) -> None:
+        """Replace the keys, which may be known only once the database is open."""
+        self._keys = tuple(_fernet(key) for key in keys)
+
+    def seal(self, secret: str) -> str:
+        """Return a secret as the database holds it."""
+        return _SEALED + self._keys[0].encrypt(secret.encode()).decode() if self._keys else secret
+
+    def open(self, stored: str) -> str:
+        """Return the secret that the database holds, encrypted or plain. Raises SecretsUnreadable."""
+        if not stored.startswith(_SEALED):
+            return stored
+        for key in self._keys:
+            with suppress(InvalidToken):
+                return key.decrypt(stored.removeprefix(_SEALED)).decode()
+        raise SecretsUnreadable
+
+    def reseal(self, stored: str) -> str:
+        """Return a stored secret encrypted with the first key; the same text if it is. Raises SecretsUnreadable."""
+        secret = self.open(stored)
+        if self._keys and stored.startswith(_SEALED):
+            with suppress(InvalidToken):
+                self._keys[0].decrypt(stored.removeprefix(_SEALED))
+                return stored
+        return self.seal(secret)
+
+
+def _fernet(key: str) -> Fernet:
+    # Any text with enough entropy is a key; Fernet wants 32 bytes.
+    return Fernet(base64.urlsafe_b64encode(hashlib.sha256(key.encode()).digest()))
+
+
+def read_secret_keys(path: Path) -> tuple[str, ...]:
+    """Return the keys in a file, one a line. Raises KeyUnusable."""
+    try:
+        mode = stat.S_IMODE(os.stat(path).st_mode)
+        keys = tuple(path.read_text().split())
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "is not text"
+        raise KeyUnusable(f"{path}: {why}; it must be a readable file with a key in each line") from error
+    if mode & 0o007:
+        raise KeyUnusable(f"{path}: every user may use it (mode {mode:04o}); run chmod 600 {path}")
+    if not keys or min(map(len, keys)) < 32:
+        raise KeyUnusable(f"{path}: a key must have at least 32 characters; `openssl rand -hex 32` writes one")
+    return keys

@@ -1,0 +1,136 @@
+"""What failures of the database mean: for the caller, for readiness, and for the log."""
+
+import os
+import shutil
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import structlog
+from sqlalchemy.engine.interfaces import ExceptionContext
+from sqlalchemy.exc import DBAPIError, InterfaceError, InternalError, OperationalError
+
+from service.errors import DatabaseFull, DatabaseUnreachable, NotReady
+from service.fault_log import FaultLog
+
+log = structlog.get_logger(__name__)
+ROOM_BYTES = 1 << 20
+"""A SQLite file system with less free space counts as full: a small write may still fit, and a job would not."""
+_LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+_UNWRITABLE = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM)
+_IO = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
+_POSTGRES = {
+    "57014": "a statement took longer than TRAINSHED_DATABASE_CALL_SECONDS",
+    "55P03": "a lock was not released in time",
+    "25006": "it accepts no writes",
+    "53300": "it has no connections left",
+    "40001": "it ended the transaction because of another one",
+    "40P01": "it ended the transaction because of another one",
+}
+_FULL = "53100"
+
+
+def explain(error: BaseException, file: Path | None) -> NotReady | None:
+    """Return what a driver's error means for the caller; None if it is not an outage of the database.
+
+    `file` is the file of a SQLite database, None for Postgres.
+    """
+    if file is not None:
+        return _explain_sqlite(error, file)
+    state = getattr(error, "sqlstate", None)
+    if state == _FULL:
+        return DatabaseFull()
+    return DatabaseUnreachable.because(_POSTGRES.get(state or "", "the connection failed"))
+
+
+def _explain_sqlite(error: BaseException, file: Path) -> NotReady | None:
+    # Extended codes have the primary one in their lowest byte.
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    if code == sqlite3.SQLITE_FULL or (code in _IO and not has_room(file)):
+        return DatabaseFull()
+    if code in _LOCKED:
+        return DatabaseUnreachable.because("another process holds its lock")
+    if code in _UNWRITABLE:
+        return DatabaseUnreachable.because("it accepts no writes")
+    return DatabaseUnreachable.because("its file cannot be read or written") if code in _IO else None
+
+
+def has_room(file: Path) -> bool:
+    """Return whether the file system of a SQLite database has free space. Raises OSError."""
+    return shutil.disk_usage(file.parent).free >= ROOM_BYTES
+
+
+class DatabaseStatus:
+    """Whether a database answers and takes writes, as far as its callers have seen. Threads share it."""
+
+    def __init__(self, file: Path | None) -> None:
+        self.file = file
+        self.writes_fail = False
+        self._faults = FaultLog()
+        self._lock = threading.Lock()
+        self._away_since: float | None = None
+        self._looking = False
+
+    def translate(self, context: ExceptionContext) -> None:
+        """Raise NotReady in place of a driver's error that is an outage (a listener of `handle_error`)."""
+        error = context.sqlalchemy_exception
+        outage = isinstance(error, OperationalError | InterfaceError | InternalError)
+        if context.is_pre_ping or not outage or not isinstance(error, DBAPIError):
+            return
+        found = explain(context.original_exception, self.file)
+        if found is None:
+            return
+        if context.connection is not None:
+            # Whether reads still work is seen by reading; whether writes do, by a write.
+            self.writes_fail = True
+        self._faults.warn("database_failed", _first_line(context.original_exception), reason=found.code)
+        raise found from context.original_exception
+
+    @contextmanager
+    def connecting(self) -> Iterator[None]:
+        """Connect in the block. Raises DatabaseUnreachable at once while another caller tries to in vain.
+
+        A frozen server costs each connection attempt its whole timeout, so one caller at a time waits for it.
+        """
+        with self._lock:
+            if self._away_since is not None:
+                if self._looking:
+                    raise DatabaseUnreachable.because("the connection failed")
+                self._looking = True
+        try:
+            yield
+        except BaseException:
+            self._set_away()
+            raise
+        self._set_back()
+
+    def _set_away(self) -> None:
+        with self._lock:
+            known, self._looking = self._away_since, False
+            self._away_since = known or time.monotonic()
+        if known is None:
+            log.warning("database_away")
+
+    def _set_back(self) -> None:
+        with self._lock:
+            since, self._away_since, self._looking = self._away_since, None, False
+        if since is not None:
+            log.info("database_back", seconds=round(time.monotonic() - since, 1))
+
+    def check_room(self) -> None:
+        """Raise DatabaseFull if the file system of a SQLite database has no free space."""
+        try:
+            full = self.file is not None and not has_room(self.file)
+        except OSError as error:
+            raise DatabaseUnreachable.because(os.strerror(error.errno or 0)) from error
+        if full:
+            raise DatabaseFull
+
+
+def _first_line(error: BaseException) -> Exception:
+    """Return the error with the first line of its message alone: the rest may hold values of a row."""
+    said = " ".join(str(error).splitlines()[:1])
+    return type(error)(said) if isinstance(error, Exception) else RuntimeError(said)

@@ -1,0 +1,247 @@
+"""A real database that is stopped, frozen or locked: what callers are told, and that no key stays in flight."""
+
+import json
+import shutil
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
+from itertools import islice
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+from httpx2 import Response
+from sqlalchemy import Connection, event
+from sqlalchemy.exc import SQLAlchemyError
+
+from service import follow
+from service.adapters.memory import MemoryPreflight
+from service.adapters.sql.database import Database, open_database
+from service.adapters.sql.store import SqlJobStore
+from service.adapters.sql.tables import webhooks
+from service.ports import Findings
+from tests.support.postgres import PostgresServer, own_postgres
+from tests.support.service import KEY as OPERATOR_KEY
+from tests.support.service import FakeService, spec_body
+from tests.support.serving import serving
+from train_loop.run_dir import Parent
+from train_loop.spec import JobSpec
+
+KEY = {"Idempotency-Key": "k"}
+SECONDS = 1.0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PostgresServer]:
+    if shutil.which("initdb") is None:
+        pytest.skip("no Postgres binaries on this machine")
+    with own_postgres() as server:
+        yield server
+
+
+class Postgres:
+    """The service on a Postgres that can be stopped."""
+
+    def __init__(self, server: PostgresServer) -> None:
+        self.server, self.url = server, server.url
+
+    def break_off(self) -> None:
+        self.server.stop()
+
+    def bring_back(self) -> None:
+        self.server.start()
+
+
+class Sqlite:
+    """The service on a SQLite file that another process can lock."""
+
+    def __init__(self, file: Path) -> None:
+        self.url = f"sqlite:///{file}"
+        self._other = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
+
+    def break_off(self) -> None:
+        self._other.execute("BEGIN EXCLUSIVE")
+
+    def bring_back(self) -> None:
+        self._other.execute("ROLLBACK")
+
+
+class BreakingPreflight(MemoryPreflight):
+    """Breaks the database off while a spec is checked, once."""
+
+    database: Postgres | Sqlite | None = None
+
+    def check(self, spec: JobSpec, parent: Parent | None = None) -> Findings:
+        if self.database is not None:
+            self.database.break_off()
+            self.database = None
+        return super().check(spec, parent)
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> Postgres | Sqlite:
+    if request.param == "postgres":
+        return Postgres(request.getfixturevalue("server"))
+    return Sqlite(tmp_path / "shed.db")
+
+
+@contextmanager
+def _client(url: str, folder: Path, preflight: MemoryPreflight) -> Iterator[TestClient]:
+    database = Database(url, seconds=SECONDS)
+    database.bring_up_to_date()
+    try:
+        with FakeService(folder, store=SqlJobStore(database.engine), preflight=preflight).client() as client:
+            yield client
+    finally:
+        database.close()
+
+
+def _refused(answer: Response) -> tuple[int, str, bool]:
+    return answer.status_code, answer.json()["code"], "retry-after" in answer.headers
+
+
+AWAY = (503, "database_unreachable", True)
+
+
+def test_key_is_free_after_the_database_broke_off_during_its_post(database: Postgres | Sqlite, tmp_path: Path) -> None:
+    preflight = BreakingPreflight()
+    preflight.database = database
+    with _client(database.url, tmp_path, preflight) as client:
+        body = spec_body(labels={"n": "1"})
+        refused = client.post("/jobs", content=body, headers=KEY)
+        database.bring_back()
+        assert _refused(refused) == AWAY
+        made, again = (client.post("/jobs", content=body, headers=KEY) for _ in range(2))
+        assert (made.status_code, again.status_code) == (201, 200)
+        assert made.json()["id"] == again.json()["id"]
+        assert len(client.get("/jobs").json()["data"]) == 1
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_connection_that_breaks_at_the_commit_leaves_job_and_key_or_neither(
+    server: PostgresServer, tmp_path: Path, committed: bool
+) -> None:
+    with _client(server.url, tmp_path, MemoryPreflight()) as client:
+        store = client.app.state.jobs.store  # type: ignore[attr-defined]
+        stopped = threading.Event()
+
+        def stop(connection: Connection) -> None:
+            if not stopped.is_set():
+                stopped.set()
+                if committed:
+                    connection.connection.commit()
+                    # A transaction for the commit that comes, and fails.
+                    connection.connection.cursor().execute("SELECT 1")
+                server.stop()
+
+        event.listen(store._engine, "commit", stop)
+        body, key = spec_body(), {"Idempotency-Key": f"commit-{committed}"}
+        refused = client.post("/jobs", content=body, headers=key)
+        server.start()
+        assert _refused(refused) == AWAY
+        again = client.post("/jobs", content=body, headers=key)
+        assert again.status_code == (200 if committed else 201)
+
+
+def test_calls_while_postgres_is_stopped_are_503_and_work_once_it_is_back(
+    server: PostgresServer, tmp_path: Path
+) -> None:
+    with _client(server.url, tmp_path, MemoryPreflight()) as client:
+        assert client.get("/jobs").status_code == 200
+        server.stop()
+        try:
+            for _ in range(3):
+                assert _refused(client.get("/jobs")) == AWAY
+                assert _refused(client.post("/jobs", content=spec_body(), headers=KEY)) == AWAY
+                assert _refused(client.get("/readyz")) == AWAY
+        finally:
+            server.start()
+        assert client.get("/jobs").status_code == 200
+        assert client.get("/readyz").status_code == 200
+
+
+def test_calls_while_postgres_is_frozen_cost_their_time_limit(server: PostgresServer, tmp_path: Path) -> None:
+    with _client(f"{server.url}?connect_timeout=2", tmp_path, MemoryPreflight()) as client:
+        assert client.get("/jobs").status_code == 200
+        with server.frozen():
+            began = time.monotonic()
+            assert _refused(client.get("/jobs")) == AWAY
+            # The limit of a statement, by which the pooled connection is found out, and that of a connection.
+            assert time.monotonic() - began < SECONDS + 1 + 2 + 1
+        assert client.get("/jobs").status_code == 200
+
+
+def test_statement_that_waits_for_a_lock_on_postgres_ends_in_time_and_reads_go_on(
+    server: PostgresServer, tmp_path: Path
+) -> None:
+    with _client(server.url, tmp_path, MemoryPreflight()) as client:
+        engine = client.app.state.jobs.store._engine  # type: ignore[attr-defined]
+        with engine.connect() as other:
+            other.exec_driver_sql("LOCK TABLE jobs IN SHARE MODE")
+            assert _refused(client.post("/jobs", content=spec_body())) == AWAY
+            assert client.get("/jobs").status_code == 200
+        assert client.post("/jobs", content=spec_body()).status_code == 201
+
+
+def _locked(file: Path) -> AbstractContextManager[sqlite3.Connection]:
+    connection = sqlite3.connect(file, isolation_level=None)
+    connection.execute("BEGIN IMMEDIATE")
+    return closing(connection)
+
+
+def test_locked_sqlite_answers_reads_and_is_not_ready_until_a_write_works(tmp_path: Path) -> None:
+    file = tmp_path / "shed.db"
+    with _client(f"sqlite:///{file}?timeout=0.2", tmp_path, MemoryPreflight()) as client:
+        assert client.post("/jobs", content=spec_body()).status_code == 201
+        with _locked(file):
+            refused = client.post("/jobs", content=spec_body())
+            assert _refused(refused) == AWAY
+            assert "another process holds its lock" in refused.json()["detail"]
+            assert len(client.get("/jobs").json()["data"]) == 1
+            assert _refused(client.get("/readyz")) == AWAY
+        assert client.get("/readyz").status_code == 200
+        assert client.post("/jobs", content=spec_body()).status_code == 201
+
+
+def test_stream_ends_in_order_when_the_database_goes_away_and_is_resumed_by_its_id(
+    server: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "_END_SECONDS", 0.1)
+    database = Database(server.url, seconds=SECONDS)
+    database.bring_up_to_date()
+    service = FakeService(tmp_path, store=SqlJobStore(database.engine))
+    job_id = service.submit().id
+    service.reconciler().run_once()
+    service.metric(job_id, step=1, loss=1.0)
+    stream = {"accept": "text/event-stream", "authorization": f"Bearer {OPERATOR_KEY}"}
+    with serving(service.app()) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+        with client.stream("GET", f"/jobs/{job_id}/metrics", headers=stream) as answer:
+            lines = answer.iter_lines()
+            ids = [line for line in islice(lines, 6) if line.startswith("id: ")]
+            server.stop()
+            # A connection that is cut raises RemoteProtocolError here.
+            rest = list(lines)
+        assert "event: end" not in rest
+        server.start()
+        service.metric(job_id, step=2, loss=1.0)
+        last = {"last-event-id": ids[-1].removeprefix("id: ")}
+        with client.stream("GET", f"/jobs/{job_id}/metrics", headers=stream | last) as answer:
+            data = next(line for line in answer.iter_lines() if line.startswith("data: "))
+    database.close()
+    assert json.loads(data.removeprefix("data: "))["step"] == 2
+
+
+def test_error_of_a_failing_write_holds_no_value_of_the_row(database: Postgres | Sqlite) -> None:
+    engine = open_database(database.url)
+    with engine.begin() as connection:
+        connection.exec_driver_sql("ALTER TABLE webhooks RENAME TO elsewhere")
+    with pytest.raises(SQLAlchemyError) as failed, engine.begin() as connection:
+        connection.execute(webhooks.insert().values(id="hook-1", secret="whsec_QUJD"))
+    with engine.begin() as connection:
+        connection.exec_driver_sql("ALTER TABLE elsewhere RENAME TO webhooks")
+    engine.dispose()
+    assert "INSERT INTO webhooks" in str(failed.value)
+    assert "whsec_" not in str(failed.value)
