@@ -21,7 +21,7 @@ from train_loop.data.sources import check_allowed, check_folder, list_files
 from train_loop.data.tokenizer import load_tokenizer
 from train_loop.errors import DataError, ModelError
 from train_loop.forking import serve
-from train_loop.model.build import build_model
+from train_loop.model.build import build_model, check_rules
 from train_loop.model.freeze import freeze
 from train_loop.model.load import match_folder
 from train_loop.model.probe import Seen, check_attention, check_head, probe
@@ -61,8 +61,8 @@ def check_model(
             check_folder(spec.model.path, roots)
         shape = model_shape(spec.model)
         model, folder = build_model(spec.model), model_folder(spec.model)
-        if folder is not None:
-            match_folder(model, folder)
+        homes = match_folder(model, folder) if folder is not None else {}
+        check_rules(model, [name for name, stored in homes.items() if stored])
         seen = probe(model)
     except (ValueError, OSError) as error:
         return shape, [Problem(pointer, str(error))]
