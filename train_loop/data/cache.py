@@ -171,8 +171,11 @@ def tokenizer_home(spec: JobSpec, sources: Sequence[Source], cache: Path) -> Pat
 def fingerprint(spec: JobSpec, source: Source, tokenizer: Path | None) -> str:
     """SHA-256 of all that decides what is prepared: files, shape of rows, vocabulary, length, packing, our format."""
     columns, data = source.columns, spec.data
+    # Fields that came later are there only if they change what is prepared: older runs find what they began with.
+    later = {"messages": 2} if columns.messages else {}
     return _digest(
-        {
+        later
+        | {
             "format": FORMAT,
             "files": _described(source),
             "columns": columns.model_dump(),
