@@ -24,7 +24,7 @@ from train_loop.forking import serve
 from train_loop.model.build import build_model, check_rules
 from train_loop.model.freeze import freeze
 from train_loop.model.load import match_folder
-from train_loop.model.probe import Seen, check_attention, check_head, probe
+from train_loop.model.probe import Seen, check_attention, check_head, check_positions, probe
 from train_loop.model.tiled_mlp import apply_tiled_mlp
 from train_loop.model_folder import model_folder, model_shape, tokenizer_folder
 from train_loop.parallel.units import decoder_layers, find_units
@@ -103,6 +103,7 @@ def _wishes_not_granted(model: PreTrainedModel, seen: Seen, spec: JobSpec) -> li
         ("/strategy/ulysses_size", lambda: check_attention(seen, spec)),
         ("/strategy/wrap_policy/transformer_layer_cls_to_wrap", lambda: find_units(model, policy)),
         ("/training/chunked_loss", lambda: check_head(seen, spec)),
+        ("/data/sequence_length", lambda: check_positions(seen, spec)),
         ("/model/freeze_module_prefix", lambda: freeze(model, spec.model.freeze_module_prefix)),
     ]
     if strategy.apply_tiled_mlp:

@@ -8,13 +8,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.support.folders import write_model, write_tokenizer
-from tests.support.specs import TINY, raw_spec
+from tests.support.specs import LONGROPE, TINY, raw_spec
 from train_loop.errors import ModelError
 from train_loop.model.build import build_model
 from train_loop.model_folder import model_shape
 from train_loop.parallel.units import decoder_layers
 from train_loop.preflight import check_data, check_model
-from train_loop.spec import JobSpec, WrapPolicySpec, parse
+from train_loop.spec import JobSpec, Problem, WrapPolicySpec, parse
 
 
 def problems(root: Path, **data: Any) -> dict[str, str]:
@@ -292,3 +292,35 @@ def test_a_model_that_names_no_layers_takes_those_of_the_spec() -> None:
     with pytest.raises(ModelError, match="transformer_layer_cls_to_wrap, for example Qwen3Model, Qwen3DecoderLayer"):
         decoder_layers(model, WrapPolicySpec())
     assert len(decoder_layers(model, WrapPolicySpec(transformer_layer_cls_to_wrap=("Qwen3DecoderLayer",)))) == 2
+
+
+GPT2 = {"model_type": "gpt2", "vocab_size": 384, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 48}
+IDS = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
+DYNAMIC = TINY | {"model_type": "llama", "max_position_embeddings": 48} | IDS
+DYNAMIC |= {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (GPT2 | IDS, "sequence_length=49 is more than the 48 positions of GPT2LMHeadModel; choose at most 48"),
+        # Its table has two rows more, which no position uses.
+        (OPT | IDS | {"max_position_embeddings": 48}, "is more than the 48 positions of OPTForCausalLM"),
+        (DYNAMIC, "is more than max_position_embeddings=48, and rope_type=dynamic of LlamaForCausalLM then depends on"),
+    ],
+)
+def test_sequence_with_more_positions_than_the_model_has_is_refused_with_both_numbers(
+    config: dict[str, Any], message: str
+) -> None:
+    def problems(length: int) -> list[Problem]:
+        return check_model(parse(raw_spec(model={"config": config}, data={"sequence_length": length})), [])[1]
+
+    (problem,) = problems(49)
+    assert problem.pointer == "/data/sequence_length"
+    assert message in problem.message
+    assert problems(48) == []
+
+
+def test_models_that_compute_angles_take_any_length() -> None:
+    for config in (TINY, LONGROPE):
+        assert check_model(parse(raw_spec(model={"config": config}, data={"sequence_length": 9999})), [])[1] == []
