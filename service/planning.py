@@ -7,7 +7,7 @@ from service.domain.admission import never_fits
 from service.domain.shrink import cannot_shrink
 from service.errors import InvalidSpec
 from service.ports import Cluster, Findings, Preflight
-from train_loop.plan import ModelShape, Plan, data_starves, lay_out, plan_sizes, why_no_data_cpu, why_split
+from train_loop.plan import ModelShape, Plan, Preview, data_starves, lay_out, plan_sizes, why_no_data_cpu, why_split
 from train_loop.run_dir import Parent
 from train_loop.spec import JobSpec, Problem, SpecError
 
@@ -27,6 +27,8 @@ class PlanView:
     nodes: tuple[range, ...] | None
     """The ranks that would share a node; None where that is not known, or where they have no place."""
     warnings: tuple[str, ...]
+    preview: tuple[Preview, ...] = ()
+    """Counts of the first rows of each source of text."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,14 @@ class Planner:
 
     def view(self, spec: JobSpec) -> PlanView:
         """The largest plan, laid out over the nodes that there are. Raises as `check`."""
-        plans = self.check(spec)
+        found = self.preflight.check(spec, None)
+        plans = self._plans(spec, found)
         plan, cluster, group = plans[max(plans)], self.cluster.capacity(), spec.strategy.ulysses_size
         ranks = lay_out(spec.scaling.at(max(plans)), cluster.nodes, group=group) if cluster is not None else None
         nodes = tuple(ranks.values()) if ranks else None
-        warnings = [*plan.warnings, *self.warnings(spec, sizes_of(spec, plans))]
-        return PlanView(spec, plan, sizes_of(spec, plans), nodes, tuple(warnings))
+        notes = [note for source in found.preview for note in source.notes]
+        warnings = [*plan.warnings, *self.warnings(spec, sizes_of(spec, plans)), *notes]
+        return PlanView(spec, plan, sizes_of(spec, plans), nodes, tuple(warnings), found.preview)
 
     def warnings(self, spec: JobSpec, sizes: Sequence[int]) -> list[str]:
         """Return what the nodes of the cluster mean for a job.

@@ -28,6 +28,9 @@ from train_loop.placement import autoscaled
 from train_loop.run_dir import AttemptDir, RunDir
 from train_loop.spec import JobSpec
 
+_LEFT_OUT = ("bad_rows", "long_rows", "dropped_rows", "untrained_rows")
+"""Counts of rows that are not in the samples as they are."""
+
 
 class Trainer(TorchTrainer):  # type: ignore[misc]
     """Ray Train's trainer without two helper processes that our runs do not need.
@@ -67,12 +70,14 @@ def _prepare_samples(spec: JobSpec, run_dir: RunDir, journal: Journal) -> None:
         "tokens": dataset.tokens,
         "utilisation": round(dataset.utilisation, 4),
         "rows": sum(part.rows for part in dataset.parts),
-        "bad_rows": sum(part.bad_rows for part in dataset.parts),
+        **{name: sum(getattr(part, name) for part in dataset.parts) for name in _LEFT_OUT},
         "sources": [
             {
                 "path": ", ".join(source.paths),
                 "dataset": part.fingerprint,
                 "rows": part.rows,
+                **{name: getattr(part, name) for name in _LEFT_OUT},
+                "on_long_rows": part.on_long_rows,
                 "samples": part.samples,
                 "tokens": part.tokens,
                 "utilisation": round(part.tokens / (part.samples * dataset.sequence_length), 4),

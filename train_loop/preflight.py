@@ -8,6 +8,7 @@ service need not have; and a forked one for each question, because a damaged fil
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 from train_loop.checkpoint.manifest import metadata_name, verify
 from train_loop.checkpoint.saved import saved_shapes
 from train_loop.data.chat import load_chat_template
+from train_loop.data.preview import preview_data
 from train_loop.data.rows import check_columns, is_empty
 from train_loop.data.sources import check_allowed, check_folder, list_files
 from train_loop.data.tokenizer import load_tokenizer
@@ -28,7 +30,7 @@ from train_loop.model.probe import Seen, check_attention, check_head, check_posi
 from train_loop.model.tiled_mlp import apply_tiled_mlp
 from train_loop.model_folder import model_folder, model_shape, tokenizer_folder
 from train_loop.parallel.units import decoder_layers, find_units
-from train_loop.plan import ModelShape
+from train_loop.plan import ModelShape, Preview
 from train_loop.run_dir import Parent, RunDir
 from train_loop.spec import ColumnsSpec, JobSpec, Problem, SourceSpec, parse
 
@@ -156,12 +158,25 @@ def _tokenizer_problems(spec: JobSpec, roots: Sequence[str], shape: ModelShape) 
     return []
 
 
+def _preview(spec: JobSpec) -> list[Preview]:
+    """Return what preparing would do to the first rows; nothing for data that cannot be read, which a run reports."""
+    with suppress(ValueError, OSError):
+        return preview_data(spec)
+    return []
+
+
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """What is wrong with a spec's data and model."""
+    """Return what is wrong with a spec's data and model, the model's sizes, and counts of the first rows."""
     spec, roots = parse(question["spec"]), question["roots"]
     parent = Parent.model_validate(question["parent"]) if question["parent"] else None
     shape, problems = check_model(spec, roots, parent)
-    return {"problems": [asdict(p) for p in (*check_data(spec, roots), *problems)], "shape": shape and asdict(shape)}
+    problems = [*check_data(spec, roots), *problems]
+    preview = [] if problems else _preview(spec)
+    return {
+        "problems": [asdict(problem) for problem in problems],
+        "shape": shape and asdict(shape),
+        "preview": [asdict(source) for source in preview],
+    }
 
 
 if __name__ == "__main__":

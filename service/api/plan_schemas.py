@@ -41,6 +41,17 @@ class MemoryOut(BaseModel):
     terms: list[MemoryTermOut]
 
 
+class PreviewOut(BaseModel):
+    """What preparing would do to the first rows of a source of text."""
+
+    source: str
+    rows: int = Field(description="rows that were looked at")
+    bad_rows: int
+    long_rows: int = Field(description="rows of more than sequence_length tokens")
+    untrained_rows: int = Field(description="rows without any trained token, which are dropped")
+    on_long_rows: str = Field(description="what happens to long_rows")
+
+
 class PlanOut(BaseModel):
     """What a spec comes to."""
 
@@ -60,6 +71,7 @@ class PlanOut(BaseModel):
     parameters: int
     memory: MemoryOut
     checkpoint_bytes: int = Field(description="estimated size of one checkpoint, of which keep_last stay")
+    preview: list[PreviewOut] = Field(description="counts of the first rows of each source of text")
     warnings: list[str]
 
     @classmethod
@@ -82,5 +94,6 @@ class PlanOut(BaseModel):
             parameters=plan.shape.parameters,
             memory=MemoryOut(total_bytes=plan.memory_bytes, host_bytes=plan.host_memory_bytes, terms=terms),
             checkpoint_bytes=plan.checkpoint_bytes,
+            preview=[PreviewOut.model_validate(source, from_attributes=True) for source in view.preview],
             warnings=list(view.warnings),
         )

@@ -5,8 +5,8 @@ import re
 from bisect import bisect_left
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from jinja2 import Environment, TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from train_loop.data.dataset import IGNORE
-from train_loop.data.messages import Message, read_conversation
+from train_loop.data.messages import Message, Tools, read_conversation, read_tools
 from train_loop.data.tokenizer import TextTokenizer, load_tokenizer
 from train_loop.errors import DataError
 
@@ -44,6 +44,8 @@ class ChatTemplate:
     source: str
     variables: dict[str, str]
     marker: re.Pattern[str]
+    tools: Tools | None = None
+    """What every conversation is rendered with."""
 
     def render(self, messages: list[Message], untrained: Collection[int] = ()) -> Rendered:
         """Trained is what follows each generation prompt. Raises TemplateError or TypeError as the template does.
@@ -57,16 +59,16 @@ class ChatTemplate:
         spans = (self._answer(text, messages, turn) for turn in turns)
         return Rendered(text, [(start, stop) for start, stop in spans if start < stop])
 
-    @cached_property
-    def _names(self) -> set[str]:
-        """Every name and text in the template's code, among them the keys of messages that it uses."""
-        code = {value.strip("'\"") for _, kind, value in Environment().lex(self.source) if kind in ("name", "string")}
-        return code | _LINKS | (_THOUGHTS if code & _THOUGHTS else set())
+    @property
+    def uses_tools(self) -> bool:
+        """Whether the template reads the tools of a conversation."""
+        return "tools" in _names(self.source)
 
     def unused_key(self, messages: list[Message], text: str) -> tuple[int, str] | None:
         """Return the first message's index and key of which nothing reaches the text, which is theirs; None if none."""
         for number, message in enumerate(messages):
-            for key in [key for key in message if key not in self._names and message[key] not in ("", [], {})]:
+            strange = [key for key in message if key not in _names(self.source)]
+            for key in [key for key in strange if message[key] not in ("", [], {})]:
                 # The results of tools may name them, in whose place they stand.
                 if key == "name" and message["role"] not in ("system", "user", "assistant"):
                     continue
@@ -79,7 +81,11 @@ class ChatTemplate:
     def _render_marked(self, messages: list[Message], untrained: Collection[int]) -> Rendered:
         """As the template itself marks it with {% generation %}."""
         texts, spans = render_jinja_template(
-            [messages], chat_template=self.source, return_assistant_tokens_mask=True, **self.variables
+            [messages],
+            self.tools,
+            chat_template=self.source,
+            return_assistant_tokens_mask=True,
+            **self.variables,
         )
         silent = [self._own(texts[0], messages, turn) for turn in untrained]
         kept = [span for span in spans[0] if not any(span[0] < stop and start < span[1] for start, stop in silent)]
@@ -87,7 +93,7 @@ class ChatTemplate:
 
     def _text(self, messages: list[Message], *, prompt: bool = False) -> str:
         texts, _ = render_jinja_template(
-            [messages], chat_template=self.source, add_generation_prompt=prompt, **self.variables
+            [messages], self.tools, chat_template=self.source, add_generation_prompt=prompt, **self.variables
         )
         return str(texts[0])
 
@@ -148,6 +154,13 @@ class ChatTemplate:
 
 
 @lru_cache(maxsize=4)
+def _names(source: str) -> frozenset[str]:
+    """Return every name and text in a template's code, among them the keys of messages that it uses."""
+    code = {value.strip("'\"") for _, kind, value in Environment().lex(source) if kind in ("name", "string")}
+    return frozenset(code | _LINKS | (_THOUGHTS if code & _THOUGHTS else set()))
+
+
+@lru_cache(maxsize=4)
 def load_chat_template(folder: str) -> ChatTemplate:
     """The chat template of a tokenizer folder as Hugging Face writes it. Raises DataError where it has none."""
     special = load_tokenizer(folder).special_tokens.values()
@@ -171,10 +184,13 @@ def load_chat_template(folder: str) -> ChatTemplate:
 
 
 def encode_chat(
-    tokenizer: TextTokenizer, template: ChatTemplate, messages: Any, system_prompt: str | None
+    tokenizer: TextTokenizer, template: ChatTemplate, messages: Any, system_prompt: str | None, tools: Any = None
 ) -> tuple[list[int], list[int]]:
-    """Token ids of a conversation, ending with EOS, and their labels. Raises DataError with the reason alone."""
-    conversation = read_conversation(messages)
+    """Token ids of a conversation, ending with EOS, and their labels, all IGNORE if it has nothing to train on.
+
+    `tools` is what its row holds of them. Raises DataError with the reason alone.
+    """
+    conversation, template = read_conversation(messages), replace(template, tools=read_tools(tools))
     if system_prompt is not None and conversation.messages[0]["role"] != "system":
         conversation = conversation.after(system_prompt)
     turns, untrained = conversation.messages, conversation.untrained
@@ -188,8 +204,6 @@ def encode_chat(
             f"messages[{number - (len(turns) - len(messages))}] has the key {key!r:.60}, which the chat template does "
             "not use; remove it from the data, or use a template that does"
         )
-    if not rendered.trained and not untrained:
-        raise DataError("there is nothing to train on, as it has no assistant turn; add one or leave it out")
     # Half of a character, which JSON can write, is told here; the tokenizer would only name a type.
     rendered.text.encode()
     ids, labels, ended = _encode(tokenizer, rendered)

@@ -1,11 +1,13 @@
 """Messages of a conversation as the data holds them: their form, and which of them are trained."""
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
 from train_loop.errors import DataError
 
 Message = dict[str, Any]
+Tools = list[dict[str, Any]]
 _FORM = 'write {"role": "user", "content": "…"}'
 _SWITCHES: dict[str, tuple[type, ...]] = {"weight": (int, float), "train": (bool,)}
 """Keys that say whether a message is trained: OpenAI's, of 0 or 1, and axolotl's, of false or true."""
@@ -39,6 +41,21 @@ def read_conversation(messages: Any) -> Conversation:
             untrained.add(number)
         kept.append({key: value for key, value in own.items() if key not in _SWITCHES})
     return Conversation(kept, frozenset(untrained))
+
+
+def read_tools(cell: Any) -> Tools | None:
+    """Return the tools of a row, from a list or its JSON; None if it has none. Raises DataError."""
+    tools = cell
+    if isinstance(cell, str):
+        try:
+            tools = json.loads(cell) if cell.strip() else None
+        except ValueError as error:
+            raise DataError(f"tools must be a list or its JSON: {error}") from error
+    if tools is None or tools == []:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(f"tools must be a list of objects, and is {tools!r:.60}")
+    return tools
 
 
 def _problem(message: Any) -> str | None:

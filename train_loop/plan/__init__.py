@@ -17,6 +17,7 @@ from train_loop.plan.mask import MASK_BYTES, mask_bytes
 from train_loop.plan.memory import MemoryTerm
 from train_loop.plan.mesh import MeshPlan, groups_across_hosts, plan_mesh
 from train_loop.plan.plan import Plan, plan_job, plan_sizes
+from train_loop.plan.preview import Preview
 from train_loop.plan.resources import DATA_CPUS, data_starves, needed, too_big
 from train_loop.plan.shape import ModelShape, read_shape
 
@@ -32,6 +33,7 @@ __all__ = [
     "ModelShape",
     "Origin",
     "Plan",
+    "Preview",
     "chunk_rows",
     "data_starves",
     "groups_across_hosts",

@@ -1,5 +1,6 @@
 """What the service can say of data before anything runs: place, existence, columns, emptiness."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from train_loop.errors import ModelError
 from train_loop.model.build import build_model
 from train_loop.model_folder import model_shape
 from train_loop.parallel.units import decoder_layers
-from train_loop.preflight import check_data, check_model
+from train_loop.preflight import answer, check_data, check_model
 from train_loop.spec import JobSpec, Problem, WrapPolicySpec, parse
 
 
@@ -324,3 +325,39 @@ def test_sequence_with_more_positions_than_the_model_has_is_refused_with_both_nu
 def test_models_that_compute_angles_take_any_length() -> None:
     for config in (TINY, LONGROPE):
         assert check_model(parse(raw_spec(model={"config": config}, data={"sequence_length": 9999})), [])[1] == []
+
+
+def test_preview_counts_the_first_rows_and_names_what_is_left_out(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "t")
+    (tmp_path / "t" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    long = [*talk, {"role": "assistant", "content": "x" * 99}]
+    rows = [{"m": talk}, {"m": long, "tools": [{}]}, {"m": talk[:1]}, {"m": "?"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = {"train": {"path": f"{tmp_path}/a.jsonl"}, "columns": {"messages": "m"}, "on_bad_rows": "skip"}
+    raw = raw_spec(data=data, model={"tokenizer": str(tmp_path / "t")})
+
+    def preview(**data: Any) -> dict[str, Any]:
+        question = {"spec": raw | {"data": raw["data"] | data}, "roots": [f"file://{tmp_path}"], "parent": None}
+        found = answer(question)
+        assert found["problems"] == []
+        (only,) = found["preview"]
+        return dict(only)
+
+    found = preview()
+    assert {name: found[name] for name in ("rows", "bad_rows", "long_rows", "untrained_rows", "on_long_rows")} == {
+        "rows": 4,
+        "bad_rows": 1,
+        "long_rows": 1,
+        "untrained_rows": 1,
+        "on_long_rows": "drop",
+    }
+    assert [note.partition(": ")[2].split(" rows ")[-1][:40] for note in found["notes"]][:3] == [
+        "cannot be trained on, the first because ",
+        "are longer than sequence_length=32 and a",
+        "have no token that is trained and are dr",
+    ]
+    assert "the column 'tools' is not used" in found["notes"][3]
+    assert (
+        "does not use the tools of column 'tools'" in preview(columns={"messages": "m", "tools": "tools"})["notes"][-1]
+    )
