@@ -7,7 +7,18 @@ from service.domain.admission import never_fits
 from service.domain.shrink import cannot_shrink
 from service.errors import InvalidSpec
 from service.ports import Cluster, Findings, Preflight
-from train_loop.plan import ModelShape, Plan, Preview, data_starves, lay_out, plan_sizes, why_no_data_cpu, why_split
+from train_loop.plan import (
+    ModelShape,
+    Plan,
+    Preview,
+    data_starves,
+    device_problems,
+    forgotten_gpu,
+    lay_out,
+    plan_sizes,
+    why_no_data_cpu,
+    why_split,
+)
 from train_loop.run_dir import Parent
 from train_loop.spec import JobSpec, Problem, SpecError
 
@@ -52,7 +63,7 @@ class Planner:
         cluster = self.cluster.capacity()
         fewest = spec.scaling.at(min(plans, default=spec.scaling.bounds[0]))
         starves = data_starves(fewest, cluster.total if cluster else None)
-        problems = [*([starves] if starves else []), *broken, *found.problems]
+        problems = [*([starves] if starves else []), *device_problems(spec.scaling), *broken, *found.problems]
         if problems or not plans:
             raise InvalidSpec(problems)
         return plans
@@ -71,8 +82,8 @@ class Planner:
     def warnings(self, spec: JobSpec, sizes: Sequence[int]) -> list[str]:
         """Return what the nodes of the cluster mean for a job.
 
-        It never starts, its Ulysses groups cross nodes, or it is elastic and cannot shrink. `sizes` are the numbers of
-        workers that an elastic job can run with.
+        It never starts, its Ulysses groups cross nodes, it asks for none of their GPUs, or it is elastic and cannot
+        shrink. `sizes` are the numbers of workers that an elastic job can run with.
         """
         fewest, most = (min(sizes), max(sizes)) if sizes else spec.scaling.bounds
         cluster, group = self.cluster.capacity(), spec.strategy.ulysses_size
@@ -80,7 +91,11 @@ class Planner:
         split = why_split(spec.scaling.at(most), cluster.nodes, group=group) if cluster is not None else None
         starves = why_no_data_cpu(spec.scaling.at(most), cluster.nodes, group=group) if cluster is not None else None
         stuck = cannot_shrink(spec.scaling, tuple(sizes), cluster) if sizes else None
-        return [*([f"the job would stay QUEUED: {never}"] if never else []), *filter(None, (split, starves, stuck))]
+        idle = forgotten_gpu(spec.scaling, cluster.total) if cluster is not None else None
+        return [
+            *([f"the job would stay QUEUED: {never}"] if never else []),
+            *filter(None, (split, starves, idle, stuck)),
+        ]
 
 
 def sizes_of(spec: JobSpec, plans: Plans) -> tuple[int, ...]:

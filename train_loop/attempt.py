@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ray
 from fsspec.implementations.memory import MemoryFileSystem
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -25,6 +26,7 @@ from train_loop.failure import cause
 from train_loop.inputs import read_inputs
 from train_loop.journal import Journal
 from train_loop.placement import autoscaled
+from train_loop.plan import forgotten_gpu
 from train_loop.run_dir import AttemptDir, RunDir
 from train_loop.spec import JobSpec
 
@@ -50,6 +52,8 @@ def prepare_samples(spec: JobSpec, run_dir: RunDir, journal: Journal) -> None:
 
     Waits for storage that is away. Raises UserError, and StorageUnavailable if it stays away.
     """
+    if ray.is_initialized() and (warning := forgotten_gpu(spec.scaling, ray.cluster_resources())):
+        journal.warn(warning)
     away: list[str] = []
 
     def tell(paths: str, error: BaseException) -> None:

@@ -109,6 +109,26 @@ def test_running_job_shows_progress_attempts_and_lost_work(client: TestClient, s
     }
 
 
+@pytest.mark.parametrize("path", ["/jobs", "/jobs/plan"])
+@pytest.mark.parametrize(("each", "said"), [({"TPU": 4}, "TPU is not a device"), ({"GPU": 0.5}, "GPU: 0.5 per worker")])
+def test_worker_with_a_device_that_it_would_not_use_is_refused(
+    client: TestClient, path: str, each: dict[str, float], said: str
+) -> None:
+    answer = client.post(path, content=spec_body(scaling={"num_workers": 1, "resources_per_worker": each}))
+    assert answer.status_code == 422
+    (error,) = answer.json()["errors"]
+    assert error["pointer"] == "/scaling/resources_per_worker"
+    assert error["message"].startswith(said)
+
+
+def test_plan_and_job_warn_of_gpus_that_the_job_does_not_ask_for(client: TestClient, service: FakeService) -> None:
+    service.cluster.total = {"CPU": 16.0, "GPU": 2.0}
+    warning = "the job asks for no GPU and trains on CPUs, and the cluster has 2 GPU"
+    for path in ("/jobs/plan", "/jobs"):
+        (said,) = client.post(path, content=spec_body()).json()["warnings"]
+        assert said.startswith(warning)
+
+
 def test_hours_count_attempts_and_are_told_by_day(client: TestClient, service: FakeService) -> None:
     service.cluster.total = {"CPU": 16.0, "GPU": 2.0}
     service.clock.now = datetime(2026, 11, 21, 23, tzinfo=UTC).timestamp()

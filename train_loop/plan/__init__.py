@@ -1,6 +1,7 @@
 """Pure arithmetic: degrees → mesh, batches → steps, parameters → memory, workers → resources. Torch-free."""
 
 from train_loop.plan.batch import START, BatchPlan, Origin, plan_batch, plan_samples, plan_steps
+from train_loop.plan.devices import device_problems, forgotten_gpu
 from train_loop.plan.head import chunk_rows
 from train_loop.plan.layout import (
     AUTOSCALED_VARIABLE,
@@ -36,6 +37,8 @@ __all__ = [
     "Preview",
     "chunk_rows",
     "data_starves",
+    "device_problems",
+    "forgotten_gpu",
     "groups_across_hosts",
     "lay_out",
     "list_ranks",
