@@ -1,7 +1,7 @@
 """What a spec comes to on the cluster that there is: its plans, or every rule that it breaks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from service.domain.admission import never_fits
 from service.domain.shrink import cannot_shrink
@@ -11,6 +11,7 @@ from train_loop.plan import (
     ModelShape,
     Plan,
     Preview,
+    check_schedule,
     data_starves,
     device_problems,
     forgotten_gpu,
@@ -40,6 +41,8 @@ class PlanView:
     warnings: tuple[str, ...]
     preview: tuple[Preview, ...] = ()
     """Counts of the first rows of each source of text."""
+    steps: int | None = None
+    """Optimizer steps of the run, if they are known before the data is prepared."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,9 @@ class Planner:
 
     def check(self, spec: JobSpec, parent: Parent | None = None) -> Plans:
         """The plans, after a look at data and model. Raises InvalidSpec, PreflightFailed."""
-        return self._plans(spec, self.preflight.check(spec, parent))
+        found = self.preflight.check(spec, parent)
+        # A clone's steps depend on where its parent stands.
+        return self._plans(spec, found if parent is None else replace(found, count=None))
 
     def known(self, spec: JobSpec) -> Plans | None:
         """The plans, if data and model were found in order a moment ago. Raises InvalidSpec."""
@@ -63,7 +68,8 @@ class Planner:
         cluster = self.cluster.capacity()
         fewest = spec.scaling.at(min(plans, default=spec.scaling.bounds[0]))
         starves = data_starves(fewest, cluster.total if cluster else None)
-        problems = [*([starves] if starves else []), *device_problems(spec.scaling), *broken, *found.problems]
+        _, unfit = _schedule(spec, plans, found)
+        problems = [*([starves] if starves else []), *device_problems(spec.scaling), *broken, *unfit, *found.problems]
         if problems or not plans:
             raise InvalidSpec(problems)
         return plans
@@ -77,7 +83,8 @@ class Planner:
         nodes = tuple(ranks.values()) if ranks else None
         notes = [note for source in found.preview for note in source.notes]
         warnings = [*plan.warnings, *self.warnings(spec, sizes_of(spec, plans)), *notes]
-        return PlanView(spec, plan, sizes_of(spec, plans), nodes, tuple(warnings), found.preview)
+        steps, _ = _schedule(spec, plans, found)
+        return PlanView(spec, plan, sizes_of(spec, plans), nodes, tuple(warnings), found.preview, steps)
 
     def warnings(self, spec: JobSpec, sizes: Sequence[int]) -> list[str]:
         """Return what the nodes of the cluster mean for a job.
@@ -101,6 +108,13 @@ class Planner:
 def sizes_of(spec: JobSpec, plans: Plans) -> tuple[int, ...]:
     """The numbers of workers that an elastic job can run with."""
     return tuple(plans) if spec.scaling.elastic else ()
+
+
+def _schedule(spec: JobSpec, plans: Plans, found: Findings) -> tuple[int | None, list[Problem]]:
+    """Return the steps of a job, as far as its data tells, and what is wrong with its schedule then."""
+    if not plans or found.count is None:
+        return spec.training.max_steps, []
+    return check_schedule(spec.training, found.count, global_batch=plans[max(plans)].batch.global_batch)
 
 
 def _planned(spec: JobSpec, shape: ModelShape | None) -> tuple[Plans, list[Problem]]:

@@ -190,6 +190,9 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
         """Write events in their order, and one line of the driver's log for each."""
         while (event := self._events.get()) is not None:
             name, fields = event
+            if name == "workers_lost" and self._ended_by_error():
+                # The job ends of what a user must correct: nothing was lost, and nothing is tried again.
+                continue
             # A fault here must not end the reports of a run.
             try:
                 self._journal.event(name, **fields)
@@ -198,6 +201,13 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
             log.info(
                 "%s: %s", name, ", ".join(f"{field}={value}" for field, value in fields.items() if field != "time")
             )
+
+    def _ended_by_error(self) -> bool:
+        """Return whether a rank has reported an error that ends the job; False if its events cannot be read."""
+        end: dict[str, Any] | None = None
+        with storage_may_fail(lambda error: log.warning("the ranks' events cannot be read: %s", error)):
+            end = last_word(self._attempt)
+        return end is not None and end.get("result") == "failed" and not end.get("retryable")
 
     def declare_lost(self, host: str) -> None:
         """Have Ray treat a host as dead, so that it restarts what ran there elsewhere."""

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from train_loop.checkpoint.manifest import metadata_name, verify
 from train_loop.checkpoint.saved import saved_shapes
 from train_loop.data.chat import load_chat_template
+from train_loop.data.count import count_samples
 from train_loop.data.preview import preview_data
 from train_loop.data.rows import check_columns, is_empty
 from train_loop.data.sources import check_allowed, check_folder, list_files
@@ -30,7 +31,7 @@ from train_loop.model.probe import Seen, check_attention, check_head, check_posi
 from train_loop.model.tiled_mlp import apply_tiled_mlp
 from train_loop.model_folder import model_folder, model_shape, tokenizer_folder
 from train_loop.parallel.units import decoder_layers, find_units
-from train_loop.plan import ModelShape, Preview
+from train_loop.plan import ModelShape, Preview, SampleCount
 from train_loop.run_dir import Parent, RunDir
 from train_loop.spec import ColumnsSpec, JobSpec, Problem, SourceSpec, parse
 
@@ -165,17 +166,24 @@ def _preview(spec: JobSpec) -> list[Preview]:
     return []
 
 
+def _count(spec: JobSpec) -> SampleCount | None:
+    with suppress(ValueError, OSError):
+        return count_samples(spec)
+    return None
+
+
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     """Return what is wrong with a spec's data and model, the model's sizes, and counts of the first rows."""
     spec, roots = parse(question["spec"]), question["roots"]
     parent = Parent.model_validate(question["parent"]) if question["parent"] else None
     shape, problems = check_model(spec, roots, parent)
     problems = [*check_data(spec, roots), *problems]
-    preview = [] if problems else _preview(spec)
+    preview, count = ([], None) if problems else (_preview(spec), _count(spec))
     return {
         "problems": [asdict(problem) for problem in problems],
         "shape": shape and asdict(shape),
         "preview": [asdict(source) for source in preview],
+        "count": count and asdict(count),
     }
 
 

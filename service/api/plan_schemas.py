@@ -67,7 +67,7 @@ class PlanOut(BaseModel):
     micro_batch_size: int
     gradient_accumulation_steps: int
     tokens_per_step: int
-    steps: int | None = Field(description="null until the data is prepared, unless max_steps says it")
+    steps: int | None = Field(description="null if they are known only when the data is prepared")
     parameters: int
     memory: MemoryOut
     checkpoint_bytes: int = Field(description="estimated size of one checkpoint, of which keep_last stay")
@@ -90,7 +90,7 @@ class PlanOut(BaseModel):
             micro_batch_size=plan.batch.per_device,
             gradient_accumulation_steps=plan.batch.accumulation,
             tokens_per_step=plan.batch.global_batch * spec.data.sequence_length,
-            steps=spec.training.max_steps,
+            steps=view.steps,
             parameters=plan.shape.parameters,
             memory=MemoryOut(total_bytes=plan.memory_bytes, host_bytes=plan.host_memory_bytes, terms=terms),
             checkpoint_bytes=plan.checkpoint_bytes,

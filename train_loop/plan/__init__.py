@@ -1,6 +1,6 @@
 """Pure arithmetic: degrees → mesh, batches → steps, parameters → memory, workers → resources. Torch-free."""
 
-from train_loop.plan.batch import START, BatchPlan, Origin, plan_batch, plan_samples, plan_steps
+from train_loop.plan.batch import START, BatchPlan, Origin, check_schedule, plan_batch, plan_samples, plan_steps
 from train_loop.plan.devices import device_problems, forgotten_gpu
 from train_loop.plan.head import chunk_rows
 from train_loop.plan.layout import (
@@ -18,7 +18,7 @@ from train_loop.plan.mask import MASK_BYTES, mask_bytes
 from train_loop.plan.memory import MemoryTerm
 from train_loop.plan.mesh import MeshPlan, groups_across_hosts, plan_mesh
 from train_loop.plan.plan import Plan, plan_job, plan_sizes
-from train_loop.plan.preview import Preview
+from train_loop.plan.preview import Preview, SampleCount
 from train_loop.plan.resources import DATA_CPUS, data_starves, needed, too_big
 from train_loop.plan.shape import ModelShape, read_shape
 
@@ -35,6 +35,8 @@ __all__ = [
     "Origin",
     "Plan",
     "Preview",
+    "SampleCount",
+    "check_schedule",
     "chunk_rows",
     "data_starves",
     "device_problems",

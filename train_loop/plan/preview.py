@@ -1,6 +1,15 @@
-"""Counts of the first rows of a source, before a job runs."""
+"""What is known of the data before a job runs."""
 
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SampleCount:
+    """Samples of an epoch of the training data."""
+
+    samples: int
+    exact: bool
+    """False if there may be fewer."""
 
 
 @dataclass(frozen=True)

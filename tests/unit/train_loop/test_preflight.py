@@ -361,3 +361,40 @@ def test_preview_counts_the_first_rows_and_names_what_is_left_out(tmp_path: Path
     assert (
         "does not use the tools of column 'tools'" in preview(columns={"messages": "m", "tools": "tools"})["notes"][-1]
     )
+
+
+BERT = {
+    "model_type": "bert",
+    "vocab_size": 384,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+} | IDS
+BERT |= {"intermediate_size": 48, "is_decoder": True}
+
+
+def test_parameter_that_units_share_is_found_on_meta_with_the_classes_to_choose() -> None:
+    _, (problem,) = check_model(parse(raw_spec(model={"config": BERT})), [])
+    assert problem.pointer == "/strategy/wrap_policy/transformer_layer_cls_to_wrap"
+    assert problem.message.startswith(
+        "bert.embeddings.word_embeddings.weight and cls.predictions.decoder.weight of BertLMHeadModel are one parameter"
+    )
+    assert problem.message.endswith("set strategy.wrap_policy.transformer_layer_cls_to_wrap: [BertLayer]")
+    policy = {"wrap_policy": {"transformer_layer_cls_to_wrap": ["BertLayer"]}}
+    assert check_model(parse(raw_spec(model={"config": BERT}, strategy=policy)), [])[1] == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "packing", "samples", "exact"),
+    [(None, False, 5, True), ("truncate", False, 3, True), ("drop", False, 2, True), (None, True, 5, False)],
+)
+def test_samples_of_tokenised_rows_are_counted_by_their_lengths(
+    tmp_path: Path, rule: str | None, packing: bool, samples: int, exact: bool
+) -> None:
+    pq.write_table(pa.table({"ids": [[1] * 32, [1] * 70, [1], []]}), tmp_path / "a.parquet")
+    data = {"train": {"path": f"{tmp_path}/a.parquet"}, "columns": {"input_ids": "ids"}}
+    raw = raw_spec(data=data | {"on_long_rows": rule, "packing": packing})
+    assert answer({"spec": raw, "roots": [f"file://{tmp_path}"], "parent": None})["count"] == {
+        "samples": samples,
+        "exact": exact,
+    }
