@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch.distributed as dist
 
@@ -102,8 +103,9 @@ def loop(run: Run, saver: Saver, watchdog: Watchdog) -> Stop | None:
         # Once in a while: an evaluation, told on the line of its step.
         with clock.waiting():
             evaluation = evaluate_if_due(run)
+        state.losses.add(result.loss)
+        measured = measure(state.losses.mean, result, evaluation)
         record_step(run, result, clock, agreed, evaluation)
-        measured = measure(result, evaluation)
         collect_garbage(state.step)
         # Once in a while: a checkpoint. Every rank saves or none does: a save is collective.
         if times.due(state.step) or agreed.save or (agreed.look and watch.sees_news(run.journal)):
@@ -143,12 +145,16 @@ def prove(run: Run, result: StepResult) -> None:
 
 
 def evaluate_if_due(run: Run) -> Evaluation | None:
-    """The loss on the eval data every eval_steps steps and at the run's end, otherwise None; a collective call."""
+    """Return the loss on the eval data every eval_steps steps and at the run's end, otherwise None; a collective call.
+
+    It is that of the averaged weights if the run keeps an average.
+    """
     every = run.spec.training.eval_steps
     if every is None or (run.state.step % every and not run.done):
         return None
     assert run.evaluation is not None, "a spec with eval_steps has eval data"
-    found = evaluate(run.loss, run.evaluation, run.mesh, per_device=run.batch.per_device)
+    with run.state.ema.applied() if run.state.ema is not None else nullcontext():
+        found = evaluate(run.loss, run.evaluation, run.mesh, per_device=run.batch.per_device)
     log.info("evaluated: loss %.4f, perplexity %.2f, %.2f s", found.loss, found.perplexity, found.seconds)
     return found
 
