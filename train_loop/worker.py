@@ -23,6 +23,7 @@ from train_loop.heartbeat import Phase
 from train_loop.journal import group_journal
 from train_loop.metrics import measure, record_start, record_step
 from train_loop.nonfinite import count_skips
+from train_loop.out_of_memory import memory_watched
 from train_loop.patience import retry_storage
 from train_loop.preemption import PreemptionWatch
 from train_loop.profiling import profiled
@@ -42,7 +43,7 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
     log.info("rank %d of %d: building %s", session.rank, session.world, model)
     journal = group_journal(session.run_dir, session.token, rank=session.rank)
     journal.event("workers_ready", world=session.world)
-    with watched(session) as watchdog:
+    with watched(session) as watchdog, memory_watched(spec, session):
         run = build_run(spec, session, dataset, evaluation)
         saver = Saver(session, run.journal, spec.checkpoint, spec.strategy.save_mode)
         with no_garbage_collection():

@@ -8,11 +8,22 @@ import torch
 from torch import nn
 
 from train_loop.errors import ModelError, UserError
+from train_loop.plan.memory import Place
 
 _ELSEWHERE = (UserError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError)
 """Errors that are named already, or that come from memory, a device or the network."""
 _COLLECTIVES = ("/torch/distributed/", "/torch/_dynamo/", "/torch/_inductor/")
 """Places in torch whose errors come from other ranks, or from compilers and their caches."""
+_ALLOCATORS = ("can't allocate memory", "not enough memory: you tried to allocate")
+"""How torch's allocators of host memory say it, in a RuntimeError."""
+
+
+def full_memory(error: BaseException) -> Place | None:
+    """Return which memory an error says is full; None if it says nothing of memory."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "device"
+    said_so = type(error) is RuntimeError and any(phrase in str(error) for phrase in _ALLOCATORS)
+    return "host" if said_so or isinstance(error, MemoryError) else None
 
 
 @contextmanager
@@ -23,6 +34,8 @@ def own_faults(model: nn.Module) -> Iterator[None]:
     except _ELSEWHERE:
         raise
     except Exception as error:  # what a model can raise has no common class
+        if full_memory(error) is not None:
+            raise
         frames = traceback.extract_tb(error.__traceback__)
         if any(place in frame.filename for frame in frames for place in _COLLECTIVES):
             raise

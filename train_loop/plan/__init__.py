@@ -19,6 +19,7 @@ from train_loop.plan.memory import MemoryTerm
 from train_loop.plan.mesh import MeshPlan, groups_across_hosts, plan_mesh
 from train_loop.plan.plan import Plan, plan_job, plan_sizes
 from train_loop.plan.preview import Preview, SampleCount
+from train_loop.plan.remedies import memory_remedies
 from train_loop.plan.resources import DATA_CPUS, data_starves, needed, too_big
 from train_loop.plan.shape import ModelShape, read_shape
 
@@ -45,6 +46,7 @@ __all__ = [
     "lay_out",
     "list_ranks",
     "mask_bytes",
+    "memory_remedies",
     "missing_places",
     "needed",
     "no_place",
