@@ -1,13 +1,25 @@
 """What a spec comes to on the cluster that there is: its plans, or every rule that it breaks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from service.domain.admission import never_fits
 from service.domain.shrink import cannot_shrink
 from service.errors import InvalidSpec
 from service.ports import Cluster, Findings, Preflight
-from train_loop.plan import ModelShape, Plan, data_starves, lay_out, plan_sizes, why_no_data_cpu, why_split
+from train_loop.plan import (
+    ModelShape,
+    Plan,
+    Preview,
+    check_schedule,
+    data_starves,
+    device_problems,
+    forgotten_gpu,
+    lay_out,
+    plan_sizes,
+    why_no_data_cpu,
+    why_split,
+)
 from train_loop.run_dir import Parent
 from train_loop.spec import JobSpec, Problem, SpecError
 
@@ -27,6 +39,10 @@ class PlanView:
     nodes: tuple[range, ...] | None
     """The ranks that would share a node; None where that is not known, or where they have no place."""
     warnings: tuple[str, ...]
+    preview: tuple[Preview, ...] = ()
+    """Counts of the first rows of each source of text."""
+    steps: int | None = None
+    """Optimizer steps of the run, if they are known before the data is prepared."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +54,9 @@ class Planner:
 
     def check(self, spec: JobSpec, parent: Parent | None = None) -> Plans:
         """The plans, after a look at data and model. Raises InvalidSpec, PreflightFailed."""
-        return self._plans(spec, self.preflight.check(spec, parent))
+        found = self.preflight.check(spec, parent)
+        # A clone's steps depend on where its parent stands.
+        return self._plans(spec, found if parent is None else replace(found, count=None))
 
     def known(self, spec: JobSpec) -> Plans | None:
         """The plans, if data and model were found in order a moment ago. Raises InvalidSpec."""
@@ -50,25 +68,29 @@ class Planner:
         cluster = self.cluster.capacity()
         fewest = spec.scaling.at(min(plans, default=spec.scaling.bounds[0]))
         starves = data_starves(fewest, cluster.total if cluster else None)
-        problems = [*([starves] if starves else []), *broken, *found.problems]
+        _, unfit = _schedule(spec, plans, found)
+        problems = [*([starves] if starves else []), *device_problems(spec.scaling), *broken, *unfit, *found.problems]
         if problems or not plans:
             raise InvalidSpec(problems)
         return plans
 
     def view(self, spec: JobSpec) -> PlanView:
         """The largest plan, laid out over the nodes that there are. Raises as `check`."""
-        plans = self.check(spec)
+        found = self.preflight.check(spec, None)
+        plans = self._plans(spec, found)
         plan, cluster, group = plans[max(plans)], self.cluster.capacity(), spec.strategy.ulysses_size
         ranks = lay_out(spec.scaling.at(max(plans)), cluster.nodes, group=group) if cluster is not None else None
         nodes = tuple(ranks.values()) if ranks else None
-        warnings = [*plan.warnings, *self.warnings(spec, sizes_of(spec, plans))]
-        return PlanView(spec, plan, sizes_of(spec, plans), nodes, tuple(warnings))
+        notes = [note for source in found.preview for note in source.notes]
+        warnings = [*plan.warnings, *self.warnings(spec, sizes_of(spec, plans)), *notes]
+        steps, _ = _schedule(spec, plans, found)
+        return PlanView(spec, plan, sizes_of(spec, plans), nodes, tuple(warnings), found.preview, steps)
 
     def warnings(self, spec: JobSpec, sizes: Sequence[int]) -> list[str]:
         """Return what the nodes of the cluster mean for a job.
 
-        It never starts, its Ulysses groups cross nodes, or it is elastic and cannot shrink. `sizes` are the numbers of
-        workers that an elastic job can run with.
+        It never starts, its Ulysses groups cross nodes, it asks for none of their GPUs, or it is elastic and cannot
+        shrink. `sizes` are the numbers of workers that an elastic job can run with.
         """
         fewest, most = (min(sizes), max(sizes)) if sizes else spec.scaling.bounds
         cluster, group = self.cluster.capacity(), spec.strategy.ulysses_size
@@ -76,12 +98,23 @@ class Planner:
         split = why_split(spec.scaling.at(most), cluster.nodes, group=group) if cluster is not None else None
         starves = why_no_data_cpu(spec.scaling.at(most), cluster.nodes, group=group) if cluster is not None else None
         stuck = cannot_shrink(spec.scaling, tuple(sizes), cluster) if sizes else None
-        return [*([f"the job would stay QUEUED: {never}"] if never else []), *filter(None, (split, starves, stuck))]
+        idle = forgotten_gpu(spec.scaling, cluster.total) if cluster is not None else None
+        return [
+            *([f"the job would stay QUEUED: {never}"] if never else []),
+            *filter(None, (split, starves, idle, stuck)),
+        ]
 
 
 def sizes_of(spec: JobSpec, plans: Plans) -> tuple[int, ...]:
     """The numbers of workers that an elastic job can run with."""
     return tuple(plans) if spec.scaling.elastic else ()
+
+
+def _schedule(spec: JobSpec, plans: Plans, found: Findings) -> tuple[int | None, list[Problem]]:
+    """Return the steps of a job, as far as its data tells, and what is wrong with its schedule then."""
+    if not plans or found.count is None:
+        return spec.training.max_steps, []
+    return check_schedule(spec.training, found.count, global_batch=plans[max(plans)].batch.global_batch)
 
 
 def _planned(spec: JobSpec, shape: ModelShape | None) -> tuple[Plans, list[Problem]]:

@@ -16,7 +16,7 @@ from train_loop.model.attention import apply_attention
 from train_loop.model.build import build_model
 from train_loop.model.freeze import freeze
 from train_loop.model.load import give_weights
-from train_loop.model.probe import check_attention, check_head, probe
+from train_loop.model.probe import check_attention, check_head, check_positions, probe
 from train_loop.model_folder import model_shape
 from train_loop.optim import Ema, build_optimizers, build_scheduler, time_optimizers
 from train_loop.parallel.compile import CompileWatch
@@ -121,6 +121,7 @@ def build_sharded(spec: JobSpec, plan: Plan, mesh: Mesh) -> Sharded:
     seen = probe(model)
     check_attention(seen, spec)
     check_head(seen, spec)
+    check_positions(seen, spec)
     apply_attention(model, spec, mesh.device)
     freeze(model, spec.model.freeze_module_prefix)
     blueprint = copy.deepcopy(model)

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ray
 from fsspec.implementations.memory import MemoryFileSystem
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -26,9 +27,13 @@ from train_loop.failure import cause
 from train_loop.inputs import read_inputs
 from train_loop.journal import Journal
 from train_loop.placement import autoscaled
+from train_loop.plan import forgotten_gpu
 from train_loop.readable import own_readable
 from train_loop.run_dir import AttemptDir, RunDir
 from train_loop.spec import JobSpec
+
+_LEFT_OUT = ("bad_rows", "long_rows", "dropped_rows", "untrained_rows")
+"""Counts of rows that are not in the samples as they are."""
 
 
 class Trainer(TorchTrainer):  # type: ignore[misc]
@@ -49,6 +54,8 @@ def prepare_samples(spec: JobSpec, run_dir: RunDir, journal: Journal) -> None:
 
     Waits for storage that is away. Raises UserError, and StorageUnavailable if it stays away.
     """
+    if ray.is_initialized() and (warning := forgotten_gpu(spec.scaling, ray.cluster_resources())):
+        journal.warn(warning)
     away: list[str] = []
 
     def tell(paths: str, error: BaseException) -> None:
@@ -69,12 +76,14 @@ def _prepare_samples(spec: JobSpec, run_dir: RunDir, journal: Journal) -> None:
         "tokens": dataset.tokens,
         "utilisation": round(dataset.utilisation, 4),
         "rows": sum(part.rows for part in dataset.parts),
-        "bad_rows": sum(part.bad_rows for part in dataset.parts),
+        **{name: sum(getattr(part, name) for part in dataset.parts) for name in _LEFT_OUT},
         "sources": [
             {
                 "path": ", ".join(source.paths),
                 "dataset": part.fingerprint,
                 "rows": part.rows,
+                **{name: getattr(part, name) for name in _LEFT_OUT},
+                "on_long_rows": part.on_long_rows,
                 "samples": part.samples,
                 "tokens": part.tokens,
                 "utilisation": round(part.tokens / (part.samples * dataset.sequence_length), 4),

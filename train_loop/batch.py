@@ -16,6 +16,7 @@ from train_loop.data.dataset import IGNORE, Dataset, Rows
 from train_loop.data.order import Ids
 from train_loop.errors import DataError
 from train_loop.model.attention import attention_inputs
+from train_loop.model.positions import position_inputs
 from train_loop.parallel.mesh import Mesh
 
 
@@ -109,7 +110,8 @@ def micro_batches(batch: StepBatch, size: int, model: PreTrainedModel, mesh: Mes
             batch.labels[rows, mine],
             None if weights is None else weights[rows, mine],
             batch.position_ids[rows, mine],
-            attention_inputs(model, batch.position_ids[rows]),
+            attention_inputs(model, batch.position_ids[rows])
+            | position_inputs(model, batch.position_ids[rows], batch.lengths[rows]),
             last=start + size >= len(batch.samples),
         )
 

@@ -22,12 +22,12 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, Wor
 from ray.train.v2._internal.execution.callback import ControllerCallback
 
 from train_loop import heartbeat
-from train_loop.errors import RunEndedError
-from train_loop.failure import reason
+from train_loop.errors import RunEndedError, TooLittleMemoryError
+from train_loop.failure import killed_for_memory, reason
 from train_loop.fencing import EPOCH_VARIABLE, NewestEpoch, begin_group
 from train_loop.garbage import no_automatic_collection
 from train_loop.heartbeat import Target
-from train_loop.journal import Journal, last_word
+from train_loop.journal import OUT_OF_MEMORY, Journal, groups_without_memory, last_word
 from train_loop.logs import log_lines_to
 from train_loop.monitor import GroupMonitor
 from train_loop.network import socket_settings
@@ -110,11 +110,19 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
         return died
 
     def before_worker_group_start(self, worker_group_context: Any) -> None:
-        """Choose the nodes of a worker group. Raises RunEndedError if an earlier group has trained all steps."""
+        """Choose the nodes of a worker group. Raises RunEndedError if an earlier group has trained all steps.
+
+        Raises TooLittleMemoryError if two groups ran out of memory.
+        """
         assert self._monitor is not None
         if retry_storage(partial(last_word, self._attempt)) is not None:
             # Its loss came after its end. A new group would have nothing to do, and may find no room.
             raise RunEndedError("an earlier worker group of this attempt has ended the run")
+        committed = retry_storage(lambda: max(self._run_dir.checkpoint_folders(), default=None))
+        if len(retry_storage(partial(groups_without_memory, self._run_dir, committed))) > 1:
+            raise TooLittleMemoryError(
+                "two worker groups ran out of memory, with no new checkpoint between them; see the event out_of_memory"
+            )
         self._monitor.placing()
         super().before_worker_group_start(worker_group_context)
 
@@ -150,8 +158,17 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
             return
         self._failed = True
         dead = {rank: reason(error) for rank, error in errors.items() if hasattr(error, "health_check_failure")}
+        self._report_memory({rank: why for rank, why in dead.items() if killed_for_memory(why)})
         alive = {rank: reason(error) for rank, error in errors.items() if rank not in dead}
         self._monitor.failed(alive, dead, **self._stacks())
+
+    def _report_memory(self, killed: Mapping[int, str]) -> None:
+        """Report ranks that Ray has killed because their hosts were short of memory."""
+        committed: int | None = None
+        with storage_may_fail(lambda error: log.warning("checkpoints cannot be listed: %s", error)):
+            committed = max(self._run_dir.checkpoint_folders(), default=None) if killed else None
+        for rank, why in killed.items():
+            self._report(OUT_OF_MEMORY, rank=rank, memory="host", committed=committed, error=why)
 
     def before_controller_execute_failure_decision(self, failure_decision: Any) -> None:
         """Report a group that Ray Train ends because the deadline of a preemption has passed."""
@@ -190,6 +207,9 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
         """Write events in their order, and one line of the driver's log for each."""
         while (event := self._events.get()) is not None:
             name, fields = event
+            if name == "workers_lost" and self._ended_by_error():
+                # The job ends of what a user must correct: nothing was lost, and nothing is tried again.
+                continue
             # A fault here must not end the reports of a run.
             try:
                 self._journal.event(name, **fields)
@@ -198,6 +218,13 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
             log.info(
                 "%s: %s", name, ", ".join(f"{field}={value}" for field, value in fields.items() if field != "time")
             )
+
+    def _ended_by_error(self) -> bool:
+        """Return whether a rank has reported an error that ends the job; False if its events cannot be read."""
+        end: dict[str, Any] | None = None
+        with storage_may_fail(lambda error: log.warning("the ranks' events cannot be read: %s", error)):
+            end = last_word(self._attempt)
+        return end is not None and end.get("result") == "failed" and not end.get("retryable")
 
     def declare_lost(self, host: str) -> None:
         """Have Ray treat a host as dead, so that it restarts what ran there elsewhere."""

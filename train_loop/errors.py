@@ -23,6 +23,12 @@ class VersionSkewError(RuntimeError):
     code = "version_skew"
 
 
+class MemoryRanOutError(RuntimeError):
+    """A rank ran out of device or host memory for the first time; the run is tried once more as it is."""
+
+    code = "out_of_memory"
+
+
 class UserError(ValueError):
     """Something in the spec, the model or the data is wrong; the message says rule, value and remedy."""
 
@@ -45,3 +51,9 @@ class NonFiniteError(UserError):
     """Loss or gradients were not finite, and the spec says that this ends the run."""
 
     code = "nonfinite"
+
+
+class TooLittleMemoryError(UserError):
+    """A rank ran out of memory again without a new checkpoint in between: the spec asks for more than there is."""
+
+    code = "out_of_memory"

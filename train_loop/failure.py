@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
-from train_loop.errors import CheckpointError, FencedError, UserError, VersionSkewError
+from train_loop.errors import CheckpointError, FencedError, MemoryRanOutError, UserError, VersionSkewError
 from train_loop.journal import group_journal
 from train_loop.patience import retry_storage
 from train_loop.run_dir import Outcome, flush_all, storage_may_fail
@@ -26,6 +26,8 @@ _GLOO_ADVICE = re.compile(r"\. This is typically caused by a remote.*")
 _RETRYABLE = (CheckpointError, VersionSkewError)
 _NAMED = (*MISTAKES, FencedError, *_RETRYABLE)
 """What ends an attempt and has said all there is to say."""
+_KILLED_FOR_MEMORY = re.compile(r"low on memory|OutOfMemoryError")
+"""How Ray says that it has killed a process because its node was short of memory."""
 
 
 @contextmanager
@@ -59,14 +61,18 @@ def _report_end(session: Session, outcome: Outcome) -> None:
 def failed(error: BaseException) -> Outcome:
     """What went wrong, and whether trying again can help."""
     found = cause(error)
-    if isinstance(found, _NAMED):
+    if isinstance(found, (*_NAMED, MemoryRanOutError)):
         return _named(found)
+    if killed_for_memory(message(error)):
+        return Outcome(result="failed", code=MemoryRanOutError.code, reason=message(error), retryable=True)
     return Outcome(result="failed", code="worker_failure", reason=message(error), retryable=True)
 
 
-def _named(error: UserError | SpecError | FencedError | CheckpointError | VersionSkewError) -> Outcome:
+def _named(
+    error: UserError | SpecError | FencedError | CheckpointError | VersionSkewError | MemoryRanOutError,
+) -> Outcome:
     # Ray Data appends advice of its own to what our functions raise.
-    said, retryable = masker()(str(error).partition("\n")[0]), isinstance(error, _RETRYABLE)
+    said, retryable = masker()(str(error).partition("\n")[0]), isinstance(error, (*_RETRYABLE, MemoryRanOutError))
     return Outcome(result="failed", code=error.code, reason=said, retryable=retryable)
 
 
@@ -83,6 +89,11 @@ def message(error: BaseException) -> str:
     return masker()(_GLOO_ADVICE.sub("", _GLOO_PLACE.sub("", text)))[:_MOST_CHARACTERS]
 
 
+def killed_for_memory(said: str) -> bool:
+    """Return whether an error of Ray's says that it killed a process because its node was short of memory."""
+    return _KILLED_FOR_MEMORY.search(said) is not None
+
+
 def from_ranks(error: BaseException) -> bool:
     """Return whether an error was raised by ranks, as Ray Train reports it."""
     return bool(getattr(error, "worker_failures", None))
@@ -91,11 +102,13 @@ def from_ranks(error: BaseException) -> bool:
 def cause(error: BaseException) -> BaseException:
     """Return what a user would call the cause: Ray wraps it in errors of its own. An error of ours is the cause."""
     failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
-    # A user's mistake on one rank makes its peers fail of lost connections: the mistake is the cause.
-    causes = sorted(map(cause, failures.values()), key=lambda e: not isinstance(e, MISTAKES))
+    # A user's mistake on one rank makes its peers fail of lost connections: the mistake is the cause. So is memory.
+    causes = sorted(
+        map(cause, failures.values()), key=lambda e: (not isinstance(e, MISTAKES), not isinstance(e, MemoryRanOutError))
+    )
     wrapped = (getattr(error, name, None) for name in _WRAPPERS)
     inner = next(filter(None, [*causes[:1], *wrapped]), None)
     # Ray's wrapper of a task's error is of the error's own class, too, so it is unwrapped before this.
-    if inner is None and not isinstance(error, _NAMED):
+    if inner is None and not isinstance(error, (*_NAMED, MemoryRanOutError)):
         inner = error.__cause__
     return cause(inner) if isinstance(inner, BaseException) and inner is not error else error

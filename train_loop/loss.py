@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from train_loop.batch import MicroBatch
 from train_loop.data.dataset import IGNORE
+from train_loop.model.faults import own_faults
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,16 @@ class TokenLoss:
             self._head.forward = self._chunked_head
 
     def __call__(self, batch: MicroBatch, *, rule: LossRule | None = None) -> Tensor:
-        """Sum of the token losses of this rank's slice, by the rule of training unless another is given."""
+        """Sum of the token losses of this rank's slice, by the rule of training unless another is given.
+
+        Raises ModelError for what the model's own code raises.
+        """
         chosen = rule or self.rule
         self._due = (chosen, batch)
-        out: Tensor = self.model(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **batch.attention
-        ).logits
+        with own_faults(self.model):
+            out: Tensor = self.model(
+                input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **batch.attention
+            ).logits
         return out if self._chunk_rows else chosen.sum(out, batch.labels, batch.weights)
 
     def _chunked_head(self, hidden: Tensor) -> Tensor:

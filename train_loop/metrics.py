@@ -47,19 +47,26 @@ def record_start(run: Run, workers: list[dict[str, Any]]) -> None:
 def record_step(
     run: Run, result: StepResult, clock: StepClock, agreed: Agreement, evaluation: Evaluation | None = None
 ) -> None:
-    """Write the metrics line of the step that has just been counted, if it is one that is logged; a collective call."""
+    """Write the metrics line of the step that has just been counted, if it is one that is logged; a collective call.
+
+    Its loss is the mean over the steps since the line before, lines of evaluations in between not counted.
+    """
     state, training = run.state, run.spec.training
+    due = not state.step % training.logging_steps or run.done
     # The same on all ranks, which tell each other how they are.
-    if state.step % training.logging_steps and not run.done and evaluation is None:
+    if not due and evaluation is None:
         return
+    loss = state.losses.mean
+    if due:
+        state.losses.clear()
     seconds = clock.seconds - (evaluation.seconds if evaluation else 0.0)
     per_worker = agreed.tokens / seconds / run.session.world
     ranks = share_vitals(clock.take_vitals(run.mesh.device), run.mesh)
-    log.info("step %d of %d: loss %.4f, %.2f s", state.step, run.steps, result.loss, seconds)
+    log.info("step %d of %d: loss %.4f, %.2f s", state.step, run.steps, loss, seconds)
     run.journal.metrics(
         step=state.step,
         tokens=state.tokens,
-        loss=result.loss,
+        loss=loss,
         grad_norm=result.grad_norm,
         lr=result.lr,
         tokens_per_second=agreed.tokens / seconds,
@@ -76,9 +83,9 @@ def record_step(
     )
 
 
-def measure(result: StepResult, evaluation: Evaluation | None) -> dict[str, float]:
-    """What checkpoints of a step are compared by."""
-    measured = {"loss": result.loss, "grad_norm": result.grad_norm}
+def measure(loss: float, result: StepResult, evaluation: Evaluation | None) -> dict[str, float]:
+    """Return what checkpoints of a step are compared by; `loss` is the mean since the last logged line."""
+    measured = {"loss": loss, "grad_norm": result.grad_norm}
     if evaluation is None:
         return measured
     return measured | {"eval_loss": evaluation.loss, "eval_perplexity": evaluation.perplexity}

@@ -9,6 +9,7 @@ it.
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -17,19 +18,21 @@ from transformers import PreTrainedModel
 from train_loop.checkpoint.manifest import metadata_name, verify
 from train_loop.checkpoint.saved import saved_shapes
 from train_loop.data.chat import load_chat_template
+from train_loop.data.count import count_samples
+from train_loop.data.preview import preview_data
 from train_loop.data.rows import check_columns, is_empty
 from train_loop.data.sources import check_allowed, check_folder, list_files
 from train_loop.data.tokenizer import load_tokenizer
 from train_loop.errors import DataError, ModelError
 from train_loop.forking import serve
-from train_loop.model.build import build_model
+from train_loop.model.build import build_model, check_rules
 from train_loop.model.freeze import freeze
 from train_loop.model.load import match_folder
-from train_loop.model.probe import Seen, check_attention, check_head, probe
+from train_loop.model.probe import Seen, check_attention, check_head, check_positions, probe
 from train_loop.model.tiled_mlp import apply_tiled_mlp
 from train_loop.model_folder import model_folder, model_shape, tokenizer_folder
 from train_loop.parallel.units import decoder_layers, find_units
-from train_loop.plan import ModelShape
+from train_loop.plan import ModelShape, Preview, SampleCount
 from train_loop.readable import obey
 from train_loop.run_dir import Parent, Readable, RunDir
 from train_loop.spec import ColumnsSpec, JobSpec, Problem, SourceSpec, parse
@@ -63,8 +66,8 @@ def check_model(
             check_folder(spec.model.path, readable)
         shape = model_shape(spec.model)
         model, folder = build_model(spec.model), model_folder(spec.model)
-        if folder is not None:
-            match_folder(model, folder)
+        homes = match_folder(model, folder) if folder is not None else {}
+        check_rules(model, [name for name, stored in homes.items() if stored])
         seen = probe(model)
     except (ValueError, OSError) as error:
         return shape, [Problem(pointer, str(error))]
@@ -105,6 +108,7 @@ def _wishes_not_granted(model: PreTrainedModel, seen: Seen, spec: JobSpec) -> li
         ("/strategy/ulysses_size", lambda: check_attention(seen, spec)),
         ("/strategy/wrap_policy/transformer_layer_cls_to_wrap", lambda: find_units(model, policy)),
         ("/training/chunked_loss", lambda: check_head(seen, spec)),
+        ("/data/sequence_length", lambda: check_positions(seen, spec)),
         ("/model/freeze_module_prefix", lambda: freeze(model, spec.model.freeze_module_prefix)),
     ]
     if strategy.apply_tiled_mlp:
@@ -157,14 +161,34 @@ def _tokenizer_problems(spec: JobSpec, readable: Readable, shape: ModelShape) ->
     return []
 
 
+def _preview(spec: JobSpec) -> list[Preview]:
+    """Return what preparing would do to the first rows; nothing for data that cannot be read, which a run reports."""
+    with suppress(ValueError, OSError):
+        return preview_data(spec)
+    return []
+
+
+def _count(spec: JobSpec) -> SampleCount | None:
+    with suppress(ValueError, OSError):
+        return count_samples(spec)
+    return None
+
+
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """What is wrong with a spec's data and model."""
+    """Return what is wrong with a spec's data and model, the model's sizes, and counts of the first rows."""
     spec, readable = parse(question["spec"]), Readable.model_validate(question["readable"])
     # What is opened is checked as well: a link may be put in the place of a file between the two.
     obey(readable)
     parent = Parent.model_validate(question["parent"]) if question["parent"] else None
     shape, problems = check_model(spec, readable, parent)
-    return {"problems": [asdict(p) for p in (*check_data(spec, readable), *problems)], "shape": shape and asdict(shape)}
+    problems = [*check_data(spec, readable), *problems]
+    preview, count = ([], None) if problems else (_preview(spec), _count(spec))
+    return {
+        "problems": [asdict(problem) for problem in problems],
+        "shape": shape and asdict(shape),
+        "preview": [asdict(source) for source in preview],
+        "count": count and asdict(count),
+    }
 
 
 if __name__ == "__main__":

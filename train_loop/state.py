@@ -1,8 +1,9 @@
 """What a run has reached, and the generators it draws from."""
 
 import hashlib
+import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,33 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from train_loop.optim import Ema
+
+
+@dataclass
+class LossWindow:
+    """Losses of the steps since the last line that logging_steps asks for."""
+
+    total: float = 0.0
+    """Sum of those that are finite."""
+    steps: int = 0
+    """Number of those."""
+    newest: float = math.nan
+
+    def add(self, loss: float) -> None:
+        """Take in the loss of a step."""
+        self.newest = loss
+        if math.isfinite(loss):
+            self.total += loss
+            self.steps += 1
+
+    @property
+    def mean(self) -> float:
+        """Mean of the finite losses; if there is none, the newest."""
+        return self.total / self.steps if self.steps else self.newest
+
+    def clear(self) -> None:
+        """Begin anew, behind a line."""
+        self.total, self.steps = 0.0, 0
 
 
 @dataclass
@@ -34,6 +62,7 @@ class TrainState:
     """Samples taken from the order."""
     skipped: int = 0
     """Steps in a row, up to here, that were not finite and changed no weight."""
+    losses: LossWindow = field(default_factory=LossWindow)
 
     @property
     def lr(self) -> float:

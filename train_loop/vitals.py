@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-_RSS_UNIT = 1 if sys.platform == "darwin" else 1024
+RSS_UNIT = 1 if sys.platform == "darwin" else 1024
+"""Bytes in which the operating system counts the most memory of a process."""
 Moment = float | torch.cuda.Event
 """Seconds of the host's clock, or a place in the GPU's stream."""
 
@@ -128,7 +129,7 @@ class StepClock:
         return Vitals(
             own_nanoseconds=round(own * 1e9),
             device_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else 0,
-            host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT,
+            host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT,
         )
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch.distributed as dist
 
@@ -22,6 +23,7 @@ from train_loop.heartbeat import Phase
 from train_loop.journal import group_journal
 from train_loop.metrics import measure, record_start, record_step
 from train_loop.nonfinite import count_skips
+from train_loop.out_of_memory import memory_watched
 from train_loop.patience import retry_storage
 from train_loop.preemption import PreemptionWatch
 from train_loop.profiling import profiled
@@ -41,7 +43,7 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
     log.info("rank %d of %d: building %s", session.rank, session.world, model)
     journal = group_journal(session.run_dir, session.token, rank=session.rank)
     journal.event("workers_ready", world=session.world)
-    with watched(session) as watchdog:
+    with watched(session) as watchdog, memory_watched(spec, session):
         run = build_run(spec, session, dataset, evaluation)
         saver = Saver(session, run.journal, spec.checkpoint, spec.strategy.save_mode)
         with no_garbage_collection():
@@ -102,8 +104,9 @@ def loop(run: Run, saver: Saver, watchdog: Watchdog) -> Stop | None:
         # Once in a while: an evaluation, told on the line of its step.
         with clock.waiting():
             evaluation = evaluate_if_due(run)
+        state.losses.add(result.loss)
+        measured = measure(state.losses.mean, result, evaluation)
         record_step(run, result, clock, agreed, evaluation)
-        measured = measure(result, evaluation)
         collect_garbage(state.step)
         # Once in a while: a checkpoint. Every rank saves or none does: a save is collective.
         if times.due(state.step) or agreed.save or (agreed.look and watch.sees_news(run.journal)):
@@ -143,12 +146,16 @@ def prove(run: Run, result: StepResult) -> None:
 
 
 def evaluate_if_due(run: Run) -> Evaluation | None:
-    """The loss on the eval data every eval_steps steps and at the run's end, otherwise None; a collective call."""
+    """Return the loss on the eval data every eval_steps steps and at the run's end, otherwise None; a collective call.
+
+    It is that of the averaged weights if the run keeps an average.
+    """
     every = run.spec.training.eval_steps
     if every is None or (run.state.step % every and not run.done):
         return None
     assert run.evaluation is not None, "a spec with eval_steps has eval data"
-    found = evaluate(run.loss, run.evaluation, run.mesh, per_device=run.batch.per_device)
+    with run.state.ema.applied() if run.state.ema is not None else nullcontext():
+        found = evaluate(run.loss, run.evaluation, run.mesh, per_device=run.batch.per_device)
     log.info("evaluated: loss %.4f, perplexity %.2f, %.2f s", found.loss, found.perplexity, found.seconds)
     return found
 

@@ -15,7 +15,7 @@ from service.domain.token import Claims
 from service.domain.usage import Usage, UsageByDay, together
 from service.errors import ClusterError, IdempotencyMismatch, Unauthorized
 from service.ports import KEPT_SECONDS, Counts, Findings, JobQuery, Launch, Lease, NewJob, Node, Once
-from train_loop.plan import Capacity, read_shape
+from train_loop.plan import Capacity, SampleCount, read_shape
 from train_loop.run_dir import Parent
 from train_loop.spec import JobSpec, Problem
 
@@ -274,15 +274,17 @@ class MemoryCluster:
 
 @dataclass
 class MemoryPreflight:
-    """Finds the problems that a test put there, and the sizes in a spec's own config."""
+    """Finds the problems and samples that a test put there, and the sizes in a spec's own config."""
 
     problems: list[Problem] = field(default_factory=list)
+    count: SampleCount | None = None
     in_order: dict[str, Findings] = field(default_factory=dict)
     starting: str | None = None
 
     def check(self, spec: JobSpec, parent: Parent | None = None) -> Findings:
         """The problems that a test put there, and the model's sizes."""
-        found = Findings(tuple(self.problems), read_shape(spec.model.config) if spec.model.config else None)
+        shape = read_shape(spec.model.config) if spec.model.config else None
+        found = Findings(tuple(self.problems), shape, count=self.count)
         if not found.problems:
             self.in_order[spec.model_dump_json()] = found
         return found

@@ -41,6 +41,17 @@ class MemoryOut(BaseModel):
     terms: list[MemoryTermOut]
 
 
+class PreviewOut(BaseModel):
+    """What preparing would do to the first rows of a source of text."""
+
+    source: str
+    rows: int = Field(description="rows that were looked at")
+    bad_rows: int
+    long_rows: int = Field(description="rows of more than sequence_length tokens")
+    untrained_rows: int = Field(description="rows without any trained token, which are dropped")
+    on_long_rows: str = Field(description="what happens to long_rows")
+
+
 class PlanOut(BaseModel):
     """What a spec comes to."""
 
@@ -56,10 +67,11 @@ class PlanOut(BaseModel):
     micro_batch_size: int
     gradient_accumulation_steps: int
     tokens_per_step: int
-    steps: int | None = Field(description="null until the data is prepared, unless max_steps says it")
+    steps: int | None = Field(description="null if they are known only when the data is prepared")
     parameters: int
     memory: MemoryOut
     checkpoint_bytes: int = Field(description="estimated size of one checkpoint, of which keep_last stay")
+    preview: list[PreviewOut] = Field(description="counts of the first rows of each source of text")
     warnings: list[str]
 
     @classmethod
@@ -78,9 +90,10 @@ class PlanOut(BaseModel):
             micro_batch_size=plan.batch.per_device,
             gradient_accumulation_steps=plan.batch.accumulation,
             tokens_per_step=plan.batch.global_batch * spec.data.sequence_length,
-            steps=spec.training.max_steps,
+            steps=view.steps,
             parameters=plan.shape.parameters,
             memory=MemoryOut(total_bytes=plan.memory_bytes, host_bytes=plan.host_memory_bytes, terms=terms),
             checkpoint_bytes=plan.checkpoint_bytes,
+            preview=[PreviewOut.model_validate(source, from_attributes=True) for source in view.preview],
             warnings=list(view.warnings),
         )

@@ -30,6 +30,7 @@ class Code(StrEnum):
     USER_ERROR = "user_error"
     DATA_ERROR = "data_error"
     MODEL_ERROR = "model_error"
+    OUT_OF_MEMORY = "out_of_memory"
     NONFINITE = "nonfinite"
     USER = "user"
     PREEMPTED = "preempted"

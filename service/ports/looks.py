@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from train_loop.plan import ModelShape
+from train_loop.plan import ModelShape, Preview, SampleCount
 from train_loop.run_dir import Parent
 from train_loop.spec import JobSpec, Problem
 
@@ -14,6 +14,10 @@ class Findings:
 
     problems: tuple[Problem, ...]
     shape: ModelShape | None
+    preview: tuple[Preview, ...] = ()
+    """Counts of the first rows of each source of text."""
+    count: SampleCount | None = None
+    """Samples of the training data, if they can be counted before they are prepared."""
 
 
 class Preflight(Protocol):

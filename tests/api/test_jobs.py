@@ -7,6 +7,7 @@ from fastapi.testclient import TestClient
 
 from service.domain.decide import Submission
 from tests.support.service import FakeService, spec_body
+from train_loop.plan import SampleCount
 from train_loop.run_dir import Outcome
 
 YAML = """
@@ -107,6 +108,45 @@ def test_running_job_shows_progress_attempts_and_lost_work(client: TestClient, s
         "place": None,
         "waits_for": None,
     }
+
+
+def test_plan_says_the_steps_of_an_epoch_and_that_the_warm_up_is_longer(
+    client: TestClient, service: FakeService
+) -> None:
+    service.preflight.count = SampleCount(80, exact=True)
+    training = {"learning_rate": 1e-3, "max_steps": None, "num_train_epochs": 2, "global_batch_size": 8}
+    body = spec_body(training=training | {"warmup_steps": 19})
+    assert client.post("/jobs/plan", content=body).json()["steps"] == 20
+    for path in ("/jobs/plan", "/jobs"):
+        answer = client.post(path, content=spec_body(training=training | {"warmup_steps": 20}))
+        assert answer.status_code == 422
+        (error,) = answer.json()["errors"]
+        assert error["pointer"] == "/training/warmup_steps"
+        assert error["message"].startswith("warmup_steps=20 is not less than the 20 steps of the run")
+    # There may be fewer samples: then the plan cannot say how many steps there are, only that there are no more.
+    service.preflight.count = SampleCount(80, exact=False)
+    assert client.post("/jobs/plan", content=spec_body(training=training)).json()["steps"] is None
+    assert client.post("/jobs/plan", content=spec_body(training=training | {"warmup_steps": 20})).status_code == 422
+
+
+@pytest.mark.parametrize("path", ["/jobs", "/jobs/plan"])
+@pytest.mark.parametrize(("each", "said"), [({"TPU": 4}, "TPU is not a device"), ({"GPU": 0.5}, "GPU: 0.5 per worker")])
+def test_worker_with_a_device_that_it_would_not_use_is_refused(
+    client: TestClient, path: str, each: dict[str, float], said: str
+) -> None:
+    answer = client.post(path, content=spec_body(scaling={"num_workers": 1, "resources_per_worker": each}))
+    assert answer.status_code == 422
+    (error,) = answer.json()["errors"]
+    assert error["pointer"] == "/scaling/resources_per_worker"
+    assert error["message"].startswith(said)
+
+
+def test_plan_and_job_warn_of_gpus_that_the_job_does_not_ask_for(client: TestClient, service: FakeService) -> None:
+    service.cluster.total = {"CPU": 16.0, "GPU": 2.0}
+    warning = "the job asks for no GPU and trains on CPUs, and the cluster has 2 GPU"
+    for path in ("/jobs/plan", "/jobs"):
+        (said,) = client.post(path, content=spec_body()).json()["warnings"]
+        assert said.startswith(warning)
 
 
 def test_hours_count_attempts_and_are_told_by_day(client: TestClient, service: FakeService) -> None:

@@ -1,5 +1,7 @@
 """The loss on eval data is that of a plain computation at every mesh, and evaluating leaves the training as it was."""
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from train_loop.evaluate import Evaluation, evaluate
 from train_loop.loss import LossRule, TokenLoss
 from train_loop.model.build import build_model, materialise
 from train_loop.model_folder import model_shape
+from train_loop.optim import Ema
 from train_loop.parallel.mesh import build_mesh
 from train_loop.parallel.shard import parallelize
 from train_loop.plan import plan_job
@@ -134,7 +137,12 @@ def train_with_and_without(folder: Path) -> None:
     with_eval = a_job(
         folder, data={"eval": {"path": str(folder / "eval.parquet")}}, training={"eval_steps": 2, "logging_steps": 3}
     )
-    for name, job in {"without": a_job(folder), "with": with_eval, "with, again": with_eval}.items():
+    averaged = a_job(
+        folder, data={"eval": {"path": str(folder / "eval.parquet")}}, training={"eval_steps": 2, "ema_decay": 0.9}
+    )
+    each = a_job(folder, training={"logging_steps": 1})
+    jobs = {"without": a_job(folder), "with": with_eval, "with, again": with_eval, "ema": averaged, "each": each}
+    for name, job in jobs.items():
         run_dir = RunDir(folder / name.removesuffix(", again"))
         if dist.get_rank() == 0:
             # The run directory exists before a rank starts: no rank creates it.
@@ -175,6 +183,56 @@ def test_an_evaluated_step_is_logged_and_the_last_step_is_evaluated_once(runs: P
     rows = pq.read_table(runs / "eval.parquet")["ids"].to_pylist()
     assert last["eval_tokens"] == sum(len(row) - 1 for row in rows)
     assert last["eval_seconds"] > 0
+
+
+def test_line_holds_the_mean_loss_since_the_line_before(runs: Path) -> None:
+    each, without, evaluated = (
+        {n: line["loss"] for n, line in lines(runs / name).items()} for name in ("each", "without", "with")
+    )
+    assert len(set(each.values())) == STEPS
+    assert without == {3: (each[1] + each[2] + each[3]) / 3, STEPS: (each[4] + each[5]) / 2}
+    assert evaluated == without | {2: (each[1] + each[2]) / 2, 4: each[4]}
+    # What keep_best compares.
+    manifest = RunDir(runs / "without").checkpoint(STEPS) / "manifest.json"
+    assert json.loads(manifest.read_text())["metrics"]["loss"] == without[STEPS]
+
+
+def test_evaluation_is_that_of_the_averaged_weights_and_changes_no_number(runs: Path) -> None:
+    plain, averaged = lines(runs / "with"), lines(runs / "ema")
+    for step, line in averaged.items():
+        assert all(line[name] == plain[step][name] for name in ("loss", "grad_norm")), step
+    assert all(averaged[step]["eval_loss"] != plain[step]["eval_loss"] for step in (2, 4, STEPS))
+
+
+def averaged(dtype: str) -> dict[str, bool]:
+    """Facts about an evaluation with averages that are another model's weights."""
+    job = spec(
+        model={"config": TINY, "dtype": "fp32", "master_dtype": dtype}, scaling={"num_workers": dist.get_world_size()}
+    )
+    mesh = build_mesh(plan_job(job, model_shape(job.model)).mesh, torch.device("cpu"))
+    model, blueprint = build_model(job.model), build_model(job.model)
+    parallelize(model, mesh, job)
+    materialise(model, blueprint, seed=1, device=mesh.device)
+    other = {name: p.detach().clone() for name, p in model.named_parameters()}
+    materialise(model, blueprint, seed=0, device=mesh.device)
+    average = Ema(model, 0.5)
+    average.load(other)
+    own = {name: p.detach().clone() for name, p in model.named_parameters()}
+    means = {name: mean.clone() for name, mean in average.averages.items()}
+
+    def equal(values: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
+        return all(torch.equal(value.to_local(), expected[name].to_local()) for name, value in values.items())
+
+    with average.applied():
+        inside = equal(dict(model.named_parameters()), other)
+    after = equal(dict(model.named_parameters()), own)
+    return {"inside": inside, "weights after": after, "averages after": equal(average.averages, means)}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_averages_are_applied_and_both_are_what_they_were_after(dtype: str) -> None:
+    for facts in on_ranks(2, averaged, dtype):
+        assert facts == dict.fromkeys(facts, True)
 
 
 def test_a_run_keeps_to_the_eval_data_that_it_began_with(runs: Path) -> None:

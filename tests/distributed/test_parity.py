@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tests.support.gradients import Gradients, one_step, random_rows
 from tests.support.ranks import on_ranks
-from tests.support.specs import TINY, spec
+from tests.support.specs import LONGROPE, TINY, spec
 
 SAMPLES, LENGTH, HEADS = 24, 32, 8
 Result = tuple[float, Gradients]
@@ -49,7 +49,9 @@ def grid() -> list[Case]:
         for accumulation, packed, tied, kv in product((1, 3), (True, False), (False, True), kv_heads[sp])
     ]
     families = [Case(4, 4, 2, kv_heads=4, model="llama"), Case(4, 4, 2, model="qwen2"), Case(4, 4, 1, model="mistral")]
-    return cases + families
+    # Documents shorter and longer than those for which longrope has short factors.
+    lengths = [Case(4, 4, sp, packed=packed, model="phi3") for sp in (1, 2) for packed in (True, False)]
+    return cases + families + lengths
 
 
 CASES = grid()
@@ -65,6 +67,9 @@ def gradients(case: Case) -> Result:
     }
     if case.model == "mistral":
         config["sliding_window"] = 5
+    if case.model == "phi3":
+        config = LONGROPE | {name: config[name] for name in ("num_attention_heads", "num_key_value_heads")}
+        config["rope_parameters"] = LONGROPE["rope_parameters"] | {"short_factor": [1.0] * 2, "long_factor": [4.0] * 2}
     per_rank = SAMPLES // (case.world // case.sp)
     job = spec(
         model={"config": config, "gradient_checkpointing": "full"},

@@ -1,5 +1,6 @@
 """A run killed with SIGKILL and started again in fresh processes is the run that was never killed."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from tests.support import torchrun
+from tests.support.small_runs import events
 from tests.support.specs import TINY, raw_spec
 from tests.support.warm_runs import WarmRun, run
 from train_loop.checkpoint.manifest import newest_verified
@@ -64,6 +66,19 @@ def test_every_line_is_bit_equal_to_the_uninterrupted_run(uninterrupted: Path, r
     assert len(found) > STEPS, "no step was replayed, so nothing was proven"
     for line in found:
         assert numbers(line) == expected[line["step"]], f"step {line['step']}"
+
+
+def test_mean_loss_of_a_line_counts_the_steps_before_the_checkpoint_that_was_resumed(
+    spec: dict[str, Any], tmp_path: Path
+) -> None:
+    some = spec | {"training": spec["training"] | {"logging_steps": 3, "audit_samples": False}}
+    run(some, tmp_path / "run", 2)
+    shutil.rmtree(RunDir(tmp_path / "run").checkpoint(STEPS))
+    run(some, tmp_path / "run", 2)
+    assert [event["resumed_from"] for event in events(tmp_path / "run", "training_started")] == [0, 8]
+    found = torchrun.lines(tmp_path / "run")
+    assert [line["step"] for line in found] == [3, 6, 9, 10, 9, 10]
+    assert [line["loss"] for line in found[2:4]] == [line["loss"] for line in found[4:]]
 
 
 def test_the_final_checkpoint_is_bit_equal(uninterrupted: Path, resumed: Path) -> None:

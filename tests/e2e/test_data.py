@@ -193,6 +193,37 @@ def test_bad_rows_are_refused_by_line_or_left_out_and_listed(tmp_path: Path) -> 
     assert dataset.tokens == sum(map(len, expected))
 
 
+def test_long_and_untrained_rows_are_dropped_and_counted_and_no_answer_loses_its_question(tmp_path: Path) -> None:
+    rows = [{"q": words(2), "a": words(3)}, {"q": words(40), "a": words(1)}, {"q": "", "a": ""}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    columns = {"prompt": "q", "response": "a"}
+
+    def prepared(rule: str | None) -> tuple[list[int], Rows]:
+        dataset = prepare(
+            text_spec(tmp_path / "a.jsonl", columns=columns, on_long_rows=rule), tmp_path / "_cache", heard()[1]
+        )
+        part = dataset.parts[0]
+        counts = [part.rows, part.long_rows, part.dropped_rows, part.untrained_rows]
+        return counts, read_rows(dataset, np.arange(dataset.samples))
+
+    counts, dropped = prepared(None)
+    assert counts == [3, 1, 1, 1]
+    assert len(documents(dropped)) == 1
+    counts, cut = prepared("truncate_left")
+    assert counts == [3, 1, 0, 1]
+    assert sorted(map(len, documents(cut)))[1] == 16
+    counts, split = prepared("split")
+    assert counts == [3, 1, 0, 1]
+    assert len(documents(split)) > 2
+    with pytest.raises(
+        DataError, match=r"a.jsonl, line 2 has \d+ tokens, more than sequence_length=16, and on_long_rows is fail"
+    ):
+        prepared("fail")
+    (tmp_path / "a.jsonl").write_text(json.dumps(rows[1]))
+    with pytest.raises(DataError, match="holds no tokens: of 1 rows, 1 were dropped as longer than sequence_length"):
+        prepared(None)
+
+
 def test_sources_of_different_shapes_are_mixed_and_each_is_prepared_once(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(words(300))
     (tmp_path / "b.jsonl").write_text("\n".join(json.dumps({"q": words(3), "a": words(9), "w": 2}) for _ in range(40)))

@@ -313,6 +313,35 @@ def test_link_that_takes_the_place_of_data_after_the_submit_is_not_trained_on(
     assert f"{path.as_uri()} lies outside the allowed storage roots" in job.reason.message
 
 
+def test_schedule_that_the_prepared_data_is_too_short_for_ends_the_job_and_loses_no_worker(
+    service: LiveService,
+) -> None:
+    # How many steps text gives is known only when it is prepared.
+    data = {
+        "train": {"path": "stdlib://json/*.py"},
+        "sequence_length": 4096,
+        "columns": {"text": "text"},
+        "packing": True,
+    }
+    training = {"max_steps": None, "num_train_epochs": 1, "warmup_steps": 900}
+    job_id = service.submit(data=data, training=training)
+    states = list[JobState]()
+
+    def ended() -> bool:
+        states.append(service.client.job(job_id).state)
+        return states[-1].terminal
+
+    wait_for(ended, "the end of the job", seconds=120)
+    assert states[-1] is JobState.FAILED
+    assert JobState.RECOVERING not in states
+    job = service.client.job(job_id)
+    assert job.reason is not None
+    assert job.reason.code == "user_error"
+    assert job.reason.message.startswith("warmup_steps=900 is not less than the")
+    assert len(job.attempts) == 1
+    assert service.events(job_id, "workers_lost") == []
+
+
 def test_bad_input_is_refused_over_http_with_rule_value_and_remedy(service: LiveService, tmp_path: Path) -> None:
     outside = {"train": {"path": f"{tmp_path}/x.parquet"}}
     misspelled = {"config": {"model_type": "qwen3", "hiden_size": 32}}

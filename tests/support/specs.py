@@ -35,6 +35,23 @@ def spec(**parts: dict[str, Any]) -> JobSpec:
     return parse(raw_spec(**parts))
 
 
+LONGROPE: dict[str, Any] = {
+    "model_type": "phi3",
+    "vocab_size": 384,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "original_max_position_embeddings": 16,
+    "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16}
+    | {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4},
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
+}
+"""Phi-3's positions: from the 16th on, all angles are others."""
+
+
 def may_read(*roots: str, project: str = "default") -> Readable:
     """What jobs of a project may read that has these storage roots."""
     return Readable(project=project, roots=roots)

@@ -58,6 +58,8 @@ def draft_manifest(run: Run, measured: Mapping[str, float]) -> Manifest:
         step=run.state.step,
         tokens=run.state.tokens,
         skipped=run.state.skipped,
+        unlogged_loss=run.state.losses.total,
+        unlogged_steps=run.state.losses.steps,
         position=run.order.order.position(run.state.consumed),
         attempt=run.session.attempt,
         epoch=run.session.epoch,

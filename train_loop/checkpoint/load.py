@@ -17,7 +17,7 @@ from train_loop.checkpoint.read import CheckpointReader
 from train_loop.errors import DataError
 from train_loop.optim import go_to
 from train_loop.run_dir import Manifest, Parent
-from train_loop.state import seed_generators, set_rng_state
+from train_loop.state import LossWindow, seed_generators, set_rng_state
 
 Values = dict[str, Any]
 
@@ -49,6 +49,7 @@ def _resume(run: Run, manifest: Manifest) -> None:
     states |= unused
     put_back(run.state, values)
     run.state.consumed = run.order.order.consumed(manifest.position)
+    run.state.losses = LossWindow(manifest.unlogged_loss, manifest.unlogged_steps)
 
 
 def _continue(run: Run, parent: Parent) -> None:

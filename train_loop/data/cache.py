@@ -165,18 +165,24 @@ def tokenizer_home(spec: JobSpec, sources: Sequence[Source], cache: Path) -> Pat
     folder = tokenizer_folder(spec)
     if folder is not None:
         return folder
-    seen = [[_described(source), source.columns.model_dump()] for source in sources]
+    seen = [[_described(source), _dumped(source.columns)] for source in sources]
     return cache / f"tokenizer-{_digest([FORMAT, model_shape(spec.model).vocab, seen])}"
 
 
 def fingerprint(spec: JobSpec, source: Source, tokenizer: Path | None) -> str:
     """SHA-256 of all that decides what is prepared: files, shape of rows, vocabulary, length, packing, our format."""
     columns, data = source.columns, spec.data
+    # Fields that came later are there only if they change what is prepared: older runs find what they began with.
+    rule = data.long_rows_of(columns)
+    later: dict[str, Any] = {"messages": 2} if columns.messages else {}
+    later |= {"on_long_rows": rule} if rule != "split" else {}
+    later |= {"untrained": "dropped"} if data.drops_untrained(columns) else {}
     return _digest(
-        {
+        later
+        | {
             "format": FORMAT,
             "files": _described(source),
-            "columns": columns.model_dump(),
+            "columns": _dumped(columns),
             "system_prompt": data.system_prompt if columns.messages else None,
             "on_bad_rows": data.on_bad_rows,
             "sequence_length": data.sequence_length,
@@ -228,6 +234,11 @@ def _is_whole(part: Part) -> bool:
 
 def _described(source: Source) -> list[list[Any]]:
     return [[file.uri, file.format, file.size, file.version] for file in source.files]
+
+
+def _dumped(columns: ColumnsSpec) -> dict[str, Any]:
+    """Return the columns as a fingerprint has them: tools, which came later, only if there are some."""
+    return columns.model_dump(exclude=set() if columns.tools else {"tools"})
 
 
 def _identity(tokenizer: Path) -> list[str]:

@@ -3,26 +3,31 @@
 import json
 import re
 from bisect import bisect_left
-from dataclasses import dataclass
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from train_loop.data.dataset import IGNORE
+from train_loop.data.messages import Message, Tools, read_conversation, read_tools
 from train_loop.data.tokenizer import TextTokenizer, load_tokenizer
 from train_loop.errors import DataError
 from train_loop.readable import read_input
 
-Message = dict[str, Any]
 Span = tuple[int, int]
 """Characters [start, stop) of a text."""
 
 # TypeError is what a template's own arithmetic raises, say on tool arguments that are a string and not an object.
 _REFUSED = (TemplateError, TypeError)
-_FORM = 'write {"role": "user", "content": "…"}'
+_LINKS = {"role", "content", "tool_call_id"}
+"""Keys of a message that no template need name: it may write a result in the place of its call, without the id."""
+_THOUGHTS = {"reasoning", "reasoning_content", "thinking"}
+"""Keys that transformers gives to templates under each other's names."""
 
 
 @dataclass(frozen=True)
@@ -40,26 +45,56 @@ class ChatTemplate:
     source: str
     variables: dict[str, str]
     marker: re.Pattern[str]
+    tools: Tools | None = None
+    """What every conversation is rendered with."""
 
-    def render(self, messages: list[Message]) -> Rendered:
-        """Trained is what follows each generation prompt. Raises TemplateError or TypeError as the template does."""
+    def render(self, messages: list[Message], untrained: Collection[int] = ()) -> Rendered:
+        """Trained is what follows each generation prompt. Raises TemplateError or TypeError as the template does.
+
+        `untrained` are the indices of assistant messages that are not.
+        """
         if "endgeneration" in self.source:
-            return self._render_marked(messages)
+            return self._render_marked(messages, untrained)
         text = self._text(messages)
-        turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+        turns = [n for n, message in enumerate(messages) if message["role"] == "assistant" and n not in untrained]
         spans = (self._answer(text, messages, turn) for turn in turns)
         return Rendered(text, [(start, stop) for start, stop in spans if start < stop])
 
-    def _render_marked(self, messages: list[Message]) -> Rendered:
+    @property
+    def uses_tools(self) -> bool:
+        """Whether the template reads the tools of a conversation."""
+        return "tools" in _names(self.source)
+
+    def unused_key(self, messages: list[Message], text: str) -> tuple[int, str] | None:
+        """Return the first message's index and key of which nothing reaches the text, which is theirs; None if none."""
+        for number, message in enumerate(messages):
+            strange = [key for key in message if key not in _names(self.source)]
+            for key in [key for key in strange if message[key] not in ("", [], {})]:
+                # The results of tools may name them, in whose place they stand.
+                if key == "name" and message["role"] not in ("system", "user", "assistant"):
+                    continue
+                less = {name: value for name, value in message.items() if name != key}
+                with suppress(*_REFUSED):  # without the key: then the template uses it
+                    if self._text([*messages[:number], less, *messages[number + 1 :]]) == text:
+                        return number, key
+        return None
+
+    def _render_marked(self, messages: list[Message], untrained: Collection[int]) -> Rendered:
         """As the template itself marks it with {% generation %}."""
         texts, spans = render_jinja_template(
-            [messages], chat_template=self.source, return_assistant_tokens_mask=True, **self.variables
+            [messages],
+            self.tools,
+            chat_template=self.source,
+            return_assistant_tokens_mask=True,
+            **self.variables,
         )
-        return Rendered(texts[0], spans[0])
+        silent = [self._own(texts[0], messages, turn) for turn in untrained]
+        kept = [span for span in spans[0] if not any(span[0] < stop and start < span[1] for start, stop in silent)]
+        return Rendered(texts[0], kept)
 
     def _text(self, messages: list[Message], *, prompt: bool = False) -> str:
         texts, _ = render_jinja_template(
-            [messages], chat_template=self.source, add_generation_prompt=prompt, **self.variables
+            [messages], self.tools, chat_template=self.source, add_generation_prompt=prompt, **self.variables
         )
         return str(texts[0])
 
@@ -120,6 +155,13 @@ class ChatTemplate:
 
 
 @lru_cache(maxsize=4)
+def _names(source: str) -> frozenset[str]:
+    """Return every name and text in a template's code, among them the keys of messages that it uses."""
+    code = {value.strip("'\"") for _, kind, value in Environment().lex(source) if kind in ("name", "string")}
+    return frozenset(code | _LINKS | (_THOUGHTS if code & _THOUGHTS else set()))
+
+
+@lru_cache(maxsize=4)
 def load_chat_template(folder: str) -> ChatTemplate:
     """The chat template of a tokenizer folder as Hugging Face writes it. Raises DataError where it has none."""
     special = load_tokenizer(folder).special_tokens.values()
@@ -143,25 +185,34 @@ def load_chat_template(folder: str) -> ChatTemplate:
 
 
 def encode_chat(
-    tokenizer: TextTokenizer, template: ChatTemplate, messages: Any, system_prompt: str | None
+    tokenizer: TextTokenizer, template: ChatTemplate, messages: Any, system_prompt: str | None, tools: Any = None
 ) -> tuple[list[int], list[int]]:
-    """Token ids of a conversation, ending with EOS, and their labels. Raises DataError with the reason alone."""
-    conversation = _checked(messages)
-    if system_prompt is not None and conversation[0]["role"] != "system":
-        conversation.insert(0, {"role": "system", "content": system_prompt})
+    """Token ids of a conversation, ending with EOS, and their labels, all IGNORE if it has nothing to train on.
+
+    `tools` is what its row holds of them. Raises DataError with the reason alone.
+    """
+    conversation, template = read_conversation(messages), replace(template, tools=read_tools(tools))
+    if system_prompt is not None and conversation.messages[0]["role"] != "system":
+        conversation = conversation.after(system_prompt)
+    turns, untrained = conversation.messages, conversation.untrained
     try:
-        rendered = template.render(conversation)
+        rendered = template.render(turns, untrained)
     except _REFUSED as error:
         raise DataError(f"the chat template refuses it: {error}; change the messages or the template") from error
-    if not rendered.trained:
-        raise DataError("there is nothing to train on, as it has no assistant turn; add one or leave it out")
+    if (unused := template.unused_key(turns, rendered.text)) is not None:
+        number, key = unused
+        raise DataError(
+            f"messages[{number - (len(turns) - len(messages))}] has the key {key!r:.60}, which the chat template does "
+            "not use; remove it from the data, or use a template that does"
+        )
     # Half of a character, which JSON can write, is told here; the tokenizer would only name a type.
     rendered.text.encode()
     ids, labels, ended = _encode(tokenizer, rendered)
     if not ended:
         # To end is for the model to say after its own last words, where no end-of-turn marker says so already.
         said = next((label for label in reversed(labels) if label != IGNORE), IGNORE)
-        last = conversation[-1]["role"] == "assistant" and said not in tokenizer.special_tokens
+        last = turns[-1]["role"] == "assistant" and len(turns) - 1 not in untrained
+        last = last and said not in tokenizer.special_tokens
         ids.append(tokenizer.eos)
         labels.append(tokenizer.eos if last else IGNORE)
     return ids, labels
@@ -177,30 +228,6 @@ def _encode(tokenizer: TextTokenizer, rendered: Rendered) -> tuple[list[int], li
     end = len(rendered.text.rstrip())
     last = next((token for token, (start, _) in zip(ids[::-1], offsets[::-1], strict=True) if start < end), None)
     return ids, labels, last == tokenizer.eos
-
-
-def _checked(messages: Any) -> list[Message]:
-    """Messages without their own empty keys, which mean none. Raises DataError."""
-    if not isinstance(messages, list) or not messages:
-        raise DataError(f"messages must be a list of at least one, and is {messages!r:.60}; {_FORM}")
-    for number, message in enumerate(messages):
-        problem = _problem(message)
-        if problem:
-            raise DataError(f"messages[{number}] {problem}; {_FORM}")
-    return [{key: value for key, value in message.items() if value is not None} for message in messages]
-
-
-def _problem(message: Any) -> str | None:
-    if not isinstance(message, dict):
-        return f"must be an object, and is {message!r:.60}"
-    role, content = message.get("role"), message.get("content")
-    if role is not None and not isinstance(role, str):
-        return f"must have a text as role, and has {role!r:.60}"
-    if role is None:
-        return f"must have a role, and has {', '.join(message) or 'no keys'}"
-    if content is None and role == "assistant" and message.get("tool_calls"):
-        return None
-    return None if isinstance(content, str) else f"must have a text as content, and has {content!r:.60}"
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -55,6 +55,14 @@ class Part(BaseModel):
     """Rows that were read for it."""
     bad_rows: int = 0
     """Those of them that were skipped."""
+    on_long_rows: str = "split"
+    """What happened to rows of more tokens than a sample has."""
+    long_rows: int = 0
+    """Number of these rows, dropped ones included."""
+    dropped_rows: int = 0
+    """Those of them that were dropped."""
+    untrained_rows: int = 0
+    """Rows that were dropped because no token of them is trained."""
 
     @property
     def samples(self) -> int:

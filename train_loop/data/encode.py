@@ -90,8 +90,10 @@ def _token_lists(
         return [(ids, None) for ids in tokenizer.encode([row.values[columns.text] for row in rows])]
     if columns.messages is not None:
         template = load_chat_template(folder)
+        tools = (None if columns.tools is None else row.values.get(columns.tools) for row in rows)
         return [
-            _or_reason(encode_chat, tokenizer, template, row.values[columns.messages], system_prompt) for row in rows
+            _or_reason(encode_chat, tokenizer, template, row.values[columns.messages], system_prompt, its)
+            for row, its in zip(rows, tools, strict=True)
         ]
     assert columns.prompt is not None
     assert columns.response is not None

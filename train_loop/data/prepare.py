@@ -21,9 +21,11 @@ from numpy.typing import NDArray
 
 from train_loop.data.build_once import build_once
 from train_loop.data.cache import Source, find_part, fingerprint, join, list_sources, load_part, tokenizer_home
+from train_loop.data.chat import load_chat_template
 from train_loop.data.dataset import Dataset, Part
 from train_loop.data.encode import BadRow, Encoded, encode_rows, is_text
 from train_loop.data.execution import ordered_context
+from train_loop.data.fit import Fit
 from train_loop.data.pack import Document, one_per_sample, pack
 from train_loop.data.progress import Progress, Report
 from train_loop.data.rows import Piece, Row, cut, locate, read_piece
@@ -48,8 +50,17 @@ def prepare(spec: JobSpec, cache: Path, report: Report) -> Dataset:
     """The samples of a spec, prepared now or by an earlier job. Raises DataError."""
     sources = list_sources(spec)
     tokenizer = _tokenizer(spec, sources, cache, report)
+    for source in sources:
+        _warn_of_tools(source, tokenizer, report)
     parts = [_part(spec, source, tokenizer, cache, report) for source in sources]
     return join(spec, parts, tokenizer)
+
+
+def _warn_of_tools(source: Source, tokenizer: Path | None, report: Report) -> None:
+    """Report a column of tools that the chat template does not use."""
+    column = source.columns.tools
+    if column is not None and tokenizer is not None and not load_chat_template(str(tokenizer)).uses_tools:
+        report("warning", message=f"{source}: the chat template does not use the tools of column {column!r}")
 
 
 def _part(spec: JobSpec, source: Source, tokenizer: Path | None, cache: Path, report: Report) -> Part:
@@ -83,8 +94,18 @@ def _build(work: Path, spec: JobSpec, source: Source, tokenizer: Path | None, re
     part = write_part(put_together(documents, spec.data.sequence_length), work)
     progress.finish()
     if not part.files:
-        raise DataError(f"{source} holds no tokens; an empty dataset cannot be trained on")
-    return part.model_copy(update={"rows": progress.rows, "bad_rows": progress.bad_rows})
+        raise DataError(f"{source} holds no tokens{_why_none(progress)}; an empty dataset cannot be trained on")
+    return part.model_copy(update=progress.counts | {"on_long_rows": spec.data.long_rows_of(source.columns)})
+
+
+def _why_none(progress: Progress) -> str:
+    """Return which rows were dropped, as the middle of a sentence."""
+    dropped, untrained = progress.fates["dropped"], progress.fates["untrained"]
+    reasons = [
+        *([f"{dropped} were dropped as longer than sequence_length (data.on_long_rows)"] if dropped else []),
+        *([f"{untrained} have no token that is trained"] if untrained else []),
+    ]
+    return f": of {progress.rows} rows, {' and '.join(reasons)}" if reasons else ""
 
 
 def _tasks(source: Source) -> list[list[Piece]]:
@@ -138,6 +159,7 @@ def _documents(
         system_prompt=spec.data.system_prompt,
     )
     options = {"tasks": tasks, "columns": columns, "encode": encode, "skip": spec.data.on_bad_rows == "skip"}
+    options |= {"fit": Fit.of(spec.data, columns)}
     blocks = ray.data.range(len(tasks), override_num_blocks=len(tasks)).map_batches(
         _encode_task, batch_size=None, fn_kwargs=options
     )
@@ -151,13 +173,14 @@ def _encode_task(
     columns: ColumnsSpec,
     encode: Callable[[list[Row]], list[Encoded]],
     skip: bool,
+    fit: Fit,
 ) -> Iterator[pa.Table]:
     """The documents of a task's pieces, a table for some rows at a time."""
     # The task has one CPU: more threads would take those of other tasks, and more time for the same.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     for task in batch["id"].tolist():
         # A task without any row has columns all the same.
-        yield _to_table([], task=task, piece=0, read=0)
+        yield _to_table([], fit, task=task, piece=0, read=0)
         before = 0
         for number, piece in enumerate(tasks[task]):
             for chunk in read_piece(piece, columns):
@@ -166,20 +189,34 @@ def _encode_task(
                 if bad is not None and not skip:
                     (where,) = locate([(piece.file, bad.place)])
                     raise DataError(f"{where}: {bad.reason}; correct the row, or set on_bad_rows: skip")
-                yield _to_table(encoded, task=task, piece=number, read=before + chunk.read)
+                _check_lengths(encoded, chunk.rows, piece, fit)
+                yield _to_table(encoded, fit, task=task, piece=number, read=before + chunk.read)
             before += piece.bytes
 
 
-def _to_table(encoded: Sequence[Document | BadRow], **numbers: int) -> pa.Table:
+def _check_lengths(encoded: list[Encoded], rows: list[Row], piece: Piece, fit: Fit) -> None:
+    """Raise DataError for the first row that is too long, if the spec says so."""
+    for row, document in zip(rows, encoded, strict=True):
+        if isinstance(document, Document) and fit.refuses(document):
+            (where,) = locate([(piece.file, row.place)])
+            raise DataError(
+                f"{where} has {len(document.input_ids)} tokens, more than sequence_length={fit.length}, and "
+                "on_long_rows is fail; raise sequence_length, or choose drop, truncate, truncate_left or split"
+            )
+
+
+def _to_table(encoded: Sequence[Encoded], fit: Fit, **numbers: int) -> pa.Table:
     """A row for each document or bad row; the numbers are the same in all of them."""
     nothing = np.empty(0, np.int32)
-    documents = [row if isinstance(row, Document) else Document(nothing) for row in encoded]
+    fitted = [fit(row) if isinstance(row, Document) else (Document(nothing), None) for row in encoded]
+    documents = [document for document, _ in fitted]
     labels = [nothing if document.labels is None else document.labels for document in documents]
     return pa.table(
         {
             **{name: pa.array([number] * len(encoded), pa.int64()) for name, number in numbers.items()},
             "place": pa.array([getattr(row, "place", None) for row in encoded], pa.int64()),
             "reason": pa.array([getattr(row, "reason", None) for row in encoded], pa.string()),
+            "fate": pa.array([fate for _, fate in fitted], pa.string()),
             "input_ids": _lists([document.input_ids for document in documents]),
             "labels": _lists(labels),
             "weight": pa.array([document.weight for document in documents], pa.float32()),
@@ -199,6 +236,7 @@ def _from_table(table: pa.Table, tasks: list[list[Piece]], progress: Progress) -
     ):
         if reason is not None:
             progress.skipped(tasks[task][piece].file, place, reason)
+    progress.fitted(fate for fate in table["fate"].to_pylist() if fate is not None)
     ids, labels = (_arrays(table[name]) for name in ("input_ids", "labels"))
     for number, weight in enumerate(table["weight"].to_pylist()):
         if len(ids[number]):

@@ -1,9 +1,11 @@
 """How far preparing has come, told in events."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 from time import monotonic
 
+from train_loop.data.fit import Fate
 from train_loop.data.rows import locate
 from train_loop.data.sources import SourceFile
 
@@ -20,6 +22,7 @@ class Progress:
 
     def __init__(self, report: Report, task_bytes: list[int]) -> None:
         self.rows = self.tokens = self.bad_rows = 0
+        self.fates = Counter[Fate]()
         self._report = report
         self._before = [0, *accumulate(task_bytes)]
         self._listed: list[tuple[SourceFile, int, str]] = []
@@ -37,6 +40,22 @@ class Progress:
         self.bad_rows += 1
         if len(self._listed) < _LISTED:
             self._listed.append((file, place, reason))
+
+    def fitted(self, fates: Iterable[Fate]) -> None:
+        """Count what happened to rows that are longer than a sample, or of which nothing is trained."""
+        self.fates.update(fates)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The counts of rows, as a Part has them."""
+        fates = self.fates
+        return {
+            "rows": self.rows,
+            "bad_rows": self.bad_rows,
+            "long_rows": fates["long"] + fates["dropped"],
+            "dropped_rows": fates["dropped"],
+            "untrained_rows": fates["untrained"],
+        }
 
     def finish(self) -> None:
         """Tell the end of it, and what was left out."""

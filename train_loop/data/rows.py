@@ -251,7 +251,7 @@ def _json_row(place: int, line: bytes, columns: ColumnsSpec) -> Row:
         return Row(place, {}, f"no JSON: {error}")
     if not isinstance(values, dict):
         return Row(place, {}, "no JSON object")
-    missing = next((name for name in columns.names if name not in values), None)
+    missing = next((name for name in columns.names if name not in values and name != columns.tools), None)
     if missing is not None:
         return Row(place, {}, f"no column {missing!r}; it has {', '.join(values)}")
     return Row(place, values)

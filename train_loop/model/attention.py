@@ -1,5 +1,6 @@
 """Which attention a model computes with, and what keeps packed documents apart there."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,14 +15,23 @@ from train_loop.plan import MASK_BYTES, mask_bytes
 from train_loop.spec import JobSpec
 
 _FLASH = {"flash_attention_3": is_flash_attn_3_available, "flash_attention_2": is_flash_attn_2_available}
+_CAPABILITIES = {"flash_attention_3": (9, 9), "flash_attention_2": (8, 99)}
+"""Major compute capabilities, first and last, of the GPUs that each can run on: Hopper; Ampere and later."""
 
 
 def apply_attention(model: PreTrainedModel, spec: JobSpec, device: torch.device) -> None:
     """Set the attention that the spec asks for. Raises ModelError where it cannot run here."""
     wanted = spec.model.attn_implementation
-    chosen = _best(spec, device) if wanted == "auto" else wanted
-    if chosen in _FLASH and not _FLASH[chosen]():
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    installed = [name for name, is_available in _FLASH.items() if is_available()]
+    chosen = best_attention(spec, device, major=major, installed=installed) if wanted == "auto" else wanted
+    if chosen in _FLASH and chosen not in installed:
         raise ModelError(f"attn_implementation={chosen} is not installed on the workers; install it, or choose sdpa")
+    if chosen in _FLASH and not _runs(chosen, major):
+        raise ModelError(
+            f"attn_implementation={chosen} needs a GPU of compute capability {_CAPABILITIES[chosen][0]}.x"
+            f"{'' if chosen == 'flash_attention_3' else ' or later'}, and a worker has {major}.{minor}; choose sdpa"
+        )
     if chosen == "flex_attention" and device.type == "cpu":
         raise ModelError("attn_implementation=flex_attention has no backward pass on CPUs; choose sdpa")
     try:
@@ -30,13 +40,19 @@ def apply_attention(model: PreTrainedModel, spec: JobSpec, device: torch.device)
         raise ModelError(f"attn_implementation={chosen}: {' '.join(str(error).split())}") from error
 
 
-def _best(spec: JobSpec, device: torch.device) -> str:
+def best_attention(spec: JobSpec, device: torch.device, *, major: int, installed: Sequence[str]) -> str:
+    """Return what `auto` means on a device of a major compute capability, of the flash packages that are installed."""
     if device.type != "cuda":
         return "sdpa"
-    installed = [name for name, available in _FLASH.items() if spec.model.dtype != "fp32" and available()]
-    if installed:
-        return installed[0]
+    flash = [name for name in installed if spec.model.dtype != "fp32" and _runs(name, major)]
+    if flash:
+        return flash[0]
     return "flex_attention" if mask_bytes(spec) > MASK_BYTES else "sdpa"
+
+
+def _runs(flash: str, major: int) -> bool:
+    first, last = _CAPABILITIES[flash]
+    return first <= major <= last
 
 
 def attention_inputs(model: PreTrainedModel, position_ids: Tensor) -> dict[str, Any]:

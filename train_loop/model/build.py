@@ -14,6 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from train_loop.errors import ModelError
+from train_loop.model.unset import is_unset, set_own, unset_like
 from train_loop.model_folder import model_config
 from train_loop.spec import ModelSpec
 
@@ -21,6 +22,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 _UNDECLARED = ("head_dim", "rope_theta", "rope_type", "partial_rotary_factor")
 """Fields that transformers reads although not every config class declares them."""
+
+_FEW_ELEMENTS = 2**20
+"""A module with more is not initialised before a run: that would take memory and seconds."""
 
 
 def build_model(spec: ModelSpec) -> PreTrainedModel:
@@ -92,23 +96,30 @@ def materialise(model: PreTrainedModel, blueprint: PreTrainedModel, *, seed: int
     draw_weights(model, blueprint, dict(blueprint.named_parameters()), seed=seed)
 
 
-def allocate(model: PreTrainedModel, blueprint: PreTrainedModel, *, device: torch.device) -> None:
-    """Give a sharded model memory, and its buffers the values of its own rules; its weights are still to come."""
+def allocate(
+    model: PreTrainedModel, blueprint: PreTrainedModel, *, device: torch.device, stored: Collection[str] = ()
+) -> None:
+    """Give a sharded model memory, and its buffers the values of its own rules; its weights are still to come.
+
+    `stored` names the buffers that a folder holds. Raises ModelError for another one that no rule sets.
+    """
     model.to_empty(device=device)
     model.tie_weights()
     buffers = dict(model.named_buffers(remove_duplicate=False))
     for name, module in blueprint.named_modules():
-        if any(True for _ in module.buffers(recurse=False)):
+        own = [leaf for leaf, _ in module.named_buffers(recurse=False) if _join(name, leaf) not in stored]
+        if own:
             with _initialised(blueprint, name, seed=name):
-                for leaf, buffer in module.named_buffers(recurse=False):
-                    buffers[_join(name, leaf)].copy_(buffer)
+                for leaf in own:
+                    buffers[_join(name, leaf)].copy_(_set_by_a_rule(module, name, leaf))
 
 
 def draw_weights(model: PreTrainedModel, blueprint: PreTrainedModel, names: Collection[str], *, seed: int) -> None:
     """Give the named parameters random values by the model's own rules.
 
     Each module's full weights come from (seed, module name) and every rank keeps its own slice, so that the weights do
-    not depend on the mesh; the largest single module is what it costs in memory.
+    not depend on the mesh; the largest single module is what it costs in memory. Raises ModelError for a parameter that
+    no rule sets.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, module in blueprint.named_modules():
@@ -117,7 +128,25 @@ def draw_weights(model: PreTrainedModel, blueprint: PreTrainedModel, names: Coll
             with _initialised(blueprint, name, seed=f"{seed}/{name}"):
                 for leaf in leaves:
                     mine, part = own_part(parameters[_join(name, leaf)])
-                    mine.copy_(module.get_parameter(leaf).detach()[part])
+                    mine.copy_(_set_by_a_rule(module, name, leaf)[part])
+
+
+def check_rules(model: PreTrainedModel, stored: Collection[str] = ()) -> None:
+    """Raise ModelError for a parameter or buffer that no rule sets, of a model on meta, before anything runs.
+
+    `stored` names what a folder holds. Of modules that are alike it asks the first; large ones are left to the run.
+    """
+    asked = set[tuple[object, ...]]()
+    for name, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+        leaves = [leaf for leaf in own if _join(name, leaf) not in stored]
+        alike = (type(module), *leaves)
+        if not leaves or alike in asked or sum(tensor.numel() for tensor in own.values()) > _FEW_ELEMENTS:
+            continue
+        asked.add(alike)
+        with _initialised(model, name, seed=name):
+            for leaf in leaves:
+                _set_by_a_rule(module, name, leaf)
 
 
 @contextmanager
@@ -128,7 +157,7 @@ def _initialised(blueprint: PreTrainedModel, name: str, *, seed: str) -> Iterato
     """
     module, parts = blueprint.get_submodule(name), name.split(".")
     parameters, buffers = dict(module._parameters), dict(module._buffers)
-    real = {leaf: torch.empty_like(t, device="cpu") for leaf, t in (parameters | buffers).items() if t is not None}
+    real = {leaf: unset_like(t) for leaf, t in (parameters | buffers).items() if t is not None}
     module._parameters.update({leaf: nn.Parameter(real[leaf]) for leaf in parameters.keys() & real.keys()})
     module._buffers.update({leaf: real[leaf] for leaf in buffers.keys() & real.keys()})
     try:
@@ -136,10 +165,23 @@ def _initialised(blueprint: PreTrainedModel, name: str, *, seed: str) -> Iterato
             torch.manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "little", signed=True))
             for holder in dict.fromkeys(".".join(parts[:depth]) for depth in range(len(parts), -1, -1)):
                 blueprint._init_weights(blueprint.get_submodule(holder))
+            set_own(module)
         yield
     finally:
         module._parameters.update(parameters)
         module._buffers.update(buffers)
+
+
+def _set_by_a_rule(module: nn.Module, name: str, leaf: str) -> Tensor:
+    """Return an initialised parameter or buffer of a module. Raises ModelError if no rule has set all of it."""
+    tensor: Tensor = getattr(module, leaf).detach()
+    if is_unset(tensor):
+        raise ModelError(
+            f"transformers {transformers.__version__} has no rule that initialises {_join(name, leaf)} "
+            f"({type(module).__name__}), so its values would be random memory; give a folder with weights in "
+            "model.path, or choose another model"
+        )
+    return tensor
 
 
 def own_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:

@@ -65,7 +65,7 @@ def give_weights(
         materialise(model, blueprint, seed=seed, device=device)
         return
     homes = match_folder(blueprint, folder)
-    allocate(model, blueprint, device=device)
+    allocate(model, blueprint, device=device, stored=[name for name, stored in homes.items() if stored])
     draw_weights(model, blueprint, [name for name, stored in homes.items() if not stored], seed=seed)
     targets = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     for name, stored in homes.items():

@@ -1,6 +1,7 @@
 """What can be seen of a model's forward pass without weights: does its attention come through the registry, is its head
 the last thing it does? One call on the meta device, which computes nothing."""
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from train_loop.errors import ModelError
+from train_loop.model.positions import PositionLimits, TableWatch, fix_dynamic
 from train_loop.spec import JobSpec
 
 _LENGTH = 8
@@ -26,10 +28,14 @@ class Seen:
     layers: int
     head_is_last: bool
     """The logits are what the output embeddings return: not scaled, not capped."""
+    positions: PositionLimits
 
 
 def probe(model: PreTrainedModel) -> Seen:
-    """Call a model that is still on the meta device once. Raises ModelError for one that cannot be called as we do."""
+    """Call a copy of a model on the meta device once. Raises ModelError for one that cannot be called as we do."""
+    # A model may keep what it computes in its first call, here on meta.
+    model = copy.deepcopy(model)
+    dynamic = fix_dynamic(model)
     key, modules, heads = model.config._attn_implementation, set[nn.Module](), list[Tensor]()
 
     def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
@@ -42,8 +48,9 @@ def probe(model: PreTrainedModel) -> Seen:
     try:
         tokens = torch.zeros(1, _LENGTH, dtype=torch.int64, device="meta")
         mask = torch.ones(1, 1, _LENGTH, _LENGTH, dtype=torch.bool, device="meta")
-        with torch.no_grad():
-            logits = model(input_ids=tokens, position_ids=tokens, attention_mask=mask, use_cache=False).logits
+        positions = torch.zeros_like(tokens)
+        with torch.no_grad(), TableWatch(positions) as tables:
+            logits = model(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False).logits
     except Exception as error:  # what a forward pass can raise has no common class
         raise ModelError(
             f"{type(model).__name__} cannot be called with input_ids, position_ids and an attention mask of "
@@ -53,7 +60,25 @@ def probe(model: PreTrainedModel) -> Seen:
         ALL_ATTENTION_FUNCTIONS[key] = registered
         hook.remove()
     layers: int = model.config.get_text_config().num_hidden_layers
-    return Seen(type(model).__name__, len(modules), layers, head_is_last=any(logits is out for out in heads))
+    limits = PositionLimits(min(tables.rows, default=None), dynamic)
+    head_is_last = any(logits is out for out in heads)
+    return Seen(type(model).__name__, len(modules), layers, head_is_last=head_is_last, positions=limits)
+
+
+def check_positions(seen: Seen, spec: JobSpec) -> None:
+    """Raise ModelError if a sequence has positions that the model has no values for, or none that a restart repeats."""
+    length, limits = spec.data.sequence_length, seen.positions
+    if limits.table is not None and length > limits.table:
+        raise ModelError(
+            f"sequence_length={length} is more than the {limits.table} positions of {seen.model}; choose at most "
+            f"{limits.table}, or a model with more"
+        )
+    if limits.dynamic is not None and length > limits.dynamic:
+        raise ModelError(
+            f"sequence_length={length} is more than max_position_embeddings={limits.dynamic}, and rope_type=dynamic of "
+            f"{seen.model} then depends on the longest sequence so far, which a resumed run has not seen; choose at "
+            f"most {limits.dynamic}, or rope_type: yarn"
+        )
 
 
 def check_attention(seen: Seen, spec: JobSpec) -> None:

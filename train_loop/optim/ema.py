@@ -1,6 +1,7 @@
 """An exponential moving average of the weights (Polyak and Juditsky, 1992)."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -32,3 +33,28 @@ class Ema:
         """Take over saved averages."""
         for name, average in self.averages.items():
             average.copy_(averages[name])
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Have the model compute with the averages, and give it back its weights to the bit.
+
+        An average of the weights' own dtype holds the weight meanwhile, which takes no memory beside one tensor.
+        """
+        kept = dict[str, Tensor]()
+        for name, weight in self._weights.items():
+            own, average = weight.detach(), self.averages[name]
+            kept[name] = own.clone()
+            own.copy_(average)
+            if average.dtype == own.dtype:
+                average.copy_(kept.pop(name))
+        try:
+            yield
+        finally:
+            for name, weight in self._weights.items():
+                own, average = weight.detach(), self.averages[name]
+                if name in kept:
+                    own.copy_(kept.pop(name))
+                else:
+                    mean = own.clone()
+                    own.copy_(average)
+                    average.copy_(mean)

@@ -8,6 +8,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import PreTrainedModel
 
 from train_loop.model.build import DTYPES
+from train_loop.model.positions import apply_longrope
 from train_loop.model.tiled_mlp import apply_tiled_mlp
 from train_loop.parallel.compile import apply_compile
 from train_loop.parallel.mesh import Mesh
@@ -23,6 +24,7 @@ from train_loop.vitals import ComputeTimer
 def parallelize(model: PreTrainedModel, mesh: Mesh, spec: JobSpec) -> ComputeTimer:
     """Make a model on the meta device parallel, in place; what it computes is timed from now on. Raises ModelError."""
     mode, strategy, timer = spec.model.gradient_checkpointing, spec.strategy, ComputeTimer(mesh.device)
+    apply_longrope(model, part=mesh.sequence_rank, parts=mesh.plan.sp)
     apply_ulysses(model, mesh.sp, timer)
     layers = decoder_layers(model, strategy.wrap_policy)
     if strategy.apply_tiled_mlp:

@@ -27,11 +27,45 @@ def decoder_layers(model: PreTrainedModel, policy: WrapPolicySpec) -> list[nn.Mo
 def find_units(model: PreTrainedModel, policy: WrapPolicySpec) -> list[list[nn.Module]]:
     """The units below the root, inner ones before those that hold them; a unit of several modules shares a gather.
 
-    Raises ModelError for a class name that matches nothing.
+    Raises ModelError for a class name that matches nothing, and for a parameter that several units share.
     """
     check_names(model, policy)
     # Children come after their parents in module order, and must be sharded before them.
-    return [[module] for module in reversed(wrapped_layers(model, policy))] + _outer_units(model, policy)
+    units = [[module] for module in reversed(wrapped_layers(model, policy))] + _outer_units(model, policy)
+    check_shared(model, units)
+    return units
+
+
+def check_shared(model: PreTrainedModel, units: Sequence[Sequence[nn.Module]]) -> None:
+    """Raise ModelError for a parameter that is in two units, or in one and the root; inner units come first."""
+    owners: dict[int, tuple[int, str]] = {}
+    names = {module: name for name, module in model.named_modules()}
+    taken = set[nn.Module]()
+    for number, unit in enumerate([*units, [model]]):
+        modules = [module for one in unit for module in one.modules() if module not in taken]
+        taken.update(modules)
+        for module in modules:
+            for leaf, parameter in module.named_parameters(recurse=False):
+                name = f"{names[module]}.{leaf}"
+                owner, first = owners.setdefault(id(parameter), (number, name))
+                if owner != number:
+                    raise ModelError(_shared(model, units, first, name))
+
+
+def _shared(model: PreTrainedModel, units: Sequence[Sequence[nn.Module]], one: str, other: str) -> str:
+    held = {id(p): type(module).__name__ for unit in units for module in unit for p in module.parameters()}
+    shared = model.get_parameter(one)
+    free = {
+        type(module).__name__: None
+        for unit in units
+        for module in unit
+        if id(shared) not in {id(p) for p in module.parameters()}
+    }
+    remedy = f"[{', '.join(free)}]" if free else "classes that do not hold it"
+    return (
+        f"{one} and {other} of {type(model).__name__} are one parameter, which the unit {held[id(shared)]} and another "
+        f"part of the model would both shard; set strategy.wrap_policy.transformer_layer_cls_to_wrap: {remedy}"
+    )
 
 
 def wrapped_layers(model: PreTrainedModel, policy: WrapPolicySpec) -> list[nn.Module]:

@@ -1,6 +1,7 @@
 """Pure arithmetic: degrees → mesh, batches → steps, parameters → memory, workers → resources. Torch-free."""
 
-from train_loop.plan.batch import START, BatchPlan, Origin, plan_batch, plan_samples, plan_steps
+from train_loop.plan.batch import START, BatchPlan, Origin, check_schedule, plan_batch, plan_samples, plan_steps
+from train_loop.plan.devices import device_problems, forgotten_gpu
 from train_loop.plan.head import chunk_rows
 from train_loop.plan.layout import (
     AUTOSCALED_VARIABLE,
@@ -17,6 +18,8 @@ from train_loop.plan.mask import MASK_BYTES, mask_bytes
 from train_loop.plan.memory import MemoryTerm
 from train_loop.plan.mesh import MeshPlan, groups_across_hosts, plan_mesh
 from train_loop.plan.plan import Plan, plan_job, plan_sizes
+from train_loop.plan.preview import Preview, SampleCount
+from train_loop.plan.remedies import memory_remedies
 from train_loop.plan.resources import DATA_CPUS, data_starves, needed, too_big
 from train_loop.plan.shape import ModelShape, read_shape
 
@@ -32,12 +35,18 @@ __all__ = [
     "ModelShape",
     "Origin",
     "Plan",
+    "Preview",
+    "SampleCount",
+    "check_schedule",
     "chunk_rows",
     "data_starves",
+    "device_problems",
+    "forgotten_gpu",
     "groups_across_hosts",
     "lay_out",
     "list_ranks",
     "mask_bytes",
+    "memory_remedies",
     "missing_places",
     "needed",
     "no_place",

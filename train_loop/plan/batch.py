@@ -4,7 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from train_loop.spec import TrainingSpec
+from train_loop.plan.preview import SampleCount
+from train_loop.spec import Problem, TrainingSpec
+from train_loop.spec.schedule import check_steps
 
 
 @dataclass(frozen=True)
@@ -78,3 +80,18 @@ def plan_samples(training: TrainingSpec, *, samples: int, global_batch: int, ori
     if training.max_tokens is not None:
         return origin.consumed + max(training.max_tokens - origin.tokens, 0) * global_batch
     return math.ceil((training.num_train_epochs or 1) * samples)
+
+
+def check_schedule(
+    training: TrainingSpec, count: SampleCount, *, global_batch: int
+) -> tuple[int | None, list[Problem]]:
+    """Return the steps of a new run, if the number of its samples says that, and what is wrong with its schedule."""
+    if training.max_tokens is not None:
+        return None, []
+    steps = plan_steps(training, samples=count.samples, tokens=1, global_batch=global_batch)
+    try:
+        check_steps(training.lr_scheduler_kwargs, warmup_steps=training.warmup_steps, steps=steps)
+    except ValueError as error:
+        pointer = "/training/warmup_steps" if training.warmup_steps else "/training/lr_scheduler_kwargs"
+        return None, [Problem(pointer, str(error))]
+    return steps if count.exact or training.max_steps is not None else None, []

@@ -93,6 +93,10 @@ class Manifest(Format):
     tokens: int
     skipped: int = 0
     """Steps in a row, up to this one, that were not finite and changed no weight."""
+    unlogged_loss: float = 0.0
+    """Sum of the losses since the last metrics line that logging_steps asked for."""
+    unlogged_steps: int = 0
+    """Number of those losses."""
     position: DataPosition
     attempt: int
     epoch: int = 0

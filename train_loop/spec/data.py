@@ -6,6 +6,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from train_loop.spec.base import SpecModel, only
 
+LongRows = Literal["split", "truncate", "truncate_left", "drop", "fail"]
 CYCLE = 10_000
 """Samples in a row over which the shares of mixed sources are exact, wherever one begins to count."""
 
@@ -18,6 +19,9 @@ class ColumnsSpec(SpecModel):
     labels: str | None = Field(default=None, description="aligned with input_ids, not shifted; -100 is not trained")
     messages: str | None = Field(
         default=None, description="a conversation for the tokenizer's chat template; only assistant turns are trained"
+    )
+    tools: str | None = Field(
+        default=None, description="beside messages: the row's tools for the template, a list or its JSON; may be absent"
     )
     prompt: str | None = Field(default=None, description="text in front of the response, not trained")
     response: str | None = Field(default=None, description="text that is trained, after its prompt")
@@ -36,12 +40,15 @@ class ColumnsSpec(SpecModel):
             )
         if self.labels is not None and self.input_ids is None:
             raise ValueError("columns.labels goes with columns.input_ids; name both, or remove labels")
+        if self.tools is not None and self.messages is None:
+            raise ValueError("columns.tools goes with columns.messages; name both, or remove tools")
         return self
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The columns that every row must have."""
-        every = (self.text, self.input_ids, self.labels, self.messages, self.prompt, self.response, self.weight)
+        """The columns that are read; every row must have them, but for tools."""
+        text = (self.text, self.messages, self.tools, self.prompt, self.response)
+        every = (*text, self.input_ids, self.labels, self.weight)
         return tuple(name for name in every if name is not None)
 
     @property
@@ -96,6 +103,11 @@ class DataSpec(SpecModel):
         default=None, description="put in front of every conversation that has no system message of its own"
     )
     on_bad_rows: Literal["fail", "skip"] = "fail"
+    on_long_rows: LongRows | None = Field(
+        default=None,
+        description="rows of more than sequence_length tokens; truncate keeps their beginning, truncate_left their "
+        "end; null: drop for messages and prompt with response, split for others",
+    )
     sequence_length: int = Field(default=4096, ge=2, description="tokens per sample")
     packing: bool = Field(default=True, description="several documents share a sample and never see each other")
     shuffle: bool = True
@@ -114,6 +126,15 @@ class DataSpec(SpecModel):
     def columns_of(self, source: SourceSpec) -> ColumnsSpec:
         """The columns of a source's rows."""
         return source.columns or self.columns
+
+    def long_rows_of(self, columns: ColumnsSpec) -> LongRows:
+        """Return what happens to rows of these columns that are longer than a sample."""
+        default: LongRows = "drop" if columns.messages or columns.prompt else "split"
+        return self.on_long_rows or default
+
+    def drops_untrained(self, columns: ColumnsSpec) -> bool:
+        """Return whether rows of these columns without any trained token are dropped: tokenised ones stay as given."""
+        return bool(columns.messages or columns.prompt)
 
     @property
     def reads_text(self) -> bool:

@@ -21,7 +21,9 @@ class CheckpointSpec(SpecModel):
     every_seconds: float | None = Field(default=None, gt=0, description="since the save before, whatever its reason")
     keep_last: int = Field(default=2, ge=1)
     keep_best: KeepBestSpec | None = Field(
-        default=None, description="one more stays: the best by a metric of its step, of those that have it"
+        default=None,
+        description="one more stays: the best by a metric of its step, of those that have it; loss is the mean since "
+        "the last line of logging_steps",
     )
     save_final: bool = True
     max_consecutive_failures: int = Field(default=3, ge=1, description="so many failed saves in a row end the attempt")

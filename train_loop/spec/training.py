@@ -32,7 +32,10 @@ class TrainingSpec(SpecModel):
     adam_epsilon: float = Field(default=1e-8, gt=0)
     momentum: float | None = Field(default=None, ge=0, lt=1, description="null: 0.9 for sgd, 0.95 for muon")
     ema_decay: float | None = Field(
-        default=None, gt=0, lt=1, description="keep an exponential moving average of the weights, in fp32"
+        default=None,
+        gt=0,
+        lt=1,
+        description="keep an exponential moving average of the weights, in fp32; it is what is evaluated",
     )
     lr_scheduler_type: Schedule = "cosine"
     lr_scheduler_kwargs: ScheduleOptions = ScheduleOptions()
@@ -49,7 +52,9 @@ class TrainingSpec(SpecModel):
     )
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="null: gradients are not clipped")
     seed: int = Field(default=0, ge=0)
-    logging_steps: int = Field(default=1, ge=1)
+    logging_steps: int = Field(
+        default=1, ge=1, description="optimizer steps to a metrics line, whose loss is the mean over them"
+    )
     eval_steps: int | None = Field(default=None, ge=1, description="evaluate on data.eval so often, and at the end")
     on_nonfinite: Literal["skip", "fail"] = "skip"
     chunked_loss: bool | None = Field(

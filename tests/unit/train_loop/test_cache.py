@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from train_loop.data.pack import Sample
 from train_loop.data.read import read_rows
 from train_loop.data.shards import write_part
 from train_loop.errors import DataError
-from train_loop.spec import JobSpec
+from train_loop.spec import JobSpec, parse
 
 TOKENS = {"columns": {"input_ids": "ids"}, "packing": False, "shuffle": False, "sequence_length": 16}
 
@@ -74,11 +75,58 @@ def test_a_tokenizer_is_known_by_what_it_holds_and_not_by_its_name(tmp_path: Pat
         {"packing": False},
         {"on_bad_rows": "skip"},
         {"columns": {"text": "text", "weight": "w"}},
+        {"on_long_rows": "truncate"},
+        {"columns": {"messages": "m"}},
+        {"columns": {"messages": "m", "tools": "x"}},
+        {"columns": {"messages": "m"}, "on_long_rows": "split"},
     ],
 )
 def test_what_decides_the_samples_decides_their_name(tmp_path: Path, change: dict[str, Any]) -> None:
     assert name_of(text_job(tmp_path)) != name_of(text_job(tmp_path, data=change))
     assert name_of(text_job(tmp_path)) == name_of(text_job(tmp_path, data={"seed": 3, "shuffle": False}))
+
+
+def test_names_of_text_and_tokens_are_those_of_earlier_versions(tmp_path: Path) -> None:
+    text, tokens = text_job(tmp_path), as_it_is(tmp_path, pa.array([[1]]))
+    later = ("tools",)
+    for job, tokenizer, vocab in ((text, tmp_path / "tokenizer-v1", None), (tokens, None, 384)):
+        (source,) = list_sources(job)
+        old = {
+            "format": 3,
+            "files": [[file.uri, file.format, file.size, file.version] for file in source.files],
+            "columns": {name: column for name, column in source.columns.model_dump().items() if name not in later},
+            "system_prompt": None,
+            "on_bad_rows": "fail",
+            "sequence_length": job.data.sequence_length,
+            "packing": job.data.packing,
+            "tokenizer": None
+            if tokenizer is None
+            else [
+                sha256((tokenizer / name).read_bytes()).hexdigest()
+                for name in ("tokenizer.json", "tokenizer_config.json")
+            ],
+            "vocab": vocab,
+        }
+        assert name_of(job) == sha256(json.dumps(old, sort_keys=True).encode()).hexdigest()
+        # Written by an earlier version, the spec has no such fields, and says the same.
+        stored = job.model_dump(mode="json")
+        for part in (stored["data"], stored["data"]["columns"]):
+            part.pop("on_long_rows", None)
+            part.pop("tools", None)
+        assert parse(stored) == job
+        assert name_of(parse(stored)) == name_of(job)
+
+
+def test_run_of_an_earlier_version_goes_on_with_the_samples_that_it_began_with(tmp_path: Path) -> None:
+    part = prepared(tmp_path / "cache" / "abc").model_dump(mode="json")
+    for name in ("on_long_rows", "long_rows", "dropped_rows", "untrained_rows"):
+        del part[name]
+    dataset = {"fingerprint": "abc", "parts": [part], "sequence_length": 32}
+    (tmp_path / "dataset.json").write_text(json.dumps(dataset))
+    job = text_job(tmp_path, data={"columns": {"messages": "m"}})
+    found = pinned_dataset(job, tmp_path / "dataset.json")
+    assert found is not None
+    assert found.samples == 3
 
 
 def test_text_to_evaluate_on_keeps_its_tokenizer_where_training_needs_none(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 Expected texts show what is trained between ⟦ and ⟧.
 """
 
+import re
 import shutil
 from collections.abc import Iterator
 from functools import cache
@@ -288,3 +289,66 @@ def test_what_the_template_refuses_is_said_in_its_words() -> None:
 def test_a_template_that_stumbles_refuses() -> None:
     with pytest.raises(DataError, match=r"refuses it: .*str"):
         encode("qwen", [user("a"), assistant("b", reasoning_content=1)])
+
+
+@pytest.mark.parametrize("name", ["chatml", "marked", "qwen", "llama", "double", "bare"])
+@pytest.mark.parametrize("switch", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"weight": 0, "train": False}])
+def test_assistant_message_with_weight_0_or_train_false_is_shown_and_not_trained(
+    name: str, switch: dict[str, Any]
+) -> None:
+    whole = shown(name, CHAT)
+    first, *_ = spans = re.findall("⟦(.*?)⟧", whole, re.DOTALL)
+    assert shown(name, [CHAT[0], CHAT[1] | switch, *CHAT[2:]]) == whole.replace(f"⟦{first}⟧", first, 1)
+    assert re.findall("⟦(.*?)⟧", shown(name, [*CHAT[:3], CHAT[3] | switch]), re.DOTALL) == spans[:1]
+
+
+@pytest.mark.parametrize("switch", [{"weight": 1}, {"weight": 1.0}, {"train": True}, {"weight": None, "train": None}])
+def test_assistant_message_with_weight_1_or_train_true_is_trained(switch: dict[str, Any]) -> None:
+    messages = [*CHAT[:1], CHAT[1] | switch, *CHAT[2:]]
+    assert encode("chatml", messages) == encode("chatml", CHAT)
+    # OpenAI allows a weight of 0 in any message.
+    assert encode("chatml", [CHAT[0] | {"weight": 0}, *messages[1:]]) == encode("chatml", CHAT)
+
+
+@given(messages=conversations, data=st.data())
+@pytest.mark.parametrize("name", ["chatml", "marked"])
+def test_any_choice_of_messages_is_trained_and_no_other(
+    name: str, messages: list[dict[str, Any]], data: st.DataObject
+) -> None:
+    choice = st.lists(st.booleans(), min_size=len(messages), max_size=len(messages))
+    on = [chosen and one["role"] == "assistant" for chosen, one in zip(data.draw(choice), messages, strict=True)]
+    chosen = [
+        one | ({"train": turn} if one["role"] == "assistant" else {}) for one, turn in zip(messages, on, strict=True)
+    ]
+    ids, labels = encode(name, chosen)
+    assert ids == encode(name, messages)[0]
+    trained = decode(load_tokenizer(folder(name)), [token for token in labels if token != IGNORE])
+    assert trained == "".join(f"{one['content']}<|im_end|>" for one, turn in zip(messages, on, strict=True) if turn)
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (assistant("b", weight=0.5), r"messages\[1\] has weight 0.5; expected 0 or 1"),
+        (assistant("b", weight=True), r"messages\[1\] has weight True; expected 0 or 1"),
+        (assistant("b", train="no"), r"messages\[1\] has train 'no'; expected false or true"),
+        (assistant("b", weight=1, train=False), r"messages\[1\] has weight and train that contradict each other"),
+        (
+            user("b") | {"train": True},
+            r"messages\[1\] of role 'user' has train True, and only messages of the assistant",
+        ),
+        (assistant("b", mood="glad"), r"messages\[1\] has the key 'mood', which the chat template does not use"),
+        (assistant("b", tool_calls=CALL), r"messages\[1\] has the key 'tool_calls', which the chat template"),
+        (user("b") | {"name": "Ann"}, r"messages\[1\] has the key 'name', which the chat template does not use"),
+    ],
+)
+def test_key_of_a_message_that_is_not_honoured_is_refused_by_name(message: dict[str, Any], reason: str) -> None:
+    with pytest.raises(DataError, match=f"^{reason}"):
+        encode("chatml", [user("a"), message, assistant("c")], "Be brief.")
+
+
+def test_keys_that_the_template_uses_or_that_hold_nothing_or_link_results_are_accepted() -> None:
+    encode("chatml", [user("a"), assistant("b", tool_calls=[], refusal="", annotations=None)])
+    encode("qwen", [user("a"), assistant("b", thinking="so"), user("c"), assistant("d", reasoning_content="x")])
+    result = {"role": "tool", "name": "sum", "tool_call_id": "1", "content": "2"}
+    encode("qwen", [user("a"), assistant("", tool_calls=CALL), result, assistant("b")])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.support.folders import write_tokenizer
+from train_loop.data.chat import load_chat_template
 from train_loop.data.encode import BadRow, encode_rows
 from train_loop.data.pack import Document
 from train_loop.data.rows import Row
@@ -112,15 +113,16 @@ def test_tokens_are_taken_as_they_are_with_labels_and_weights() -> None:
             {"t": "a", "w": -1},
             "column 'w' holds -1 where a weight of 0 or more is needed",
         ),
-        ({"messages": "m"}, {"m": [{"role": "user", "content": "a"}]}, "there is nothing to train on"),
         ({"messages": "m"}, {"m": "hello"}, "messages"),
+        ({"messages": "m", "tools": "x"}, {"x": "{"}, "tools must be a list or its JSON"),
+        ({"messages": "m", "tools": "x"}, {"x": {"name": "f"}}, "tools must be a list of objects"),
     ],
 )
 def test_a_bad_row_says_what_is_wrong_and_the_others_go_on(
     folder: str, columns: dict[str, str], values: dict[str, Any], reason: str
 ) -> None:
     good = {"t": "a", "w": 1, "q": "a", "a": "b", "i": [1], "l": [1], "m": [{"role": "assistant", "content": "x"}]}
-    first, bad, last = encode(folder, columns, good, values, good)
+    first, bad, last = encode(folder, columns, good, good | values, good)
     assert isinstance(bad, BadRow)
     assert bad.place == 1
     assert reason in bad.reason
@@ -135,3 +137,33 @@ def test_a_row_that_could_not_be_read_stays_what_it_is(folder: str) -> None:
 def test_a_vocabulary_too_small_for_bytes_says_so(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="vocab_size=100 is too small for a byte-level tokenizer; choose more than 256"):
         train_tokenizer(iter(["x"]), vocab_size=100, folder=tmp_path)
+
+
+TOOLS = [{"type": "function", "function": {"name": "sum"}}]
+NO_TOOLS: list[Any] = [None, [], ""]
+TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+
+
+@pytest.mark.parametrize("cell", [TOOLS, '[{"type": "function", "function": {"name": "sum"}}]'])
+def test_tools_of_a_row_reach_the_chat_template_and_are_not_trained(tmp_path: Path, cell: Any) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML)
+    columns = {"messages": "m", "tools": "x"}
+    with_tools, *without = encode(
+        str(tmp_path),
+        columns,
+        {"m": TALK, "x": cell},
+        *({"m": TALK, "x": nothing} for nothing in NO_TOOLS),
+        {"m": TALK},
+    )
+    whole, trained = texts(str(tmp_path), with_tools)
+    assert '"name": "sum"' in whole
+    assert trained == "yes$"
+    assert len({texts(str(tmp_path), document) for document in without}) == 1
+    assert "sum" not in texts(str(tmp_path), without[0])[0]
+    assert load_chat_template(str(tmp_path)).uses_tools
+
+
+def test_conversation_without_an_assistant_turn_has_no_trained_token(folder: str) -> None:
+    (document,) = encode(folder, {"messages": "m"}, {"m": TALK[:1]})
+    assert set(document.labels.tolist()) == {-100}

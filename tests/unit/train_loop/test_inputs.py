@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import ray
 
 from tests.support.specs import TINY, spec
 from tests.support.torchrun import write_tokens
@@ -110,3 +111,13 @@ def test_files_that_are_missing_in_a_folder_that_is_there_fail_at_once(run_dir: 
     with pytest.raises(DataError, match="matches no file"):
         prepare_samples(job_of(f"{data}/*.jsonl"), run_dir, Journal(run_dir.attempt(1)))
     assert events(run_dir) == []
+
+
+def test_attempt_on_a_cluster_with_gpus_warns_of_a_job_that_asks_for_none(
+    run_dir: RunDir, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0, "GPU": 2.0})
+    prepare_samples(job_of(f"{data}"), run_dir, Journal(run_dir.attempt(1)))
+    (warning,) = [event for event in events(run_dir) if event["event"] == "warning"]
+    assert str(warning["message"]).startswith("the job asks for no GPU and trains on CPUs, and the cluster has 2 GPU")

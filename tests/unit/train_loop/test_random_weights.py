@@ -7,7 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.specs import TINY, spec
-from train_loop.model.build import build_model, materialise
+from train_loop.errors import ModelError
+from train_loop.model.build import build_model, check_rules, materialise
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": TINY,
@@ -16,6 +17,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "vocab_size": 384, "n_embd": 64, "n_layer": 8, "n_head": 4, "n_positions": 64}
     | {"bos_token_id": 0, "eos_token_id": 0},
 }
+APERTUS = TINY | {"model_type": "apertus", "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -31,3 +34,42 @@ def test_weights_are_spread_as_transformers_spreads_them(family: str) -> None:
         # 512 draws and more: their standard deviations agree within about 1 / sqrt(512), and gpt2's rules differ by 4.
         assert ours[name].std().item() == pytest.approx(theirs.std().item(), rel=0.15), name
         assert ours[name].mean().item() == pytest.approx(theirs.mean().item(), abs=0.005), name
+
+
+def test_xielu_without_a_rule_of_transformers_gets_its_constructor_values() -> None:
+    config = spec(model={"config": APERTUS}).model
+    model = build_model(config)
+    materialise(model, build_model(config), seed=0, device=CPU)
+    expected = AutoModelForCausalLM.from_config(AutoConfig.for_model(**APERTUS)).model.layers[1].mlp.act_fn
+    ours = model.model.layers[1].mlp.act_fn
+    for name, value in (*expected.named_parameters(), *expected.named_buffers()):
+        assert getattr(ours, name).tolist() == value.tolist(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_buffer_that_no_rule_sets_is_refused_by_name(dtype: torch.dtype) -> None:
+    config = spec(model={"config": TINY}).model
+    model, blueprint = build_model(config), build_model(config)
+    for built in (model, blueprint):
+        built.model.layers[1].register_buffer("forgotten", torch.zeros(2, dtype=dtype, device="meta"))
+    with pytest.raises(ModelError, match=r"no rule that initialises model\.layers\.1\.forgotten \(Qwen3DecoderLayer\)"):
+        materialise(model, blueprint, seed=0, device=CPU)
+
+
+def test_parameter_that_no_rule_sets_is_refused_by_name() -> None:
+    config = spec(model={"config": TINY}).model
+    model, blueprint = build_model(config), build_model(config)
+    for built in (model, blueprint):
+        built.model.layers[1].forgotten = torch.nn.Parameter(torch.zeros(2, device="meta"))
+    with pytest.raises(ModelError, match=r"no rule that initialises model\.layers\.1\.forgotten"):
+        materialise(model, blueprint, seed=0, device=CPU)
+
+
+def test_rules_that_lack_are_found_on_meta_unless_a_folder_holds_the_tensor() -> None:
+    model = build_model(spec(model={"config": TINY}).model)
+    check_rules(model)
+    model.model.layers[1].forgotten = torch.nn.Parameter(torch.zeros(2, device="meta"))
+    with pytest.raises(ModelError, match=r"no rule that initialises model\.layers\.1\.forgotten"):
+        check_rules(model)
+    check_rules(model, stored=["model.layers.1.forgotten"])
+    assert model.model.layers[1].forgotten.device.type == "meta"

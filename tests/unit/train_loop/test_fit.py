@@ -1,0 +1,61 @@
+"""Long and untrained rows: cut, dropped and counted by the rule of the spec."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from train_loop.data.dataset import IGNORE
+from train_loop.data.fit import Fit
+from train_loop.data.pack import Document
+from train_loop.spec import ColumnsSpec, DataSpec, SourceSpec
+
+
+def document(size: int, trained: list[bool] | None = None) -> Document:
+    ids = np.arange(size, dtype=np.int32)
+    return Document(ids, None if trained is None else np.where(trained, ids, IGNORE).astype(np.int32))
+
+
+masks = st.lists(st.booleans(), max_size=12)
+
+
+@given(trained=masks, length=st.integers(2, 8), drops=st.booleans())
+@pytest.mark.parametrize("rule", ["split", "truncate", "truncate_left", "drop", "fail"])
+def test_document_is_whole_or_cut_or_dropped_as_the_rule_says(
+    rule: Any, trained: list[bool], length: int, drops: bool
+) -> None:
+    size = len(trained)
+    kept, fate = Fit(length, rule, drops)(document(size, trained))
+    expected = {"truncate": range(min(size, length)), "truncate_left": range(max(size - length, 0), size)}
+    part = expected.get(rule, range(size))
+    if rule == "drop" and size > length:
+        assert (fate, len(kept.input_ids)) == ("dropped", 0)
+    elif drops and not any(trained[place] for place in part[1:]):
+        assert (fate, len(kept.input_ids)) == ("untrained", 0)
+    else:
+        assert kept.input_ids.tolist() == list(part)
+        assert kept.labels is not None
+        assert kept.labels.tolist() == [place if trained[place] else IGNORE for place in part]
+        assert fate == ("long" if size > length else "whole")
+    assert Fit(length, rule, drops).refuses(document(size)) == (rule == "fail" and size > length)
+
+
+@pytest.mark.parametrize(
+    ("columns", "rule", "drops"),
+    [
+        ({"text": "t"}, "split", False),
+        ({"messages": "m"}, "drop", True),
+        ({"prompt": "p", "response": "r"}, "drop", True),
+        ({"input_ids": "i"}, "split", False),
+        ({"input_ids": "i", "labels": "l"}, "split", False),
+    ],
+)
+def test_long_rows_are_dropped_by_default_where_only_an_answer_is_trained(
+    columns: dict[str, str], rule: str, drops: bool
+) -> None:
+    data = DataSpec(train=SourceSpec(path="/a.jsonl"), columns=ColumnsSpec(**columns))
+    assert Fit.of(data, data.columns) == Fit(4096, rule, drops)  # type: ignore[arg-type]
+    chosen = data.model_copy(update={"on_long_rows": "truncate"})
+    assert Fit.of(chosen, data.columns).rule == "truncate"

@@ -1,0 +1,121 @@
+"""Out of memory: how it is told, tried once more at most, and what is said to help."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ray.exceptions import OutOfMemoryError as KilledByRay
+
+from tests.support.small_runs import events
+from tests.support.specs import spec
+from train_loop.controller import GroupCallback
+from train_loop.errors import MemoryRanOutError, TooLittleMemoryError
+from train_loop.failure import failed, failure_told
+from train_loop.model.faults import full_memory
+from train_loop.out_of_memory import memory_watched
+from train_loop.plan import memory_remedies
+from train_loop.run_dir import RunDir
+from train_loop.session import Session
+
+ON_GPU = {"resources_per_worker": {"CPU": 1.0, "GPU": 1.0}}
+
+
+def rank_of(folder: Path, *, epoch: int, rank: int = 0) -> Session:
+    return Session(rank, 2, rank, 1, RunDir(folder), lambda *_: iter(()), epoch=epoch)
+
+
+def run_out(session: Session, error: Exception, job: Any = None) -> Exception:
+    watched = memory_watched(job or spec(scaling=ON_GPU), session)
+    with pytest.raises((MemoryRanOutError, TooLittleMemoryError)) as raised, failure_told(session), watched:
+        raise error
+    return raised.value
+
+
+CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 is full. See the documentation. x")
+
+
+def test_device_that_is_full_is_told_with_rank_host_sizes_and_remedies_cheapest_first(tmp_path: Path) -> None:
+    outcome = failed(run_out(rank_of(tmp_path, epoch=1, rank=1), CUDA))
+    assert (outcome.code, outcome.retryable) == ("out_of_memory", True)
+    assert outcome.reason is not None
+    assert outcome.reason.startswith("rank 1 on ")
+    assert (
+        "ran out of device memory (OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB" in outcome.reason
+    )
+    assert "the plan estimates 0.8 MiB: optimizer 0.3 MiB, parameters 0.2 MiB" in outcome.reason
+    assert "what helps, cheapest first: strategy.apply_tiled_mlp: true; " in outcome.reason
+    (event,) = events(tmp_path, "out_of_memory")
+    assert (event["rank"], event["memory"], event["again"]) == (1, "device", False)
+    assert {"parameters", "optimizer"} <= event["estimate"].keys()
+    assert events(tmp_path, "training_ended") == []
+
+
+def test_run_that_is_out_of_memory_is_tried_once_more_unless_it_has_got_further(tmp_path: Path) -> None:
+    assert isinstance(run_out(rank_of(tmp_path, epoch=1), CUDA), MemoryRanOutError)
+    # Its peers run out with it.
+    assert isinstance(run_out(rank_of(tmp_path, epoch=1, rank=1), CUDA), MemoryRanOutError)
+    RunDir(tmp_path).checkpoint(10).mkdir(parents=True)
+    assert isinstance(run_out(rank_of(tmp_path, epoch=2), CUDA), MemoryRanOutError)
+    last = run_out(rank_of(tmp_path, epoch=3), CUDA)
+    assert isinstance(last, TooLittleMemoryError)
+    outcome = failed(last)
+    assert (outcome.code, outcome.retryable) == ("out_of_memory", False)
+    (end,) = events(tmp_path, "training_ended")
+    assert (end["code"], end["result"]) == ("out_of_memory", "failed")
+
+
+def test_host_that_has_no_memory_is_told_as_that(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**50)
+    assert full_memory(raised.value) == "host"
+    message = str(run_out(rank_of(tmp_path, epoch=1), raised.value, spec()))
+    assert "ran out of host memory" in message
+    assert "failure.spare_workers: false; strategy.async_save_ckpt: false" in message
+    assert full_memory(MemoryError()) == "host"
+    assert full_memory(RuntimeError("shapes do not match")) is None
+
+
+def test_process_that_ray_killed_for_memory_is_out_of_memory() -> None:
+    outcome = failed(KilledByRay("Task was killed due to the node running low on memory."))
+    assert (outcome.code, outcome.retryable) == ("out_of_memory", True)
+
+
+def test_third_group_does_not_start_after_two_without_memory(tmp_path: Path) -> None:
+    for epoch in (1, 2):
+        run_out(rank_of(tmp_path, epoch=epoch), CUDA)
+    # As if neither had had the time to say that the run has ended.
+    file = RunDir(tmp_path).attempt(1).events
+    lines = [line for line in file.read_text().splitlines() if "training_ended" not in line]
+    file.write_text("\n".join(lines) + "\n")
+    callback: Any = GroupCallback(RunDir(tmp_path), 1, spec(), autoscaled=False)
+    callback._monitor = object()
+    with pytest.raises(TooLittleMemoryError, match="two worker groups ran out of memory"):
+        callback.before_worker_group_start(None)
+
+
+@pytest.mark.parametrize(
+    ("parts", "place", "first"),
+    [
+        ({"model": {"gradient_checkpointing": "none"}}, "device", "model.gradient_checkpointing: full"),
+        ({"training": {"per_device_train_batch_size": 4}}, "device", "training.per_device_train_batch_size: 2 at"),
+        ({"strategy": {"sharding_strategy": "NO_SHARD"}}, "device", "strategy.sharding_strategy: FULL_SHARD"),
+        ({"training": {"chunked_loss": False}}, "device", "training.chunked_loss: null"),
+        ({}, "host", "failure.spare_workers: false"),
+    ],
+)
+def test_cheapest_remedy_is_named_first_and_none_that_is_in_force(
+    parts: dict[str, dict[str, Any]], place: Any, first: str
+) -> None:
+    job = spec(**{"scaling": ON_GPU, **parts})
+    assert memory_remedies(job, place)[0].startswith(first)
+    every = spec(
+        scaling=ON_GPU,
+        strategy={"apply_tiled_mlp": True, "offload_policy": True},
+        training={"optimizer": "adamw_8bit"},
+        model={"gradient_checkpointing": "offload"},
+    )
+    assert memory_remedies(every, "device") == [
+        "a larger strategy.ulysses_size than 1, or a smaller data.sequence_length",
+        "more workers in scaling.num_workers, as shards get smaller",
+    ]

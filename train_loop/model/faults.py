@@ -1,0 +1,46 @@
+"""Errors that a model raises in its own code: the same input would raise them again."""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from train_loop.errors import ModelError, UserError
+from train_loop.plan.memory import Place
+
+_ELSEWHERE = (UserError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError)
+"""Errors that are named already, or that come from memory, a device or the network."""
+_COLLECTIVES = ("/torch/distributed/", "/torch/_dynamo/", "/torch/_inductor/")
+"""Places in torch whose errors come from other ranks, or from compilers and their caches."""
+_ALLOCATORS = ("can't allocate memory", "not enough memory: you tried to allocate")
+"""How torch's allocators of host memory say it, in a RuntimeError."""
+
+
+def full_memory(error: BaseException) -> Place | None:
+    """Return which memory an error says is full; None if it says nothing of memory."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "device"
+    said_so = type(error) is RuntimeError and any(phrase in str(error) for phrase in _ALLOCATORS)
+    return "host" if said_so or isinstance(error, MemoryError) else None
+
+
+@contextmanager
+def own_faults(model: nn.Module) -> Iterator[None]:
+    """Raise ModelError, which ends the run, for what the model's own code raises in its forward pass."""
+    try:
+        yield
+    except _ELSEWHERE:
+        raise
+    except Exception as error:  # what a model can raise has no common class
+        if full_memory(error) is not None:
+            raise
+        frames = traceback.extract_tb(error.__traceback__)
+        if any(place in frame.filename for frame in frames for place in _COLLECTIVES):
+            raise
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ModelError(
+            f"{type(model).__name__} failed in its forward pass: {said}; the traceback is in this rank's log; correct "
+            "the config or the data, or choose another model"
+        ) from error

@@ -1,0 +1,151 @@
+"""How a model uses the positions of tokens, beyond turning queries and keys by an angle."""
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+Angles = tuple[Tensor, Tensor]
+Rotate = Callable[..., Angles]
+_PLACE_OF_INDEX = {aten.embedding.default: 1, aten.gather.default: 2, aten.index_select.default: 2}
+
+
+class TableWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Finds the tables that positions index: rows of learned positions, or of sines that were computed once.
+
+    It follows the tensor of positions through every operation, with what is added to it.
+    """
+
+    def __init__(self, positions: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._followed: dict[int, tuple[Tensor, int]] = {id(positions): (positions, 0)}
+        """By id: the tensor, which keeps the id its own, and what was added."""
+        self.rows: list[int] = []
+        """Number of positions that each table holds."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is aten.index.Tensor:
+            self._index(args[0], 0, args[1][0])
+        elif func in _PLACE_OF_INDEX:
+            self._index(args[0], args[1] if func is not aten.embedding.default else 0, args[_PLACE_OF_INDEX[func]])
+        elif isinstance(out, Tensor) and not out.is_floating_point() and out.dtype != torch.bool and args:
+            self._follow(func, args, out)
+        return out
+
+    def _index(self, table: Tensor, dim: int, index: Any) -> None:
+        if id(index) in self._followed:
+            self.rows.append(table.shape[dim] - self._followed[id(index)][1])
+
+    def _follow(self, func: Any, args: Any, out: Tensor) -> None:
+        source = next((arg for arg in args if id(arg) in self._followed), None)
+        if source is None:
+            return
+        added = self._followed[id(source)][1]
+        if func.overloadpacket in (aten.add, aten.sub):
+            number = next((arg for arg in args if isinstance(arg, int)), 0)
+            added += number if func.overloadpacket is aten.add else -number
+        self._followed[id(out)] = (out, added)
+
+
+@dataclass(frozen=True)
+class PositionLimits:
+    """Numbers of positions beyond which a model fails, or computes what nothing can repeat."""
+
+    table: int | None
+    """Rows of the shortest table of positions; None if there is none."""
+    dynamic: int | None
+    """Positions up to which rope_type=dynamic keeps its frequencies; None for other models."""
+
+
+def fix_dynamic(model: nn.Module) -> int | None:
+    """Have a model with rope_type=dynamic keep its frequencies, and return the most positions for which it would.
+
+    It looks at the positions' values, which no tensor on meta has. None for other models.
+    """
+    limits = list[int]()
+    for module in _rotary(model, "dynamic"):
+        limits.append(int(module.original_max_seq_len))  # type: ignore[arg-type]
+        types = module.rope_type
+        module.rope_type = dict.fromkeys(types, "default") if isinstance(types, dict) else "default"  # type: ignore[assignment]
+    return min(limits, default=None)
+
+
+class DocumentLengths:
+    """Lengths of the documents in the micro-batch at work, as a model with rope_type=longrope needs them.
+
+    transformers takes longrope's short or long factors by the largest position in its input. Here each document gets
+    those that it gets alone, whatever shares its row, its micro-batch or its sequence.
+    """
+
+    ARGUMENT = "document_lengths"
+    """Name under which the model is given them: [B, T], for each token the tokens of its document."""
+
+    def __init__(self, part: int, parts: int) -> None:
+        self._part, self._parts = part, parts
+        self._now: Tensor | None = None
+
+    def keep(self, model: nn.Module, inputs: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Take them out of what the model is called with, which its own forward does not know."""
+        named = dict(named)
+        lengths = named.pop(self.ARGUMENT, None)
+        self._now = None if lengths is None else lengths.chunk(self._parts, dim=1)[self._part]
+        return inputs, named
+
+    def rotate(self, module: nn.Module, forward: Rotate, x: Tensor, position_ids: Tensor, **named: Any) -> Angles:
+        """Return cosines and sines [B, T/P, D] of a rotary embedding whose own rule is `forward`."""
+        if self._now is None:
+            return forward(x, position_ids, **named)
+        parameters: Any = module.config.rope_parameters  # type: ignore[union-attr]
+        if named.get("layer_type") is not None:
+            parameters = parameters[named["layer_type"]]
+        most = parameters["original_max_position_embeddings"]
+        is_short = self._now <= most
+        # Padding, which goes on where the last document ends, may lie beyond.
+        short = forward(x, position_ids.where(is_short, 0).clamp(max=most - 1), **named)
+        # A position more, which nothing uses, has transformers take the long factors.
+        beyond = position_ids.new_full((len(position_ids), 1), most)
+        long = forward(x, torch.cat([position_ids, beyond], dim=1), **named)
+        cos, sin = (torch.where(is_short[..., None], a, b[:, :-1]) for a, b in zip(short, long, strict=True))
+        return cos, sin
+
+
+def apply_longrope(model: nn.Module, *, part: int, parts: int) -> None:
+    """Let each document have longrope's factors for its own length.
+
+    The rank sees part number `part`, from 0, of the `parts` of a sequence.
+    """
+    modules = list(_rotary(model, "longrope"))
+    if not modules:
+        return
+    lengths = DocumentLengths(part, parts)
+    for module in modules:
+        module.forward = functools.partial(lengths.rotate, module, module.forward)
+    model.register_forward_pre_hook(lengths.keep, with_kwargs=True)
+    model.needs_document_lengths = True  # type: ignore[assignment]
+
+
+def position_inputs(model: nn.Module, position_ids: Tensor, lengths: Tensor) -> dict[str, Tensor]:
+    """Return what a model that was given `apply_longrope` is called with beside positions [B, T]; nothing for others.
+
+    `lengths` [B] counts the tokens of each row that are not padding.
+    """
+    if not getattr(model, "needs_document_lengths", False):
+        return {}
+    document = (position_ids == 0).cumsum(1) - 1
+    is_token = torch.arange(position_ids.shape[1], device=position_ids.device) < lengths[:, None]
+    counts = torch.zeros_like(position_ids).scatter_add(1, document, is_token.to(position_ids.dtype))
+    return {DocumentLengths.ARGUMENT: counts.gather(1, document)}
+
+
+def _rotary(model: nn.Module, kind: str) -> Iterable[nn.Module]:
+    """Yield the rotary embeddings of a rope_type, whether it is that of all layers or of some."""
+    for module in model.modules():
+        types = getattr(module, "rope_type", None)
+        if kind in (types.values() if isinstance(types, dict) else [types]):
+            yield module

@@ -1,0 +1,47 @@
+"""Devices of a worker: which a job can have, and whether it has forgotten them."""
+
+import difflib
+import re
+from collections.abc import Mapping
+
+from train_loop.spec import Problem, ScalingSpec
+
+_HONOURED = ("CPU", "GPU", "memory")
+_ACCELERATOR = re.compile(r"(tpu|npu|hpu|xpu|mlu|ipu|fpga|rbln|neuron|furiosa|metax|rocm|mps)", re.IGNORECASE)
+"""Beginnings of names that Ray or vendors give to devices which this loop cannot train on."""
+_ALIKE = 0.6
+
+
+def device_problems(scaling: ScalingSpec) -> list[Problem]:
+    """Return the resources of a worker that would train on other devices than the job asks for.
+
+    Other names are custom resources of the cluster's nodes, as Ray has them.
+    """
+    found = list[str]()
+    for name, amount in scaling.resources_per_worker.items():
+        if _ACCELERATOR.match(name):
+            found.append(f"{name} is not a device that can be trained on; choose GPU, or CPU alone")
+        elif name not in _HONOURED and (meant := _meant(name)):
+            found.append(f"unknown resource {name!r}; did you mean {meant}?")
+        elif name == "GPU" and amount not in (0, 1):
+            found.append(
+                f"GPU: {amount:g} per worker is not supported, as each worker is one rank with one device; choose "
+                "GPU: 1, and one worker for each GPU in num_workers"
+            )
+    return [Problem("/scaling/resources_per_worker", message) for message in found]
+
+
+def _meant(name: str) -> str | None:
+    lower = {known.lower(): known for known in _HONOURED}
+    near = difflib.get_close_matches(name.lower(), [*lower, "cuda"], n=1, cutoff=_ALIKE)
+    return lower.get(near[0], "GPU") if near else None
+
+
+def forgotten_gpu(scaling: ScalingSpec, total: Mapping[str, float]) -> str | None:
+    """Return, as a sentence, that a job trains on CPUs of a cluster that has GPUs; None if it does not."""
+    if not total.get("GPU") or scaling.resources_per_worker.get("GPU"):
+        return None
+    return (
+        f"the job asks for no GPU and trains on CPUs, and the cluster has {total['GPU']:g} GPU; add GPU: 1 to "
+        "scaling.resources_per_worker"
+    )

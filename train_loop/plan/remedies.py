@@ -1,0 +1,55 @@
+"""What makes a run take less memory, cheapest first."""
+
+from train_loop.plan.memory import Place
+from train_loop.spec import JobSpec
+
+
+def memory_remedies(spec: JobSpec, place: Place) -> list[str]:
+    """Return changes of a spec that take less memory at a place: free ones, slower ones, then those of the cluster.
+
+    Without a GPU, where the model computes is host memory too.
+    """
+    on_gpu = bool(spec.scaling.resources_per_worker.get("GPU"))
+    found = [
+        *(_beside(spec) if place == "host" else []),
+        *(_computing(spec) if place == "device" or not on_gpu else []),
+    ]
+    workers = "more workers in scaling.num_workers, as shards get smaller"
+    shards = spec.strategy.sharding_strategy != "NO_SHARD"
+    last = ["hosts with more memory, or fewer workers on each"] if place == "host" else []
+    return [*found, *([workers] if shards and place == "device" else []), *last]
+
+
+def _computing(spec: JobSpec) -> list[str]:
+    model, training, strategy = spec.model, spec.training, spec.strategy
+    size = training.per_device_train_batch_size
+    checkpointing = model.gradient_checkpointing
+    choices = [
+        (training.chunked_loss is False, "training.chunked_loss: null"),
+        (strategy.sharding_strategy == "NO_SHARD", "strategy.sharding_strategy: FULL_SHARD"),
+        (strategy.reshard_after_forward is False, "strategy.reshard_after_forward: null"),
+        (size > 1, f"training.per_device_train_batch_size: {size // 2} at the same global_batch_size"),
+        (checkpointing == "none", "model.gradient_checkpointing: full"),
+        (not strategy.apply_tiled_mlp, "strategy.apply_tiled_mlp: true"),
+        (strategy.fsdp_size > 1, "strategy.fsdp_size: 0"),
+        (training.optimizer == "adamw", "training.optimizer: adamw_8bit"),
+        (checkpointing == "full" and _has_gpu(spec), "model.gradient_checkpointing: offload"),
+        (not strategy.offload_policy and _has_gpu(spec), "strategy.offload_policy: true"),
+        (True, f"a larger strategy.ulysses_size than {strategy.ulysses_size}, or a smaller data.sequence_length"),
+    ]
+    return [change for helps, change in choices if helps]
+
+
+def _beside(spec: JobSpec) -> list[str]:
+    """Return what takes less of the host's memory beside the model."""
+    choices = [
+        (spec.failure.spare_workers, "failure.spare_workers: false"),
+        (spec.strategy.save_mode != "sync", "strategy.async_save_ckpt: false"),
+        (spec.model.gradient_checkpointing == "offload", "model.gradient_checkpointing: full"),
+        (spec.strategy.offload_policy and _has_gpu(spec), "strategy.offload_policy: false"),
+    ]
+    return [change for helps, change in choices if helps]
+
+
+def _has_gpu(spec: JobSpec) -> bool:
+    return bool(spec.scaling.resources_per_worker.get("GPU"))
