@@ -33,7 +33,7 @@ from train_loop.model.tiled_mlp import apply_tiled_mlp
 from train_loop.model_folder import model_folder, model_shape, tokenizer_folder
 from train_loop.parallel.units import decoder_layers, find_units
 from train_loop.plan import ModelShape, Preview, SampleCount
-from train_loop.readable import obey
+from train_loop.readable import only
 from train_loop.run_dir import Parent, Readable, RunDir
 from train_loop.spec import ColumnsSpec, JobSpec, Problem, SourceSpec, parse
 
@@ -177,12 +177,12 @@ def _count(spec: JobSpec) -> SampleCount | None:
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     """Return what is wrong with a spec's data and model, the model's sizes, and counts of the first rows."""
     spec, readable = parse(question["spec"]), Readable.model_validate(question["readable"])
-    # What is opened is checked as well: a link may be put in the place of a file between the two.
-    obey(readable)
     parent = Parent.model_validate(question["parent"]) if question["parent"] else None
-    shape, problems = check_model(spec, readable, parent)
-    problems = [*check_data(spec, readable), *problems]
-    preview, count = ([], None) if problems else (_preview(spec), _count(spec))
+    # What is opened is checked as well: a link may be put in the place of a file between the two.
+    with only(readable):
+        shape, problems = check_model(spec, readable, parent)
+        problems = [*check_data(spec, readable), *problems]
+        preview, count = ([], None) if problems else (_preview(spec), _count(spec))
     return {
         "problems": [asdict(problem) for problem in problems],
         "shape": shape and asdict(shape),

@@ -7,6 +7,8 @@ link may have taken its place since.
 import os
 import sys
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
@@ -18,9 +20,14 @@ _own: list[Readable] = []
 """What this process was told to obey, if it was."""
 
 
-def obey(readable: Readable) -> None:
-    """Let this process open no other input from now on."""
-    _own[:] = [readable]
+@contextmanager
+def only(readable: Readable) -> Iterator[None]:
+    """Let this process open no other input while the body runs."""
+    before, _own[:] = _own.copy(), [readable]
+    try:
+        yield
+    finally:
+        _own[:] = before
 
 
 def own_readable() -> Readable | None:

@@ -340,7 +340,11 @@ def test_preview_counts_the_first_rows_and_names_what_is_left_out(tmp_path: Path
     raw = raw_spec(data=data, model={"tokenizer": str(tmp_path / "t")})
 
     def preview(**data: Any) -> dict[str, Any]:
-        question = {"spec": raw | {"data": raw["data"] | data}, "roots": [f"file://{tmp_path}"], "parent": None}
+        question = {
+            "spec": raw | {"data": raw["data"] | data},
+            "readable": may_read(f"file://{tmp_path}").model_dump(),
+            "parent": None,
+        }
         found = answer(question)
         assert found["problems"] == []
         (only,) = found["preview"]
@@ -396,7 +400,7 @@ def test_samples_of_tokenised_rows_are_counted_by_their_lengths(
     pq.write_table(pa.table({"ids": [[1] * 32, [1] * 70, [1], []]}), tmp_path / "a.parquet")
     data = {"train": {"path": f"{tmp_path}/a.parquet"}, "columns": {"input_ids": "ids"}}
     raw = raw_spec(data=data | {"on_long_rows": rule, "packing": packing})
-    assert answer({"spec": raw, "roots": [f"file://{tmp_path}"], "parent": None})["count"] == {
+    assert answer({"spec": raw, "readable": may_read(f"file://{tmp_path}").model_dump(), "parent": None})["count"] == {
         "samples": samples,
         "exact": exact,
     }

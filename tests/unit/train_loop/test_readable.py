@@ -1,7 +1,7 @@
 """What the jobs of a project may read, and links that take the place of a file."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from train_loop.data.tokenizer import load_tokenizer
 from train_loop.errors import DataError
 from train_loop.model.load import open_tensors, read_headers
 from train_loop.model_folder import model_config
-from train_loop.readable import obey, open_input, own_readable
+from train_loop.readable import only, open_input, own_readable
 from train_loop.run_dir import READABLE_VARIABLE, Readable
 from train_loop.spec import ModelSpec
 
@@ -56,15 +56,14 @@ def test_environment_of_a_job_has_no_passwords() -> None:
 
 
 @pytest.fixture
-def roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def roots(tmp_path: Path) -> Iterator[Path]:
     """The folder `root` may be read, `outside` may not; neither may the run directories of another project."""
     for name in ("root", "outside", "root/_cache"):
         (tmp_path / name).mkdir()
     (tmp_path / "outside/secret.jsonl").write_text('{"text": "secret"}\n')
     root = (tmp_path / "root").as_uri()
-    monkeypatch.setattr("train_loop.readable._own", [])
-    obey(Readable(project="nlp", roots=(root,), runs=(root,), caches=(f"{root}/_cache",)))
-    return tmp_path
+    with only(Readable(project="nlp", roots=(root,), runs=(root,), caches=(f"{root}/_cache",))):
+        yield tmp_path
 
 
 def swapped(inside: Path, outside: Path) -> Path:
@@ -150,7 +149,6 @@ def test_tensors_are_those_of_the_file_that_was_checked(roots: Path) -> None:
 
 
 def test_process_of_a_job_obeys_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train_loop.readable._own", [])
     monkeypatch.delenv(READABLE_VARIABLE, raising=False)
     assert own_readable() is None
     monkeypatch.setenv(READABLE_VARIABLE, json.dumps({"project": "nlp", "roots": ["s3://nlp"], "later": 1}))
