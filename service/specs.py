@@ -6,7 +6,7 @@ from pydantic import JsonValue
 
 from service.domain.job import Job
 from service.errors import InvalidSpec
-from train_loop.spec import JobSpec, Problem, ScalingSpec, SpecError, dump, override, parse, read_yaml
+from train_loop.spec import JobSpec, Problem, ScalingSpec, SpecError, dump, load, override, parse, read_yaml
 
 
 def parsed(body: bytes, authorise: Callable[[str], None]) -> JobSpec:
@@ -46,4 +46,7 @@ def sized(spec: JobSpec, scaling: ScalingSpec) -> JobSpec:
                 )
             ]
         )
-    return parsed(dump(resized).encode(), lambda _: None)
+    try:
+        return load(dump(resized))
+    except SpecError as error:
+        raise InvalidSpec(error.problems) from error

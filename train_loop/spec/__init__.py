@@ -4,7 +4,7 @@ from train_loop.spec.base import Problem, SpecError
 from train_loop.spec.data import ColumnsSpec, DataSpec, SourceSpec
 from train_loop.spec.job import JobSpec
 from train_loop.spec.model import ModelSpec
-from train_loop.spec.parse import dump, merged, override, parse, parse_text
+from train_loop.spec.parse import dump, load, merged, override, parse, parse_text
 from train_loop.spec.running import CheckpointSpec, FailureSpec, ScalingSpec
 from train_loop.spec.strategy import SaveMode, StrategySpec, WrapPolicySpec
 from train_loop.spec.text import read_yaml
@@ -26,6 +26,7 @@ __all__ = [
     "TrainingSpec",
     "WrapPolicySpec",
     "dump",
+    "load",
     "merged",
     "override",
     "parse",

@@ -20,11 +20,20 @@ def parse_text(text: str | bytes) -> JobSpec:
     return parse(read_yaml(text))
 
 
+def load(text: str | bytes) -> JobSpec:
+    """Parse what `dump` wrote, which may hold more values than a body that is sent. Raises SpecError."""
+    try:
+        return parse(json.loads(text))
+    except ValueError as error:
+        if isinstance(error, SpecError):
+            raise
+        raise SpecError([Problem("", f"the stored spec is not JSON: {error}")]) from error
+
+
 def parse(raw: Any) -> JobSpec:
     """Check plain data against the spec. Raises SpecError with all problems."""
     if not isinstance(raw, dict):
         raise SpecError([Problem("", f"a job spec is a mapping of fields, not {type(raw).__name__}")])
-    check_data(raw)
     try:
         # Through JSON, so that strict types mean JSON's types whatever the text was written in.
         return JobSpec.model_validate_json(json.dumps(_with_one_dtype(raw), allow_nan=False))
@@ -36,6 +45,7 @@ def parse(raw: Any) -> JobSpec:
 
 def override(spec: JobSpec, patch: Mapping[str, Any]) -> JobSpec:
     """A spec with some of it different, merged mapping by mapping. Raises SpecError."""
+    check_data(patch)
     base = spec.model_dump(mode="json")
     model, strategy = patch.get("model"), patch.get("strategy")
     # Two homes of one quantity: who moves in one of them need not name the other.
@@ -68,7 +78,7 @@ def _with_one_dtype(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def dump(spec: JobSpec) -> str:
-    """The resolved spec as JSON, every default written out; `parse_text` gives the same spec back."""
+    """The resolved spec as JSON, every default written out; `load` gives the same spec back."""
     return spec.model_dump_json(indent=2)
 
 

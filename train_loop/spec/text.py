@@ -44,12 +44,18 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 def read_yaml(text: str | bytes) -> Any:
     """Return the plain data of YAML or JSON text (JSON is YAML). Raises SpecError, which names the place."""
     _check_count(text if isinstance(text, bytes) else text.encode(errors="surrogatepass"))
+    data = _read(text)
+    check_data(data)
+    return data
+
+
+def _read(text: str | bytes) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_mapping_once, parse_constant=_refuse_constant)
-    except RecursionError:
-        raise _refused("", _TOO_DEEP) from None
     except SpecError:
         raise
+    except RecursionError:
+        raise _refused("", _TOO_DEEP) from None
     except ValueError as error:
         # What is wrong with it as JSON is reported as YAML, unless it is too large for that.
         if len(text) > MAX_YAML_BYTES:

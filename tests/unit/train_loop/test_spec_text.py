@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.service import raw_spec
-from train_loop.spec import SpecError, parse_text, read_yaml
+from train_loop.spec import SpecError, dump, load, override, parse_text, read_yaml
 
 _YAML = st.text(alphabet="-?:,[]{}#&*!|>'\"%@`ab1.0_~ \n\t\x00\x85\u2028\ud800e+<=", max_size=60)
 _TAGS = st.tuples(
@@ -92,6 +92,13 @@ def test_the_largest_bodies_are_refused_in_milliseconds(body: bytes, rule: str) 
         parse_text(body)
     # Measured: at most 50 ms; 40,000 keys took 56 s before there were limits.
     assert time.thread_time() - begin < 0.5
+
+
+def test_a_spec_as_large_as_a_body_may_be_is_stored_and_changed_with_its_defaults() -> None:
+    config = {**raw_spec()["model"]["config"], "id2label": {str(number): "x" for number in range(4_970)}}
+    spec = parse_text(json.dumps(raw_spec(model={"config": config})))
+    assert load(dump(spec)) == spec
+    assert override(spec, {"name": "other"}).name == "other"
 
 
 def test_as_many_problems_are_listed_as_a_reader_can_use() -> None:
