@@ -1,18 +1,25 @@
 """Specs as users send and change them; what cannot be is InvalidSpec."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from pydantic import JsonValue
 
 from service.domain.job import Job
 from service.errors import InvalidSpec
-from train_loop.spec import JobSpec, Problem, ScalingSpec, SpecError, dump, override, parse_text
+from train_loop.spec import JobSpec, Problem, ScalingSpec, SpecError, dump, load, override, parse, read_yaml
 
 
-def parsed(body: bytes) -> JobSpec:
-    """A spec as it is sent. Raises InvalidSpec."""
+def parsed(body: bytes, authorise: Callable[[str], None]) -> JobSpec:
+    """Parse a spec that a caller sent; `authorise` is asked for its project before the rest is checked.
+
+    Raises InvalidSpec, and what `authorise` raises.
+    """
     try:
-        return parse_text(body)
+        raw = read_yaml(body)
+        project = raw.get("project", JobSpec.model_fields["project"].default) if isinstance(raw, dict) else None
+        if isinstance(project, str):
+            authorise(project)
+        return parse(raw)
     except SpecError as error:
         raise InvalidSpec(error.problems) from error
 
@@ -39,4 +46,7 @@ def sized(spec: JobSpec, scaling: ScalingSpec) -> JobSpec:
                 )
             ]
         )
-    return parsed(dump(resized).encode())
+    try:
+        return load(dump(resized))
+    except SpecError as error:
+        raise InvalidSpec(error.problems) from error

@@ -54,9 +54,18 @@ class Asked:
 
     @classmethod
     async def read(cls, request: Request, caller: CallerIs) -> "Asked":
-        """The body, and what the app that serves this request has for it. Raises BodyTooLarge."""
+        """The body, and what the app that serves this request has for it.
+
+        Raises Forbidden, JobNotFound, BodyTooLarge.
+        """
         state = request.app.state
-        return cls(state.jobs.of(caller), await read_body(request), state.checks, state.known)
+        jobs: Jobs = state.jobs.of(caller)
+        # Before a byte of it is read: a caller that may write nothing costs nothing.
+        if not caller.edits:
+            if job_id := request.path_params.get("job_id"):
+                await run_sync(jobs.find, job_id)
+            jobs.must_edit()
+        return cls(jobs, await read_body(request), state.checks, state.known)
 
     async def submit(self, once: Once | None) -> tuple[JobView, bool]:
         """As `Jobs.submit`, with others who come at once, where nothing has to be looked at."""

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import get_args, get_origin
 
@@ -17,6 +17,11 @@ from train_loop.spec import Problem
 
 ANY_CASE = BeforeValidator(lambda given: given.upper() if isinstance(given, str) else given)
 """For words that are written in capitals here, and otherwise elsewhere."""
+MAX_VALUES = 16
+"""Most values of one parameter, and most filters by labels: a job has at most as many labels."""
+_MAX_PARAMETERS = 64
+_MAX_LENGTH = 1024
+"""Of a name and of a value, in characters; a cursor, a label or a text to search for is shorter."""
 _FAMILY = ".KEY"
 """How the name of a parameter ends that stands for many: `label.KEY` for `label.team`."""
 
@@ -25,8 +30,11 @@ async def check_query(request: Request) -> None:
     """Refuse what the call does not know, rather than answer another question than was asked. Raises InvalidRequest."""
     if not request.scope["query_string"]:
         return
-    known = _parameters(request.scope["route"])
-    given = Counter(name for name, _ in request.query_params.multi_items())
+    known, pairs = _parameters(request.scope["route"]), request.query_params.multi_items()
+    given = Counter(name for name, _ in pairs)
+    # Before names are compared with one another: a query may hold thousands.
+    if problems := _too_much(pairs, known):
+        raise InvalidRequest(problems)
     problems = [
         Problem(f"/query/{name}", _fault(name, known))
         for name, times in given.items()
@@ -34,6 +42,24 @@ async def check_query(request: Request) -> None:
     ]
     if problems:
         raise InvalidRequest(problems)
+
+
+def _too_much(pairs: Sequence[tuple[str, str]], known: Mapping[str, float]) -> list[Problem]:
+    """Return what a query has too much of; each filter costs the database."""
+    if len(pairs) > _MAX_PARAMETERS:
+        return [Problem("/query", f"{len(pairs)} parameters are given; at most {_MAX_PARAMETERS} are allowed")]
+    families = Counter(declared for name, _ in pairs if (declared := _declared(name, known)) in known)
+    most = [
+        Problem(f"/query/{name}", f"{times} values are given; at most {MAX_VALUES} are allowed, leave some out")
+        for name, times in families.items()
+        if times > MAX_VALUES and (name.endswith(_FAMILY) or math.isinf(known[name]))
+    ]
+    long = [
+        Problem(f"/query/{name[:64]}", f"it has {len(name) + len(value)} characters; at most {_MAX_LENGTH} are allowed")
+        for name, value in pairs
+        if len(name) + len(value) > _MAX_LENGTH
+    ]
+    return [*most, *long]
 
 
 CHECKED = Depends(check_query)

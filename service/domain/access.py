@@ -48,6 +48,11 @@ class Caller:
         return None if self.may(role, ANY) else frozenset(one for one in self.roles if self.may(role, one))
 
     @property
+    def edits(self) -> bool:
+        """Whether it is an editor of any project."""
+        return any(role.covers(Role.EDITOR) for role in self.roles.values())
+
+    @property
     def scope(self) -> str:
         """What its Idempotency-Keys are told apart by from those of others."""
         if self.id == OPERATOR.id:

@@ -109,8 +109,6 @@ def test_body_that_is_no_mapping(client: TestClient) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        "name: 2001-99-99",
-        "name: 2001-01-01T99:99:99Z",
         '!!int "x"',
         "!!float x",
         "!!timestamp x",
@@ -118,12 +116,40 @@ def test_body_that_is_no_mapping(client: TestClient) -> None:
         f'{{"priority": {"9" * 5000}}}',
         "{",
         "a: *nobody",
+        'name: !!int ""',
+        'name: !!float ""',
+        "name: !!map [1]",
+        "name: !!set [1]",
+        "name: !!python/object/apply:os.getcwd []",
+        "? [a]\n: b",
+        "a: 1\n---\na: 2",
+        '"\\ud800": 1\n"x',
     ],
 )
-def test_body_that_cannot_be_read(client: TestClient, body: str) -> None:
+def test_body_that_cannot_be_read_is_refused_with_its_place(client: TestClient, body: str) -> None:
     answer = client.post("/jobs", content=body)
     assert (answer.status_code, answer.json()["code"]) == (422, "invalid_spec")
-    assert "the body is neither YAML nor JSON" in answer.json()["errors"][0]["message"]
+    (error,) = answer.json()["errors"]
+    assert "line " in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "pointer", "rule"),
+    [
+        (b"[" * 8190, "", "nested"),
+        (b"a: " + b"[" * 40 + b"]" * 40, "/a" + "/0" * 31, "nested over 32"),
+        (b'{"a": ' + b"[" * 40 + b"]" * 40 + b"}", "/a" + "/0" * 31, "nested over 32"),
+        (b'{"name": "\\ud800"}', "/name", "lone surrogate"),
+        (b'{"\\ud800": 1, "\\ud800": 2}', "", "given twice"),
+        (b'{"priority": 1e999}', "/priority", "not a number that JSON knows"),
+        (b"priority: .inf", "/priority", "not a number that JSON knows"),
+        (b"priority: 1" + b":59" * 1000 + b".5", "/priority", "valid integer"),
+    ],
+)
+def test_hostile_body_is_refused_with_its_place(client: TestClient, body: bytes, pointer: str, rule: str) -> None:
+    answer = client.post("/jobs", content=body)
+    assert (answer.status_code, answer.json()["code"]) == (422, "invalid_spec")
+    assert any(one["pointer"] == pointer and rule in one["message"] for one in answer.json()["errors"]), answer.text
 
 
 @pytest.mark.parametrize("path", ["/jobs/%00", "/jobs?project=a%00b", "/jobs?label.team=%00"])

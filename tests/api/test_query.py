@@ -26,6 +26,37 @@ def test_what_a_call_does_not_know_is_refused(client: TestClient, query: str, po
     assert answer.json()["errors"] == [{"pointer": pointer, "message": message}]
 
 
+def _many(name: str, number: int) -> str:
+    return "&".join(f"{name.format(one)}=QUEUED" for one in range(number))
+
+
+@pytest.mark.parametrize(
+    ("query", "pointer", "rule"),
+    [
+        (_many("label.k{}", 17), "/query/label.KEY", "17 values are given; at most 16"),
+        (_many("label.k{}", 3000), "/query", "3000 parameters are given; at most 64"),
+        (_many("state", 17), "/query/state", "17 values are given; at most 16"),
+        (_many("no{}", 65), "/query", "65 parameters are given; at most 64"),
+        (f"label.a={'x' * 1024}", "/query/label.a", "it has 1031 characters; at most 1024"),
+        (f"id={'a' * 5000}", "/query/id", "it has 5002 characters; at most 1024"),
+        (f"{'n' * 2000}=", f"/query/{'n' * 64}", "it has 2000 characters; at most 1024"),
+    ],
+    ids=["labels", "thousands", "states", "unknown", "long label", "long id", "long name"],
+)
+def test_query_with_too_much_is_refused(client: TestClient, query: str, pointer: str, rule: str) -> None:
+    answer = client.get(f"/jobs?{query}")
+    assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request")
+    assert [error["pointer"] for error in answer.json()["errors"]] == [pointer]
+    assert rule in answer.json()["detail"]
+
+
+def test_query_with_as_many_filters_as_a_job_has_labels_is_answered(client: TestClient) -> None:
+    labels = {f"k{number}": "QUEUED" for number in range(16)}
+    job_id = client.post("/jobs", content=spec_body(labels=labels)).json()["id"]
+    found = client.get(f"/jobs?{_many('label.k{}', 16)}&{_many('state', 16)}").json()["data"]
+    assert [job["id"] for job in found] == [job_id]
+
+
 def test_every_call_refuses_what_it_does_not_know(client: TestClient, service: FakeService) -> None:
     for path, methods in service.app().openapi()["paths"].items():
         for method in methods:

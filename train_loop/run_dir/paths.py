@@ -14,7 +14,7 @@ from train_loop.run_dir.fence import FenceStore
 from train_loop.run_dir.formats import Fence, Format, Manifest, Outcome, Parent, Stop, UnknownFormatError
 from train_loop.run_dir.remote import is_remote, list_folder, read_whole
 from train_loop.run_dir.sinks import SinkName
-from train_loop.spec import JobSpec, ScalingSpec, dump, parse_text
+from train_loop.spec import JobSpec, ScalingSpec, dump, load
 
 T = TypeVar("T", bound=Format)
 CACHE_VARIABLE = "TRAINSHED_CACHE"
@@ -218,7 +218,7 @@ class RunDir:
 
     def spec(self) -> JobSpec:
         """The resolved spec. Raises FileNotFoundError, SpecError."""
-        return parse_text(read_whole(self.root / "spec.json"))
+        return load(read_whole(self.root / "spec.json"))
 
     def write_spec(self, spec: JobSpec) -> None:
         """Write the resolved spec, once; the same run again, if at another size, is no change.

@@ -4,9 +4,10 @@ from train_loop.spec.base import Problem, SpecError
 from train_loop.spec.data import ColumnsSpec, DataSpec, SourceSpec
 from train_loop.spec.job import JobSpec
 from train_loop.spec.model import ModelSpec
-from train_loop.spec.parse import dump, merged, override, parse, parse_text, read_yaml
+from train_loop.spec.parse import dump, load, merged, override, parse, parse_text
 from train_loop.spec.running import CheckpointSpec, FailureSpec, ScalingSpec
 from train_loop.spec.strategy import SaveMode, StrategySpec, WrapPolicySpec
+from train_loop.spec.text import read_yaml
 from train_loop.spec.training import TrainingSpec
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "TrainingSpec",
     "WrapPolicySpec",
     "dump",
+    "load",
     "merged",
     "override",
     "parse",

@@ -3,37 +3,16 @@
 import json
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from train_loop.spec.base import Problem, SpecError
 from train_loop.spec.job import JobSpec
+from train_loop.spec.text import as_pointer, check_data, read_yaml
 
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML that reads 1e-6 as a number, as YAML 1.2 and JSON do, and knows neither aliases nor repeated keys."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        # An alias inside an alias inside an alias is how a small body becomes gigabytes.
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("aliases (*name) are not allowed in a job spec; write the value out")
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        # YAML would let the second of two equal keys win without a word.
-        names = [key.value for key, _ in node.value]
-        twice = sorted({name for name in names if isinstance(name, str) and names.count(name) > 1})
-        if twice:
-            raise yaml.YAMLError(f"{', '.join(twice)} is given twice in one mapping; remove one")
-        return super().construct_mapping(node, deep=deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?$"), list("-+0123456789")
-)
+_MOST_PROBLEMS = 50
+"""Problems that are listed; a body of ten thousand unknown fields would have as many."""
 
 
 def parse_text(text: str | bytes) -> JobSpec:
@@ -41,16 +20,14 @@ def parse_text(text: str | bytes) -> JobSpec:
     return parse(read_yaml(text))
 
 
-def read_yaml(text: str | bytes) -> Any:
-    """Plain data as a spec's text has it. Raises SpecError."""
-    with suppress(ValueError, RecursionError):
-        # JSON is YAML, and what it says is told below where it is none; YAML takes twenty times as long.
-        return json.loads(text, object_pairs_hook=_once_each, parse_constant=_no_number)
+def load(text: str | bytes) -> JobSpec:
+    """Parse what `dump` wrote, which may hold more values than a body that is sent. Raises SpecError."""
     try:
-        return yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError) as error:
-        # YAML reads dates, numbers and its own tags by Python's functions, and passes on what those raise.
-        raise SpecError([Problem("", f"the body is neither YAML nor JSON: {' '.join(str(error).split())}")]) from error
+        return parse(json.loads(text))
+    except ValueError as error:
+        if isinstance(error, SpecError):
+            raise
+        raise SpecError([Problem("", f"the stored spec is not JSON: {error}")]) from error
 
 
 def parse(raw: Any) -> JobSpec:
@@ -66,18 +43,9 @@ def parse(raw: Any) -> JobSpec:
         raise SpecError([Problem("", f"a job spec holds JSON values only: {error}")]) from error
 
 
-def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(whole := dict(pairs)) < len(pairs):
-        raise ValueError("a key is given twice")
-    return whole
-
-
-def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
-
-
 def override(spec: JobSpec, patch: Mapping[str, Any]) -> JobSpec:
     """A spec with some of it different, merged mapping by mapping. Raises SpecError."""
+    check_data(patch)
     base = spec.model_dump(mode="json")
     model, strategy = patch.get("model"), patch.get("strategy")
     # Two homes of one quantity: who moves in one of them need not name the other.
@@ -110,22 +78,31 @@ def _with_one_dtype(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def dump(spec: JobSpec) -> str:
-    """The resolved spec as JSON, every default written out; `parse_text` gives the same spec back."""
+    """The resolved spec as JSON, every default written out; `load` gives the same spec back."""
     return spec.model_dump_json(indent=2)
 
 
 def _problems(error: ValidationError) -> list[Problem]:
-    return [Problem(_pointer(e["loc"]), _message(e["type"], e["msg"], e.get("input"))) for e in error.errors()]
+    found = error.errors(include_url=False, include_context=False)
+    listed = [
+        Problem(_pointer(one["loc"]), _message(one["type"], one["msg"], one.get("input")))
+        for one in found[:_MOST_PROBLEMS]
+    ]
+    more = len(found) - len(listed)
+    return [*listed, Problem("", f"{more} more problems are not listed; mend these first")] if more else listed
 
 
 def _pointer(loc: tuple[int | str, ...]) -> str:
     # Pydantic names the arm of a union as a part of the place: a type's name or a constraint is no field.
-    steps = [
-        str(step)
-        for step in loc
-        if not re.fullmatch(r"(str|int|float|bool|tuple|constrained)\W.*|str|int|bool|source|list|\w+Range", str(step))
-    ]
-    return "".join("/" + step.replace("~", "~0").replace("/", "~1") for step in steps)
+    return as_pointer(
+        [
+            str(step)
+            for step in loc
+            if not re.fullmatch(
+                r"(str|int|float|bool|tuple|constrained)\W.*|str|int|bool|source|list|\w+Range", str(step)
+            )
+        ]
+    )
 
 
 def _message(kind: str, message: str, value: Any) -> str:
@@ -135,4 +112,8 @@ def _message(kind: str, message: str, value: Any) -> str:
         return "this field is required"
     if kind == "value_error":
         return message.removeprefix("Value error, ")
-    return f"{message[0].lower()}{message[1:]}; the value is {json.dumps(value, default=str)}"
+    return f"{message[0].lower()}{message[1:]}; the value is {_shortened(json.dumps(value, default=str))}"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}…"

@@ -1,0 +1,312 @@
+"""YAML or JSON text → plain data, within limits of bytes, nesting and nodes; any bytes give data or a SpecError.
+
+YAML is built from libyaml's events and not by PyYAML's constructors: those recurse, run Python's parsers on what a tag
+names, and take seconds for a body that libyaml reads in milliseconds.
+"""
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from train_loop.spec.base import Problem, SpecError
+
+MAX_YAML_BYTES = 256 * 1024
+"""Largest body in YAML; one in JSON, which is read faster, may be as large as the service takes bodies."""
+MAX_DEPTH = 32
+"""Most lists and mappings inside one another."""
+MAX_NODES = 10_000
+"""Most values, keys, lists and mappings in all."""
+
+_TOO_DEEP = f"lists and mappings are nested over {MAX_DEPTH} levels deep; use fewer levels"
+_TOO_MANY = f"the body holds over {MAX_NODES} values; send a smaller spec"
+_TAG = "tag:yaml.org,2002:"
+_INT = re.compile(r"[-+]?(?:0b[01_]+|0o?[0-7_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)")
+# As YAML 1.2 and JSON read it: 1e-6 is a number.
+_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?")
+_SPECIAL = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
+_NULLS = frozenset(("", "~", "null", "Null", "NULL"))
+_BOOLS = {
+    written: value
+    for value, words in ((True, ("yes", "true", "on")), (False, ("no", "false", "off")))
+    for word in words
+    for written in (word, word.capitalize(), word.upper())
+}
+_JSON_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def read_yaml(text: str | bytes) -> Any:
+    """Return the plain data of YAML or JSON text (JSON is YAML). Raises SpecError, which names the place."""
+    _check_count(text if isinstance(text, bytes) else text.encode(errors="surrogatepass"))
+    data = _read(text)
+    check_data(data)
+    return data
+
+
+def _read(text: str | bytes) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_mapping_once, parse_constant=_refuse_constant)
+    except SpecError:
+        raise
+    except RecursionError:
+        raise _refused("", _TOO_DEEP) from None
+    except ValueError as error:
+        # What is wrong with it as JSON is reported as YAML, unless it is too large for that.
+        if len(text) > MAX_YAML_BYTES:
+            raise _refused(
+                "",
+                f"the body is not JSON ({error}), and YAML may have at most {MAX_YAML_BYTES} bytes, not {len(text)}; "
+                "send JSON or a smaller spec",
+            ) from error
+        return _read_events(text)
+
+
+def _check_count(text: bytes) -> None:
+    """Raise SpecError for JSON of too many values before Python has an object for each."""
+    # Each value or key but the first of its list or mapping follows a comma or a colon.
+    if text.count(b",") + text.count(b":") > MAX_NODES and text.lstrip()[:1] in (b"{", b"["):
+        outside = _JSON_STRING.sub(b"", text)
+        if outside.count(b",") + outside.count(b":") > MAX_NODES:
+            raise _refused("", _TOO_MANY)
+
+
+def _refused(pointer: str, message: str) -> SpecError:
+    return SpecError([Problem(pointer, message)])
+
+
+def _mapping_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(whole := dict(pairs)) < len(pairs):
+        twice = next(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
+        raise _refused("", _given_twice(twice))
+    return whole
+
+
+def _given_twice(name: str) -> str:
+    # Half a character, which JSON can write, cannot be sent back.
+    shown = name[:64].encode(errors="replace").decode()
+    return f"{shown} is given twice in one mapping; remove one"
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+@dataclass
+class _Container:
+    """A list or mapping that is being read."""
+
+    data: Any
+    step: str = ""
+    """The pointer's step to it."""
+    key: str | None = None
+    """The key whose value comes next."""
+
+
+class _Builder:
+    """Builds data from YAML events without recursion."""
+
+    def __init__(self) -> None:
+        self.root: Any = None
+        self._open: list[_Container] = []
+        self._nodes = 0
+
+    def take(self, event: yaml.Event) -> None:
+        """Add what an event brings. Raises SpecError."""
+        if isinstance(event, yaml.AliasEvent):
+            # An alias inside an alias inside an alias is how a small body becomes gigabytes.
+            raise self._fault(event, "aliases (*name) are not allowed in a job spec; write the value out")
+        if isinstance(event, yaml.CollectionEndEvent):
+            self._open.pop()
+        elif isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent):
+            self._nodes += 1
+            if self._nodes > MAX_NODES:
+                raise self._fault(event, _TOO_MANY)
+            self._add(event)
+
+    def _add(self, event: yaml.ScalarEvent | yaml.CollectionStartEvent) -> None:
+        above = self._open[-1] if self._open else None
+        if above is not None and isinstance(above.data, dict) and above.key is None:
+            above.key = self._key(event, above.data)
+            return
+        value = self._value(event)
+        step = ""
+        if above is None:
+            self.root = value
+        elif isinstance(above.data, dict):
+            step, above.key = above.key or "", None
+            above.data[step] = value
+        else:
+            step = str(len(above.data))
+            above.data.append(value)
+        if not isinstance(event, yaml.ScalarEvent):
+            self._open.append(_Container(value, step))
+
+    def _key(self, event: yaml.NodeEvent, mapping: dict[str, Any]) -> str:
+        if not isinstance(event, yaml.ScalarEvent):
+            raise self._fault(event, "a key is a list or a mapping; write plain text as key")
+        name: str = event.value
+        if name in mapping:
+            raise self._fault(event, _given_twice(name))
+        return name
+
+    def _value(self, event: yaml.ScalarEvent | yaml.CollectionStartEvent) -> Any:
+        if isinstance(event, yaml.ScalarEvent):
+            try:
+                return _scalar(event)
+            except ValueError as error:
+                raise self._fault(event, str(error)) from error
+        if len(self._open) >= MAX_DEPTH:
+            raise self._fault(event, _TOO_DEEP)
+        kind, data = ("seq", list[Any]()) if isinstance(event, yaml.SequenceStartEvent) else ("map", dict[str, Any]())
+        if event.tag not in (None, "!", _TAG + kind):
+            raise self._fault(event, f"{_written(event.tag)} does not fit here; remove the tag")
+        return data
+
+    def _fault(self, event: yaml.Event, message: str) -> SpecError:
+        steps = [one.step for one in self._open[1:]]
+        if self._open:
+            here = self._open[-1]
+            step = here.key if isinstance(here.data, dict) else str(len(here.data))
+            steps += [] if step is None else [step]
+        return _refused(as_pointer(steps), f"{_place(event)}: {message}")
+
+
+def _place(event: yaml.Event) -> str:
+    mark = event.start_mark
+    assert mark is not None, "libyaml marks every event"
+    return f"line {mark.line + 1}, column {mark.column + 1}"
+
+
+def _read_events(text: str | bytes) -> Any:
+    builder, documents = _Builder(), 0
+    try:
+        # Only its events are used; its constructors are not called.
+        for event in _events(yaml.CSafeLoader(text)):
+            if isinstance(event, yaml.DocumentStartEvent):
+                documents += 1
+                if documents > 1:
+                    raise _refused("", f"{_place(event)}: a second document begins; send one spec")
+            builder.take(event)
+    except (yaml.YAMLError, UnicodeError) as error:
+        raise _refused("", f"the body is neither YAML nor JSON: {' '.join(str(error).split())[:500]}") from error
+    return builder.root
+
+
+def _events(loader: yaml.CSafeLoader) -> Iterator[yaml.Event]:
+    try:
+        while (event := loader.get_event()) is not None:
+            yield event
+    finally:
+        loader.dispose()
+
+
+def _scalar(event: yaml.ScalarEvent) -> Any:
+    """Return the value of a scalar by YAML's core schema. Raises ValueError."""
+    text: str = event.value
+    if event.tag in (None, "!"):
+        # A quoted scalar is text.
+        return text if event.tag == "!" or not event.implicit[0] else _plain(text)
+    read = _TAGGED.get(event.tag)
+    if read is None:
+        known = ", ".join(f"!!{name}" for name in ("str", "int", "float", "bool", "null", "seq", "map"))
+        raise ValueError(f"{_written(event.tag)} is not a tag of a job spec; remove it, or use one of {known}")
+    try:
+        return read(text)
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{_written(event.tag)} does not fit {text[:64]!r}; remove one of them") from error
+
+
+def _plain(text: str) -> Any:
+    if text in _NULLS:
+        return None
+    if text in _BOOLS:
+        return _BOOLS[text]
+    if _INT.fullmatch(text):
+        return _int(text)
+    return _float(text) if _FLOAT.fullmatch(text) or _SPECIAL.fullmatch(text) else text
+
+
+def _int(text: str) -> int:
+    if not _INT.fullmatch(text):
+        raise ValueError(f"{text[:64]!r} is not an integer")
+    digits, sign = text.lstrip("+-").replace("_", ""), -1 if text.startswith("-") else 1
+    base = {"0b": 2, "0x": 16, "0o": 8}.get(digits[:2], 8 if len(digits) > 1 and digits.startswith("0") else 10)
+    try:
+        return sign * int(digits, base)
+    except ValueError as error:
+        raise ValueError(f"{text[:64]!r} is not an integer that can be read") from error
+
+
+def _float(text: str) -> float:
+    if _FLOAT.fullmatch(text):
+        return float(text.replace("_", ""))
+    if not _SPECIAL.fullmatch(text):
+        raise ValueError(f"{text[:64]!r} is not a number")
+    return float(text.replace(".", "", 1))
+
+
+def _null(text: str) -> None:
+    if text not in _NULLS:
+        raise ValueError(f"{text[:64]!r} is not null")
+
+
+_TAGGED: dict[str, Callable[[str], Any]] = {
+    f"{_TAG}str": str,
+    f"{_TAG}int": _int,
+    f"{_TAG}float": _float,
+    f"{_TAG}bool": _BOOLS.__getitem__,
+    f"{_TAG}null": _null,
+}
+
+
+def _written(tag: str | None) -> str:
+    return (tag or "").replace(_TAG, "!!")[:64]
+
+
+def as_pointer(steps: list[str]) -> str:
+    """Return an RFC 6901 pointer."""
+    return "".join("/" + step.replace("~", "~0").replace("/", "~1") for step in steps)
+
+
+def check_data(data: Any) -> None:
+    """Raise SpecError for plain data that is too large or too deep, or holds half characters or infinite numbers."""
+    nodes, depth, level = 0, 0, [(data, list[str]())]
+    while level:
+        depth, below = depth + 1, []
+        for value, steps in level:
+            nodes += 1
+            if isinstance(value, dict | list):
+                if depth > MAX_DEPTH:
+                    raise _refused(as_pointer(steps), _TOO_DEEP)
+                nodes += len(value) if isinstance(value, dict) else 0
+                # Before its values are listed, of which there may be a million.
+                if nodes + len(value) > MAX_NODES:
+                    raise _refused("", _TOO_MANY)
+                below += [(one, [*steps, str(key)]) for key, one in _items(value)]
+            _check_scalar(value, steps)
+        level = below
+
+
+def _items(value: dict[Any, Any] | list[Any]) -> Iterable[tuple[Any, Any]]:
+    return value.items() if isinstance(value, dict) else enumerate(value)
+
+
+def _check_scalar(value: Any, steps: list[str]) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise _refused(as_pointer(steps), f"{value} is not a number that JSON knows; write a finite one")
+    if isinstance(value, str):
+        _check_text(value, steps)
+    if isinstance(value, dict):
+        for key in value:
+            _check_text(str(key), steps)
+
+
+def _check_text(text: str, steps: list[str]) -> None:
+    if _LONE_SURROGATE.search(text):
+        raise _refused(as_pointer(steps), "the text holds half of a character (a lone surrogate); write it whole")
