@@ -11,8 +11,10 @@ from service.ports import Line
 
 Level = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 _LEVELS = get_args(Level)
-_LEVEL = re.compile(rf"^\S+ \S+ ({'|'.join(_LEVELS)}) ")
-"""As train_loop.logs writes it."""
+_LEVEL = re.compile(
+    r"^(?:\x1b\[[\d;]*m)*(?:\(\w[\w ]* pid=\d+[^()]*\)(?:\x1b\[[\d;]*m)* )?\S+ \S+\s" rf"({'|'.join(_LEVELS)}) "
+)
+"""As train_loop.logs writes it; logs of older versions may have what Ray put before it."""
 Filter = Callable[[str], bool]
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from train_loop.errors import CheckpointError, FencedError, MemoryRanOutError, UserError, VersionSkewError
 from train_loop.journal import group_journal
 from train_loop.patience import retry_storage
-from train_loop.run_dir import Outcome, flush_all, storage_may_fail
+from train_loop.run_dir import Outcome, create_new, flush_all, storage_failed, storage_may_fail
 from train_loop.secrets import masker
 from train_loop.session import Session
 from train_loop.spec import SpecError
@@ -50,12 +50,26 @@ def failure_told(session: Session) -> Iterator[None]:
 
 
 def _report_end(session: Session, outcome: Outcome) -> None:
-    """Write how training ended, unless a newer group has taken over: its training has not ended."""
+    """Write how training ended, once for all ranks; not if a newer group has taken over: its training goes on."""
+    if not _is_first(session):
+        return
     with suppress(FencedError):
         journal = group_journal(session.run_dir, session.token)
         journal.event("training_ended", **outcome.model_dump(exclude_none=True))
         with storage_may_fail(partial(log.error, "the end of training could not be reported: %s")):
             retry_storage(journal.flush, seconds=session.patience)
+
+
+def _is_first(session: Session) -> bool:
+    """Return whether no other rank of the group has reported its end; also if storage does not say."""
+    try:
+        create_new(session.run_dir.attempt(session.attempt).end_mark(session.token.epoch), b"")
+    except FileExistsError:
+        return False
+    except Exception as error:
+        if not storage_failed(error):
+            raise
+    return True
 
 
 def failed(error: BaseException) -> Outcome:

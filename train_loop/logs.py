@@ -3,6 +3,7 @@
 import faulthandler
 import io
 import logging
+import re
 import sys
 from contextlib import suppress
 from functools import partial
@@ -12,6 +13,17 @@ from typing import TextIO, cast
 from train_loop.run_dir import is_remote, make_folder
 from train_loop.run_dir.segments import SegmentWriter
 from train_loop.secrets import masker
+
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_PREFIX = re.compile(r"^\((\w[\w ]* pid=\d+(?:, ip=[\w.:]+)?)\) (.*)$", re.MULTILINE)
+"""Before a line of another process, which Ray repeats."""
+_RAYS_FORMAT = re.compile(r"^(\d{4}-\d\d-\d\d [\d:,]+)\t([A-Z]+) (\S+) -- ", re.MULTILINE)
+
+
+def plain(text: str) -> str:
+    """Return what Ray prints as lines of our format: no colours, the level third, the process that said it last."""
+    text = _PREFIX.sub(r"\2 (\1)", _ANSI.sub("", text))
+    return _RAYS_FORMAT.sub(r"\1 \2 ray.\3: ", text)
 
 
 class _Tee:
@@ -25,7 +37,7 @@ class _Tee:
     def write(self, text: str) -> int:
         # The copy is for many eyes. Whoever prints must not fail because storage is away.
         with suppress(OSError):
-            self._copy.write(self._masked(text))
+            self._copy.write(plain(self._masked(text)))
         return self._stream.write(text)
 
     def flush(self) -> None:

@@ -6,6 +6,7 @@ here, so that neither side has to know the other.
 
 from train_loop.run_dir.durable import (
     copy_files,
+    create_new,
     local_path,
     make_folder,
     replace_durably,
@@ -132,6 +133,7 @@ __all__ = [
     "check_storage",
     "check_writable",
     "copy_files",
+    "create_new",
     "create_object",
     "create_root_marker",
     "default_cache",

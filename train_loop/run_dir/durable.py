@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from urllib.parse import unquote
 
-from train_loop.run_dir.remote import is_remote, remote_path
+from train_loop.run_dir.remote import create_object, is_remote, remote_path
 from train_loop.run_dir.root import StorageUnavailable, check_storage
 
 _COPIED_AT_ONCE = 16 * 2**20
@@ -48,6 +48,19 @@ def replace_durably(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.rename(path)
+    sync(path.parent)
+
+
+def create_new(path: Path, content: bytes) -> None:
+    """Create a file that must not exist, durably: of several writers one succeeds. Raises FileExistsError."""
+    if is_remote(path):
+        create_object(path, content)
+        return
+    make_folder(path.parent)
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
     sync(path.parent)
 
 

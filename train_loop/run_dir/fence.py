@@ -4,16 +4,15 @@
 A writer that was paused for any time can only add an entry, so the fence never goes down.
 """
 
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from train_loop.run_dir.durable import make_folder, sync, write_durably
+from train_loop.run_dir.durable import create_new, write_durably
 from train_loop.run_dir.formats import NO_FENCE, Fence
-from train_loop.run_dir.remote import create_object, is_remote, list_folder, read_whole
+from train_loop.run_dir.remote import list_folder, read_whole
 
 _FENCE = TypeAdapter(Fence)
 _ENTRY = re.compile(r"(\d{8,})\.(\d{8,})")
@@ -87,11 +86,8 @@ class FenceStore:
     def _create(self, fence: Fence, by: str) -> bool:
         """Create the entry of a token. Creation is exclusive: of two writers one succeeds."""
         try:
-            if is_remote(self._entries):
-                create_object(self._entry(fence), by.encode())
-            else:
-                make_folder(self._entries)
-                _create_file(self._entry(fence), by.encode())
+            # A crash before it is written leaves an entry without an owner: the next group takes the next epoch.
+            create_new(self._entry(fence), by.encode())
         except FileExistsError:
             return self.owner(fence) == by
         return True
@@ -109,15 +105,3 @@ class FenceStore:
             current = NO_FENCE
         if current < fence:
             write_durably(self._file, text)
-
-
-def _create_file(path: Path, content: bytes) -> None:
-    """Create a file that must not exist, durably. Raises FileExistsError.
-
-    A crash before the content is written leaves an entry without an owner: the next group takes the next epoch.
-    """
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    sync(path.parent)

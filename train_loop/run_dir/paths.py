@@ -44,6 +44,10 @@ class AttemptDir:
         """One JSON object per logged optimizer step."""
         return self.root / "metrics.jsonl"
 
+    def end_mark(self, epoch: int) -> Path:
+        """A file of the rank that reports how a worker group failed: the others need not repeat it."""
+        return self.root / f"ended.group-{epoch}"
+
     @property
     def logs(self) -> Path:
         """Folder of driver.log and one log per rank."""

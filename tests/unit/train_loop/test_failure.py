@@ -81,6 +81,14 @@ def test_events_tell_of_what_ends_a_run_for_good(tmp_path: Path, error: Exceptio
     assert [(line["code"], line["reason"]) for line in ends] == said
 
 
+def test_end_that_all_ranks_know_is_reported_once(tmp_path: Path) -> None:
+    for _ in range(3):
+        with pytest.raises(DataError), failure_told(a_session(tmp_path)):
+            raise DataError("no rows")
+    (end,) = [line for line in read_lines(RunDir(tmp_path).attempt(1).events) if line["event"] == "training_ended"]
+    assert end["reason"] == "no rows"
+
+
 @pytest.mark.parametrize(
     ("error", "behind", "traced"),
     [
