@@ -17,7 +17,7 @@ from typing import IO, Literal
 
 from pydantic import BaseModel, ValidationError, computed_field
 
-from service.adapters.sql.backup import check_database, copy_database, dump_command, settle
+from service.adapters.sql.backup import check_database, copy_database, dump_command, restore_command, settle
 from service.adapters.sql.database import secret_key_beside, sqlite_file
 from service.errors import BackupFailed
 from service.locks import locked
@@ -55,7 +55,8 @@ class Restored(BaseModel):
 
 def back_up(settings: Settings, target: Path) -> Backup:
     """Write a backup, beside a running service if there is one. Raises BackupFailed."""
-    database = _embedded(settings, target)
+    instead = f"run {dump_command(settings.database, target)}, and keep a copy of {settings.admin_key}"
+    database = _embedded(settings, instead)
     if target.exists():
         raise BackupFailed(f"{target} exists; name a new file")
     if not target.parent.is_dir():
@@ -85,7 +86,8 @@ def restore(settings: Settings, source: Path, *, force: bool) -> Restored:
 
     What is there already is kept under another name, and only where that is wanted.
     """
-    database = _embedded(settings, source)
+    instead = f"stop every service, run {restore_command(settings.database, source)}, and restore {settings.admin_key}"
+    database = _embedded(settings, instead)
     # A key that somebody else provides stays as it is.
     key = {} if settings.admin_key_file is not None else {_KEY: settings.admin_key}
     targets = {_DATABASE: database, **key}
@@ -103,15 +105,11 @@ def restore(settings: Settings, source: Path, *, force: bool) -> Restored:
     return Restored(backup=backup, kept=[str(path) for path in kept])
 
 
-def _embedded(settings: Settings, file: Path) -> Path:
-    """The file of the embedded database. Raises BackupFailed where there is another one."""
+def _embedded(settings: Settings, instead: str) -> Path:
+    """Return the file of the embedded database. Raises BackupFailed, with what to do instead, if it is another one."""
     database = sqlite_file(settings.database)
     if database is None:
-        raise BackupFailed(
-            "the database is not the embedded one; back it up with its own tools: "
-            f"{dump_command(settings.database, file)}, and keep a copy of {settings.admin_key}; "
-            "pg_restore --clean --if-exists brings it back"
-        )
+        raise BackupFailed(f"the database is Postgres, which has its own tools; {instead}")
     # Of a symbolic link, the file behind it is replaced.
     return database.resolve()
 

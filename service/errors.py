@@ -330,6 +330,7 @@ class PreflightFailed(ServiceError):
 
     code = "preflight_failed"
     status = 503
+    retry_after = 5
 
 
 class VerifyFailed(ServiceError):
@@ -337,6 +338,7 @@ class VerifyFailed(ServiceError):
 
     code = "verify_failed"
     status = 503
+    retry_after = 5
 
 
 class ClusterError(ServiceError):
@@ -380,3 +382,14 @@ class StorageAway(ServiceError):
         self.since = since
         """Unix seconds; None if only a part of it failed."""
         self.error = error
+
+
+class StorageFull(StorageAway):
+    """The storage of run directories answers, and has no room for a write."""
+
+    code = "storage_full"
+    status = 507
+
+    def __init__(self, root: str, error: str) -> None:
+        super().__init__(root, None, error)
+        self.args = (f"storage {root} has no space left: {error}; free some, then repeat the request",)

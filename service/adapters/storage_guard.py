@@ -1,5 +1,6 @@
 """Calls to storage with a deadline: storage that is unavailable or hangs must not hold up the service."""
 
+import errno
 import threading
 import time
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import TypeVar
 
 import structlog
 
-from service.errors import StorageAway
+from service.errors import StorageAway, StorageFull
 from train_loop.run_dir import is_transient, storage_failed
 
 log = structlog.get_logger(__name__)
@@ -100,6 +101,8 @@ class StorageGuard:
 
     def failed(self, root: str, error: Exception) -> StorageAway:
         """Return the error for the caller. Record an outage if all of the root is unavailable, not only a file."""
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return StorageFull(root, str(error))
         said = str(error) or type(error).__name__
         if not is_transient(error) or self._answers(root):
             return StorageAway(root, None, said)

@@ -12,7 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from service.adapters.guarded_run_dirs import GuardedRunDirs
+from service.adapters.roots import StorageRoots
+from service.adapters.run_dirs import LocalRunDirs
+from service.adapters.storage_guard import StorageGuard
+from tests.support.checkpoints import checkpoint
 from tests.support.served import Served, served
+from tests.support.service import FakeService
 from tests.support.waiting import wait_for
 
 
@@ -81,3 +87,19 @@ def test_full_disk_is_507_until_there_is_room_and_no_secret_is_in_the_log(small_
     lines = [line for line in log.splitlines() if "status=503" in line]
     assert len(lines) <= 3 + seconds + 1
     assert "left_out=" in log
+
+
+def test_full_storage_of_runs_is_507_for_a_write_and_answers_reads(small_disk: Path) -> None:
+    roots = StorageRoots()
+    run_dirs = GuardedRunDirs(LocalRunDirs(roots), StorageGuard(roots.check))
+    service = FakeService(small_disk, run_dirs=run_dirs)
+    job = service.submit()
+    service.reconciler().run_once()
+    checkpoint(service.run_dir(job.id), 3)
+    with service.client() as client:
+        _fill(small_disk / "filler")
+        refused = client.post(f"/jobs/{job.id}/checkpoints/3/export")
+        assert (refused.status_code, refused.json()["code"]) == (507, "storage_full")
+        assert "has no space left" in refused.json()["detail"]
+        assert refused.headers["retry-after"] == "5"
+        assert len(client.get(f"/jobs/{job.id}/checkpoints").json()["data"]) == 1

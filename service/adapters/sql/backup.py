@@ -3,6 +3,7 @@
 import sqlite3
 from contextlib import closing, suppress
 from pathlib import Path
+from shlex import quote
 
 from sqlalchemy import make_url
 
@@ -62,11 +63,18 @@ def settle(database: Path) -> None:
         connection.execute("PRAGMA journal_mode = DELETE")
 
 
-def dump_command(url: str, file: Path) -> str | None:
-    """How a database that is no SQLite one is backed up, with its own tools; None for SQLite."""
+def dump_command(url: str, file: Path) -> str:
+    """Return the shell command that dumps a Postgres database into a file."""
+    return f"pg_dump --format=custom --file={quote(str(file))} {quote(_libpq_url(url))}"
+
+
+def restore_command(url: str, file: Path) -> str:
+    """Return the shell command that restores a Postgres database from such a dump, whole or not at all."""
+    options = "--clean --if-exists --single-transaction"
+    return f"pg_restore {options} --dbname={quote(_libpq_url(url))} {quote(str(file))}"
+
+
+def _libpq_url(url: str) -> str:
+    """Return a URL that Postgres' own tools take, without the password, which is for ~/.pgpass."""
     parsed = make_url(url)
-    if parsed.get_backend_name() == "sqlite":
-        return None
-    # libpq's form, without the password, which is for ~/.pgpass.
-    plain = parsed._replace(drivername=parsed.get_backend_name(), password=None).render_as_string()
-    return f"pg_dump --format=custom --file={file} '{plain}'"
+    return parsed._replace(drivername=parsed.get_backend_name(), password=None).render_as_string()

@@ -193,6 +193,6 @@ def test_postgres_is_left_to_its_own_tools(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("TRAINSHED_DATABASE_URL", "postgresql+psycopg://shed:secret@db.example:5433/shed")
     told = CliRunner().invoke(app, ["backup", str(tmp_path / "b.dump")])
     assert told.exit_code == 1
-    dump = f"pg_dump --format=custom --file={tmp_path / 'b.dump'} 'postgresql://shed@db.example:5433/shed'"
+    dump = f"pg_dump --format=custom --file={tmp_path / 'b.dump'} postgresql://shed@db.example:5433/shed"
     assert dump in told.stderr
     assert "secret" not in told.stderr

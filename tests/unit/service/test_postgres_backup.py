@@ -1,0 +1,79 @@
+"""The commands that the docs and the CLI give for a Postgres database, run as they are."""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from service.adapters.sql.database import open_database
+from service.adapters.sql.store import SqlJobStore
+from service.cli.main import app
+from service.ports import NewJob
+from tests.support.databases import emptied
+from tests.support.service import a_job
+
+OPERATIONS = Path(__file__).parents[3] / "docs" / "operations.md"
+
+
+@pytest.fixture
+def store(postgres: str) -> Iterator[SqlJobStore]:
+    if shutil.which("pg_restore") is None:
+        pytest.skip("no pg_restore on this machine")
+    with emptied(postgres) as engine:
+        store = SqlJobStore(engine)
+        store.add(NewJob(a_job("job-1")))
+        yield store
+
+
+def commands_of_the_docs() -> list[str]:
+    """The lines of the console blocks of the part on Postgres."""
+    part = OPERATIONS.read_text().partition("\n**Postgres**")[2].partition("\n**")[0]
+    return re.findall(r"^\$ (.*)$", part, re.MULTILINE)
+
+
+def run(command: str, folder: Path, url: str = "") -> None:
+    environment = os.environ | {"TRAINSHED_DATABASE_URL": url}
+    done = subprocess.run(["sh", "-ec", command], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def jobs_of(url: str) -> list[str]:
+    engine = open_database(url)
+    found = [job_id for job_id in ("job-1", "job-2") if SqlJobStore(engine).get(job_id)]
+    engine.dispose()
+    return found
+
+
+def test_commands_of_the_docs_back_up_and_restore(store: SqlJobStore, postgres: str, tmp_path: Path) -> None:
+    example, own_url, dump, restore = commands_of_the_docs()
+    assert example.startswith("export TRAINSHED_DATABASE_URL=postgresql+psycopg://")
+    run(f"{own_url}\n{dump}", tmp_path, postgres)
+    store.add(NewJob(a_job("job-2")))
+    assert store.delete(a_job("job-1"), {})
+    assert jobs_of(postgres) == ["job-2"]
+    run(f"{own_url}\n{restore}", tmp_path, postgres)
+    assert jobs_of(postgres) == ["job-1"]
+
+
+def test_commands_that_backup_and_restore_print_do_so(
+    store: SqlJobStore, postgres: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAINSHED_HOME", str(tmp_path))
+    monkeypatch.setenv("TRAINSHED_DATABASE_URL", postgres)
+    monkeypatch.setenv("COLUMNS", "1000")
+    file = tmp_path / "the dump"
+    printed = [CliRunner().invoke(app, [command, str(file)]).stderr for command in ("backup", "restore")]
+    dump, restore = (re.search(r"run (pg_.*), and", text) for text in printed)
+    assert dump is not None
+    assert restore is not None
+    run(dump[1], tmp_path)
+    before = file.read_bytes()
+    assert store.delete(a_job("job-1"), {})
+    run(restore[1], tmp_path)
+    assert jobs_of(postgres) == ["job-1"]
+    assert file.read_bytes() == before
