@@ -1,5 +1,6 @@
 """What the process says on stderr: a line for people, or a JSON object for machines; libraries' words among them."""
 
+import io
 import logging
 import sys
 from contextlib import suppress
@@ -9,7 +10,9 @@ from typing import Literal, TextIO, cast
 import structlog
 from structlog.stdlib import ProcessorFormatter
 from structlog.tracebacks import ExceptionDictTransformer
-from structlog.typing import EventDict, Processor
+from structlog.typing import EventDict, ExcInfo, Processor
+
+from train_loop.spec import show
 
 LogFormat = Literal["console", "json"]
 
@@ -66,17 +69,34 @@ def _renderers(kind: LogFormat, *, colors: bool) -> list[Processor]:
     if kind == "json":
         tracebacks = structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False))
         return [tracebacks, structlog.processors.JSONRenderer()]
-    plain = structlog.dev.plain_traceback
     if colors:
-        return [structlog.dev.ConsoleRenderer(colors=True, timestamp_key="time", exception_formatter=plain)]
+        return [
+            _escaped,
+            structlog.dev.ConsoleRenderer(colors=True, timestamp_key="time", exception_formatter=_traceback),
+        ]
     return [structlog.processors.ExceptionRenderer(), _line]
+
+
+def _traceback(stream: TextIO, exc_info: ExcInfo) -> None:
+    text = io.StringIO()
+    structlog.dev.plain_traceback(text, exc_info)
+    stream.write(show(text.getvalue()))
+
+
+def _escaped(logger: object, method: str, said: EventDict) -> EventDict:
+    """Return the fields without characters that control a terminal; only events and tracebacks have several lines."""
+    for name, value in said.items():
+        if isinstance(value, str) and not isinstance(value, Enum):
+            said[name] = show(value, lines=name in ("event", "exception"))
+    return said
 
 
 def _line(logger: object, method: str, said: EventDict) -> str:
     """What goes to a file: in a tenth of the time that colors take, and nothing in it that looks like another line."""
     time, level, event, exception = (said.pop(name, "") for name in ("time", "level", "event", "exception"))
     told = "".join(f" {name}={_plain(value)!r}" for name, value in said.items())
-    return f"{time} [{level}] {event}{told}" + (f"\n{exception}" if exception else "")
+    # What `repr` shows is escaped already; a library's words and a traceback are not.
+    return f"{time} [{level}] {show(str(event))}{told}" + (f"\n{show(exception)}" if exception else "")
 
 
 def _plain(value: object) -> object:

@@ -1,12 +1,25 @@
 """Specs as users send and change them; what cannot be is InvalidSpec."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from pydantic import JsonValue
 
 from service.domain.job import Job
 from service.errors import InvalidSpec
-from train_loop.spec import JobSpec, Problem, ScalingSpec, SpecError, dump, load, override, parse, read_yaml
+from train_loop.spec import (
+    JobSpec,
+    Problem,
+    ScalingSpec,
+    SpecError,
+    as_pointer,
+    dump,
+    load,
+    override,
+    parse,
+    read_yaml,
+    refuse_hidden,
+    show,
+)
 
 
 def parsed(body: bytes, authorise: Callable[[str], None]) -> JobSpec:
@@ -19,7 +32,9 @@ def parsed(body: bytes, authorise: Callable[[str], None]) -> JobSpec:
         project = raw.get("project", JobSpec.model_fields["project"].default) if isinstance(raw, dict) else None
         if isinstance(project, str):
             authorise(project)
-        return parse(raw)
+        spec = parse(raw)
+        _check_labels(spec.labels.items())
+        return spec
     except SpecError as error:
         raise InvalidSpec(error.problems) from error
 
@@ -27,9 +42,25 @@ def parsed(body: bytes, authorise: Callable[[str], None]) -> JobSpec:
 def overridden(job: Job, overrides: Mapping[str, JsonValue]) -> JobSpec:
     """The spec of a job at the size that it has now, with some of it different. Raises InvalidSpec."""
     try:
-        return override(job.spec.model_copy(update={"scaling": job.asked}), overrides)
+        spec = override(job.spec.model_copy(update={"scaling": job.asked}), overrides)
+        # What the job has already was taken under the rules of its time.
+        _check_labels(spec.labels.items() - job.spec.labels.items())
+        return spec
     except SpecError as error:
         raise InvalidSpec(error.problems) from error
+
+
+def _check_labels(labels: Iterable[tuple[str, str]]) -> None:
+    """Raise SpecError for labels that would not be shown as they are; stored specs may have some."""
+    problems = []
+    for key, value in labels:
+        for text in (key, value):
+            try:
+                refuse_hidden(text)
+            except ValueError as error:
+                problems.append(Problem(as_pointer(["labels", show(key, lines=False)]), str(error)))
+    if problems:
+        raise SpecError(problems)
 
 
 def sized(spec: JobSpec, scaling: ScalingSpec) -> JobSpec:

@@ -3,10 +3,11 @@
 from datetime import UTC, datetime
 from typing import Annotated
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, JsonValue
+from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, JsonValue
 
 from service.api.schemas import Time, as_time
 from service.domain.access import ANY, Caller, Deed, Key, Role
+from train_loop.spec import refuse_hidden
 
 Project = Annotated[str, Field(pattern=rf"^([a-z0-9]([-a-z0-9]*[a-z0-9])?|\{ANY})$", max_length=40)]
 
@@ -16,7 +17,7 @@ class KeyIn(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    name: str = Field(min_length=1, max_length=64, pattern=r"^[^\x00-\x1f\x7f]*$", description="whose it is")
+    name: Annotated[str, AfterValidator(refuse_hidden)] = Field(min_length=1, max_length=64, description="whose it is")
     roles: dict[Project, Role] = Field(min_length=1, max_length=64, description=f"by project; {ANY} stands for all")
     # The last year may be one too many where the sun has risen already.
     expires_at: AwareDatetime | None = Field(default=None, lt=datetime(9999, 1, 1, tzinfo=UTC))

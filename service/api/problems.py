@@ -16,6 +16,7 @@ from service.fault_log import FaultLog
 from train_loop.spec import Problem
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
+_LONGEST_PATH = 256
 log = structlog.get_logger(__name__)
 _faults = FaultLog()
 
@@ -46,9 +47,9 @@ def _service_error(request: Request, error: Exception) -> Response:
     request.state.outage = error.outage
     if error.notable:
         client = request.client.host if request.client else None
-        log.warning(
-            "refused", status=error.status, code=error.code, method=request.method, path=request.url.path, client=client
-        )
+        # As it was sent: what it stands for may hold line ends or control a terminal.
+        path = request.scope["raw_path"][:_LONGEST_PATH].decode("latin-1")
+        log.warning("refused", status=error.status, code=error.code, method=request.method, path=path, client=client)
     return problem(error)
 
 

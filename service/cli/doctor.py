@@ -19,6 +19,7 @@ from service.cli.told import settings
 from service.client import ApiError, Client
 from service.domain.finding import Finding, Verdict, failed, ok
 from service.settings import Settings
+from train_loop.spec import show
 
 _COLOURS = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILED: "red", Verdict.SKIPPED: "dim"}
 
@@ -72,7 +73,7 @@ def _show(answer: Findings) -> None:
     width = max(len(one.check) for one in answer.findings)
     for one in answer.findings:
         verdict = Text(f"{one.verdict:<8}", style=_COLOURS[one.verdict])
-        console.print(Text.assemble(verdict, f"{one.check:<{width}}  {one.seen}"))
+        console.print(Text.assemble(verdict, show(f"{one.check:<{width}}  {one.seen}")))
         if one.remedy is not None:
             show_text(f"{'':8}{'':{width}}  → {one.remedy}")
     wrong = sum(one.verdict is Verdict.FAILED for one in answer.findings)

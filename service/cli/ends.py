@@ -8,6 +8,8 @@ from typing import NoReturn
 
 import typer
 
+from train_loop.spec import show
+
 
 class Exit(IntEnum):
     """What the exit code says."""
@@ -37,7 +39,7 @@ EPILOG = "\n\n".join(["Exit codes:", *(f"{code}: {code.meaning}" for code in Exi
 
 def fail(message: str, details: Sequence[str] = (), *, code: Exit = Exit.FAILED) -> NoReturn:
     """End the command with a line on stderr that tells rule, value and remedy, and others below it."""
-    print("\n".join([f"trainshed: {message}", *(f"  {detail}" for detail in details)]), file=sys.stderr)
+    print(show("\n".join([f"trainshed: {message}", *(f"  {detail}" for detail in details)])), file=sys.stderr)
     raise typer.Exit(code)
 
 

@@ -12,6 +12,7 @@ from rich.text import Text
 from service.api.schemas import JobOut
 from service.cli.job_view import pace_of, progress_of, state_of, why
 from service.cli.show import show_json
+from train_loop.spec import show as escaped
 
 Look = Callable[[Sequence[JobOut]], None]
 """Shows jobs as they are now."""
@@ -38,7 +39,7 @@ class _Cell(ProgressColumn):
     def render(self, task: Task) -> Text:
         """As rich asks for it."""
         found = self._cell(task.fields["job"])
-        return found if isinstance(found, Text) else Text(found)
+        return found if isinstance(found, Text) else Text(escaped(found))
 
 
 @contextmanager
@@ -69,7 +70,7 @@ def _lines(console: Console) -> Look:
                 told[job.id] = news
                 parts = (job.id, job.name, job.state, progress_of(job), pace_of(job), why(job))
                 line = f"{datetime.now():%T} {'  '.join(part for part in parts if part)}"
-                console.print(line, markup=False)
+                console.print(escaped(line), markup=False)
 
     return show
 

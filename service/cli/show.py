@@ -8,6 +8,9 @@ from pydantic import BaseModel, JsonValue
 from rich.console import Console
 from rich.text import Text
 
+from train_loop.spec import show
+from train_loop.spec import show_json as escape_json
+
 console = Console(highlight=False, soft_wrap=True)
 notes = Console(highlight=False, soft_wrap=True, stderr=True)
 Cell = str | Text
@@ -22,22 +25,22 @@ class Gone(BaseModel):
 
 def show_json(answer: BaseModel, *, lines: bool = False) -> None:
     """The answer as the service gave it, for programs; one of many is a line."""
-    print(answer.model_dump_json(indent=None if lines else 2), flush=True)
+    print(escape_json(answer.model_dump_json(indent=None if lines else 2)), flush=True)
 
 
 def show_text(text: str) -> None:
-    """A line as it is."""
-    console.print(text, markup=False)
+    """A line; characters that would control the terminal are escaped, in pipes too."""
+    console.print(show(text), markup=False)
 
 
 def show_note(text: str) -> None:
     """A word to whoever waits, beside what the command prints."""
-    notes.print(text, markup=False)
+    notes.print(show(text), markup=False)
 
 
 def show_next(command: str) -> None:
     """The command that one will want next."""
-    notes.print(f"next: trainshed {command}", markup=False, style="dim")
+    notes.print(show(f"next: trainshed {command}"), markup=False, style="dim")
 
 
 def show_line(line: Mapping[str, JsonValue]) -> None:
@@ -70,7 +73,7 @@ def show_table(names: Sequence[str], rows: Iterable[Sequence[Cell]]) -> None:
 
 
 def _first_line(cell: Cell) -> Text:
-    return cell if isinstance(cell, Text) else Text(cell.partition("\n")[0])
+    return cell if isinstance(cell, Text) else Text(show(cell.partition("\n")[0]))
 
 
 def _short(value: JsonValue) -> str:

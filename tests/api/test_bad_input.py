@@ -9,8 +9,8 @@ from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 
 from service.adapters.memory import MemoryPreflight
-from service.ports import Findings
-from tests.support.service import KEY, FakeService, raw_spec, spec_body
+from service.ports import Findings, NewJob
+from tests.support.service import KEY, FakeService, a_job, raw_spec, spec_body
 from train_loop.run_dir import Parent
 from train_loop.spec import JobSpec, Problem
 
@@ -163,6 +163,32 @@ def test_labels_have_no_control_characters(client: TestClient) -> None:
     assert pointer == "/labels/team"
 
 
+@pytest.mark.parametrize(
+    "character", ["\x1b", "\x7f", "\x9b", "\x85", "\u200b", "\u2028", "\u202e", "\ufeff"], ids=ascii
+)
+def test_hidden_characters_are_refused_in_labels_and_key_names(client: TestClient, character: str) -> None:
+    ((pointer, message),) = problems(client, raw_spec(labels={"team": f"a{character}b"}))
+    assert (pointer, f"U+{ord(character):04X}" in message) == ("/labels/team", True)
+    ((pointer, _),) = problems(client, raw_spec(labels={f"a{character}b": "team"}))
+    assert (pointer.startswith("/labels/a"), character in pointer) == (True, False)
+    for name, project in (("x", f"a{character}b"), (f"a{character}b", "default")):
+        code, _, detail = refusal(client, "POST", "/keys", json={"name": name, "roles": {project: "viewer"}})
+        assert code == 422, detail
+    hook = {"project": "default", "url": f"https://hooks.example/{character}"}
+    assert refusal(client, "POST", "/webhooks", json=hook)[0] == 422
+    job_id = client.post("/jobs", json=raw_spec()).json()["id"]
+    changes = {"overrides": {"labels": {"team": character}}}
+    assert refusal(client, "POST", f"/jobs/{job_id}/clone", json=changes)[0] == 422
+
+
+def test_a_label_of_former_times_does_not_prevent_a_clone(client: TestClient, service: FakeService) -> None:
+    job = a_job("job-old", labels={"team": "a\u200db"})
+    service.store.add(NewJob(job, None, service.jobs.deed("submit", job, {}, {})))
+    assert client.get("/jobs/job-old").json()["spec"]["labels"] == {"team": "a\u200db"}
+    answer = client.post("/jobs/job-old/clone", json={"overrides": {"labels": {"other": "x"}}})
+    assert answer.status_code == 201, answer.text
+
+
 def test_a_day_that_has_no_next_one_is_a_last_day(client: TestClient) -> None:
     assert client.get("/usage", params={"since": "0001-01-01", "until": "9999-12-31"}).json() == {"data": []}
 
@@ -284,3 +310,9 @@ def test_fault_is_a_problem_and_tells_no_secrets(service: FakeService) -> None:
     assert (answer.status_code, answer.json()["code"], answer.headers["x-request-id"]) == (500, "internal", "mine")
     assert "1234" not in answer.text
     assert [(line["event"], line["request_id"]) for line in logged] == [("request_failed", "mine")]
+
+
+def test_refused_path_is_logged_as_it_was_sent(service: FakeService) -> None:
+    with capture_logs() as logged, service.client(authorization="Bearer wrong") as client:
+        assert client.get("/jobs/%1b]0;PWNED%07%0aforged").status_code == 401
+    assert [line["path"] for line in logged if line["event"] == "refused"] == ["/jobs/%1b]0;PWNED%07%0aforged"]

@@ -1,6 +1,7 @@
 """The `trainshed` command against a service that listens."""
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from service.cli.hints import next_of
 from service.cli.job_view import span
 from service.client import Client
+from service.domain.access import OPERATOR, Deed, Key, Role
 from service.domain.job import JobState
 from tests.support.checkpoints import checkpoint
 from tests.support.command import run
@@ -47,6 +49,27 @@ def test_a_job_from_submit_to_cancel(home: Path, service: FakeService) -> None:
     assert run("logs", "job-0001").stdout == "[red]as it is\n"
     assert "step" in run("checkpoints", "job-0001").stdout
     assert run("cancel", "job-0001", "--grace", "5", "--no-checkpoint").stdout == "job-0001 is CANCELLING\n"
+
+
+def test_others_control_characters_are_shown_escaped(home: Path, service: FakeService) -> None:
+    service.submit()
+    service.reconciler().run_once()
+    odd, seen = "a\x1b]0;PWNED\x07\x9b\u202e\u2028b", r"a\x1b]0;PWNED\x07\x9b\u202e\u2028b"
+    service.event("job-0001", "rows_skipped", file=odd)
+    folder = service.run_dir("job-0001").attempt(1)
+    folder.logs.mkdir(parents=True)
+    folder.driver_log.write_text(f"{odd}\n")
+    deed = Deed(1.0, OPERATOR, "key.create", "default", "key-1")
+    service.keys.add(Key("key-1", odd, {"default": Role.VIEWER}, "0" * 64, 1.0, "operator"), deed)
+    for command in (("events", "job-0001"), ("logs", "job-0001"), ("keys", "ls")):
+        shown = run(*command).stdout
+        assert seen in shown, command
+        assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e]", shown), command
+        document = run(*command, "--json").stdout
+        assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e]", document), command
+        assert odd in json.dumps(json.loads(document), ensure_ascii=False).replace("\\u001b", "\x1b").replace(
+            "\\u0007", "\x07"
+        )
 
 
 def test_checkpoints_are_verified_pinned_and_exported(home: Path, service: FakeService) -> None:

@@ -5,9 +5,10 @@ from train_loop.spec.data import ColumnsSpec, DataSpec, SourceSpec
 from train_loop.spec.job import JobSpec
 from train_loop.spec.model import ModelSpec
 from train_loop.spec.parse import dump, load, merged, override, parse, parse_text
+from train_loop.spec.printable import refuse_hidden, show, show_json
 from train_loop.spec.running import CheckpointSpec, FailureSpec, ScalingSpec
 from train_loop.spec.strategy import SaveMode, StrategySpec, WrapPolicySpec
-from train_loop.spec.text import read_yaml
+from train_loop.spec.text import as_pointer, read_yaml
 from train_loop.spec.training import TrainingSpec
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "StrategySpec",
     "TrainingSpec",
     "WrapPolicySpec",
+    "as_pointer",
     "dump",
     "load",
     "merged",
@@ -32,4 +34,7 @@ __all__ = [
     "parse",
     "parse_text",
     "read_yaml",
+    "refuse_hidden",
+    "show",
+    "show_json",
 ]

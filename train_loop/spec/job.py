@@ -12,9 +12,9 @@ from train_loop.spec.strategy import StrategySpec
 from train_loop.spec.training import TrainingSpec
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=40)]
-_PRINTED = r"^[^\x00-\x1f\x7f]*$"
-LabelKey = Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=_PRINTED)]
-LabelValue = Annotated[str, StringConstraints(max_length=512, pattern=_PRINTED)]
+# The service refuses control characters in them when they are sent; stored specs may hold some.
+LabelKey = Annotated[str, StringConstraints(min_length=1, max_length=64)]
+LabelValue = Annotated[str, StringConstraints(max_length=512)]
 
 
 class InferSpec(SpecModel):

@@ -1,6 +1,8 @@
 """What the log looks like, for people and for machines; in processes of their own, because there is one log in each."""
 
+import ast
 import json
+import re
 import subprocess
 import sys
 
@@ -64,3 +66,43 @@ def test_people_get_lines_and_plain_tracebacks() -> None:
     assert lines[0].endswith(r"Z [info] said job='job-1' text='a\nb' state='QUEUED'")
     assert lines[1].endswith("Z [warning] a library speaks logger='sqlalchemy.pool'")
     assert lines.count("ValueError: it failed") == 2
+
+
+COLOURED = """
+import io, logging
+import structlog
+from service.logs import configure_logs
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+terminal = Terminal()
+configure_logs("console", terminal)
+log = structlog.get_logger()
+log.warning("refused", path="/jobs/\\x1b]0;PWNED\\x07\\nforged", name="a\\u202eb c")
+logging.getLogger("uvicorn.error").warning("a library\\x1b]0;PWNED\\x07")
+try:
+    raise ValueError("no \\x1b]0;PWNED\\x07")
+except ValueError:
+    log.exception("failed")
+print(ascii(terminal.getvalue()))
+"""
+
+
+def test_console_log_shows_control_characters_escaped() -> None:
+    done = subprocess.run([sys.executable, "-c", COLOURED], capture_output=True, text=True, timeout=120, check=True)
+    shown = ast.literal_eval(done.stdout)
+    # Colours are the only escape sequences.
+    assert set(re.findall("\x1b.", shown)) == {"\x1b["}
+    assert not re.search("[\x07\u202e]", shown)
+    assert shown.count(r"\x1b]0;PWNED\x07") == 3
+    assert "\nforged" not in shown
+
+
+def test_file_log_shows_control_characters_escaped() -> None:
+    program = COLOURED.replace("return True", "return False")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    shown = ast.literal_eval(done.stdout)
+    assert not re.search("[\x1b\x07\u202e]", shown)
+    assert "\nforged" not in shown
