@@ -183,7 +183,7 @@ def test_hidden_characters_are_refused_in_labels_and_key_names(client: TestClien
 
 def test_a_label_of_former_times_does_not_prevent_a_clone(client: TestClient, service: FakeService) -> None:
     job = a_job("job-old", labels={"team": "a\u200db"})
-    service.store.add(NewJob(job, None, service.jobs.deed("submit", job, {}, {})))
+    service.store.add(NewJob(job, None, (service.jobs.deed("submit", job, {}, {}),)))
     assert client.get("/jobs/job-old").json()["spec"]["labels"] == {"team": "a\u200db"}
     answer = client.post("/jobs/job-old/clone", json={"overrides": {"labels": {"other": "x"}}})
     assert answer.status_code == 201, answer.text
