@@ -17,7 +17,7 @@ _SEALED = "fernet:"
 
 
 class SecretBox:
-    """Encrypts with the first of its keys and decrypts with all; without keys it leaves secrets plain."""
+    """Keys of which the first encrypts and all decrypt; without keys, secrets stay plain."""
 
     def __init__(self, keys: Sequence[str] = ()) -> None:
         self._keys = tuple(_fernet(key) for key in keys)

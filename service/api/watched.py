@@ -97,7 +97,7 @@ class Observed:
 
 
 class _EachSecond:
-    """Lets one line a second through: callers repeat what is answered with 503, and must not fill the log."""
+    """A limit of one line a second: callers repeat what is answered with 503, and must not fill the log."""
 
     def __init__(self) -> None:
         self._at = float("-inf")

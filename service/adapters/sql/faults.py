@@ -1,4 +1,4 @@
-"""What failures of the database mean: for the caller, for readiness, and for the log."""
+"""Failures of the database: their meaning for the caller, for readiness, and for the log."""
 
 import os
 import shutil
@@ -27,10 +27,15 @@ _POSTGRES = {
     "55P03": "a lock was not released in time",
     "25006": "it accepts no writes",
     "53300": "it has no connections left",
+    "57P01": "it is shutting down",
+    "57P02": "it has crashed and restarts",
+    "57P03": "it is starting",
     "40001": "it ended the transaction because of another one",
     "40P01": "it ended the transaction because of another one",
 }
 _FULL = "53100"
+_OUTAGES = ("08", "53", "55", "57", "58")
+"""Classes of SQLSTATE: connection, resources, state, operator, system. Others are mistakes of ours."""
 
 
 def explain(error: BaseException, file: Path | None) -> NotReady | None:
@@ -43,7 +48,9 @@ def explain(error: BaseException, file: Path | None) -> NotReady | None:
     state = getattr(error, "sqlstate", None)
     if state == _FULL:
         return DatabaseFull()
-    return DatabaseUnreachable.because(_POSTGRES.get(state or "", "the connection failed"))
+    if state in _POSTGRES or state is None or state[:2] in _OUTAGES:
+        return DatabaseUnreachable.because(_POSTGRES.get(state or "", "the connection failed"))
+    return None
 
 
 def _explain_sqlite(error: BaseException, file: Path) -> NotReady | None:
@@ -64,7 +71,7 @@ def has_room(file: Path) -> bool:
 
 
 class DatabaseStatus:
-    """Whether a database answers and takes writes, as far as its callers have seen. Threads share it."""
+    """State of a database, as far as its callers have seen it. Threads share it."""
 
     def __init__(self, file: Path | None) -> None:
         self.file = file

@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 import httpx
+import psycopg
 import pytest
 from fastapi.testclient import TestClient
 from httpx2 import Response
@@ -20,6 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from service import follow
 from service.adapters.memory import MemoryPreflight
 from service.adapters.sql.database import Database, open_database
+from service.adapters.sql.faults import explain
 from service.adapters.sql.store import SqlJobStore
 from service.adapters.sql.tables import webhooks
 from service.ports import Findings
@@ -245,3 +247,34 @@ def test_error_of_a_failing_write_holds_no_value_of_the_row(database: Postgres |
     engine.dispose()
     assert "INSERT INTO webhooks" in str(failed.value)
     assert "whsec_" not in str(failed.value)
+
+
+def sqlite_error(code: int) -> sqlite3.Error:
+    error = sqlite3.OperationalError("it failed")
+    error.sqlite_errorcode = code
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [
+        (psycopg.errors.DiskFull("no room"), 507, "no disk space left"),
+        (psycopg.errors.ReadOnlySqlTransaction("standby"), 503, "accepts no writes"),
+        (psycopg.errors.QueryCanceled("too slow"), 503, "TRAINSHED_DATABASE_CALL_SECONDS"),
+        (psycopg.errors.AdminShutdown("going"), 503, "is shutting down"),
+        (psycopg.OperationalError("refused"), 503, "the connection failed"),
+        (psycopg.errors.StatementTooComplex("a mistake of ours"), None, ""),
+        (psycopg.errors.InFailedSqlTransaction("a mistake of ours"), None, ""),
+        (sqlite_error(sqlite3.SQLITE_FULL), 507, "no disk space left"),
+        (sqlite_error(sqlite3.SQLITE_BUSY_SNAPSHOT), 503, "another process holds its lock"),
+        (sqlite_error(sqlite3.SQLITE_READONLY_DBMOVED), 503, "accepts no writes"),
+        (sqlite_error(sqlite3.SQLITE_IOERR_FSYNC), 503, "cannot be read or written"),
+        (sqlite_error(sqlite3.SQLITE_ERROR), None, ""),
+    ],
+)
+def test_driver_error_is_an_outage_with_its_reason_or_a_mistake(
+    error: Exception, status: int | None, reason: str, tmp_path: Path
+) -> None:
+    found = explain(error, tmp_path / "shed.db" if isinstance(error, sqlite3.Error) else None)
+    assert (None if found is None else found.status) == status
+    assert reason in str(found)
