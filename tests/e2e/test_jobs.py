@@ -128,6 +128,8 @@ def test_conversations_on_s3_and_local_text_are_mixed_evaluated_and_end_by_token
     talks = {"path": "s3://corpus/open/talks/", "columns": {"messages": "messages"}, "weight": 3}
     text = {"path": "stdlib://json/*.py", "weight": 1}
     data = {"columns": {"text": "text"}, "packing": True, "on_bad_rows": "skip", "system_prompt": "Be brief."}
+    # Conversations are longer than the samples.
+    data["on_long_rows"] = "split"
     model = {"tokenizer": folder.as_uri()}
     with pytest.raises(ApiError) as refused:
         service.submit(data=data | {"train": [{**talks, "path": "s3://corpus/closed/"}, text]}, model=model)
@@ -144,7 +146,7 @@ def test_conversations_on_s3_and_local_text_are_mixed_evaluated_and_end_by_token
     (prepared,) = service.events(job_id, "prepared")
     (conversations, texts) = prepared["sources"]
     assert (conversations["path"], texts["path"]) == ("s3://corpus/open/talks/", "stdlib://json/*.py")
-    assert conversations["rows"] == 80
+    assert (conversations["rows"], conversations["long_rows"], conversations["dropped_rows"]) == (80, 40, 0)
     assert texts["utilisation"] > 0.9
     trained = service.metrics(job_id)
     for line in trained:

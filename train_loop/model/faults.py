@@ -10,10 +10,17 @@ from torch import nn
 from train_loop.errors import ModelError, UserError
 from train_loop.plan.memory import Place
 
-_ELSEWHERE = (UserError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError)
-"""Errors that are named already, or that come from memory, a device or the network."""
-_COLLECTIVES = ("/torch/distributed/", "/torch/_dynamo/", "/torch/_inductor/")
-"""Places in torch whose errors come from other ranks, or from compilers and their caches."""
+_ELSEWHERE = (
+    UserError,
+    OSError,
+    MemoryError,
+    torch.OutOfMemoryError,
+    torch.AcceleratorError,
+    torch.distributed.DistError,
+)
+"""Errors that are named already, or that come from storage, memory, a device or the network."""
+_COLLECTIVES = "/torch/distributed/"
+"""Place in torch whose errors come from other ranks."""
 _ALLOCATORS = ("can't allocate memory", "not enough memory: you tried to allocate")
 """How torch's allocators of host memory say it, in a RuntimeError."""
 
@@ -37,10 +44,12 @@ def own_faults(model: nn.Module) -> Iterator[None]:
         if full_memory(error) is not None:
             raise
         frames = traceback.extract_tb(error.__traceback__)
-        if any(place in frame.filename for frame in frames for place in _COLLECTIVES):
+        if any(_COLLECTIVES in frame.filename for frame in frames):
             raise
         said = " ".join(f"{type(error).__name__}: {error}".split())
+        # FSDP puts its name before those of classes.
+        name = type(model).__name__.removeprefix("FSDP")
         raise ModelError(
-            f"{type(model).__name__} failed in its forward pass: {said}; the traceback is in this rank's log; correct "
+            f"{name} failed in its forward pass: {said}; the traceback is in this rank's log; correct "
             "the config or the data, or choose another model"
         ) from error

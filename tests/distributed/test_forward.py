@@ -1,0 +1,55 @@
+"""Errors in the forward pass of a sharded model: the model's own end the run, those of lost peers do not."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.gradients import build, my_share, random_rows
+from tests.support.ranks import on_ranks
+from tests.support.specs import TINY, spec
+from train_loop.batch import micro_batches
+from train_loop.errors import ModelError
+
+
+def error_in_the_forward_pass(peer_leaves: bool, folder: Path, checkpointing: str) -> None:
+    """Write the class of what a rank's forward pass raises if its model fails, or if the other rank has left."""
+    job = spec(
+        model={"config": TINY, "gradient_checkpointing": checkpointing},
+        training={"per_device_train_batch_size": 2},
+        scaling={"num_workers": 2},
+    )
+    model, loss, mesh = build(job)
+    (batch,) = micro_batches(my_share(random_rows(4, 32, vocab=384, packed=True), mesh), 2, model, mesh)
+    if peer_leaves and dist.get_rank() == 1:
+        os._exit(0)
+
+    def fail(_: torch.Tensor) -> torch.Tensor:
+        raise IndexError("index out of range in self")
+
+    if not peer_leaves:
+        model.model.layers[1].mlp.act_fn.forward = fail
+    try:
+        loss(batch)
+    except ModelError as error:
+        (folder / str(dist.get_rank())).write_text(f"ModelError {error}")
+    except RuntimeError as error:
+        (folder / str(dist.get_rank())).write_text(f"RuntimeError {error}")
+        # The ranks have no more collectives in common.
+        os._exit(0)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_error_of_a_sharded_models_own_code_is_a_model_error_on_every_rank(tmp_path: Path, checkpointing: str) -> None:
+    on_ranks(2, error_in_the_forward_pass, False, tmp_path, checkpointing)
+    for rank in ("0", "1"):
+        said = (tmp_path / rank).read_text()
+        assert said.startswith("ModelError Qwen3ForCausalLM failed in its forward pass: IndexError: index out of")
+
+
+def test_error_of_a_collective_whose_peer_has_left_is_no_model_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):  # of what ranks that leave would have returned
+        on_ranks(2, error_in_the_forward_pass, True, tmp_path, "full")
+    assert (tmp_path / "0").read_text().startswith("RuntimeError")
