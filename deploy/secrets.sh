@@ -14,6 +14,7 @@ create() { # FILE TEXT
 create admin.key "$(random)"
 create metrics.key "$(random)"
 create ray.token "$(random)"
+create secret.key "$(random)"
 create postgres.password "$(random)"
 create grafana.password "$(random)"
 create database.env "TRAINSHED_DATABASE_URL=postgresql://trainshed:$(cat "$folder/postgres.password")@postgres/trainshed"
