@@ -1,6 +1,6 @@
 """Chat messages → tokens and labels, through the tokenizer's own chat template; loss only on what the model says."""
 
-import json
+import logging
 import re
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -12,15 +12,18 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from train_loop.data.dataset import IGNORE
-from train_loop.data.tokenizer import TextTokenizer, load_tokenizer
+from train_loop.data.tokenizer import TextTokenizer, load_tokenizer, read_object
 from train_loop.errors import DataError
 
+log = logging.getLogger(__name__)
 Message = dict[str, Any]
 Span = tuple[int, int]
 """Characters [start, stop) of a text."""
 
 # TypeError is what a template's own arithmetic raises, say on tool arguments that are a string and not an object.
 _REFUSED = (TemplateError, TypeError)
+_LONGEST_TEXT = 1 << 20
+"""Characters that a template may add to a conversation."""
 _FORM = 'write {"role": "user", "content": "…"}'
 
 
@@ -54,13 +57,13 @@ class ChatTemplate:
         texts, spans = render_jinja_template(
             [messages], chat_template=self.source, return_assistant_tokens_mask=True, **self.variables
         )
-        return Rendered(texts[0], spans[0])
+        return Rendered(_within_bounds(texts[0], messages), spans[0])
 
     def _text(self, messages: list[Message], *, prompt: bool = False) -> str:
         texts, _ = render_jinja_template(
             [messages], chat_template=self.source, add_generation_prompt=prompt, **self.variables
         )
-        return str(texts[0])
+        return _within_bounds(str(texts[0]), messages)
 
     def _answer(self, text: str, messages: list[Message], turn: int) -> Span:
         start, stop = self._own(text, messages, turn)
@@ -132,13 +135,31 @@ def load_chat_template(folder: str) -> ChatTemplate:
         )
     try:
         render_jinja_template([], chat_template=source)  # of no conversation: this compiles it
-    except TemplateError as error:
+    except (TemplateError, TypeError, ValueError, ArithmeticError) as error:
         raise DataError(f"the chat template in {folder} is no Jinja: {error}; copy it again") from error
+    except (RecursionError, SyntaxError) as error:
+        raise DataError(
+            f"the chat template in {folder} is nested too deeply to be compiled; write it with fewer levels"
+        ) from error
     variables = {key: _content(token) for key, token in config.items() if key.endswith("_token")}
     markers = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
     return ChatTemplate(
         source, {key: text for key, text in variables.items() if text}, re.compile(rf"\s*(?:{markers})")
     )
+
+
+def check_chat_template(folder: str) -> None:
+    """Render the chat template of a folder once, as preparation will. Raises DataError for one that cannot be used."""
+    template = load_chat_template(folder)
+    try:
+        template.render([{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Yes."}])
+    except _REFUSED as error:
+        # Some templates want other conversations, say with a system prompt: only rows can say.
+        log.debug("the chat template refuses a plain conversation: %s", error)
+    except (AttributeError, ValueError, LookupError, ArithmeticError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"the chat template in {folder} fails: {error}; correct it or copy it again") from error
 
 
 def encode_chat(
@@ -202,17 +223,26 @@ def _problem(message: Any) -> str | None:
     return None if isinstance(content, str) else f"must have a text as content, and has {content!r:.60}"
 
 
+def _within_bounds(text: str, messages: list[Message]) -> str:
+    # A template may multiply text: it stays within a multiple of what it was given.
+    most = _LONGEST_TEXT + 100 * sum(len(str(message)) for message in messages)
+    if len(text) > most:
+        raise DataError(
+            f"the chat template makes {len(text)} characters of {len(messages)} messages, and at most {most} are "
+            "allowed; correct the template"
+        )
+    return text
+
+
 def _read(file: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(file.read_text())) if file.is_file() else {}
-    except ValueError as error:
-        raise DataError(f"{file} cannot be read: {error}; save the tokenizer again with transformers") from error
+    return read_object(file) if file.is_file() else {}
 
 
 def _default(template: Any) -> str | None:
     """One template, or that of several which is named default."""
     if isinstance(template, list):
-        template = next((one["template"] for one in template if one["name"] == "default"), None)
+        named = [one for one in template if isinstance(one, dict)]
+        template = next((one.get("template") for one in named if one.get("name") == "default"), None)
     return template if isinstance(template, str) else None
 
 
