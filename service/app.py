@@ -24,6 +24,7 @@ from service.adapters.http_sender import HttpSender
 from service.adapters.keys import ensure_key, read_key
 from service.adapters.oidc import OidcVerifier
 from service.adapters.preflight import HelperPreflight
+from service.adapters.preflight import Limits as PreflightLimits
 from service.adapters.prometheus import PrometheusWatch
 from service.adapters.ray_jobs import RayAddress, RayJobs
 from service.adapters.ray_probe import RayProbe
@@ -116,6 +117,7 @@ def create_app(settings: Settings) -> FastAPI:
             lifespan=Background(list(_parts(world)), once_open, opening, leaving).lifespan,
             opening=opening,
             leaving=leaving,
+            checks=settings.preflight_checks,
         )
     )
     world.traces.instrument(app)
@@ -135,7 +137,7 @@ def _world(settings: Settings) -> _World:
         guard=guard,
         run_dirs=GuardedRunDirs(run_dirs, guard),
         own_run_dirs=GuardedRunDirs(run_dirs, guard, inline=True),
-        preflight=HelperPreflight(readable=settings.readable, timeout=settings.preflight_seconds),
+        preflight=HelperPreflight(readable=settings.readable, limits=_preflight_limits(settings)),
         embedded=embedded,
         cluster=_cluster(settings, embedded),
         board=Board(),
@@ -144,6 +146,10 @@ def _world(settings: Settings) -> _World:
         sender=HttpSender(settings.receivers),
         box=SecretBox(),
     )
+
+
+def _preflight_limits(settings: Settings) -> PreflightLimits:
+    return PreflightLimits(settings.preflight_seconds, settings.preflight_cpu_seconds, settings.preflight_memory_bytes)
 
 
 def _open(settings: Settings, world: _World) -> None:

@@ -121,7 +121,12 @@ class Settings(BaseSettings):
     cluster_limit: dict[str, float] = Field(
         default={}, description='what an autoscaler may grow the cluster to, as JSON: {"GPU": 64, "CPU": 512}'
     )
-    preflight_seconds: float = Field(default=120.0, gt=0)
+    preflight_seconds: float = Field(default=120.0, gt=0, description="to check data and model of one spec")
+    preflight_cpu_seconds: float = Field(default=30.0, ge=1, description="of CPU time that one check may use")
+    preflight_memory_bytes: int = Field(default=2 << 30, ge=64 << 20, description="of memory that one check may take")
+    preflight_checks: int = Field(
+        default=32, ge=4, description="specs checked at once; a key gets a quarter of them, a project half"
+    )
     verify_seconds: float = Field(default=600.0, gt=0, description="to read all of a checkpoint")
     webhook_allowed: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(), description="CIDRs and host names of receivers that are not on the open internet"

@@ -1,31 +1,41 @@
-"""A helper process with all imports that forks for each question."""
+"""A helper process with all imports that forks for each question, within limits of time, CPU and memory."""
 
 import json
 import math
 import os
+import resource
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from socketserver import ForkingMixIn, StreamRequestHandler, UnixStreamServer
 from typing import Any
 
+Answer = Callable[[dict[str, Any]], object]
+_MIB = 1 << 20
+_REMEDY = "choose a smaller config or smaller files, or have the operator raise"
+_NO_MEMORY = b'{"limit": "memory"}'
+_subject: Callable[[str], None] = lambda pointer: None  # noqa: E731 - a fork puts its own in its place
 
-def serve(path: str, answer: Callable[[dict[str, Any]], object]) -> None:
-    """Answer each question in a process of its own, until standard input ends: then whoever asks has gone."""
+
+def looking_at(pointer: str) -> None:
+    """Name what is being checked: a fork that dies of its limits is reported as a problem of this JSON pointer."""
+    _subject(pointer)
+
+
+def serve(path: str, answer: Answer) -> None:
+    """Answer each question in a process of its own, until standard input ends: then the asking process has gone.
+
+    A question's `seconds` limit its time. If they are given, `cpu_seconds` and `memory_bytes` limit its CPU time and
+    the memory that it takes beyond the helper's: exceeding them is answered as a problem of what was looked at.
+    """
 
     class Handler(StreamRequestHandler):
         def handle(self) -> None:
-            question = json.load(self.rfile)
-            # Who asked does not wait any longer.
-            signal.alarm(math.ceil(question["seconds"]))
-            try:
-                found = answer(question)
-            except Exception as error:
-                traceback.print_exc()
-                found = {"failed": f"{type(error).__name__}: {error}"}
-            self.wfile.write(json.dumps(found).encode())
+            self.wfile.write(_watched(json.load(self.rfile), answer))
 
     with Server(path, Handler) as server:
         threading.Thread(target=_leave_with_stdin, daemon=True).start()
@@ -34,6 +44,96 @@ def serve(path: str, answer: Callable[[dict[str, Any]], object]) -> None:
 
 class Server(ForkingMixIn, UnixStreamServer):
     """A process for each question."""
+
+
+def _watched(question: dict[str, Any], answer: Answer) -> bytes:
+    """Answer in a child process. Return its answer, the limit that it died of, or nothing."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        try:
+            _answer(question, answer, writing)
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        *subjects, found = pipe.read().split(b"\n")
+    _, status, used = os.wait4(child, 0)
+    subject = subjects[-1].decode() if subjects else ""
+    limit = _limit_exceeded(question, status, used, found)
+    return found if limit is None else json.dumps(_exceeded(subject, limit)).encode()
+
+
+def _answer(question: dict[str, Any], answer: Answer, writing: int) -> None:
+    global _subject
+    _subject = lambda pointer: _write(writing, f"{pointer}\n".encode())  # noqa: E731
+    _limit(question)
+    try:
+        found = json.dumps(answer(question)).encode()
+    except Exception as error:
+        if lacks_memory(error):
+            found = _NO_MEMORY
+        else:
+            traceback.print_exc()
+            found = json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode()
+    _write(writing, found)
+
+
+def lacks_memory(error: BaseException | None) -> bool:
+    """Return whether an error, or what caused it, says that memory was refused."""
+    while error is not None:
+        if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error) or "bad_alloc" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _limit(question: dict[str, Any]) -> None:
+    """Limit this process. The service does not wait any longer than `seconds`."""
+    signal.alarm(math.ceil(question["seconds"]))
+    # If the host has no memory left, a fork goes before the service does.
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    # SIGXCPU would leave a dump of all of torch.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if cpu := question.get("cpu_seconds"):
+        # Its supervisor has used none; threads that a library starts count, too.
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(cpu), math.ceil(cpu) + 1))
+    if memory := question.get("memory_bytes"):
+        most = _data_bytes() + memory
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
+def _data_bytes() -> int:
+    """Return the size of this process's writable private memory, which RLIMIT_DATA counts; 0 if it is not known."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmData:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def _limit_exceeded(question: dict[str, Any], status: int, used: resource.struct_rusage, found: bytes) -> str | None:
+    """Return the limit that a child ran into, as its problem says it, or None."""
+    killed = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+    cpu, memory = question.get("cpu_seconds"), question.get("memory_bytes")
+    if cpu and killed == signal.SIGXCPU:
+        return f"took over {cpu:g} s of CPU time; {_REMEDY} TRAINSHED_PREFLIGHT_CPU_SECONDS"
+    # Python raises MemoryError; libraries in Rust and C++ end the process if memory is refused.
+    refused = killed in (signal.SIGABRT, signal.SIGSEGV) and used.ru_maxrss * 1024 > (memory or math.inf) / 2
+    if memory and (refused or found == _NO_MEMORY):
+        return f"took over {memory // _MIB} MiB of memory; {_REMEDY} TRAINSHED_PREFLIGHT_MEMORY_BYTES"
+    return None
+
+
+def _exceeded(subject: str, limit: str) -> dict[str, Any]:
+    return {"problems": [{"pointer": subject, "message": f"the check of it {limit}"}], "shape": None}
+
+
+def _write(file: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(file, data) :]
 
 
 def _leave_with_stdin() -> None:

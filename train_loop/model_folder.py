@@ -65,6 +65,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(text)
     except ValueError as error:
         raise ModelError(f"{folder}/config.json is no JSON: {error}; copy it again") from error
+    except RecursionError as error:
+        raise ModelError(f"{folder}/config.json is nested too deeply to be read; copy it again") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f'{folder}/config.json names no model_type; add it, for example "model_type": "qwen3"')
     return config

@@ -17,25 +17,40 @@ from transformers import PreTrainedModel
 
 from train_loop.checkpoint.manifest import metadata_name, verify
 from train_loop.checkpoint.saved import saved_shapes
-from train_loop.data.chat import load_chat_template
+from train_loop.data.chat import check_chat_template
 from train_loop.data.count import count_samples
 from train_loop.data.preview import preview_data
 from train_loop.data.rows import check_columns, is_empty
 from train_loop.data.sources import check_allowed, check_folder, list_files
 from train_loop.data.tokenizer import load_tokenizer
 from train_loop.errors import DataError, ModelError
-from train_loop.forking import serve
+from train_loop.forking import lacks_memory, looking_at, serve
+from train_loop.model.bounds import large_numbers
 from train_loop.model.build import build_model, check_rules
 from train_loop.model.freeze import freeze
 from train_loop.model.load import match_folder
 from train_loop.model.probe import Seen, check_attention, check_head, check_positions, probe
 from train_loop.model.tiled_mlp import apply_tiled_mlp
-from train_loop.model_folder import model_folder, model_shape, tokenizer_folder
+from train_loop.model_folder import model_config, model_folder, model_shape, tokenizer_folder
 from train_loop.parallel.units import decoder_layers, find_units
 from train_loop.plan import ModelShape, Preview, SampleCount
 from train_loop.readable import only
 from train_loop.run_dir import Parent, Readable, RunDir
 from train_loop.spec import ColumnsSpec, JobSpec, Problem, SourceSpec, parse
+
+# pathlib raises RuntimeError for links in a circle, and readers of nested text RecursionError, which is one.
+_MISTAKES = (ValueError, OSError, RuntimeError)
+
+
+def _said(error: Exception) -> str:
+    """Return what a user can act on. Raises the error itself if it is not the user's."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply to be read; copy it again, or write it with fewer levels"
+    if isinstance(error, RuntimeError) and "Symlink loop" in str(error):
+        return f"its links lead in a circle ({error}); correct or remove them"
+    if lacks_memory(error) or isinstance(error, RuntimeError):
+        raise error
+    return str(error)
 
 
 def check_data(spec: JobSpec, readable: Readable) -> list[Problem]:
@@ -61,16 +76,19 @@ def check_model(
     checkpoint of another run that this one is to go on from.
     """
     shape, pointer = None, "/model/config" if spec.model.path is None else "/model/path"
+    looking_at(pointer)
     try:
         if spec.model.path is not None:
             check_folder(spec.model.path, readable)
+        if problems := large_numbers(model_config(spec.model), pointer):
+            return None, problems
         shape = model_shape(spec.model)
         model, folder = build_model(spec.model), model_folder(spec.model)
         homes = match_folder(model, folder) if folder is not None else {}
         check_rules(model, [name for name, stored in homes.items() if stored])
         seen = probe(model)
-    except (ValueError, OSError) as error:
-        return shape, [Problem(pointer, str(error))]
+    except _MISTAKES as error:
+        return shape, [Problem(pointer, _said(error))]
     problems = _checkpoint_problems(model, parent, pointer) if parent is not None else []
     return shape, [*problems, *_tokenizer_problems(spec, readable, shape), *_wishes_not_granted(model, seen, spec)]
 
@@ -129,14 +147,15 @@ def _source_problems(
     source: SourceSpec, columns: ColumnsSpec, readable: Readable, pointers: tuple[str, str], *, skip: bool
 ) -> list[Problem]:
     """The problems with one source; `pointers` are those of its path and of its columns."""
+    looking_at(pointers[0])
     try:
         for uri in source.paths:
             check_allowed(uri, readable)
         files = list_files(source)
         if all(is_empty(file) for file in files):
             raise DataError(f"{', '.join(source.paths)} holds no rows; an empty dataset cannot be trained on")
-    except (ValueError, OSError) as error:
-        return [Problem(pointers[0], str(error))]
+    except _MISTAKES as error:
+        return [Problem(pointers[0], _said(error))]
     try:
         check_columns(next(file for file in files if not is_empty(file)), columns, skip=skip)
     except DataError as error:
@@ -147,6 +166,7 @@ def _source_problems(
 def _tokenizer_problems(spec: JobSpec, readable: Readable, shape: ModelShape) -> list[Problem]:
     if not spec.data.reads_text:
         return []
+    looking_at("/model/tokenizer")
     try:
         if spec.model.tokenizer is not None:
             check_folder(spec.model.tokenizer, readable)
@@ -155,14 +175,15 @@ def _tokenizer_problems(spec: JobSpec, readable: Readable, shape: ModelShape) ->
             load_tokenizer(str(folder)).check_fits(shape.vocab)
             data = spec.data
             if any(data.columns_of(source).messages for source in (*data.sources, *data.eval_sources)):
-                load_chat_template(str(folder))
-    except (ValueError, OSError) as error:
-        return [Problem("/model/tokenizer", str(error))]
+                check_chat_template(str(folder))
+    except _MISTAKES as error:
+        return [Problem("/model/tokenizer", _said(error))]
     return []
 
 
 def _preview(spec: JobSpec) -> list[Preview]:
     """Return what preparing would do to the first rows; nothing for data that cannot be read, which a run reports."""
+    looking_at("/data/train")
     with suppress(ValueError, OSError):
         return preview_data(spec)
     return []

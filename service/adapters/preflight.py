@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +35,27 @@ class _Question(BaseModel):
     readable: Readable
     parent: Parent | None
     seconds: float
+    cpu_seconds: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one check may take: seconds on the clock, seconds of CPU time, and bytes beyond the helper's own."""
+
+    seconds: float
+    cpu_seconds: float = 30.0
+    memory_bytes: int = 2 << 30
 
 
 class HelperPreflight:
-    """Asks a `python -m train_loop.preflight` that stays; each answer has a time limit in seconds."""
+    """Asks a `python -m train_loop.preflight` that stays; each answer has limits of time, CPU time and memory."""
 
     def __init__(
-        self, *, readable: Callable[[str], Readable], timeout: float, command: Sequence[str] = _COMMAND
+        self, *, readable: Callable[[str], Readable], limits: Limits, command: Sequence[str] = _COMMAND
     ) -> None:
         self._readable = readable
-        self._timeout = timeout
+        self._limits = limits
         self._command = tuple(command)
         self._lock = threading.Lock()
         self._helper: subprocess.Popen[bytes] | None = None
@@ -97,21 +109,29 @@ class HelperPreflight:
         return Path(self._folder.name) / "preflight"
 
     def _look(self, spec: JobSpec, parent: Parent | None) -> Findings:
-        question = _Question(spec=spec, readable=self._readable(spec.project), parent=parent, seconds=self._timeout)
+        limits = self._limits
+        question = _Question(
+            spec=spec,
+            readable=self._readable(spec.project),
+            parent=parent,
+            seconds=limits.seconds,
+            cpu_seconds=limits.cpu_seconds,
+            memory_bytes=limits.memory_bytes,
+        )
         try:
             answer = self._ask(question.model_dump_json().encode())
         except ConnectionError:
             answer = b""
         except (TimeoutError, RetryError) as error:
             raise PreflightFailed(
-                f"looking at the data and the model took over {self._timeout:g} s; check that the storage answers, "
-                "or raise TRAINSHED_PREFLIGHT_SECONDS"
+                f"looking at the data and the model took over {self._limits.seconds:g} s; check that the storage "
+                "answers, or raise TRAINSHED_PREFLIGHT_SECONDS"
             ) from error
         return _parse(answer)
 
     def _ask(self, question: bytes) -> bytes:
         """The helper's answer, empty where it died of the question. Raises as `_connect`, and TimeoutError."""
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self._limits.seconds
         with self._connect() as connection:
             connection.sendall(question)
             connection.shutdown(socket.SHUT_WR)
@@ -128,7 +148,7 @@ class HelperPreflight:
         for attempt in Retrying(
             retry=retry_if_exception_type((FileNotFoundError, ConnectionRefusedError)),
             wait=wait_fixed(0.02),
-            stop=stop_after_delay(self._timeout),
+            stop=stop_after_delay(self._limits.seconds),
         ):
             with attempt:
                 if self._helper is not None and (code := self._helper.poll()) is not None:

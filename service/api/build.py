@@ -9,6 +9,7 @@ from fastapi import FastAPI
 
 from service.api import checkpoints, doctor, health, jobs, keys, nodes, runs, usage, watched, webhooks
 from service.api.describe import DescribedApi, operation_id
+from service.api.fair import Checks, FairSlots
 from service.api.guard import Guard, HostCheck, RequestIds
 from service.api.opening import Gate, Pulse
 from service.api.problems import install_problems
@@ -24,8 +25,6 @@ from service.webhooks import Webhooks
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-_CHECKS = 32
-"""Specs that are checked at once; more of them wait."""
 _VERIFYING = 4
 """Checkpoints that are read at once; more of them wait."""
 _TRIALS = 8
@@ -46,6 +45,8 @@ class Parts:
     lifespan: Lifespan | None = None
     opening: Opening = field(default_factory=opened)
     leaving: Leaving = field(default_factory=Leaving)
+    checks: int = 32
+    """Specs that are checked at once; more of them wait."""
 
 
 def build_api(parts: Parts) -> FastAPI:
@@ -78,6 +79,7 @@ def put_state(app: FastAPI, parts: Parts) -> None:
     app.state.leaving, app.state.opening, app.state.recent = parts.leaving, parts.opening, Recent()
     app.state.pulse = Pulse(ledger.jobs.store.ping)
     app.state.doctor = parts.doctor
-    app.state.checks, app.state.known = CapacityLimiter(_CHECKS), Together(ledger.jobs.submit_known)
+    app.state.checks = Checks(CapacityLimiter(parts.checks), FairSlots(parts.checks))
+    app.state.known = Together(ledger.jobs.submit_known)
     app.state.verifying = CapacityLimiter(_VERIFYING)
     app.state.webhooks, app.state.trials = parts.webhooks, CapacityLimiter(_TRIALS)

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, TypeVar, TypeVarTuple
 
-from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request, Response
 
 from service.api.describe import LOCATION, SPEC_BODY, Answers, json_body
+from service.api.fair import Checks
 from service.api.guard import CallerIs, parse_body, read_body, require_key
 from service.api.plan_schemas import PlanOut
 from service.api.query import ANY_CASE
@@ -49,7 +49,7 @@ class Asked:
 
     jobs: Jobs
     body: bytes
-    threads: CapacityLimiter
+    checks: Checks
     known: Together[tuple[Caller, bytes, Once | None], JobView | None]
 
     @classmethod
@@ -74,7 +74,7 @@ class Asked:
 
     async def call(self, use_case: Callable[[*Given], T], *given: *Given) -> T:
         """What the use case returns, from threads that no other answer needs: checks may take long."""
-        return await run_sync(use_case, *given, limiter=self.threads)
+        return await self.checks.run(self.jobs.caller, use_case, *given)
 
 
 ToCheck = Annotated[Asked, Depends(Asked.read)]

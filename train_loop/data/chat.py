@@ -1,6 +1,6 @@
 """Chat messages → tokens and labels, through the tokenizer's own chat template; loss only on what the model says."""
 
-import json
+import logging
 import re
 from bisect import bisect_left
 from collections.abc import Collection
@@ -15,10 +15,11 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from train_loop.data.dataset import IGNORE
 from train_loop.data.messages import Message, Tools, read_conversation, read_tools
-from train_loop.data.tokenizer import TextTokenizer, load_tokenizer
+from train_loop.data.tokenizer import TextTokenizer, load_tokenizer, read_object
 from train_loop.errors import DataError
 from train_loop.readable import read_input
 
+log = logging.getLogger(__name__)
 Span = tuple[int, int]
 """Characters [start, stop) of a text."""
 
@@ -28,6 +29,8 @@ _LINKS = {"role", "content", "tool_call_id"}
 """Keys of a message that no template need name: it may write a result in the place of its call, without the id."""
 _THOUGHTS = {"reasoning", "reasoning_content", "thinking"}
 """Keys that transformers gives to templates under each other's names."""
+_LONGEST_TEXT = 1 << 20
+"""Characters that a template may add to a conversation."""
 
 
 @dataclass(frozen=True)
@@ -88,15 +91,16 @@ class ChatTemplate:
             return_assistant_tokens_mask=True,
             **self.variables,
         )
-        silent = [self._own(texts[0], messages, turn) for turn in untrained]
+        text = _within_bounds(texts[0], messages)
+        silent = [self._own(text, messages, turn) for turn in untrained]
         kept = [span for span in spans[0] if not any(span[0] < stop and start < span[1] for start, stop in silent)]
-        return Rendered(texts[0], kept)
+        return Rendered(text, kept)
 
     def _text(self, messages: list[Message], *, prompt: bool = False) -> str:
         texts, _ = render_jinja_template(
             [messages], self.tools, chat_template=self.source, add_generation_prompt=prompt, **self.variables
         )
-        return str(texts[0])
+        return _within_bounds(str(texts[0]), messages)
 
     def _answer(self, text: str, messages: list[Message], turn: int) -> Span:
         start, stop = self._own(text, messages, turn)
@@ -175,13 +179,31 @@ def load_chat_template(folder: str) -> ChatTemplate:
         )
     try:
         render_jinja_template([], chat_template=source)  # of no conversation: this compiles it
-    except TemplateError as error:
+    except (TemplateError, TypeError, ValueError, ArithmeticError) as error:
         raise DataError(f"the chat template in {folder} is no Jinja: {error}; copy it again") from error
+    except (RecursionError, SyntaxError) as error:
+        raise DataError(
+            f"the chat template in {folder} is nested too deeply to be compiled; write it with fewer levels"
+        ) from error
     variables = {key: _content(token) for key, token in config.items() if key.endswith("_token")}
     markers = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
     return ChatTemplate(
         source, {key: text for key, text in variables.items() if text}, re.compile(rf"\s*(?:{markers})")
     )
+
+
+def check_chat_template(folder: str) -> None:
+    """Render the chat template of a folder once, as preparation will. Raises DataError for one that cannot be used."""
+    template = load_chat_template(folder)
+    try:
+        template.render([{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Yes."}])
+    except _REFUSED as error:
+        # Some templates want other conversations, say with a system prompt: only rows can say.
+        log.debug("the chat template refuses a plain conversation: %s", error)
+    except (AttributeError, ValueError, LookupError, ArithmeticError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"the chat template in {folder} fails: {error}; correct it or copy it again") from error
 
 
 def encode_chat(
@@ -230,17 +252,26 @@ def _encode(tokenizer: TextTokenizer, rendered: Rendered) -> tuple[list[int], li
     return ids, labels, last == tokenizer.eos
 
 
+def _within_bounds(text: str, messages: list[Message]) -> str:
+    # A template may multiply text: it stays within a multiple of what it was given.
+    most = _LONGEST_TEXT + 100 * sum(len(str(message)) for message in messages)
+    if len(text) > most:
+        raise DataError(
+            f"the chat template makes {len(text)} characters of {len(messages)} messages, and at most {most} are "
+            "allowed; correct the template"
+        )
+    return text
+
+
 def _read(file: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(read_input(file))) if file.is_file() else {}
-    except ValueError as error:
-        raise DataError(f"{file} cannot be read: {error}; save the tokenizer again with transformers") from error
+    return read_object(file) if file.is_file() else {}
 
 
 def _default(template: Any) -> str | None:
     """One template, or that of several which is named default."""
     if isinstance(template, list):
-        template = next((one["template"] for one in template if one["name"] == "default"), None)
+        named = [one for one in template if isinstance(one, dict)]
+        template = next((one.get("template") for one in named if one.get("name") == "default"), None)
     return template if isinstance(template, str) else None
 
 

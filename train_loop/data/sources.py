@@ -58,7 +58,8 @@ def check_allowed(uri: str, readable: Readable) -> None:
 
     def check(place: str) -> None:
         if is_local(place):
-            place = os.path.realpath(place)
+            # Not os.path.realpath, which takes links in a circle for a place.
+            place = str(Path(place).resolve())
         if own is None:
             if refusal := readable.refusal(place, named=uri):
                 raise DataError(refusal)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -69,7 +70,7 @@ def load_tokenizer(folder: str) -> TextTokenizer:
     """A tokenizer folder as Hugging Face writes it. Raises DataError where it is none, or has no EOS."""
     try:
         tokenizer = Tokenizer.from_buffer(read_input(Path(folder, "tokenizer.json")))
-        config = json.loads(read_input(Path(folder, "tokenizer_config.json")))
+        config = read_object(Path(folder, "tokenizer_config.json"))
     except DataError:
         raise
     except Exception as error:  # tokenizers raises nothing more special
@@ -81,11 +82,26 @@ def load_tokenizer(folder: str) -> TextTokenizer:
     # Special tokens are never asked of it, and all else that it does is to take spaces out of the tokens' offsets.
     tokenizer.post_processor = None
     named = config.get("eos_token")
-    word = named["content"] if isinstance(named, dict) else named
-    eos = tokenizer.token_to_id(word) if word else None
+    word = named.get("content") if isinstance(named, dict) else named
+    eos = tokenizer.token_to_id(word) if isinstance(word, str) and word else None
     if eos is None:
         raise DataError(f"the tokenizer in {folder} has no eos_token; documents must end with one, so name it there")
     return TextTokenizer(tokenizer, eos)
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of a tokenizer. Raises DataError for one that is none."""
+    try:
+        found = json.loads(read_input(file))
+    except DataError:
+        raise
+    except (ValueError, OSError) as error:
+        raise DataError(f"{file} cannot be read: {error}; save the tokenizer again with transformers") from error
+    except RecursionError as error:
+        raise DataError(f"{file} is nested too deeply to be read; save the tokenizer again") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{file} holds a JSON {type(found).__name__}, not an object; save the tokenizer again")
+    return found
 
 
 def train_tokenizer(texts: Iterator[str], *, vocab_size: int, folder: Path) -> None:

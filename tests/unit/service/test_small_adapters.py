@@ -1,6 +1,8 @@
 """Keys, preflight and settings."""
 
+import json
 import os
+import re
 import stat
 import sys
 import time
@@ -14,7 +16,7 @@ import psutil
 import pytest
 
 from service.adapters.keys import ensure_key
-from service.adapters.preflight import _FRESH_SECONDS, HelperPreflight
+from service.adapters.preflight import _FRESH_SECONDS, HelperPreflight, Limits
 from service.errors import PreflightFailed
 from service.ports import Findings
 from service.settings import Settings
@@ -46,12 +48,12 @@ def test_key_file_left_empty_by_a_crash_gets_a_key(tmp_path: Path) -> None:
 
 
 @contextmanager
-def preflight(answer: str, *, timeout: float = 30.0) -> Iterator[HelperPreflight]:
+def preflight(answer: str, *, timeout: float = 30.0, limits: Limits | None = None) -> Iterator[HelperPreflight]:
     """One whose helper answers so: Python that may use `asked`."""
-    code = f"import os, sys, time\nfrom train_loop.forking import serve\nserve(sys.argv[1], lambda asked: {answer})"
-    helper = HelperPreflight(
-        readable=lambda _: may_read("file:///data"), timeout=timeout, command=[sys.executable, "-c", code]
-    )
+    imports = "import os, sys, time\nfrom train_loop.forking import looking_at, serve\n"
+    command = [sys.executable, "-c", f"{imports}serve(sys.argv[1], lambda asked: {answer})"]
+    limits = limits or Limits(timeout)
+    helper = HelperPreflight(readable=lambda _: may_read("file:///data"), limits=limits, command=command)
     try:
         yield helper
     finally:
@@ -85,7 +87,7 @@ def test_preflight_that_fails_says_why_and_is_asked_again(answer: str, message: 
 def test_preflight_tells_that_its_imports_are_not_done_and_restarts_a_helper_that_ended(tmp_path: Path) -> None:
     code = f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.01)\n"
     code += "import sys\npathlib.Path(sys.argv[1]).touch()\ntime.sleep(3600)"
-    helper = HelperPreflight(readable=lambda _: may_read(), timeout=30.0, command=[sys.executable, "-c", code])
+    helper = HelperPreflight(readable=lambda _: may_read(), limits=Limits(30.0), command=[sys.executable, "-c", code])
     assert helper.trouble() == "is not started"
     helper.start()
     try:
@@ -104,7 +106,7 @@ def test_preflight_tells_that_its_imports_are_not_done_and_restarts_a_helper_tha
 def test_preflight_that_hangs_is_ended() -> None:
     with preflight(f"time.sleep(3600) if asked['spec']['name'] == 'bad' else {ECHO}", timeout=20.0) as helper:
         assert helper.check(a_spec()).problems
-        helper._timeout = 0.2
+        helper._limits = Limits(0.2)
         with pytest.raises(PreflightFailed, match=r"took over 0\.2 s"):
             helper.check(a_spec(name="bad"))
         assert helper._helper is not None
@@ -112,10 +114,44 @@ def test_preflight_that_hangs_is_ended() -> None:
         wait_for(lambda: not here.children(), "the end of who hangs")
 
 
+@pytest.fixture(scope="module")
+def helper() -> Iterator[HelperPreflight]:
+    """The real one, with small limits."""
+    limits = Limits(100.0, cpu_seconds=3.0, memory_bytes=1 << 30)
+    one = HelperPreflight(readable=lambda _: may_read("file:///"), limits=limits)
+    yield one
+    one.stop()
+
+
+_SMALL = Limits(60.0, cpu_seconds=1.0, memory_bytes=64 << 20)
+
+
+@pytest.mark.parametrize(
+    ("answer", "rule"),
+    [
+        ("[None for _ in iter(int, 1)]", "took over 64 MiB of memory; .* TRAINSHED_PREFLIGHT_MEMORY_BYTES"),
+        ("bytearray(100 << 20)", "took over 64 MiB of memory; .* TRAINSHED_PREFLIGHT_MEMORY_BYTES"),
+        ("sum(iter(int, 1))", "took over 1 s of CPU time; .* TRAINSHED_PREFLIGHT_CPU_SECONDS"),
+    ],
+)
+def test_check_that_exceeds_a_limit_is_a_problem_of_what_it_looked_at(answer: str, rule: str) -> None:
+    hostile = f"looking_at('/data/train/path') or looking_at('/model') or {answer}"
+    with preflight(f"{hostile} if asked['spec']['name'] == 'bad' else {ECHO}", limits=_SMALL) as helper:
+        ((problem,),) = [helper.check(a_spec(name="bad")).problems]
+        assert problem.pointer == "/model"
+        assert re.search(rule, problem.message), problem.message
+        assert helper.check(a_spec()).problems[0].pointer == "tiny"
+
+
+def test_forks_go_first_if_the_host_has_no_memory() -> None:
+    score = "open('/proc/self/oom_score_adj').read().strip()"
+    with preflight(f"{{'problems': [{{'pointer': '', 'message': {score}}}], 'shape': None}}") as helper:
+        assert helper.check(a_spec()).problems[0].message == "1000"
+
+
 def test_helper_that_cannot_start_says_so_and_one_that_was_killed_is_started_again() -> None:
-    broken = HelperPreflight(
-        readable=lambda _: may_read(), timeout=30.0, command=[sys.executable, "-c", "raise SystemExit(3)"]
-    )
+    command = [sys.executable, "-c", "raise SystemExit(3)"]
+    broken = HelperPreflight(readable=lambda _: may_read(), limits=Limits(30.0), command=command)
     with pytest.raises(PreflightFailed, match="ended with 3; see the service's log"):
         broken.check(a_spec())
     broken.stop()
@@ -169,14 +205,32 @@ def test_who_asks_the_same_at_once_waits_for_one_answer() -> None:
         assert all(error is errors[0] and isinstance(error, PreflightFailed) for error in errors)
 
 
-def test_the_real_helper_tells_the_sizes_of_a_model_in_a_folder(tmp_path: Path) -> None:
+def test_the_real_helper_tells_the_sizes_of_a_model_in_a_folder(helper: HelperPreflight, tmp_path: Path) -> None:
     write_tokenizer(write_model(tmp_path))
     spec = a_spec(model={"config": None, "path": tmp_path.as_uri()})
-    helper = HelperPreflight(readable=lambda _: may_read(tmp_path.as_uri()), timeout=100.0)
-    try:
-        assert helper.check(spec) == Findings((), read_shape(TINY))
-    finally:
-        helper.stop()
+    assert helper.check(spec) == Findings((), read_shape(TINY))
+
+
+@pytest.mark.parametrize(
+    ("template", "rule"),
+    [
+        ("{{ 'a'*2000000000 }}", "MiB of memory"),
+        ("{{ '%1000000000d' % 1 }}", "characters of 2 messages|MiB of memory"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "s of CPU time"),
+    ],
+)
+def test_chat_template_that_takes_too_much_is_a_problem_of_its_field(
+    helper: HelperPreflight, tmp_path: Path, template: str, rule: str
+) -> None:
+    write_tokenizer(write_model(tmp_path))
+    (tmp_path / "chat_template.jinja").write_text(template)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}))
+    data = {"train": {"path": str(rows)}, "columns": {"messages": "messages"}}
+    spec = a_spec(model={"config": None, "path": tmp_path.as_uri()}, data=data)
+    ((problem,),) = [helper.check(spec).problems]
+    assert problem.pointer == "/model/tokenizer"
+    assert re.search(rule, problem.message), problem.message
 
 
 def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

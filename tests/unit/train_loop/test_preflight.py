@@ -225,6 +225,68 @@ def test_a_tokenizer_that_is_broken(tmp_path: Path) -> None:
     assert message.endswith("; save it again with transformers")
 
 
+@pytest.mark.parametrize(
+    ("written", "rule"),
+    [
+        ({"num_hidden_layers": 20_000}, "num_hidden_layers=20000 is over 1024"),
+        ({"num_labels": 3_000_000}, "num_labels=3000000 is over 10000"),
+        ({"vocab_size": 1 << 33}, "vocab_size=8589934592 is over 16777216"),
+        ({"rope_scaling": {"factor": 1 << 62}}, "factor=4611686018427387904 is over 1099511627776"),
+    ],
+)
+def test_numbers_larger_than_any_models_are_refused_before_it_is_built(written: dict[str, Any], rule: str) -> None:
+    shape, (problem,) = check_model(parse(raw_spec(model={"config": TINY | written})), may_read())
+    assert shape is None
+    assert problem.pointer.startswith("/model/config/")
+    assert problem.message.startswith(rule)
+
+
+def test_links_in_a_circle_are_a_problem_of_their_field(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    uri, readable = f"file://{tmp_path}/loop", may_read(tmp_path.as_uri())
+    spec = parse(raw_spec(model={"config": None, "path": uri}, data={"train": {"path": uri}}))
+    tokenizer = parse(raw_spec(model={"tokenizer": uri}, data={"train": {"path": "stdlib://"}}))
+    found = [*check_model(spec, readable)[1], *check_data(spec, readable), *check_model(tokenizer, readable)[1]]
+    assert [problem.pointer for problem in found] == ["/model/path", "/data/train/path", "/model/tokenizer"]
+    assert all("circle" in problem.message for problem in found)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "pointer", "rule"),
+    [
+        ("config.json", "[" * 100_000, "/model/path", "config.json is nested too deeply"),
+        ("config.json", "[]", "/model/path", "names no model_type"),
+        ("tokenizer_config.json", "[" * 100_000, "/model/tokenizer", "tokenizer_config.json is nested too deeply"),
+        ("tokenizer_config.json", "[]", "/model/tokenizer", "holds a JSON list, not an object"),
+        ("tokenizer_config.json", '{"eos_token": {"lstrip": false}}', "/model/tokenizer", "has no eos_token"),
+        ("tokenizer_config.json", '{"eos_token": [1]}', "/model/tokenizer", "has no eos_token"),
+        ("special_tokens_map.json", "[]", "/model/tokenizer", "holds a JSON list, not an object"),
+        ("chat_template.jinja", "{% if a %}" * 3000 + "{% endif %}" * 3000, "/model/tokenizer", "nested too deeply"),
+        ("chat_template.jinja", "{{ messages[0].none.none }}", "/model/tokenizer", None),
+        ("chat_template.jinja", "{{ 1 // 0 }}", "/model/tokenizer", "division"),
+        ("chat_template.jinja", "{{ 'a' * 20000000 }}", "/model/tokenizer", "makes 20000000 characters of 2 messages"),
+    ],
+)
+def test_damaged_file_of_a_model_is_a_problem_of_its_field(
+    tmp_path: Path, file: str, text: str, pointer: str, rule: str | None
+) -> None:
+    write_tokenizer(write_model(tmp_path))
+    if file != "chat_template.jinja":
+        (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (tmp_path / file).write_text(text)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"messages": []}')
+    data = {"train": {"path": str(rows)}, "columns": {"messages": "messages"}}
+    spec = parse(raw_spec(model={"config": None, "path": tmp_path.as_uri()}, data=data))
+    found = check_model(spec, may_read(tmp_path.as_uri()))[1]
+    if rule is None:
+        assert found == []
+    else:
+        ((at, message),) = [(problem.pointer, problem.message) for problem in found]
+        assert at == pointer
+        assert rule in message
+
+
 OPT = {"model_type": "opt", "vocab_size": 384, "hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32} | {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,

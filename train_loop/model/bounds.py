@@ -1,0 +1,46 @@
+"""Bounds on the numbers of a model's config, which cost nothing to check: building 20,000 layers takes minutes."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from train_loop.spec import Problem, as_pointer
+
+_BOUNDS = (
+    (re.compile(r"num_labels"), 10_000),
+    (re.compile(r".*layers?|.*depth"), 1_024),
+    (re.compile(r".*(heads?|groups?)"), 4_096),
+    (re.compile(r".*experts?(_per_tok|_per_token)?|top_k"), 4_096),
+    (re.compile(r".*vocab_size"), 1 << 24),
+    (re.compile(r".*(hidden|intermediate|embd|inner|ffn|model).*(size|dim)|d_model|d_ff|n_embd|n_inner"), 1 << 20),
+)
+"""Names of fields with the largest number that each may have: far more than any model has."""
+_LARGEST = 1 << 40
+"""Of any other whole number."""
+
+
+def large_numbers(config: dict[str, Any], pointer: str) -> list[Problem]:
+    """Return the numbers of a config that are larger than those of any model; `pointer` is that of the config."""
+    return [
+        Problem(
+            pointer + as_pointer(steps) if pointer.endswith("config") else pointer,
+            f"{steps[-1]}={value} is over {most}, the most that a model may have; correct it in the model's config",
+        )
+        for steps, value in _numbers(config)
+        if abs(value) > (most := _bound(steps[-1]))
+    ]
+
+
+def _bound(name: str) -> int:
+    return next((most for pattern, most in _BOUNDS if pattern.fullmatch(name)), _LARGEST)
+
+
+def _numbers(config: dict[str, Any]) -> Iterator[tuple[list[str], int | float]]:
+    waiting: list[tuple[list[str], Any]] = [([], config)]
+    while waiting:
+        steps, part = waiting.pop()
+        for name, value in part.items():
+            if isinstance(value, dict):
+                waiting.append(([*steps, str(name)], value))
+            elif isinstance(value, int) and not isinstance(value, bool):
+                yield [*steps, str(name)], value
