@@ -38,7 +38,7 @@ def serve(path: str, answer: Answer) -> None:
             self.wfile.write(_watched(json.load(self.rfile), answer))
 
     with Server(path, Handler) as server:
-        threading.Thread(target=_leave_with_stdin, daemon=True).start()
+        threading.Thread(target=_leave_with_stdin, args=(Path(path),), daemon=True).start()
         server.serve_forever()
 
 
@@ -136,6 +136,10 @@ def _write(file: int, data: bytes) -> None:
         data = data[os.write(file, data) :]
 
 
-def _leave_with_stdin() -> None:
+def _leave_with_stdin(socket: Path) -> None:
     os.read(sys.stdin.fileno(), 1)
+    # A service that was killed cannot remove the folder that it made for the socket.
+    with suppress(OSError):
+        socket.unlink()
+        socket.parent.rmdir()
     os._exit(0)

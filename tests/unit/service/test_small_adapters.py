@@ -4,6 +4,7 @@ import json
 import os
 import re
 import stat
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -147,6 +148,18 @@ def test_forks_go_first_if_the_host_has_no_memory() -> None:
     score = "open('/proc/self/oom_score_adj').read().strip()"
     with preflight(f"{{'problems': [{{'pointer': '', 'message': {score}}}], 'shape': None}}") as helper:
         assert helper.check(a_spec()).problems[0].message == "1000"
+
+
+def test_helper_of_a_killed_service_removes_its_folder(tmp_path: Path) -> None:
+    socket = tmp_path / "shed" / "preflight"
+    socket.parent.mkdir()
+    code = "import sys\nfrom train_loop.forking import serve\nserve(sys.argv[1], lambda asked: None)"
+    with subprocess.Popen([sys.executable, "-c", code, str(socket)], stdin=subprocess.PIPE) as helper:
+        wait_for(socket.exists, "the helper")
+        assert helper.stdin is not None
+        helper.stdin.close()
+        assert helper.wait(timeout=30) == 0
+    assert not socket.parent.exists()
 
 
 def test_helper_that_cannot_start_says_so_and_one_that_was_killed_is_started_again() -> None:
