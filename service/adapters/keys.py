@@ -2,21 +2,29 @@
 
 import os
 import secrets
+import stat
 from pathlib import Path
 
+import structlog
+
 from service.errors import KeyUnusable
+
+log = structlog.get_logger(__name__)
+_SHORT, _GUESSED = 32, 8
+"""Characters: a key below the first is warned of, one below the second refused."""
 
 
 def ensure_key(path: Path, *, setting: str = "TRAINSHED_ADMIN_KEY_FILE") -> str:
     """Return the key in a file; a missing file is created with mode 0600, never wider.
 
-    Raises KeyUnusable if it can be neither read nor created.
+    Raises KeyUnusable if it can be neither read nor created, or is no secret.
     """
     try:
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
             if key := path.read_text().strip():
+                _check_secret(path, key)
                 return key
             # A crash between creating and writing left it empty; nobody can have used it.
             path.unlink()
@@ -31,6 +39,8 @@ def ensure_key(path: Path, *, setting: str = "TRAINSHED_ADMIN_KEY_FILE") -> str:
             f"{path}: {error.strerror}; mount the key there, name its file in {setting}, or let the "
             "service write to its home"
         ) from error
+    except UnicodeDecodeError as error:
+        raise KeyUnusable(f"{path}: is no text; remove it, and the next start makes another one") from error
     return key
 
 
@@ -44,4 +54,21 @@ def read_key(path: Path, *, setting: str) -> str:
         raise KeyUnusable(f"{path}: {why}; {remedy}") from error
     if not key or len(key.split()) != 1:
         raise KeyUnusable(f"{path}: {'is empty' if not key else 'holds more than one word'}; {remedy}")
+    _check_secret(path, key)
     return key
+
+
+def _check_secret(path: Path, key: str) -> None:
+    """Warn of a key that others may read or could guess. Raises KeyUnusable for one that anybody can write or guess."""
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if len(key) < _GUESSED:
+        raise KeyUnusable(
+            f"{path}: the key has {len(key)} characters, and whoever tries will guess it; write {_SHORT} or more, for "
+            "example those of `openssl rand -hex 32`"
+        )
+    if mode & 0o002:
+        raise KeyUnusable(f"{path}: other users may write to it ({mode:04o}); chmod 600, and replace the key")
+    if len(key) < _SHORT:
+        log.warning("key_is_short", file=str(path), characters=len(key), remedy=f"use {_SHORT} or more")
+    if mode & 0o024:
+        log.warning("key_is_readable", file=str(path), mode=f"{mode:04o}", remedy="chmod 600, or 640 for its group")

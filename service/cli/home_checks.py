@@ -11,6 +11,7 @@ from pathlib import Path
 from service.domain.finding import Finding, failed, ok, skipped, warning
 from service.settings import Settings
 
+_SHORT_KEY = 32
 _LITTLE, _TOO_LITTLE = 10.0, 1.0
 """GiB: checkpoints of all but toys are larger; the database needs room as well."""
 
@@ -51,8 +52,19 @@ def _key(file: Path, *, group_may_read: bool) -> Finding:
     if mode & (0o037 if group_may_read else 0o077):
         remedy = f"chmod 600 {file}; where others may have read it, remove it, and the next start makes another one"
         return failed("home.key", f"{file} may be read or written by others ({mode:04o})", remedy)
+    if 0 < (length := _key_length(file)) < _SHORT_KEY:
+        remedy = f"write {_SHORT_KEY} or more, for example those of `openssl rand -hex 32`"
+        return warning("home.key", f"{file} holds a key of {length} characters, which can be guessed", remedy)
     whose = "its owner's and its group's" if mode & 0o040 else "its owner's"
     return ok("home.key", f"{file} is {whose} alone")
+
+
+def _key_length(file: Path) -> int:
+    """Return the number of characters; 0 if it cannot be read, which the service reports when it starts."""
+    try:
+        return len(file.read_text().strip())
+    except (OSError, UnicodeDecodeError):
+        return 0
 
 
 def _disk(home: Path) -> Finding:

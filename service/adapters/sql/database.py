@@ -10,12 +10,13 @@ from alembic import command
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, Dialect, Engine, create_engine, event, func, make_url, select
+from sqlalchemy import Connection, Dialect, Engine, create_engine, event, func, inspect, make_url, select
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import ArgumentError, InterfaceError, OperationalError, SQLAlchemyError, TimeoutError
 from sqlalchemy.pool import ConnectionPoolEntry, NullPool, PoolProxiedConnection, QueuePool
 
 from service.adapters.sql.faults import DatabaseStatus
+from service.adapters.sql.tables import metadata
 from service.errors import DatabaseUnreachable, DatabaseUnusable, ServiceError
 
 CALL_SECONDS = 10.0
@@ -210,6 +211,7 @@ def newest_revision() -> str:
 def _migrate(connection: Connection, config: Config, revision: str) -> None:
     now = MigrationContext.configure(connection).get_current_revision()
     newest = newest_revision()
+    _check_ours(connection, now)
     # Revisions are numbers, so that they compare.
     if now is not None and now > newest:
         raise DatabaseUnusable(
@@ -220,6 +222,19 @@ def _migrate(connection: Connection, config: Config, revision: str) -> None:
         command.downgrade(config, revision)
     else:
         command.upgrade(config, revision)
+
+
+def _check_ours(connection: Connection, now: str | None) -> None:
+    """Raise DatabaseUnusable for a database that another program uses: nothing of it is changed."""
+    remedy = "give Trainshed a database of its own (TRAINSHED_DATABASE_URL)"
+    if now is None:
+        foreign = sorted({*inspect(connection).get_table_names()} & metadata.tables.keys())
+        if foreign:
+            raise DatabaseUnusable(
+                f"the database has tables that Trainshed did not make ({', '.join(foreign[:5])}); {remedy}"
+            )
+    elif not re.fullmatch(r"\d{4}", now) or now < "0001":
+        raise DatabaseUnusable(f"the database is at schema revision {now[:40]!r} of another program; {remedy}")
 
 
 def _make_durable(connection: sqlite3.Connection, record: ConnectionPoolEntry, *, milliseconds: int) -> None:

@@ -29,9 +29,16 @@ def test_key_may_be_read_by_the_group_only_if_somebody_else_provides_it(
     file = tmp_path / ("mounted" if mounted else "home/admin.key")
     file.parent.mkdir(exist_ok=True)
     if mode is not None:
-        file.write_text("key\n")
+        file.write_text(f"{'0' * 64}\n")
         file.chmod(mode)
     told = Settings(home=tmp_path / "home", admin_key_file=file if mounted else None)
     (found,) = [one for one in check_home(told, runs=True) if one.check == "home.key"]
     assert found.verdict.value == verdict, found
     assert found.verdict.value in ("ok", "skipped") or found.remedy
+
+
+def test_short_key_is_warned_of(tmp_path: Path) -> None:
+    (tmp_path / "admin.key").write_text("secret\n")
+    (tmp_path / "admin.key").chmod(0o600)
+    (found,) = [one for one in check_home(Settings(home=tmp_path), runs=True) if one.check == "home.key"]
+    assert (found.verdict.value, "6 characters" in found.seen) == ("warning", True)

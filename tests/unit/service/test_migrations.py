@@ -1,6 +1,7 @@
 """The schema brought up to date, and back, with jobs in it; on SQLite and on a real Postgres."""
 
 import json
+import sqlite3
 import stat
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from service.domain.reason import Code, Reason
 from service.domain.ticket import Ticket
 from service.domain.usage import Usage
 from service.domain.webhook import Webhook
+from service.errors import DatabaseUnusable
 from service.ports import NewJob, Once
 from tests.support.service import a_job
 from train_loop.spec import dump
@@ -254,3 +256,33 @@ def test_a_file_with_secrets_is_its_owner_s_alone(tmp_path: Path) -> None:
     assert list(SqlKeyStore(database.engine).all()) == []
     database.close()
     assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o600}
+
+
+@pytest.mark.parametrize(
+    ("statements", "rule"),
+    [
+        (["CREATE TABLE jobs (title TEXT)"], r"tables that Trainshed did not make \(jobs\)"),
+        (
+            ["CREATE TABLE alembic_version (version_num TEXT)", "INSERT INTO alembic_version VALUES ('0000')"],
+            "revision '0000' of another program",
+        ),
+        (
+            ["CREATE TABLE alembic_version (version_num TEXT)", "INSERT INTO alembic_version VALUES ('ae1027a6acf')"],
+            "revision 'ae1027a6acf' of another program",
+        ),
+    ],
+)
+def test_database_of_another_program_is_refused_and_stays_as_it_is(
+    tmp_path: Path, statements: list[str], rule: str
+) -> None:
+    file = tmp_path / "other.db"
+    with sqlite3.connect(file) as connection:
+        for statement in statements:
+            connection.execute(statement)
+    connection.close()
+    before = file.read_bytes()
+    database = Database(f"sqlite:///{file}")
+    with pytest.raises(DatabaseUnusable, match=rule):
+        database.bring_up_to_date()
+    database.close()
+    assert file.read_bytes() == before

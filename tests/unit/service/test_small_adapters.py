@@ -11,14 +11,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
+from structlog.testing import capture_logs
 
-from service.adapters.keys import ensure_key
+from service.adapters.keys import ensure_key, read_key
 from service.adapters.preflight import _FRESH_SECONDS, HelperPreflight, Limits
-from service.errors import PreflightFailed
+from service.errors import KeyUnusable, PreflightFailed
 from service.ports import Findings
 from service.settings import Settings
 from tests.support.folders import write_model, write_tokenizer
@@ -41,6 +43,36 @@ def test_key_is_random_kept_and_for_its_owner_alone(tmp_path: Path) -> None:
     assert len(bytes.fromhex(key)) == 32
     assert ensure_key(tmp_path / "admin.key") == key
     assert ensure_key(tmp_path / "other.key") != key
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "rule"),
+    [
+        (b"a", 0o600, "has 1 characters, and whoever tries will guess it"),
+        (b"0" * 64, 0o666, r"other users may write to it \(0666\); chmod 600"),
+        (b"\xff\xfe", 0o600, "is no text"),
+        (None, 0o700, "Is a directory"),
+    ],
+)
+def test_key_file_that_keeps_no_secret_is_refused(tmp_path: Path, text: bytes | None, mode: int, rule: str) -> None:
+    file = tmp_path / "admin.key"
+    if text is None:
+        file.mkdir()
+    else:
+        file.write_bytes(text)
+    file.chmod(mode)
+    for read in (ensure_key, partial(read_key, setting="TRAINSHED_ADMIN_KEY_FILE")):
+        with pytest.raises(KeyUnusable, match=rule):
+            read(file)
+
+
+def test_key_file_that_others_may_read_or_guess_is_warned_of(tmp_path: Path) -> None:
+    file = tmp_path / "admin.key"
+    file.write_text("0123456789")
+    file.chmod(0o644)
+    with capture_logs() as logged:
+        assert ensure_key(file) == "0123456789"
+    assert [line["event"] for line in logged] == ["key_is_short", "key_is_readable"]
 
 
 def test_key_file_left_empty_by_a_crash_gets_a_key(tmp_path: Path) -> None:
