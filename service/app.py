@@ -72,6 +72,8 @@ from train_loop.run_dir import (
 )
 
 log = structlog.get_logger(__name__)
+_MORE_SECONDS = 2.0
+"""For the last look after jobs whose time to save is up."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def create_app(settings: Settings) -> FastAPI:
     """The whole service as an ASGI app; while it runs, so do the reconciler and, unless there is another, Ray."""
     settings.make_home()
     world = _world(settings)
-    leaving = Leaving(more_seconds=settings.stop_seconds if world.embedded is not None else 0.0)
+    leaving = Leaving(more_seconds=settings.stop_seconds + _MORE_SECONDS if world.embedded is not None else 0.0)
     opening = Opening(partial(_open, settings, world), patience=settings.database_seconds)
     once_open = list(_parts_once_open(settings, world, leaving))
     ledger = Ledger(
@@ -220,7 +222,7 @@ def _parts_once_open(settings: Settings, world: _World, leaving: Leaving) -> Ite
     if world.embedded is not None:
         # After the reconciler's own passes, and before Ray is ended with all that it runs.
         stop = partial(reconciler.stop_jobs, seconds=settings.stop_seconds)
-        yield Part("running jobs", _nothing, stop, seconds=settings.stop_seconds)
+        yield Part("running jobs", _nothing, stop, seconds=settings.stop_seconds + _MORE_SECONDS)
     run = partial(reconciler.run, interval=settings.reconcile_seconds)
     yield looping("reconciler", run, leaving, seconds=1.5)
     deliverer = Deliverer(

@@ -99,13 +99,15 @@ class Reconciler:
 
     def run_once(self, stopped: threading.Event | None = None) -> None:
         """Let every job take the steps that are due. One job's trouble does not hold up the others."""
-        # Who has ended makes room for who waits.
-        self._look_after(self.store.active(), stopped)
-        self._look_after(self._admit(stopped), stopped)
-        # Without jobs nobody has asked the cluster, and whoever watches it must know.
-        self.view.look()
-        self.board.silent_since = self.view.silent_since
-        self.board.unreachable = self.view.unreachable() is not None
+        try:
+            # Who has ended makes room for who waits.
+            self._look_after(self.store.active(), stopped)
+            self._look_after(self._admit(stopped), stopped)
+        finally:
+            # Without jobs, or without the database, nobody has asked the cluster, and whoever watches it must know.
+            self.view.look()
+            self.board.silent_since = self.view.silent_since
+            self.board.unreachable = self.view.unreachable() is not None
 
     def stop_jobs(self, *, seconds: float) -> None:
         """Ask all jobs to save and to end, and look after them until they have, or so many seconds have passed.

@@ -39,6 +39,7 @@ GUARDS: list[tuple[dict[str, Any], str]] = [
         "nobody may scrape the service",
     ),
     ({"monitoring": {"prometheusUrl": "http://p:9090"}}, "set networkPolicy.rayEgress"),
+    ({"env": [{"name": "RAY_AUTH_TOKEN", "value": "x"}]}, "given twice or is the chart's own"),
     ({"ray": {"image": {"tag": "0.0.9"}}}, "or set ray.allowVersionSkew: true"),
     ({"ingress": {"enabled": True, "tlsSecret": "tls"}}, "ingress.enabled needs ingress.host"),
     ({"ingress": {"enabled": True, "host": "t.example"}}, "keys must not travel in the clear"),

@@ -61,8 +61,19 @@
 {{- if and $postgres $v.networkPolicy.enabled (not $v.networkPolicy.egress) }}
 {{- fail "database.existingSecret with network policies needs a rule that lets the service reach it: set networkPolicy.egress, e.g. [{ports: [{port: 5432}]}], or networkPolicy.enabled: false" }}
 {{- end }}
-{{- if and $v.ray.create $v.networkPolicy.enabled (not $v.networkPolicy.rayEgress) (or $v.monitoring.prometheusUrl $v.monitoring.grafanaUrl) }}
-{{- fail "monitoring.prometheusUrl and grafanaUrl with network policies need a rule that lets Ray's head reach them: set networkPolicy.rayEgress, e.g. [{ports: [{port: 9090}, {port: 3000}]}]" }}
+{{- if and $v.ray.create $v.networkPolicy.enabled (not $v.networkPolicy.rayEgress) }}
+{{- range list $v.monitoring.prometheusUrl $v.monitoring.grafanaUrl }}
+{{- if and . (not (regexMatch "^(https://[^:/]+|[a-z]+://[^:/]+:443)(/.*)?$" .)) }}
+{{- fail (printf "%s needs a network policy that lets Ray's head reach it: set networkPolicy.rayEgress, e.g. [{ports: [{port: 9090}, {port: 3000}]}]" .) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- $own := list "RAY_AUTH_TOKEN" }}
+{{- range $v.env }}
+{{- if or (has .name $own) (hasPrefix "TRAINSHED_" .name) }}
+{{- fail (printf "env has %s, which is given twice or is the chart's own: settings are given by their values, other variables once" .name) }}
+{{- end }}
+{{- $own = append $own .name }}
 {{- end }}
 {{- if gt (len (include "trainshed.rayName" .)) 50 }}
 {{- fail (printf "the RayCluster's name %s is longer than 50 letters, and KubeRay would cut the name of its Secret: choose a shorter release name" (include "trainshed.rayName" .)) }}
@@ -77,7 +88,7 @@
 {{- end }}
 {{- range $name, $_ := $v.settings }}
 {{- $variable := printf "TRAINSHED_%s" (upper $name) }}
-{{- if has $variable (list "TRAINSHED_HOME" "TRAINSHED_HOST" "TRAINSHED_PORT" "TRAINSHED_ALLOWED_HOSTS" "TRAINSHED_RAY_ADDRESS" "TRAINSHED_RUNS" "TRAINSHED_STORAGE_ROOTS" "TRAINSHED_CACHE" "TRAINSHED_ADMIN_KEY_FILE" "TRAINSHED_METRICS_KEY_FILE" "TRAINSHED_DASHBOARD_URL" "TRAINSHED_DATABASE_URL") }}
+{{- if has $variable (list "TRAINSHED_HOME" "TRAINSHED_HOST" "TRAINSHED_PORT" "TRAINSHED_ALLOWED_HOSTS" "TRAINSHED_RAY_ADDRESS" "TRAINSHED_RUNS" "TRAINSHED_STORAGE_ROOTS" "TRAINSHED_CACHE" "TRAINSHED_ADMIN_KEY_FILE" "TRAINSHED_METRICS_KEY_FILE" "TRAINSHED_DASHBOARD_URL" "TRAINSHED_DATABASE_URL" "TRAINSHED_SECRET_KEY" "TRAINSHED_SECRET_KEY_FILE") }}
 {{- fail (printf "settings.%s: the chart sets %s itself; use the value that is made for it (see values.yaml)" $name $variable) }}
 {{- end }}
 {{- end }}
