@@ -60,15 +60,20 @@ def read_key(path: Path, *, setting: str) -> str:
 
 def _check_secret(path: Path, key: str) -> None:
     """Warn of a key that others may read or could guess. Raises KeyUnusable for one that anybody can write or guess."""
-    mode = stat.S_IMODE(path.stat().st_mode)
     if len(key) < _GUESSED:
         raise KeyUnusable(
             f"{path}: the key has {len(key)} characters, and whoever tries will guess it; write {_SHORT} or more, for "
             "example those of `openssl rand -hex 32`"
         )
-    if mode & 0o002:
-        raise KeyUnusable(f"{path}: other users may write to it ({mode:04o}); chmod 600, and replace the key")
     if len(key) < _SHORT:
         log.warning("key_is_short", file=str(path), characters=len(key), remedy=f"use {_SHORT} or more")
+    check_mode(path)
+
+
+def check_mode(path: Path) -> None:
+    """Warn of a file that others may read, as mounts of Secrets allow. Raises KeyUnusable if others may write."""
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & 0o002:
+        raise KeyUnusable(f"{path}: other users may write to it ({mode:04o}); chmod 600, and replace the key")
     if mode & 0o024:
         log.warning("key_is_readable", file=str(path), mode=f"{mode:04o}", remedy="chmod 600, or 640 for its group")

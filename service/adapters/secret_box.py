@@ -2,14 +2,13 @@
 
 import base64
 import hashlib
-import os
-import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from cryptography.fernet import Fernet, InvalidToken
 
+from service.adapters.keys import check_mode
 from service.errors import KeyUnusable, SecretsUnreadable
 
 _SEALED = "fernet:"
@@ -62,13 +61,11 @@ def _fernet(key: str) -> Fernet:
 def read_secret_keys(path: Path) -> tuple[str, ...]:
     """Return the keys in a file, one a line. Raises KeyUnusable."""
     try:
-        mode = stat.S_IMODE(os.stat(path).st_mode)
+        check_mode(path)
         keys = tuple(path.read_text().split())
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "is not text"
         raise KeyUnusable(f"{path}: {why}; it must be a readable file with a key in each line") from error
-    if mode & 0o007:
-        raise KeyUnusable(f"{path}: every user may use it (mode {mode:04o}); run chmod 600 {path}")
     if not keys or min(map(len, keys)) < 32:
         raise KeyUnusable(f"{path}: a key must have at least 32 characters; `openssl rand -hex 32` writes one")
     return keys

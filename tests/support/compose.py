@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,9 @@ class Service:
         """Make the host's files those of the container."""
         for secret in self.raw.get("secrets", []):
             self.host.write(f"/run/secrets/{secret}", (self.secrets / secret).read_text())
+            # Bind mounts keep the mode of the file.
+            mode = stat.S_IMODE((self.secrets / secret).stat().st_mode)
+            self.host.run("chmod", f"{mode:o}", f"/run/secrets/{secret}")
         writable = []
         for volume in self.raw.get("volumes", []):
             source, _, target = volume.partition(":")

@@ -61,17 +61,22 @@
 {{- if and $postgres $v.networkPolicy.enabled (not $v.networkPolicy.egress) }}
 {{- fail "database.existingSecret with network policies needs a rule that lets the service reach it: set networkPolicy.egress, e.g. [{ports: [{port: 5432}]}], or networkPolicy.enabled: false" }}
 {{- end }}
-{{- if and $v.ray.create $v.networkPolicy.enabled (not $v.networkPolicy.rayEgress) }}
-{{- range list $v.monitoring.prometheusUrl $v.monitoring.grafanaUrl }}
-{{- if and . (not (regexMatch "^(https://[^:/]+|[a-z]+://[^:/]+:443)(/.*)?$" .)) }}
-{{- fail (printf "%s needs a network policy that lets Ray's head reach it: set networkPolicy.rayEgress, e.g. [{ports: [{port: 9090}, {port: 3000}]}]" .) }}
+{{- if and $v.ray.create $v.networkPolicy.enabled (not $v.networkPolicy.rayEgress) (or $v.monitoring.prometheusUrl $v.monitoring.grafanaUrl) }}
+{{- fail "monitoring.prometheusUrl and grafanaUrl with network policies need a rule that lets Ray's head reach their pods: set networkPolicy.rayEgress, e.g. [{ports: [{port: 9090}, {port: 3000}]}], or [{ports: [{port: 443}]}] if they are outside the cluster" }}
 {{- end }}
-{{- end }}
-{{- end }}
-{{- $own := list "RAY_AUTH_TOKEN" }}
+{{- $own := list "RAY_AUTH_TOKEN" "RAY_AUTH_MODE" "FORWARDED_ALLOW_IPS" }}
+{{- if $postgres }}{{ $own = append $own "TRAINSHED_SECRET_KEY" }}{{ end }}
 {{- range $v.env }}
-{{- if or (has .name $own) (hasPrefix "TRAINSHED_" .name) }}
+{{- if or (has .name $own) (and (hasPrefix "TRAINSHED_" .name) (ne .name "TRAINSHED_SECRET_KEY")) }}
 {{- fail (printf "env has %s, which is given twice or is the chart's own: settings are given by their values, other variables once" .name) }}
+{{- end }}
+{{- $own = append $own .name }}
+{{- end }}
+{{- $own = list "RAY_AUTH_TOKEN" "RAY_AUTH_MODE" "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" }}
+{{- if $v.ray.interface }}{{ $own = concat $own (list "GLOO_SOCKET_IFNAME" "NCCL_SOCKET_IFNAME") }}{{ end }}
+{{- range $v.ray.env }}
+{{- if has .name $own }}
+{{- fail (printf "ray.env has %s, which is given twice or is the chart's or KubeRay's own: give it once, by its value" .name) }}
 {{- end }}
 {{- $own = append $own .name }}
 {{- end }}
@@ -89,7 +94,7 @@
 {{- range $name, $_ := $v.settings }}
 {{- $variable := printf "TRAINSHED_%s" (upper $name) }}
 {{- if has $variable (list "TRAINSHED_HOME" "TRAINSHED_HOST" "TRAINSHED_PORT" "TRAINSHED_ALLOWED_HOSTS" "TRAINSHED_RAY_ADDRESS" "TRAINSHED_RUNS" "TRAINSHED_STORAGE_ROOTS" "TRAINSHED_CACHE" "TRAINSHED_ADMIN_KEY_FILE" "TRAINSHED_METRICS_KEY_FILE" "TRAINSHED_DASHBOARD_URL" "TRAINSHED_DATABASE_URL" "TRAINSHED_SECRET_KEY" "TRAINSHED_SECRET_KEY_FILE") }}
-{{- fail (printf "settings.%s: the chart sets %s itself; use the value that is made for it (see values.yaml)" $name $variable) }}
+{{- fail (printf "settings.%s: %s is set by the chart, or is a secret: use the value that is made for it, or env with valueFrom (see values.yaml)" $name $variable) }}
 {{- end }}
 {{- end }}
 {{- /* Only where a cluster answers: a render without one must pass. */}}
