@@ -189,7 +189,7 @@ def test_ray_s_dashboard_names_the_attempt_and_has_its_train_run(service: LiveSe
     assert submission["metadata"] == {"name": name, "job_name": name, **told}
     assert job.dashboard_url == f"{head.dashboard_url}/#/jobs/{submission['submission_id']}"
     assert [run["status"] for run in runs if run["name"] == run_name] == ["FINISHED"]
-    exported = Path(head.temp_dir) / "session_latest" / "logs" / "export_events"
+    exported = Path(head.temp_dir) / "r" / "session_latest" / "logs" / "export_events"
     assert any(run_name in path.read_text() for path in exported.glob("event_EXPORT_TRAIN_STATE*"))
 
 

@@ -24,6 +24,8 @@ def job_id(cluster: HostCluster) -> str:
     return cluster.start_long_job()
 
 
+# `make test` has the protocol on objects (test_fencing_protocol) and the frozen host on folders (test_faults).
+@pytest.mark.more
 def test_thawed_group_commits_nothing_next_to_its_successor(cluster: HostCluster, job_id: str) -> None:
     assert cluster.late_saves_of_thawed_host(job_id) == []
 
