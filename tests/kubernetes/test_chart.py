@@ -61,6 +61,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "roots by project": {"storage": {"roots": {"nlp": ["s3://nlp"], "*": ["s3://all"]}}},
     "variables": {"env": [{"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": "http://otel:4318"}]},
+    "own timeouts": {
+        "ray": {
+            "interface": "eth0",
+            "env": [
+                {"name": "RAY_health_check_period_ms", "value": "9000"},
+                {"name": "RAY_gcs_rpc_server_reconnect_timeout_s", "value": "60"},
+                {"name": "NCCL_SOCKET_IFNAME", "value": "ib0"},
+            ],
+        },
+    },
     "settings": {"settings": {"quotas": '{"*": {"jobs": 2}}', "reconcile_seconds": 1, "backfill": False}},
     "global": {"global": {"storageClass": "fast"}},
     "GPUs": {
@@ -133,6 +143,25 @@ def test_restore_pod_of_the_runbook_is_the_pod_of_the_service(variant: str) -> N
     assert {name: container[name] for name in kept} == {name: original[name] for name in kept}
     keys = [one["value"] for one in container["env"] if one["name"] == "TRAINSHED_ADMIN_KEY_FILE"]
     assert keys == ["/dev/null"]
+
+
+@pytest.mark.parametrize("variant", ["defaults", "production"])
+def test_checks_at_once_fit_into_the_memory_of_the_pod(variant: str) -> None:
+    rendered = render(VARIANTS[variant])
+    settings = rendered.of("ConfigMap", "demo-trainshed")["data"]
+    checks = int(settings["TRAINSHED_PREFLIGHT_CHECKS"]) * int(settings["TRAINSHED_PREFLIGHT_MEMORY_BYTES"])
+    (container,) = rendered.of("Deployment")["spec"]["template"]["spec"]["containers"]
+    limit = re.fullmatch(r"(\d+)Gi", container["resources"]["limits"]["memory"])
+    assert limit is not None
+    # Service and helper process took 511 MiB, measured as PSS.
+    assert (768 << 20) + checks <= int(limit[1]) << 30
+
+
+def test_names_of_variables_occur_once(rendered: Rendered) -> None:
+    for name, pod in rendered.pods():
+        for container in pod["spec"]["containers"]:
+            names = [one["name"] for one in container.get("env", [])]
+            assert len(names) == len(set(names)), name
 
 
 def test_objects_have_the_standard_labels(rendered: Rendered) -> None:

@@ -40,7 +40,7 @@ GUARDS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"monitoring": {"prometheusUrl": "http://p:9090"}}, "set networkPolicy.rayEgress"),
     ({"env": [{"name": "RAY_AUTH_TOKEN", "value": "x"}]}, "given twice or is the chart's own"),
-    ({"ray": {"env": [{"name": "A", "value": "x"}] * 2}}, "ray.env has A, which is given twice"),
+    ({"ray": {"env": [{"name": "A", "value": "x"}] * 2}}, "ray.env has A, which occurs twice"),
     ({"ray": {"image": {"tag": "0.0.9"}}}, "or set ray.allowVersionSkew: true"),
     ({"ingress": {"enabled": True, "tlsSecret": "tls"}}, "ingress.enabled needs ingress.host"),
     ({"ingress": {"enabled": True, "host": "t.example"}}, "keys must not travel in the clear"),

@@ -73,10 +73,9 @@
 {{- $own = append $own .name }}
 {{- end }}
 {{- $own = list "RAY_AUTH_TOKEN" "RAY_AUTH_MODE" "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" }}
-{{- if $v.ray.interface }}{{ $own = concat $own (list "GLOO_SOCKET_IFNAME" "NCCL_SOCKET_IFNAME") }}{{ end }}
 {{- range $v.ray.env }}
 {{- if has .name $own }}
-{{- fail (printf "ray.env has %s, which is given twice or is the chart's or KubeRay's own: give it once, by its value" .name) }}
+{{- fail (printf "ray.env has %s, which occurs twice, is set by KubeRay, or has a value of its own (ray.drainSeconds)" .name) }}
 {{- end }}
 {{- $own = append $own .name }}
 {{- end }}
