@@ -3,7 +3,6 @@
 import hashlib
 import os
 import random
-import resource
 import socket
 import sys
 import threading
@@ -43,7 +42,7 @@ from service.adapters.storage_probe import RunsProbe
 from service.api.build import Parts, build_api
 from service.api.guard import Guard
 from service.background import Background, Part, looping
-from service.connections import room_for_connections
+from service.connections import max_connections
 from service.deliver import Deliverer
 from service.doctor import Doctor
 from service.domain.board import Board
@@ -73,7 +72,7 @@ from train_loop.run_dir import (
 
 log = structlog.get_logger(__name__)
 _MORE_SECONDS = 2.0
-"""For the last look after jobs whose time to save is up."""
+"""Time beyond TRAINSHED_STOP_SECONDS, for the last pass over jobs that did not save."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ def _world(settings: Settings) -> _World:
         guard=guard,
         run_dirs=GuardedRunDirs(run_dirs, guard),
         own_run_dirs=GuardedRunDirs(run_dirs, guard, inline=True),
-        preflight=HelperPreflight(readable=settings.readable, limits=_preflight_limits(settings)),
+        preflight=HelperPreflight(read_policy=settings.read_policy, limits=_preflight_limits(settings)),
         embedded=embedded,
         cluster=_cluster(settings, embedded),
         board=Board(),
@@ -271,7 +270,7 @@ def _cluster(settings: Settings, embedded: EmbeddedRay | None) -> RayJobs:
             python=sys.executable,
             shown_at=settings.dashboard_url,
             environment=told,
-            readable=settings.readable,
+            read_policy=settings.read_policy,
         )
     if settings.cluster_limit:
         told[AUTOSCALED_VARIABLE] = "1"
@@ -282,7 +281,7 @@ def _cluster(settings: Settings, embedded: EmbeddedRay | None) -> RayJobs:
         limit=settings.cluster_limit,
         shown_at=settings.dashboard_url,
         environment=told,
-        readable=settings.readable,
+        read_policy=settings.read_policy,
     )
 
 
@@ -320,11 +319,8 @@ def _doctor(settings: Settings, world: _World) -> Doctor:
     # Home need not be where the cluster sees it, unless run directories are there.
     roots = [root for root in settings.all_roots if root != settings.default_root]
     storage = RunsProbe(settings.default_root, roots, open_root=world.roots.open)
-
-    def connections() -> tuple[int, int]:
-        return room_for_connections(resource.getrlimit(resource.RLIMIT_NOFILE)[0]), settings.connections
-
-    return Doctor(RayProbe(world.cluster, roots=roots), storage, versions_here(), connections=connections)
+    probe, connections = RayProbe(world.cluster, roots=roots), (max_connections(), settings.connections)
+    return Doctor(probe, storage, versions_here(), connections=connections)
 
 
 def _pace(settings: Settings) -> Pace:

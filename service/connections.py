@@ -1,11 +1,12 @@
-"""Limits of connections, which hold before anybody has shown a key: how many, for how long, from one address.
+"""Connection limits, enforced before authentication: total, per address, and time to receive a request.
 
-uvicorn limits neither the time of a request's head nor that of its body, and a limit of its own is counted for requests
-alone. So its protocol is extended here (ADR 22).
+uvicorn has no timeout for the head or the body of a request, and its concurrency limit counts requests only. This
+module extends its HTTP protocol (ADR 22).
 """
 
 import asyncio
 import resource
+import sys
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -22,31 +23,32 @@ from uvicorn.server import ServerState
 
 log = structlog.get_logger(__name__)
 BACKLOG = 128
-"""Connections that the event loop may accept in one turn."""
-_TURNS = 3
-"""A connection is counted a turn after it was accepted, and a refused one is closed a turn after that."""
+"""Maximum number of connections that the event loop accepts in one iteration."""
+_ITERATIONS = 3
+"""Event loop iterations from accepting a connection to closing it if it is refused."""
 _OTHER_FILES = 256
-"""Files that the service needs besides connections: the database, storage, logs, pipes."""
-_LOOK_SECONDS = 1.0
+"""File descriptors reserved for the database, storage, logs and pipes."""
+_CHECK_SECONDS = 1.0
 _BODY_GRACE_SECONDS = 10.0
-"""How long a body may take however slow its sender is."""
+"""Time that every body gets, whatever its rate."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What connections may take."""
+    """Limits of the connections of a server."""
 
     total: int
     per_address: int
-    """It does not hold for proxies that are trusted to name their clients."""
+    """Trusted proxies are exempt."""
     head_seconds: float
-    """For the head of a request, from the connection or the first byte on."""
+    """Timeout of a request's head, from the connection or from its first byte."""
     body_bytes_per_second: float
-    """A body that arrives more slowly on average is cut off."""
+    """Minimum average rate of a request's body."""
     proxies: tuple[IPv4Network | IPv6Network, ...] = ()
+    """Addresses of trusted proxies."""
 
     def trusts(self, address: str) -> bool:
-        """Return whether an address is that of a trusted proxy."""
+        """Return whether an address belongs to a trusted proxy."""
         try:
             place = ip_address(address.partition("%")[0])
         except ValueError:
@@ -56,58 +58,59 @@ class Limits:
 
 @dataclass
 class Connections:
-    """The connections of a server. Those whose request has not arrived are dropped for new ones, the oldest first."""
+    """The open connections of a server. If it is full, the oldest one without a complete request head is closed."""
 
     limits: Limits
     clock: Callable[[], float] = time.monotonic
     _waiting: "OrderedDict[BoundedProtocol, None]" = field(default_factory=OrderedDict)
     _by_address: Counter[str] = field(default_factory=Counter)
     _refused: int = 0
-    _told: float = -_LOOK_SECONDS
+    _logged: float = -_CHECK_SECONDS
 
-    def enter(self, connection: "BoundedProtocol", address: str) -> bool:
-        """Count a new connection; False: there is no room for it."""
+    def add(self, connection: "BoundedProtocol", address: str) -> bool:
+        """Add a new connection; return False if a limit refuses it."""
         limits = self.limits
-        if self._by_address.total() >= limits.total and not self._drop_oldest():
-            return self._refuse("all", address)
+        # First, so that an address at its limit cannot close the connections of others.
         if self._by_address[address] >= limits.per_address and not limits.trusts(address):
             return self._refuse("address", address)
+        if self._by_address.total() >= limits.total and not self._close_oldest():
+            return self._refuse("total", address)
         self._by_address[address] += 1
-        self.wait(connection)
+        self.mark_waiting(connection)
         return True
 
-    def leave(self, connection: "BoundedProtocol", address: str) -> None:
-        """Count one that has ended no more."""
-        self.work(connection)
+    def remove(self, connection: "BoundedProtocol", address: str) -> None:
+        """Remove a closed connection."""
+        self.mark_busy(connection)
         self._by_address[address] -= 1
         if self._by_address[address] <= 0:
             del self._by_address[address]
 
-    def wait(self, connection: "BoundedProtocol") -> None:
-        """Note that a connection waits for the head of a request."""
+    def mark_waiting(self, connection: "BoundedProtocol") -> None:
+        """Note that the connection waits for the head of a request: it may be closed for another one."""
         self._waiting[connection] = None
 
-    def work(self, connection: "BoundedProtocol") -> None:
-        """Note that a request has arrived."""
+    def mark_busy(self, connection: "BoundedProtocol") -> None:
+        """Note that the connection has a complete request head."""
         self._waiting.pop(connection, None)
 
-    def _drop_oldest(self) -> bool:
+    def _close_oldest(self) -> bool:
         if not self._waiting:
             return False
         oldest, _ = self._waiting.popitem(last=False)
-        oldest.drop("another connection needed its place")
+        oldest.abort("the limit of connections is reached")
         return True
 
     def _refuse(self, limit: str, address: str) -> bool:
         self._refused += 1
-        if self.clock() - self._told >= _LOOK_SECONDS:
+        if self.clock() - self._logged >= _CHECK_SECONDS:
             log.warning("connections_refused", count=self._refused, limit=limit, address=address)
-            self._refused, self._told = 0, self.clock()
+            self._refused, self._logged = 0, self.clock()
         return False
 
 
 class BoundedProtocol(H11Protocol):
-    """uvicorn's HTTP protocol with limits of connections and of the time that a request may take to arrive."""
+    """uvicorn's HTTP protocol with connection limits and timeouts for receiving a request."""
 
     def __init__(
         self,
@@ -121,86 +124,86 @@ class BoundedProtocol(H11Protocol):
         super().__init__(config, server_state, app_state, _loop)
         self._all, self._limits = connections, connections.limits
         self._address: str | None = None
-        """Whose connection is counted; None if it is not."""
+        """The client's address; None if the connection was refused."""
         self._timer: asyncio.TimerHandle | None = None
         self._head_began: float | None = None
         self._body_began: float | None = None
         self._body_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take the connection, or end it at once."""
+        """Accept the connection, or close it at once."""
         address = str((transport.get_extra_info("peername") or ("",))[0])
-        if not self._all.enter(self, address):
+        if not self._all.add(self, address):
             transport.abort()
             return
         self._address = address
         super().connection_made(transport)
         self._head_began = self.loop.time()
-        self._timer = self.loop.call_later(_LOOK_SECONDS, self._look)
+        self._timer = self.loop.call_later(_CHECK_SECONDS, self._check_timeouts)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
+        """Release the connection's place."""
         if self._address is None:
             return
         if self._timer is not None:
             self._timer.cancel()
-        self._all.leave(self, self._address)
+        self._all.remove(self, self._address)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Read on, and note how far the request is."""
+        """Read, and update the timeouts."""
         if self._address is None:
             return
         self._body_bytes += len(data)
         super().data_received(data)
-        self._note()
+        self._update()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request."""
+        """Wait for the next request, and update the timeouts."""
         super().on_response_complete()
-        self._note()
+        self._update()
 
-    def drop(self, reason: str) -> None:
-        """End the connection; whoever is at the other end has not sent a request."""
-        log.debug("connection_dropped", reason=reason, address=self._address)
+    def abort(self, reason: str) -> None:
+        """Close the connection without an answer."""
+        log.debug("connection_aborted", reason=reason, address=self._address)
         self.transport.abort()
 
-    def _note(self) -> None:
-        """Note whether the head or the body of a request is on its way, or neither."""
+    def _update(self) -> None:
+        """Start or stop the timeouts, by what part of a request the client is sending."""
         state, now = self.conn.their_state, self.loop.time()
         if state is h11.IDLE:
-            self._all.wait(self)
+            self._all.mark_waiting(self)
             self._body_began = None
-            # A connection that is kept alive has uvicorn's limit; the head's begins with its first byte.
+            # uvicorn's keep-alive timeout holds until the first byte of the next head.
             if self._head_began is None and self.conn.trailing_data[0]:
                 self._head_began = now
             return
-        self._all.work(self)
+        self._all.mark_busy(self)
         self._head_began = None
         if state is not h11.SEND_BODY:
             self._body_began = None
         elif self._body_began is None:
             self._body_began, self._body_bytes = now, 0
 
-    def _look(self) -> None:
-        """End the connection if its request takes too long to arrive."""
+    def _check_timeouts(self) -> None:
+        """Close the connection if its request takes too long to arrive."""
         now, limits = self.loop.time(), self._limits
         if self._head_began is not None and now - self._head_began > limits.head_seconds:
-            self.drop("the head of its request took too long")
+            self.abort("the head of the request timed out")
             return
         if self.flow.read_paused:
-            # It is we who do not read.
+            # The application does not read: the client is not at fault.
             self._body_began, self._body_bytes = (None if self._body_began is None else now), 0
         if self._body_began is not None:
             allowed = _BODY_GRACE_SECONDS + self._body_bytes / limits.body_bytes_per_second
             if now - self._body_began > allowed:
-                self.drop("the body of its request came too slowly")
+                self.abort("the body of the request is too slow")
                 return
-        self._timer = self.loop.call_later(_LOOK_SECONDS, self._look)
+        self._timer = self.loop.call_later(_CHECK_SECONDS, self._check_timeouts)
 
 
 def parse_proxies(allowed: str) -> tuple[IPv4Network | IPv6Network, ...]:
-    """Parse FORWARDED_ALLOW_IPS as uvicorn reads it: addresses, networks, or * for all; names are no addresses."""
+    """Parse FORWARDED_ALLOW_IPS: addresses, networks, or `*` for all. Host names are ignored."""
     if allowed.strip() == "*":
         return ip_network("0.0.0.0/0"), ip_network("::/0")
     return tuple(network for part in allowed.split(",") if (network := _network(part.strip())) is not None)
@@ -214,21 +217,28 @@ def _network(text: str) -> IPv4Network | IPv6Network | None:
 
 
 def bounded(limits: Limits) -> type[asyncio.Protocol]:
-    """Return the class of connections of a server with these limits, for `uvicorn.Config(http=…)`."""
+    """Return a protocol with these limits for `uvicorn.Config(http=…)`."""
     connections = Connections(limits)
-
-    # uvicorn calls it as it would call a class.
+    # uvicorn only calls it, as it would call a class.
     return cast("type[asyncio.Protocol]", partial(BoundedProtocol, connections=connections))
 
 
-def raise_open_files() -> int:
-    """Let this process open as many files as the system allows it to; return how many that is."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
+def raise_open_files() -> None:
+    """Raise this process's limit of open files to the hard limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard
+    except (ValueError, OSError) as error:
+        # macOS reports an unlimited hard limit and rejects it.
+        log.warning("open_files_not_raised", error=str(error))
 
 
-def room_for_connections(files: int) -> int:
-    """Return how many connections a process may have that may open so many files."""
-    return max(files - _OTHER_FILES - _TURNS * BACKLOG, 16)
+def max_connections() -> int:
+    """Return the number of connections for which this process may open files."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return connections_within(sys.maxsize if soft == resource.RLIM_INFINITY else soft)
+
+
+def connections_within(files: int) -> int:
+    """Return the number of connections that fit into a limit of open files."""
+    return max(files - _OTHER_FILES - _ITERATIONS * BACKLOG, 16)

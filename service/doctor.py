@@ -45,7 +45,7 @@ class Doctor:
         storage: StorageProbe,
         versions: Mapping[str, str],
         *,
-        connections: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        connections: tuple[int, int] = (0, 0),
         limit: float = 1.0,
     ) -> None:
         self._cluster = cluster
@@ -98,7 +98,7 @@ class Doctor:
             runs=storage.runs,
             versions=self._versions,
             uid=os.getuid(),
-            connections=self._connections(),
+            connections=self._connections,
         )
 
     def _visit(self) -> "_Visited":

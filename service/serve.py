@@ -13,7 +13,7 @@ from fastapi import FastAPI
 
 from service.address import ServiceAddress
 from service.app import create_app
-from service.connections import BACKLOG, Limits, bounded, parse_proxies, raise_open_files, room_for_connections
+from service.connections import BACKLOG, Limits, bounded, max_connections, parse_proxies, raise_open_files
 from service.environment import BadSettings, read_settings, strangers
 from service.errors import DatabaseUnusable, HomeInUse, HomeUnusable, KeyUnusable, NotReady
 from service.leaving import Leaving
@@ -38,6 +38,7 @@ def main() -> int:
         print(error, file=sys.stderr)  # noqa: T201
         return 1
     configure_logs(settings.logs)
+    raise_open_files()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     try:
@@ -112,7 +113,7 @@ class _Server(uvicorn.Server):
 
 
 def _limits(settings: Settings) -> Limits:
-    total = min(settings.connections, room_for_connections(raise_open_files()))
+    total = min(settings.connections, max_connections())
     if total < settings.connections:
         log.warning("connections_limited", connections=total, setting=settings.connections, remedy="raise ulimit -Hn")
     return Limits(

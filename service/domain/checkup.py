@@ -66,7 +66,7 @@ class Measured:
     uid: int | None = None
     """The user that the service runs as."""
     connections: tuple[int, int] = (0, 0)
-    """For how many connections the service may open files, and how many its settings allow."""
+    """The connections for which the service may open files, and the limit in its settings."""
 
 
 def check_up(seen: Measured) -> tuple[Finding, ...]:
@@ -251,11 +251,11 @@ def _user(seen: Measured, nodes: Sequence[NodeVisit]) -> Finding:
 def _files(seen: Measured) -> Finding:
     """Compare the open files that the system allows the service with the connections that its settings allow."""
     room, wanted = seen.connections
-    told = f"the system lets the service open files for {room} connections"
+    room_for = f"the limit of open files allows {room} connections"
     if room >= wanted:
-        return ok("files", told)
+        return ok("files", room_for)
     remedy = "raise the hard limit of open files (ulimit -Hn, LimitNOFILE=), or lower TRAINSHED_CONNECTIONS"
-    return warning("files", f"{told}, and TRAINSHED_CONNECTIONS is {wanted}", remedy)
+    return warning("files", f"{room_for}, and TRAINSHED_CONNECTIONS is {wanted}", remedy)
 
 
 def _differing(told: Mapping[str, Mapping[str, str]]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from service.connections import Limits, parse_proxies, room_for_connections
+from service.connections import Limits, connections_within, max_connections, parse_proxies, raise_open_files
 from tests.support.served import Served, served
 from tests.support.waiting import wait_for
 
@@ -151,5 +151,18 @@ def test_proxies_are_those_that_uvicorn_trusts(allowed: str, trusted: set[str]) 
 
 
 def test_connections_leave_files_for_everything_else() -> None:
-    assert room_for_connections(1024) == 384
-    assert room_for_connections(64) == 16
+    assert connections_within(1024) == 384
+    assert connections_within(64) == 16
+
+
+@pytest.mark.parametrize("rejected", [ValueError, OSError])
+def test_unlimited_open_files_that_the_system_rejects_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, rejected: type[Exception]
+) -> None:
+    def reject(*_: object) -> None:
+        raise rejected("not allowed")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    monkeypatch.setattr(resource, "setrlimit", reject)
+    raise_open_files()
+    assert max_connections() > 1 << 20

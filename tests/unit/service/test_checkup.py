@@ -79,7 +79,7 @@ def test_fewer_files_than_connections_are_a_warning_with_both_numbers() -> None:
     seen = replace(WELL, connections=(512, 2048))
     assert verdicts(seen) == {"files": "warning"}
     (files,) = [finding for finding in check_up(seen) if finding.check == "files"]
-    assert files.seen == "the system lets the service open files for 512 connections, and TRAINSHED_CONNECTIONS is 2048"
+    assert files.seen == "the limit of open files allows 512 connections, and TRAINSHED_CONNECTIONS is 2048"
 
 
 def test_a_wrong_token_is_not_an_unreachable_ray() -> None:
