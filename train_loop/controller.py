@@ -27,8 +27,9 @@ from train_loop.failure import killed_for_memory, reason
 from train_loop.fencing import EPOCH_VARIABLE, NewestEpoch, begin_group
 from train_loop.garbage import no_automatic_collection
 from train_loop.heartbeat import Target
-from train_loop.journal import OUT_OF_MEMORY, Journal, groups_without_memory, last_word
+from train_loop.journal import Journal, last_word
 from train_loop.logs import log_lines_to
+from train_loop.memory_events import OUT_OF_MEMORY, describe_killed, groups_without_memory
 from train_loop.monitor import GroupMonitor
 from train_loop.network import socket_settings
 from train_loop.patience import retry_storage
@@ -50,7 +51,7 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
 
     def __init__(self, run_dir: RunDir, attempt: int, spec: JobSpec, *, autoscaled: bool) -> None:
         super().__init__(spec.scaling, group=spec.strategy.ulysses_size, autoscaled=autoscaled)
-        self._run_dir, self._attempt = run_dir, run_dir.attempt(attempt)
+        self._run_dir, self._attempt, self._spec = run_dir, run_dir.attempt(attempt), spec
         self._nodes: dict[str, str] = {}
         self._monitor: GroupMonitor | None = None
         self._actors: dict[int, Any] = {}
@@ -119,9 +120,11 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
             # Its loss came after its end. A new group would have nothing to do, and may find no room.
             raise RunEndedError("an earlier worker group of this attempt has ended the run")
         committed = retry_storage(lambda: max(self._run_dir.checkpoint_folders(), default=None))
-        if len(retry_storage(partial(groups_without_memory, self._run_dir, committed))) > 1:
+        reported = retry_storage(partial(groups_without_memory, self._run_dir, committed))
+        if len(reported) > 1:
+            *_, newest = reported.values()
             raise TooLittleMemoryError(
-                "two worker groups ran out of memory, with no new checkpoint between them; see the event out_of_memory"
+                f"two worker groups ran out of memory, with no new checkpoint between them: {newest}"
             )
         self._monitor.placing()
         super().before_worker_group_start(worker_group_context)
@@ -158,17 +161,11 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
             return
         self._failed = True
         dead = {rank: reason(error) for rank, error in errors.items() if hasattr(error, "health_check_failure")}
-        self._report_memory({rank: why for rank, why in dead.items() if killed_for_memory(why)})
+        for rank, why in dead.items():
+            if killed_for_memory(why):
+                self._report(OUT_OF_MEMORY, rank=rank, memory="host", error=why)
         alive = {rank: reason(error) for rank, error in errors.items() if rank not in dead}
         self._monitor.failed(alive, dead, **self._stacks())
-
-    def _report_memory(self, killed: Mapping[int, str]) -> None:
-        """Report ranks that Ray has killed because their hosts were short of memory."""
-        committed: int | None = None
-        with storage_may_fail(lambda error: log.warning("checkpoints cannot be listed: %s", error)):
-            committed = max(self._run_dir.checkpoint_folders(), default=None) if killed else None
-        for rank, why in killed.items():
-            self._report(OUT_OF_MEMORY, rank=rank, memory="host", committed=committed, error=why)
 
     def before_controller_execute_failure_decision(self, failure_decision: Any) -> None:
         """Report a group that Ray Train ends because the deadline of a preemption has passed."""
@@ -212,6 +209,8 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
                 continue
             # A fault here must not end the reports of a run.
             try:
+                if name == OUT_OF_MEMORY:
+                    fields = describe_killed(fields, self._run_dir, self._spec)
                 self._journal.event(name, **fields)
             except Exception:
                 log.exception("the event %s could not be written", name)

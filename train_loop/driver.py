@@ -18,7 +18,7 @@ from pathlib import Path
 
 import ray
 
-from train_loop.errors import FencedError, RunEndedError, VersionSkewError
+from train_loop.errors import FencedError, MemoryRanOutError, RunEndedError, VersionSkewError
 from train_loop.failure import failed, from_ranks, reason
 from train_loop.fencing import NewestEpoch
 from train_loop.garbage import no_automatic_collection
@@ -188,7 +188,8 @@ def _with_cause(outcome: Outcome, attempt: AttemptDir) -> Outcome:
         loss = last_loss(attempt)
         if loss is not None and loss.get("cause") != "error" and outcome.code == "worker_failure":
             survivors = f" ({loss['survivors']})" if loss.get("survivors") else ""
-            return outcome.model_copy(update={"reason": f"{loss['error']}{survivors}"})
+            code = MemoryRanOutError.code if loss.get("cause") == "out_of_memory" else outcome.code
+            return outcome.model_copy(update={"code": code, "reason": f"{loss['error']}{survivors}"})
     return outcome
 
 

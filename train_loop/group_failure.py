@@ -16,6 +16,8 @@ class Evidence:
     """Hosts that are gone, and how that was noticed."""
     ended: Mapping[int, str] = field(default_factory=dict)
     """Ranks whose processes ended, and how: "was killed by signal 9 (SIGKILL)"."""
+    out_of_memory: Collection[int] = ()
+    """Those of them that the kernel killed for lack of memory."""
     unreachable: Mapping[int, str] = field(default_factory=dict)
     """Ranks that Ray reports as dead, with its message."""
     errors: Mapping[int, str] = field(default_factory=dict)
@@ -37,7 +39,7 @@ class Loss:
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
     kind: str
-    """host_lost, killed or error."""
+    """host_lost, out_of_memory, killed or error."""
     cause: str
     """Sentences: "host node3 was lost (ranks 2 and 3)"."""
     survivors: str | None
@@ -57,7 +59,7 @@ def explain(evidence: Evidence) -> Loss:
         first = next(iter(sorted(evidence.errors)), None)
         cause = "unknown" if first is None else f"rank {first}: {evidence.errors[first]}"
         return Loss(ranks, hosts, "error", cause, None)
-    kind = "host_lost" if evidence.lost_hosts else "killed"
+    kind = "host_lost" if evidence.lost_hosts else "out_of_memory" if evidence.out_of_memory else "killed"
     return Loss(ranks, hosts, kind, "; ".join(_causes(evidence)), _survivors(evidence, dead))
 
 

@@ -13,6 +13,7 @@ import logging
 import mmap
 import os
 import select
+import signal
 import socket
 import struct
 import subprocess
@@ -32,7 +33,7 @@ _MAX_BYTES = 1024
 _RESPAWN_SECONDS = 1.0
 _EXIT_INFO_SECONDS = 0.5
 _LONGEST_LOOK_SECONDS = 2 * INTERVAL_SECONDS
-"""A longer time between two heartbeats means that this host did not run."""
+"""A longer pause between two heartbeats means that this host was frozen."""
 _GET_INFO, _INFO_EXIT, _INFO_BYTES, _EXIT_CODE_AT = 0xC040FF0B, 1 << 3, 64, 60
 """PIDFD_GET_INFO of Linux 6.15: how a process ended, for processes that are not its parent."""
 
@@ -64,6 +65,8 @@ class Beat(NamedTuple):
     """Whether the rank's process has ended."""
     status: int | None = None
     """Its wait status, if it ended and the kernel tells."""
+    out_of_memory: bool = False
+    """Whether it ended when the kernel killed a process of its container or host for lack of memory."""
     storage_seconds: float = 0.0
     """For how long the storage of the run has failed on this rank's host."""
     storage_errno: int = 0
@@ -187,6 +190,7 @@ class _Sender:
         family = socket.getaddrinfo(self._target.host, self._target.port, type=socket.SOCK_DGRAM)[0][0]
         self._socket = socket.socket(family, socket.SOCK_DGRAM)
         self._failed_since = self._looked = self._failed_seconds = 0.0
+        self._counter, self._kills = _kill_counter(parent), 0
 
     def run(self) -> None:
         """Send until the rank ends or stops heartbeats."""
@@ -202,6 +206,9 @@ class _Sender:
             if ready:
                 self._report_end(process)
                 return
+            # Read again each time: a process that has ended belongs to no container.
+            self._counter = _kill_counter(self._parent)
+            self._kills = _oom_kills(self._counter)
             self._send(stopped=_is_stopped(self._parent))
             select.select(ends, [], [], INTERVAL_SECONDS)
 
@@ -225,9 +232,9 @@ class _Sender:
             self._socket.sendto(encode(beat, self._target.token), (self._target.host, self._target.port))
 
     def _count(self, failed_since: float, now: float, *, stopped: bool) -> None:
-        """Count for how long storage has failed, without the time in which the rank or its host was stopped.
+        """Count how long storage has failed, without the time in which the rank or its host was stopped.
 
-        A process that is stopped while it asks storage gets no answer, and the reason is not the storage.
+        A process that is stopped during a storage check gets no answer, but storage is not at fault.
         """
         passed = min(now - self._looked, _LONGEST_LOOK_SECONDS)
         if failed_since != self._failed_since:
@@ -239,8 +246,10 @@ class _Sender:
 
     def _report_end(self, process: int | None) -> None:
         status = _exit_status(process) if process is not None else None
+        killed = status is None or status & 0x7F == signal.SIGKILL
+        out_of_memory = killed and _oom_kills(self._counter) > self._kills
         for _ in range(3):
-            self._send(ended=True, status=status)
+            self._send(ended=True, status=status, out_of_memory=out_of_memory)
             time.sleep(0.1)
 
 
@@ -249,6 +258,32 @@ def _is_stopped(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     except OSError:
         return False
+
+
+def _kill_counter(pid: int) -> Path:
+    """Return the file that counts the processes which the kernel killed for lack of memory, nearest to a process.
+
+    That is the one of its memory cgroup, of version 2 or 1; else that of the host.
+    """
+    found = [Path("/proc/vmstat")]
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if not controllers:
+                found.insert(0, Path(f"/sys/fs/cgroup/{group}/memory.events"))
+            elif "memory" in controllers.split(","):
+                found.insert(0, Path(f"/sys/fs/cgroup/memory/{group}/memory.oom_control"))
+    return next((file for file in found if file.exists()), found[-1])
+
+
+def _oom_kills(counter: Path) -> int:
+    """Return the number of processes that the kernel has killed for lack of memory."""
+    with suppress(OSError, ValueError):
+        for line in counter.read_text().splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return 0
 
 
 def _exit_status(process: int) -> int | None:

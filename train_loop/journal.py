@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -25,8 +25,6 @@ from train_loop.run_dir import (
 
 log = logging.getLogger(__name__)
 _limited = LimitedLog(log)
-OUT_OF_MEMORY = "out_of_memory"
-"""Name of the event of a rank that ran out of memory."""
 _RETRY_SECONDS = 1.0
 _MOST_LATE = 100_000
 """Lines that wait for storage to come back; a run that goes on longer without any loses the oldest."""
@@ -219,15 +217,9 @@ def preempted_ranks(attempt: AttemptDir) -> list[int]:
     return list((_newest(attempt, "preemption_notice") or {}).get("ranks", []))
 
 
-def groups_without_memory(run_dir: RunDir, committed: int | None) -> set[tuple[int, int]]:
-    """Return the worker groups, by attempt and epoch, that ran out of memory since the newest committed step."""
-    lines = (line for attempt in run_dir.attempts() for line in read_lines(attempt.events))
-    found = (line for line in lines if line.get("event") == OUT_OF_MEMORY)
-    return {
-        (int(line["attempt"]), int(line.get("epoch", 0)))
-        for line in found
-        if (line.get("committed") or 0) >= (committed or 0)
-    }
+def read_attempts(run_dir: RunDir) -> Iterator[dict[str, Any]]:
+    """Return the events of all attempts of a run, the oldest first."""
+    return (line for attempt in run_dir.attempts() for line in read_lines(attempt.events))
 
 
 def _ends(attempt: AttemptDir) -> list[dict[str, Any]]:

@@ -84,7 +84,11 @@ class Liveness:
     def ended(self) -> dict[int, str]:
         """Return how the processes of ranks ended, by rank: "was killed by signal 9 (SIGKILL)"."""
         beats = {number: rank.beat for number, rank in self._ranks.items()}
-        return {number: how_ended(beat.status) for number, beat in beats.items() if beat is not None and beat.ended}
+        return {number: how_ended(beat) for number, beat in beats.items() if beat is not None and beat.ended}
+
+    def out_of_memory(self) -> set[int]:
+        """Return the ranks whose processes the kernel killed for lack of memory."""
+        return {number for number, rank in self._ranks.items() if rank.beat is not None and rank.beat.out_of_memory}
 
     def stall(self, now: float, *, seconds: float) -> Stall | None:
         """Return which ranks wait for which, if no rank has moved for so long and some are behind the others."""
@@ -124,13 +128,16 @@ class Liveness:
         if now - rank.heard > _LATE_SECONDS:
             return f"rank {number} on {rank.host} has sent no heartbeat for {now - rank.heard:.0f} s"
         if rank.beat.ended:
-            return f"rank {number} on {rank.host} {how_ended(rank.beat.status)}"
+            return f"rank {number} on {rank.host} {how_ended(rank.beat)}"
         what = "is stopped (SIGSTOP)" if rank.beat.stopped else _DOING[rank.beat.phase]
         return f"rank {number} on {rank.host} {what}"
 
 
-def how_ended(status: int | None) -> str:
-    """Return how a process with this wait status ended, as the end of a sentence."""
+def how_ended(beat: Beat) -> str:
+    """Return how a rank's process ended, by its last heartbeat, as the end of a sentence."""
+    status = beat.status
+    if beat.out_of_memory:
+        return "was killed by the kernel because its host or container ran out of memory (SIGKILL)"
     if status is None:
         return "ended without an error, as after SIGKILL"
     if status & 0x7F:

@@ -26,7 +26,7 @@ SILENT_SECONDS, LOST_SECONDS = 5.0, 10.0
 """A host whose ranks send no heartbeat for so long is reported as silent, then declared lost."""
 STALL_SECONDS, LACK_SECONDS, STORAGE_SECONDS = 8.0, 5.0, 5.0
 STALL_AGAIN_SECONDS = 3.0
-"""A stall whose ranks behind have changed is reported again, but not more often than this."""
+"""Minimum time between two reports of a stall, if other ranks are behind now."""
 _LATE_SECONDS = 2.5
 """After a failure, a host that is silent for so long is its cause."""
 _CAUSE_SECONDS = 4.0
@@ -70,6 +70,8 @@ class _Group:
     stall: Stall | None = None
     """The stall that was reported last, if it lasts."""
     without_storage: set[str] = field(default_factory=set)
+    out_of_memory: set[int] = field(default_factory=set)
+    """Ranks that the kernel killed for lack of memory."""
     closing: bool = False
     ended: dict[int, str] = field(default_factory=dict)
     probe: threading.Thread | None = None
@@ -179,8 +181,21 @@ class GroupMonitor:
     def hear(self, beat: Beat) -> None:
         """Take note of a heartbeat."""
         with self._lock:
-            if self._group is not None:
-                self._group.liveness.hear(beat, self._clock())
+            group = self._group
+            if group is None:
+                return
+            group.liveness.hear(beat, self._clock())
+            if not group.closing and (ranks := group.liveness.out_of_memory() - group.out_of_memory):
+                group.out_of_memory |= ranks
+                self._report_memory(group, ranks)
+
+    def _report_memory(self, group: _Group, ranks: Collection[int]) -> None:
+        """Report ranks that the kernel killed; at once, as the next group starts only if this was the first time."""
+        ended = group.liveness.ended()
+        for rank in sorted(ranks):
+            host = group.liveness.hosts[rank]
+            error = f"rank {rank} on {host} {ended[rank]}"
+            self._report("out_of_memory", rank=rank, host=host, memory="host", error=error)
 
     def closing(self) -> None:
         """Note that the group's processes are being ended: from now on their silence and their ends mean nothing.
@@ -334,7 +349,13 @@ class GroupMonitor:
         cut_off = self._own_host if len(others) > 1 and others <= late else None
         lost = dict.fromkeys(late - {self._own_host}, "") | group.lost
         evidence = Evidence(
-            group.liveness.hosts, lost, self._ended_so_far(), failure.unreachable, failure.errors, cut_off
+            group.liveness.hosts,
+            lost,
+            self._ended_so_far(),
+            group.out_of_memory,
+            failure.unreachable,
+            failure.errors,
+            cut_off,
         )
         age = now - failure.at
         # That Ray cannot reach a rank says nothing of the cause: the heartbeats, or a probe of its host, will.
@@ -349,7 +370,7 @@ class GroupMonitor:
 
 
 def _is_news(stall: Stall, reported: Stall | None) -> bool:
-    """Return whether a stall must be reported; a heartbeat that is late can blame a wrong rank at first."""
+    """Return whether a stall must be reported: at first a late heartbeat can blame the wrong rank."""
     if reported is None:
         return True
     return stall.behind != reported.behind and abs(stall.seconds - reported.seconds) >= STALL_AGAIN_SECONDS

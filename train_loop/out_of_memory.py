@@ -10,11 +10,12 @@ from functools import partial
 import torch
 
 from train_loop.errors import MemoryRanOutError, TooLittleMemoryError
-from train_loop.journal import OUT_OF_MEMORY, group_journal, groups_without_memory
+from train_loop.journal import group_journal
+from train_loop.memory_events import OUT_OF_MEMORY, groups_without_memory
 from train_loop.model.faults import full_memory
 from train_loop.model_folder import model_shape
 from train_loop.patience import retry_storage
-from train_loop.plan import MemoryTerm, memory_remedies, plan_job
+from train_loop.plan import format_bytes, memory_advice, memory_terms
 from train_loop.plan.memory import Place
 from train_loop.run_dir import make_folder, storage_may_fail
 from train_loop.secrets import masker
@@ -23,8 +24,6 @@ from train_loop.spec import JobSpec
 from train_loop.vitals import RSS_UNIT
 
 log = logging.getLogger(__name__)
-_TERMS = 4
-_REMEDIES = 4
 
 
 @contextmanager
@@ -42,17 +41,13 @@ def memory_watched(spec: JobSpec, session: Session) -> Iterator[None]:
 
 def _reported(spec: JobSpec, session: Session, error: Exception, place: Place) -> Exception:
     host, committed = socket.gethostname(), max(session.run_dir.checkpoint_folders(), default=None)
-    terms = _terms(spec, place)
-    largest = sorted(terms, key=lambda term: -term.bytes)[:_TERMS]
-    sizes = ", ".join(f"{term.name} {_size(term.bytes)}" for term in largest)
-    remedies = memory_remedies(spec, place)[:_REMEDIES]
+    terms = memory_terms(spec, model_shape(spec.model), place)
     message = (
-        f"rank {session.rank} on {host} ran out of {place} memory ({_brief(error)}; peak {_size(_peak(place))}); the "
-        f"plan estimates {_size(sum(term.bytes for term in terms))}: {sizes}; what helps, cheapest first: "
-        f"{'; '.join(remedies)}"
+        f"rank {session.rank} on {host} ran out of {place} memory ({_brief(error)}; peak {format_bytes(_peak(place))})"
+        f"; {memory_advice(spec, terms, place)}"
     )
     # Other ranks of this group may have run out, too.
-    others = groups_without_memory(session.run_dir, committed) - {(session.attempt, session.epoch)}
+    others = groups_without_memory(session.run_dir, committed).keys() - {(session.attempt, session.epoch)}
     again = bool(others)
     journal = group_journal(session.run_dir, session.token)
     journal.event(
@@ -70,13 +65,6 @@ def _reported(spec: JobSpec, session: Session, error: Exception, place: Place) -
     with storage_may_fail(partial(log.error, "the lack of memory could not be reported: %s")):
         retry_storage(journal.flush, seconds=session.patience)
     return TooLittleMemoryError(message) if again else MemoryRanOutError(message)
-
-
-def _terms(spec: JobSpec, place: Place) -> list[MemoryTerm]:
-    """Return the plan's terms for a place; without a GPU, all of them are the host's."""
-    on_gpu = bool(spec.scaling.resources_per_worker.get("GPU"))
-    memory = plan_job(spec, model_shape(spec.model)).memory
-    return [term for term in memory if term.bytes and (term.place == place or not on_gpu)]
 
 
 def _peak(place: Place) -> int:
@@ -105,7 +93,3 @@ def _brief(error: Exception) -> str:
     """Return the first sentences of an error, without secrets; CUDA's go on with advice."""
     said = masker()(" ".join(str(error).split()))
     return ". ".join(f"{type(error).__name__}: {said}".split(". ")[:3])
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

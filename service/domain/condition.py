@@ -80,13 +80,13 @@ def loss_of(event: Event) -> Reason | None:
     """Return why a workers_lost event says that workers were lost; None if it does not say."""
     if "error" not in event:
         return None
-    by_host = event.get("cause") == "host_lost"
+    codes = {"host_lost": Code.HOST_LOST, "out_of_memory": Code.OUT_OF_MEMORY}
     if "cause" not in event and "hosts" not in event:
         message = f"workers were lost ({event['error']}); the run goes on from its latest checkpoint"
         return Reason(Code.WORKERS_LOST, message)
     survivors = f" ({_sentence(event['survivors'])})" if event.get("survivors") else ""
     message = f"{_sentence(event['error'])}{survivors}; the run resumes from its newest checkpoint"
-    return Reason(Code.HOST_LOST if by_host else Code.WORKERS_LOST, message)
+    return Reason(codes.get(str(event.get("cause")), Code.WORKERS_LOST), message)
 
 
 def clock_time(seconds: float) -> str:

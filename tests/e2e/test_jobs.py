@@ -3,8 +3,10 @@
 import gzip
 import json
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -22,6 +24,7 @@ from service.domain.checkup import Reach
 from service.domain.job import JobState
 from tests.support.folders import write_tokenizer
 from tests.support.live import LiveService
+from tests.support.memory import memory_group
 from tests.support.s3 import S3Server, s3_server
 from tests.support.sinks import shown
 from tests.support.specs import TINY
@@ -220,6 +223,37 @@ def test_one_worker_then_all_then_the_driver_killed(service: LiveService, refere
     # Over two drivers, of which one was killed.
     assert [step for step, _ in shown(service.run_dir(job_id).tensorboard)] == list(range(1, STEPS + 1))
     assert_whole(service, job_id, reference)
+
+
+def test_job_whose_rank_the_kernel_kills_for_lack_of_memory_is_tried_once_more(service: LiveService) -> None:
+    job_id = service.submit(
+        training={"max_steps": 100_000}, checkpoint={"every_steps": None}, scaling={"num_workers": 2}
+    )
+
+    def wait_for_event(name: str, number: int) -> Any:
+        found = wait_for(lambda: service.events(job_id, name)[number - 1 :], f"{name} {number}", seconds=120)
+        return found[0]
+
+    def wait_for_steps(*, until: float) -> None:
+        wait_for(lambda: [line for line in service.metrics(job_id) if line["time"] > until], "a later step")
+
+    for start in (1, 2):
+        with memory_group() as group:
+            group.add(wait_for_event("training_started", start)["workers"][1]["pid"])
+            # The heartbeats' process looks once a second which group its rank is in.
+            wait_for_steps(until=time.time() + 2.5)
+            group.allow(2**16)
+            wait_for_event("out_of_memory", start)
+            wait_for_event("workers_lost", start)
+    job = service.wait_for_state(job_id, JobState.FAILED)
+    assert job.reason is not None
+    assert job.reason.code == "out_of_memory"
+    assert "two worker groups ran out of memory" in job.reason.message
+    assert "rank 1 on " in job.reason.message
+    assert "was killed by the kernel because its host or container ran out of memory" in job.reason.message
+    assert "what helps, cheapest first: failure.spare_workers: false" in job.reason.message
+    assert {loss["cause"] for loss in service.events(job_id, "workers_lost")} == {"out_of_memory"}
+    assert len(service.events(job_id, "training_started")) == 2
 
 
 def test_a_cancelled_job_leaves_a_committed_checkpoint(service: LiveService) -> None:

@@ -19,7 +19,7 @@ from train_loop.plan.memory import MemoryTerm
 from train_loop.plan.mesh import MeshPlan, groups_across_hosts, plan_mesh
 from train_loop.plan.plan import Plan, plan_job, plan_sizes
 from train_loop.plan.preview import Preview, SampleCount
-from train_loop.plan.remedies import memory_remedies
+from train_loop.plan.remedies import format_bytes, memory_advice, memory_remedies, memory_terms
 from train_loop.plan.resources import DATA_CPUS, data_starves, needed, too_big
 from train_loop.plan.shape import ModelShape, read_shape
 
@@ -42,11 +42,14 @@ __all__ = [
     "data_starves",
     "device_problems",
     "forgotten_gpu",
+    "format_bytes",
     "groups_across_hosts",
     "lay_out",
     "list_ranks",
     "mask_bytes",
+    "memory_advice",
     "memory_remedies",
+    "memory_terms",
     "missing_places",
     "needed",
     "no_place",

@@ -1,7 +1,32 @@
-"""What makes a run take less memory, cheapest first."""
+"""What a run that is out of memory takes by the plan, and what makes it take less, cheapest first."""
 
-from train_loop.plan.memory import Place
+from train_loop.plan.memory import MemoryTerm, Place
+from train_loop.plan.plan import plan_job
+from train_loop.plan.shape import ModelShape
 from train_loop.spec import JobSpec
+
+_TERMS = 4
+_REMEDIES = 4
+
+
+def memory_terms(spec: JobSpec, shape: ModelShape, place: Place) -> list[MemoryTerm]:
+    """Return the plan's terms for a place, in bytes of one rank; without a GPU, all of them are the host's."""
+    memory = plan_job(spec, shape).memory
+    return [term for term in memory if term.bytes and (term.place == place or not _has_gpu(spec))]
+
+
+def memory_advice(spec: JobSpec, terms: list[MemoryTerm], place: Place) -> str:
+    """Return the largest terms of the plan and the cheapest remedies, as the end of a message."""
+    largest = sorted(terms, key=lambda term: -term.bytes)[:_TERMS]
+    sizes = ", ".join(f"{term.name} {format_bytes(term.bytes)}" for term in largest)
+    remedies = "; ".join(memory_remedies(spec, place)[:_REMEDIES])
+    total = format_bytes(sum(term.bytes for term in terms))
+    return f"the plan estimates {total} per rank: {sizes}; what helps, cheapest first: {remedies}"
+
+
+def format_bytes(count: int) -> str:
+    """Format a number of bytes in MiB or GiB."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 def memory_remedies(spec: JobSpec, place: Place) -> list[str]:

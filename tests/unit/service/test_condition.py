@@ -101,6 +101,12 @@ def test_lost_host_is_named_with_what_the_survivors_reported() -> None:
     )
 
 
+def test_rank_that_the_kernel_killed_is_out_of_memory() -> None:
+    found = read({"event": "workers_lost", "hosts": ["node3"], "cause": "out_of_memory", "error": "rank 2 was killed"})
+    assert found.lost is not None
+    assert found.lost.code is Code.OUT_OF_MEMORY
+
+
 def test_killed_rank_is_workers_lost() -> None:
     error = "rank 2 on node3 was killed by signal 9"
     found = read({"event": "workers_lost", "hosts": ["node3"], "cause": "killed", "error": error})

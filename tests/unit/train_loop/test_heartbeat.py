@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.memory import memory_group
 from tests.support.waiting import wait_for
 from train_loop.heartbeat import Beat, Phase, decode, encode
 
@@ -20,7 +21,9 @@ from train_loop.heartbeat import Heartbeat, Phase, Target
 beat = Heartbeat(Target("127.0.0.1", int(sys.argv[1]), sys.argv[2]), rank=2, epoch=3)
 beat.mark(5, Phase.TRAIN)
 beat.mark_storage(time.monotonic())
-sys.stdin.readline()
+line = sys.stdin.readline()
+if line == "fill\\n":
+    kept = bytearray(2**28)
 beat.stop()
 """
 
@@ -96,6 +99,25 @@ def test_heartbeat_of_a_killed_process_reports_its_end() -> None:
         beat = listener.next(lambda beat: beat.ended)
     # Only Linux 6.15 and newer tell how.
     assert beat.status in (signal.SIGKILL, None)
+
+
+@pytest.mark.parametrize("out_of_memory", [True, False])
+def test_heartbeat_tells_a_kill_of_the_kernel_for_lack_of_memory_from_others(out_of_memory: bool) -> None:
+    with memory_group() as group, rank() as (listener, process):
+        listener.next(lambda beat: beat.step == 5)
+        group.add(process.pid)
+        # Its process looks once a second which group the rank is in.
+        for _ in range(2):
+            listener.next(lambda beat: True)
+        if out_of_memory:
+            group.allow(2**24)
+            assert process.stdin is not None
+            process.stdin.write(b"fill\n")
+            process.stdin.flush()
+        else:
+            process.kill()
+        assert process.wait() == -signal.SIGKILL
+        assert listener.next(lambda beat: beat.ended).out_of_memory is out_of_memory
 
 
 def test_heartbeat_that_was_stopped_reports_no_end() -> None:

@@ -102,7 +102,20 @@ def test_ranks_of_which_one_moves_are_not_stalled() -> None:
     ],
 )
 def test_how_ended_reads_a_wait_status(status: int | None, text: str) -> None:
-    assert how_ended(status) == text
+    assert how_ended(ended(status)) == text
+
+
+def ended(status: int | None, *, out_of_memory: bool = False) -> Beat:
+    return Beat(2, 1, 7, Phase.TRAIN, 0.0, ended=True, status=status, out_of_memory=out_of_memory)
+
+
+def test_explain_tells_a_kill_of_the_kernel_for_lack_of_memory() -> None:
+    how = how_ended(ended(9, out_of_memory=True))
+    loss = explain(Evidence(HOSTS, ended={2: how}, out_of_memory={2}, errors={0: "Connection reset"}))
+    assert (loss.kind, loss.ranks) == ("out_of_memory", (2,))
+    assert loss.cause == (
+        "rank 2 on node2 was killed by the kernel because its host or container ran out of memory (SIGKILL)"
+    )
 
 
 def test_explain_names_the_lost_host_and_what_survivors_reported() -> None:
@@ -116,7 +129,7 @@ def test_explain_names_the_lost_host_and_what_survivors_reported() -> None:
 
 def test_explain_names_the_killed_rank_and_its_signal() -> None:
     loss = explain(
-        Evidence(HOSTS, ended={2: how_ended(9)}, errors={0: "Connection reset"}, unreachable={2: "actor died"})
+        Evidence(HOSTS, ended={2: how_ended(ended(9))}, errors={0: "Connection reset"}, unreachable={2: "actor died"})
     )
     assert (loss.ranks, loss.hosts) == ((2,), ("node2",))
     assert loss.cause == "rank 2 on node2 was killed by signal 9 (SIGKILL)"

@@ -183,6 +183,21 @@ def test_failure_names_the_rank_that_ended_before_the_group_was_closed(world: Wo
     assert (loss["ranks"], loss["error"]) == ((2,), "rank 2 on node2 was killed by signal 9 (SIGKILL)")
 
 
+def test_rank_that_the_kernel_killed_for_lack_of_memory_is_reported_at_once_and_once(world: World) -> None:
+    for _ in range(3):
+        world.monitor.hear(Beat(2, 1, 7, Phase.TRAIN, 0.0, ended=True, status=9, out_of_memory=True))
+    (told,) = world.events
+    assert told[0] == "out_of_memory"
+    assert (told[1]["rank"], told[1]["host"], told[1]["memory"]) == (2, "node2", "host")
+    world.monitor.failed({0: "Connection reset"}, {2: "the actor died"})
+    world.monitor.closing()
+    world.monitor.hear(Beat(0, 1, 7, Phase.TRAIN, 0.0, ended=True, status=9, out_of_memory=True))
+    world.run(1, 0, 2)
+    (loss,) = [fields for name, fields in world.events if name == "workers_lost"]
+    assert (loss["ranks"], loss["cause"]) == ((2,), "out_of_memory")
+    assert world.names().count("out_of_memory") == 1
+
+
 def test_failure_that_nobody_can_explain_is_reported_before_the_next_group_starts(world: World) -> None:
     world.monitor.failed({3: "ValueError: no"}, {})
     world.monitor.begin(2, HOSTS)

@@ -12,6 +12,7 @@ from tests.support.specs import spec
 from train_loop.controller import GroupCallback
 from train_loop.errors import MemoryRanOutError, TooLittleMemoryError
 from train_loop.failure import failed, failure_told
+from train_loop.memory_events import describe_killed
 from train_loop.model.faults import full_memory
 from train_loop.out_of_memory import memory_watched
 from train_loop.plan import memory_remedies
@@ -43,7 +44,7 @@ def test_device_that_is_full_is_told_with_rank_host_sizes_and_remedies_cheapest_
     assert (
         "ran out of device memory (OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB" in outcome.reason
     )
-    assert "the plan estimates 0.8 MiB: optimizer 0.3 MiB, parameters 0.2 MiB" in outcome.reason
+    assert "the plan estimates 0.8 MiB per rank: optimizer 0.3 MiB, parameters 0.2 MiB" in outcome.reason
     assert "what helps, cheapest first: strategy.apply_tiled_mlp: true; " in outcome.reason
     (event,) = events(tmp_path, "out_of_memory")
     assert (event["rank"], event["memory"], event["again"]) == (1, "device", False)
@@ -90,8 +91,26 @@ def test_third_group_does_not_start_after_two_without_memory(tmp_path: Path) -> 
     file.write_text("\n".join(lines) + "\n")
     callback: Any = GroupCallback(RunDir(tmp_path), 1, spec(), autoscaled=False)
     callback._monitor = object()
-    with pytest.raises(TooLittleMemoryError, match="two worker groups ran out of memory"):
+    message = "two worker groups ran out of memory, with no new checkpoint between them: rank 0 on .* what helps"
+    with pytest.raises(TooLittleMemoryError, match=message):
         callback.before_worker_group_start(None)
+
+
+def test_rank_that_was_killed_is_told_with_sizes_and_remedies(tmp_path: Path) -> None:
+    RunDir(tmp_path).checkpoint(10).mkdir(parents=True)
+    told = describe_killed({"rank": 1, "error": "rank 1 on a was killed"}, RunDir(tmp_path), spec())
+    assert (told["rank"], told["committed"]) == (1, 10)
+    assert told["error"].startswith(
+        "rank 1 on a was killed; the plan estimates 1.3 MiB per rank: checkpoint_staging 0.5 MiB"
+    )
+    assert "cheapest first: failure.spare_workers: false" in told["error"]
+    assert {"parameters", "optimizer"} <= told["estimate"].keys()
+
+
+def test_rank_that_was_killed_is_told_also_if_the_model_cannot_be_read(tmp_path: Path) -> None:
+    lost = spec(model={"config": None, "path": (tmp_path / "gone").as_uri()})
+    told = describe_killed({"error": "rank 1 on a was killed"}, RunDir(tmp_path), lost)
+    assert told == {"error": "rank 1 on a was killed", "committed": None}
 
 
 @pytest.mark.parametrize(
