@@ -108,7 +108,7 @@ class Access:
             raise KeyNotFound(key_id)
         if key.roles_shown_to(self.caller) != key.roles:
             raise Forbidden(
-                f"{key_id} also opens projects of which {self.caller.name!r} is no admin; ask an admin of all of them"
+                f"{key_id} has roles in projects that {self.caller.name!r} does not administer; ask an admin of all"
             )
         self.store.revoke(key_id, now=self.clock(), deed=self._deed("revoke", key))
 

@@ -24,7 +24,7 @@ class ClusterView:
     silent_since: float | None = None
     """Since when the cluster does not answer (Unix seconds); None if it does."""
     _asked: float = 0.0
-    """When it was asked last (Unix seconds)."""
+    """Time of the last request (Unix seconds)."""
     _draining: dict[str, dict[str, float]] = field(default_factory=dict)
     """By job: hosts that will be taken away, and when the notice came."""
 
@@ -36,7 +36,7 @@ class ClusterView:
         return found
 
     def look(self) -> None:
-        """Ask the cluster whether it answers, if nobody has asked it for ten seconds."""
+        """Check that the cluster answers, if it was not asked in the last ten seconds."""
         if abs(self.clock() - self._asked) >= _SILENT_SECONDS:
             self.capacity()
 

@@ -104,15 +104,15 @@ class Reconciler:
             self._look_after(self.store.active(), stopped)
             self._look_after(self._admit(stopped), stopped)
         finally:
-            # Without jobs, or without the database, nobody has asked the cluster, and whoever watches it must know.
+            # Metrics and alerts need the cluster's status also without jobs and without the database.
             self.view.look()
             self.board.silent_since = self.view.silent_since
             self.board.unreachable = self.view.unreachable() is not None
 
     def stop_jobs(self, *, seconds: float) -> None:
-        """Ask all jobs to save and to end, and look after them until they have, or so many seconds have passed.
+        """Ask all active jobs to save and stop, and reconcile them until they have stopped or the timeout expires.
 
-        For a service that is about to end the cluster: no pass may be going on.
+        Called before embedded Ray is stopped, after the last reconcile pass.
         """
         end, deadline = time.monotonic() + seconds, self.clock() + seconds
         asked = [job_id for job_id in self.store.active() if self._ask_to_stop(job_id, deadline)]
@@ -125,7 +125,7 @@ class Reconciler:
             log.warning("jobs_did_not_save_in_time", jobs=sorted(left), seconds=seconds)
 
     def _ask_to_stop(self, job_id: str, deadline: float) -> bool:
-        """Ask a job to end with the service, unless it is asked to end already; whether there is an end to wait for."""
+        """Ask a job to stop, unless it is stopping already; return whether it is stopping."""
         for _ in range(_TRIES):
             job = self.store.claim(job_id, self._lease())
             if job is None or job.state.terminal:

@@ -16,13 +16,13 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from service.domain.access import ANY, Role
+from service.domain.access import ANY, PROJECT_OR_ANY, Role
 from service.domain.addresses import Allowed
 from service.domain.rates import Rate
 from service.domain.rules import Quota, Rules
 from service.domain.token import tamper_proof
 from service.logs import LogFormat
-from train_loop.run_dir import DEFAULT_SINKS, SINKS, Readable, SinkName, local_path, parse_sinks
+from train_loop.run_dir import DEFAULT_SINKS, SINKS, ReadPolicy, SinkName, local_path, parse_sinks
 
 _DATABASES = ("sqlite:///", "postgresql://", "postgresql+psycopg://")
 
@@ -165,7 +165,7 @@ class Settings(BaseSettings):
             try:
                 return json.loads(value)
             except ValueError as error:
-                raise ValueError(f"it begins as JSON and is none: {error}") from error
+                raise ValueError(f"it is not valid JSON: {error}") from error
         if isinstance(value, str):
             value = tuple(part.strip() for part in value.split(",") if part.strip())
         return {ANY: value} if isinstance(value, tuple | list) and value else value or {}
@@ -174,8 +174,8 @@ class Settings(BaseSettings):
     @classmethod
     def _known_projects(cls, value: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
         for project, roots in value.items():
-            if project != ANY and not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", project):
-                raise ValueError(f"{project!r} is no name of a project; write one, or {ANY} for all")
+            if not re.fullmatch(PROJECT_OR_ANY, project):
+                raise ValueError(f"{project!r} is not a project's name; expected a-z, 0-9 and -, or {ANY} for all")
             for root in roots:
                 if root.startswith("file:"):
                     local_path(root)
@@ -295,17 +295,17 @@ class Settings(BaseSettings):
 
     @property
     def all_roots(self) -> tuple[str, ...]:
-        """The storage roots of all projects, without those of run directories."""
+        """Return the storage roots of all projects, without those of run directories."""
         return tuple(dict.fromkeys(root for roots in self.storage_roots.values() for root in roots))
 
-    def readable(self, project: str) -> Readable:
-        """What the jobs of a project may read."""
+    def read_policy(self, project: str) -> ReadPolicy:
+        """Return what the jobs of a project may read."""
         runs = tuple(dict.fromkeys((self.default_root, self.own_root)))
         roots = (*self.storage_roots.get(project, ()), *self.storage_roots.get(ANY, ()))
         caches = [f"{root.rstrip('/')}/_cache" for root in runs if root.startswith(("file:", "/"))]
         if self.cache is not None:
             caches.append(self.cache)
-        return Readable(project=project, roots=tuple(dict.fromkeys((*runs, *roots))), runs=runs, caches=tuple(caches))
+        return ReadPolicy(project=project, roots=tuple(dict.fromkeys((*runs, *roots))), runs=runs, caches=tuple(caches))
 
     @property
     def database(self) -> str:

@@ -24,11 +24,11 @@ from train_loop.data.dataset import Dataset
 from train_loop.data.prepare import prepare
 from train_loop.data.sources import check_sources
 from train_loop.failure import cause
+from train_loop.input_files import current_policy
 from train_loop.inputs import read_inputs
 from train_loop.journal import Journal
 from train_loop.placement import autoscaled
 from train_loop.plan import forgotten_gpu
-from train_loop.readable import own_readable
 from train_loop.run_dir import AttemptDir, RunDir
 from train_loop.spec import JobSpec
 
@@ -101,7 +101,7 @@ def _prepare_samples(spec: JobSpec, run_dir: RunDir, journal: Journal) -> None:
 def _dataset(spec: JobSpec, pointer: Path, cache: Path, journal: Journal) -> Dataset:
     dataset = pinned_dataset(spec, pointer)
     if dataset is None:
-        check_sources(spec, own_readable())
+        check_sources(spec, current_policy())
         dataset = prepare(spec, cache, journal.event)
         pin(dataset, pointer)
     return dataset

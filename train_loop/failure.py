@@ -50,7 +50,7 @@ def failure_told(session: Session) -> Iterator[None]:
 
 
 def _report_end(session: Session, outcome: Outcome) -> None:
-    """Write how training ended, once for all ranks; not if a newer group has taken over: its training goes on."""
+    """Write the event `training_ended`, once per group, unless a newer group has taken over."""
     if not _is_first(session):
         return
     with suppress(FencedError):
@@ -61,7 +61,7 @@ def _report_end(session: Session, outcome: Outcome) -> None:
 
 
 def _is_first(session: Session) -> bool:
-    """Return whether no other rank of the group has reported its end; also if storage does not say."""
+    """Return whether this rank is the first of its group to report; True also if storage is unavailable."""
     try:
         create_new(session.run_dir.attempt(session.attempt).end_mark(session.token.epoch), b"")
     except FileExistsError:

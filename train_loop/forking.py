@@ -138,7 +138,7 @@ def _write(file: int, data: bytes) -> None:
 
 def _leave_with_stdin(socket: Path) -> None:
     os.read(sys.stdin.fileno(), 1)
-    # A service that was killed cannot remove the folder that it made for the socket.
+    # A service that was killed cannot remove the folder of the socket.
     with suppress(OSError):
         socket.unlink()
         socket.parent.rmdir()

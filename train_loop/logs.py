@@ -16,12 +16,12 @@ from train_loop.secrets import masker
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _PREFIX = re.compile(r"^\((\w[\w ]* pid=\d+(?:, ip=[\w.:]+)?)\) (.*)$", re.MULTILINE)
-"""Before a line of another process, which Ray repeats."""
+"""Ray's prefix of lines that it forwards from other processes."""
 _RAYS_FORMAT = re.compile(r"^(\d{4}-\d\d-\d\d [\d:,]+)\t([A-Z]+) (\S+) -- ", re.MULTILINE)
 
 
 def plain(text: str) -> str:
-    """Return what Ray prints as lines of our format: no colours, the level third, the process that said it last."""
+    """Return Ray's output in our format: without colours, the level third, the source process at the end."""
     text = _PREFIX.sub(r"\2 (\1)", _ANSI.sub("", text))
     return _RAYS_FORMAT.sub(r"\1 \2 ray.\3: ", text)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from train_loop.errors import DataError, ModelError
+from train_loop.input_files import read_input
 from train_loop.plan import ModelShape, read_shape
-from train_loop.readable import read_input
 from train_loop.run_dir import local_path
 from train_loop.spec import JobSpec, ModelSpec
 

@@ -1,7 +1,7 @@
 """All that can be said of a spec's data and model before anything runs; the service calls it as a helper process.
 
 `python -m train_loop.preflight SOCKET` listens there until its standard input ends. A question is {"spec": …,
-"readable": {…}, "parent": … or null, "seconds": …}, the answer {"problems": [{"pointer", "message"}], "shape": {…}}:
+"read_policy": {…}, "parent": … or null, "seconds": …}, the answer {"problems": [{"pointer", "message"}], "shape": {…}}:
 the model's sizes, or null where they cannot be told. A process of its own, because torch takes memory and seconds that
 the service need not have; and a forked one for each question, because a damaged file may crash the library that opens
 it.
@@ -25,6 +25,7 @@ from train_loop.data.sources import check_allowed, check_folder, list_files
 from train_loop.data.tokenizer import load_tokenizer
 from train_loop.errors import DataError, ModelError
 from train_loop.forking import lacks_memory, looking_at, serve
+from train_loop.input_files import limit_inputs
 from train_loop.model.bounds import large_numbers
 from train_loop.model.build import build_model, check_rules
 from train_loop.model.freeze import freeze
@@ -34,8 +35,7 @@ from train_loop.model.tiled_mlp import apply_tiled_mlp
 from train_loop.model_folder import model_config, model_folder, model_shape, tokenizer_folder
 from train_loop.parallel.units import decoder_layers, find_units
 from train_loop.plan import ModelShape, Preview, SampleCount
-from train_loop.readable import only
-from train_loop.run_dir import Parent, Readable, RunDir
+from train_loop.run_dir import Parent, ReadPolicy, RunDir
 from train_loop.spec import ColumnsSpec, JobSpec, Problem, SourceSpec, parse
 
 # pathlib raises RuntimeError for links in a circle, and readers of nested text RecursionError, which is one.
@@ -53,7 +53,7 @@ def _said(error: Exception) -> str:
     return str(error)
 
 
-def check_data(spec: JobSpec, readable: Readable) -> list[Problem]:
+def check_data(spec: JobSpec, policy: ReadPolicy) -> list[Problem]:
     """The problems with a spec's data: place, existence, columns, emptiness."""
     data = spec.data
     problems = []
@@ -63,12 +63,12 @@ def check_data(spec: JobSpec, readable: Readable) -> list[Problem]:
             columns = f"{place}/columns" if source.columns else "/data/columns"
             pointers = (f"{place}/path", columns)
             skip = data.on_bad_rows == "skip"
-            problems += _source_problems(source, data.columns_of(source), readable, pointers, skip=skip)
+            problems += _source_problems(source, data.columns_of(source), policy, pointers, skip=skip)
     return problems
 
 
 def check_model(
-    spec: JobSpec, readable: Readable, parent: Parent | None = None
+    spec: JobSpec, policy: ReadPolicy, parent: Parent | None = None
 ) -> tuple[ModelShape | None, list[Problem]]:
     """The sizes of a spec's model, unless they cannot be told, and the problems with it and its tokenizer.
 
@@ -79,7 +79,7 @@ def check_model(
     looking_at(pointer)
     try:
         if spec.model.path is not None:
-            check_folder(spec.model.path, readable)
+            check_folder(spec.model.path, policy)
         if problems := large_numbers(model_config(spec.model), pointer):
             return None, problems
         shape = model_shape(spec.model)
@@ -90,7 +90,7 @@ def check_model(
     except _MISTAKES as error:
         return shape, [Problem(pointer, _said(error))]
     problems = _checkpoint_problems(model, parent, pointer) if parent is not None else []
-    return shape, [*problems, *_tokenizer_problems(spec, readable, shape), *_wishes_not_granted(model, seen, spec)]
+    return shape, [*problems, *_tokenizer_problems(spec, policy, shape), *_wishes_not_granted(model, seen, spec)]
 
 
 def _checkpoint_problems(model: PreTrainedModel, parent: Parent, pointer: str) -> list[Problem]:
@@ -144,13 +144,13 @@ def _wishes_not_granted(model: PreTrainedModel, seen: Seen, spec: JobSpec) -> li
 
 
 def _source_problems(
-    source: SourceSpec, columns: ColumnsSpec, readable: Readable, pointers: tuple[str, str], *, skip: bool
+    source: SourceSpec, columns: ColumnsSpec, policy: ReadPolicy, pointers: tuple[str, str], *, skip: bool
 ) -> list[Problem]:
     """The problems with one source; `pointers` are those of its path and of its columns."""
     looking_at(pointers[0])
     try:
         for uri in source.paths:
-            check_allowed(uri, readable)
+            check_allowed(uri, policy)
         files = list_files(source)
         if all(is_empty(file) for file in files):
             raise DataError(f"{', '.join(source.paths)} holds no rows; an empty dataset cannot be trained on")
@@ -163,13 +163,13 @@ def _source_problems(
     return []
 
 
-def _tokenizer_problems(spec: JobSpec, readable: Readable, shape: ModelShape) -> list[Problem]:
+def _tokenizer_problems(spec: JobSpec, policy: ReadPolicy, shape: ModelShape) -> list[Problem]:
     if not spec.data.reads_text:
         return []
     looking_at("/model/tokenizer")
     try:
         if spec.model.tokenizer is not None:
-            check_folder(spec.model.tokenizer, readable)
+            check_folder(spec.model.tokenizer, policy)
         folder = tokenizer_folder(spec)
         if folder is not None:
             load_tokenizer(str(folder)).check_fits(shape.vocab)
@@ -197,12 +197,12 @@ def _count(spec: JobSpec) -> SampleCount | None:
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     """Return what is wrong with a spec's data and model, the model's sizes, and counts of the first rows."""
-    spec, readable = parse(question["spec"]), Readable.model_validate(question["readable"])
+    spec, policy = parse(question["spec"]), ReadPolicy.model_validate(question["read_policy"])
     parent = Parent.model_validate(question["parent"]) if question["parent"] else None
     # What is opened is checked as well: a link may be put in the place of a file between the two.
-    with only(readable):
-        shape, problems = check_model(spec, readable, parent)
-        problems = [*check_data(spec, readable), *problems]
+    with limit_inputs(policy):
+        shape, problems = check_model(spec, policy, parent)
+        problems = [*check_data(spec, policy), *problems]
         preview, count = ([], None) if problems else (_preview(spec), _count(spec))
     return {
         "problems": [asdict(problem) for problem in problems],

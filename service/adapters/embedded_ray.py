@@ -96,12 +96,12 @@ class EmbeddedRay:
         return _wait(lambda: head.answers(token), lambda: self._stopped.is_set() or not self._alive())
 
     def _is_private(self) -> bool:
-        """Return whether only our user can get at the head's folder; the log says why not."""
+        """Return whether the head's folder is closed to other users; log why not."""
         try:
             if self._head is not None:
                 self._head.check_folder()
         except FolderOpen as error:
-            log.error("embedded_ray_ended", error=str(error))
+            log.error("embedded_ray_folder_open", error=str(error))
             return False
         return self._head is not None
 

@@ -20,7 +20,7 @@ from tenacity import RetryError, Retrying, retry_if_exception_type, stop_after_d
 
 from service.errors import PreflightFailed
 from service.ports import Findings
-from train_loop.run_dir import Parent, Readable
+from train_loop.run_dir import Parent, ReadPolicy
 from train_loop.spec import JobSpec
 
 _COMMAND = (sys.executable, "-m", "train_loop.preflight")
@@ -32,7 +32,7 @@ _findings = TypeAdapter(Findings)
 
 class _Question(BaseModel):
     spec: JobSpec
-    readable: Readable
+    read_policy: ReadPolicy
     parent: Parent | None
     seconds: float
     cpu_seconds: float
@@ -52,9 +52,9 @@ class HelperPreflight:
     """Asks a `python -m train_loop.preflight` that stays; each answer has limits of time, CPU time and memory."""
 
     def __init__(
-        self, *, readable: Callable[[str], Readable], limits: Limits, command: Sequence[str] = _COMMAND
+        self, *, read_policy: Callable[[str], ReadPolicy], limits: Limits, command: Sequence[str] = _COMMAND
     ) -> None:
-        self._readable = readable
+        self._read_policy = read_policy
         self._limits = limits
         self._command = tuple(command)
         self._lock = threading.Lock()
@@ -112,7 +112,7 @@ class HelperPreflight:
         limits = self._limits
         question = _Question(
             spec=spec,
-            readable=self._readable(spec.project),
+            read_policy=self._read_policy(spec.project),
             parent=parent,
             seconds=limits.seconds,
             cpu_seconds=limits.cpu_seconds,

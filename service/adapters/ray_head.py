@@ -19,12 +19,12 @@ from train_loop.run_dir import write_durably
 
 _MARK = "TRAINSHED_EMBEDDED_RAY"
 _KILL_SECONDS = 2.0
-"""For the processes of a head to end after SIGKILL."""
+"""Timeout for the processes of a head to exit after SIGKILL."""
 _POLL_SECONDS = 0.02
 
 
 class FolderOpen(Exception):
-    """Other users can get at Ray's folder, and with it at the token that runs commands."""
+    """Other users can enter Ray's folder, where they could intercept the token."""
 
 
 class RayHead(BaseModel):
@@ -37,7 +37,7 @@ class RayHead(BaseModel):
     dashboard_url: str
     address: str
     temp_dir: str
-    """A folder of mode 0700 that Ray never touches; Ray opens its own folder, inside it, to everybody."""
+    """A folder of mode 0700; Ray's own temporary folder, of mode 0777, is inside it."""
 
     def alive(self) -> bool:
         """Whether the process is there, and is the same one."""
@@ -69,7 +69,7 @@ class RayHead(BaseModel):
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or mode & 0o077:
             raise FolderOpen(
                 f"Ray's folder {self.temp_dir} has mode {mode:04o} and owner {found.st_uid}; it must be a folder of "
-                f"mode 0700 and owner {os.geteuid()}, because whoever opens Ray's sockets gets its token"
+                f"mode 0700 and owner {os.geteuid()}, because other users could intercept Ray's token there"
             )
 
     def stop(self) -> None:
@@ -81,11 +81,11 @@ class RayHead(BaseModel):
             for process in family:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
-            # At once, so that it is gone even if a process hangs in the kernel.
+            # Before waiting, so that it is removed even if a process hangs in the kernel.
             shutil.rmtree(self.temp_dir, ignore_errors=True)
             while any(map(_runs, family)) and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
-            # A process may have started another one before its end.
+            # A process may have started another one before it exited.
             family = {process for process in _family(self, None) if _runs(process)}
         shutil.rmtree(self.temp_dir, ignore_errors=True)
 
@@ -180,7 +180,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Return whether a process has not ended; one that nobody has collected yet has."""
+    """Return whether a process is running; a zombie is not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -23,7 +23,7 @@ from service.domain.decide import Submission
 from service.errors import ClusterError
 from service.ports import Launch, Node
 from train_loop.plan import Capacity
-from train_loop.run_dir import READABLE_VARIABLE, Readable, storage_path
+from train_loop.run_dir import READ_POLICY_VARIABLE, ReadPolicy, storage_path
 
 log = structlog.get_logger(__name__)
 _VERSION = "/api/version"
@@ -77,7 +77,7 @@ class _VersionAnswer(BaseModel):
 class RayJobs:
     """Drivers as Ray jobs. `address` says where the cluster is now; `limit`, what an autoscaler may grow it to.
 
-    `environment` is what drivers are told by theirs, which whoever may look at the cluster can read. `readable` says
+    `environment` is what drivers are told by theirs, which whoever may look at the cluster can read. `read_policy` says
     what the jobs of a project may read. `shown_at` is the URL at which users open the dashboard, if it is another one.
     """
 
@@ -89,12 +89,12 @@ class RayJobs:
         limit: Mapping[str, float] | None = None,
         shown_at: str | None = None,
         environment: Mapping[str, str] | None = None,
-        readable: Callable[[str], Readable] | None = None,
+        read_policy: Callable[[str], ReadPolicy] | None = None,
     ) -> None:
         self._address = address
         self._python = python
         self._environment = dict(environment or {})
-        self._readable = readable
+        self._read_policy = read_policy
         self._limit = limit or {}
         self._shown_at = shown_at
         self._lock = threading.Lock()
@@ -122,9 +122,9 @@ class RayJobs:
 
     def _limits(self, project: str) -> dict[str, str]:
         """Return what tells the processes of a job which files they may read."""
-        if self._readable is None:
+        if self._read_policy is None:
             return {}
-        return {READABLE_VARIABLE: self._readable(project).without_users().model_dump_json()}
+        return {READ_POLICY_VARIABLE: self._read_policy(project).without_users().model_dump_json()}
 
     def status(self, submission_id: str) -> Submission:
         """What became of a driver; UNKNOWN when the cluster does not answer. That it runs is up to two seconds old."""

@@ -6,10 +6,10 @@ from typing import Annotated
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, JsonValue
 
 from service.api.schemas import Time, as_time
-from service.domain.access import ANY, Caller, Deed, Key, Role
+from service.domain.access import ANY, PROJECT_OR_ANY, Caller, Deed, Key, Role
 from train_loop.spec import refuse_hidden
 
-Project = Annotated[str, Field(pattern=rf"^([a-z0-9]([-a-z0-9]*[a-z0-9])?|\{ANY})$", max_length=40)]
+Project = Annotated[str, Field(pattern=PROJECT_OR_ANY, max_length=40)]
 
 
 class KeyIn(BaseModel):

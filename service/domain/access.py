@@ -9,6 +9,8 @@ from pydantic import JsonValue
 
 ANY = "*"
 """In the place of a project: every one, those to come as well."""
+PROJECT_OR_ANY = rf"^([a-z0-9]([-a-z0-9]*[a-z0-9])?|\{ANY})$"
+"""Pattern of a project's name or ANY."""
 
 
 class Role(StrEnum):
@@ -87,7 +89,7 @@ class Key:
         return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
 
     def roles_shown_to(self, caller: Caller) -> Roles:
-        """Return the roles in the projects that the caller administers: others' projects are not its business."""
+        """Return the roles in projects that the caller administers."""
         return {project: role for project, role in self.roles.items() if caller.may(Role.ADMIN, project)}
 
 

@@ -23,8 +23,8 @@ from service.api.guard import Guard
 from service.doctor import Doctor
 from service.domain.addresses import Allowed
 from service.domain.board import Board
-from service.domain.decide import Retry
-from service.domain.job import Job
+from service.domain.decide import Retry, Submission
+from service.domain.job import Job, JobState
 from service.domain.rules import Rules
 from service.ledger import Ledger
 from service.opening import Opening, opened
@@ -211,3 +211,14 @@ class FakeService:
     def end(self, job_id: str, outcome: Outcome, *, attempt: int = 1) -> None:
         """Let the driver say how it ended."""
         self.run_dir(job_id).attempt(attempt).write_outcome(outcome)
+
+
+def started(service: FakeService) -> Job:
+    """Submit a job, and return it once its first attempt trains."""
+    job = service.submit()
+    service.reconciler().run_once()
+    service.cluster.submissions[f"{job.id}-1"] = Submission.RUNNING
+    service.event(job.id, "training_started", steps=20, replayed=0)
+    service.reconciler().run_once()
+    assert service.get(job.id).state is JobState.RUNNING
+    return job

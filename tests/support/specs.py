@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from train_loop.run_dir import Readable
+from train_loop.run_dir import ReadPolicy
 from train_loop.spec import JobSpec, parse
 
 TINY: dict[str, Any] = {
@@ -36,13 +36,8 @@ def spec(**parts: dict[str, Any]) -> JobSpec:
 
 
 LONGROPE: dict[str, Any] = {
+    **{name: value for name, value in TINY.items() if name not in ("head_dim", "tie_word_embeddings")},
     "model_type": "phi3",
-    "vocab_size": 384,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "max_position_embeddings": 64,
     "original_max_position_embeddings": 16,
     "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16}
@@ -52,6 +47,6 @@ LONGROPE: dict[str, Any] = {
 """Phi-3's positions: from the 16th on, all angles are others."""
 
 
-def may_read(*roots: str, project: str = "default") -> Readable:
+def may_read(*roots: str, project: str = "default") -> ReadPolicy:
     """What jobs of a project may read that has these storage roots."""
-    return Readable(project=project, roots=roots)
+    return ReadPolicy(project=project, roots=roots)

@@ -18,8 +18,8 @@ from train_loop.data.shards import RECORD_BYTES
 from train_loop.data.sources import SourceFile, list_files
 from train_loop.data.tokenizer import load_tokenizer
 from train_loop.errors import DataError
+from train_loop.input_files import read_input
 from train_loop.model_folder import model_shape, tokenizer_folder
-from train_loop.readable import read_input
 from train_loop.run_dir import read_whole, write_durably
 from train_loop.spec import ColumnsSpec, JobSpec, SourceSpec
 

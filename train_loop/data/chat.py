@@ -17,7 +17,7 @@ from train_loop.data.dataset import IGNORE
 from train_loop.data.messages import Message, Tools, read_conversation, read_tools
 from train_loop.data.tokenizer import TextTokenizer, load_tokenizer, read_object
 from train_loop.errors import DataError
-from train_loop.readable import read_input
+from train_loop.input_files import read_input
 
 log = logging.getLogger(__name__)
 Span = tuple[int, int]

@@ -14,8 +14,8 @@ import fsspec
 import pyarrow as pa
 
 from train_loop.errors import DataError
+from train_loop.input_files import open_input
 from train_loop.patience import patiently
-from train_loop.readable import open_input
 
 _PATIENCE = 300.0
 """Seconds for which storage may fail before a read gives up."""

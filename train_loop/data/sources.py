@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from train_loop.data.files import File, file_system, is_gone, is_local
 from train_loop.errors import DataError
-from train_loop.readable import stdlib_root
-from train_loop.run_dir import Readable, local_path
+from train_loop.input_files import stdlib_root
+from train_loop.run_dir import ReadPolicy, local_path
 from train_loop.spec import JobSpec, SourceSpec
 
 STDLIB = "stdlib://"
@@ -51,7 +51,7 @@ def is_missing(uri: str) -> bool:
     return not uri.startswith(STDLIB) and is_local(_absolute(uri)) and is_gone(Path(_fixed_part(_absolute(uri))))
 
 
-def check_allowed(uri: str, readable: Readable) -> None:
+def check_allowed(uri: str, policy: ReadPolicy) -> None:
     """Check a path and all that it matches, links followed. Raises DataError for what the project may not read."""
     path = _absolute(uri)
     own = str(stdlib_root()) if uri.startswith(STDLIB) else None
@@ -61,7 +61,7 @@ def check_allowed(uri: str, readable: Readable) -> None:
             # Not os.path.realpath, which takes links in a circle for a place.
             place = str(Path(place).resolve())
         if own is None:
-            if refusal := readable.refusal(place, named=uri):
+            if refusal := policy.refusal(place, named=uri):
                 raise DataError(refusal)
         elif not Path(place).is_relative_to(own):
             raise DataError(f"{uri} leads out of Python's standard library; name files of it")
@@ -72,7 +72,7 @@ def check_allowed(uri: str, readable: Readable) -> None:
         check(file.uri)
 
 
-def check_folder(uri: str, readable: Readable) -> None:
+def check_folder(uri: str, policy: ReadPolicy) -> None:
     """Check a URI that must name a folder, no glob. Raises DataError as `check_allowed`."""
     path = _absolute(uri)
     if uri.startswith(STDLIB) or _fixed_part(path) != path:
@@ -81,14 +81,14 @@ def check_folder(uri: str, readable: Readable) -> None:
         local_path(uri)
     except ValueError as error:
         raise DataError(str(error)) from error
-    check_allowed(uri, readable)
+    check_allowed(uri, policy)
 
 
-def check_sources(spec: JobSpec, readable: Readable | None) -> None:
+def check_sources(spec: JobSpec, policy: ReadPolicy | None) -> None:
     """Check all paths of a spec's training data; None allows everything. Raises DataError as `check_allowed`."""
     for uri in (uri for source in spec.data.sources for uri in source.paths):
-        if readable is not None:
-            check_allowed(uri, readable)
+        if policy is not None:
+            check_allowed(uri, policy)
 
 
 def _match(pattern: str) -> list[File]:

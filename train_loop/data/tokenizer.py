@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from train_loop.data.dataset import IGNORE
 from train_loop.errors import DataError
-from train_loop.readable import read_input
+from train_loop.input_files import read_input
 from train_loop.run_dir import write_durably
 
 END_OF_TEXT = "<|endoftext|>"

@@ -38,7 +38,7 @@ from train_loop.run_dir.lines import (
 )
 from train_loop.run_dir.markers import create_root_marker, write_run_marker
 from train_loop.run_dir.paths import CACHE_VARIABLE, AttemptDir, RunDir, default_cache
-from train_loop.run_dir.readable import READABLE_VARIABLE, Readable, is_below
+from train_loop.run_dir.read_policy import READ_POLICY_VARIABLE, ReadPolicy, is_below
 from train_loop.run_dir.remote import (
     create_object,
     is_remote,
@@ -94,7 +94,7 @@ __all__ = [
     "CACHE_VARIABLE",
     "DEFAULT_SINKS",
     "NO_FENCE",
-    "READABLE_VARIABLE",
+    "READ_POLICY_VARIABLE",
     "ROOT_MARKER",
     "RUN_MARKER",
     "SERVICE_VERSION_VARIABLE",
@@ -120,7 +120,7 @@ __all__ = [
     "NodeVisit",
     "Outcome",
     "Parent",
-    "Readable",
+    "ReadPolicy",
     "RootMarker",
     "RunDir",
     "Sight",

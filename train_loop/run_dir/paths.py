@@ -45,7 +45,7 @@ class AttemptDir:
         return self.root / "metrics.jsonl"
 
     def end_mark(self, epoch: int) -> Path:
-        """A file of the rank that reports how a worker group failed: the others need not repeat it."""
+        """Return the marker file that the first rank to report a group's failure creates."""
         return self.root / f"ended.group-{epoch}"
 
     @property

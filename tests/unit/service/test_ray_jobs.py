@@ -11,7 +11,7 @@ from service.domain.decide import Submission
 from service.errors import ClusterError
 from service.ports import Launch
 from tests.support.specs import may_read
-from train_loop.run_dir import Readable
+from train_loop.run_dir import ReadPolicy
 
 
 class Clock:
@@ -82,13 +82,13 @@ def test_a_driver_is_told_what_the_service_says_and_how_it_is_stopped(monkeypatc
 
 
 def test_driver_knows_what_its_project_may_read_without_passwords(monkeypatch: pytest.MonkeyPatch) -> None:
-    def readable(project: str) -> Readable:
+    def read_policy(project: str) -> ReadPolicy:
         return may_read(f"s3://{project}", "sftp://user:secret@host/data", project=project)
 
-    jobs, client = RayJobs(lambda: None, python="python", readable=readable), Submitted()
+    jobs, client = RayJobs(lambda: None, python="python", read_policy=read_policy), Submitted()
     monkeypatch.setattr(jobs, "_connect", lambda: client)
     jobs.submit(Launch("job-1-1", "job-1", "tiny", attempt=1, run_dir="file:///nowhere", project="nlp"))
-    told = Readable.model_validate_json(client.environment["TRAINSHED_READABLE"])
+    told = ReadPolicy.model_validate_json(client.environment["TRAINSHED_READ_POLICY"])
     assert told == may_read("s3://nlp", "sftp://host/data", project="nlp")
 
 

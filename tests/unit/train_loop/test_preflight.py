@@ -1,6 +1,5 @@
 """What the service can say of data before anything runs: place, existence, columns, emptiness."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.support.folders import write_model, write_tokenizer
-from tests.support.specs import LONGROPE, TINY, may_read, raw_spec
-from train_loop.errors import ModelError
-from train_loop.model.build import build_model
+from tests.support.specs import TINY, may_read, raw_spec
 from train_loop.model_folder import model_shape
-from train_loop.parallel.units import decoder_layers
-from train_loop.preflight import answer, check_data, check_model
-from train_loop.spec import JobSpec, Problem, WrapPolicySpec, parse
+from train_loop.preflight import check_data, check_model
+from train_loop.spec import JobSpec, parse
 
 
 def problems(root: Path, **data: Any) -> dict[str, str]:
@@ -243,10 +239,10 @@ def test_numbers_larger_than_any_models_are_refused_before_it_is_built(written: 
 
 def test_links_in_a_circle_are_a_problem_of_their_field(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    uri, readable = f"file://{tmp_path}/loop", may_read(tmp_path.as_uri())
+    uri, policy = f"file://{tmp_path}/loop", may_read(tmp_path.as_uri())
     spec = parse(raw_spec(model={"config": None, "path": uri}, data={"train": {"path": uri}}))
     tokenizer = parse(raw_spec(model={"tokenizer": uri}, data={"train": {"path": "stdlib://"}}))
-    found = [*check_model(spec, readable)[1], *check_data(spec, readable), *check_model(tokenizer, readable)[1]]
+    found = [*check_model(spec, policy)[1], *check_data(spec, policy), *check_model(tokenizer, policy)[1]]
     assert [problem.pointer for problem in found] == ["/model/path", "/data/train/path", "/model/tokenizer"]
     assert all("circle" in problem.message for problem in found)
 
@@ -285,184 +281,3 @@ def test_damaged_file_of_a_model_is_a_problem_of_its_field(
         ((at, message),) = [(problem.pointer, problem.message) for problem in found]
         assert at == pointer
         assert rule in message
-
-
-OPT = {"model_type": "opt", "vocab_size": 384, "hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32} | {
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
-
-
-@pytest.mark.parametrize(
-    ("parts", "pointer", "message"),
-    [
-        (
-            {"strategy": {"wrap_policy": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}},
-            "/strategy/wrap_policy/transformer_layer_cls_to_wrap",
-            "matches no module of Qwen3ForCausalLM; choose among Qwen3Model, Qwen3DecoderLayer,",
-        ),
-        (
-            {"strategy": {"wrap_policy": {"transformer_layer_cls_to_wrap": ["Qwen3ForCausalLM"]}}},
-            "/strategy/wrap_policy/transformer_layer_cls_to_wrap",
-            "matches no module of Qwen3ForCausalLM; choose among Qwen3Model, Qwen3DecoderLayer,",
-        ),
-        (
-            {"strategy": {"wrap_policy": {"transformer_layer_cls_to_wrap": ["Embedding"], "wrap_embeddings": True}}},
-            "/strategy/wrap_policy/transformer_layer_cls_to_wrap",
-            "transformer_layer_cls_to_wrap=Embedding names no layer; choose wrap_embeddings: true instead",
-        ),
-        (
-            {"model": {"config": OPT}, "strategy": {"apply_tiled_mlp": True}},
-            "/strategy/apply_tiled_mlp",
-            "OPTDecoderLayer has no child whose class ends with MLP",
-        ),
-        (
-            {"model": {"config": TINY | {"model_type": "granite"}}, "training": {"chunked_loss": True}},
-            "/training/chunked_loss",
-            "needs logits as the head returns them, and GraniteForCausalLM changes them",
-        ),
-    ],
-)
-def test_what_a_model_does_not_allow(parts: dict[str, Any], pointer: str, message: str) -> None:
-    found = [(p.pointer, p.message) for p in check_model(parse(raw_spec(**parts)), may_read())[1]]
-    assert [p for p, _ in found] == [pointer]
-    assert message in found[0][1]
-
-
-FALCON = {"model_type": "falcon", "vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2} | {
-    "num_attention_heads": 4,
-    "ffn_hidden_size": 48,
-}
-
-
-def test_a_model_whose_attention_bypasses_the_registry_is_refused_for_ulysses_only() -> None:
-    shared = {"strategy": {"ulysses_size": 2}, "scaling": {"num_workers": 2}}
-    _, (problem,) = check_model(parse(raw_spec(model={"config": FALCON}, **shared)), may_read())
-    assert problem.pointer == "/strategy/ulysses_size"
-    assert "which 0 of the 2 layers of FalconForCausalLM use; choose ulysses_size: 1" in problem.message
-    assert check_model(parse(raw_spec(model={"config": FALCON})), may_read())[1] == []
-
-
-def test_a_model_that_cannot_be_called_as_the_loop_does_is_refused() -> None:
-    _, (problem,) = check_model(parse(raw_spec(model={"config": FALCON | {"alibi": True}})), may_read())
-    assert problem.pointer == "/model/config"
-    assert "FalconForCausalLM cannot be called with input_ids, position_ids and an attention mask" in problem.message
-
-
-def test_a_model_that_names_no_layers_takes_those_of_the_spec() -> None:
-    model = build_model(parse(raw_spec()).model)
-    model._no_split_modules = None
-    with pytest.raises(ModelError, match="transformer_layer_cls_to_wrap, for example Qwen3Model, Qwen3DecoderLayer"):
-        decoder_layers(model, WrapPolicySpec())
-    assert len(decoder_layers(model, WrapPolicySpec(transformer_layer_cls_to_wrap=("Qwen3DecoderLayer",)))) == 2
-
-
-GPT2 = {"model_type": "gpt2", "vocab_size": 384, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 48}
-IDS = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
-DYNAMIC = TINY | {"model_type": "llama", "max_position_embeddings": 48} | IDS
-DYNAMIC |= {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (GPT2 | IDS, "sequence_length=49 is more than the 48 positions of GPT2LMHeadModel; choose at most 48"),
-        # Its table has two rows more, which no position uses.
-        (OPT | IDS | {"max_position_embeddings": 48}, "is more than the 48 positions of OPTForCausalLM"),
-        (DYNAMIC, "is more than max_position_embeddings=48, and rope_type=dynamic of LlamaForCausalLM then depends on"),
-    ],
-)
-def test_sequence_with_more_positions_than_the_model_has_is_refused_with_both_numbers(
-    config: dict[str, Any], message: str
-) -> None:
-    def problems(length: int) -> list[Problem]:
-        return check_model(parse(raw_spec(model={"config": config}, data={"sequence_length": length})), may_read())[1]
-
-    (problem,) = problems(49)
-    assert problem.pointer == "/data/sequence_length"
-    assert message in problem.message
-    assert problems(48) == []
-
-
-def test_models_that_compute_angles_take_any_length() -> None:
-    for config in (TINY, LONGROPE):
-        assert (
-            check_model(parse(raw_spec(model={"config": config}, data={"sequence_length": 9999})), may_read())[1] == []
-        )
-
-
-def test_preview_counts_the_first_rows_and_names_what_is_left_out(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path / "t")
-    (tmp_path / "t" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-    long = [*talk, {"role": "assistant", "content": "x" * 99}]
-    rows = [{"m": talk}, {"m": long, "tools": [{}]}, {"m": talk[:1]}, {"m": "?"}]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    data = {"train": {"path": f"{tmp_path}/a.jsonl"}, "columns": {"messages": "m"}, "on_bad_rows": "skip"}
-    raw = raw_spec(data=data, model={"tokenizer": str(tmp_path / "t")})
-
-    def preview(**data: Any) -> dict[str, Any]:
-        question = {
-            "spec": raw | {"data": raw["data"] | data},
-            "readable": may_read(f"file://{tmp_path}").model_dump(),
-            "parent": None,
-        }
-        found = answer(question)
-        assert found["problems"] == []
-        (only,) = found["preview"]
-        return dict(only)
-
-    found = preview()
-    assert {name: found[name] for name in ("rows", "bad_rows", "long_rows", "untrained_rows", "on_long_rows")} == {
-        "rows": 4,
-        "bad_rows": 1,
-        "long_rows": 1,
-        "untrained_rows": 1,
-        "on_long_rows": "drop",
-    }
-    assert [note.partition(": ")[2].split(" rows ")[-1][:40] for note in found["notes"]][:3] == [
-        "cannot be trained on, the first because ",
-        "are longer than sequence_length=32 and a",
-        "have no token that is trained and are dr",
-    ]
-    assert "the column 'tools' is not used" in found["notes"][3]
-    assert (
-        "does not use the tools of column 'tools'" in preview(columns={"messages": "m", "tools": "tools"})["notes"][-1]
-    )
-
-
-BERT = {
-    "model_type": "bert",
-    "vocab_size": 384,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-} | IDS
-BERT |= {"intermediate_size": 48, "is_decoder": True}
-
-
-def test_parameter_that_units_share_is_found_on_meta_with_the_classes_to_choose() -> None:
-    _, (problem,) = check_model(parse(raw_spec(model={"config": BERT})), may_read())
-    assert problem.pointer == "/strategy/wrap_policy/transformer_layer_cls_to_wrap"
-    assert problem.message.startswith(
-        "bert.embeddings.word_embeddings.weight and cls.predictions.decoder.weight of BertLMHeadModel are one parameter"
-    )
-    assert problem.message.endswith("set strategy.wrap_policy.transformer_layer_cls_to_wrap: [BertLayer]")
-    policy = {"wrap_policy": {"transformer_layer_cls_to_wrap": ["BertLayer"]}}
-    assert check_model(parse(raw_spec(model={"config": BERT}, strategy=policy)), may_read())[1] == []
-
-
-@pytest.mark.parametrize(
-    ("rule", "packing", "samples", "exact"),
-    [(None, False, 5, True), ("truncate", False, 3, True), ("drop", False, 2, True), (None, True, 5, False)],
-)
-def test_samples_of_tokenised_rows_are_counted_by_their_lengths(
-    tmp_path: Path, rule: str | None, packing: bool, samples: int, exact: bool
-) -> None:
-    pq.write_table(pa.table({"ids": [[1] * 32, [1] * 70, [1], []]}), tmp_path / "a.parquet")
-    data = {"train": {"path": f"{tmp_path}/a.parquet"}, "columns": {"input_ids": "ids"}}
-    raw = raw_spec(data=data | {"on_long_rows": rule, "packing": packing})
-    assert answer({"spec": raw, "readable": may_read(f"file://{tmp_path}").model_dump(), "parent": None})["count"] == {
-        "samples": samples,
-        "exact": exact,
-    }

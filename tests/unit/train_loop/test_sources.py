@@ -102,11 +102,11 @@ def test_missing_credentials_are_told_at_once(s3: S3Server, monkeypatch: pytest.
     "uri", ["s3://corpus-evil/x", "s3://corpus/textile", "s3://corp*/x", "/data", "gs://corpus/text"]
 )
 def test_what_lies_beside_a_root_lies_outside(uri: str) -> None:
-    readable = may_read("s3://corpus/text", "sftp://user:secret@host/data", "file:///elsewhere")
+    policy = may_read("s3://corpus/text", "sftp://user:secret@host/data", "file:///elsewhere")
     with pytest.raises(DataError, match=r"lies outside the allowed storage roots \(") as refused:
-        check_allowed(uri, readable)
+        check_allowed(uri, policy)
     assert "secret" not in str(refused.value)
-    check_allowed("s3://corpus/text/a.txt", readable)
+    check_allowed("s3://corpus/text/a.txt", policy)
 
 
 @pytest.mark.parametrize("below", ["", "/*.txt", "/**/*.txt"])

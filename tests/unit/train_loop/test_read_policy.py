@@ -13,14 +13,14 @@ from train_loop.data.files import File, open_file
 from train_loop.data.sources import check_allowed
 from train_loop.data.tokenizer import load_tokenizer
 from train_loop.errors import DataError
+from train_loop.input_files import current_policy, limit_inputs, open_input
 from train_loop.model.load import open_tensors, read_headers
 from train_loop.model_folder import model_config
-from train_loop.readable import only, open_input, own_readable
-from train_loop.run_dir import READABLE_VARIABLE, Readable
+from train_loop.run_dir import READ_POLICY_VARIABLE, ReadPolicy
 from train_loop.spec import ModelSpec
 
 JOB = "job-01m89aapeeqbdt7xysvprv3021"
-NLP = Readable(
+NLP = ReadPolicy(
     project="nlp",
     roots=("s3://runs", "s3://nlp/", "sftp://user:secret@host/data"),
     runs=("s3://runs",),
@@ -38,7 +38,7 @@ NLP = Readable(
         ("sftp://other@host/data/a", None),
         (f"s3://runs/nlp/{JOB}/export/model.safetensors", None),
         (f"s3://runs/vision/{JOB}/export/model.safetensors", f"lies in the run directory of {JOB}"),
-        (f"s3://runs/vision/{JOB}", "which is no job of project 'nlp'; clone"),
+        (f"s3://runs/vision/{JOB}", "which is not a job of project 'nlp'; clone"),
         ("s3://runs/corpus/job-descriptions.jsonl", None),
         ("s3://runs/corpus", None),
     ],
@@ -62,7 +62,7 @@ def roots(tmp_path: Path) -> Iterator[Path]:
         (tmp_path / name).mkdir()
     (tmp_path / "outside/secret.jsonl").write_text('{"text": "secret"}\n')
     root = (tmp_path / "root").as_uri()
-    with only(Readable(project="nlp", roots=(root,), runs=(root,), caches=(f"{root}/_cache",))):
+    with limit_inputs(ReadPolicy(project="nlp", roots=(root,), runs=(root,), caches=(f"{root}/_cache",))):
         yield tmp_path
 
 
@@ -149,13 +149,13 @@ def test_tensors_are_those_of_the_file_that_was_checked(roots: Path) -> None:
 
 
 def test_process_of_a_job_obeys_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(READABLE_VARIABLE, raising=False)
-    assert own_readable() is None
-    monkeypatch.setenv(READABLE_VARIABLE, json.dumps({"project": "nlp", "roots": ["s3://nlp"], "later": 1}))
-    assert own_readable() == Readable(project="nlp", roots=("s3://nlp",))
+    monkeypatch.delenv(READ_POLICY_VARIABLE, raising=False)
+    assert current_policy() is None
+    monkeypatch.setenv(READ_POLICY_VARIABLE, json.dumps({"project": "nlp", "roots": ["s3://nlp"], "later": 1}))
+    assert current_policy() == ReadPolicy(project="nlp", roots=("s3://nlp",))
 
 
-def own() -> Readable:
-    found = own_readable()
+def own() -> ReadPolicy:
+    found = current_policy()
     assert found is not None
     return found
