@@ -377,7 +377,9 @@ class StorageAway(ServiceError):
 
     def __init__(self, root: str, since: float | None, error: str) -> None:
         when = "" if since is None else f" since {datetime.fromtimestamp(since, UTC):%Y-%m-%d %H:%M:%S} UTC"
-        super().__init__(f"storage {root} has been unavailable{when}: {error}; mount it again, then repeat the request")
+        remote = "://" in root and not root.startswith("file://")
+        remedy = "repeat the request once it answers" if remote else "mount it again, then repeat the request"
+        super().__init__(f"storage {root} has been unavailable{when}: {error}; {remedy}")
         self.root = root
         self.since = since
         """Unix seconds; None if only a part of it failed."""

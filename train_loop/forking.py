@@ -62,7 +62,9 @@ def _watched(question: dict[str, Any], answer: Answer) -> bytes:
     _, status, used = os.wait4(child, 0)
     subject = subjects[-1].decode() if subjects else ""
     limit = _limit_exceeded(question, status, used, found)
-    return found if limit is None else json.dumps(_exceeded(subject, limit)).encode()
+    if limit is not None:
+        return json.dumps(_exceeded(subject, limit)).encode()
+    return json.dumps({"failed": _timed_out(question, subject)}).encode() if _by(status) == signal.SIGALRM else found
 
 
 def _answer(question: dict[str, Any], answer: Answer, writing: int) -> None:
@@ -116,15 +118,30 @@ def _data_bytes() -> int:
 
 def _limit_exceeded(question: dict[str, Any], status: int, used: resource.struct_rusage, found: bytes) -> str | None:
     """Return the limit that a child ran into, as its problem says it, or None."""
-    killed = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+    killed = _by(status)
     cpu, memory = question.get("cpu_seconds"), question.get("memory_bytes")
     if cpu and killed == signal.SIGXCPU:
         return f"took over {cpu:g} s of CPU time; {_REMEDY} TRAINSHED_PREFLIGHT_CPU_SECONDS"
+    if killed == signal.SIGALRM and used.ru_utime + used.ru_stime > question["seconds"] / 2:
+        return f"took over {question['seconds']:g} s; {_REMEDY} TRAINSHED_PREFLIGHT_SECONDS"
     # Python raises MemoryError; libraries in Rust and C++ end the process if memory is refused.
     refused = killed in (signal.SIGABRT, signal.SIGSEGV) and used.ru_maxrss * 1024 > (memory or math.inf) / 2
     if memory and (refused or found == _NO_MEMORY):
         return f"took over {memory // _MIB} MiB of memory; {_REMEDY} TRAINSHED_PREFLIGHT_MEMORY_BYTES"
     return None
+
+
+def _by(status: int) -> int | None:
+    """Return the signal that killed a process with this wait status."""
+    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+
+
+def _timed_out(question: dict[str, Any], subject: str) -> str:
+    """Return what is said of a check that waited: unlike computing, this is not the spec's fault."""
+    return (
+        f"the check of {subject} took over {question['seconds']:g} s; check that its storage answers, or have the "
+        "operator raise TRAINSHED_PREFLIGHT_SECONDS"
+    )
 
 
 def _exceeded(subject: str, limit: str) -> dict[str, Any]:

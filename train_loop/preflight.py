@@ -2,9 +2,9 @@
 
 `python -m train_loop.preflight SOCKET` listens there until its standard input ends. A question is {"spec": …,
 "read_policy": {…}, "parent": … or null, "seconds": …}, the answer {"problems": [{"pointer", "message"}], "shape": {…}}:
-the model's sizes, or null where they cannot be told. A process of its own, because torch takes memory and seconds that
-the service need not have; and a forked one for each question, because a damaged file may crash the library that opens
-it.
+the model's sizes, or null where they cannot be told. If storage is away the answer is {"unavailable": {"root",
+"error"}}. It is a process of its own, because torch takes memory and seconds that the service need not have. It forks
+for each question, because a damaged file may crash the library that opens it.
 """
 
 import sys
@@ -19,6 +19,7 @@ from train_loop.checkpoint.manifest import metadata_name, verify
 from train_loop.checkpoint.saved import saved_shapes
 from train_loop.data.chat import check_chat_template
 from train_loop.data.count import count_samples
+from train_loop.data.files import storage_patience
 from train_loop.data.preview import preview_data
 from train_loop.data.rows import check_columns, is_empty
 from train_loop.data.sources import check_allowed, check_folder, list_files
@@ -35,15 +36,22 @@ from train_loop.model.tiled_mlp import apply_tiled_mlp
 from train_loop.model_folder import model_config, model_folder, model_shape, tokenizer_folder
 from train_loop.parallel.units import decoder_layers, find_units
 from train_loop.plan import ModelShape, Preview, SampleCount
-from train_loop.run_dir import Parent, ReadPolicy, RunDir
+from train_loop.run_dir import Parent, ReadPolicy, RunDir, StorageUnavailable
 from train_loop.spec import ColumnsSpec, JobSpec, Problem, SourceSpec, parse
 
 # pathlib raises RuntimeError for links in a circle, and readers of nested text RecursionError, which is one.
 _MISTAKES = (ValueError, OSError, RuntimeError)
+_STORAGE_SECONDS = 5.0
+"""How long to retry storage that fails, while a user waits."""
 
 
 def _said(error: Exception) -> str:
-    """Return what a user can act on. Raises the error itself if it is not the user's."""
+    """Return what a user can act on. Raises the error itself if it is not the user's.
+
+    That of storage which is away is not.
+    """
+    if isinstance(error, StorageUnavailable):
+        raise error
     if isinstance(error, RecursionError):
         return "it is nested too deeply to be read; copy it again, or write it with fewer levels"
     if isinstance(error, RuntimeError) and "Symlink loop" in str(error):
@@ -200,9 +208,12 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     spec, policy = parse(question["spec"]), ReadPolicy.model_validate(question["read_policy"])
     parent = Parent.model_validate(question["parent"]) if question["parent"] else None
     # What is opened is checked as well: a link may be put in the place of a file between the two.
-    with limit_inputs(policy):
-        shape, problems = check_model(spec, policy, parent)
-        problems = [*check_data(spec, policy), *problems]
+    with limit_inputs(policy), storage_patience(_STORAGE_SECONDS):
+        try:
+            shape, problems = check_model(spec, policy, parent)
+            problems = [*check_data(spec, policy), *problems]
+        except StorageUnavailable as error:
+            return {"unavailable": {"root": str(error.filename), "error": str(error.strerror)}}
         preview, count = ([], None) if problems else (_preview(spec), _count(spec))
     return {
         "problems": [asdict(problem) for problem in problems],

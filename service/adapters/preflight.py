@@ -18,11 +18,13 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from tenacity import RetryError, Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
-from service.errors import PreflightFailed
+from service.errors import PreflightFailed, StorageAway
 from service.ports import Findings
 from train_loop.run_dir import Parent, ReadPolicy
 from train_loop.spec import JobSpec
 
+_GRACE_SECONDS = 2.0
+"""For the helper to answer after the time of a check is over."""
 _COMMAND = (sys.executable, "-m", "train_loop.preflight")
 _FRESH_SECONDS = 30.0
 """For so long what was in order is taken to be: a sweep asks for the same data and model again and again."""
@@ -131,7 +133,8 @@ class HelperPreflight:
 
     def _ask(self, question: bytes) -> bytes:
         """The helper's answer, empty where it died of the question. Raises as `_connect`, and TimeoutError."""
-        deadline = time.monotonic() + self._limits.seconds
+        # The helper ends the check in time, and tells what it waited for.
+        deadline = time.monotonic() + self._limits.seconds + _GRACE_SECONDS
         with self._connect() as connection:
             connection.sendall(question)
             connection.shutdown(socket.SHUT_WR)
@@ -226,5 +229,8 @@ def _parse(answer: bytes) -> Findings:
     try:
         return _findings.validate_json(answer)
     except ValidationError as error:
-        said = json.loads(answer).get("failed", answer.decode()[:200])
+        found = json.loads(answer)
+        if away := found.get("unavailable"):
+            raise StorageAway(away["root"], None, away["error"]) from error
+        said = found.get("failed", answer.decode()[:200])
         raise PreflightFailed(f"the data and the model could not be looked at: {said}") from error

@@ -2,9 +2,11 @@
 
 import hashlib
 import io
+import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,15 +18,28 @@ import pyarrow as pa
 from train_loop.errors import DataError
 from train_loop.input_files import open_input
 from train_loop.patience import patiently
+from train_loop.run_dir import StorageUnavailable
 
 _PATIENCE = 300.0
 """Seconds for which storage may fail before a read gives up."""
 _LISTING_PATIENCE = 30.0
 """The same for listings, for which somebody may be waiting."""
 _BUFFER = 4 * 2**20
+_longest: ContextVar[float] = ContextVar("longest", default=math.inf)
+"""Upper bound of both in this context."""
 _LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError, TypeError)
 _LASTING_NAMES = {"FileExpired", "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
 """What trying again does not help against; by name, what belongs to packages that need not be installed."""
+
+
+@contextmanager
+def storage_patience(seconds: float) -> Iterator[None]:
+    """Retry remote storage for at most so many seconds, for somebody who waits for the answer."""
+    token = _longest.set(seconds)
+    try:
+        yield
+    finally:
+        _longest.reset(token)
 
 
 @dataclass(frozen=True)
@@ -80,7 +95,7 @@ def file_system(uri: str) -> FileSystem:
 
 
 def _read_range(file: File, start: int, stop: int) -> bytes:
-    """Bytes start to stop of a remote file. Raises OSError once storage has failed for five minutes."""
+    """Bytes start to stop of a remote file. Raises StorageUnavailable once storage has failed for five minutes."""
     system, path = fsspec.core.url_to_fs(file.uri)
     data: bytes = _ask(file.uri, _PATIENCE, system.cat_file, path, start=start, end=stop)
     return data
@@ -214,7 +229,8 @@ def _version(info: dict[str, Any]) -> str:
 
 
 def _ask(uri: str, patience: float, call: Any, *arguments: Any, **options: Any) -> Any:
-    """Call until it succeeds, fails for good, or has failed for `patience` seconds."""
+    """Call until it succeeds or fails for good. Raises StorageUnavailable if it has failed for `patience` seconds."""
+    patience = min(patience, _longest.get())
     try:
         return patiently(partial(call, *arguments, **options), seconds=patience, may_pass=_may_pass)
     except FileNotFoundError as error:
@@ -222,7 +238,7 @@ def _ask(uri: str, patience: float, call: Any, *arguments: Any, **options: Any) 
     except Exception as error:
         if not _may_pass(error):
             raise DataError(f"{uri} cannot be read: {error}; check the credentials of service and workers") from error
-        raise OSError(f"{uri}: storage has failed for {patience:.0f} s: {error}") from error
+        raise StorageUnavailable(uri, f"it has failed for {patience:.0f} s: {error}") from error
 
 
 def _may_pass(error: BaseException) -> bool:

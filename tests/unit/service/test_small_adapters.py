@@ -1,35 +1,17 @@
-"""Keys, preflight and settings."""
+"""Keys and settings."""
 
-import json
 import os
-import re
 import stat
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-import psutil
 import pytest
 from structlog.testing import capture_logs
 
 from service.adapters.keys import ensure_key, read_key
-from service.adapters.preflight import _FRESH_SECONDS, HelperPreflight, Limits
-from service.errors import KeyUnusable, PreflightFailed
-from service.ports import Findings
+from service.errors import KeyUnusable
 from service.settings import Settings
-from tests.support.folders import write_model, write_tokenizer
-from tests.support.service import a_spec
-from tests.support.specs import TINY, may_read
-from tests.support.waiting import wait_for
-from train_loop.plan import read_shape
 from train_loop.run_dir import SinkName
-from train_loop.spec import Problem
 
 
 def test_key_is_random_kept_and_for_its_owner_alone(tmp_path: Path) -> None:
@@ -78,207 +60,6 @@ def test_key_file_that_others_may_read_or_guess_is_warned_of(tmp_path: Path) -> 
 def test_key_file_left_empty_by_a_crash_gets_a_key(tmp_path: Path) -> None:
     (tmp_path / "admin.key").touch()
     assert ensure_key(tmp_path / "admin.key")
-
-
-@contextmanager
-def preflight(answer: str, *, timeout: float = 30.0, limits: Limits | None = None) -> Iterator[HelperPreflight]:
-    """One whose helper answers so: Python that may use `asked`."""
-    imports = "import os, sys, time\nfrom train_loop.forking import looking_at, serve\n"
-    command = [sys.executable, "-c", f"{imports}serve(sys.argv[1], lambda asked: {answer})"]
-    limits = limits or Limits(timeout)
-    helper = HelperPreflight(read_policy=lambda _: may_read("file:///data"), limits=limits, command=command)
-    try:
-        yield helper
-    finally:
-        helper.stop()
-
-
-ECHO = "{'problems': [{'pointer': asked['spec']['name'], 'message': asked['read_policy']['roots'][0]}], 'shape': None}"
-
-
-def test_preflight_is_told_spec_and_roots_and_answers_problems() -> None:
-    with preflight(ECHO) as helper:
-        assert helper.check(a_spec()) == Findings((Problem("tiny", "file:///data"),), None)
-
-
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        ("1 / 0", "could not be looked at: ZeroDivisionError: division by zero"),
-        ("os.abort()", "died of the question"),
-        ("{'hello': 1}", "could not be looked at"),
-    ],
-)
-def test_preflight_that_fails_says_why_and_is_asked_again(answer: str, message: str) -> None:
-    with preflight(f"{answer} if asked['spec']['name'] == 'bad' else {ECHO}") as helper:
-        for _ in range(2):
-            with pytest.raises(PreflightFailed, match=message):
-                helper.check(a_spec(name="bad"))
-            assert helper.check(a_spec()).problems
-
-
-def test_preflight_tells_that_its_imports_are_not_done_and_restarts_a_helper_that_ended(tmp_path: Path) -> None:
-    code = f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.01)\n"
-    code += "import sys\npathlib.Path(sys.argv[1]).touch()\ntime.sleep(3600)"
-    helper = HelperPreflight(
-        read_policy=lambda _: may_read(), limits=Limits(30.0), command=[sys.executable, "-c", code]
-    )
-    assert helper.trouble() == "is not started"
-    helper.start()
-    try:
-        assert helper.trouble() == "is importing its libraries"
-        (tmp_path / "go").touch()
-        wait_for(lambda: helper.trouble() is None, "a helper that has done its imports")
-        assert helper._helper is not None
-        helper._helper.kill()
-        helper._helper.wait()
-        assert helper.trouble() == "ended with -9 and is started again"
-        wait_for(lambda: helper.trouble() is None, "another helper")
-    finally:
-        helper.stop()
-
-
-def test_preflight_that_hangs_is_ended() -> None:
-    with preflight(f"time.sleep(3600) if asked['spec']['name'] == 'bad' else {ECHO}", timeout=20.0) as helper:
-        assert helper.check(a_spec()).problems
-        helper._limits = Limits(0.2)
-        with pytest.raises(PreflightFailed, match=r"took over 0\.2 s"):
-            helper.check(a_spec(name="bad"))
-        assert helper._helper is not None
-        here = psutil.Process(helper._helper.pid)
-        wait_for(lambda: not here.children(), "the end of who hangs")
-
-
-@pytest.fixture(scope="module")
-def helper() -> Iterator[HelperPreflight]:
-    """The real one, with small limits."""
-    limits = Limits(100.0, cpu_seconds=3.0, memory_bytes=1 << 30)
-    one = HelperPreflight(read_policy=lambda _: may_read("file:///"), limits=limits)
-    yield one
-    one.stop()
-
-
-_SMALL = Limits(60.0, cpu_seconds=1.0, memory_bytes=64 << 20)
-
-
-@pytest.mark.parametrize(
-    ("answer", "rule"),
-    [
-        ("[None for _ in iter(int, 1)]", "took over 64 MiB of memory; .* TRAINSHED_PREFLIGHT_MEMORY_BYTES"),
-        ("bytearray(100 << 20)", "took over 64 MiB of memory; .* TRAINSHED_PREFLIGHT_MEMORY_BYTES"),
-        ("sum(iter(int, 1))", "took over 1 s of CPU time; .* TRAINSHED_PREFLIGHT_CPU_SECONDS"),
-    ],
-)
-def test_check_that_exceeds_a_limit_is_a_problem_of_what_it_looked_at(answer: str, rule: str) -> None:
-    hostile = f"looking_at('/data/train/path') or looking_at('/model') or {answer}"
-    with preflight(f"{hostile} if asked['spec']['name'] == 'bad' else {ECHO}", limits=_SMALL) as helper:
-        ((problem,),) = [helper.check(a_spec(name="bad")).problems]
-        assert problem.pointer == "/model"
-        assert re.search(rule, problem.message), problem.message
-        assert helper.check(a_spec()).problems[0].pointer == "tiny"
-
-
-def test_forks_go_first_if_the_host_has_no_memory() -> None:
-    score = "open('/proc/self/oom_score_adj').read().strip()"
-    with preflight(f"{{'problems': [{{'pointer': '', 'message': {score}}}], 'shape': None}}") as helper:
-        assert helper.check(a_spec()).problems[0].message == "1000"
-
-
-def test_helper_of_a_killed_service_removes_its_folder(tmp_path: Path) -> None:
-    socket = tmp_path / "shed" / "preflight"
-    socket.parent.mkdir()
-    code = "import sys\nfrom train_loop.forking import serve\nserve(sys.argv[1], lambda asked: None)"
-    with subprocess.Popen([sys.executable, "-c", code, str(socket)], stdin=subprocess.PIPE) as helper:
-        wait_for(socket.exists, "the helper")
-        assert helper.stdin is not None
-        helper.stdin.close()
-        assert helper.wait(timeout=30) == 0
-    assert not socket.parent.exists()
-
-
-def test_helper_that_cannot_start_says_so_and_one_that_was_killed_is_started_again() -> None:
-    command = [sys.executable, "-c", "raise SystemExit(3)"]
-    broken = HelperPreflight(read_policy=lambda _: may_read(), limits=Limits(30.0), command=command)
-    with pytest.raises(PreflightFailed, match="ended with 3; see the service's log"):
-        broken.check(a_spec())
-    broken.stop()
-    with preflight(ECHO) as helper:
-        assert helper.check(a_spec()).problems
-        assert helper._helper is not None
-        helper._helper.kill()
-        helper._helper.wait()
-        assert helper.check(a_spec()).problems
-
-
-def test_what_was_in_order_is_not_looked_at_again_at_once() -> None:
-    shape = asdict(read_shape({"model_type": "qwen3"}))
-    with preflight(f"{{'problems': [], 'shape': {{**{shape}, 'layers': os.getpid()}}}}") as helper:
-        first = helper.check(a_spec())
-        again = helper.check(a_spec(name="other", training={"learning_rate": 0.5}, scaling={"num_workers": 4}))
-        assert again is first
-        assert helper.check(a_spec(data={"sequence_length": 64})) is not first
-        # Another project may read other files.
-        assert helper.check(a_spec(project="other")) is not first
-
-
-def test_what_is_known_is_what_was_found_in_order_a_moment_ago(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = asdict(read_shape({"model_type": "qwen3"}))
-    good, bad, ill = a_spec(), a_spec(data={"sequence_length": 64}), a_spec(data={"sequence_length": 256})
-    others = f"{{64: {ECHO}, 256: {{'failed': 'no'}}}}"
-    found = f"{others}.get(asked['spec']['data']['sequence_length'], {{'problems': [], 'shape': {shape}}})"
-    with preflight(found) as helper:
-        assert helper.known(good) is None
-        first = helper.check(good)
-        assert helper.check(bad).problems
-        with pytest.raises(PreflightFailed):
-            helper.check(ill)
-        assert helper.known(a_spec(name="other")) is first
-        assert helper.known(bad) is None
-        assert helper.known(ill) is None
-        now = time.monotonic()
-        monkeypatch.setattr(time, "monotonic", lambda: now + _FRESH_SECONDS)
-        assert helper.known(good) is None
-
-
-def test_who_asks_the_same_at_once_waits_for_one_answer() -> None:
-    shape = asdict(read_shape({"model_type": "qwen3"}))
-    slow = f"time.sleep(1) or {{'problems': [], 'shape': {{**{shape}, 'layers': os.getpid()}}}}"
-    with preflight(slow) as helper, ThreadPoolExecutor(8) as threads:
-        answers = list(threads.map(helper.check, [a_spec(name=f"job-{number}") for number in range(8)]))
-        assert all(answer is answers[0] for answer in answers)
-    with preflight("time.sleep(1) or 1 / 0") as helper, ThreadPoolExecutor(8) as threads:
-        asked = [threads.submit(helper.check, a_spec()) for _ in range(8)]
-        errors = [one.exception() for one in asked]
-        assert all(error is errors[0] and isinstance(error, PreflightFailed) for error in errors)
-
-
-def test_the_real_helper_tells_the_sizes_of_a_model_in_a_folder(helper: HelperPreflight, tmp_path: Path) -> None:
-    write_tokenizer(write_model(tmp_path))
-    spec = a_spec(model={"config": None, "path": tmp_path.as_uri()})
-    assert helper.check(spec) == Findings((), read_shape(TINY))
-
-
-@pytest.mark.parametrize(
-    ("template", "rule"),
-    [
-        ("{{ 'a'*2000000000 }}", "MiB of memory"),
-        # Which limit a billion characters meet first depends on the speed and the memory of the machine.
-        ("{{ '%1000000000d' % 1 }}", "characters of 2 messages|MiB of memory|s of CPU time"),
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "s of CPU time"),
-    ],
-)
-def test_chat_template_that_takes_too_much_is_a_problem_of_its_field(
-    helper: HelperPreflight, tmp_path: Path, template: str, rule: str
-) -> None:
-    write_tokenizer(write_model(tmp_path))
-    (tmp_path / "chat_template.jinja").write_text(template)
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}))
-    data = {"train": {"path": str(rows)}, "columns": {"messages": "messages"}}
-    spec = a_spec(model={"config": None, "path": tmp_path.as_uri()}, data=data)
-    ((problem,),) = [helper.check(spec).problems]
-    assert problem.pointer == "/model/tokenizer"
-    assert re.search(rule, problem.message), problem.message
 
 
 def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
