@@ -39,4 +39,4 @@ def set_own(module: nn.Module) -> None:
         module.eps.fill_(eps)
     # By name, as importing its family would slow down the start of every rank.
     elif type(module).__name__ == "Data2VecTextLMHead":
-        module.bias.zero_()
+        module.get_parameter("bias").zero_()
