@@ -138,8 +138,6 @@ def rm(job: JobRef, as_json: AsJson = False) -> None:
 
 def _started(job: JobOut, *, wait: bool, as_json: bool) -> None:
     """A new job: its id for scripts, at once, whatever becomes of the wait."""
-    for warning in job.warnings if not as_json else ():
-        show_note(f"warning: {warning}")
     if not as_json:
         show_text(job.id)
         for warning in job.warnings:

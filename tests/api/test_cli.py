@@ -112,6 +112,11 @@ def test_plan_names_mesh_and_warnings(home: Path) -> None:
     assert "warning: the job would stay QUEUED: 99 workers need 99 CPU" in said
 
 
+def test_submit_prints_each_warning_once(home: Path) -> None:
+    printed = run("submit", "-", stdin=spec_body(scaling={"num_workers": 99})).output
+    assert printed.count("99 workers need 99 CPU") == 1
+
+
 def test_refusal_ends_with_the_reason_and_code_1(home: Path) -> None:
     answer = run("submit", "-", stdin=spec_body(strategy={"fsdp_size": 3}, scaling={"num_workers": 4}))
     assert answer.exit_code == 1
