@@ -41,6 +41,8 @@ from train_loop.spec import JobSpec
 
 log = logging.getLogger(__name__)
 _PROBE_SECONDS, _LAST_EVENTS_SECONDS, _SET_UP_SECONDS, _DEATH_SECONDS = 2.0, 5.0, 60.0, 2.0
+_LAST_BEAT_SECONDS = 1.0
+"""Time for the last heartbeat of a dead rank to arrive."""
 
 
 class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
@@ -66,7 +68,7 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
         with storage_may_fail(lambda error: log.warning("the driver's log cannot be opened: %s", error)):
             log_lines_to(self._attempt.driver_log)
         self._journal = Journal(self._attempt, epoch=NewestEpoch(self._run_dir, self._attempt.number))
-        self._events: queue.SimpleQueue[tuple[str, dict[str, Any]] | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[tuple[str, dict[str, Any]] | threading.Event | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write_events, name="events", daemon=True)
         self._writer.start()
         storage = str(self._run_dir.root.parent.parent)
@@ -119,6 +121,8 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
         if retry_storage(partial(last_word, self._attempt)) is not None:
             # Its loss came after its end. A new group would have nothing to do, and may find no room.
             raise RunEndedError("an earlier worker group of this attempt has ended the run")
+        self._monitor.await_cause(_LAST_BEAT_SECONDS)
+        self._flush_events()
         committed = retry_storage(lambda: max(self._run_dir.checkpoint_folders(), default=None))
         reported = retry_storage(partial(groups_without_memory, self._run_dir, committed))
         if len(reported) > 1:
@@ -200,9 +204,18 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
         """Have an event written. It returns at once: storage that hangs must not stop the watch."""
         self._events.put((name, {"time": time.time(), **fields}))
 
+    def _flush_events(self) -> None:
+        """Wait until all events so far are written, or for some seconds if storage hangs."""
+        written = threading.Event()
+        self._events.put(written)
+        written.wait(_LAST_EVENTS_SECONDS)
+
     def _write_events(self) -> None:
         """Write events in their order, and one line of the driver's log for each."""
         while (event := self._events.get()) is not None:
+            if isinstance(event, threading.Event):
+                event.set()
+                continue
             name, fields = event
             if name == "workers_lost" and self._ended_by_error():
                 # The job ends of what a user must correct: nothing was lost, and nothing is tried again.

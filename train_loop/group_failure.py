@@ -26,6 +26,11 @@ class Evidence:
     """The controller's host, if all of several other hosts are silent: then it is the one without a network."""
 
     @property
+    def has_cause(self) -> bool:
+        """Whether the cause is known; errors and lost connections to ranks can have any."""
+        return bool(self.lost_hosts or self.ended or self.cut_off)
+
+    @property
     def dead(self) -> set[int]:
         """The ranks that died; empty if all of them only raised errors."""
         on_lost_hosts = {rank for rank, host in self.hosts.items() if host in self.lost_hosts}

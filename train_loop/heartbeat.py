@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
@@ -34,6 +35,8 @@ _RESPAWN_SECONDS = 1.0
 _EXIT_INFO_SECONDS = 0.5
 _LONGEST_LOOK_SECONDS = 2 * INTERVAL_SECONDS
 """A longer pause between two heartbeats means that this host was frozen."""
+_RECENT_BEATS = 4
+"""A kill within this number of heartbeats explains the end of a rank: a large process takes its time to exit."""
 _GET_INFO, _INFO_EXIT, _INFO_BYTES, _EXIT_CODE_AT = 0xC040FF0B, 1 << 3, 64, 60
 """PIDFD_GET_INFO of Linux 6.15: how a process ended, for processes that are not its parent."""
 
@@ -190,7 +193,8 @@ class _Sender:
         family = socket.getaddrinfo(self._target.host, self._target.port, type=socket.SOCK_DGRAM)[0][0]
         self._socket = socket.socket(family, socket.SOCK_DGRAM)
         self._failed_since = self._looked = self._failed_seconds = 0.0
-        self._counter, self._kills = _kill_counter(parent), 0
+        self._kills = deque[tuple[Path, int]](maxlen=_RECENT_BEATS)
+        """Counters of kills for lack of memory, and their values at the latest heartbeats."""
 
     def run(self) -> None:
         """Send until the rank ends or stops heartbeats."""
@@ -206,9 +210,9 @@ class _Sender:
             if ready:
                 self._report_end(process)
                 return
-            # Read again each time: a process that has ended belongs to no container.
-            self._counter = _kill_counter(self._parent)
-            self._kills = _oom_kills(self._counter)
+            # The path is read each time: a process may move to another cgroup.
+            counter = _kill_counter(self._parent)
+            self._kills.append((counter, _oom_kills(counter)))
             self._send(stopped=_is_stopped(self._parent))
             select.select(ends, [], [], INTERVAL_SECONDS)
 
@@ -247,7 +251,7 @@ class _Sender:
     def _report_end(self, process: int | None) -> None:
         status = _exit_status(process) if process is not None else None
         killed = status is None or status & 0x7F == signal.SIGKILL
-        out_of_memory = killed and _oom_kills(self._counter) > self._kills
+        out_of_memory = killed and any(_oom_kills(counter) > count for counter, count in self._kills)
         for _ in range(3):
             self._send(ended=True, status=status, out_of_memory=out_of_memory)
             time.sleep(0.1)

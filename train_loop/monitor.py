@@ -185,17 +185,25 @@ class GroupMonitor:
             if group is None:
                 return
             group.liveness.hear(beat, self._clock())
-            if not group.closing and (ranks := group.liveness.out_of_memory() - group.out_of_memory):
-                group.out_of_memory |= ranks
-                self._report_memory(group, ranks)
+            ended = self._ended_so_far()
+            for rank in sorted((group.liveness.out_of_memory() & ended.keys()) - group.out_of_memory):
+                group.out_of_memory.add(rank)
+                host = group.liveness.hosts[rank]
+                error = f"rank {rank} on {host} {ended[rank]}"
+                # At once: the next group does not start if this was the second time.
+                self._report("out_of_memory", rank=rank, host=host, memory="host", error=error)
 
-    def _report_memory(self, group: _Group, ranks: Collection[int]) -> None:
-        """Report ranks that the kernel killed; at once, as the next group starts only if this was the first time."""
-        ended = group.liveness.ended()
-        for rank in sorted(ranks):
-            host = group.liveness.hosts[rank]
-            error = f"rank {rank} on {host} {ended[rank]}"
-            self._report("out_of_memory", rank=rank, host=host, memory="host", error=error)
+    def await_cause(self, seconds: float) -> None:
+        """Wait until it is known how dead ranks ended, at most `seconds` after the failure of their group."""
+        while True:
+            with self._lock:
+                group = self._group
+                failure = None if group is None else group.failure
+                if group is None or failure is None or not failure.unreachable:
+                    return
+                if self._evidence(group, failure).has_cause or self._clock() - failure.at >= seconds:
+                    return
+            self._closed.wait(_TICK_SECONDS / 5)
 
     def closing(self) -> None:
         """Note that the group's processes are being ended: from now on their silence and their ends mean nothing.
@@ -335,32 +343,37 @@ class GroupMonitor:
             self._report("progressing")
 
     def _ended_so_far(self) -> dict[int, str]:
-        assert self._group is not None
-        return self._group.ended if self._group.closing else self._group.liveness.ended()
+        group = self._group
+        assert group is not None
+        ended = group.liveness.ended()
+        if not group.closing:
+            return ended
+        # A rank that Ray found dead died before its group was closed, even if its last heartbeat came later.
+        dead = group.failure.unreachable if group.failure is not None else {}
+        return group.ended | {rank: how for rank, how in ended.items() if rank in dead}
+
+    def _evidence(self, group: _Group, failure: _Failure) -> Evidence:
+        late = set() if group.closing else group.liveness.late_hosts(self._clock(), seconds=_LATE_SECONDS)
+        others = set(group.liveness.hosts.values()) - {self._own_host}
+        return Evidence(
+            group.liveness.hosts,
+            lost_hosts=dict.fromkeys(late - {self._own_host}, "") | group.lost,
+            ended=self._ended_so_far(),
+            out_of_memory=group.out_of_memory,
+            unreachable=failure.unreachable,
+            errors=failure.errors,
+            cut_off=self._own_host if len(others) > 1 and others <= late else None,
+        )
 
     def _settle_failure(self, *, force: bool = False) -> None:
         """Report a failure once its cause is known, or was looked for long enough."""
         group = self._group
         if group is None or group.failure is None or group.reported:
             return
-        now, failure = self._clock(), group.failure
-        late = set() if group.closing else group.liveness.late_hosts(now, seconds=_LATE_SECONDS)
-        others = set(group.liveness.hosts.values()) - {self._own_host}
-        cut_off = self._own_host if len(others) > 1 and others <= late else None
-        lost = dict.fromkeys(late - {self._own_host}, "") | group.lost
-        evidence = Evidence(
-            group.liveness.hosts,
-            lost,
-            self._ended_so_far(),
-            group.out_of_memory,
-            failure.unreachable,
-            failure.errors,
-            cut_off,
-        )
-        age = now - failure.at
+        failure = group.failure
+        evidence, age = self._evidence(group, failure), self._clock() - failure.at
         # That Ray cannot reach a rank says nothing of the cause: the heartbeats, or a probe of its host, will.
-        known = bool(evidence.lost_hosts or evidence.ended or evidence.cut_off)
-        if not force and age < (_SETTLE_SECONDS if known else _CAUSE_SECONDS):
+        if not force and age < (_SETTLE_SECONDS if evidence.has_cause else _CAUSE_SECONDS):
             return
         group.reported = True
         loss = explain(evidence)

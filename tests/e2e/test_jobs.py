@@ -237,15 +237,19 @@ def test_job_whose_rank_the_kernel_kills_for_lack_of_memory_is_tried_once_more(s
     def wait_for_steps(*, until: float) -> None:
         wait_for(lambda: [line for line in service.metrics(job_id) if line["time"] > until], "a later step")
 
-    for start in (1, 2):
-        with memory_group() as group:
-            group.add(wait_for_event("training_started", start)["workers"][1]["pid"])
-            # The heartbeats' process looks once a second which group its rank is in.
-            wait_for_steps(until=time.time() + 2.5)
-            group.allow(2**16)
-            wait_for_event("out_of_memory", start)
-            wait_for_event("workers_lost", start)
-    job = service.wait_for_state(job_id, JobState.FAILED)
+    try:
+        for start in (1, 2):
+            with memory_group() as group:
+                group.add(wait_for_event("training_started", start)["workers"][1]["pid"])
+                # The heartbeats' process looks once a second which group its rank is in.
+                wait_for_steps(until=time.time() + 2.5)
+                group.allow(2**16)
+                wait_for_event("out_of_memory", start)
+                wait_for_event("workers_lost", start)
+        job = service.wait_for_state(job_id, JobState.FAILED)
+    finally:
+        if not service.client.job(job_id).state.terminal:
+            service.client.cancel(job_id)
     assert job.reason is not None
     assert job.reason.code == "out_of_memory"
     assert "two worker groups ran out of memory" in job.reason.message

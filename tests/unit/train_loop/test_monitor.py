@@ -183,6 +183,16 @@ def test_failure_names_the_rank_that_ended_before_the_group_was_closed(world: Wo
     assert (loss["ranks"], loss["error"]) == ((2,), "rank 2 on node2 was killed by signal 9 (SIGKILL)")
 
 
+def test_rank_that_ray_finds_dead_before_its_last_heartbeat_comes_has_its_cause(world: World) -> None:
+    world.monitor.failed({0: "Connection reset"}, {2: "the actor died"})
+    world.monitor.closing()
+    world.monitor.hear(Beat(2, 1, 7, Phase.TRAIN, 0.0, ended=True, status=9, out_of_memory=True))
+    world.monitor.await_cause(0.0)
+    world.monitor.begin(2, HOSTS)
+    assert world.names() == ["out_of_memory", "workers_lost"]
+    assert world.events[1][1]["error"].startswith("rank 2 on node2 was killed by the kernel")
+
+
 def test_rank_that_the_kernel_killed_for_lack_of_memory_is_reported_at_once_and_once(world: World) -> None:
     for _ in range(3):
         world.monitor.hear(Beat(2, 1, 7, Phase.TRAIN, 0.0, ended=True, status=9, out_of_memory=True))

@@ -1,6 +1,7 @@
 """Out of memory: how it is told, tried once more at most, and what is said to help."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,7 +91,8 @@ def test_third_group_does_not_start_after_two_without_memory(tmp_path: Path) -> 
     lines = [line for line in file.read_text().splitlines() if "training_ended" not in line]
     file.write_text("\n".join(lines) + "\n")
     callback: Any = GroupCallback(RunDir(tmp_path), 1, spec(), autoscaled=False)
-    callback._monitor = object()
+    callback._monitor = SimpleNamespace(await_cause=lambda seconds: None)
+    callback._flush_events = lambda: None
     message = "two worker groups ran out of memory, with no new checkpoint between them: rank 0 on .* what helps"
     with pytest.raises(TooLittleMemoryError, match=message):
         callback.before_worker_group_start(None)
