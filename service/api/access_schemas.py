@@ -1,4 +1,4 @@
-"""What goes over the wire of keys and of the audit log."""
+"""Request and response models of keys and of the audit log."""
 
 from datetime import UTC, datetime
 from typing import Annotated
@@ -13,18 +13,18 @@ Project = Annotated[str, Field(pattern=PROJECT_OR_ANY, max_length=40)]
 
 
 class KeyIn(BaseModel):
-    """A key that is to be made."""
+    """A request to create a key."""
 
     model_config = ConfigDict(extra="forbid")
 
     name: Annotated[str, AfterValidator(refuse_hidden)] = Field(min_length=1, max_length=64, description="whose it is")
     roles: dict[Project, Role] = Field(min_length=1, max_length=64, description=f"by project; {ANY} stands for all")
-    # The last year may be one too many where the sun has risen already.
+    # A time late in year 9999 falls into year 10000 in time zones east of UTC, which datetime cannot hold.
     expires_at: AwareDatetime | None = Field(default=None, lt=datetime(9999, 1, 1, tzinfo=UTC))
 
 
 class KeyOut(BaseModel):
-    """A key, without what it opens the service with."""
+    """An API key, without its secret."""
 
     id: str
     name: str
@@ -37,7 +37,7 @@ class KeyOut(BaseModel):
 
     @classmethod
     def of(cls, key: Key, caller: Caller) -> "KeyOut":
-        """Return the key as this caller may see it."""
+        """Build from the domain, with the roles that this caller may see."""
         roles = dict(key.roles_shown_to(caller))
         return cls(
             id=key.id,
@@ -52,7 +52,7 @@ class KeyOut(BaseModel):
 
 
 class NewKey(BaseModel):
-    """A key that was made just now."""
+    """A new key and its secret."""
 
     key: KeyOut
     secret: str = Field(description="what goes behind `Authorization: Bearer`; it is not shown again")
@@ -65,7 +65,7 @@ class Keys(BaseModel):
 
 
 class DeedOut(BaseModel):
-    """A write: who did what, and what it changed."""
+    """An audit log entry: a write, its caller, and the state before and after it."""
 
     number: int
     time: Time
@@ -80,7 +80,7 @@ class DeedOut(BaseModel):
 
     @classmethod
     def of(cls, number: int, deed: Deed) -> "DeedOut":
-        """From the domain."""
+        """Build from the domain."""
         return cls(
             number=number,
             time=as_time(deed.time),
@@ -96,7 +96,7 @@ class DeedOut(BaseModel):
 
 
 class Me(BaseModel):
-    """Who the caller is."""
+    """The caller: its key and its roles."""
 
     id: str
     name: str

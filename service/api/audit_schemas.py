@@ -1,4 +1,4 @@
-"""Answer of a run audit."""
+"""Response models of a run audit."""
 
 from typing import Generic, TypeVar
 
@@ -22,7 +22,7 @@ class Findings(BaseModel, Generic[T]):
 
 
 class RunAuditOut(BaseModel):
-    """Which samples the steps of a run trained, over all attempts and worker groups."""
+    """Audit of the samples that a run's steps trained, over all attempts and worker groups."""
 
     clean: bool = Field(
         description="no sample is duplicated, missing or out of order; repeated steps alone are no fault, because "

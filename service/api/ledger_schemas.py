@@ -1,4 +1,4 @@
-"""What goes over the wire about checkpoints."""
+"""Request and response models of checkpoints."""
 
 from typing import Literal
 
@@ -24,7 +24,7 @@ class CheckpointOut(BaseModel):
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "CheckpointOut":
-        """From what the run directory tells."""
+        """Build from the run directory."""
         manifest = checkpoint.manifest
         return cls(
             step=manifest.step,
@@ -40,13 +40,13 @@ class CheckpointOut(BaseModel):
 
 
 class Checkpoints(BaseModel):
-    """The ledger of committed checkpoints, oldest first."""
+    """Committed checkpoints, oldest first."""
 
     data: list[CheckpointOut]
 
 
 class Verified(BaseModel):
-    """What was found when all of a checkpoint was read."""
+    """The result of a checkpoint's verification."""
 
     step: int
     ok: bool
@@ -54,7 +54,7 @@ class Verified(BaseModel):
 
 
 class ExportIn(BaseModel):
-    """What to make of a checkpoint."""
+    """Options of an export."""
 
     model_config = {"extra": "forbid"}
 
@@ -63,7 +63,7 @@ class ExportIn(BaseModel):
 
 
 class ExportOut(BaseModel):
-    """How far an export is."""
+    """State and progress of an export."""
 
     step: int
     dtype: str
@@ -75,7 +75,7 @@ class ExportOut(BaseModel):
 
     @classmethod
     def of(cls, status: ExportStatus, *, run_dir: str) -> "ExportOut":
-        """From what the run directory tells."""
+        """Build from the run directory."""
         wish = status.wish
         return cls(
             step=status.step,

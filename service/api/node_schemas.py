@@ -1,4 +1,4 @@
-"""Answer of `GET /nodes`."""
+"""Response models of `GET /nodes`."""
 
 from pydantic import BaseModel, Field
 

@@ -1,4 +1,4 @@
-"""What goes over the wire of a plan."""
+"""Response models of a plan."""
 
 from dataclasses import asdict
 from typing import Literal
@@ -20,7 +20,7 @@ class MeshOut(BaseModel):
 
     @classmethod
     def of(cls, mesh: MeshPlan) -> "MeshOut":
-        """From the plan."""
+        """Build from the plan."""
         return cls(ddp=mesh.ddp, fsdp=mesh.fsdp, sp=mesh.sp, shape=mesh.shape, names=mesh.names)
 
 
@@ -42,7 +42,7 @@ class MemoryOut(BaseModel):
 
 
 class PreviewOut(BaseModel):
-    """What preparing would do to the first rows of a source of text."""
+    """Preview of data preparation: counts over the first rows of a text source."""
 
     source: str
     rows: int = Field(description="rows that were looked at")
@@ -53,7 +53,7 @@ class PreviewOut(BaseModel):
 
 
 class PlanOut(BaseModel):
-    """What a spec comes to."""
+    """The plan of a job spec: mesh, batch, steps and memory."""
 
     name: str
     world: int
@@ -76,7 +76,7 @@ class PlanOut(BaseModel):
 
     @classmethod
     def of(cls, view: PlanView) -> "PlanOut":
-        """From what the use cases answer."""
+        """Build from the use case."""
         spec, plan = view.spec, view.plan
         terms = [MemoryTermOut(**asdict(term)) for term in plan.memory]
         return cls(

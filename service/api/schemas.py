@@ -1,4 +1,4 @@
-"""What goes over the wire: one model per answer, built from the domain."""
+"""Request and response models of jobs, pages and problems."""
 
 from datetime import UTC, datetime
 from typing import Annotated, Generic, TypeVar
@@ -17,17 +17,17 @@ Time = Annotated[datetime, PlainSerializer(lambda time: time.isoformat(timespec=
 
 
 def as_time(seconds: float) -> datetime:
-    """Unix seconds as they go over the wire."""
+    """Convert Unix seconds to a UTC datetime."""
     return datetime.fromtimestamp(seconds, UTC)
 
 
 def time_or_none(seconds: float | None) -> datetime | None:
-    """The same of what may not have happened."""
+    """Convert Unix seconds to a UTC datetime; None stays None."""
     return None if seconds is None else as_time(seconds)
 
 
 class ReasonOut(BaseModel):
-    """Why something is as it is."""
+    """A reason for a state, and a remedy."""
 
     code: Code
     message: str
@@ -35,7 +35,7 @@ class ReasonOut(BaseModel):
 
     @classmethod
     def of(cls, reason: Reason | None) -> "ReasonOut | None":
-        """From the domain."""
+        """Build from the domain."""
         return None if reason is None else cls(code=reason.code, message=reason.message, remedy=reason.remedy)
 
 
@@ -53,7 +53,7 @@ class AttemptOut(BaseModel):
 
     @classmethod
     def of(cls, attempt: Attempt) -> "AttemptOut":
-        """From the domain."""
+        """Build from the domain."""
         return cls(
             attempt=attempt.number,
             submission_id=attempt.submission_id,
@@ -67,7 +67,7 @@ class AttemptOut(BaseModel):
 
 
 class ProgressOut(BaseModel):
-    """How far a run is, by its newest metrics line, and what it waits for before it can start."""
+    """Progress of a run, from its newest metrics line, and the reason why it waits or makes no progress."""
 
     step: int
     of: int | None
@@ -87,7 +87,7 @@ class ProgressOut(BaseModel):
 
     @classmethod
     def of_view(cls, view: JobView, *, now: float) -> "ProgressOut":
-        """From what the run directory and the queue tell."""
+        """Build from the run directory and the queue."""
         parent = view.job.parent
         done = view.story.progress or Progress(parent.step if parent else 0, view.job.spec.training.max_steps)
         return cls(
@@ -113,14 +113,14 @@ class LineageOut(BaseModel):
 
 
 class LostWork(BaseModel):
-    """What faults have cost."""
+    """Work lost to faults."""
 
     steps: int = Field(description="optimizer steps that were trained again")
     hours: float = Field(description="from the last new step before each fault to the first one after it")
 
 
 class JobOut(BaseModel):
-    """A job: what was asked, where it stands, what it cost."""
+    """A job: its spec, state, progress and cost."""
 
     id: str
     name: str
@@ -155,7 +155,7 @@ class JobOut(BaseModel):
 
     @classmethod
     def of(cls, view: JobView, *, now: float) -> "JobOut":
-        """From what the use cases answer."""
+        """Build from the use case."""
         job, story, used = view.job, view.story, usage_of(view.job, until=now)
         return cls(
             id=job.id,
@@ -196,7 +196,7 @@ def _goodput(view: JobView, now: float) -> float | None:
 
 
 class Page(BaseModel, Generic[T]):
-    """A page of a list; `next` is the cursor for `?after=`, null where there is nothing to go on from."""
+    """A page of a list. `next` is the cursor for `?after=`; it is null if nothing can follow."""
 
     data: list[T]
     has_more: bool
@@ -209,7 +209,7 @@ TextPage = Page[str]
 
 
 class CloneIn(BaseModel):
-    """How to make a job out of another one."""
+    """Options for cloning a job."""
 
     model_config = {"extra": "forbid"}
 
@@ -222,7 +222,7 @@ class CloneIn(BaseModel):
 
 
 class CancelIn(BaseModel):
-    """How to cancel."""
+    """Options for cancelling a job."""
 
     model_config = {"extra": "forbid"}
 
@@ -231,7 +231,7 @@ class CancelIn(BaseModel):
 
 
 class PauseIn(BaseModel):
-    """How to pause."""
+    """Options for pausing a job."""
 
     model_config = {"extra": "forbid"}
 
@@ -239,7 +239,7 @@ class PauseIn(BaseModel):
 
 
 class ResumeIn(BaseModel):
-    """How to go on."""
+    """Options for resuming a job."""
 
     model_config = {"extra": "forbid"}
 
@@ -247,20 +247,20 @@ class ResumeIn(BaseModel):
 
 
 class Health(BaseModel):
-    """Whether the service works, in a word."""
+    """Health of the service, in one word."""
 
     status: str
 
 
 class ProblemOut(BaseModel):
-    """One thing wrong with a spec or a request."""
+    """One error in a spec or a request."""
 
     pointer: str
     message: str
 
 
 class ProblemDetails(BaseModel):
-    """RFC 9457."""
+    """Problem details of an error, as in RFC 9457."""
 
     type: str = "about:blank"
     title: str

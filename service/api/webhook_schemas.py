@@ -1,4 +1,4 @@
-"""What goes over the wire of webhooks and of the log of their deliveries."""
+"""Request and response models of webhooks and their deliveries."""
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -9,7 +9,7 @@ from service.domain.webhook import Answer, Delivery, Settled, Webhook
 
 
 class WebhookIn(BaseModel):
-    """A webhook that is to be made."""
+    """A request to create a webhook."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -21,7 +21,7 @@ class WebhookIn(BaseModel):
 
 
 class WebhookOut(BaseModel):
-    """A webhook, without what it signs with."""
+    """A webhook, without its signing secret."""
 
     id: str
     project: str
@@ -35,7 +35,7 @@ class WebhookOut(BaseModel):
 
     @classmethod
     def of(cls, webhook: Webhook) -> "WebhookOut":
-        """From the domain."""
+        """Build from the domain."""
         return cls(
             id=webhook.id,
             project=webhook.project,
@@ -50,14 +50,14 @@ class WebhookOut(BaseModel):
 
 
 class NewWebhook(BaseModel):
-    """A webhook that was given a secret just now."""
+    """A webhook and its new secret."""
 
     webhook: WebhookOut
     secret: str = Field(description="what signatures are verified with; it is not shown again")
 
     @classmethod
     def of(cls, webhook: Webhook) -> "NewWebhook":
-        """From the domain."""
+        """Build from the domain."""
         return cls(webhook=WebhookOut.of(webhook), secret=webhook.secret)
 
 
@@ -68,7 +68,7 @@ class WebhooksOut(BaseModel):
 
 
 class TrialOut(BaseModel):
-    """What came of a test call."""
+    """The result of a test message."""
 
     received: bool
     status: int | None = Field(description="of the receiver's answer; null where there was none")
@@ -76,12 +76,12 @@ class TrialOut(BaseModel):
 
     @classmethod
     def of(cls, answer: Answer) -> "TrialOut":
-        """From the domain."""
+        """Build from the domain."""
         return cls(received=answer.received, status=answer.status, error=answer.error)
 
 
 class DeliveryOut(BaseModel):
-    """A message on its way to a webhook."""
+    """The delivery of a message to a webhook."""
 
     number: int
     message_id: str = Field(description="the header webhook-id, the same each time it is sent")
@@ -97,7 +97,7 @@ class DeliveryOut(BaseModel):
 
     @classmethod
     def of(cls, delivery: Delivery) -> "DeliveryOut":
-        """From the domain."""
+        """Build from the domain."""
         return cls(
             number=delivery.number,
             message_id=delivery.message.id,

@@ -17,14 +17,14 @@ from service.errors import ServiceError
 if TYPE_CHECKING:
     from service import backup as archive
 else:
-    # It brings the database's libraries along, for which no other command should wait.
+    # Loads the database libraries, which would slow down all other commands.
     archive = lazily("service.backup")
 
 
 def backup(
     file: Annotated[Path, typer.Argument(help="to write, a .tar; it must not exist")], as_json: AsJson = False
 ) -> None:
-    """Back the embedded database and the admin key up, beside a running service if there is one."""
+    """Back up the embedded database and the admin key. The service may be running."""
     told = settings()
     with _readable():
         made = archive.back_up(told, file.absolute())
@@ -45,7 +45,7 @@ def restore(
     force: Annotated[bool, typer.Option("--force", help="where a database is there already; it is kept aside")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Put a backup into the home of a service that does not run."""
+    """Restore a backup into the home of a stopped service."""
     told = settings()
     with _readable():
         done = archive.restore(told, file.absolute(), force=force)
@@ -62,7 +62,7 @@ def restore(
 
 @contextmanager
 def _readable() -> Iterator[None]:
-    """A refusal as a line, with exit code 1."""
+    """Turn a ServiceError or OSError into a one-line error and exit code 1."""
     try:
         yield
     except (ServiceError, OSError) as error:

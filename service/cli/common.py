@@ -1,4 +1,4 @@
-"""What commands have in common: their arguments and options, and how a spec is read."""
+"""Arguments and options that commands share, and reading of spec files."""
 
 import json
 import re
@@ -38,7 +38,7 @@ Wait = Annotated[bool, typer.Option("--wait", help="until it has ended; exit cod
 
 
 def _header(value: str | None) -> str | None:
-    """What can go into a header."""
+    """Return the value. Raises BadParameter if it cannot be sent as a header."""
     if value is not None and not _HEADER.fullmatch(value):
         raise typer.BadParameter("write 1 to 255 characters of printable ASCII")
     return value
@@ -52,7 +52,7 @@ Grace = Annotated[float | None, typer.Option(min=0, max=86400, metavar="SECONDS"
 
 
 def read_spec(file: Path, changes: Sequence[str]) -> bytes:
-    """A spec with its changes. Ends the command with a readable line and exit code 2 where that cannot be."""
+    """Read a spec and apply its changes. Exits with a one-line error and code 2 if either is invalid."""
     text = _read(file)
     if not changes:
         return text
@@ -66,7 +66,7 @@ def read_spec(file: Path, changes: Sequence[str]) -> bytes:
 
 
 def read_pairs(pairs: Sequence[str], option: str) -> dict[str, str]:
-    """`K=V` → mapping. Ends the command likewise."""
+    """Parse `K=V` pairs into a mapping. Exits with a one-line error and code 2 if one is invalid."""
     split = [pair.partition("=") for pair in pairs]
     for pair, (key, equals, _) in zip(pairs, split, strict=True):
         if not key or not equals:
@@ -75,7 +75,7 @@ def read_pairs(pairs: Sequence[str], option: str) -> dict[str, str]:
 
 
 def checked(model: type[M], given: Mapping[str, object], remedy: str) -> M:
-    """What options come to. Ends the command likewise."""
+    """Validate options as a model. Exits with a one-line error and code 2 if they are invalid."""
     try:
         return model.model_validate(given)
     except ValidationError as error:

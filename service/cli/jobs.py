@@ -20,7 +20,7 @@ from service.domain.job import JobState
 def submit(
     spec: SpecFile, changes: Changes = None, wait: Wait = False, idempotency_key: Once = None, as_json: AsJson = False
 ) -> None:
-    """Submit a job, and print its id."""
+    """Submit a job and print its id."""
     body = read_spec(spec, changes or ())
     with connect(changes or ()) as api:
         made = api.submit(body, idempotency_key=idempotency_key)
@@ -34,7 +34,7 @@ def clone(
     wait: Wait = False,
     as_json: AsJson = False,
 ) -> None:
-    """Submit a job that goes on from a checkpoint of another one, with some of its spec different."""
+    """Submit a job that starts from a checkpoint of another job, with changes to its spec."""
     overrides = read_changes(changes or ())
     with connect(changes or ()) as api:
         made = api.clone(find_job(api, job), from_checkpoint=step, overrides=overrides)
@@ -42,7 +42,7 @@ def clone(
 
 
 def plan(spec: SpecFile, changes: Changes = None, as_json: AsJson = False) -> None:
-    """Show what a spec comes to, without submitting it."""
+    """Validate a spec and show its mesh, batch size, steps and memory, without submitting it."""
     body = read_spec(spec, changes or ())
     with connect(changes or ()) as api:
         answer = api.plan(body)
@@ -85,7 +85,7 @@ def ps(
 
 
 def show(job: JobRef, as_json: AsJson = False) -> None:
-    """Show one job."""
+    """Show the details of a job."""
     with connect() as api:
         found = api.job(find_job(api, job))
     if as_json:
@@ -96,7 +96,7 @@ def show(job: JobRef, as_json: AsJson = False) -> None:
 
 
 def pause(job: JobRef, grace: Grace = None, as_json: AsJson = False) -> None:
-    """Commit a checkpoint and leave the cluster until the job is resumed."""
+    """Pause a job: commit a checkpoint and leave the cluster until it is resumed."""
     with connect() as api:
         _asked(api.pause(find_job(api, job), grace_seconds=grace), as_json=as_json)
 
@@ -106,7 +106,7 @@ def resume(
     workers: Annotated[int | None, typer.Option(min=1, help="default: as many as before")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let a paused job go on from its newest checkpoint; with --workers at another size, also one that runs."""
+    """Resume a paused job from its newest checkpoint. With --workers, change the size of a paused or running job."""
     with connect() as api:
         job_id = find_job(api, job)
         scaling = api.job(job_id).scaling.at(workers) if workers else None
@@ -119,13 +119,13 @@ def cancel(
     checkpoint: Annotated[bool, typer.Option(help="commit a last checkpoint first")] = True,
     as_json: AsJson = False,
 ) -> None:
-    """End a job for good."""
+    """Cancel a job. It cannot be resumed afterwards."""
     with connect() as api:
         _asked(api.cancel(find_job(api, job), grace_seconds=grace, checkpoint=checkpoint), as_json=as_json)
 
 
 def rm(job: JobRef, as_json: AsJson = False) -> None:
-    """Forget a job that has ended, without asking back; its run directory stays."""
+    """Delete a finished job without confirmation. Its run directory is kept."""
     with connect() as api:
         job_id = find_job(api, job)
         api.delete(job_id)
@@ -137,7 +137,7 @@ def rm(job: JobRef, as_json: AsJson = False) -> None:
 
 
 def _started(job: JobOut, *, wait: bool, as_json: bool) -> None:
-    """A new job: its id for scripts, at once, whatever becomes of the wait."""
+    """Print a new job. Its id is printed before any wait, so that scripts have it at once."""
     for warning in job.warnings if not as_json else ():
         show_note(f"warning: {warning}")
     if not as_json:
@@ -153,7 +153,7 @@ def _started(job: JobOut, *, wait: bool, as_json: bool) -> None:
 
 
 def _asked(job: JobOut, *, as_json: bool) -> None:
-    """A job that was asked to change."""
+    """Print a job after a request to change its state."""
     if as_json:
         show_json(job)
         return

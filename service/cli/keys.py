@@ -1,4 +1,4 @@
-"""`trainshed keys …` and `whoami`: who may call."""
+"""`trainshed keys …` and `whoami`: API keys and their roles."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Annotated
@@ -25,7 +25,7 @@ def create(
     days: Annotated[float | None, typer.Option(min=0, max=36500, help="until it is over; default: never")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a key and print its secret, which is not shown again."""
+    """Create a key and print its secret, which is not shown again."""
     wish = _wish(name, role, None if days is None else datetime.now(UTC) + timedelta(days=days))
     with connect() as api:
         made = api.create_key(wish)
@@ -39,7 +39,7 @@ def create(
 
 @app.command()
 def ls(as_json: AsJson = False) -> None:
-    """List the keys that open a project of which one is an admin, newest first."""
+    """List the keys with a role in a project that you administer, newest first."""
     with connect() as api:
         answer = api.keys()
     if as_json:
@@ -57,7 +57,7 @@ def revoke(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Let a key open nothing from now on."""
+    """Revoke a key."""
     with connect() as api:
         key_id = find_key_id(api, key)
         api.revoke_key(key_id)
@@ -69,7 +69,7 @@ def revoke(
 
 
 def whoami(as_json: AsJson = False) -> None:
-    """Show what the key in use opens."""
+    """Show the key in use and its roles."""
     with connect() as api:
         answer = api.me()
     if as_json:
@@ -80,6 +80,6 @@ def whoami(as_json: AsJson = False) -> None:
 
 
 def _wish(name: str, roles: list[str], expires_at: datetime | None) -> KeyIn:
-    """Ends the command with a readable line and exit code 2 where it makes no sense."""
+    """Build the request. Exits with a one-line error and code 2 if the options are invalid."""
     given = {project: role for project, _, role in (one.partition("=") for one in roles)}
     return checked(KeyIn, {"name": name, "roles": given, "expires_at": expires_at}, "write --role nlp=editor")
