@@ -17,8 +17,12 @@ class KeyIn(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    name: Annotated[str, AfterValidator(refuse_hidden)] = Field(min_length=1, max_length=64, description="whose it is")
-    roles: dict[Project, Role] = Field(min_length=1, max_length=64, description=f"by project; {ANY} stands for all")
+    name: Annotated[str, AfterValidator(refuse_hidden)] = Field(
+        min_length=1, max_length=64, description="name of its holder"
+    )
+    roles: dict[Project, Role] = Field(
+        min_length=1, max_length=64, description=f"roles by project; `{ANY}` for all projects"
+    )
     # A time late in year 9999 falls into year 10000 in time zones east of UTC, which datetime cannot hold.
     expires_at: AwareDatetime | None = Field(default=None, lt=datetime(9999, 1, 1, tzinfo=UTC))
 
@@ -28,8 +32,8 @@ class KeyOut(BaseModel):
 
     id: str
     name: str
-    roles: dict[str, Role] = Field(description="in the projects of which the caller is an admin")
-    shared: bool = Field(description="whether it has roles in other projects, too")
+    roles: dict[str, Role] = Field(description="roles in the projects that the caller administers")
+    shared: bool = Field(description="true if it also has roles in other projects")
     created_at: Time
     created_by: str = Field(description="id of a key; `operator` is the one in $TRAINSHED_HOME/admin.key")
     expires_at: Time | None
@@ -55,7 +59,7 @@ class NewKey(BaseModel):
     """A new key and its secret."""
 
     key: KeyOut
-    secret: str = Field(description="what goes behind `Authorization: Bearer`; it is not shown again")
+    secret: str = Field(description="the key for `Authorization: Bearer`; it is not shown again")
 
 
 class Keys(BaseModel):

@@ -17,15 +17,15 @@ Part = dict[str, Any]
 Answers = dict[int | str, Part]
 """The responses of a route, by status."""
 TAGS = {
-    "health": "Whether the process answers and takes jobs; no key is needed.",
+    "health": "Liveness and readiness of the service; no key needed.",
     "jobs": "Submit, plan, list, pause, resume, clone, cancel and delete jobs.",
-    "runs": "What a run writes: events, metrics and logs, in pages or as a stream.",
+    "runs": "Events, metrics and logs of a run, in pages or as a stream.",
     "checkpoints": "Committed checkpoints of a job: verify, pin and export them.",
     "nodes": "Hosts of the cluster: state, free capacity, jobs and last failure.",
-    "usage": "What projects have used of the cluster.",
-    "access": "Keys, what they open, and the log of what was done with them.",
-    "webhooks": "Who is told of jobs, and what became of it.",
-    "operations": "For those who look after the service.",
+    "usage": "Cluster usage of projects.",
+    "access": "API keys, their roles, and the audit log.",
+    "webhooks": "Webhooks for state changes of jobs, and their deliveries.",
+    "operations": "Service operation: checks and metrics.",
 }
 _REFERENCE = "#/components/schemas/"
 _SPEC = {"schema": {"$ref": f"{_REFERENCE}JobSpec"}}
@@ -37,17 +37,17 @@ def _header(description: str, *, required: bool = False) -> Part:
     return {"description": description, "required": required, "schema": {"type": "string"}}
 
 
-LOCATION: Part = {"headers": {"Location": _header("where the job is", required=True)}}
+LOCATION: Part = {"headers": {"Location": _header("path of the job", required=True)}}
 """The Location header of a response that returns a new job."""
-_REQUEST_ID = {"X-Request-Id": _header("what the service's log calls this request", required=True)}
+_REQUEST_ID = {"X-Request-Id": _header("id of this request in the service's log", required=True)}
 _PROBLEM = {"application/problem+json": {"schema": {"$ref": f"{_REFERENCE}ProblemDetails"}}}
-_RETRY = {"Retry-After": _header("seconds after which asking again makes sense")}
+_RETRY = {"Retry-After": _header("seconds to wait before the next try")}
 _CLIENT_HEADERS = _RETRY | {
-    "WWW-Authenticate": _header("of 401: how to say who one is"),
-    "Allow": _header("of 405: the methods that there are"),
+    "WWW-Authenticate": _header("of 401: the authentication scheme"),
+    "Allow": _header("of 405: the allowed methods"),
 }
 _PROBLEMS: Part = {
-    "4XX": {"description": "It was refused; `code` says why", "headers": _CLIENT_HEADERS, "content": _PROBLEM},
+    "4XX": {"description": "rejected; `code` is the reason", "headers": _CLIENT_HEADERS, "content": _PROBLEM},
     "5XX": {"description": "The service could not answer", "headers": _RETRY, "content": _PROBLEM},
 }
 _MADE_BY = {

@@ -16,7 +16,9 @@ router = APIRouter(tags=["operations"])
 def doctor_of(request: Request, caller: CallerIs) -> Doctor:
     """Return the doctor. Raises Forbidden if the caller is not an admin of all projects."""
     if not caller.may(Role.ADMIN, ANY):
-        raise Forbidden(f"key {caller.name!r} is no admin of all projects; use the operator's key, or ask one who is")
+        raise Forbidden(
+            f"key {caller.name!r} is not an admin of all projects; use the operator's key or ask such an admin"
+        )
     doctor: Doctor = request.app.state.doctor
     return doctor
 

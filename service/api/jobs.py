@@ -121,13 +121,17 @@ async def no_job() -> None:
 
 async def job_query(
     request: Request,
-    state: Annotated[list[Annotated[JobState, ANY_CASE]] | None, Query(description="in any case")] = None,
+    state: Annotated[
+        list[Annotated[JobState, ANY_CASE]] | None, Query(description="only these states, case-insensitive")
+    ] = None,
     project: str | None = None,
     name: str | None = None,
-    id: Annotated[str | None, Query(pattern=_ID_PREFIX, description="how ids begin, with job- or without")] = None,
+    id: Annotated[str | None, Query(pattern=_ID_PREFIX, description="prefix of the id, with or without job-")] = None,
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
-    label: Annotated[str | None, Query(alias="label.KEY", description="the value of label KEY; several: all")] = None,
+    label: Annotated[
+        str | None, Query(alias="label.KEY", description="value of label KEY; with several, all must match")
+    ] = None,
 ) -> JobQuery:
     """Return the filters of a list. A job must match all `label.KEY=VALUE` filters."""
     given = request.query_params.multi_items()

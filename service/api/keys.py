@@ -53,7 +53,7 @@ def revoke(access: UseCases, key_id: Annotated[str, Path(max_length=64)]) -> Non
 def audit(
     access: UseCases,
     project: str | None = None,
-    after: Annotated[int | None, Query(ge=1, le=2**62, description="`next` of the page before")] = None,
+    after: Annotated[int | None, Query(ge=1, le=2**62, description="`next` of the previous page")] = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
 ) -> Page[DeedOut]:
     """List the writes in projects that the caller administers, newest first."""

@@ -19,7 +19,7 @@ class CheckpointOut(BaseModel):
     attempt: int
     world: int
     mesh: dict[str, int]
-    metrics: dict[str, float] = Field(description="what was measured of its step")
+    metrics: dict[str, float] = Field(description="metrics of its step")
     pinned: bool
 
     @classmethod
@@ -69,9 +69,9 @@ class ExportOut(BaseModel):
     dtype: str
     weights: str
     state: ExportState
-    progress: float = Field(description="the share of the weights that is written")
+    progress: float = Field(description="share of the weights written so far")
     reason: str | None
-    path: str = Field(description="the Hugging Face folder, once the state is done")
+    path: str = Field(description="path of the Hugging Face folder when the state is done")
 
     @classmethod
     def of(cls, status: ExportStatus, *, run_dir: str) -> "ExportOut":

@@ -92,4 +92,4 @@ def _fault(name: str, known: Mapping[str, float]) -> str:
         return "it takes one value, and several are given; leave the others out"
     near = get_close_matches(name, known, 1)
     hint = f", did you mean {near[0]}?" if near else ";"
-    return f"there is no such parameter{hint} this call has {', '.join(sorted(known)) or 'none'}"
+    return f"unknown parameter{hint} this call has {', '.join(sorted(known)) or 'none'}"

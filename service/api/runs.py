@@ -49,7 +49,7 @@ async def cursor_of(
     request: Request,
     after: Annotated[str | None, Query(description="`next` of a page, or the id of a message")] = None,
     last_event_id: Annotated[
-        str | None, Header(description="of a stream that is taken up again: instead of `after`")
+        str | None, Header(description="to resume a stream: id of the last message, in place of `after`")
     ] = None,
 ) -> tuple[int, int] | None:
     """Return both numbers of the cursor. A reconnecting stream sends it as a header. Raises InvalidRequest."""
@@ -58,21 +58,19 @@ async def cursor_of(
         return None
     match = re.fullmatch(r"(\d{1,9})\.(\d{1,15})", given)
     if match is None:
-        raise InvalidRequest([Problem("/query/after", f"{given!r} is no cursor; use `next` of a page")])
+        raise InvalidRequest([Problem("/query/after", f"invalid cursor {given!r}; expected `next` of a page")])
     return int(match[1]), int(match[2])
 
 
 After = Annotated[tuple[int, int] | None, Depends(cursor_of)]
 
 
-Contains = Annotated[str | None, Query(min_length=1, description="only lines that hold this text")]
+Contains = Annotated[str | None, Query(min_length=1, description="only lines that contain this text")]
 
 
 async def filters_of(
     contains: Contains = None,
-    level: Annotated[
-        Level | None, ANY_CASE, Query(description="only lines of this level or a higher one, in any case")
-    ] = None,
+    level: Annotated[Level | None, ANY_CASE, Query(description="minimum level, case-insensitive")] = None,
 ) -> tuple[Filter, ...]:
     """Return the filters that select lines of a log."""
     # The level filter comes first: it must see every line.
@@ -101,7 +99,9 @@ def metrics(
     streams: Streams,
     job_id: str,
     after: After,
-    points: Annotated[int | None, Query(ge=2, le=10_000, description="all of them, in so many lines at most")] = None,
+    points: Annotated[
+        int | None, Query(ge=2, le=10_000, description="downsample to at most this number of lines")
+    ] = None,
     limit: Limit = 100,
 ) -> LinePage | Response:
     """List one line per logged optimizer step, over all attempts. With `points`, downsample but keep the extremes."""
@@ -126,7 +126,7 @@ def log_of(
     dirs: Dirs,
     job_id: str,
     attempt: Annotated[
-        int | None, Query(ge=1, lt=10**9, description="only this one; default: the newest and later ones")
+        int | None, Query(ge=1, lt=10**9, description="only this attempt; default: the newest and later ones")
     ] = None,
     rank: Annotated[int | None, Query(ge=0, description="default: the driver")] = None,
     filters: Annotated[tuple[Filter, ...], Depends(filters_of)] = (),
@@ -135,7 +135,7 @@ def log_of(
     job = jobs.find(job_id)
     if rank is not None and rank >= job.most_workers:
         known = f"the job has had {job.most_workers} workers at most; ask for a rank from 0 to {job.most_workers - 1}"
-        raise InvalidRequest([Problem("/query/rank", f"there is no rank {rank}: {known}")])
+        raise InvalidRequest([Problem("/query/rank", f"rank {rank} not found: {known}")])
     reader = Reader(dirs, job.run_dir, Written("log", rank), stays=attempt is not None, filters=filters)
     return Log(reader, Place(attempt or dirs.newest_attempt(job.run_dir)))
 

@@ -47,7 +47,7 @@ class AttemptOut(BaseModel):
     workers: int
     result: str | None
     reason: ReasonOut | None
-    committed_step: int | None = Field(description="the newest committed step when it was over")
+    committed_step: int | None = Field(description="newest committed step at its end")
     started_at: Time
     ended_at: Time | None
 
@@ -75,13 +75,13 @@ class ProgressOut(BaseModel):
     eta_seconds: float | None
     loss: float | None
     tokens_per_second: float | None
-    mfu: float | None = Field(description="model FLOPs utilisation; null where the device's peak is unknown")
-    place: int | None = Field(description="in the queue, from 1; null where the job does not wait")
+    mfu: float | None = Field(description="model FLOPs utilisation; null if the device's peak is unknown")
+    place: int | None = Field(description="position in the queue, from 1; null if the job is not queued")
     waits_for: ReasonOut | None = Field(
-        description="a quota, room in the cluster, others before it; or why an attempt makes no progress"
+        description="reason for waiting in the queue, or why an attempt makes no progress"
     )
     as_of: Time | None = Field(
-        description="when the run directory was last read; null if this service has not been able to read it"
+        description="time of the last read of the run directory; null if this service has not read it yet"
     )
     age_seconds: float | None = Field(description="seconds since `as_of`: more than a few while storage is unavailable")
 
@@ -115,7 +115,7 @@ class LineageOut(BaseModel):
 class LostWork(BaseModel):
     """Work lost to faults."""
 
-    steps: int = Field(description="optimizer steps that were trained again")
+    steps: int = Field(description="optimizer steps trained again")
     hours: float = Field(description="from the last new step before each fault to the first one after it")
 
 
@@ -135,22 +135,24 @@ class JobOut(BaseModel):
     started_at: Time | None
     finished_at: Time | None
     spec: JobSpec
-    scaling: ScalingSpec = Field(description="the size of its newest attempt, or of its next one")
-    sizes: tuple[int, ...] = Field(description="of an elastic job: the numbers of workers that it can run with")
+    scaling: ScalingSpec = Field(description="size of the newest or the next attempt")
+    sizes: tuple[int, ...] = Field(description="possible numbers of workers of an elastic job")
     run_dir: str
-    parent: LineageOut | None = Field(description="what it was cloned from; null where it begins at its first step")
+    parent: LineageOut | None = Field(
+        description="the job and step that it was cloned from; null if it starts at step 0"
+    )
     attempt: int = Field(description="number of the newest attempt; 0 before the first")
     attempts: tuple[AttemptOut, ...]
-    restarts: int = Field(description="times that training started again, in the same or another attempt")
+    restarts: int = Field(description="number of restarts of training, in the same or another attempt")
     progress: ProgressOut
     lost_work: LostWork
     worker_hours: float
     cpu_hours: float
     gpu_hours: float
-    goodput: float | None = Field(description="time of steps that were new, as a part of all since the first start")
+    goodput: float | None = Field(description="share of the time since the first start that was spent on new steps")
     dashboard_url: str | None
     warnings: tuple[str, ...] = Field(
-        default=(), description="in the answer to a submission: what the cluster's nodes mean for it, as in a plan"
+        default=(), description="in the response to a submission: warnings about placement, as in a plan"
     )
 
     @classmethod
@@ -214,11 +216,9 @@ class CloneIn(BaseModel):
     model_config = {"extra": "forbid"}
 
     from_checkpoint: int | None = Field(
-        default=None, ge=0, description="the step to go on from; default: the newest, if there is one; 0: begin anew"
+        default=None, ge=0, description="step to resume from; default: the newest, if any; 0: start from scratch"
     )
-    overrides: dict[str, JsonValue] = Field(
-        default={}, description="what is to be different in the spec, merged mapping by mapping"
-    )
+    overrides: dict[str, JsonValue] = Field(default={}, description="overrides of the spec, merged recursively")
 
 
 class CancelIn(BaseModel):

@@ -13,10 +13,10 @@ class WebhookIn(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    project: Project = Field(description="whose jobs it is told of; * stands for all")
+    project: Project = Field(description="project whose job events are sent; `*` for all")
     url: str = Field(min_length=1, max_length=2048, description="an https:// URL on the open internet")
     states: list[JobState] = Field(
-        default=[], max_length=len(JobState), description="those that it is told of; none: all of them"
+        default=[], max_length=len(JobState), description="states that trigger an event; empty: all"
     )
 
 
@@ -29,7 +29,7 @@ class WebhookOut(BaseModel):
     states: tuple[JobState, ...]
     created_at: Time
     created_by: str
-    previous_secret_until: Time | None = Field(description="until when the secret before the last rotation signs too")
+    previous_secret_until: Time | None = Field(description="expiry of the secret before the last rotation")
     disabled_at: Time | None
     disabled_because: str | None
 
@@ -53,7 +53,7 @@ class NewWebhook(BaseModel):
     """A webhook and its new secret."""
 
     webhook: WebhookOut
-    secret: str = Field(description="what signatures are verified with; it is not shown again")
+    secret: str = Field(description="key to verify signatures; it is not shown again")
 
     @classmethod
     def of(cls, webhook: Webhook) -> "NewWebhook":
@@ -71,7 +71,7 @@ class TrialOut(BaseModel):
     """The result of a test message."""
 
     received: bool
-    status: int | None = Field(description="of the receiver's answer; null where there was none")
+    status: int | None = Field(description="HTTP status of the response; null if there was none")
     error: str | None
 
     @classmethod
@@ -84,13 +84,13 @@ class DeliveryOut(BaseModel):
     """The delivery of a message to a webhook."""
 
     number: int
-    message_id: str = Field(description="the header webhook-id, the same each time it is sent")
+    message_id: str = Field(description="the header webhook-id, the same in each attempt")
     event: str
     job_id: str
     created_at: Time
     settled: Settled
     attempts: int
-    status: int | None = Field(description="of the last answer; null where there was none")
+    status: int | None = Field(description="HTTP status of the last response; null if there was none")
     error: str | None = Field(description="why the last attempt failed")
     next_try_at: Time | None
     delivered_at: Time | None

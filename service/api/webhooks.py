@@ -69,7 +69,7 @@ def rotate(webhooks: UseCases, webhook_id: WebhookId) -> NewWebhook:
 def deliveries(
     webhooks: UseCases,
     webhook_id: WebhookId,
-    after: Annotated[int | None, Query(ge=1, le=_HIGHEST, description="`next` of the page before")] = None,
+    after: Annotated[int | None, Query(ge=1, le=_HIGHEST, description="`next` of the previous page")] = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
 ) -> Page[DeliveryOut]:
     """List the deliveries of the last seven days and the pending ones, newest first."""

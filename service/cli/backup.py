@@ -21,9 +21,7 @@ else:
     archive = lazily("service.backup")
 
 
-def backup(
-    file: Annotated[Path, typer.Argument(help="to write, a .tar; it must not exist")], as_json: AsJson = False
-) -> None:
+def backup(file: Annotated[Path, typer.Argument(help="path of the new .tar file")], as_json: AsJson = False) -> None:
     """Back up the embedded database and the admin key. The service may be running."""
     told = settings()
     with _readable():
@@ -41,8 +39,8 @@ def backup(
 
 
 def restore(
-    file: Annotated[Path, typer.Argument(help="that `trainshed backup` wrote")],
-    force: Annotated[bool, typer.Option("--force", help="where a database is there already; it is kept aside")] = False,
+    file: Annotated[Path, typer.Argument(help="file from `trainshed backup`")],
+    force: Annotated[bool, typer.Option("--force", help="replace an existing database; the old one is kept")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Restore a backup into the home of a stopped service."""
@@ -54,7 +52,7 @@ def restore(
         return
     for path in done.kept:
         show_text(f"kept {path}")
-    show_note(f"{file} is restored; a service goes on with its jobs")
+    show_note(f"restored {file}; the service resumes its jobs at the next start")
     if not done.backup.holds_secret_key:
         show_note("it did not hold the key that decrypts webhook secrets: set TRAINSHED_SECRET_KEY as before")
     show_next("up")

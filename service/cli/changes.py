@@ -17,9 +17,9 @@ def read_changes(changes: Sequence[str]) -> dict[str, Any]:
         for step in above:
             part = part.setdefault(step, {})
             if not isinstance(part, dict):
-                fail(f"{change!r} goes on below a value that another --set gives", code=Exit.USAGE)
+                fail(f"{change!r} is below a value that another --set sets", code=Exit.USAGE)
         if not equals or not all((*above, name)):
-            fail(f"{change!r} is no change; write --set training.max_steps=200", code=Exit.USAGE)
+            fail(f"invalid override {change!r}; expected e.g. --set training.max_steps=200", code=Exit.USAGE)
         try:
             part[name] = read_yaml(value)
         except SpecError as error:

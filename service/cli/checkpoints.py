@@ -49,7 +49,7 @@ def verify(job: JobRef, step: Step, as_json: AsJson = False) -> None:
 def pin(
     job: JobRef,
     step: Step,
-    remove: Annotated[bool, typer.Option("--remove", help="unpin")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="remove the pin")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Pin a checkpoint: keep it regardless of keep_last and keep_best."""
@@ -66,8 +66,8 @@ def pin(
 def export(
     job: JobRef,
     step: Step,
-    dtype: Annotated[Dtype | None, typer.Option(help="default: the job's model.dtype")] = None,
-    ema: Annotated[bool, typer.Option("--ema", help="the average of the weights instead of the weights")] = False,
+    dtype: Annotated[Dtype | None, typer.Option(help="data type [default: the job's model.dtype]")] = None,
+    ema: Annotated[bool, typer.Option("--ema", help="export the EMA weights")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Export a checkpoint as a Hugging Face folder, wait until it is done, and print its path."""

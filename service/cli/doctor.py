@@ -77,5 +77,5 @@ def _show(answer: Findings) -> None:
         if one.remedy is not None:
             show_text(f"{'':8}{'':{width}}  → {one.remedy}")
     wrong = sum(one.verdict is Verdict.FAILED for one in answer.findings)
-    show_text("all is well" if answer.ok else f"{wrong} of {len(answer.findings)} checks failed")
-    show_next("submit SPEC" if answer.ok else "doctor (once that is mended)")
+    show_text("all checks passed" if answer.ok else f"{wrong} of {len(answer.findings)} checks failed")
+    show_next("submit SPEC" if answer.ok else "doctor (once that is fixed)")

@@ -28,10 +28,10 @@ class Exit(IntEnum):
 
 _MEANINGS = {
     Exit.DONE: "done",
-    Exit.FAILED: "the service refused it or does not answer, or what was asked for failed",
-    Exit.USAGE: "the command line makes no sense, or names a file that cannot be read",
-    Exit.ENDED_BADLY: "the job that was waited for ended otherwise than hoped for",
-    Exit.INTERRUPTED: "interrupted; the job goes on",
+    Exit.FAILED: "rejected by the service, no response, or the operation failed",
+    Exit.USAGE: "usage error or unreadable file",
+    Exit.ENDED_BADLY: "the job did not succeed",
+    Exit.INTERRUPTED: "interrupted; the job continues",
 }
 # Separate paragraphs: Typer joins the lines of a paragraph.
 EPILOG = "\n\n".join(["Exit codes:", *(f"{code}: {code.meaning}" for code in Exit)])
@@ -49,5 +49,5 @@ def leaving_alone(*job_ids: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print(f"\nleft as it is; next: trainshed {' '.join(('watch', *job_ids))}", file=sys.stderr)
+        print(f"\nthe job continues; next: trainshed {' '.join(('watch', *job_ids))}", file=sys.stderr)
         raise typer.Exit(Exit.INTERRUPTED) from None

@@ -22,7 +22,7 @@ def find_job(api: Api, given: str) -> str:
     """Return the id of a job by its prefix, or `last`. Exits with a one-line error if no job or several match."""
     if given == LAST:
         newest = api.jobs(limit=1).data
-        return newest[0].id if newest else fail("there is no job yet; `trainshed submit FILE` makes one")
+        return newest[0].id if newest else fail("no jobs yet; submit one with `trainshed submit FILE`")
     wanted = _with("job-", given)
     # The service itself reports a complete id that does not exist.
     if _WHOLE.fullmatch(wanted):
@@ -102,5 +102,5 @@ def _only(wanted: str, ids: Iterable[str], listing: str) -> str:
     if wanted in found:
         return wanted
     if len(found) > 1:
-        fail(f"{wanted} is the beginning of several ids; write more of the one that you mean", found)
-    return found[0] if found else fail(f"no id begins with {wanted}; `{listing}` lists what there is")
+        fail(f"ambiguous id {wanted}: several ids start with it; give more characters", found)
+    return found[0] if found else fail(f"{wanted} not found; list ids with `{listing}`")

@@ -35,7 +35,7 @@ def show_job(job: JobOut) -> None:
             "state": job.state,
             "reason": job.reason.message if job.reason else None,
             "what helps": job.reason.remedy if job.reason else None,
-            "goes on from": f"step {job.parent.step} of {job.parent.job}" if job.parent else None,
+            "resumes from": f"step {job.parent.step} of {job.parent.job}" if job.parent else None,
             "progress": progress_of(job) or None,
             "attempt": job.attempt,
             "restarts": job.restarts,

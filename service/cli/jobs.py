@@ -29,7 +29,9 @@ def submit(
 
 def clone(
     job: JobRef,
-    step: Annotated[int | None, typer.Option(min=0, help="default: the newest checkpoint; 0: begin anew")] = None,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="checkpoint to start from [default: the newest; 0: start from scratch]")
+    ] = None,
     changes: Changes = None,
     wait: Wait = False,
     as_json: AsJson = False,
@@ -56,11 +58,11 @@ def plan(spec: SpecFile, changes: Changes = None, as_json: AsJson = False) -> No
 def ps(
     state: Annotated[list[JobState] | None, typer.Option(help="only these states", case_sensitive=False)] = None,
     project: Annotated[str | None, typer.Option(help="only this project")] = None,
-    name: Annotated[str | None, typer.Option(help="only jobs of this name")] = None,
+    name: Annotated[str | None, typer.Option(help="only jobs with this name")] = None,
     label: Annotated[list[str] | None, typer.Option(metavar="K=V", help="only jobs with all of these labels")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=200, help="jobs at most")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=200, help="maximum number of jobs")] = 50,
     after: After = None,
-    every: Annotated[bool, typer.Option("--all", help="all pages, not only the first")] = False,
+    every: Annotated[bool, typer.Option("--all", help="print all pages")] = False,
     as_json: AsJson = False,
 ) -> None:
     """List jobs, newest first."""
@@ -103,7 +105,7 @@ def pause(job: JobRef, grace: Grace = None, as_json: AsJson = False) -> None:
 
 def resume(
     job: JobRef,
-    workers: Annotated[int | None, typer.Option(min=1, help="default: as many as before")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="number of workers [default: unchanged]")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Resume a paused job from its newest checkpoint. With --workers, change the size of a paused or running job."""
@@ -116,7 +118,7 @@ def resume(
 def cancel(
     job: JobRef,
     grace: Grace = None,
-    checkpoint: Annotated[bool, typer.Option(help="commit a last checkpoint first")] = True,
+    checkpoint: Annotated[bool, typer.Option(help="save a checkpoint first")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Cancel a job. It cannot be resumed afterwards."""
@@ -132,7 +134,7 @@ def rm(job: JobRef, as_json: AsJson = False) -> None:
     if as_json:
         show_json(Gone(id=job_id))
         return
-    show_text(f"{job_id} is forgotten")
+    show_text(f"deleted {job_id}")
     show_next("ps")
 
 

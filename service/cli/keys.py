@@ -13,16 +13,17 @@ from service.cli.show import Gone, show_json, show_next, show_note, show_text
 from service.cli.tables import show_keys, show_me
 from service.domain.access import Role
 
-app = typer.Typer(no_args_is_help=True, help="Keys: who may call, and what they may do in which projects.")
+app = typer.Typer(no_args_is_help=True, help="Manage API keys and their roles in projects.")
 
 
 @app.command()
 def create(
-    name: Annotated[str, typer.Argument(help="whose it is")],
+    name: Annotated[str, typer.Argument(help="name of its holder")],
     role: Annotated[
-        list[str], typer.Option(metavar="PROJECT=ROLE", help=f"one of {', '.join(Role)}; * is any project")
+        list[str],
+        typer.Option(metavar="PROJECT=ROLE", help=f"role ({', '.join(Role)}) in a project; * for all projects"),
     ],
-    days: Annotated[float | None, typer.Option(min=0, max=36500, help="until it is over; default: never")] = None,
+    days: Annotated[float | None, typer.Option(min=0, max=36500, help="days until it expires [default: never]")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Create a key and print its secret, which is not shown again."""
@@ -53,7 +54,7 @@ def ls(as_json: AsJson = False) -> None:
 def revoke(
     key: Annotated[
         str,
-        typer.Argument(metavar="KEY", help="a key's id, or enough of its beginning", autocompletion=complete_key),
+        typer.Argument(metavar="KEY", help="id of a key, or a unique prefix", autocompletion=complete_key),
     ],
     as_json: AsJson = False,
 ) -> None:
@@ -64,7 +65,7 @@ def revoke(
     if as_json:
         show_json(Gone(id=key_id))
         return
-    show_text(f"{key_id} opens nothing any more")
+    show_text(f"revoked {key_id}")
     show_next("keys ls")
 
 

@@ -49,7 +49,9 @@ def serve() -> None:
 
 
 def up(
-    wait: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="until it takes jobs")] = 120.0,
+    wait: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="seconds to wait until the service accepts jobs")
+    ] = 120.0,
     as_json: AsJson = False,
 ) -> None:
     """Start the service in the background unless it is already running."""
@@ -100,7 +102,7 @@ def _start(told: Settings, wait: float) -> Running:
                 return _another(told) or _give_up(child, log)
             if time.monotonic() > deadline:
                 fail(
-                    f"the service (pid {child.pid}) is not ready after {wait:g} s, and goes on starting; see {log.path}"
+                    f"the service (pid {child.pid}) is not ready after {wait:g} s and is still starting; see {log.path}"
                 )
             time.sleep(_LOOK_SECONDS)
     return running

@@ -19,14 +19,14 @@ from service.client import Api, Line
 from service.filters import Level
 
 _POINTS = 1000
-Contains = Annotated[str | None, typer.Option(metavar="TEXT", help="only lines that hold this text")]
-Attempt = Annotated[int | None, typer.Option(min=1, help="default: the newest")]
-Rank = Annotated[int | None, typer.Option(min=0, help="default: the driver")]
-AtLeast = Annotated[Level | None, typer.Option(help="only lines of this level or a higher one", case_sensitive=False)]
+Contains = Annotated[str | None, typer.Option(metavar="TEXT", help="only lines that contain this text")]
+Attempt = Annotated[int | None, typer.Option(min=1, help="attempt [default: the newest]")]
+Rank = Annotated[int | None, typer.Option(min=0, help="rank [default: the driver]")]
+AtLeast = Annotated[Level | None, typer.Option(help="minimum level", case_sensitive=False)]
 Points = Annotated[
-    int | None, typer.Option(min=2, max=10_000, help="all of them, in so many lines at most; not with --follow")
+    int | None, typer.Option(min=2, max=10_000, help="downsample to at most this number of lines (not with --follow)")
 ]
-AsLines = Annotated[bool, typer.Option("--lines", help="line by line, with all values; as with --follow")]
+AsLines = Annotated[bool, typer.Option("--lines", help="print one line per entry with all values, as --follow does")]
 
 
 class _One(RootModel[Line | str]):

@@ -26,7 +26,7 @@ def show_plan(plan: PlanOut) -> None:
             "parameters": f"{plan.parameters:,}",
             "memory per worker": f"{plan.memory.total_bytes / 2**20:,.0f} MiB",
             "a checkpoint": f"{plan.checkpoint_bytes / 2**20:,.0f} MiB",
-            "beside it, on host": f"{plan.memory.host_bytes / 2**20:,.0f} MiB" if plan.memory.host_bytes else None,
+            "on host, in addition": f"{plan.memory.host_bytes / 2**20:,.0f} MiB" if plan.memory.host_bytes else None,
         }
     )
     for warning in plan.warnings:

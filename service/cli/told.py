@@ -17,4 +17,4 @@ def settings() -> Settings:
         find_url()
         return read_settings()
     except BadSettings as error:
-        fail("the environment says what cannot be", error.problems)
+        fail("invalid configuration", error.problems)

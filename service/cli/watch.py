@@ -26,7 +26,7 @@ _MOST_JOBS = 200
 def watch(
     jobs: JobRefs = None,
     until: Annotated[
-        JobState | None, typer.Option(help="end once every job has come to this state", case_sensitive=False)
+        JobState | None, typer.Option(help="stop when every job has reached this state", case_sensitive=False)
     ] = None,
     as_json: AsJsonLines = False,
 ) -> None:

@@ -13,7 +13,7 @@ from service.cli.show import Gone, show_json, show_next, show_note, show_text
 from service.cli.webhook_view import show_deliveries, show_trial, show_webhook, show_webhooks
 from service.domain.job import JobState
 
-app = typer.Typer(no_args_is_help=True, help="Webhooks: who is told when a job comes to another state.")
+app = typer.Typer(no_args_is_help=True, help="Manage webhooks for state changes of jobs.")
 
 _HELP = "a webhook's id, or enough of its beginning"
 Hook = Annotated[str, typer.Argument(metavar="WEBHOOK", help=_HELP, autocompletion=complete_webhook)]
@@ -21,10 +21,10 @@ Hook = Annotated[str, typer.Argument(metavar="WEBHOOK", help=_HELP, autocompleti
 
 @app.command()
 def create(
-    url: Annotated[str, typer.Argument(metavar="URL", help="https, on the open internet")],
-    project: Annotated[str, typer.Option(help="whose jobs it is told of; * is any")],
+    url: Annotated[str, typer.Argument(metavar="URL", help="public https:// URL of the receiver")],
+    project: Annotated[str, typer.Option(help="project whose job events are sent; * for all")],
     state: Annotated[
-        list[JobState] | None, typer.Option(help="only of these states; default: all of them", case_sensitive=False)
+        list[JobState] | None, typer.Option(help="states that trigger an event [default: all]", case_sensitive=False)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -69,7 +69,7 @@ def rm(webhook: Hook, as_json: AsJson = False) -> None:
     if as_json:
         show_json(Gone(id=webhook_id))
         return
-    show_text(f"{webhook_id} is told nothing any more")
+    show_text(f"deleted {webhook_id}")
     show_next("webhooks ls")
 
 
@@ -98,7 +98,7 @@ def rotate(webhook: Hook, as_json: AsJson = False) -> None:
 @app.command()
 def deliveries(
     webhook: Hook,
-    after: Annotated[int | None, typer.Option(min=1, help="`next` of the page before")] = None,
+    after: Annotated[int | None, typer.Option(min=1, help="`next` of the previous page")] = None,
     limit: Annotated[int, typer.Option(min=1, max=200)] = 50,
     as_json: AsJson = False,
 ) -> None:
@@ -121,7 +121,7 @@ def deliveries(
 @app.command()
 def redeliver(
     webhook: Hook,
-    number: Annotated[int, typer.Argument(min=1, help="of a delivery, as `trainshed webhooks deliveries` shows it")],
+    number: Annotated[int, typer.Argument(min=1, help="number of a delivery, from `trainshed webhooks deliveries`")],
     as_json: AsJson = False,
 ) -> None:
     """Queue a message to be sent again."""
