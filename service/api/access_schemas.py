@@ -1,4 +1,4 @@
-"""What goes over the wire of keys and of the audit log."""
+"""Request and response models of keys and of the audit log."""
 
 from datetime import UTC, datetime
 from typing import Annotated
@@ -13,23 +13,27 @@ Project = Annotated[str, Field(pattern=PROJECT_OR_ANY, max_length=40)]
 
 
 class KeyIn(BaseModel):
-    """A key that is to be made."""
+    """A request to create a key."""
 
     model_config = ConfigDict(extra="forbid")
 
-    name: Annotated[str, AfterValidator(refuse_hidden)] = Field(min_length=1, max_length=64, description="whose it is")
-    roles: dict[Project, Role] = Field(min_length=1, max_length=64, description=f"by project; {ANY} stands for all")
-    # The last year may be one too many where the sun has risen already.
+    name: Annotated[str, AfterValidator(refuse_hidden)] = Field(
+        min_length=1, max_length=64, description="name of its holder"
+    )
+    roles: dict[Project, Role] = Field(
+        min_length=1, max_length=64, description=f"roles by project; `{ANY}` for all projects"
+    )
+    # A time late in year 9999 falls into year 10000 in time zones east of UTC, which datetime cannot hold.
     expires_at: AwareDatetime | None = Field(default=None, lt=datetime(9999, 1, 1, tzinfo=UTC))
 
 
 class KeyOut(BaseModel):
-    """A key, without what it opens the service with."""
+    """An API key, without its secret."""
 
     id: str
     name: str
-    roles: dict[str, Role] = Field(description="in the projects of which the caller is an admin")
-    shared: bool = Field(description="whether it has roles in other projects, too")
+    roles: dict[str, Role] = Field(description="roles in the projects that the caller administers")
+    shared: bool = Field(description="true if it also has roles in other projects")
     created_at: Time
     created_by: str = Field(description="id of a key; `operator` is the one in $TRAINSHED_HOME/admin.key")
     expires_at: Time | None
@@ -37,7 +41,7 @@ class KeyOut(BaseModel):
 
     @classmethod
     def of(cls, key: Key, caller: Caller) -> "KeyOut":
-        """Return the key as this caller may see it."""
+        """Build from the domain, with the roles that this caller may see."""
         roles = dict(key.roles_shown_to(caller))
         return cls(
             id=key.id,
@@ -52,10 +56,10 @@ class KeyOut(BaseModel):
 
 
 class NewKey(BaseModel):
-    """A key that was made just now."""
+    """A new key and its secret."""
 
     key: KeyOut
-    secret: str = Field(description="what goes behind `Authorization: Bearer`; it is not shown again")
+    secret: str = Field(description="the key for `Authorization: Bearer`; it is not shown again")
 
 
 class Keys(BaseModel):
@@ -65,7 +69,7 @@ class Keys(BaseModel):
 
 
 class DeedOut(BaseModel):
-    """A write: who did what, and what it changed."""
+    """An audit log entry: a write, its caller, and the state before and after it."""
 
     number: int
     time: Time
@@ -80,7 +84,7 @@ class DeedOut(BaseModel):
 
     @classmethod
     def of(cls, number: int, deed: Deed) -> "DeedOut":
-        """From the domain."""
+        """Build from the domain."""
         return cls(
             number=number,
             time=as_time(deed.time),
@@ -96,7 +100,7 @@ class DeedOut(BaseModel):
 
 
 class Me(BaseModel):
-    """Who the caller is."""
+    """The caller: its key and its roles."""
 
     id: str
     name: str

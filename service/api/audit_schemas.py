@@ -1,4 +1,4 @@
-"""Answer of a run audit."""
+"""Response models of a run audit."""
 
 from typing import Generic, TypeVar
 
@@ -22,10 +22,10 @@ class Findings(BaseModel, Generic[T]):
 
 
 class RunAuditOut(BaseModel):
-    """Which samples the steps of a run trained, over all attempts and worker groups."""
+    """Audit of the samples that a run's steps trained, over all attempts and worker groups."""
 
     clean: bool = Field(
-        description="no sample is duplicated, missing or out of order; repeated steps alone are no fault, because "
+        description="no sample is duplicated, missing or out of order; repeated steps alone are not a fault, because "
         "their earlier training has no effect on the model"
     )
     steps: int = Field(description="optimizer steps that count")
@@ -38,11 +38,11 @@ class RunAuditOut(BaseModel):
     duplicated: Findings[Duplicate] = Field(description="samples trained twice in one epoch of the data")
     missing_steps: Findings[Gap] = Field(description="steps without a metrics line; total counts steps")
     missing_samples: Findings[Unseen] = Field(description="samples that a finished epoch of the data did not train")
-    out_of_order: Findings[Difference] = Field(description="steps whose samples are not those that they must have")
+    out_of_order: Findings[Difference] = Field(description="steps whose samples differ from the data order")
     changed_losses: Findings[LossChange] = Field(
         description="steps whose loss differs from an earlier training of them with as many workers; not a fault"
     )
-    notes: list[str] = Field(description="what could not be checked, and why")
+    notes: list[str] = Field(description="checks that were not possible, with reasons")
 
     @classmethod
     def of(cls, audit: RunAudit) -> "RunAuditOut":

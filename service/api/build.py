@@ -1,4 +1,4 @@
-"""The HTTP side as one FastAPI app, over use cases that somebody else wired."""
+"""The FastAPI app: routers, middleware and error handlers over use cases that the caller has wired."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -26,14 +26,14 @@ from service.webhooks import Webhooks
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _VERIFYING = 4
-"""Checkpoints that are read at once; more of them wait."""
+"""Maximum number of concurrent checkpoint verifications and run audits; further ones wait."""
 _TRIALS = 8
-"""Receivers of webhooks that are tested at once; more of them wait."""
+"""Maximum number of concurrent webhook tests; further ones wait."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What the HTTP side is made of."""
+    """The components of the HTTP side."""
 
     ledger: Ledger
     guard: Guard
@@ -41,16 +41,16 @@ class Parts:
     webhooks: Webhooks
     doctor: Doctor
     hosts: Sequence[str] = ()
-    """Names besides those of loopback by which callers may address the service."""
+    """Allowed Host header names, in addition to those of loopback."""
     lifespan: Lifespan | None = None
     opening: Opening = field(default_factory=opened)
     leaving: Leaving = field(default_factory=Leaving)
     checks: int = 32
-    """Specs that are checked at once; more of them wait."""
+    """Maximum number of specs checked concurrently; further ones wait."""
 
 
 def build_api(parts: Parts) -> FastAPI:
-    """Routers, guards and error answers in one app."""
+    """Return the app with its routers, middleware and error handlers."""
     app = DescribedApi(
         title="Trainshed",
         summary="Distributed training jobs that survive faults.",
@@ -71,7 +71,7 @@ def build_api(parts: Parts) -> FastAPI:
 
 
 def put_state(app: FastAPI, parts: Parts) -> None:
-    """What handlers find in `request.app.state`."""
+    """Set the objects that handlers read from `request.app.state`."""
     ledger, guard = parts.ledger, parts.guard
     app.state.jobs, app.state.run_dirs, app.state.ledger = ledger.jobs, ledger.run_dirs, ledger
     app.state.guard, app.state.access = guard, guard.access

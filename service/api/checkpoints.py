@@ -19,7 +19,7 @@ Step = Annotated[int, Path(ge=0, lt=10**8)]
 
 
 async def ledger_of(request: Request, caller: CallerIs) -> Ledger:
-    """The use cases for the caller of this request."""
+    """Return the use cases for the caller of this request."""
     ledger: Ledger = request.app.state.ledger
     return ledger.of(caller)
 
@@ -29,14 +29,14 @@ UseCases = Annotated[Ledger, Depends(ledger_of)]
 
 @router.get("")
 def checkpoints(ledger: UseCases, job_id: str) -> Checkpoints:
-    """Committed checkpoints, oldest first."""
+    """List committed checkpoints, oldest first."""
     return Checkpoints(data=[CheckpointOut.of(found) for found in ledger.checkpoints(job_id)])
 
 
 @router.post("/{step}/verify")
 async def verify(request: Request, ledger: UseCases, job_id: str, step: Step) -> Verified:
-    """Read all files of a checkpoint and hold them against the sums that they were committed with."""
-    # From threads that no other answer needs: there may be much to read.
+    """Read all files of a checkpoint and compare them with the checksums of its commit."""
+    # Use separate threads: reading a large checkpoint takes long.
     threads: CapacityLimiter = request.app.state.verifying
     faults = await run_sync(ledger.verify, job_id, step, limiter=threads)
     return Verified(step=step, ok=not faults, faults=faults)
@@ -44,13 +44,13 @@ async def verify(request: Request, ledger: UseCases, job_id: str, step: Step) ->
 
 @router.post("/{step}/pin")
 def pin(ledger: UseCases, job_id: str, step: Step) -> CheckpointOut:
-    """Keep a checkpoint whatever retention says; repeatable."""
+    """Pin a checkpoint: retention never deletes it. Idempotent."""
     return CheckpointOut.of(ledger.pin(job_id, step))
 
 
 @router.delete("/{step}/pin")
 def unpin(ledger: UseCases, job_id: str, step: Step) -> CheckpointOut:
-    """Leave a checkpoint to retention again; repeatable."""
+    """Unpin a checkpoint: retention may delete it again. Idempotent."""
     return CheckpointOut.of(ledger.unpin(job_id, step))
 
 
@@ -58,7 +58,7 @@ def unpin(ledger: UseCases, job_id: str, step: Step) -> CheckpointOut:
 def export(
     ledger: UseCases, job_id: str, step: Step, body: Annotated[bytes, Depends(read_body)], response: Response
 ) -> ExportOut:
-    """Begin to make a Hugging Face folder of a checkpoint; 200 where it is done already. Repeatable."""
+    """Start the export of a checkpoint as a Hugging Face folder. Returns 200 if it is already done. Idempotent."""
     job = ledger.jobs.find(job_id)
     status = ledger.export(job_id, step, _wish(parse_body(ExportIn, body), job))
     response.status_code = 200 if status.state == "done" else 202
@@ -67,7 +67,7 @@ def export(
 
 @router.get("/{step}/export")
 def exported(ledger: UseCases, job_id: str, step: Step, wish: Annotated[ExportIn, Query()]) -> ExportOut:
-    """How far an export is."""
+    """Get the state and progress of an export."""
     job = ledger.jobs.find(job_id)
     return ExportOut.of(ledger.exported(job_id, step, _wish(wish, job)), run_dir=job.run_dir)
 

@@ -1,4 +1,4 @@
-"""What /openapi.json says beyond what FastAPI can tell: bodies read by hand, problems, headers, links."""
+"""Additions to FastAPI's OpenAPI document: manually parsed bodies, problems, headers, links."""
 
 import json
 import re
@@ -13,41 +13,41 @@ from pydantic import BaseModel
 from service.api.schemas import ProblemDetails
 
 Part = dict[str, Any]
-"""A piece of an OpenAPI document."""
+"""A part of an OpenAPI document."""
 Answers = dict[int | str, Part]
-"""What a route says of its answers, by status."""
+"""The responses of a route, by status."""
 TAGS = {
-    "health": "Whether the process answers and takes jobs; no key is needed.",
+    "health": "Liveness and readiness of the service; no key needed.",
     "jobs": "Submit, plan, list, pause, resume, clone, cancel and delete jobs.",
-    "runs": "What a run writes: events, metrics and logs, in pages or as a stream.",
+    "runs": "Events, metrics and logs of a run, in pages or as a stream.",
     "checkpoints": "Committed checkpoints of a job: verify, pin and export them.",
     "nodes": "Hosts of the cluster: state, free capacity, jobs and last failure.",
-    "usage": "What projects have used of the cluster.",
-    "access": "Keys, what they open, and the log of what was done with them.",
-    "webhooks": "Who is told of jobs, and what became of it.",
-    "operations": "For those who look after the service.",
+    "usage": "Cluster usage of projects.",
+    "access": "API keys, their roles, and the audit log.",
+    "webhooks": "Webhooks for state changes of jobs, and their deliveries.",
+    "operations": "Service operation: checks and metrics.",
 }
 _REFERENCE = "#/components/schemas/"
 _SPEC = {"schema": {"$ref": f"{_REFERENCE}JobSpec"}}
 SPEC_BODY: Part = {"requestBody": {"required": True, "content": {"application/json": _SPEC, "application/yaml": _SPEC}}}
-"""A job spec as the body."""
+"""A request body that is a job spec."""
 
 
 def _header(description: str, *, required: bool = False) -> Part:
     return {"description": description, "required": required, "schema": {"type": "string"}}
 
 
-LOCATION: Part = {"headers": {"Location": _header("where the job is", required=True)}}
-"""What the answer to a new job has besides the job."""
-_REQUEST_ID = {"X-Request-Id": _header("what the service's log calls this request", required=True)}
+LOCATION: Part = {"headers": {"Location": _header("path of the job", required=True)}}
+"""The Location header of a response that returns a new job."""
+_REQUEST_ID = {"X-Request-Id": _header("id of this request in the service's log", required=True)}
 _PROBLEM = {"application/problem+json": {"schema": {"$ref": f"{_REFERENCE}ProblemDetails"}}}
-_RETRY = {"Retry-After": _header("seconds after which asking again makes sense")}
+_RETRY = {"Retry-After": _header("seconds to wait before the next try")}
 _CLIENT_HEADERS = _RETRY | {
-    "WWW-Authenticate": _header("of 401: how to say who one is"),
-    "Allow": _header("of 405: the methods that there are"),
+    "WWW-Authenticate": _header("of 401: the authentication scheme"),
+    "Allow": _header("of 405: the allowed methods"),
 }
 _PROBLEMS: Part = {
-    "4XX": {"description": "It was refused; `code` says why", "headers": _CLIENT_HEADERS, "content": _PROBLEM},
+    "4XX": {"description": "rejected; `code` is the reason", "headers": _CLIENT_HEADERS, "content": _PROBLEM},
     "5XX": {"description": "The service could not answer", "headers": _RETRY, "content": _PROBLEM},
 }
 _MADE_BY = {
@@ -55,25 +55,25 @@ _MADE_BY = {
     "key_id": ({"/keys"}, "$response.body#/key/id"),
     "webhook_id": ({"/webhooks"}, "$response.body#/webhook/id"),
 }
-"""For a parameter of paths: the POSTs whose answers hold a value for it, and where."""
+"""Path parameter → the POST paths whose response contains its value, and the expression that selects it."""
 
 
 def json_body(model: type[BaseModel], *, required: bool = False) -> Part:
-    """A body that is read by hand as this model."""
+    """Return the description of a manually parsed body of this model."""
     content = {"application/json": {"schema": model.model_json_schema()}}
     return {"requestBody": {"required": required, "content": content}}
 
 
 def operation_id(route: APIRoute) -> str:
-    """A short name that stays when paths change."""
+    """Return a short operation id that stays the same if paths change."""
     return "_".join([*map(str, route.tags[:1]), route.name])
 
 
 class DescribedApi(FastAPI):
-    """An app whose description is complete."""
+    """An app with a complete OpenAPI document."""
 
     def openapi(self) -> Part:
-        """The OpenAPI document."""
+        """Return the OpenAPI document."""
         if self.openapi_schema is None:
             _complete(super().openapi())
         assert self.openapi_schema is not None
@@ -82,7 +82,7 @@ class DescribedApi(FastAPI):
 
 @dataclass(frozen=True)
 class _Operation:
-    """A call, as the document has it."""
+    """An operation of the OpenAPI document."""
 
     path: str
     method: str
@@ -90,7 +90,7 @@ class _Operation:
 
     @property
     def parameters(self) -> set[str]:
-        """Those in its path."""
+        """The names of its path parameters."""
         return set(re.findall(r"{(\w+)}", self.path))
 
 
@@ -115,13 +115,13 @@ def _complete(document: Part) -> None:
 
 
 def _given(schema: Part) -> Part:
-    """A parameter's schema without null, which no address can say."""
+    """Return a parameter's schema without null: a URL cannot contain null."""
     kinds = [kind for kind in schema.get("anyOf", []) if kind != {"type": "null"}]
     return {name: said for name, said in schema.items() if name != "anyOf"} | kinds[0] if len(kinds) == 1 else schema
 
 
 def _hoisted(schema: Part, schemas: Part) -> Part:
-    """A schema whose definitions are where its references look for them."""
+    """Move a schema's definitions to the document's components, and return the schema with updated references."""
     placed: Part = json.loads(json.dumps(schema).replace("#/$defs/", _REFERENCE))
     schemas.update(placed.pop("$defs", {}))
     return placed
@@ -129,7 +129,7 @@ def _hoisted(schema: Part, schemas: Part) -> Part:
 
 def _complete_answers(operation: _Operation, operations: Sequence[_Operation]) -> None:
     answers: Part = operation.said["responses"]
-    # FastAPI's own, in a form that no answer has.
+    # FastAPI's default, whose schema no response of this service has.
     answers.pop("422", None)
     answers.update(_PROBLEMS)
     links = _links(operation, operations)
@@ -140,7 +140,7 @@ def _complete_answers(operation: _Operation, operations: Sequence[_Operation]) -
 
 
 def _links(operation: _Operation, operations: Sequence[_Operation]) -> Part:
-    """The calls that can be made about what this one has made."""
+    """Return the links to operations that take the id which this operation creates."""
     return {
         other.said["operationId"]: {"operationId": other.said["operationId"], "parameters": {name: place}}
         for name, (makers, place) in _MADE_BY.items()

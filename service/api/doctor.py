@@ -1,4 +1,4 @@
-"""/doctor: whether cluster and storage are as jobs need them."""
+"""/doctor: checks of cluster and storage."""
 
 from typing import Annotated
 
@@ -14,14 +14,16 @@ router = APIRouter(tags=["operations"])
 
 
 def doctor_of(request: Request, caller: CallerIs) -> Doctor:
-    """The doctor, for those who look after the service. Raises Forbidden."""
+    """Return the doctor. Raises Forbidden if the caller is not an admin of all projects."""
     if not caller.may(Role.ADMIN, ANY):
-        raise Forbidden(f"key {caller.name!r} is no admin of all projects; use the operator's key, or ask one who is")
+        raise Forbidden(
+            f"key {caller.name!r} is not an admin of all projects; use the operator's key or ask such an admin"
+        )
     doctor: Doctor = request.app.state.doctor
     return doctor
 
 
 @router.post("/doctor")
 def examine(doctor: Annotated[Doctor, Depends(doctor_of)]) -> ExaminationOut:
-    """Examine cluster and storage, with a small Ray job and files that are removed; two minutes at most."""
+    """Check cluster and storage with a small Ray job and temporary files. Takes at most two minutes."""
     return ExaminationOut.of(doctor.examine())

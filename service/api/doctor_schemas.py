@@ -1,4 +1,4 @@
-"""What /doctor answers."""
+"""Response models of `POST /doctor`."""
 
 from pydantic import BaseModel, Field
 
@@ -7,7 +7,7 @@ from service.domain.finding import Verdict
 
 
 class FindingOut(BaseModel):
-    """One check."""
+    """The result of one check."""
 
     check: str = Field(description="`ray.reachable`, `storage.atomic`, …: always the same, in the same order")
     verdict: Verdict
@@ -16,7 +16,7 @@ class FindingOut(BaseModel):
 
 
 class ExaminationOut(BaseModel):
-    """All checks; `ok` where none failed."""
+    """The results of all checks; `ok` if none failed."""
 
     ok: bool
     seconds: float
@@ -24,6 +24,6 @@ class ExaminationOut(BaseModel):
 
     @classmethod
     def of(cls, found: Examination) -> "ExaminationOut":
-        """From the domain."""
+        """Build from the domain."""
         findings = [FindingOut.model_validate(finding, from_attributes=True) for finding in found.findings]
         return cls(ok=found.healthy, seconds=found.seconds, findings=findings)

@@ -1,4 +1,4 @@
-"""Slots for dear work that callers share: no key and no project takes them all."""
+"""Fair slots for expensive work: no key and no project can occupy all of them."""
 
 import asyncio
 from collections import Counter
@@ -18,36 +18,36 @@ Given = TypeVarTuple("Given")
 
 @dataclass(frozen=True)
 class Claim:
-    """Who wants a slot: a key, and the project that it works for."""
+    """A request for a slot: its key and its project."""
 
     key: str
     project: str
 
     @classmethod
     def of(cls, caller: Caller) -> "Claim":
-        """Return the claim of a caller; a key for several projects stands for itself."""
+        """Return the claim of a caller. A key with several projects counts as a separate project."""
         projects = caller.projects(Role.EDITOR)
         return cls(caller.id, next(iter(projects)) if projects and len(projects) == 1 else f"key {caller.id}")
 
 
 @dataclass(frozen=True)
 class Checks:
-    """Threads for checks of specs, shared fairly."""
+    """Threads for spec checks, shared fairly between callers."""
 
     threads: CapacityLimiter
     slots: "FairSlots"
 
     async def run(self, caller: Caller, use_case: Callable[[*Given], T], *given: *Given) -> T:
-        """Return what the use case returns, once there is a slot for the caller."""
+        """Run the use case in a thread once the caller has a slot, and return its result."""
         async with self.slots.hold(Claim.of(caller)):
             return await run_sync(use_case, *given, limiter=self.threads)
 
 
 class FairSlots:
-    """At most `total` slots are held at once: a quarter of them by one key, half of them by one project.
+    """A limit of `total` slots: at most a quarter of them for one key, and half of them for one project.
 
-    A quarter is kept for projects that hold none, so that a busy project never delays another one's first call. Of
-    those that wait, the project that holds the fewest slots comes first, then the call that came first.
+    A quarter is reserved for projects that hold no slot: a busy project never delays another project's first call.
+    A free slot goes to the waiting project with the fewest slots, and within it to the oldest call.
     """
 
     def __init__(self, total: int) -> None:
@@ -58,7 +58,7 @@ class FairSlots:
 
     @asynccontextmanager
     async def hold(self, claim: Claim) -> AsyncIterator[None]:
-        """Wait for a slot and hold it."""
+        """Wait for a slot and hold it until the context exits."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((claim, turn))
         self._hand_out()

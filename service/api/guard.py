@@ -1,4 +1,4 @@
-"""Who may call: the Host header, the bearer key or token, how often, and the size of what they send."""
+"""Request guards: Host header, bearer key or token, rate limits and body size."""
 
 import re
 import secrets
@@ -30,12 +30,12 @@ from train_loop.spec import Problem
 T = TypeVar("T", bound=BaseModel)
 _REQUEST_ID = b"x-request-id"
 _TOKENS = 16
-"""Tokens that are checked at once; more of them wait."""
+"""Maximum number of tokens verified concurrently; further ones wait."""
 
 
 @dataclass(frozen=True)
 class Guard:
-    """What the guards check against."""
+    """Keys, rate limits and body size that the guards check against."""
 
     access: Access
     rates: Rates
@@ -44,13 +44,13 @@ class Guard:
 
 
 def guard_of(request: Request) -> Guard:
-    """The guard of the app that serves this request."""
+    """Return the guard of the app that serves this request."""
     guard: Guard = request.app.state.guard
     return guard
 
 
 class KeyBearer(SecurityBase):
-    """The scheme `Authorization: Bearer KEY`, which refuses a caller whose key or token opens nothing."""
+    """The scheme `Authorization: Bearer KEY`; it rejects invalid keys and tokens."""
 
     def __init__(self) -> None:
         self.model = HTTPBearer(
@@ -59,9 +59,9 @@ class KeyBearer(SecurityBase):
         self.scheme_name = KeyBearer.__name__
 
     async def __call__(self, request: Request) -> Caller:
-        """Whose key or token was sent; the query is looked at, too.
+        """Return the caller that the key or token identifies, and check the query.
 
-        Raises Unauthorized, RateLimited, IssuerUnavailable, InvalidRequest.
+        Raises Unauthorized, Forbidden, RateLimited, IssuerUnavailable, InvalidRequest.
         """
         secret, guard = _secret(request), guard_of(request)
         caller = OPERATOR if guard.access.is_operator(secret) else await _let_in(guard, _attempt(request, secret))
@@ -70,16 +70,16 @@ class KeyBearer(SecurityBase):
     @staticmethod
     async def _known(caller: Caller, request: Request) -> Caller:
         request.state.key_id = caller.id
-        # Here, because a dependency of its own costs every submit as much as this one does.
+        # Checked here: a separate FastAPI dependency would cost every submit as much again as this one.
         await check_query(request)
         return replace(caller, request_id=request.state.request_id)
 
 
 class ScraperBearer(KeyBearer):
-    """The same, which also takes the key that opens the metrics alone."""
+    """The scheme `Authorization: Bearer KEY` for /metrics; it also accepts the metrics key."""
 
     async def __call__(self, request: Request) -> Caller:
-        """Whose key or token was sent. Raises what KeyBearer raises."""
+        """Return the caller that the key or token identifies. Raises the same errors as KeyBearer."""
         if guard_of(request).access.is_scraper(_secret(request)):
             return await self._known(SCRAPER, request)
         return await super().__call__(request)
@@ -105,7 +105,7 @@ async def _let_in(guard: Guard, attempt: Attempt) -> Caller:
 async def _identify(guard: Guard, secret: str) -> Caller:
     if not secret:
         raise Unauthorized("no key was sent; add the header Authorization: Bearer KEY ($TRAINSHED_HOME/admin.key)")
-    # An issuer that does not answer holds up nobody but those with its tokens.
+    # Tokens have separate threads: an unresponsive issuer delays only callers with its tokens.
     return await run_sync(guard.access.identify, secret, limiter=guard.token_threads if is_token(secret) else None)
 
 
@@ -120,7 +120,7 @@ ScraperIs = Annotated[Caller, Depends(require_scraper)]
 
 
 async def read_body(request: Request) -> bytes:
-    """The body, counted while it is read, because a chunked one does not say its size. Raises BodyTooLarge."""
+    """Return the body. Count its size while reading: a chunked body does not declare it. Raises BodyTooLarge."""
     guard, parts, size = guard_of(request), list[bytes](), 0
     async for part in request.stream():
         size += len(part)
@@ -131,9 +131,9 @@ async def read_body(request: Request) -> bytes:
 
 
 def parse_body(kind: type[T], body: bytes) -> T:
-    """A body as a model; an empty one has all its defaults. Raises InvalidRequest."""
+    """Parse a body as a model; an empty body gives the defaults. Raises InvalidRequest."""
     try:
-        # Strictly: what is said to be a number is no text that looks like one.
+        # Strict: a string that looks like a number is not accepted as a number.
         return kind.model_validate_json(body or b"{}", strict=True)
     except ValidationError as error:
         raise InvalidRequest(
@@ -142,23 +142,22 @@ def parse_body(kind: type[T], body: bytes) -> T:
 
 
 class RequestIds:
-    """Gives every request an id, the caller's own if it sent a plain one: in the answer and in each log line (ASGI).
+    """Middleware that gives each request an id, in the response and in each log line (ASGI).
 
-    Faults of all that is behind it are answered here.
+    It keeps the id that the client sent if that id is well-formed. It also answers unexpected errors of the inner app.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         sent = next((value for name, value in scope["headers"] if name == _REQUEST_ID), b"")
         request_id = sent if re.fullmatch(rb"[-\w.:]{1,64}", sent) else secrets.token_hex(13).encode()
         scope.setdefault("state", {})["request_id"] = request_id.decode()
-        # A request has a context of its own: nobody sees it afterwards.
+        # Each request has a separate context, so this binding needs no cleanup.
         bind_contextvars(request_id=request_id.decode())
 
         begun = False
@@ -173,7 +172,7 @@ class RequestIds:
         try:
             await self.app(scope, receive, answer)
         except Exception as error:
-            # Here, because what Starlette has for faults sits outside: its answer would go without the id.
+            # Handled here: Starlette's error middleware is outside this one, and its response would lack the id.
             refusal = fault(error)
             if begun:
                 raise
@@ -181,9 +180,9 @@ class RequestIds:
 
 
 class HostCheck:
-    """Refuses requests whose Host header is none of ours, and addresses that can be none of ours (ASGI).
+    """Middleware that rejects unknown Host headers and URLs that contain NUL (ASGI).
 
-    A page in a browser can be made to call loopback.
+    The Host check blocks web pages that make a browser call loopback.
     """
 
     def __init__(self, app: ASGIApp, *, hosts: Sequence[str]) -> None:
@@ -191,10 +190,10 @@ class HostCheck:
         self.hosts = frozenset(hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer it with a problem."""
+        """Forward the request, or answer it with a problem."""
         host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else None
         if host is not None and ("\0" in scope["path"] or b"%00" in scope["query_string"]):
-            # No name has one, and not every database takes one.
+            # No resource name contains NUL, and some databases reject it.
             await problem(InvalidRequest([Problem("", "the address holds a NUL character; leave it out")]))(
                 scope, receive, send
             )
@@ -207,9 +206,9 @@ class HostCheck:
 
 
 def _is_own_address(name: str, scope: Scope) -> bool:
-    """Return whether a request names the address at which it arrived, as probes and scrapers of pods do.
+    """Return True if the Host header is the address at which the request arrived. Pod probes and scrapers send it.
 
-    No page in a browser can be made to send that: its own requests carry the name of its site.
+    A web page cannot make a browser send that: its requests carry the name of the page's site.
     """
     server = scope.get("server")
     if not server or server[1] is None:
@@ -219,7 +218,7 @@ def _is_own_address(name: str, scope: Scope) -> bool:
 
 def _address(text: str) -> IPv4Address | IPv6Address | None:
     try:
-        # Of a link-local address without its interface.
+        # Drop the interface of a link-local address.
         address = ip_address(text.strip("[]").partition("%")[0])
     except ValueError:
         return None
@@ -227,5 +226,5 @@ def _address(text: str) -> IPv4Address | IPv6Address | None:
 
 
 def _name(host: str) -> str:
-    """The Host header without its port."""
+    """Return the Host header without its port."""
     return host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]

@@ -1,4 +1,4 @@
-"""/healthz and /readyz: with the API's own description, the only calls without a key."""
+"""/healthz and /readyz: besides the API description, the only calls without a key."""
 
 from fastapi import APIRouter, Request
 
@@ -14,13 +14,13 @@ router = APIRouter(tags=["health"], dependencies=[CHECKED])
 
 @router.get("/healthz")
 async def healthz() -> Health:
-    """The process answers, even where all threads wait for a database that does not."""
+    """Report that the process is alive, even if all threads wait for an unresponsive database."""
     return Health(status="ok")
 
 
 @router.get("/readyz")
 async def readyz(request: Request) -> Health:
-    """Return 200 once jobs can be taken: the database takes writes, and specs can be checked."""
+    """Return 200 if the service accepts jobs: the database accepts writes, and specs can be checked."""
     pulse: Pulse = request.app.state.pulse
     opening: Opening = request.app.state.opening
     if opening.trouble is not None:
@@ -28,7 +28,7 @@ async def readyz(request: Request) -> Health:
     if request.app.state.leaving.is_set():
         raise GoingAway("the service is ending; ask another one, or this one once it was started again")
     if (trouble := await pulse.trouble()) is not None:
-        # Probes know 503; 507 is for callers who wanted to store something.
+        # Probes expect 503; 507 is for callers that write.
         trouble.status = 503
         raise trouble
     jobs: Jobs = request.app.state.jobs

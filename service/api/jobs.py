@@ -23,7 +23,7 @@ from service.use_cases import Jobs, JobView
 T = TypeVar("T")
 Given = TypeVarTuple("Given")
 _OTHERS = ["GET", "HEAD", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "QUERY"]
-"""All methods but POST."""
+"""All methods except POST."""
 router = APIRouter(prefix="/jobs", tags=["jobs"], dependencies=[Depends(require_key)])
 _NEW: Answers = {
     201: LOCATION,
@@ -35,7 +35,7 @@ _ID_PREFIX = "^([Jj][Oo][Bb]-)?[0-9A-Za-z]{1,26}$"
 
 
 async def jobs_of(request: Request, caller: CallerIs) -> Jobs:
-    """The use cases for the caller of this request."""
+    """Return the use cases for the caller of this request."""
     jobs: Jobs = request.app.state.jobs
     return jobs.of(caller)
 
@@ -45,7 +45,7 @@ UseCases = Annotated[Jobs, Depends(jobs_of)]
 
 @dataclass(frozen=True)
 class Asked:
-    """A request that brings what has to be checked."""
+    """A request with a spec, or changes to one, to check."""
 
     jobs: Jobs
     body: bytes
@@ -54,13 +54,13 @@ class Asked:
 
     @classmethod
     async def read(cls, request: Request, caller: CallerIs) -> "Asked":
-        """The body, and what the app that serves this request has for it.
+        """Return the body, together with the use cases and thread limits of the app.
 
         Raises Forbidden, JobNotFound, BodyTooLarge.
         """
         state = request.app.state
         jobs: Jobs = state.jobs.of(caller)
-        # Before a byte of it is read: a caller that may write nothing costs nothing.
+        # Checked before the body is read: a caller without write access must cost nothing.
         if not caller.edits:
             if job_id := request.path_params.get("job_id"):
                 await run_sync(jobs.find, job_id)
@@ -68,12 +68,12 @@ class Asked:
         return cls(jobs, await read_body(request), state.checks, state.known)
 
     async def submit(self, once: Once | None) -> tuple[JobView, bool]:
-        """As `Jobs.submit`, with others who come at once, where nothing has to be looked at."""
+        """Submit as `Jobs.submit` does. If all checks are cached, store the job together with concurrent ones."""
         view = await self.known((self.jobs.caller, self.body, once))
         return (view, True) if view is not None else await self.call(self.jobs.submit, self.body, once)
 
     async def call(self, use_case: Callable[[*Given], T], *given: *Given) -> T:
-        """What the use case returns, from threads that no other answer needs: checks may take long."""
+        """Return the result of the use case. It runs in separate threads, because checks may take long."""
         return await self.checks.run(self.jobs.caller, use_case, *given)
 
 
@@ -82,13 +82,13 @@ ToCheck = Annotated[Asked, Depends(Asked.read)]
 
 @router.post("", status_code=201, openapi_extra=SPEC_BODY, responses=_NEW)
 async def submit(asked: ToCheck, response: Response, idempotency_key: IdempotencyKey = None) -> JobOut:
-    """Store a job durably; the same Idempotency-Key and body give the same job again, with 200."""
+    """Submit a job and store it durably. The same Idempotency-Key and body return the same job, with 200."""
     return _answer(asked.jobs, response, *await asked.submit(_once(asked, idempotency_key, asked.body)))
 
 
 @router.post("/{job_id}/clone", status_code=201, openapi_extra=json_body(CloneIn), responses=_NEW)
 async def clone(asked: ToCheck, job_id: str, response: Response, idempotency_key: IdempotencyKey = None) -> JobOut:
-    """Store a job that goes on from a checkpoint of this one, with some of its spec different; else as submit."""
+    """Submit a job that starts from a checkpoint of this one, with changes to its spec. Otherwise like submit."""
     wish, once = (
         parse_body(CloneIn, asked.body),
         _once(asked, idempotency_key, f"clone {job_id} ".encode() + asked.body),
@@ -109,27 +109,31 @@ def _answer(jobs: Jobs, response: Response, view: JobView, new: bool) -> JobOut:
 
 @router.post("/plan", openapi_extra=SPEC_BODY)
 async def plan(asked: ToCheck) -> PlanOut:
-    """The same checks as submit; nothing is stored."""
+    """Check a spec as submit does and return its plan. Nothing is stored."""
     return PlanOut.of(await asked.call(asked.jobs.plan, asked.body))
 
 
 @router.api_route("/plan", methods=_OTHERS, include_in_schema=False)
 async def no_job() -> None:
-    """The name of a call is no id of a job."""
+    """Return 405: `plan` is an operation, not a job id."""
     raise HTTPException(405, "no job has this name; POST plans a spec", {"Allow": "POST"})
 
 
 async def job_query(
     request: Request,
-    state: Annotated[list[Annotated[JobState, ANY_CASE]] | None, Query(description="in any case")] = None,
+    state: Annotated[
+        list[Annotated[JobState, ANY_CASE]] | None, Query(description="only these states, case-insensitive")
+    ] = None,
     project: str | None = None,
     name: str | None = None,
-    id: Annotated[str | None, Query(pattern=_ID_PREFIX, description="how ids begin, with job- or without")] = None,
+    id: Annotated[str | None, Query(pattern=_ID_PREFIX, description="prefix of the id, with or without job-")] = None,
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
-    label: Annotated[str | None, Query(alias="label.KEY", description="the value of label KEY; several: all")] = None,
+    label: Annotated[
+        str | None, Query(alias="label.KEY", description="value of label KEY; with several, all must match")
+    ] = None,
 ) -> JobQuery:
-    """The filters; `label.k=v` asks for a label, several of them for all."""
+    """Return the filters of a list. A job must match all `label.KEY=VALUE` filters."""
     given = request.query_params.multi_items()
     labels = tuple((key.removeprefix("label."), value) for key, value in given if key.startswith("label."))
     projects = None if project is None else frozenset({project})
@@ -139,7 +143,7 @@ async def job_query(
 
 @router.get("")
 def list_jobs(jobs: UseCases, query: Annotated[JobQuery, Depends(job_query)]) -> JobPage:
-    """Jobs, newest first; `next` goes into `?after=`."""
+    """List jobs, newest first. Pass `next` as `?after=` to get the next page."""
     views, has_more = jobs.page(query)
     data = [JobOut.of(view, now=jobs.clock()) for view in views]
     return JobPage(data=data, has_more=has_more, next=data[-1].id if has_more else None)
@@ -147,33 +151,33 @@ def list_jobs(jobs: UseCases, query: Annotated[JobQuery, Depends(job_query)]) ->
 
 @router.get("/{job_id}")
 def get(jobs: UseCases, job_id: str) -> JobOut:
-    """One job."""
+    """Get a job."""
     return JobOut.of(jobs.get(job_id), now=jobs.clock())
 
 
 @router.delete("/{job_id}", status_code=204)
 def delete(jobs: UseCases, job_id: str) -> None:
-    """Forget a job that has ended; its run directory stays where it is."""
+    """Delete a finished job. Its run directory is kept."""
     jobs.delete(job_id)
 
 
 @router.post("/{job_id}/pause", openapi_extra=json_body(PauseIn))
 def pause(jobs: UseCases, job_id: str, body: Body) -> JobOut:
-    """Commit a checkpoint and leave the cluster until the job is resumed; repeatable."""
+    """Pause a job: commit a checkpoint and leave the cluster until it is resumed. Idempotent."""
     wish = parse_body(PauseIn, body)
     return JobOut.of(jobs.pause(job_id, grace_seconds=wish.grace_seconds), now=jobs.clock())
 
 
 @router.post("/{job_id}/resume", openapi_extra=json_body(ResumeIn))
 async def resume(asked: ToCheck, job_id: str) -> JobOut:
-    """Let a paused job go on, at another size if one is given; repeatable."""
+    """Resume a paused job, with another size if one is given. Idempotent."""
     view = await asked.call(asked.jobs.resume, job_id, parse_body(ResumeIn, asked.body).scaling)
     return JobOut.of(view, now=asked.jobs.clock())
 
 
 @router.post("/{job_id}/cancel", openapi_extra=json_body(CancelIn))
 def cancel(jobs: UseCases, job_id: str, body: Body) -> JobOut:
-    """End the job, by default with a last checkpoint; repeatable."""
+    """Cancel a job, by default after a last checkpoint. Idempotent."""
     wish = parse_body(CancelIn, body)
     view = jobs.cancel(job_id, grace_seconds=wish.grace_seconds, checkpoint=wish.checkpoint)
     return JobOut.of(view, now=jobs.clock())

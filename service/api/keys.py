@@ -1,4 +1,4 @@
-"""/keys and /audit: who may call, and what callers did."""
+"""/me, /keys and /audit: the caller, API keys and the audit log."""
 
 from typing import Annotated
 
@@ -14,7 +14,7 @@ router = APIRouter(tags=["access"])
 
 
 async def access_of(request: Request, caller: CallerIs) -> Access:
-    """The use cases for the caller of this request."""
+    """Return the use cases for the caller of this request."""
     access: Access = request.app.state.access
     return access.of(caller)
 
@@ -24,13 +24,13 @@ UseCases = Annotated[Access, Depends(access_of)]
 
 @router.get("/me")
 def me(caller: CallerIs) -> Me:
-    """What the key that was sent opens."""
+    """Get the caller's key and roles."""
     return Me(id=caller.id, name=caller.name, roles=dict(caller.roles))
 
 
 @router.post("/keys", status_code=201, openapi_extra=json_body(KeyIn, required=True))
 def create(access: UseCases, body: Annotated[bytes, Depends(read_body)]) -> NewKey:
-    """Make a key for projects of which one is an admin; its secret is shown this once."""
+    """Create a key for projects that the caller administers. Its secret is shown only once."""
     wish = parse_body(KeyIn, body)
     expires_at = None if wish.expires_at is None else wish.expires_at.timestamp()
     key, secret = access.create(wish.name, wish.roles, expires_at)
@@ -39,13 +39,13 @@ def create(access: UseCases, body: Annotated[bytes, Depends(read_body)]) -> NewK
 
 @router.get("/keys")
 def keys(access: UseCases) -> Keys:
-    """The keys that open a project of which one is an admin, newest first."""
+    """List the keys with a role in a project that the caller administers, newest first."""
     return Keys(data=[KeyOut.of(key, access.caller) for key in access.visible()])
 
 
 @router.delete("/keys/{key_id}", status_code=204)
 def revoke(access: UseCases, key_id: Annotated[str, Path(max_length=64)]) -> None:
-    """Let a key open nothing from now on; repeatable."""
+    """Revoke a key. Idempotent."""
     access.revoke(key_id)
 
 
@@ -53,10 +53,10 @@ def revoke(access: UseCases, key_id: Annotated[str, Path(max_length=64)]) -> Non
 def audit(
     access: UseCases,
     project: str | None = None,
-    after: Annotated[int | None, Query(ge=1, le=2**62, description="`next` of the page before")] = None,
+    after: Annotated[int | None, Query(ge=1, le=2**62, description="`next` of the previous page")] = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
 ) -> Page[DeedOut]:
-    """The writes in projects of which one is an admin, newest first."""
+    """List the writes in projects that the caller administers, newest first."""
     found = access.deeds(project, after=after, limit=limit + 1)
     data = [DeedOut.of(number, deed) for number, deed in found[:limit]]
     more = len(found) > limit

@@ -1,4 +1,4 @@
-"""What goes over the wire about checkpoints."""
+"""Request and response models of checkpoints."""
 
 from typing import Literal
 
@@ -19,12 +19,12 @@ class CheckpointOut(BaseModel):
     attempt: int
     world: int
     mesh: dict[str, int]
-    metrics: dict[str, float] = Field(description="what was measured of its step")
+    metrics: dict[str, float] = Field(description="metrics of its step")
     pinned: bool
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "CheckpointOut":
-        """From what the run directory tells."""
+        """Build from the run directory."""
         manifest = checkpoint.manifest
         return cls(
             step=manifest.step,
@@ -40,13 +40,13 @@ class CheckpointOut(BaseModel):
 
 
 class Checkpoints(BaseModel):
-    """The ledger of committed checkpoints, oldest first."""
+    """Committed checkpoints, oldest first."""
 
     data: list[CheckpointOut]
 
 
 class Verified(BaseModel):
-    """What was found when all of a checkpoint was read."""
+    """The result of a checkpoint's verification."""
 
     step: int
     ok: bool
@@ -54,7 +54,7 @@ class Verified(BaseModel):
 
 
 class ExportIn(BaseModel):
-    """What to make of a checkpoint."""
+    """Options of an export."""
 
     model_config = {"extra": "forbid"}
 
@@ -63,19 +63,19 @@ class ExportIn(BaseModel):
 
 
 class ExportOut(BaseModel):
-    """How far an export is."""
+    """State and progress of an export."""
 
     step: int
     dtype: str
     weights: str
     state: ExportState
-    progress: float = Field(description="the share of the weights that is written")
+    progress: float = Field(description="share of the weights written so far")
     reason: str | None
-    path: str = Field(description="the Hugging Face folder, once the state is done")
+    path: str = Field(description="path of the Hugging Face folder when the state is done")
 
     @classmethod
     def of(cls, status: ExportStatus, *, run_dir: str) -> "ExportOut":
-        """From what the run directory tells."""
+        """Build from the run directory."""
         wish = status.wish
         return cls(
             step=status.step,

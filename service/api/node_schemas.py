@@ -1,4 +1,4 @@
-"""Answer of `GET /nodes`."""
+"""Response models of `GET /nodes`."""
 
 from pydantic import BaseModel, Field
 
@@ -26,7 +26,7 @@ class NodeOut(BaseModel):
     )
     since: Time = Field(description="when it joined, when the notice came, or when it died")
     total: dict[str, float]
-    free: dict[str, float] | None = Field(description="what nothing reserves, up to 5 s old; null if unknown or dead")
+    free: dict[str, float] | None = Field(description="unreserved resources, up to 5 s old; null if unknown or dead")
     jobs: list[str] = Field(description="jobs with workers there that the caller may see")
     last_failure: NodeFailure | None = Field(description="the newest loss of the host or of workers on it")
 

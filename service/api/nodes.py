@@ -12,5 +12,5 @@ router = APIRouter(tags=["nodes"], dependencies=[Depends(require_key)])
 
 @router.get("/nodes")
 def nodes(jobs: UseCases) -> NodesOut:
-    """List hosts with state, free capacity, jobs and last failure; dead ones for an hour."""
+    """List hosts with state, free capacity, jobs and last failure. Dead hosts are listed for an hour."""
     return NodesOut(data=[NodeOut.of(view) for view in list_nodes(jobs)])

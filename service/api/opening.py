@@ -1,4 +1,4 @@
-"""What is answered before the database is open, and whether it answers from then on."""
+"""Responses before the database is open, and the health probe of the open database."""
 
 import asyncio
 import threading
@@ -14,20 +14,20 @@ from service.opening import Opening
 
 _HEALTH = ("/healthz", "/readyz")
 _HOLD_SECONDS = 5.0
-"""A database that is up to date is open in less, and nobody who calls a service that just began should see that."""
+"""Seconds to hold a request during startup: an up-to-date database opens sooner, so its callers get no error."""
 _LOOK_SECONDS = 0.05
 _PATIENCE_SECONDS = 2.0
 
 
 class Gate:
-    """Refuses, after a moment, what is asked before the database is open; health has answers of its own (ASGI)."""
+    """Middleware that rejects requests while the database is not open, except for the health endpoints (ASGI)."""
 
     def __init__(self, app: ASGIApp, *, opening: Opening) -> None:
         self.app = app
         self.opening = opening
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on."""
+        """Forward the request, or answer it with the reason why the database is not open."""
         if self.opening.trouble is None or scope["type"] != "http" or scope["path"] in _HEALTH:
             await self.app(scope, receive, send)
             return
@@ -38,7 +38,7 @@ class Gate:
             await problem(trouble)(scope, receive, send)
 
     async def _trouble(self) -> ServiceError | None:
-        """Why the database is not open, a moment later where it is being migrated."""
+        """Return why the database is not open, or None. During a migration, wait for up to `_HOLD_SECONDS` first."""
         end = time.monotonic() + _HOLD_SECONDS
         while isinstance(self.opening.trouble, Migrating) and time.monotonic() < end:
             await asyncio.sleep(_LOOK_SECONDS)
@@ -46,21 +46,21 @@ class Gate:
 
 
 class Pulse:
-    """Whether the database answers soon. However many ask and however long it hangs, one thread waits for it."""
+    """A probe of the database. One thread pings it at a time, however many callers wait and however long it hangs."""
 
     def __init__(self, ping: Callable[[], None]) -> None:
         self._ping = ping
         self._asked: Future[None] | None = None
 
     async def beats(self) -> bool:
-        """Ask it, or wait with those who have."""
+        """Return True if the database is usable now. Concurrent callers share one ping."""
         return await self.trouble() is None
 
     async def trouble(self) -> ServiceError | None:
-        """Return why the database cannot be used now; None if it answers and takes writes."""
+        """Return why the database cannot be used now, or None if it answers and accepts writes."""
         if self._asked is None or self._asked.done():
             self._asked = Future()
-            # A daemon: the process does not stay for one that hangs.
+            # A daemon thread: a hung ping does not keep the process alive.
             threading.Thread(target=self._ask, args=(self._asked,), name="pulse", daemon=True).start()
         try:
             await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._asked)), _PATIENCE_SECONDS)

@@ -1,4 +1,4 @@
-"""What goes over the wire of a plan."""
+"""Response models of a plan."""
 
 from dataclasses import asdict
 from typing import Literal
@@ -20,7 +20,7 @@ class MeshOut(BaseModel):
 
     @classmethod
     def of(cls, mesh: MeshPlan) -> "MeshOut":
-        """From the plan."""
+        """Build from the plan."""
         return cls(ddp=mesh.ddp, fsdp=mesh.fsdp, sp=mesh.sp, shape=mesh.shape, names=mesh.names)
 
 
@@ -36,47 +36,49 @@ class MemoryTermOut(BaseModel):
 class MemoryOut(BaseModel):
     """Estimated memory per worker at the peak of a step."""
 
-    total_bytes: int = Field(description="where the model computes")
-    host_bytes: int = Field(description="what waits in host memory, beside a GPU")
+    total_bytes: int = Field(description="bytes per worker on the device that computes")
+    host_bytes: int = Field(description="bytes per worker in host memory, if the model computes on a GPU")
     terms: list[MemoryTermOut]
 
 
 class PreviewOut(BaseModel):
-    """What preparing would do to the first rows of a source of text."""
+    """Preview of data preparation: counts over the first rows of a text source."""
 
     source: str
-    rows: int = Field(description="rows that were looked at")
+    rows: int = Field(description="rows read")
     bad_rows: int
     long_rows: int = Field(description="rows of more than sequence_length tokens")
-    untrained_rows: int = Field(description="rows without any trained token, which are dropped")
+    untrained_rows: int = Field(description="rows without a trained token; they are dropped")
     on_long_rows: str = Field(description="what happens to long_rows")
 
 
 class PlanOut(BaseModel):
-    """What a spec comes to."""
+    """The plan of a job spec: mesh, batch, steps and memory."""
 
     name: str
     world: int
-    sizes: list[int] = Field(description="of an elastic job: the workers that it can run with; the rest is of the most")
+    sizes: list[int] = Field(
+        description="possible numbers of workers of an elastic job; the other fields are for the largest"
+    )
     mesh: MeshOut
     nodes: list[list[int]] | None = Field(
-        description="the ranks of each node, were nobody else there; null where nodes are unknown or have no place"
+        description="ranks per node of an empty cluster; null if nodes are unknown or have no capacity"
     )
     data_parallel_size: int
     global_batch_size: int
     micro_batch_size: int
     gradient_accumulation_steps: int
     tokens_per_step: int
-    steps: int | None = Field(description="null if they are known only when the data is prepared")
+    steps: int | None = Field(description="optimizer steps; null if only known after data preparation")
     parameters: int
     memory: MemoryOut
-    checkpoint_bytes: int = Field(description="estimated size of one checkpoint, of which keep_last stay")
+    checkpoint_bytes: int = Field(description="estimated size of one checkpoint; keep_last of them are kept")
     preview: list[PreviewOut] = Field(description="counts of the first rows of each source of text")
     warnings: list[str]
 
     @classmethod
     def of(cls, view: PlanView) -> "PlanOut":
-        """From what the use cases answer."""
+        """Build from the use case."""
         spec, plan = view.spec, view.plan
         terms = [MemoryTermOut(**asdict(term)) for term in plan.memory]
         return cls(

@@ -22,20 +22,20 @@ _faults = FaultLog()
 
 
 def install_problems(app: FastAPI) -> None:
-    """Answer every error, ours and the framework's, as a problem; RequestIds answers faults."""
+    """Install handlers that answer service and framework errors as problems; RequestIds answers unexpected errors."""
     app.add_exception_handler(ServiceError, _service_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
 
 
 def fault(error: Exception) -> Response:
-    """The answer to what nobody thought of, which the log tells and the caller is not told."""
+    """Log an unexpected error and return a 500 response without its details."""
     _faults.report_each("request_failed", error)
     return _answer(500, "internal", "the service failed to answer; its log says why")
 
 
 def problem(error: ServiceError) -> Response:
-    """The answer to a ServiceError."""
+    """Return the response to a ServiceError."""
     errors = [ProblemOut(pointer=p.pointer, message=p.message) for p in error.problems]
     told = {"WWW-Authenticate": error.challenge, "Retry-After": error.retry_after}
     headers = {name: str(value) for name, value in told.items() if value is not None}
@@ -47,7 +47,7 @@ def _service_error(request: Request, error: Exception) -> Response:
     request.state.outage = error.outage
     if error.notable:
         client = request.client.host if request.client else None
-        # As it was sent: what it stands for may hold line ends or control a terminal.
+        # The raw path: decoded, it may contain line breaks or terminal control characters.
         path = request.scope["raw_path"][:_LONGEST_PATH].decode("latin-1")
         log.warning("refused", status=error.status, code=error.code, method=request.method, path=path, client=client)
     return problem(error)
@@ -66,13 +66,13 @@ def _http_error(request: Request, error: Exception) -> Response:
     detail = f"{request.method} {request.url.path}: {error.detail}; GET /docs lists the calls there are"
     headers = dict(error.headers or {})
     if error.status_code == 405 and error.detail == HTTPStatus.METHOD_NOT_ALLOWED.phrase:
-        # Starlette names the methods of one route alone.
+        # Starlette lists only the methods of one route.
         headers["Allow"] = ", ".join(_methods(request))
     return _answer(error.status_code, code, detail, headers=headers)
 
 
 def _methods(request: Request) -> list[str]:
-    """Those that a path has, over all its routes."""
+    """Return the methods that a path accepts, over all its routes."""
     tried = ({**request.scope, "method": method} for method in _METHODS)
     routes: Sequence[BaseRoute] = request.app.routes
     return [scope["method"] for scope in tried if any(route.matches(scope)[0] is Match.FULL for route in routes)]

@@ -1,4 +1,4 @@
-"""What a query may say: the parameters that the call has, each of them once unless it takes several values."""
+"""Checks of the query: only parameters of the call, each once unless it takes several values."""
 
 import math
 from collections import Counter
@@ -16,23 +16,23 @@ from service.errors import InvalidRequest
 from train_loop.spec import Problem
 
 ANY_CASE = BeforeValidator(lambda given: given.upper() if isinstance(given, str) else given)
-"""For words that are written in capitals here, and otherwise elsewhere."""
+"""Validator that accepts upper-case enum values in any case."""
 MAX_VALUES = 16
-"""Most values of one parameter, and most filters by labels: a job has at most as many labels."""
+"""Maximum number of values of one parameter, and of label filters: a job has at most as many labels."""
 _MAX_PARAMETERS = 64
 _MAX_LENGTH = 1024
-"""Of a name and of a value, in characters; a cursor, a label or a text to search for is shorter."""
+"""Maximum total length of a name and its value, in characters; cursors, labels and search texts are shorter."""
 _FAMILY = ".KEY"
-"""How the name of a parameter ends that stands for many: `label.KEY` for `label.team`."""
+"""Suffix of a declared parameter that covers many names: `label.KEY` covers `label.team`."""
 
 
 async def check_query(request: Request) -> None:
-    """Refuse what the call does not know, rather than answer another question than was asked. Raises InvalidRequest."""
+    """Reject unknown and repeated parameters instead of ignoring them. Raises InvalidRequest."""
     if not request.scope["query_string"]:
         return
     known, pairs = _parameters(request.scope["route"]), request.query_params.multi_items()
     given = Counter(name for name, _ in pairs)
-    # Before names are compared with one another: a query may hold thousands.
+    # Checked before names are compared: a query may contain thousands of parameters.
     if problems := _too_much(pairs, known):
         raise InvalidRequest(problems)
     problems = [
@@ -45,7 +45,7 @@ async def check_query(request: Request) -> None:
 
 
 def _too_much(pairs: Sequence[tuple[str, str]], known: Mapping[str, float]) -> list[Problem]:
-    """Return what a query has too much of; each filter costs the database."""
+    """Return the limits that a query exceeds. Limits exist because each filter costs database time."""
     if len(pairs) > _MAX_PARAMETERS:
         return [Problem("/query", f"{len(pairs)} parameters are given; at most {_MAX_PARAMETERS} are allowed")]
     families = Counter(declared for name, _ in pairs if (declared := _declared(name, known)) in known)
@@ -63,13 +63,13 @@ def _too_much(pairs: Sequence[tuple[str, str]], known: Mapping[str, float]) -> l
 
 
 CHECKED = Depends(check_query)
-"""For calls without a key; the others' keys and queries are looked at together."""
+"""Query check for calls without a key; other calls check key and query together."""
 
 
 def _parameters(route: APIRoute) -> Mapping[str, float]:
-    """How often each parameter of a call may be given."""
+    """Return the maximum number of values of each parameter of a call."""
     fields = get_flat_params(route.dependant)
-    # The fields of a model that stands for a query are no Param at all.
+    # The fields of a query model are not Param instances.
     wanted = [
         field for field in fields if isinstance(field.field_info, Query) or not isinstance(field.field_info, Param)
     ]
@@ -81,7 +81,7 @@ def _times(annotation: object) -> float:
 
 
 def _declared(name: str, known: Mapping[str, float]) -> str:
-    """The parameter that a name belongs to."""
+    """Return the declared parameter that a name belongs to."""
     beginning, _, rest = name.partition(".")
     family = f"{beginning}{_FAMILY}"
     return family if rest and family in known else name
@@ -92,4 +92,4 @@ def _fault(name: str, known: Mapping[str, float]) -> str:
         return "it takes one value, and several are given; leave the others out"
     near = get_close_matches(name, known, 1)
     hint = f", did you mean {near[0]}?" if near else ";"
-    return f"there is no such parameter{hint} this call has {', '.join(sorted(known)) or 'none'}"
+    return f"unknown parameter{hint} this call has {', '.join(sorted(known)) or 'none'}"

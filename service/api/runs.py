@@ -1,4 +1,4 @@
-"""/jobs/{id}/…: what a run leaves behind, in pages or as a stream: events, metrics, logs."""
+"""/jobs/{id}/…: events, metrics and logs of a run, in pages or as a stream, and its audit."""
 
 import re
 from collections.abc import Iterator
@@ -30,14 +30,14 @@ _STREAM: Answers = {200: {"content": {"text/event-stream": {"schema": {"type": "
 
 
 class Log(NamedTuple):
-    """A log, and where whoever names no place begins to read."""
+    """A log, and the default position to read it from."""
 
     reader: Reader
     begin: Place
 
 
 async def run_dirs_of(request: Request) -> RunDirs:
-    """The run directories of the app that serves this request."""
+    """Return the run directories of the app that serves this request."""
     run_dirs: RunDirs = request.app.state.run_dirs
     return run_dirs
 
@@ -49,33 +49,31 @@ async def cursor_of(
     request: Request,
     after: Annotated[str | None, Query(description="`next` of a page, or the id of a message")] = None,
     last_event_id: Annotated[
-        str | None, Header(description="of a stream that is taken up again: instead of `after`")
+        str | None, Header(description="to resume a stream: id of the last message, in place of `after`")
     ] = None,
 ) -> tuple[int, int] | None:
-    """Both numbers of the cursor; a stream that is taken up again sends it as a header. Raises InvalidRequest."""
+    """Return both numbers of the cursor. A reconnecting stream sends it as a header. Raises InvalidRequest."""
     given = (last_event_id if asks_for_stream(request) else None) or after
     if given is None:
         return None
     match = re.fullmatch(r"(\d{1,9})\.(\d{1,15})", given)
     if match is None:
-        raise InvalidRequest([Problem("/query/after", f"{given!r} is no cursor; use `next` of a page")])
+        raise InvalidRequest([Problem("/query/after", f"invalid cursor {given!r}; expected `next` of a page")])
     return int(match[1]), int(match[2])
 
 
 After = Annotated[tuple[int, int] | None, Depends(cursor_of)]
 
 
-Contains = Annotated[str | None, Query(min_length=1, description="only lines that hold this text")]
+Contains = Annotated[str | None, Query(min_length=1, description="only lines that contain this text")]
 
 
 async def filters_of(
     contains: Contains = None,
-    level: Annotated[
-        Level | None, ANY_CASE, Query(description="only lines of this level or a higher one, in any case")
-    ] = None,
+    level: Annotated[Level | None, ANY_CASE, Query(description="minimum level, case-insensitive")] = None,
 ) -> tuple[Filter, ...]:
-    """Which lines of a log are wanted."""
-    # The level first: it has to see every line.
+    """Return the filters that select lines of a log."""
+    # The level filter comes first: it must see every line.
     return ((AtLeast(level),) if level else ()) + ((containing(contains),) if contains else ())
 
 
@@ -89,7 +87,7 @@ def events(
     contains: Contains = None,
     limit: Limit = 100,
 ) -> LinePage | Response:
-    """What happened, oldest first, over all attempts."""
+    """List the events of a run over all attempts, oldest first."""
     reader, cursor = _reader(dirs, jobs.find(job_id), "events", contains), Cursor(*(after or (0, 0)))
     return streams.lines(reader, cursor, job_id) if streams.wanted else _page(reader, cursor, limit)
 
@@ -101,10 +99,12 @@ def metrics(
     streams: Streams,
     job_id: str,
     after: After,
-    points: Annotated[int | None, Query(ge=2, le=10_000, description="all of them, in so many lines at most")] = None,
+    points: Annotated[
+        int | None, Query(ge=2, le=10_000, description="downsample to at most this number of lines")
+    ] = None,
     limit: Limit = 100,
 ) -> LinePage | Response:
-    """One line per logged optimizer step, over all attempts; with `points`, a part of them that keeps the extremes."""
+    """List one line per logged optimizer step, over all attempts. With `points`, downsample but keep the extremes."""
     reader, cursor = _reader(dirs, jobs.find(job_id), "metrics"), Cursor(*(after or (0, 0)))
     if streams.wanted:
         return streams.lines(reader, cursor, job_id)
@@ -116,7 +116,7 @@ def metrics(
 @router.get("/audit")
 async def audit(request: Request, jobs: UseCases, dirs: Dirs, job_id: str) -> RunAuditOut:
     """Check which samples the steps of a job trained, over all attempts; needs `training.audit_samples: true`."""
-    # Reads all metrics lines twice, so it has threads of its own.
+    # Reads all metrics lines twice, so it uses separate threads.
     threads: CapacityLimiter = request.app.state.verifying
     return RunAuditOut.of(await run_sync(lambda: audit_job(dirs, jobs.find(job_id)), limiter=threads))
 
@@ -126,16 +126,16 @@ def log_of(
     dirs: Dirs,
     job_id: str,
     attempt: Annotated[
-        int | None, Query(ge=1, lt=10**9, description="only this one; default: the newest and later ones")
+        int | None, Query(ge=1, lt=10**9, description="only this attempt; default: the newest and later ones")
     ] = None,
     rank: Annotated[int | None, Query(ge=0, description="default: the driver")] = None,
     filters: Annotated[tuple[Filter, ...], Depends(filters_of)] = (),
 ) -> Log:
-    """Which log is wanted. Raises JobNotFound, and InvalidRequest where no attempt can have written it."""
+    """Return the requested log. Raises JobNotFound, or InvalidRequest if no attempt can have written it."""
     job = jobs.find(job_id)
     if rank is not None and rank >= job.most_workers:
         known = f"the job has had {job.most_workers} workers at most; ask for a rank from 0 to {job.most_workers - 1}"
-        raise InvalidRequest([Problem("/query/rank", f"there is no rank {rank}: {known}")])
+        raise InvalidRequest([Problem("/query/rank", f"rank {rank} not found: {known}")])
     reader = Reader(dirs, job.run_dir, Written("log", rank), stays=attempt is not None, filters=filters)
     return Log(reader, Place(attempt or dirs.newest_attempt(job.run_dir)))
 
@@ -144,7 +144,7 @@ def log_of(
 def logs(
     streams: Streams, job_id: str, log: Annotated[Log, Depends(log_of)], after: After, limit: Limit = 100
 ) -> TextPage | Response:
-    """Whole lines of one log; only lines that are complete."""
+    """List the complete lines of one log."""
     place = Place(*after) if after else log.begin
     if streams.wanted:
         return streams.text(log.reader, place, job_id)
@@ -158,7 +158,7 @@ def _reader(dirs: RunDirs, job: Job, kind: Literal["events", "metrics"], contain
 
 
 def _thinned(reader: Reader, after: Cursor, points: int) -> LinePage:
-    """All there is behind a cursor, in so many lines at most."""
+    """Return all lines after a cursor, downsampled to at most `points` lines."""
     end = after
 
     def lines() -> Iterator[Line]:
@@ -171,7 +171,7 @@ def _thinned(reader: Reader, after: Cursor, points: int) -> LinePage:
 
 
 def _page(reader: Reader, after: Cursor, limit: int) -> LinePage:
-    """A page and the cursor behind it, which stays where it was while nothing is new."""
+    """Return a page and the cursor after it. The cursor is unchanged if the page is empty."""
     found, more = read_page(reader, after, limit)
     end = found[-1].cursor if found else after
     return LinePage(data=[dict(one.line) for one in found], has_more=more, next=str(end))

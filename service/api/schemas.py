@@ -1,4 +1,4 @@
-"""What goes over the wire: one model per answer, built from the domain."""
+"""Request and response models of jobs, pages and problems."""
 
 from datetime import UTC, datetime
 from typing import Annotated, Generic, TypeVar
@@ -17,17 +17,17 @@ Time = Annotated[datetime, PlainSerializer(lambda time: time.isoformat(timespec=
 
 
 def as_time(seconds: float) -> datetime:
-    """Unix seconds as they go over the wire."""
+    """Convert Unix seconds to a UTC datetime."""
     return datetime.fromtimestamp(seconds, UTC)
 
 
 def time_or_none(seconds: float | None) -> datetime | None:
-    """The same of what may not have happened."""
+    """Convert Unix seconds to a UTC datetime; None stays None."""
     return None if seconds is None else as_time(seconds)
 
 
 class ReasonOut(BaseModel):
-    """Why something is as it is."""
+    """A reason for a state, and a remedy."""
 
     code: Code
     message: str
@@ -35,7 +35,7 @@ class ReasonOut(BaseModel):
 
     @classmethod
     def of(cls, reason: Reason | None) -> "ReasonOut | None":
-        """From the domain."""
+        """Build from the domain."""
         return None if reason is None else cls(code=reason.code, message=reason.message, remedy=reason.remedy)
 
 
@@ -47,13 +47,13 @@ class AttemptOut(BaseModel):
     workers: int
     result: str | None
     reason: ReasonOut | None
-    committed_step: int | None = Field(description="the newest committed step when it was over")
+    committed_step: int | None = Field(description="newest committed step at its end")
     started_at: Time
     ended_at: Time | None
 
     @classmethod
     def of(cls, attempt: Attempt) -> "AttemptOut":
-        """From the domain."""
+        """Build from the domain."""
         return cls(
             attempt=attempt.number,
             submission_id=attempt.submission_id,
@@ -67,7 +67,7 @@ class AttemptOut(BaseModel):
 
 
 class ProgressOut(BaseModel):
-    """How far a run is, by its newest metrics line, and what it waits for before it can start."""
+    """Progress of a run, from its newest metrics line, and the reason why it waits or makes no progress."""
 
     step: int
     of: int | None
@@ -75,19 +75,19 @@ class ProgressOut(BaseModel):
     eta_seconds: float | None
     loss: float | None
     tokens_per_second: float | None
-    mfu: float | None = Field(description="model FLOPs utilisation; null where the device's peak is unknown")
-    place: int | None = Field(description="in the queue, from 1; null where the job does not wait")
+    mfu: float | None = Field(description="model FLOPs utilisation; null if the device's peak is unknown")
+    place: int | None = Field(description="position in the queue, from 1; null if the job is not queued")
     waits_for: ReasonOut | None = Field(
-        description="a quota, room in the cluster, others before it; or why an attempt makes no progress"
+        description="reason for waiting in the queue, or why an attempt makes no progress"
     )
     as_of: Time | None = Field(
-        description="when the run directory was last read; null if this service has not been able to read it"
+        description="time of the last read of the run directory; null if this service has not read it yet"
     )
     age_seconds: float | None = Field(description="seconds since `as_of`: more than a few while storage is unavailable")
 
     @classmethod
     def of_view(cls, view: JobView, *, now: float) -> "ProgressOut":
-        """From what the run directory and the queue tell."""
+        """Build from the run directory and the queue."""
         parent = view.job.parent
         done = view.story.progress or Progress(parent.step if parent else 0, view.job.spec.training.max_steps)
         return cls(
@@ -113,14 +113,14 @@ class LineageOut(BaseModel):
 
 
 class LostWork(BaseModel):
-    """What faults have cost."""
+    """Work lost to faults."""
 
-    steps: int = Field(description="optimizer steps that were trained again")
+    steps: int = Field(description="optimizer steps trained again")
     hours: float = Field(description="from the last new step before each fault to the first one after it")
 
 
 class JobOut(BaseModel):
-    """A job: what was asked, where it stands, what it cost."""
+    """A job: its spec, state, progress and cost."""
 
     id: str
     name: str
@@ -135,27 +135,29 @@ class JobOut(BaseModel):
     started_at: Time | None
     finished_at: Time | None
     spec: JobSpec
-    scaling: ScalingSpec = Field(description="the size of its newest attempt, or of its next one")
-    sizes: tuple[int, ...] = Field(description="of an elastic job: the numbers of workers that it can run with")
+    scaling: ScalingSpec = Field(description="size of the newest or the next attempt")
+    sizes: tuple[int, ...] = Field(description="possible numbers of workers of an elastic job")
     run_dir: str
-    parent: LineageOut | None = Field(description="what it was cloned from; null where it begins at its first step")
+    parent: LineageOut | None = Field(
+        description="the job and step that it was cloned from; null if it starts at step 0"
+    )
     attempt: int = Field(description="number of the newest attempt; 0 before the first")
     attempts: tuple[AttemptOut, ...]
-    restarts: int = Field(description="times that training started again, in the same or another attempt")
+    restarts: int = Field(description="number of restarts of training, in the same or another attempt")
     progress: ProgressOut
     lost_work: LostWork
     worker_hours: float
     cpu_hours: float
     gpu_hours: float
-    goodput: float | None = Field(description="time of steps that were new, as a part of all since the first start")
+    goodput: float | None = Field(description="share of the time since the first start that was spent on new steps")
     dashboard_url: str | None
     warnings: tuple[str, ...] = Field(
-        default=(), description="in the answer to a submission: what the cluster's nodes mean for it, as in a plan"
+        default=(), description="in the response to a submission: warnings about placement, as in a plan"
     )
 
     @classmethod
     def of(cls, view: JobView, *, now: float) -> "JobOut":
-        """From what the use cases answer."""
+        """Build from the use case."""
         job, story, used = view.job, view.story, usage_of(view.job, until=now)
         return cls(
             id=job.id,
@@ -196,7 +198,7 @@ def _goodput(view: JobView, now: float) -> float | None:
 
 
 class Page(BaseModel, Generic[T]):
-    """A page of a list; `next` is the cursor for `?after=`, null where there is nothing to go on from."""
+    """A page of a list. `next` is the cursor for `?after=`; it is null if nothing can follow."""
 
     data: list[T]
     has_more: bool
@@ -209,20 +211,18 @@ TextPage = Page[str]
 
 
 class CloneIn(BaseModel):
-    """How to make a job out of another one."""
+    """Options for cloning a job."""
 
     model_config = {"extra": "forbid"}
 
     from_checkpoint: int | None = Field(
-        default=None, ge=0, description="the step to go on from; default: the newest, if there is one; 0: begin anew"
+        default=None, ge=0, description="step to resume from; default: the newest, if any; 0: start from scratch"
     )
-    overrides: dict[str, JsonValue] = Field(
-        default={}, description="what is to be different in the spec, merged mapping by mapping"
-    )
+    overrides: dict[str, JsonValue] = Field(default={}, description="overrides of the spec, merged recursively")
 
 
 class CancelIn(BaseModel):
-    """How to cancel."""
+    """Options for cancelling a job."""
 
     model_config = {"extra": "forbid"}
 
@@ -231,7 +231,7 @@ class CancelIn(BaseModel):
 
 
 class PauseIn(BaseModel):
-    """How to pause."""
+    """Options for pausing a job."""
 
     model_config = {"extra": "forbid"}
 
@@ -239,7 +239,7 @@ class PauseIn(BaseModel):
 
 
 class ResumeIn(BaseModel):
-    """How to go on."""
+    """Options for resuming a job."""
 
     model_config = {"extra": "forbid"}
 
@@ -247,20 +247,20 @@ class ResumeIn(BaseModel):
 
 
 class Health(BaseModel):
-    """Whether the service works, in a word."""
+    """Health of the service, in one word."""
 
     status: str
 
 
 class ProblemOut(BaseModel):
-    """One thing wrong with a spec or a request."""
+    """One error in a spec or a request."""
 
     pointer: str
     message: str
 
 
 class ProblemDetails(BaseModel):
-    """RFC 9457."""
+    """Problem details of an error, as in RFC 9457."""
 
     type: str = "about:blank"
     title: str

@@ -1,4 +1,4 @@
-"""What a run writes as server-sent events, each with the cursor behind it as its id; the last one is called `end`."""
+"""Output of a run as server-sent events. The id of each is the cursor after it; the last event is `end`."""
 
 import json
 from collections.abc import AsyncIterator
@@ -18,12 +18,12 @@ from service.ports import Cursor, Entry, Place, Watch
 from service.use_cases import Jobs
 
 _UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-"""So that nginx, which is in front of many clusters, sends on each event at once."""
+"""Headers that make nginx, a common proxy in front of clusters, forward each event at once."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """One server-sent event: JSON, and where to go on after it."""
+    """A server-sent event: JSON data, and the cursor to resume after it."""
 
     id: str
     data: str
@@ -31,22 +31,22 @@ class Message:
 
 @dataclass(frozen=True)
 class Sender:
-    """Makes streams for one request."""
+    """A factory of the streams of one request."""
 
     request: Request
     jobs: Jobs
 
     @property
     def wanted(self) -> bool:
-        """Whether the caller asked for a stream."""
+        """True if the caller asked for a stream."""
         return asks_for_stream(self.request)
 
     def text(self, reader: Reader, place: Place, job_id: str) -> EventSourceResponse:
-        """The lines of a log; ids are places."""
+        """Stream the lines of a log; ids are positions in it."""
         return self._answer(_id(place), _as_text(self._follow(reader, place, job_id)))
 
     def lines(self, reader: Reader, cursor: Cursor, job_id: str) -> EventSourceResponse:
-        """JSON lines of all attempts behind a cursor; ids are cursors."""
+        """Stream the JSON lines of all attempts after a cursor; ids are cursors."""
         entries = self._follow(reader, Place(cursor.attempt), job_id)
         return self._answer(str(cursor), _behind(entries, cursor))
 
@@ -62,7 +62,7 @@ class Sender:
 
 
 async def sender_of(request: Request, jobs: UseCases) -> AsyncIterator[Sender]:
-    """What makes the streams of this request, one of which is open until it is answered. Raises RateLimited."""
+    """Yield the stream factory of this request. A stream counts as open until its response ends. Raises RateLimited."""
     counted = asks_for_stream(request)
     with guard_of(request).rates.stream(jobs.caller) if counted else nullcontext():
         yield Sender(request, jobs)
@@ -72,7 +72,7 @@ Streams = Annotated[Sender, Depends(sender_of)]
 
 
 def asks_for_stream(request: Request) -> bool:
-    """Whether the caller wants server-sent events."""
+    """Return True if the caller accepts server-sent events."""
     return "text/event-stream" in request.headers.get("accept", "")
 
 
@@ -84,7 +84,7 @@ def _has_ended(jobs: Jobs, job_id: str) -> bool:
 
 
 async def _behind(entries: AsyncIterator[Entry | Signal], cursor: Cursor) -> AsyncIterator[Message | Signal]:
-    """The lines after a cursor, each with its own; what is no line of ours is passed over."""
+    """Yield the lines after a cursor, each with its own cursor. Lines without a sequence number are skipped."""
     async for entry in entries:
         if isinstance(entry, Signal):
             yield entry
@@ -94,7 +94,7 @@ async def _behind(entries: AsyncIterator[Entry | Signal], cursor: Cursor) -> Asy
 
 
 async def _as_text(entries: AsyncIterator[Entry | Signal]) -> AsyncIterator[Message | Signal]:
-    """The lines of a log as JSON, because one may hold what ends a line here."""
+    """Yield the lines of a log as JSON: a raw line may contain characters that end a line in an event stream."""
     async for entry in entries:
         if isinstance(entry, Signal):
             yield entry
@@ -116,7 +116,7 @@ async def _counted(parts: AsyncIterator[bytes], watch: Watch) -> AsyncIterator[b
 
 
 async def _send(begin: str, messages: AsyncIterator[Message | Signal]) -> AsyncIterator[bytes]:
-    # Said at once, so that the caller knows that it is heard; cut off before the first line, it goes on from here, too.
+    # Sent at once: the client knows that the stream is open, and can resume from here before the first line.
     yield format_sse_event(comment="begin", id=begin)
     async for message in messages:
         if isinstance(message, Message):

@@ -1,4 +1,4 @@
-"""Group commit: what requests ask for while others are being answered is answered next, at once."""
+"""Group commit: requests that arrive while a batch is processed form the next batch."""
 
 import asyncio
 from collections import deque
@@ -14,10 +14,11 @@ B = TypeVar("B")
 
 
 class Together(Generic[A, B]):
-    """Calls `answer` in a thread with all that waits; where that fails, once for each, so one's trouble is its own.
+    """A batcher: one call of `answer`, in a thread, handles all waiting requests.
 
-    DeWitt et al., "Implementation techniques for main memory database systems" (1984): a commit waits for the disk, and
-    can do so for many. Here many share the way to a thread and back as well, which costs as much.
+    If that call fails, `answer` is called for each request separately, so that an error affects only its own request.
+    DeWitt et al., "Implementation techniques for main memory database systems" (1984): one wait for the disk can commit
+    many transactions. Here the requests also share the switch to a thread and back, which costs as much.
     """
 
     def __init__(self, answer: Callable[[Sequence[A]], Sequence[B]]) -> None:
@@ -26,7 +27,7 @@ class Together(Generic[A, B]):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="together")
 
     async def __call__(self, asked: A) -> B:
-        """The answer to this one. Raises what `answer` raises for it."""
+        """Return the answer to this request. Raises the errors of `answer`."""
         mine: asyncio.Future[B] = asyncio.get_running_loop().create_future()
         self._waiting.append((asked, mine))
         self._thread.submit(self._take_turn)
@@ -34,7 +35,7 @@ class Together(Generic[A, B]):
 
     def _take_turn(self) -> None:
         some = []
-        # Whoever comes from here on has a turn of its own, which finds nothing if this one takes it along.
+        # A request that arrives from here on has its own turn, which does nothing if this turn takes the request.
         while self._waiting:
             some.append(self._waiting.popleft())
         if some:
@@ -45,7 +46,7 @@ class Together(Generic[A, B]):
         try:
             answers = self._answer([asked for asked, _ in some])
         except Exception as error:
-            # A database that is away would cost each of them its time limit, one after the other.
+            # No separate calls if the service is not ready: each would wait for its own timeout, one after another.
             if len(some) > 1 and not isinstance(error, NotReady):
                 for one in some:
                     self._answer_all([one])
@@ -59,7 +60,7 @@ class Together(Generic[A, B]):
 def _tell(answers: "Iterable[tuple[asyncio.Future[B], B | Exception]]") -> None:
     for asked, answer in answers:
         if asked.done():
-            # Whoever has gone does not wait any more.
+            # The caller was cancelled and no longer waits.
             continue
         if isinstance(answer, Exception):
             asked.set_exception(answer)

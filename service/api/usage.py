@@ -1,4 +1,4 @@
-"""/usage: what projects have used of the cluster, by day."""
+"""/usage: cluster usage of projects, by day."""
 
 from datetime import date, timedelta
 from typing import Annotated
@@ -14,7 +14,7 @@ from service.domain.usage import day_of
 router = APIRouter(tags=["usage"], dependencies=[Depends(require_key)])
 _DAYS = 30
 Day = Annotated[date, BeforeValidator(date.fromisoformat)]
-"""As it is written, and no number of seconds."""
+"""A date in ISO format; a number of seconds is not accepted."""
 
 
 @router.get("/usage")
@@ -24,7 +24,7 @@ def usage(
     until: Annotated[Day | None, Query(description="last day; default: today")] = None,
     project: str | None = None,
 ) -> UsageDays:
-    """Worker, CPU and GPU hours of each project on each day on which it had any."""
+    """List worker, CPU and GPU hours by project and day. Days without usage are omitted."""
     today = day_of(jobs.clock())
     return UsageDays.of(
         jobs.usage(

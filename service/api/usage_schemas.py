@@ -1,4 +1,4 @@
-"""What goes over the wire of what projects have used."""
+"""Response models of cluster usage."""
 
 from dataclasses import asdict
 from datetime import date
@@ -9,7 +9,7 @@ from service.domain.usage import UsageByDay
 
 
 class UsageOut(BaseModel):
-    """What the jobs of a project used on a day."""
+    """Usage of a project's jobs on one day."""
 
     project: str
     day: date = Field(description="UTC")
@@ -19,12 +19,12 @@ class UsageOut(BaseModel):
 
 
 class UsageDays(BaseModel):
-    """By day, then by project."""
+    """Usage, sorted by day, then by project."""
 
     data: list[UsageOut]
 
     @classmethod
     def of(cls, found: UsageByDay) -> "UsageDays":
-        """From the domain."""
+        """Build from the domain."""
         rows = sorted(found.items(), key=lambda item: (item[0][1], item[0][0]))
         return cls(data=[UsageOut(project=project, day=day, **asdict(used)) for (project, day), used in rows])

@@ -1,4 +1,4 @@
-"""/metrics for Prometheus, and the watch over every request: counted, timed, and a line in the log."""
+"""/metrics for Prometheus, and middleware that counts, times and logs every request."""
 
 import time
 from functools import partial
@@ -20,11 +20,11 @@ _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 _LONGEST_PATH = 256
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _QUIET = frozenset({"/healthz", "/readyz", "/metrics"})
-"""Asked by machines, every few seconds."""
+"""Routes that probes and scrapers call every few seconds; logged at debug level."""
 
 
 def watching_of(request: Request, caller: ScraperIs) -> Watching:
-    """The use case for the caller of this request."""
+    """Return the use case for the caller of this request."""
     watching: Watching = request.app.state.watching
     return watching.of(caller)
 
@@ -35,16 +35,16 @@ def watching_of(request: Request, caller: ScraperIs) -> Watching:
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "the series"}},
 )
 async def metrics(request: Request, watching: Annotated[Watching, Depends(watching_of)]) -> Response:
-    """Series for Prometheus, of this process and of all jobs; for a viewer of all projects, or the metrics key."""
+    """Return Prometheus series of this process and all jobs. Needs the metrics key or viewer role in all projects."""
     pulse: Pulse = request.app.state.pulse
     text = await run_sync(partial(watching.text, database_up=await pulse.beats()))
     return Response(text, media_type=_TEXT)
 
 
 class Observed:
-    """Tells of each request once its answer begins, by the template of its route (ASGI).
+    """Middleware that counts and logs each request once its response starts, by route template (ASGI).
 
-    In the way of every request, so it does little: some microseconds.
+    It is on the path of every request, so it must cost only a few microseconds.
     """
 
     def __init__(self, app: ASGIApp, *, watch: Watch) -> None:
@@ -53,7 +53,6 @@ class Observed:
         self._outage = _EachSecond()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -74,7 +73,7 @@ class Observed:
             raise
 
     def _tell(self, scope: Scope, status: int, seconds: float) -> None:
-        # Only what we know becomes a label: whoever makes up methods and paths makes no series.
+        # Only known routes and methods become labels: made-up paths must not create new series.
         route = getattr(scope.get("route"), "path", "(none)")
         method = scope["method"] if scope["method"] in _METHODS else "(other)"
         self.watch.answered(method, route, status, seconds)
@@ -87,7 +86,7 @@ class Observed:
             "request",
             method=method,
             route=route,
-            # As it was sent: what it stands for may hold line ends, and look like lines of ours.
+            # The raw path: decoded, it may contain line breaks and imitate our log lines.
             path=scope["raw_path"][:_LONGEST_PATH].decode("latin-1"),
             status=status,
             ms=round(1000 * seconds, 1),
@@ -97,14 +96,14 @@ class Observed:
 
 
 class _EachSecond:
-    """A limit of one line a second: callers repeat what is answered with 503, and must not fill the log."""
+    """A limit of one log line per second: clients retry after a 503, and must not fill the log."""
 
     def __init__(self) -> None:
         self._at = float("-inf")
         self._left_out = 0
 
     def count(self) -> int | None:
-        """Return how many lines were left out since the last one; None if this one is to be left out, too."""
+        """Return the number of lines left out since the last one, or None to leave out this one too."""
         now = time.monotonic()
         if now - self._at < 1.0:
             self._left_out += 1

@@ -1,4 +1,4 @@
-"""What goes over the wire of webhooks and of the log of their deliveries."""
+"""Request and response models of webhooks and their deliveries."""
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -9,19 +9,19 @@ from service.domain.webhook import Answer, Delivery, Settled, Webhook
 
 
 class WebhookIn(BaseModel):
-    """A webhook that is to be made."""
+    """A request to create a webhook."""
 
     model_config = ConfigDict(extra="forbid")
 
-    project: Project = Field(description="whose jobs it is told of; * stands for all")
+    project: Project = Field(description="project whose job events are sent; `*` for all")
     url: str = Field(min_length=1, max_length=2048, description="an https:// URL on the open internet")
     states: list[JobState] = Field(
-        default=[], max_length=len(JobState), description="those that it is told of; none: all of them"
+        default=[], max_length=len(JobState), description="states that trigger an event; empty: all"
     )
 
 
 class WebhookOut(BaseModel):
-    """A webhook, without what it signs with."""
+    """A webhook, without its signing secret."""
 
     id: str
     project: str
@@ -29,13 +29,13 @@ class WebhookOut(BaseModel):
     states: tuple[JobState, ...]
     created_at: Time
     created_by: str
-    previous_secret_until: Time | None = Field(description="until when the secret before the last rotation signs too")
+    previous_secret_until: Time | None = Field(description="expiry of the secret before the last rotation")
     disabled_at: Time | None
     disabled_because: str | None
 
     @classmethod
     def of(cls, webhook: Webhook) -> "WebhookOut":
-        """From the domain."""
+        """Build from the domain."""
         return cls(
             id=webhook.id,
             project=webhook.project,
@@ -50,14 +50,14 @@ class WebhookOut(BaseModel):
 
 
 class NewWebhook(BaseModel):
-    """A webhook that was given a secret just now."""
+    """A webhook and its new secret."""
 
     webhook: WebhookOut
-    secret: str = Field(description="what signatures are verified with; it is not shown again")
+    secret: str = Field(description="key to verify signatures; it is not shown again")
 
     @classmethod
     def of(cls, webhook: Webhook) -> "NewWebhook":
-        """From the domain."""
+        """Build from the domain."""
         return cls(webhook=WebhookOut.of(webhook), secret=webhook.secret)
 
 
@@ -68,36 +68,36 @@ class WebhooksOut(BaseModel):
 
 
 class TrialOut(BaseModel):
-    """What came of a test call."""
+    """The result of a test message."""
 
     received: bool
-    status: int | None = Field(description="of the receiver's answer; null where there was none")
+    status: int | None = Field(description="HTTP status of the response; null if there was none")
     error: str | None
 
     @classmethod
     def of(cls, answer: Answer) -> "TrialOut":
-        """From the domain."""
+        """Build from the domain."""
         return cls(received=answer.received, status=answer.status, error=answer.error)
 
 
 class DeliveryOut(BaseModel):
-    """A message on its way to a webhook."""
+    """The delivery of a message to a webhook."""
 
     number: int
-    message_id: str = Field(description="the header webhook-id, the same each time it is sent")
+    message_id: str = Field(description="the header webhook-id, the same in each attempt")
     event: str
     job_id: str
     created_at: Time
     settled: Settled
     attempts: int
-    status: int | None = Field(description="of the last answer; null where there was none")
+    status: int | None = Field(description="HTTP status of the last response; null if there was none")
     error: str | None = Field(description="why the last attempt failed")
     next_try_at: Time | None
     delivered_at: Time | None
 
     @classmethod
     def of(cls, delivery: Delivery) -> "DeliveryOut":
-        """From the domain."""
+        """Build from the domain."""
         return cls(
             number=delivery.number,
             message_id=delivery.message.id,

@@ -1,4 +1,4 @@
-"""/webhooks: who is told of jobs, and what became of it."""
+"""/webhooks: webhooks for job events, and their deliveries."""
 
 from typing import Annotated
 
@@ -17,7 +17,7 @@ _HIGHEST = 2**62
 
 
 async def webhooks_of(request: Request, caller: CallerIs) -> Webhooks:
-    """The use cases for the caller of this request."""
+    """Return the use cases for the caller of this request."""
     webhooks: Webhooks = request.app.state.webhooks
     return webhooks.of(caller)
 
@@ -28,40 +28,40 @@ WebhookId = Annotated[str, Path(max_length=64)]
 
 @router.post("", status_code=201, openapi_extra=json_body(WebhookIn, required=True))
 def create(webhooks: UseCases, body: Annotated[bytes, Depends(read_body)]) -> NewWebhook:
-    """Have somebody told of the jobs of a project of which one is an admin; the secret is shown this once."""
+    """Create a webhook for a project that the caller administers. Its secret is shown only once."""
     wish = parse_body(WebhookIn, body)
     return NewWebhook.of(webhooks.create(wish.project, wish.url, wish.states))
 
 
 @router.get("")
 def list_webhooks(webhooks: UseCases, project: str | None = None) -> WebhooksOut:
-    """The webhooks of projects of which one is an admin, newest first."""
+    """List the webhooks of projects that the caller administers, newest first."""
     return WebhooksOut(data=[WebhookOut.of(webhook) for webhook in webhooks.visible(project)])
 
 
 @router.get("/{webhook_id}")
 def get(webhooks: UseCases, webhook_id: WebhookId) -> WebhookOut:
-    """One of them."""
+    """Get a webhook."""
     return WebhookOut.of(webhooks.find(webhook_id))
 
 
 @router.delete("/{webhook_id}", status_code=204)
 def delete(webhooks: UseCases, webhook_id: WebhookId) -> None:
-    """Tell it nothing any more, and forget what it was still to be told."""
+    """Delete a webhook and its pending deliveries."""
     webhooks.delete(webhook_id)
 
 
 @router.post("/{webhook_id}/test")
 async def test(request: Request, webhooks: UseCases, webhook_id: WebhookId) -> TrialOut:
-    """Send something at once, and say what came of it; one that is disabled and receives it is enabled."""
-    # From threads that no other answer needs: a receiver may take its time.
+    """Send a test message at once and return the result. A disabled webhook that receives it is enabled."""
+    # Use separate threads: a receiver may respond slowly.
     threads: CapacityLimiter = request.app.state.trials
     return TrialOut.of(await run_sync(webhooks.test, webhook_id, limiter=threads))
 
 
 @router.post("/{webhook_id}/rotate")
 def rotate(webhooks: UseCases, webhook_id: WebhookId) -> NewWebhook:
-    """Another secret, shown this once; for a day each request is signed with the one before it, too."""
+    """Rotate the signing secret; the new one is shown only once. For 24 hours, the old one signs requests too."""
     return NewWebhook.of(webhooks.rotate(webhook_id))
 
 
@@ -69,10 +69,10 @@ def rotate(webhooks: UseCases, webhook_id: WebhookId) -> NewWebhook:
 def deliveries(
     webhooks: UseCases,
     webhook_id: WebhookId,
-    after: Annotated[int | None, Query(ge=1, le=_HIGHEST, description="`next` of the page before")] = None,
+    after: Annotated[int | None, Query(ge=1, le=_HIGHEST, description="`next` of the previous page")] = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
 ) -> Page[DeliveryOut]:
-    """What it was told in the last seven days or is to be told, newest first."""
+    """List the deliveries of the last seven days and the pending ones, newest first."""
     found, more = webhooks.deliveries(webhook_id, after=after, limit=limit)
     return Page(
         data=[DeliveryOut.of(one) for one in found], has_more=more, next=str(found[-1].number) if more else None
@@ -83,5 +83,5 @@ def deliveries(
 def redeliver(
     webhooks: UseCases, webhook_id: WebhookId, number: Annotated[int, Path(ge=1, le=_HIGHEST)]
 ) -> DeliveryOut:
-    """Send a message again, as soon as its turn comes."""
+    """Queue a message to be sent again."""
     return DeliveryOut.of(webhooks.redeliver(webhook_id, number))

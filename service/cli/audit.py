@@ -37,9 +37,9 @@ def audit(
     allow_repeated: AllowRepeated = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show who changed what, newest first. With JOB, check the samples of its steps over all attempts.
+    """Show the audit log, newest first. With JOB, check the samples that its steps trained, over all attempts.
 
-    Exits with 1 if steps were trained again, or samples are duplicated, missing or out of order.
+    With JOB, exits with 1 if steps were trained again, or samples are duplicated, missing or out of order.
     """
     if job is not None:
         if project is not None or after is not None:

@@ -17,14 +17,12 @@ from service.errors import ServiceError
 if TYPE_CHECKING:
     from service import backup as archive
 else:
-    # It brings the database's libraries along, for which no other command should wait.
+    # Loads the database libraries, which would slow down all other commands.
     archive = lazily("service.backup")
 
 
-def backup(
-    file: Annotated[Path, typer.Argument(help="to write, a .tar; it must not exist")], as_json: AsJson = False
-) -> None:
-    """Back the embedded database and the admin key up, beside a running service if there is one."""
+def backup(file: Annotated[Path, typer.Argument(help="path of the new .tar file")], as_json: AsJson = False) -> None:
+    """Back up the embedded database and the admin key. The service may be running."""
     told = settings()
     with _readable():
         made = archive.back_up(told, file.absolute())
@@ -41,11 +39,11 @@ def backup(
 
 
 def restore(
-    file: Annotated[Path, typer.Argument(help="that `trainshed backup` wrote")],
-    force: Annotated[bool, typer.Option("--force", help="where a database is there already; it is kept aside")] = False,
+    file: Annotated[Path, typer.Argument(help="file from `trainshed backup`")],
+    force: Annotated[bool, typer.Option("--force", help="replace an existing database; the old one is kept")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Put a backup into the home of a service that does not run."""
+    """Restore a backup into the home of a stopped service."""
     told = settings()
     with _readable():
         done = archive.restore(told, file.absolute(), force=force)
@@ -54,7 +52,7 @@ def restore(
         return
     for path in done.kept:
         show_text(f"kept {path}")
-    show_note(f"{file} is restored; a service goes on with its jobs")
+    show_note(f"restored {file}; the service resumes its jobs at the next start")
     if not done.backup.holds_secret_key:
         show_note("it did not hold the key that decrypts webhook secrets: set TRAINSHED_SECRET_KEY as before")
     show_next("up")
@@ -62,7 +60,7 @@ def restore(
 
 @contextmanager
 def _readable() -> Iterator[None]:
-    """A refusal as a line, with exit code 1."""
+    """Turn a ServiceError or OSError into a one-line error and exit code 1."""
     try:
         yield
     except (ServiceError, OSError) as error:

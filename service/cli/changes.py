@@ -1,4 +1,4 @@
-"""`--set a.b=c` → the part of a job spec that is to be different."""
+"""Conversion of `--set a.b=c` options to overrides of a job spec."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from train_loop.spec import SpecError, read_yaml
 
 
 def read_changes(changes: Sequence[str]) -> dict[str, Any]:
-    """Values are YAML, as in a spec. Ends the command with a readable line and exit code 2 where one is no change."""
+    """Merge changes into one mapping; values are YAML. Exits with a one-line error and code 2 if one is invalid."""
     whole: dict[str, Any] = {}
     for change in changes:
         place, equals, value = change.partition("=")
@@ -17,9 +17,9 @@ def read_changes(changes: Sequence[str]) -> dict[str, Any]:
         for step in above:
             part = part.setdefault(step, {})
             if not isinstance(part, dict):
-                fail(f"{change!r} goes on below a value that another --set gives", code=Exit.USAGE)
+                fail(f"{change!r} is below a value that another --set sets", code=Exit.USAGE)
         if not equals or not all((*above, name)):
-            fail(f"{change!r} is no change; write --set training.max_steps=200", code=Exit.USAGE)
+            fail(f"invalid override {change!r}; expected e.g. --set training.max_steps=200", code=Exit.USAGE)
         try:
             part[name] = read_yaml(value)
         except SpecError as error:
@@ -28,6 +28,6 @@ def read_changes(changes: Sequence[str]) -> dict[str, Any]:
 
 
 def made_by(pointer: str, changes: Sequence[str]) -> str | None:
-    """The change that gave the value to which a JSON pointer points, if one did."""
+    """Return the change that set the value at a JSON pointer, or None."""
     places = {"/" + change.partition("=")[0].replace(".", "/"): change for change in changes}
     return next((change for place, change in places.items() if f"{pointer}/".startswith(f"{place}/")), None)

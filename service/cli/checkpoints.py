@@ -33,7 +33,7 @@ def checkpoints(job: JobRef, as_json: AsJson = False) -> None:
 
 
 def verify(job: JobRef, step: Step, as_json: AsJson = False) -> None:
-    """Read all of a checkpoint and hold it against its SHA-256 sums; exit code 1 where it is damaged."""
+    """Verify the SHA-256 checksums of a checkpoint. Exits with 1 if it is damaged."""
     with connect() as api:
         job_id = find_job(api, job)
         found = api.verify(job_id, step)
@@ -49,10 +49,10 @@ def verify(job: JobRef, step: Step, as_json: AsJson = False) -> None:
 def pin(
     job: JobRef,
     step: Step,
-    remove: Annotated[bool, typer.Option("--remove", help="unpin")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="remove the pin")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Keep a checkpoint whatever keep_last and keep_best say."""
+    """Pin a checkpoint: keep it regardless of keep_last and keep_best."""
     with connect() as api:
         job_id = find_job(api, job)
         kept = api.unpin(job_id, step) if remove else api.pin(job_id, step)
@@ -66,11 +66,11 @@ def pin(
 def export(
     job: JobRef,
     step: Step,
-    dtype: Annotated[Dtype | None, typer.Option(help="default: the job's model.dtype")] = None,
-    ema: Annotated[bool, typer.Option("--ema", help="the average of the weights instead of the weights")] = False,
+    dtype: Annotated[Dtype | None, typer.Option(help="data type [default: the job's model.dtype]")] = None,
+    ema: Annotated[bool, typer.Option("--ema", help="export the EMA weights")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make a Hugging Face folder of a checkpoint, wait for it, and print its path."""
+    """Export a checkpoint as a Hugging Face folder, wait until it is done, and print its path."""
     wish = ExportIn.model_validate({"dtype": dtype, "weights": "ema" if ema else "model"})
     with connect(patience=LONG_SECONDS) as api:
         job_id = find_job(api, job)
@@ -80,13 +80,13 @@ def export(
         raise typer.Exit(Exit.DONE if status.state == "done" else Exit.FAILED)
     if status.state != "done":
         fail(f"the export failed: {status.reason}")
-    # As from_pretrained takes it: a path on a file system, a URI elsewhere.
+    # In the form that from_pretrained accepts: a path on a file system, a URI elsewhere.
     show_text(str(storage_path(status.path)))
     show_next(f"pin {job_id} {step}")
 
 
 def _exported(api: Api, job_id: str, step: int, wish: ExportIn) -> ExportOut:
-    """How an export ended, after a wait that shows how far it is."""
+    """Start an export, show its progress until it finishes, and return its final status."""
     status, told = api.export(job_id, step, wish), ""
     with Progress(console=notes, transient=True, disable=not notes.is_terminal) as bar:
         row = bar.add_task("exporting", total=1.0)

@@ -1,4 +1,4 @@
-"""What commands have in common: their arguments and options, and how a spec is read."""
+"""Arguments and options that commands share, and reading of spec files."""
 
 import json
 import re
@@ -24,21 +24,23 @@ JobRefs = Annotated[
     list[str] | None,
     typer.Argument(metavar="[JOB]...", help=JOB_HELP, autocompletion=complete_job, show_default=False),
 ]
-Step = Annotated[int, typer.Argument(help="of a checkpoint, as `trainshed checkpoints` shows it", min=0)]
-AsJson = Annotated[bool, typer.Option("--json", help="the service's answer, as one JSON document")]
-AsJsonLines = Annotated[bool, typer.Option("--json", help="JSON: one document, or while it follows a line for each")]
+Step = Annotated[int, typer.Argument(help="step of a checkpoint, from `trainshed checkpoints`", min=0)]
+AsJson = Annotated[bool, typer.Option("--json", help="print the response as one JSON document")]
+AsJsonLines = Annotated[
+    bool, typer.Option("--json", help="print JSON: one document, or one line per entry with --follow")
+]
 Changes = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="A.B=VALUE", help="what is to be different in the spec; VALUE is YAML"),
+    typer.Option("--set", metavar="A.B=VALUE", help="override a spec field; VALUE is YAML"),
 ]
-After = Annotated[str | None, typer.Option(metavar="CURSOR", help="`next` of the page before")]
-Limit = Annotated[int, typer.Option(min=1, max=1000, help="lines at most, unless it follows")]
-Follow = Annotated[bool, typer.Option("--follow", "-f", help="go on until the job has ended")]
-Wait = Annotated[bool, typer.Option("--wait", help="until it has ended; exit code 3 where it does not succeed")]
+After = Annotated[str | None, typer.Option(metavar="CURSOR", help="`next` of the previous page")]
+Limit = Annotated[int, typer.Option(min=1, max=1000, help="maximum number of lines (ignored with --follow)")]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="stream until the job ends")]
+Wait = Annotated[bool, typer.Option("--wait", help="wait for the job to end; exit with 3 if it does not succeed")]
 
 
 def _header(value: str | None) -> str | None:
-    """What can go into a header."""
+    """Return the value. Raises BadParameter if it cannot be sent as a header."""
     if value is not None and not _HEADER.fullmatch(value):
         raise typer.BadParameter("write 1 to 255 characters of printable ASCII")
     return value
@@ -46,13 +48,17 @@ def _header(value: str | None) -> str | None:
 
 Once = Annotated[
     str | None,
-    typer.Option("--idempotency-key", metavar="KEY", callback=_header, help="a second call with it gives the same job"),
+    typer.Option(
+        "--idempotency-key", metavar="KEY", callback=_header, help="key that makes a repeated call return the same job"
+    ),
 ]
-Grace = Annotated[float | None, typer.Option(min=0, max=86400, metavar="SECONDS", help="until it is ended by force")]
+Grace = Annotated[
+    float | None, typer.Option(min=0, max=86400, metavar="SECONDS", help="seconds to wait before the job is killed")
+]
 
 
 def read_spec(file: Path, changes: Sequence[str]) -> bytes:
-    """A spec with its changes. Ends the command with a readable line and exit code 2 where that cannot be."""
+    """Read a spec and apply its changes. Exits with a one-line error and code 2 if either is invalid."""
     text = _read(file)
     if not changes:
         return text
@@ -66,16 +72,16 @@ def read_spec(file: Path, changes: Sequence[str]) -> bytes:
 
 
 def read_pairs(pairs: Sequence[str], option: str) -> dict[str, str]:
-    """`K=V` → mapping. Ends the command likewise."""
+    """Parse `K=V` pairs into a mapping. Exits with a one-line error and code 2 if one is invalid."""
     split = [pair.partition("=") for pair in pairs]
     for pair, (key, equals, _) in zip(pairs, split, strict=True):
         if not key or not equals:
-            fail(f"{pair!r} is no pair; write {option} key=value", code=Exit.USAGE)
+            fail(f"invalid value {pair!r}; expected {option} key=value", code=Exit.USAGE)
     return {key: value for key, _, value in split}
 
 
 def checked(model: type[M], given: Mapping[str, object], remedy: str) -> M:
-    """What options come to. Ends the command likewise."""
+    """Validate options as a model. Exits with a one-line error and code 2 if they are invalid."""
     try:
         return model.model_validate(given)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""How the CLI calls the service, and what a refusal looks like."""
+"""Connection of the CLI to the service, and output of its errors."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,14 +14,14 @@ from service.cli.told import settings
 from service.client import Api, ApiError, Client
 
 SHORT_SECONDS = 3.0
-"""Somebody waits at a terminal."""
+"""Retry timeout of a command that a user waits for."""
 LONG_SECONDS = 120.0
-"""Somebody follows a job, which outlives a restart of the service."""
+"""Retry timeout while following a job: long enough for the service to restart."""
 
 
 @contextmanager
 def connect(changes: Sequence[str] = (), *, patience: float = SHORT_SECONDS) -> Iterator[Api]:
-    """The service; its refusals end the command with a readable line and exit code 1, and name the --set at fault."""
+    """Yield the API of the service. On an error, print a readable line, name the --set at fault, and exit with 1."""
     settings()
     try:
         with Client(patience=patience) as client:

@@ -1,4 +1,4 @@
-"""The metrics of a run as curves: lines of small bars, as wide as the terminal."""
+"""Sparklines of a run's metrics, as wide as the terminal."""
 
 import math
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ _NAMES = max(map(len, _CURVES))
 _LEAST_WIDTH = 10
 BARS = "▁▂▃▄▅▆▇█"
 NOTHING = " "
-"""Where no number is."""
+"""Placeholder for a missing value."""
 
 
 def show_curves(lines: Sequence[Line]) -> None:
-    """Each as bars with its first and its last value; of steps that were done again, the last time counts."""
+    """Print a sparkline per metric, with its first and last value. For repeated steps, the last one counts."""
     steps = {step: line for line in lines if (step := number(line, "step")) is not None}
     if not steps:
         show_text("no step is logged yet")
@@ -32,7 +32,7 @@ def show_curves(lines: Sequence[Line]) -> None:
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
-    """At most `width` bars, each the mean of equally many values; heights lie between the least and the most."""
+    """Return at most `width` bars, each the mean of equally many values, scaled from the least to the largest mean."""
     means = [_mean(part) for part in _parts(values, width)]
     known = [mean for mean in means if mean is not None]
     if not known:
@@ -47,12 +47,12 @@ def _parts(values: Sequence[float | None], width: int) -> list[Sequence[float | 
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """Of those that are numbers; divided first, so that no sum overflows, and never beyond them by rounding."""
+    """Return the mean of the finite values, or None. Divides first to avoid overflow, and clamps rounding errors."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     return min(max(sum(value / len(known) for value in known), min(known)), max(known)) if known else None
 
 
 def _height(value: float, least: float, most: float) -> int:
-    # Halves, because the whole distance may be more than a float holds.
+    # Halved, because the full range may overflow a float.
     distance = most / 2 - least / 2
     return min(int((value / 2 - least / 2) / distance * len(BARS)), len(BARS) - 1) if distance else 0

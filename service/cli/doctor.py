@@ -1,4 +1,4 @@
-"""`trainshed doctor`: whether service, cluster and storage are as jobs need them."""
+"""`trainshed doctor`: checks of this machine, the service, its cluster and its storage."""
 
 import os
 
@@ -25,14 +25,14 @@ _COLOURS = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILED: "red
 
 
 class Findings(BaseModel):
-    """What was found here and by the service; `ok` where nothing failed."""
+    """Results of the local checks and of the service's checks; `ok` if none failed."""
 
     ok: bool
     findings: list[FindingOut]
 
 
 def doctor(as_json: AsJson = False) -> None:
-    """Check this machine, the service, its cluster and its storage; exit code 1 where a check failed."""
+    """Check this machine, the service, its cluster and its storage. Exits with 1 if a check fails."""
     told = settings()
     with notes.status("examining; two minutes at most"):
         found = [*_here(told), *_by_service()]
@@ -46,13 +46,13 @@ def doctor(as_json: AsJson = False) -> None:
 
 def _here(told: Settings) -> list[FindingOut]:
     if os.environ.get("TRAINSHED_URL"):
-        # The service is on another machine: this home is not its own.
+        # The service is on another machine and does not use this home.
         return []
     return [_out(one) for one in check_home(told, runs=find_running(told) is not None)]
 
 
 def _by_service() -> list[FindingOut]:
-    """Whether the service answers, and what it found."""
+    """Check that the service answers, and return that result with the service's own results."""
     check = "service.answers"
     try:
         with Client(patience=SHORT_SECONDS) as client:
@@ -77,5 +77,5 @@ def _show(answer: Findings) -> None:
         if one.remedy is not None:
             show_text(f"{'':8}{'':{width}}  → {one.remedy}")
     wrong = sum(one.verdict is Verdict.FAILED for one in answer.findings)
-    show_text("all is well" if answer.ok else f"{wrong} of {len(answer.findings)} checks failed")
-    show_next("submit SPEC" if answer.ok else "doctor (once that is mended)")
+    show_text("all checks passed" if answer.ok else f"{wrong} of {len(answer.findings)} checks failed")
+    show_next("submit SPEC" if answer.ok else "doctor (once that is fixed)")

@@ -1,4 +1,4 @@
-"""How a command ends: its exit code, and one readable line where it fails."""
+"""Exit codes of commands, and their one-line errors."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from train_loop.spec import show
 
 
 class Exit(IntEnum):
-    """What the exit code says."""
+    """Exit code of a command."""
 
     DONE = 0
     FAILED = 1
@@ -22,32 +22,32 @@ class Exit(IntEnum):
 
     @property
     def meaning(self) -> str:
-        """A sentence for `trainshed --help`."""
+        """The description in `trainshed --help`."""
         return _MEANINGS[self]
 
 
 _MEANINGS = {
     Exit.DONE: "done",
-    Exit.FAILED: "the service refused it or does not answer, or what was asked for failed",
-    Exit.USAGE: "the command line makes no sense, or names a file that cannot be read",
-    Exit.ENDED_BADLY: "the job that was waited for ended otherwise than hoped for",
-    Exit.INTERRUPTED: "interrupted; the job goes on",
+    Exit.FAILED: "rejected by the service, no response, or the operation failed",
+    Exit.USAGE: "usage error or unreadable file",
+    Exit.ENDED_BADLY: "the job did not succeed",
+    Exit.INTERRUPTED: "interrupted; the job continues",
 }
-# Paragraphs: what stands in the lines of one is joined.
+# Separate paragraphs: Typer joins the lines of a paragraph.
 EPILOG = "\n\n".join(["Exit codes:", *(f"{code}: {code.meaning}" for code in Exit)])
 
 
 def fail(message: str, details: Sequence[str] = (), *, code: Exit = Exit.FAILED) -> NoReturn:
-    """End the command with a line on stderr that tells rule, value and remedy, and others below it."""
+    """Exit with an error on stderr: a line with rule, value and remedy, and a line below it for each detail."""
     print(show("\n".join([f"trainshed: {message}", *(f"  {detail}" for detail in details)])), file=sys.stderr)
     raise typer.Exit(code)
 
 
 @contextmanager
 def leaving_alone(*job_ids: str) -> Iterator[None]:
-    """Ctrl-C ends the look at jobs, and says how to look again; the jobs know nothing of it."""
+    """Exit on Ctrl-C without affecting the jobs, and print the command that watches them again."""
     try:
         yield
     except KeyboardInterrupt:
-        print(f"\nleft as it is; next: trainshed {' '.join(('watch', *job_ids))}", file=sys.stderr)
+        print(f"\nthe job continues; next: trainshed {' '.join(('watch', *job_ids))}", file=sys.stderr)
         raise typer.Exit(Exit.INTERRUPTED) from None

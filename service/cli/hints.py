@@ -1,4 +1,4 @@
-"""What one will want to do next: every answer ends with it."""
+"""Suggested next commands, printed at the end of every output."""
 
 from service.api.schemas import JobOut
 from service.domain.job import JobState
@@ -18,5 +18,5 @@ _NEXT = {
 
 
 def next_of(job: JobOut) -> str:
-    """The command that helps most with a job in its state."""
+    """Return the suggested next command for a job in its state."""
     return _NEXT[job.state].format(job.id)

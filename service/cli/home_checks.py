@@ -1,4 +1,4 @@
-"""What can be checked of a home without a service: the folder, the key, the room on its disk, the port."""
+"""Checks of a service's home that need no service: folder, key, free disk space, port."""
 
 import os
 import shutil
@@ -13,11 +13,11 @@ from service.settings import Settings
 
 _SHORT_KEY = 32
 _LITTLE, _TOO_LITTLE = 10.0, 1.0
-"""GiB: checkpoints of all but toys are larger; the database needs room as well."""
+"""Free disk space in GiB below which the check warns or fails: for checkpoints and the database."""
 
 
 def check_home(told: Settings, *, runs: bool) -> Iterator[Finding]:
-    """A finding for each check; `runs` says whether a service has the port."""
+    """Yield a finding for each check. `runs`: a service uses the port already."""
     yield _writable(told.home)
     yield _key(told.admin_key, group_may_read=told.admin_key_file is not None)
     yield _disk(told.home)
@@ -38,7 +38,7 @@ def _writable(home: Path) -> Finding:
 
 
 def _key(file: Path, *, group_may_read: bool) -> Finding:
-    """Check who may read the key. Kubernetes gives a mounted Secret to the pod's group (fsGroup): mode 0440."""
+    """Check the key file's permissions. Kubernetes gives a mounted Secret to the pod's group (fsGroup): mode 0440."""
     try:
         mode = stat.S_IMODE(file.stat().st_mode)
     except OSError as error:
@@ -60,7 +60,7 @@ def _key(file: Path, *, group_may_read: bool) -> Finding:
 
 
 def _key_length(file: Path) -> int:
-    """Return the number of characters; 0 if it cannot be read, which the service reports when it starts."""
+    """Return the number of characters, or 0 if the file is unreadable, which the service reports at startup."""
     try:
         return len(file.read_text().strip())
     except (OSError, UnicodeDecodeError):
@@ -84,7 +84,7 @@ def _port(host: str, port: int) -> Finding:
             0
         ]
         with socket.socket(family, kind) as probe:
-            # As uvicorn does it: connections that were closed a moment ago do not count.
+            # As in uvicorn: connections that closed recently do not block the port.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Ids may be shortened: to any beginning that only one of them has, with or without what all of them begin with."""
+"""Lookup and completion of shortened ids: any unique prefix, with or without `job-`, `key-` or `hook-`."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -13,18 +13,18 @@ LAST = "last"
 _WHOLE = re.compile(r"[a-z]+-[0-9a-z]{26}")
 _PART = re.compile(r"[a-z]+-[0-9a-z]{1,25}")
 _SHORT = len("job-01m7y52w")
-"""Eight characters of an id tell the second in which it was made."""
+"""Minimum length of a shortened id: eight characters encode its creation time to the second."""
 _CANDIDATES = 10
 _COMPLETION_SECONDS = 0.8
 
 
 def find_job(api: Api, given: str) -> str:
-    """The id of the job that is meant. Ends the command with a readable line where it is none, or more than one."""
+    """Return the id of a job by its prefix, or `last`. Exits with a one-line error if no job or several match."""
     if given == LAST:
         newest = api.jobs(limit=1).data
-        return newest[0].id if newest else fail("there is no job yet; `trainshed submit FILE` makes one")
+        return newest[0].id if newest else fail("no jobs yet; submit one with `trainshed submit FILE`")
     wanted = _with("job-", given)
-    # Of a whole one the service says itself whether it is there.
+    # The service itself reports a complete id that does not exist.
     if _WHOLE.fullmatch(wanted):
         return wanted
     candidates = api.jobs(id_prefix=wanted, limit=_CANDIDATES).data if _PART.fullmatch(wanted) else []
@@ -32,17 +32,17 @@ def find_job(api: Api, given: str) -> str:
 
 
 def find_key_id(api: Api, given: str) -> str:
-    """The id of the key that is meant. Ends the command likewise."""
+    """Return the id of a key by its prefix. Exits with a one-line error if no key or several match."""
     return _among(_with("key-", given), lambda: (key.id for key in api.keys().data), "trainshed keys ls")
 
 
 def find_webhook(api: Api, given: str) -> str:
-    """The id of the webhook that is meant. Ends the command likewise."""
+    """Return the id of a webhook by its prefix. Exits with a one-line error if no webhook or several match."""
     return _among(_with("hook-", given), lambda: (hook.id for hook in api.webhooks().data), "trainshed webhooks ls")
 
 
 def shorten(ids: Sequence[str]) -> list[str]:
-    """Each id as short as a person wants to read it, and as long as it takes to tell it from the others."""
+    """Shorten ids to a common readable length that keeps them distinct."""
     length = _SHORT
     while len({one[:length] for one in ids}) < len(set(ids)):
         length += 1
@@ -50,26 +50,26 @@ def shorten(ids: Sequence[str]) -> list[str]:
 
 
 def complete_job(incomplete: str) -> list[tuple[str, str]]:
-    """Jobs for the shell, newest first; none where nobody answers at once: a shell must not hang."""
+    """Complete job ids, newest first. Returns none if the service does not answer quickly: a shell must not hang."""
     return _complete(incomplete, "job-", "/jobs", ("name", "state"))
 
 
 def complete_key(incomplete: str) -> list[tuple[str, str]]:
-    """Keys for the shell, likewise."""
+    """Complete key ids. Returns none if the service does not answer quickly."""
     return _complete(incomplete, "key-", "/keys", ("name",))
 
 
 def complete_webhook(incomplete: str) -> list[tuple[str, str]]:
-    """Webhooks for the shell, likewise."""
+    """Complete webhook ids. Returns none if the service does not answer quickly."""
     return _complete(incomplete, "hook-", "/webhooks", ("url",))
 
 
 def _complete(incomplete: str, beginning: str, path: str, facts: Sequence[str]) -> list[tuple[str, str]]:
-    """What there is that begins so, with some facts about it; with what all begin with only where it was typed."""
+    """Return matching ids with some facts. Ids include the type prefix unless the typed text omits it."""
     lower = incomplete.lower()
     bare = not beginning.startswith(lower[: len(beginning)])
     part = lower if bare else lower[len(beginning) :]
-    # Of jobs alone there may be too many to be sent all.
+    # Only jobs may be too many to request all of them.
     query = {"limit": "50"} | ({"id": part} if part else {}) if path == "/jobs" else {}
     try:
         answer = httpx.get(
@@ -102,5 +102,5 @@ def _only(wanted: str, ids: Iterable[str], listing: str) -> str:
     if wanted in found:
         return wanted
     if len(found) > 1:
-        fail(f"{wanted} is the beginning of several ids; write more of the one that you mean", found)
-    return found[0] if found else fail(f"no id begins with {wanted}; `{listing}` lists what there is")
+        fail(f"ambiguous id {wanted}: several ids start with it; give more characters", found)
+    return found[0] if found else fail(f"{wanted} not found; list ids with `{listing}`")

@@ -1,4 +1,4 @@
-"""How a job looks: in a line, in a table, fact by fact."""
+"""Text output of jobs: one line, a table row, or a list of facts."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -26,7 +26,7 @@ _UNITS = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
 
 
 def show_job(job: JobOut) -> None:
-    """One job, a fact per line."""
+    """Print a job, one fact per line."""
     show_facts(
         {
             "id": job.id,
@@ -35,7 +35,7 @@ def show_job(job: JobOut) -> None:
             "state": job.state,
             "reason": job.reason.message if job.reason else None,
             "what helps": job.reason.remedy if job.reason else None,
-            "goes on from": f"step {job.parent.step} of {job.parent.job}" if job.parent else None,
+            "resumes from": f"step {job.parent.step} of {job.parent.job}" if job.parent else None,
             "progress": progress_of(job) or None,
             "attempt": job.attempt,
             "restarts": job.restarts,
@@ -48,7 +48,7 @@ def show_job(job: JobOut) -> None:
 
 
 def show_jobs(jobs: Sequence[JobOut]) -> None:
-    """Jobs, one per row."""
+    """Print jobs, one per row."""
     now = datetime.now(UTC)
     rows = (
         (short, job.name, job.project, state_of(job), progress_of(job), age(job, now), why(job))
@@ -58,12 +58,12 @@ def show_jobs(jobs: Sequence[JobOut]) -> None:
 
 
 def state_of(job: JobOut) -> Text:
-    """The state, in its colour."""
+    """Return the state in its colour."""
     return Text(job.state.value, _STYLES[job.state])
 
 
 def progress_of(job: JobOut) -> str:
-    """How far it is, and how well it does; nothing before the first step."""
+    """Return the steps done and the loss; empty before the first step."""
     done = job.progress
     if not done.step:
         return ""
@@ -72,7 +72,7 @@ def progress_of(job: JobOut) -> str:
 
 
 def pace_of(job: JobOut) -> str:
-    """How fast it goes, and for how long, while it does."""
+    """Return throughput and remaining time; empty if the job has finished."""
     done, parts = job.progress, list[str]()
     if job.state.terminal:
         return ""
@@ -84,18 +84,18 @@ def pace_of(job: JobOut) -> str:
 
 
 def why(job: JobOut) -> str:
-    """Why it stands where it stands, with its place in the queue."""
+    """Return the job's position in the queue and the reason for its state."""
     place = f"{job.progress.place}. in the queue" if job.progress.place else ""
     return ": ".join(part for part in (place, job.reason.message if job.reason else "") if part)
 
 
 def age(job: JobOut, now: datetime) -> str:
-    """How long ago it was submitted."""
+    """Return the time since the job was submitted."""
     return span((now - job.created_at).total_seconds())
 
 
 def span(seconds: float) -> str:
-    """A time in its two largest units."""
+    """Format seconds with the two largest units."""
     left, parts = max(0, int(seconds)), list[str]()
     for unit, size in _UNITS:
         count, left = divmod(left, size)

@@ -20,7 +20,7 @@ from service.domain.job import JobState
 def submit(
     spec: SpecFile, changes: Changes = None, wait: Wait = False, idempotency_key: Once = None, as_json: AsJson = False
 ) -> None:
-    """Submit a job, and print its id."""
+    """Submit a job and print its id."""
     body = read_spec(spec, changes or ())
     with connect(changes or ()) as api:
         made = api.submit(body, idempotency_key=idempotency_key)
@@ -29,12 +29,14 @@ def submit(
 
 def clone(
     job: JobRef,
-    step: Annotated[int | None, typer.Option(min=0, help="default: the newest checkpoint; 0: begin anew")] = None,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="checkpoint to start from [default: the newest; 0: start from scratch]")
+    ] = None,
     changes: Changes = None,
     wait: Wait = False,
     as_json: AsJson = False,
 ) -> None:
-    """Submit a job that goes on from a checkpoint of another one, with some of its spec different."""
+    """Submit a job that starts from a checkpoint of another job, with changes to its spec."""
     overrides = read_changes(changes or ())
     with connect(changes or ()) as api:
         made = api.clone(find_job(api, job), from_checkpoint=step, overrides=overrides)
@@ -42,7 +44,7 @@ def clone(
 
 
 def plan(spec: SpecFile, changes: Changes = None, as_json: AsJson = False) -> None:
-    """Show what a spec comes to, without submitting it."""
+    """Validate a spec and show its mesh, batch size, steps and memory, without submitting it."""
     body = read_spec(spec, changes or ())
     with connect(changes or ()) as api:
         answer = api.plan(body)
@@ -56,11 +58,11 @@ def plan(spec: SpecFile, changes: Changes = None, as_json: AsJson = False) -> No
 def ps(
     state: Annotated[list[JobState] | None, typer.Option(help="only these states", case_sensitive=False)] = None,
     project: Annotated[str | None, typer.Option(help="only this project")] = None,
-    name: Annotated[str | None, typer.Option(help="only jobs of this name")] = None,
+    name: Annotated[str | None, typer.Option(help="only jobs with this name")] = None,
     label: Annotated[list[str] | None, typer.Option(metavar="K=V", help="only jobs with all of these labels")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=200, help="jobs at most")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=200, help="maximum number of jobs")] = 50,
     after: After = None,
-    every: Annotated[bool, typer.Option("--all", help="all pages, not only the first")] = False,
+    every: Annotated[bool, typer.Option("--all", help="print all pages")] = False,
     as_json: AsJson = False,
 ) -> None:
     """List jobs, newest first."""
@@ -85,7 +87,7 @@ def ps(
 
 
 def show(job: JobRef, as_json: AsJson = False) -> None:
-    """Show one job."""
+    """Show the details of a job."""
     with connect() as api:
         found = api.job(find_job(api, job))
     if as_json:
@@ -96,17 +98,17 @@ def show(job: JobRef, as_json: AsJson = False) -> None:
 
 
 def pause(job: JobRef, grace: Grace = None, as_json: AsJson = False) -> None:
-    """Commit a checkpoint and leave the cluster until the job is resumed."""
+    """Pause a job: commit a checkpoint and leave the cluster until it is resumed."""
     with connect() as api:
         _asked(api.pause(find_job(api, job), grace_seconds=grace), as_json=as_json)
 
 
 def resume(
     job: JobRef,
-    workers: Annotated[int | None, typer.Option(min=1, help="default: as many as before")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="number of workers [default: unchanged]")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let a paused job go on from its newest checkpoint; with --workers at another size, also one that runs."""
+    """Resume a paused job from its newest checkpoint. With --workers, change the size of a paused or running job."""
     with connect() as api:
         job_id = find_job(api, job)
         scaling = api.job(job_id).scaling.at(workers) if workers else None
@@ -116,28 +118,28 @@ def resume(
 def cancel(
     job: JobRef,
     grace: Grace = None,
-    checkpoint: Annotated[bool, typer.Option(help="commit a last checkpoint first")] = True,
+    checkpoint: Annotated[bool, typer.Option(help="save a checkpoint first")] = True,
     as_json: AsJson = False,
 ) -> None:
-    """End a job for good."""
+    """Cancel a job. It cannot be resumed afterwards."""
     with connect() as api:
         _asked(api.cancel(find_job(api, job), grace_seconds=grace, checkpoint=checkpoint), as_json=as_json)
 
 
 def rm(job: JobRef, as_json: AsJson = False) -> None:
-    """Forget a job that has ended, without asking back; its run directory stays."""
+    """Delete a finished job without confirmation. Its run directory is kept."""
     with connect() as api:
         job_id = find_job(api, job)
         api.delete(job_id)
     if as_json:
         show_json(Gone(id=job_id))
         return
-    show_text(f"{job_id} is forgotten")
+    show_text(f"deleted {job_id}")
     show_next("ps")
 
 
 def _started(job: JobOut, *, wait: bool, as_json: bool) -> None:
-    """A new job: its id for scripts, at once, whatever becomes of the wait."""
+    """Print a new job. Its id is printed before any wait, so that scripts have it at once."""
     if not as_json:
         show_text(job.id)
         for warning in job.warnings:
@@ -151,7 +153,7 @@ def _started(job: JobOut, *, wait: bool, as_json: bool) -> None:
 
 
 def _asked(job: JobOut, *, as_json: bool) -> None:
-    """A job that was asked to change."""
+    """Print a job after a request to change its state."""
     if as_json:
         show_json(job)
         return

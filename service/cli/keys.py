@@ -1,4 +1,4 @@
-"""`trainshed keys …` and `whoami`: who may call."""
+"""`trainshed keys …` and `whoami`: API keys and their roles."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Annotated
@@ -13,19 +13,20 @@ from service.cli.show import Gone, show_json, show_next, show_note, show_text
 from service.cli.tables import show_keys, show_me
 from service.domain.access import Role
 
-app = typer.Typer(no_args_is_help=True, help="Keys: who may call, and what they may do in which projects.")
+app = typer.Typer(no_args_is_help=True, help="Manage API keys and their roles in projects.")
 
 
 @app.command()
 def create(
-    name: Annotated[str, typer.Argument(help="whose it is")],
+    name: Annotated[str, typer.Argument(help="name of its holder")],
     role: Annotated[
-        list[str], typer.Option(metavar="PROJECT=ROLE", help=f"one of {', '.join(Role)}; * is any project")
+        list[str],
+        typer.Option(metavar="PROJECT=ROLE", help=f"role ({', '.join(Role)}) in a project; * for all projects"),
     ],
-    days: Annotated[float | None, typer.Option(min=0, max=36500, help="until it is over; default: never")] = None,
+    days: Annotated[float | None, typer.Option(min=0, max=36500, help="days until it expires [default: never]")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a key and print its secret, which is not shown again."""
+    """Create a key and print its secret, which is not shown again."""
     wish = _wish(name, role, None if days is None else datetime.now(UTC) + timedelta(days=days))
     with connect() as api:
         made = api.create_key(wish)
@@ -39,7 +40,7 @@ def create(
 
 @app.command()
 def ls(as_json: AsJson = False) -> None:
-    """List the keys that open a project of which one is an admin, newest first."""
+    """List the keys with a role in a project that you administer, newest first."""
     with connect() as api:
         answer = api.keys()
     if as_json:
@@ -53,23 +54,23 @@ def ls(as_json: AsJson = False) -> None:
 def revoke(
     key: Annotated[
         str,
-        typer.Argument(metavar="KEY", help="a key's id, or enough of its beginning", autocompletion=complete_key),
+        typer.Argument(metavar="KEY", help="id of a key, or a unique prefix", autocompletion=complete_key),
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Let a key open nothing from now on."""
+    """Revoke a key."""
     with connect() as api:
         key_id = find_key_id(api, key)
         api.revoke_key(key_id)
     if as_json:
         show_json(Gone(id=key_id))
         return
-    show_text(f"{key_id} opens nothing any more")
+    show_text(f"revoked {key_id}")
     show_next("keys ls")
 
 
 def whoami(as_json: AsJson = False) -> None:
-    """Show what the key in use opens."""
+    """Show the key in use and its roles."""
     with connect() as api:
         answer = api.me()
     if as_json:
@@ -80,6 +81,6 @@ def whoami(as_json: AsJson = False) -> None:
 
 
 def _wish(name: str, roles: list[str], expires_at: datetime | None) -> KeyIn:
-    """Ends the command with a readable line and exit code 2 where it makes no sense."""
+    """Build the request. Exits with a one-line error and code 2 if the options are invalid."""
     given = {project: role for project, _, role in (one.partition("=") for one in roles)}
     return checked(KeyIn, {"name": name, "roles": given, "expires_at": expires_at}, "write --role nlp=editor")

@@ -1,4 +1,4 @@
-"""Modules that only some command needs, and that take long to load."""
+"""Lazy import of slow modules that only some commands need."""
 
 import sys
 from importlib.util import LazyLoader, find_spec, module_from_spec
@@ -6,7 +6,7 @@ from types import ModuleType
 
 
 def lazily(name: str) -> ModuleType:
-    """A module that is loaded when something of it is first used."""
+    """Return a module that is loaded at the first access to one of its attributes."""
     if name in sys.modules:
         return sys.modules[name]
     spec = find_spec(name)

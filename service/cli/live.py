@@ -1,4 +1,4 @@
-"""A look at jobs while they go on: bars on a terminal, lines elsewhere, JSON lines for programs."""
+"""Live display of jobs: progress bars on a terminal, lines elsewhere, JSON lines for programs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,12 +15,12 @@ from service.cli.show import show_json
 from train_loop.spec import show as escaped
 
 Look = Callable[[Sequence[JobOut]], None]
-"""Shows jobs as they are now."""
+"""Function that shows the current state of jobs."""
 _LINE_PERCENT = 10
 
 
 def looking(console: Console, *, as_json: bool) -> AbstractContextManager[Look]:
-    """What shows jobs on a console, as it can."""
+    """Return the display that suits the console."""
     if as_json:
         return nullcontext(_json_lines())
     if console.is_terminal and not console.is_dumb_terminal:
@@ -29,15 +29,15 @@ def looking(console: Console, *, as_json: bool) -> AbstractContextManager[Look]:
 
 
 class _Cell(ProgressColumn):
-    """What a job's row tells at one place."""
+    """One column of a job's row."""
 
     def __init__(self, cell: Callable[[JobOut], str | Text], *, last: bool = False) -> None:
-        # What is long comes last, and is cut at the terminal's edge.
+        # The last column is the longest, and is truncated at the terminal's edge.
         super().__init__(Column(no_wrap=True, overflow="ellipsis", ratio=1 if last else None))
         self._cell = cell
 
     def render(self, task: Task) -> Text:
-        """As rich asks for it."""
+        """Render the column for the job of a row."""
         found = self._cell(task.fields["job"])
         return found if isinstance(found, Text) else Text(escaped(found))
 
@@ -52,7 +52,7 @@ def _bars(console: Console) -> Iterator[Look]:
         for job in jobs:
             if job.id not in tasks:
                 tasks[job.id] = rows.add_task(job.name, job=job)
-            # Without an end the bar would run to and fro, as if there were work.
+            # Without a total, rich pulses the bar, as if the job were working.
             total = job.progress.of or (None if job.progress.step else 1)
             rows.update(tasks[job.id], completed=job.progress.step, total=total, job=job)
 
@@ -80,7 +80,7 @@ def _json_lines() -> Look:
 
     def show(jobs: Sequence[JobOut]) -> None:
         for job in jobs:
-            # Hours grow all the time; nobody waits for them.
+            # Usage hours are left out: they change at every poll.
             news = (job.state, job.reason, job.progress, job.attempts, job.restarts)
             if told.get(job.id) != news:
                 told[job.id] = news

@@ -19,40 +19,42 @@ from service.settings import Settings
 
 _LOOK_SECONDS = 0.1
 _DOWN_SECONDS = 15.0
-"""For a service to end, besides the time that its jobs may take to save."""
+"""Time limit for the service to exit, in addition to the time that its jobs may take to save."""
 
 
 class Up(BaseModel):
-    """A service that runs in the background."""
+    """Result of `up`: the service in the background."""
 
     url: str
     pid: int
     home: str
     log: str
     started: bool
-    """False: it ran already."""
+    """False if the service was already running."""
 
 
 class Down(BaseModel):
-    """What became of the service of a home."""
+    """Result of `down` for the service of a home."""
 
     home: str
     pid: int | None
     stopped: bool
-    """False: none ran."""
+    """False if no service was running."""
 
 
 def serve() -> None:
     """Run the service in the foreground until SIGTERM or SIGINT."""
-    # In this process's place: signals reach it, and the other commands need not load Ray.
+    # Replaces this process, so that signals reach the service. Other commands need not load Ray.
     os.execv(sys.executable, [sys.executable, "-m", "service.serve"])
 
 
 def up(
-    wait: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="until it takes jobs")] = 120.0,
+    wait: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="seconds to wait until the service accepts jobs")
+    ] = 120.0,
     as_json: AsJson = False,
 ) -> None:
-    """Start the service in the background; one that runs already is fine."""
+    """Start the service in the background unless it is already running."""
     told = settings()
     found = find_running(told)
     running = found or _start(told, wait)
@@ -72,7 +74,7 @@ def up(
 
 
 def down(as_json: AsJson = False) -> None:
-    """Stop the service, and its embedded Ray; jobs go on when it is started again."""
+    """Stop the service and its embedded Ray. Jobs resume when the service is started again."""
     told = settings()
     running = find_running(told)
     answer = Down(home=str(told.home), pid=running.address.pid if running else None, stopped=running is not None)
@@ -86,7 +88,7 @@ def down(as_json: AsJson = False) -> None:
 
 
 def _start(told: Settings, wait: float) -> Running:
-    """A service that takes jobs. Ends the command where none comes to that."""
+    """Start a service and wait until it accepts jobs. Exits with a one-line error if it does not."""
     try:
         told.make_home()
         log = Log(told)
@@ -100,14 +102,14 @@ def _start(told: Settings, wait: float) -> Running:
                 return _another(told) or _give_up(child, log)
             if time.monotonic() > deadline:
                 fail(
-                    f"the service (pid {child.pid}) is not ready after {wait:g} s, and goes on starting; see {log.path}"
+                    f"the service (pid {child.pid}) is not ready after {wait:g} s and is still starting; see {log.path}"
                 )
             time.sleep(_LOOK_SECONDS)
     return running
 
 
 def _another(told: Settings) -> Running | None:
-    """Somebody else may have been a moment quicker."""
+    """Return a ready service that another process has started in the meantime, or None."""
     running = find_running(told)
     return running if running is not None and running.ready() else None
 

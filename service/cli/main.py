@@ -1,4 +1,4 @@
-"""The `trainshed` command: one short function per verb, in the modules beside this one."""
+"""The `trainshed` command: one short function per verb, in the other modules of this package."""
 
 import typer
 

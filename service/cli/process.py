@@ -1,4 +1,4 @@
-"""The service of a home as a process: whether it runs, how it is started in the background, and how it ends."""
+"""The service of a home as a process: lookup, start in the background, log."""
 
 import os
 import subprocess
@@ -19,13 +19,13 @@ _LAST_LINES = 15
 
 @dataclass(frozen=True)
 class Running:
-    """A service that runs."""
+    """A running service."""
 
     address: ServiceAddress
     process: psutil.Process
 
     def ready(self) -> bool:
-        """Whether it takes jobs."""
+        """Return True if the service accepts jobs."""
         try:
             return httpx.get(f"{self.address.url}/readyz", timeout=5).status_code == httpx.codes.OK
         except httpx.HTTPError:
@@ -33,12 +33,12 @@ class Running:
 
 
 def find_running(settings: Settings) -> Running | None:
-    """The service of this home, if the process that service.json names is one, and wrote it."""
+    """Return the running service of this home, or None. service.json must name the service process that wrote it."""
     try:
         address = ServiceAddress.model_validate_json(settings.address_file.read_bytes())
         written = settings.address_file.stat().st_mtime
         process = psutil.Process(address.pid)
-        # A pid may have been given out again: to something else, or after the file was written.
+        # The pid may have been reused: by another program, or by a process that started after the file was written.
         ours = _serves(process.cmdline()) and process.create_time() <= written + 1
         return Running(address, process) if ours and process.status() != psutil.STATUS_ZOMBIE else None
     except (OSError, ValidationError, psutil.Error):
@@ -50,21 +50,21 @@ def _serves(command: list[str]) -> bool:
 
 
 class Log:
-    """home/service.log: what services that were started in the background have written."""
+    """home/service.log: output of services that were started in the background."""
 
     def __init__(self, settings: Settings) -> None:
         self.path: Path = settings.home / "service.log"
         self._begin = self.path.stat().st_size if self.path.exists() else 0
 
     def last_lines(self) -> list[str]:
-        """The last of what was written since."""
+        """Return the last lines written since this object was created."""
         with self.path.open("rb") as file:
             file.seek(self._begin)
             return file.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
 
 
 def start(log: Log) -> "subprocess.Popen[bytes]":
-    """A service in a session of its own: it outlives the terminal."""
+    """Start a service in a new session, so that it outlives the terminal."""
     descriptor = os.open(log.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         return subprocess.Popen(

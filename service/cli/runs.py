@@ -1,4 +1,4 @@
-"""`trainshed events`, `metrics` and `logs`: what a run writes."""
+"""`trainshed events`, `metrics` and `logs`: the output of a run."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -19,18 +19,18 @@ from service.client import Api, Line
 from service.filters import Level
 
 _POINTS = 1000
-Contains = Annotated[str | None, typer.Option(metavar="TEXT", help="only lines that hold this text")]
-Attempt = Annotated[int | None, typer.Option(min=1, help="default: the newest")]
-Rank = Annotated[int | None, typer.Option(min=0, help="default: the driver")]
-AtLeast = Annotated[Level | None, typer.Option(help="only lines of this level or a higher one", case_sensitive=False)]
+Contains = Annotated[str | None, typer.Option(metavar="TEXT", help="only lines that contain this text")]
+Attempt = Annotated[int | None, typer.Option(min=1, help="attempt [default: the newest]")]
+Rank = Annotated[int | None, typer.Option(min=0, help="rank [default: the driver]")]
+AtLeast = Annotated[Level | None, typer.Option(help="minimum level", case_sensitive=False)]
 Points = Annotated[
-    int | None, typer.Option(min=2, max=10_000, help="all of them, in so many lines at most; not with --follow")
+    int | None, typer.Option(min=2, max=10_000, help="downsample to at most this number of lines (not with --follow)")
 ]
-AsLines = Annotated[bool, typer.Option("--lines", help="line by line, with all values; as with --follow")]
+AsLines = Annotated[bool, typer.Option("--lines", help="print one line per entry with all values, as --follow does")]
 
 
 class _One(RootModel[Line | str]):
-    """A line, for programs."""
+    """One line as JSON."""
 
 
 def events(
@@ -41,7 +41,7 @@ def events(
     limit: Limit = 100,
     as_json: AsJsonLines = False,
 ) -> None:
-    """Show what happened, over all attempts, oldest first."""
+    """Show the events of a job over all attempts, oldest first."""
     with _run(job, follow=follow) as (api, job_id):
         if follow:
             _follow(api, job_id, api.follow_events(job_id, after=after, contains=contains), as_json)
@@ -60,7 +60,7 @@ def logs(  # noqa: PLR0913 - each is an option of the command
     limit: Limit = 1000,
     as_json: AsJsonLines = False,
 ) -> None:
-    """Show a log of the driver or of one rank."""
+    """Show the log of the driver or of one rank."""
     with _run(job, follow=follow) as (api, job_id):
         if follow:
             lines = api.follow_logs(job_id, attempt=attempt, rank=rank, after=after, contains=contains, level=level)
@@ -79,7 +79,7 @@ def metrics(
     limit: Limit = 100,
     as_json: AsJsonLines = False,
 ) -> None:
-    """Show the curves of loss, speed, gradient norm and learning rate; or the metrics of each logged step."""
+    """Plot loss, throughput, gradient norm and learning rate. With --lines, print the metrics of each logged step."""
     with _run(job, follow=follow) as (api, job_id):
         if follow:
             _follow(api, job_id, api.follow_metrics(job_id, after=after), as_json)
@@ -93,7 +93,7 @@ def metrics(
 
 @contextmanager
 def _run(job: str, *, follow: bool) -> Iterator[tuple[Api, str]]:
-    """The service, and the id of a job; whoever follows one has patience, and may leave."""
+    """Yield the API and the job id. With `follow`, retry longer. Exit on Ctrl-C without affecting the job."""
     with connect(patience=LONG_SECONDS if follow else SHORT_SECONDS) as api:
         job_id = find_job(api, job)
         with leaving_alone(job_id):

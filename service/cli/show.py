@@ -1,4 +1,4 @@
-"""What commands print: answers on stdout, words to the person on stderr."""
+"""Output of commands: answers on stdout, notes on stderr."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -17,34 +17,34 @@ Cell = str | Text
 
 
 class Gone(BaseModel):
-    """The answer where the service has none: it is not there any more."""
+    """JSON output of a deletion or revocation, for which the service returns no body."""
 
     id: str
     gone: Literal[True] = True
 
 
 def show_json(answer: BaseModel, *, lines: bool = False) -> None:
-    """The answer as the service gave it, for programs; one of many is a line."""
+    """Print the service's answer as JSON. With `lines`, print it on one line."""
     print(escape_json(answer.model_dump_json(indent=None if lines else 2)), flush=True)
 
 
 def show_text(text: str) -> None:
-    """A line; characters that would control the terminal are escaped, in pipes too."""
+    """Print a line. Terminal control characters are escaped, in pipes too."""
     console.print(show(text), markup=False)
 
 
 def show_note(text: str) -> None:
-    """A word to whoever waits, beside what the command prints."""
+    """Print a note on stderr."""
     notes.print(show(text), markup=False)
 
 
 def show_next(command: str) -> None:
-    """The command that one will want next."""
+    """Print the suggested next command on stderr."""
     notes.print(show(f"next: trainshed {command}"), markup=False, style="dim")
 
 
 def show_line(line: Mapping[str, JsonValue]) -> None:
-    """An event or a metrics line: when, then what it says."""
+    """Print an event or a metrics line: its local time, then its fields."""
     time = line.get("time")
     stamp = f"{datetime.fromtimestamp(time):%T}" if isinstance(time, int | float) else "--:--:--"
     said = " ".join(f"{name}={_short(value)}" for name, value in line.items() if name not in ("seq", "time"))
@@ -52,14 +52,14 @@ def show_line(line: Mapping[str, JsonValue]) -> None:
 
 
 def show_facts(facts: Mapping[str, object]) -> None:
-    """A fact per line; what is None is left out."""
+    """Print one fact per line. Skips facts that are None."""
     for name, value in facts.items():
         if value is not None:
             show_text(f"{name:>20}  {value}")
 
 
 def show_table(names: Sequence[str], rows: Iterable[Sequence[Cell]]) -> None:
-    """One line a row, cut at the terminal's edge: what is long comes last, and `trainshed show` has the whole of it."""
+    """Print one line per row, truncated at the terminal's edge. The last column is the longest."""
     lines = [[Text(name, "dim") for name in names], *([_first_line(cell) for cell in row] for row in rows)]
     widths = [max(cell.cell_len for cell in column) for column in zip(*lines, strict=True)]
     for line in lines:

@@ -1,4 +1,4 @@
-"""How plans, checkpoints, keys, the audit log and usage look."""
+"""Text output of plans, checkpoints, keys, the audit log and usage."""
 
 from collections.abc import Iterable, Mapping
 
@@ -11,7 +11,7 @@ from service.domain.access import Role
 
 
 def show_plan(plan: PlanOut) -> None:
-    """What a spec comes to."""
+    """Print the plan of a spec."""
     mesh = ", ".join(f"{name} {size}" for name, size in zip(plan.mesh.names, plan.mesh.shape, strict=True))
     show_facts(
         {
@@ -26,7 +26,7 @@ def show_plan(plan: PlanOut) -> None:
             "parameters": f"{plan.parameters:,}",
             "memory per worker": f"{plan.memory.total_bytes / 2**20:,.0f} MiB",
             "a checkpoint": f"{plan.checkpoint_bytes / 2**20:,.0f} MiB",
-            "beside it, on host": f"{plan.memory.host_bytes / 2**20:,.0f} MiB" if plan.memory.host_bytes else None,
+            "on host, in addition": f"{plan.memory.host_bytes / 2**20:,.0f} MiB" if plan.memory.host_bytes else None,
         }
     )
     for warning in plan.warnings:
@@ -34,7 +34,7 @@ def show_plan(plan: PlanOut) -> None:
 
 
 def show_checkpoints(checkpoints: Checkpoints) -> None:
-    """The ledger, one checkpoint per row."""
+    """Print checkpoints, one per row."""
     rows = (
         (
             str(c.step),
@@ -51,7 +51,7 @@ def show_checkpoints(checkpoints: Checkpoints) -> None:
 
 
 def show_keys(keys: Iterable[KeyOut]) -> None:
-    """Keys, one per row."""
+    """Print keys, one per row."""
     rows = (
         (
             key.id,
@@ -66,12 +66,12 @@ def show_keys(keys: Iterable[KeyOut]) -> None:
 
 
 def show_me(me: Me) -> None:
-    """Whose key is in use."""
+    """Print the key in use and its roles."""
     show_facts({"id": me.id, "name": me.name, "roles": _roles(me.roles)})
 
 
 def show_deeds(deeds: Iterable[DeedOut]) -> None:
-    """The audit log, one write per row."""
+    """Print the audit log, one write per row."""
     rows = (
         (str(deed.number), f"{deed.time:%F %T}", deed.key_name, deed.action, deed.target, deed.project, _changes(deed))
         for deed in deeds
@@ -80,7 +80,7 @@ def show_deeds(deeds: Iterable[DeedOut]) -> None:
 
 
 def show_usage(days: Iterable[UsageOut]) -> None:
-    """Hours, a project and a day per row."""
+    """Print usage hours, one row per day and project."""
     hours = ((day, (day.worker_hours, day.cpu_hours, day.gpu_hours)) for day in days)
     rows = ((f"{day.day:%F}", day.project, *(f"{used:,.2f}" for used in parts)) for day, parts in hours)
     show_table(("day", "project", "worker hours", "CPU hours", "GPU hours"), rows)

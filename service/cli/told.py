@@ -1,4 +1,4 @@
-"""What the environment tells the command, with a line for what in it makes no sense."""
+"""Settings from the environment, with one line per invalid or unknown variable."""
 
 import sys
 
@@ -10,11 +10,11 @@ from train_loop.spec import show
 
 
 def settings() -> Settings:
-    """The settings. Ends the command with a line for each that cannot be, and exit code 1."""
+    """Return the settings and warn about unknown variables. Exits with one line per invalid variable and code 1."""
     for line in strangers():
         print(f"trainshed: warning: {show(line)}", file=sys.stderr)
     try:
         find_url()
         return read_settings()
     except BadSettings as error:
-        fail("the environment says what cannot be", error.problems)
+        fail("invalid configuration", error.problems)

@@ -1,4 +1,4 @@
-"""`trainshed watch`, and the wait of `submit --wait`."""
+"""`trainshed watch`, and the wait of `submit --wait` and `clone --wait`."""
 
 import time
 from collections.abc import Sequence
@@ -26,13 +26,13 @@ _MOST_JOBS = 200
 def watch(
     jobs: JobRefs = None,
     until: Annotated[
-        JobState | None, typer.Option(help="end once every job has come to this state", case_sensitive=False)
+        JobState | None, typer.Option(help="stop when every job has reached this state", case_sensitive=False)
     ] = None,
     as_json: AsJsonLines = False,
 ) -> None:
-    """Watch jobs until they have ended: those that are named, or all that go on.
+    """Watch jobs until they finish: the given jobs, or all active ones.
 
-    Exit code 3 where one that is named ends as FAILED or CANCELLED, or with --until in any other state.
+    Exits with 3 if a given job ends as FAILED or CANCELLED; with --until, if it never reached that state.
     """
     with connect(patience=LONG_SECONDS) as api:
         named = [find_job(api, job) for job in jobs or ()]
@@ -45,7 +45,7 @@ def watch(
 
 
 def wait_for_end(job_id: str, *, as_json: bool) -> None:
-    """Follow a job to its end on stderr, or, where JSON is wanted, in silence; exit code 3 where it did not succeed."""
+    """Follow a job until it finishes, on stderr, or silently with `as_json`. Exits with 3 if it did not succeed."""
     view = nullcontext(_unseen) if as_json else looking(notes, as_json=False)
     with connect(patience=LONG_SECONDS) as api, leaving_alone(job_id), view as look:
         job = follow(Watched(api, [job_id]), None, look)[0]
@@ -57,19 +57,19 @@ def wait_for_end(job_id: str, *, as_json: bool) -> None:
 
 
 def _unseen(jobs: Sequence[JobOut]) -> None:
-    """For whoever wants the end alone."""
+    """Show nothing: the caller needs only the final state."""
 
 
 @dataclass
 class Watched:
-    """The jobs with these ids; with none, all that go on, and those that did when they were looked at last."""
+    """The jobs with these ids. Without ids: all jobs that are active or were active at the last poll."""
 
     api: Api
     ids: list[str]
     _known: list[str] = field(default_factory=list)
 
     def look(self) -> list[JobOut]:
-        """As they are now."""
+        """Return the current state of the jobs."""
         if self.ids:
             return [self.api.job(job_id) for job_id in self.ids]
         live = self.api.jobs(states=LIVE, limit=_MOST_JOBS).data
@@ -80,7 +80,7 @@ class Watched:
 
 
 def follow(watched: Watched, until: JobState | None, look: Look) -> list[JobOut]:
-    """Show jobs until each of them has ended, or come to a state; as they were last."""
+    """Show jobs until each has finished or reached a state. Returns their last state."""
     first = dict[str, JobOut]()
     while True:
         jobs = watched.look()
@@ -92,10 +92,10 @@ def follow(watched: Watched, until: JobState | None, look: Look) -> list[JobOut]
 
 
 def has_come(job: JobOut, state: JobState | None, *, since: JobOut) -> bool:
-    """Whether a job is in a state, or was between two looks."""
+    """Return True if a job is in a state, or has entered it after the poll that returned `since`."""
     return state is not None and (job.state is state or job.times.get(state) != since.times.get(state))
 
 
 def as_hoped(job: JobOut, until: JobState | None) -> bool:
-    """Whether a job came to the state that was waited for; without one, whether it did not fail."""
+    """Return True if a job has reached the awaited state or, without one, has not failed or been cancelled."""
     return until in job.times if until else job.state not in (JobState.FAILED, JobState.CANCELLED)

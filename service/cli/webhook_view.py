@@ -1,4 +1,4 @@
-"""How webhooks, and what they were told, look."""
+"""Text output of webhooks and their deliveries."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from service.domain.job import JobState
 
 
 def show_webhooks(webhooks: Iterable[WebhookOut]) -> None:
-    """Webhooks, one per row."""
+    """Print webhooks, one per row."""
     rows = (
         (one.id, one.project, f"{one.created_at:%F}", "disabled" if one.disabled_at else "", _states(one), one.url)
         for one in webhooks
@@ -17,7 +17,7 @@ def show_webhooks(webhooks: Iterable[WebhookOut]) -> None:
 
 
 def show_webhook(webhook: WebhookOut) -> None:
-    """One webhook, a fact per line."""
+    """Print a webhook, one fact per line."""
     until, disabled = webhook.previous_secret_until, webhook.disabled_at
     show_facts(
         {
@@ -33,12 +33,12 @@ def show_webhook(webhook: WebhookOut) -> None:
 
 
 def show_trial(webhook_id: str, trial: TrialOut) -> None:
-    """What came of a test call."""
+    """Print the result of a test message."""
     show_text(f"{webhook_id} has received it" if trial.received else f"{webhook_id} has not received it: {trial.error}")
 
 
 def show_deliveries(deliveries: Iterable[DeliveryOut]) -> None:
-    """Messages on their way, one per row."""
+    """Print deliveries, one per row."""
     rows = (
         (str(one.number), f"{one.created_at:%F %T}", one.job_id, one.settled, str(one.attempts), _outcome(one))
         for one in deliveries

@@ -1,4 +1,4 @@
-"""`trainshed webhooks …`: who is told of a project's jobs, and what became of it."""
+"""`trainshed webhooks …`: webhooks for a project's job events, and their deliveries."""
 
 from typing import Annotated
 
@@ -13,7 +13,7 @@ from service.cli.show import Gone, show_json, show_next, show_note, show_text
 from service.cli.webhook_view import show_deliveries, show_trial, show_webhook, show_webhooks
 from service.domain.job import JobState
 
-app = typer.Typer(no_args_is_help=True, help="Webhooks: who is told when a job comes to another state.")
+app = typer.Typer(no_args_is_help=True, help="Manage webhooks for state changes of jobs.")
 
 _HELP = "a webhook's id, or enough of its beginning"
 Hook = Annotated[str, typer.Argument(metavar="WEBHOOK", help=_HELP, autocompletion=complete_webhook)]
@@ -21,14 +21,14 @@ Hook = Annotated[str, typer.Argument(metavar="WEBHOOK", help=_HELP, autocompleti
 
 @app.command()
 def create(
-    url: Annotated[str, typer.Argument(metavar="URL", help="https, on the open internet")],
-    project: Annotated[str, typer.Option(help="whose jobs it is told of; * is any")],
+    url: Annotated[str, typer.Argument(metavar="URL", help="public https:// URL of the receiver")],
+    project: Annotated[str, typer.Option(help="project whose job events are sent; * for all")],
     state: Annotated[
-        list[JobState] | None, typer.Option(help="only of these states; default: all of them", case_sensitive=False)
+        list[JobState] | None, typer.Option(help="states that trigger an event [default: all]", case_sensitive=False)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a webhook and print its secret, which is not shown again."""
+    """Create a webhook and print its secret, which is not shown again."""
     given = {"url": url, "project": project, "states": state or []}
     wish = checked(WebhookIn, given, "see `trainshed webhooks create --help`")
     with connect() as api:
@@ -38,7 +38,7 @@ def create(
 
 @app.command()
 def ls(project: Annotated[str | None, typer.Option(help="only this project")] = None, as_json: AsJson = False) -> None:
-    """List the webhooks of projects of which one is an admin, newest first."""
+    """List the webhooks of projects that you administer, newest first."""
     with connect() as api:
         answer = api.webhooks(project=project)
     if as_json:
@@ -50,7 +50,7 @@ def ls(project: Annotated[str | None, typer.Option(help="only this project")] = 
 
 @app.command()
 def show(webhook: Hook, as_json: AsJson = False) -> None:
-    """Show one webhook."""
+    """Show the details of a webhook."""
     with connect() as api:
         found = api.webhook(find_webhook(api, webhook))
     if as_json:
@@ -62,20 +62,20 @@ def show(webhook: Hook, as_json: AsJson = False) -> None:
 
 @app.command()
 def rm(webhook: Hook, as_json: AsJson = False) -> None:
-    """Tell a webhook nothing any more, and forget what it was still to be told."""
+    """Delete a webhook and its pending deliveries."""
     with connect() as api:
         webhook_id = find_webhook(api, webhook)
         api.delete_webhook(webhook_id)
     if as_json:
         show_json(Gone(id=webhook_id))
         return
-    show_text(f"{webhook_id} is told nothing any more")
+    show_text(f"deleted {webhook_id}")
     show_next("webhooks ls")
 
 
 @app.command("test")
 def try_out(webhook: Hook, as_json: AsJson = False) -> None:
-    """Send something at once; exit code 1 where it is not received. A disabled one that receives it is enabled."""
+    """Send a test message at once. Exits with 1 if it is not received; enables a disabled webhook if it is."""
     with connect() as api:
         webhook_id = find_webhook(api, webhook)
         trial = api.test_webhook(webhook_id)
@@ -89,7 +89,7 @@ def try_out(webhook: Hook, as_json: AsJson = False) -> None:
 
 @app.command()
 def rotate(webhook: Hook, as_json: AsJson = False) -> None:
-    """Give it another secret and print that; for a day the one before it signs, too."""
+    """Rotate the signing secret and print it; the old one stays valid for 24 hours."""
     with connect() as api:
         made = api.rotate_webhook(find_webhook(api, webhook))
     _show_secret(made, as_json)
@@ -98,11 +98,11 @@ def rotate(webhook: Hook, as_json: AsJson = False) -> None:
 @app.command()
 def deliveries(
     webhook: Hook,
-    after: Annotated[int | None, typer.Option(min=1, help="`next` of the page before")] = None,
+    after: Annotated[int | None, typer.Option(min=1, help="`next` of the previous page")] = None,
     limit: Annotated[int, typer.Option(min=1, max=200)] = 50,
     as_json: AsJson = False,
 ) -> None:
-    """Show what it was told in the last seven days or is to be told, newest first."""
+    """List the deliveries of the last seven days and the pending ones, newest first."""
     with connect() as api:
         webhook_id = find_webhook(api, webhook)
         page = api.deliveries(webhook_id, after=after, limit=limit)
@@ -121,10 +121,10 @@ def deliveries(
 @app.command()
 def redeliver(
     webhook: Hook,
-    number: Annotated[int, typer.Argument(min=1, help="of a delivery, as `trainshed webhooks deliveries` shows it")],
+    number: Annotated[int, typer.Argument(min=1, help="number of a delivery, from `trainshed webhooks deliveries`")],
     as_json: AsJson = False,
 ) -> None:
-    """Send a message again, as soon as its turn comes."""
+    """Queue a message to be sent again."""
     with connect() as api:
         webhook_id = find_webhook(api, webhook)
         delivery = api.redeliver(webhook_id, number)

@@ -1,4 +1,4 @@
-"""The calls about keys, and about what callers did."""
+"""API calls for keys and the audit log."""
 
 from types import NoneType
 
@@ -8,30 +8,30 @@ from service.client.call import Sent, operation
 
 
 class AccessCalls:
-    """/keys, /me and /audit."""
+    """Calls of /keys, /me and /audit."""
 
-    # Tried again after its answer was lost it would leave a key that nobody has.
+    # Not repeatable: a retry after a lost response would leave a key whose secret is unknown.
     @operation(NewKey, "POST", "/keys", repeatable=False)
     def create_key(self, wish: KeyIn) -> Sent:
-        """Make a key; its secret is in this answer alone."""
+        """Create a key. Only this response contains its secret."""
         return Sent(body=wish)
 
     @operation(Keys, "GET", "/keys")
     def keys(self) -> Sent:
-        """The keys that open a project of which one is an admin, newest first."""
+        """List the keys with a role in a project that the caller administers, newest first."""
         return Sent()
 
     @operation(NoneType, "DELETE", "/keys/{key_id}")
     def revoke_key(self, key_id: str) -> Sent:
-        """Let a key open nothing from now on."""
+        """Revoke a key."""
         return Sent({"key_id": key_id})
 
     @operation(Me, "GET", "/me")
     def me(self) -> Sent:
-        """What the key in use opens."""
+        """Return the key in use and its roles."""
         return Sent()
 
     @operation(Page[DeedOut], "GET", "/audit")
     def audit(self, *, project: str | None = None, after: int | None = None, limit: int = 50) -> Sent:
-        """A page of the writes in projects of which one is an admin, newest first."""
+        """Return a page of the writes in projects that the caller administers, newest first."""
         return Sent(query={"project": project, "after": after, "limit": limit})

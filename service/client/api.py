@@ -1,4 +1,4 @@
-"""The REST API, call by call: one method for each, with its answer's model; for threads, and for event loops."""
+"""The REST API with one typed method per call: synchronous and asynchronous."""
 
 import asyncio
 import time
@@ -25,25 +25,25 @@ T = TypeVar("T")
 
 
 class Calls(JobCalls, RunCalls, AccessCalls, ServiceCalls, WebhookCalls):
-    """Every call of the API. Each raises ApiError, or httpx.HTTPError where nobody answers."""
+    """All calls of the API. Each raises ApiError, or httpx.HTTPError if the service does not answer."""
 
 
 @dataclass(frozen=True)
 class Api(Calls, Caller):
-    """The calls, each of which returns its answer."""
+    """The synchronous API: each call returns its response."""
 
     http: httpx.Client
     patience: float
 
     def do(self, call: Call[T]) -> T:
-        """The answer of a call, which is tried again as long as that is safe and may help."""
+        """Return the response of a call. Retries as long as a retry is safe and may succeed."""
         tries = Tries(call)
         until = stop_before_delay(self.patience)
         again = Retrying(retry=retry_if_exception(tries.go_on), wait=pause, stop=until, reraise=True)
         return again(lambda: tries.read(self.http.send(call.request(self.http))))
 
     def follow(self, call: Call[T]) -> Iterator[T]:
-        """What a stream brings, over all its connections."""
+        """Yield the lines of a stream, over all its reconnects."""
         trail = Trail(call, self.patience)
         while True:
             error: Exception | None = None
@@ -69,13 +69,13 @@ class Api(Calls, Caller):
 
 @dataclass(frozen=True)
 class AsyncApi(Calls, AsyncCaller):
-    """The same calls, each of which is to be awaited."""
+    """The asynchronous API: each call is awaitable."""
 
     http: httpx.AsyncClient
     patience: float
 
     async def do(self, call: Call[T]) -> T:
-        """The answer of a call, which is tried again as long as that is safe and may help."""
+        """Return the response of a call. Retries as long as a retry is safe and may succeed."""
         tries = Tries(call)
         until = stop_before_delay(self.patience)
         again = AsyncRetrying(retry=retry_if_exception(tries.go_on), wait=pause, stop=until, reraise=True)
@@ -86,7 +86,7 @@ class AsyncApi(Calls, AsyncCaller):
         return await again(once)
 
     async def follow(self, call: Call[T]) -> AsyncIterator[T]:
-        """What a stream brings, over all its connections."""
+        """Yield the lines of a stream, over all its reconnects."""
         trail = Trail(call, self.patience)
         while True:
             error: Exception | None = None

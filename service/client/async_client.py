@@ -1,4 +1,4 @@
-"""A service as Python sees it from an event loop."""
+"""The asynchronous client of a service."""
 
 from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
@@ -17,9 +17,10 @@ _PAGE = 100
 
 
 class AsyncClient:
-    """One service; `AsyncClient()` finds it as the command `trainshed` does, and raises NoKeyError where it cannot.
+    """A connection to one service. `AsyncClient()` finds URL and key as the `trainshed` command does.
 
-    Every call raises ApiError, or httpx.HTTPError where nobody answers for `patience` seconds. `api` has all of them.
+    Raises NoKeyError if no key is found. Every call raises ApiError, or httpx.HTTPError if the service does not
+    answer for `patience` seconds. `api` has all calls of the REST API.
     """
 
     def __init__(
@@ -43,19 +44,19 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Let go of its connections."""
+        """Close the connections."""
         await self._http.aclose()
 
     async def submit(self, spec: Spec, *, idempotency_key: str | None = None) -> AsyncJob:
-        """Submit a job; with the same key and spec it is the same one, however often it is submitted."""
+        """Submit a job. Repeated submissions with the same key and spec return the same job."""
         return AsyncJob(self.api, await self.api.submit(spec_text(spec), idempotency_key=idempotency_key))
 
     async def plan(self, spec: Spec) -> PlanOut:
-        """What a spec comes to, by the same checks; nothing is stored."""
+        """Return the plan of a spec, after the checks of `submit`. Nothing is stored."""
         return await self.api.plan(spec_text(spec))
 
     async def job(self, job_id: str) -> AsyncJob:
-        """One job, by its id or a beginning of it that no other has. Raises AmbiguousId."""
+        """Return a job by its id or a unique prefix of it. Raises AmbiguousId if several ids match."""
         found = None if is_whole(job_id) else meant(job_id, (await self.api.jobs(id_prefix=job_id)).data)
         return AsyncJob(self.api, found or await self.api.job(job_id))
 
@@ -67,7 +68,7 @@ class AsyncClient:
         name: str | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> AsyncIterator[AsyncJob]:
-        """All jobs of these states, this project, this name and all these labels, newest first."""
+        """Yield the jobs with one of these states, this project, this name and all these labels, newest first."""
         found = pages(
             lambda after: self.api.jobs(
                 states=states_of(state), project=project, name=name, labels=labels, after=after, limit=_PAGE

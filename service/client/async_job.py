@@ -1,4 +1,4 @@
-"""A job, and what can be done to it, from an event loop."""
+"""The asynchronous handle of a job."""
 
 import asyncio
 import time
@@ -20,17 +20,18 @@ T = TypeVar("T")
 
 
 class AsyncJob(Seen[AsyncApi]):
-    """A job; its properties are of the last time that it was asked for, and `refresh` asks again."""
+    """A job. Its properties hold the service's last answer; `refresh` requests a new one."""
 
     async def refresh(self) -> Self:
-        """Ask how it is now."""
+        """Request the current state of the job."""
         self.info = await self._api.job(self.id)
         return self
 
     async def wait(self, until: States = JobState.SUCCEEDED, *, timeout: float | None = None) -> Self:
-        """Wait until it is in a state, or in one of several.
+        """Wait until the job is in a state, or in one of several.
 
-        Raises JobFailed, JobCancelled or JobEnded once it never will be, and TimeoutError after so many seconds.
+        Raises JobFailed, JobCancelled or JobEnded if it finishes in another state, and TimeoutError after `timeout`
+        seconds.
         """
         wanted = states_of(until)
 
@@ -41,35 +42,35 @@ class AsyncJob(Seen[AsyncApi]):
         return self
 
     async def pause(self, *, grace_seconds: float | None = None) -> Self:
-        """Ask it to save and to leave the cluster; `wait(JobState.PAUSED)` waits until it has."""
+        """Request a pause: commit a checkpoint and leave the cluster. Use `wait(JobState.PAUSED)` to wait for it."""
         self.info = await self._api.pause(self.id, grace_seconds=grace_seconds)
         return self
 
     async def resume(self, *, workers: int | None = None) -> Self:
-        """Let it go on, with as many workers as before unless told otherwise."""
+        """Resume the job, by default with the same number of workers."""
         scaling = self.info.scaling.at(workers) if workers else None
         self.info = await self._api.resume(self.id, scaling=scaling)
         return self
 
     async def cancel(self, *, grace_seconds: float | None = None, checkpoint: bool = True) -> Self:
-        """Ask for its end; `wait(JobState.CANCELLED)` waits for it."""
+        """Request the cancellation. Use `wait(JobState.CANCELLED)` to wait for it."""
         self.info = await self._api.cancel(self.id, grace_seconds=grace_seconds, checkpoint=checkpoint)
         return self
 
     async def delete(self) -> None:
-        """Forget it, once it has ended; its run directory stays."""
+        """Delete a finished job. Its run directory is kept."""
         await self._api.delete(self.id)
 
     async def clone(self, *, from_checkpoint: int | None = None, **overrides: JsonValue) -> "AsyncJob":
-        """Submit a job that goes on from its newest checkpoint, or from another, with some of its spec different."""
+        """Submit a job that starts from the newest or another checkpoint of this one, with changes to its spec."""
         return AsyncJob(self._api, await self._api.clone(self.id, from_checkpoint=from_checkpoint, overrides=overrides))
 
     async def checkpoints(self) -> list[CheckpointOut]:
-        """The committed checkpoints, oldest first."""
+        """Return the committed checkpoints, oldest first."""
         return (await self._api.checkpoints(self.id)).data
 
     async def audit(self) -> RunAuditOut:
-        """Check which samples its steps trained, over all attempts; `audit().clean` is False if any is wrong."""
+        """Check the samples that its steps trained, over all attempts. `audit().clean` is False if any is wrong."""
         return await self._api.audit_job(self.id)
 
     async def export(
@@ -80,9 +81,9 @@ class AsyncJob(Seen[AsyncApi]):
         weights: Literal["model", "ema"] = "model",
         timeout: float | None = None,
     ) -> ExportOut:
-        """Make a Hugging Face folder of a checkpoint, by default of the newest, and wait until it is at `path`.
+        """Export a checkpoint, by default the newest, as a Hugging Face folder, and wait until it is at `path`.
 
-        Raises ExportFailed, LookupError without a checkpoint, and TimeoutError after so many seconds.
+        Raises ExportFailed, LookupError if the job has no checkpoint, and TimeoutError after `timeout` seconds.
         """
         step = newest_step(self.id, await self.checkpoints()) if step is None else step
         wish = ExportIn(dtype=dtype, weights=weights)
@@ -104,7 +105,7 @@ class AsyncJob(Seen[AsyncApi]):
         contains: str | None = None,
         level: Level | None = None,
     ) -> AsyncIterator[str]:
-        """The lines of a log, by default of the driver's in the newest attempt; to the job's end with `follow`."""
+        """Yield a log, by default the driver's in the newest attempt. With `follow`, until the job finishes."""
         if follow:
             return self._api.follow_logs(self.id, attempt=attempt, rank=rank, contains=contains, level=level)
         return pages(
@@ -114,20 +115,20 @@ class AsyncJob(Seen[AsyncApi]):
         )
 
     def events(self, *, follow: bool = False, contains: str | None = None) -> AsyncIterator[Line]:
-        """What happened, over all attempts; to the job's end with `follow`."""
+        """Yield the events of all attempts. With `follow`, until the job finishes."""
         if follow:
             return self._api.follow_events(self.id, contains=contains)
         return pages(lambda after: self._api.events(self.id, contains=contains, after=after, limit=1000))
 
     def metrics(self, *, follow: bool = False) -> AsyncIterator[Line]:
-        """One line per logged step, over all attempts; to the job's end with `follow`."""
+        """Yield one line per logged step, over all attempts. With `follow`, until the job finishes."""
         if follow:
             return self._api.follow_metrics(self.id)
         return pages(lambda after: self._api.metrics(self.id, after=after, limit=1000))
 
 
 async def pages(ask: Callable[[str | None], Awaitable[Page[T]]]) -> AsyncIterator[T]:
-    """What is on all pages; each is asked for when it is needed."""
+    """Yield the items of all pages. Each page is requested when it is needed."""
     more, after = True, None
     while more:
         page = await ask(after)

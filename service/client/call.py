@@ -1,4 +1,4 @@
-"""A call of the REST API, declared once: what one declaration sends, how its answer is read, both clients' methods."""
+"""Declarations of REST calls. Each declares request and response once, and becomes a method of both clients."""
 
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from service.client.errors import error_of
 P = ParamSpec("P")
 T = TypeVar("T")
 Query = Mapping[str, str | int | date | Sequence[str] | None]
-# A submit looks at data and model first, which may take its time.
+# A submit checks data and model first, which may take long.
 _SECONDS = 180.0
 _CONNECT_SECONDS = 10.0
 
@@ -27,16 +27,16 @@ class Route(Generic[T]):
     answer: type[T]
     method: str
     path: str
-    """With the names of its parameters in braces, as /openapi.json has it."""
+    """The path template, with parameter names in braces as in /openapi.json."""
     repeatable: bool = True
-    """Whether two of the same do what one does; a POST that creates is, by its Idempotency-Key."""
+    """True if the call is idempotent. A POST that creates is idempotent if it sends an Idempotency-Key."""
     seconds: float | None = _SECONDS
-    """The longest silence that is no failure."""
+    """Timeout in seconds, except for connecting; None means no timeout."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What one call sends."""
+    """The request data of one call."""
 
     path: Mapping[str, str | int] = field(default_factory=dict)
     query: Query = field(default_factory=dict)
@@ -46,13 +46,13 @@ class Sent:
 
 @dataclass(frozen=True)
 class Call(Generic[T]):
-    """An operation with what is sent to it."""
+    """An operation together with its request data."""
 
     route: Route[T]
     sent: Sent
 
     def request(self, http: httpx.Client | httpx.AsyncClient, **headers: str) -> httpx.Request:
-        """The same each time that it is made."""
+        """Build the request. Each retry sends the same one."""
         route, sent = self.route, self.sent
         path = route.path.format_map({name: quote(str(value), safe="") for name, value in sent.path.items()})
         query = {name: str(v) if isinstance(v, date) else v for name, v in sent.query.items() if v not in (None, [])}
@@ -63,43 +63,43 @@ class Call(Generic[T]):
         )
 
     def read(self, response: httpx.Response) -> T:
-        """The answer. Raises ApiError, or httpx.HTTPStatusError where it was somebody else who answered."""
+        """Return the parsed response. Raises ApiError, or httpx.HTTPStatusError if the error is not from Trainshed."""
         if not response.is_success:
             raise error_of(response)
         return self.parse(response.content or b"null")
 
     def parse(self, content: bytes | str) -> T:
-        """An answer, or one of many, from its JSON."""
+        """Parse a response, or one line of a stream, from JSON."""
         return TypeAdapter(self.route.answer).validate_json(content)
 
 
 class Caller:
-    """What makes calls, and waits for their answers."""
+    """The base class of the synchronous API."""
 
     def do(self, call: Call[T]) -> T:
-        """The answer of a call."""
+        """Return the response of a call."""
         raise NotImplementedError
 
     def follow(self, call: Call[T]) -> Iterator[T]:
-        """What comes, one by one, until its job has ended."""
+        """Yield the lines of a stream until the job finishes."""
         raise NotImplementedError
 
 
 class AsyncCaller:
-    """What makes calls without waiting for their answers."""
+    """The base class of the asynchronous API."""
 
     async def do(self, call: Call[T]) -> T:
-        """The answer of a call."""
+        """Return the response of a call."""
         raise NotImplementedError
 
     def follow(self, call: Call[T]) -> AsyncIterator[T]:
-        """What comes, one by one, until its job has ended."""
+        """Yield the lines of a stream until the job finishes."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Operation(Generic[P, T]):
-    """A method that makes a call; in an AsyncCaller it is to be awaited."""
+    """A method that makes a call; in an AsyncCaller it is awaitable."""
 
     route: Route[T]
     send: Callable[Concatenate[Any, P], Sent]
@@ -123,7 +123,7 @@ class Operation(Generic[P, T]):
 
 @dataclass(frozen=True)
 class Stream(Generic[P, T]):
-    """A method that follows what a run writes; in an AsyncCaller it is for `async for`."""
+    """A method that follows the output of a run; in an AsyncCaller it is an async iterator."""
 
     route: Route[T]
     send: Callable[Concatenate[Any, P], Sent]
@@ -148,13 +148,13 @@ class Stream(Generic[P, T]):
 def operation(
     answer: type[T], method: str, path: str, *, repeatable: bool = True, seconds: float | None = _SECONDS
 ) -> Callable[[Callable[Concatenate[Any, P], Sent]], Operation[P, T]]:
-    """Make a function that says what is sent into a call."""
+    """Turn a function that returns the request data into a method that makes the call."""
     route = Route(answer, method, path, repeatable, seconds)
     return lambda send: Operation(route, send)
 
 
 def stream(line: type[T], path: str) -> Callable[[Callable[Concatenate[Any, P], Sent]], Stream[P, T]]:
-    """Make a function that says what is sent into one that follows a job."""
-    # The service says that it is still there four times as often.
+    """Turn a function that returns the request data into a method that follows a job."""
+    # The service sends keep-alive comments four times as often.
     route = Route(line, "GET", path, seconds=60.0)
     return lambda send: Stream(route, send)

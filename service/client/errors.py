@@ -1,4 +1,4 @@
-"""What goes wrong with calls, and whether the same call may go well a moment later."""
+"""Errors of calls, and checks whether a retry may succeed."""
 
 from http import HTTPStatus
 
@@ -19,17 +19,17 @@ _UNANSWERED = frozenset(
 
 
 class ApiError(Exception):
-    """The service said no; `problem` is what it said."""
+    """An error response of the service; `problem` holds its details."""
 
     def __init__(self, problem: ProblemDetails, retry_after: float | None = None) -> None:
         super().__init__(problem.detail)
         self.problem = problem
         self.retry_after = retry_after
-        """Seconds after which it may say yes."""
+        """Seconds after which a retry may succeed."""
 
     @property
     def code(self) -> str:
-        """What went wrong, in a word that stays the same."""
+        """The stable error code."""
         return self.problem.code
 
     @property
@@ -39,7 +39,7 @@ class ApiError(Exception):
 
 
 def error_of(response: httpx.Response) -> Exception:
-    """What the service said, or, where it was somebody else who answered, the status."""
+    """Return the ApiError of a response, or an HTTPStatusError if the response is not from Trainshed."""
     try:
         problem = ProblemDetails.model_validate_json(response.content)
     except ValidationError:
@@ -49,23 +49,23 @@ def error_of(response: httpx.Response) -> Exception:
 
 
 def wished_pause(error: BaseException | None) -> float | None:
-    """Seconds until the next try, if whoever answered has said how many."""
+    """Return the seconds of the response's Retry-After header, or None."""
     if isinstance(error, httpx.HTTPStatusError):
         return _seconds(error.response)
     return error.retry_after if isinstance(error, ApiError) else None
 
 
 def was_kept_out(error: BaseException) -> bool:
-    """Whether the service cannot have done anything, because the call did not reach it, or one too many did."""
+    """Return True if the service cannot have processed the call: it never arrived, or was rate limited (429)."""
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout):
         return True
     return _status(error) == HTTPStatus.TOO_MANY_REQUESTS
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether the same call may go well later; whether something was done already is unknown."""
+    """Return True if a retry may succeed. The failed call may already have taken effect."""
     if isinstance(error, httpx.UnsupportedProtocol | httpx.LocalProtocolError):
-        # The caller's own mistake, though httpx counts it among those of the network.
+        # An error of the caller, although httpx classifies it as a transport error.
         return False
     if isinstance(error, ApiError) and error.code == _IN_FLIGHT:
         return True

@@ -1,4 +1,4 @@
-"""A job, and what can be done to it."""
+"""The synchronous handle of a job."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -19,52 +19,53 @@ T = TypeVar("T")
 
 
 class Job(Seen[Api]):
-    """A job; its properties are of the last time that it was asked for, and `refresh` asks again."""
+    """A job. Its properties hold the service's last answer; `refresh` requests a new one."""
 
     def refresh(self) -> Self:
-        """Ask how it is now."""
+        """Request the current state of the job."""
         self.info = self._api.job(self.id)
         return self
 
     def wait(self, until: States = JobState.SUCCEEDED, *, timeout: float | None = None) -> Self:
-        """Wait until it is in a state, or in one of several.
+        """Wait until the job is in a state, or in one of several.
 
-        Raises JobFailed, JobCancelled or JobEnded once it never will be, and TimeoutError after so many seconds.
+        Raises JobFailed, JobCancelled or JobEnded if it finishes in another state, and TimeoutError after `timeout`
+        seconds.
         """
         wanted = states_of(until)
         _wait_for(lambda: has_come(self.refresh().info, wanted), f"{self.id} to be {' or '.join(wanted)}", timeout)
         return self
 
     def pause(self, *, grace_seconds: float | None = None) -> Self:
-        """Ask it to save and to leave the cluster; `wait(JobState.PAUSED)` waits until it has."""
+        """Request a pause: commit a checkpoint and leave the cluster. Use `wait(JobState.PAUSED)` to wait for it."""
         self.info = self._api.pause(self.id, grace_seconds=grace_seconds)
         return self
 
     def resume(self, *, workers: int | None = None) -> Self:
-        """Let it go on, with as many workers as before unless told otherwise."""
+        """Resume the job, by default with the same number of workers."""
         scaling = self.info.scaling.at(workers) if workers else None
         self.info = self._api.resume(self.id, scaling=scaling)
         return self
 
     def cancel(self, *, grace_seconds: float | None = None, checkpoint: bool = True) -> Self:
-        """Ask for its end; `wait(JobState.CANCELLED)` waits for it."""
+        """Request the cancellation. Use `wait(JobState.CANCELLED)` to wait for it."""
         self.info = self._api.cancel(self.id, grace_seconds=grace_seconds, checkpoint=checkpoint)
         return self
 
     def delete(self) -> None:
-        """Forget it, once it has ended; its run directory stays."""
+        """Delete a finished job. Its run directory is kept."""
         self._api.delete(self.id)
 
     def clone(self, *, from_checkpoint: int | None = None, **overrides: JsonValue) -> "Job":
-        """Submit a job that goes on from its newest checkpoint, or from another, with some of its spec different."""
+        """Submit a job that starts from the newest or another checkpoint of this one, with changes to its spec."""
         return Job(self._api, self._api.clone(self.id, from_checkpoint=from_checkpoint, overrides=overrides))
 
     def checkpoints(self) -> list[CheckpointOut]:
-        """The committed checkpoints, oldest first."""
+        """Return the committed checkpoints, oldest first."""
         return self._api.checkpoints(self.id).data
 
     def audit(self) -> RunAuditOut:
-        """Check which samples its steps trained, over all attempts; `audit().clean` is False if any is wrong."""
+        """Check the samples that its steps trained, over all attempts. `audit().clean` is False if any is wrong."""
         return self._api.audit_job(self.id)
 
     def export(
@@ -75,9 +76,9 @@ class Job(Seen[Api]):
         weights: Literal["model", "ema"] = "model",
         timeout: float | None = None,
     ) -> ExportOut:
-        """Make a Hugging Face folder of a checkpoint, by default of the newest, and wait until it is at `path`.
+        """Export a checkpoint, by default the newest, as a Hugging Face folder, and wait until it is at `path`.
 
-        Raises ExportFailed, LookupError without a checkpoint, and TimeoutError after so many seconds.
+        Raises ExportFailed, LookupError if the job has no checkpoint, and TimeoutError after `timeout` seconds.
         """
         step = newest_step(self.id, self.checkpoints()) if step is None else step
         wish = ExportIn(dtype=dtype, weights=weights)
@@ -97,7 +98,7 @@ class Job(Seen[Api]):
         contains: str | None = None,
         level: Level | None = None,
     ) -> Iterator[str]:
-        """The lines of a log, by default of the driver's in the newest attempt; to the job's end with `follow`."""
+        """Yield a log, by default the driver's in the newest attempt. With `follow`, until the job finishes."""
         if follow:
             return self._api.follow_logs(self.id, attempt=attempt, rank=rank, contains=contains, level=level)
         return pages(
@@ -107,20 +108,20 @@ class Job(Seen[Api]):
         )
 
     def events(self, *, follow: bool = False, contains: str | None = None) -> Iterator[Line]:
-        """What happened, over all attempts; to the job's end with `follow`."""
+        """Yield the events of all attempts. With `follow`, until the job finishes."""
         if follow:
             return self._api.follow_events(self.id, contains=contains)
         return pages(lambda after: self._api.events(self.id, contains=contains, after=after, limit=1000))
 
     def metrics(self, *, follow: bool = False) -> Iterator[Line]:
-        """One line per logged step, over all attempts; to the job's end with `follow`."""
+        """Yield one line per logged step, over all attempts. With `follow`, until the job finishes."""
         if follow:
             return self._api.follow_metrics(self.id)
         return pages(lambda after: self._api.metrics(self.id, after=after, limit=1000))
 
 
 def pages(ask: Callable[[str | None], Page[T]]) -> Iterator[T]:
-    """What is on all pages; each is asked for when it is needed."""
+    """Yield the items of all pages. Each page is requested when it is needed."""
     more, after = True, None
     while more:
         page = ask(after)

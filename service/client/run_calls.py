@@ -1,4 +1,4 @@
-"""The calls about what a run writes: pages of it, and lines as they come."""
+"""API calls for the output of a run, in pages or as a stream."""
 
 from pydantic import JsonValue
 
@@ -12,34 +12,34 @@ Line = dict[str, JsonValue]
 
 
 class RunCalls:
-    """Events, metrics and logs of a job.
+    """Calls for events, metrics and logs of a job.
 
-    Those that follow take up again where they were cut off, and end when the job has.
+    Streams resume after a disconnect and end when the job finishes.
     """
 
     @operation(LinePage, "GET", "/jobs/{job_id}/events")
     def events(self, job_id: str, *, after: str | None = None, contains: str | None = None, limit: int = 100) -> Sent:
-        """A page of events over all attempts."""
+        """Return a page of events over all attempts."""
         return Sent({"job_id": job_id}, {"after": after, "contains": contains, "limit": limit})
 
     @stream(Line, "/jobs/{job_id}/events")
     def follow_events(self, job_id: str, *, after: str | None = None, contains: str | None = None) -> Sent:
-        """Events over all attempts, as they come."""
+        """Yield events over all attempts as they arrive."""
         return Sent({"job_id": job_id}, {"after": after, "contains": contains})
 
     @operation(LinePage, "GET", "/jobs/{job_id}/metrics")
     def metrics(self, job_id: str, *, after: str | None = None, points: int | None = None, limit: int = 100) -> Sent:
-        """A page of metrics lines over all attempts; with `points` all of them, in so many lines at most."""
+        """Return a page of metrics lines over all attempts. With `points`, return all, downsampled to that number."""
         return Sent({"job_id": job_id}, {"after": after, "points": points, "limit": limit})
 
     @stream(Line, "/jobs/{job_id}/metrics")
     def follow_metrics(self, job_id: str, *, after: str | None = None) -> Sent:
-        """Metrics lines over all attempts, as they come."""
+        """Yield metrics lines over all attempts as they arrive."""
         return Sent({"job_id": job_id}, {"after": after})
 
     @operation(RunAuditOut, "GET", "/jobs/{job_id}/audit", seconds=None)
     def audit_job(self, job_id: str) -> Sent:
-        """Check which samples the steps of a job trained, over all attempts; needs `training.audit_samples`."""
+        """Check the samples that a job's steps trained, over all attempts. Requires `training.audit_samples`."""
         return Sent({"job_id": job_id})
 
     @operation(TextPage, "GET", "/jobs/{job_id}/logs")
@@ -54,7 +54,7 @@ class RunCalls:
         level: Level | None = None,
         limit: int = 100,
     ) -> Sent:
-        """A page of one log's lines; of the driver's and the newest attempt's, unless told otherwise."""
+        """Return a page of a log, by default of the driver in the newest attempt."""
         place = {"attempt": attempt, "rank": rank, "after": after}
         return Sent({"job_id": job_id}, {**place, "contains": contains, "level": level, "limit": limit})
 
@@ -69,6 +69,6 @@ class RunCalls:
         contains: str | None = None,
         level: Level | None = None,
     ) -> Sent:
-        """The lines of one log, as they come; of the newest attempt and those after it, unless told otherwise."""
+        """Yield the lines of a log as they arrive, by default of the newest attempt and later ones."""
         place = {"attempt": attempt, "rank": rank, "after": after}
         return Sent({"job_id": job_id}, {**place, "contains": contains, "level": level})

@@ -1,4 +1,4 @@
-"""What both clients know of a job, and what an answer about it means. Pure."""
+"""Base class and helper functions of both job handles. Pure."""
 
 import json
 import re
@@ -22,7 +22,7 @@ _WHOLE_ID = re.compile(r"job-[0-9a-z]{26}")
 
 
 class JobEnded(Exception):
-    """The job has ended as nobody waited for; `job` is how it was then."""
+    """The end of a job in a state that was not awaited; `job` holds its final data."""
 
     def __init__(self, job: JobOut) -> None:
         why = f": {job.reason.message}" if job.reason else ""
@@ -31,23 +31,23 @@ class JobEnded(Exception):
 
 
 class JobFailed(JobEnded):
-    """The job has failed."""
+    """The failure of an awaited job."""
 
 
 class JobCancelled(JobEnded):
-    """The job was cancelled."""
+    """The cancellation of an awaited job."""
 
 
 class ExportFailed(Exception):
-    """There is no Hugging Face folder of the checkpoint; `str(error)` says why."""
+    """A failed export of a checkpoint; `str(error)` contains the reason."""
 
 
 class AmbiguousId(LookupError):
-    """More than one id begins like this."""
+    """An id prefix that matches several jobs."""
 
 
 class Seen(Generic[A]):
-    """A job as it was when the service was last asked."""
+    """A job as in the last answer of the service."""
 
     def __init__(self, api: A, info: JobOut) -> None:
         self._api = api
@@ -58,37 +58,37 @@ class Seen(Generic[A]):
 
     @property
     def id(self) -> str:
-        """What it is called by everywhere."""
+        """The job's id."""
         return self.info.id
 
     @property
     def name(self) -> str:
-        """What its spec calls it."""
+        """The job's name in its spec."""
         return self.info.name
 
     @property
     def state(self) -> JobState:
-        """Where it stands."""
+        """The job's state."""
         return self.info.state
 
     @property
     def reason(self) -> ReasonOut | None:
-        """Why it stands there, and what helps."""
+        """The reason for the state, with a remedy."""
         return self.info.reason
 
     @property
     def progress(self) -> ProgressOut:
-        """How far it is."""
+        """The job's progress."""
         return self.info.progress
 
     @property
     def ended(self) -> bool:
-        """Whether nothing can happen to it any more."""
+        """True if the job has finished."""
         return self.info.state.terminal
 
 
 def spec_text(spec: Spec) -> str | bytes:
-    """A spec as it goes over the wire."""
+    """Return a spec as the body of a request."""
     if isinstance(spec, Path):
         return spec.read_bytes()
     if isinstance(spec, JobSpec):
@@ -97,12 +97,12 @@ def spec_text(spec: Spec) -> str | bytes:
 
 
 def states_of(state: States) -> tuple[JobState, ...]:
-    """One state, or several."""
+    """Return one or several states as a tuple."""
     return (state,) if isinstance(state, JobState) else tuple(state)
 
 
 def has_come(job: JobOut, until: Sequence[JobState]) -> bool:
-    """Whether it is in one of the states. Raises JobEnded where it never will be."""
+    """Return True if the job is in one of the states. Raises JobEnded if it finished in another one."""
     if job.state in until or not job.state.terminal:
         return job.state in until
     kinds = {JobState.FAILED: JobFailed, JobState.CANCELLED: JobCancelled}
@@ -110,26 +110,26 @@ def has_come(job: JobOut, until: Sequence[JobState]) -> bool:
 
 
 def is_exported(status: ExportOut) -> bool:
-    """Whether the folder is there. Raises ExportFailed."""
+    """Return True if the export is done. Raises ExportFailed if it failed."""
     if status.state == "failed":
         raise ExportFailed(f"the export of step {status.step} failed: {status.reason}")
     return status.state == "done"
 
 
 def newest_step(job_id: str, found: Sequence[CheckpointOut]) -> int:
-    """The step of the newest checkpoint. Raises LookupError."""
+    """Return the step of the newest checkpoint. Raises LookupError if there is none."""
     if not found:
         raise LookupError(f"{job_id} has no checkpoint yet; wait for one, or lower checkpoint.every_steps in its spec")
     return found[-1].step
 
 
 def is_whole(job_id: str) -> bool:
-    """Whether it can be no beginning of a longer id."""
+    """Return True if this is a complete id, not a prefix."""
     return _WHOLE_ID.fullmatch(job_id) is not None
 
 
 def meant(given: str, found: Sequence[JobOut]) -> JobOut | None:
-    """The one job whose id is this or begins like this; None where there is none. Raises AmbiguousId."""
+    """Return the job with this id or id prefix, or None. Raises AmbiguousId if several match."""
     beginning = given.lower() if given.lower().startswith("job-") else f"job-{given.lower()}"
     fitting = [job for job in found if job.id.startswith(beginning)]
     same = [job for job in fitting if job.id == beginning]

@@ -1,4 +1,4 @@
-"""The calls about the service itself."""
+"""API calls for checks and nodes."""
 
 from service.api.doctor_schemas import ExaminationOut
 from service.api.node_schemas import NodesOut
@@ -6,11 +6,11 @@ from service.client.call import Sent, operation
 
 
 class ServiceCalls:
-    """/doctor and /nodes."""
+    """Calls of /doctor and /nodes."""
 
     @operation(ExaminationOut, "POST", "/doctor")
     def doctor(self) -> Sent:
-        """Examine cluster and storage, in two minutes at most."""
+        """Check cluster and storage. Takes at most two minutes."""
         return Sent()
 
     @operation(NodesOut, "GET", "/nodes")

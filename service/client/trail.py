@@ -1,4 +1,4 @@
-"""How far a stream was read, over all its connections: nothing twice, nothing left out."""
+"""Position in a stream across reconnects: no line is lost or repeated."""
 
 import time
 from dataclasses import dataclass, field
@@ -12,16 +12,16 @@ from service.client.retry import pause_after
 
 T = TypeVar("T")
 _CUT_SECONDS = 300.0
-"""How long a stream that was heard is tried again at least: whoever follows a job has nothing else to do."""
+"""Minimum retry timeout of a stream once it has connected: the caller only follows the job and can wait."""
 
 
 @dataclass
 class Trail(Generic[T]):
-    """What is followed, and where to go on."""
+    """A followed stream, and the position to resume from."""
 
     call: Call[T]
     patience: float
-    """Seconds that it is tried in vain."""
+    """Retry timeout in seconds without a response."""
     over: bool = False
     _last_id: str = ""
     _tries: int = 0
@@ -29,17 +29,17 @@ class Trail(Generic[T]):
 
     @property
     def headers(self) -> dict[str, str]:
-        """What asks for the rest."""
+        """The headers that request the rest of the stream."""
         resume = {"Last-Event-ID": self._last_id} if self._last_id else {}
         return {"Accept": "text/event-stream", "Cache-Control": "no-store", **resume}
 
     def begin(self) -> None:
-        """Somebody answers."""
+        """Record that the stream has connected, and extend the retry timeout."""
         self.patience = max(self.patience, _CUT_SECONDS)
         self._heard = time.monotonic()
 
     def take(self, event: ServerSentEvent) -> list[T]:
-        """What an event brings: one line, or none."""
+        """Record the position of an event, and return its line, if it has one."""
         self._heard = time.monotonic()
         self._last_id = event.id or self._last_id
         self.over = event.event == "end"
@@ -49,7 +49,7 @@ class Trail(Generic[T]):
         return [self.call.parse(event.data)]
 
     def pause(self, error: Exception | None = None) -> float:
-        """Seconds until it is taken up again. Raises the error where that is no use, or patience has ended."""
+        """Return the seconds until the next reconnect. Raises the error if it is permanent or after the timeout."""
         if error is not None and (not may_pass(error) or time.monotonic() - self._heard > self.patience):
             raise error
         self._tries += 1

@@ -1,4 +1,4 @@
-"""The calls about webhooks, and what they were told."""
+"""API calls for webhooks and their deliveries."""
 
 from types import NoneType
 
@@ -10,43 +10,43 @@ _WEBHOOK = "/webhooks/{webhook_id}"
 
 
 class WebhookCalls:
-    """/webhooks."""
+    """Calls of /webhooks."""
 
-    # Tried again after its answer was lost it would tell everything twice, once under a secret that nobody has.
+    # Not repeatable: a retry after a lost response would leave a duplicate webhook with an unknown secret.
     @operation(NewWebhook, "POST", "/webhooks", repeatable=False)
     def create_webhook(self, wish: WebhookIn) -> Sent:
-        """Have somebody told of the jobs of a project; the secret is in this answer alone."""
+        """Create a webhook for the jobs of a project. Only this response contains the secret."""
         return Sent(body=wish)
 
     @operation(WebhooksOut, "GET", "/webhooks")
     def webhooks(self, *, project: str | None = None) -> Sent:
-        """The webhooks of projects of which one is an admin, newest first."""
+        """List the webhooks of projects that the caller administers, newest first."""
         return Sent(query={"project": project})
 
     @operation(WebhookOut, "GET", _WEBHOOK)
     def webhook(self, webhook_id: str) -> Sent:
-        """One webhook."""
+        """Return a webhook."""
         return Sent({"webhook_id": webhook_id})
 
     @operation(NoneType, "DELETE", _WEBHOOK)
     def delete_webhook(self, webhook_id: str) -> Sent:
-        """Tell it nothing any more."""
+        """Delete a webhook."""
         return Sent({"webhook_id": webhook_id})
 
     @operation(TrialOut, "POST", f"{_WEBHOOK}/test")
     def test_webhook(self, webhook_id: str) -> Sent:
-        """Send something at once, and say what came of it."""
+        """Send a test message at once and return the result."""
         return Sent({"webhook_id": webhook_id})
 
-    # A second rotation forgets the secret before the first, which receivers still verify with.
+    # Not repeatable: a second rotation deletes the secret from before the first, which receivers still use.
     @operation(NewWebhook, "POST", f"{_WEBHOOK}/rotate", repeatable=False)
     def rotate_webhook(self, webhook_id: str) -> Sent:
-        """Give it another secret, which is in this answer alone."""
+        """Rotate the signing secret. Only this response contains the new one."""
         return Sent({"webhook_id": webhook_id})
 
     @operation(Page[DeliveryOut], "GET", f"{_WEBHOOK}/deliveries")
     def deliveries(self, webhook_id: str, *, after: int | None = None, limit: int = 50) -> Sent:
-        """A page of what it was told or is to be told, newest first."""
+        """Return a page of past and pending deliveries, newest first."""
         return Sent({"webhook_id": webhook_id}, {"after": after, "limit": limit})
 
     @operation(DeliveryOut, "POST", f"{_WEBHOOK}/deliveries/{{number}}/redeliver")

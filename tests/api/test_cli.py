@@ -136,7 +136,7 @@ def test_an_address_that_is_none_is_told(home: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TRAINSHED_URL", url)
     told = run(command)
     assert (told.exit_code, told.stdout) == (1, "")
-    assert told.stderr.startswith("trainshed: the environment says what cannot be\n  TRAINSHED_URL=")
+    assert told.stderr.startswith("trainshed: invalid configuration\n  TRAINSHED_URL=")
     assert "write http://HOST:PORT" in told.stderr
     assert "hush" not in told.stderr
 
@@ -188,7 +188,7 @@ def test_keys_from_create_to_revoke(home: Path, service: FakeService, monkeypatc
         "trainshed: key 'alice' is no editor of project 'default'; ask an admin of it for one\n",
     )
     monkeypatch.delenv("TRAINSHED_KEY")
-    assert run("keys", "revoke", "key-0001").stdout == "key-0001 opens nothing any more\n"
+    assert run("keys", "revoke", "key-0001").stdout == "revoked key-0001\n"
     monkeypatch.setenv("TRAINSHED_KEY", made.stdout.strip())
     assert "opens nothing, or not any more" in run("whoami").stderr
 

@@ -47,8 +47,8 @@ class Case:
 
 
 _NO_JOB = f"there is no job {UNKNOWN}; GET /jobs lists the jobs there are"
-_NO_HOOK = "no id begins with hook-zz; `trainshed webhooks ls` lists what there is"
-_NOTHING_BEGINS = "no id begins with job-zz; `trainshed ps` lists what there is"
+_NO_HOOK = "hook-zz not found; list ids with `trainshed webhooks ls`"
+_NOTHING_BEGINS = "job-zz not found; list ids with `trainshed ps`"
 _NO_STEP = "{trained} has no checkpoint of step 7, or not any more; GET /jobs/{trained}/checkpoints lists them"
 CASES = {
     "up": Case(
@@ -94,7 +94,7 @@ CASES = {
         "tiny",
         "data has_more",
         "ps --label team",
-        "'team' is no pair; write --label key=value",
+        "invalid value 'team'; expected --label key=value",
         bad_code=2,
     ),
     "show": Case("show {short}", "{trained}", "id state", "show zz", _NOTHING_BEGINS),
@@ -110,7 +110,7 @@ CASES = {
     "cancel": Case("cancel {ended}", "{ended} is CANCELLED", "state", f"cancel {UNKNOWN}", _NO_JOB),
     "rm": Case(
         "rm {ended}",
-        "{ended} is forgotten",
+        "deleted {ended}",
         "id gone",
         "rm {trained}",
         "{trained} is QUEUED; cancel it first, then delete it",
@@ -120,7 +120,7 @@ CASES = {
         "event=prepared samples=3",
         "data next",
         "events {trained} --after here",
-        "/query/after: 'here' is no cursor; use `next` of a page",
+        "/query/after: invalid cursor 'here'; expected `next` of a page",
     ),
     "metrics": Case(
         "metrics {trained}",
@@ -135,7 +135,7 @@ CASES = {
         "disk is full",
         "data next",
         "logs {trained} --rank 9",
-        "/query/rank: there is no rank 9: the job has had 2 workers at most; ask for a rank from 0 to 1",
+        "/query/rank: rank 9 not found: the job has had 2 workers at most; ask for a rank from 0 to 1",
     ),
     "checkpoints": Case("checkpoints {trained}", "20", "data", f"checkpoints {UNKNOWN}", _NO_JOB),
     "verify": Case(
@@ -156,10 +156,10 @@ CASES = {
     "keys ls": Case("keys ls", "bob", "data", "keys ls bob", "Got unexpected extra argument(s) (bob)", bad_code=2),
     "keys revoke": Case(
         "keys revoke {key}",
-        "{key} opens nothing any more",
+        "revoked {key}",
         "id gone",
         "keys revoke zz",
-        "no id begins with key-zz; `trainshed keys ls` lists what there is",
+        "key-zz not found; list ids with `trainshed keys ls`",
     ),
     "webhooks create": Case(
         "webhooks create https://hooks.example/in --project nlp --state failed",
@@ -197,7 +197,7 @@ CASES = {
         "{hook} has no delivery 999, or not any more; GET /webhooks/{hook}/deliveries lists them",
     ),
     "webhooks rm": Case(
-        "webhooks rm {ended_hook}", "{ended_hook} is told nothing any more", "id gone", "webhooks rm zz", _NO_HOOK
+        "webhooks rm {ended_hook}", "deleted {ended_hook}", "id gone", "webhooks rm zz", _NO_HOOK
     ),
     "whoami": Case(
         "whoami", "operator", "id roles", "whoami alice", "Got unexpected extra argument(s) (alice)", bad_code=2

@@ -39,25 +39,25 @@ def test_what_several_begin_with_names_them(jobs: list[str]) -> None:
     assert (refused.exit_code, refused.stdout, refused.stderr) == (
         1,
         "",
-        "trainshed: job-011 is the beginning of several ids; write more of the one that you mean\n"
+        "trainshed: ambiguous id job-011: several ids start with it; give more characters\n"
         "  job-0113\n  job-0112\n",
     )
     for short in ("0114", "what?", "job-"):
         assert run("show", short).exit_code == 1
     assert run("show", "what?").stderr == (
-        "trainshed: no id begins with job-what?; `trainshed ps` lists what there is\n"
+        "trainshed: job-what? not found; list ids with `trainshed ps`\n"
     )
 
 
 def test_without_a_job_the_last_one_is_none(home: Path) -> None:
-    assert run("logs", "last").stderr == "trainshed: there is no job yet; `trainshed submit FILE` makes one\n"
+    assert run("logs", "last").stderr == "trainshed: no jobs yet; submit one with `trainshed submit FILE`\n"
 
 
 def test_keys_may_be_shortened_too(home: Path) -> None:
     for name in ("alice", "bob"):
         run("keys", "create", name, "--role", "nlp=viewer")
     assert "is the beginning of several ids" in run("keys", "revoke", "00").stderr
-    assert run("keys", "revoke", "0002").stdout == "key-0002 opens nothing any more\n"
+    assert run("keys", "revoke", "0002").stdout == "revoked key-0002\n"
 
 
 @given(IDS)

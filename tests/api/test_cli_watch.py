@@ -113,7 +113,7 @@ def test_ctrl_c_leaves_the_job_alone(job_id: str, service: FakeService) -> None:
             read(process, "")
             process.send_signal(signal.SIGINT)
             _, err = process.communicate(timeout=60)
-        assert (process.returncode, err) == (130, f"\nleft as it is; next: trainshed watch {job_id}\n")
+        assert (process.returncode, err) == (130, f"\nthe job continues; next: trainshed watch {job_id}\n")
     assert service.get(job_id).state == "QUEUED"
 
 
@@ -169,4 +169,4 @@ def test_help_is_there_at_once() -> None:
     command = [sys.executable, "-c", f"{look}; print({heavy} & sys.modules.keys())"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines()[-1] == "set()"
-    assert "130: interrupted; the job goes on" in done.stdout
+    assert "130: interrupted; the job continues" in done.stdout

@@ -13,9 +13,9 @@ OF_JOBS = "this call has after, id, label.KEY, limit, name, project, state"
 @pytest.mark.parametrize(
     ("query", "pointer", "message"),
     [
-        ("stat=RUNNING", "/query/stat", f"there is no such parameter, did you mean state? {OF_JOBS}"),
-        ("q=x", "/query/q", f"there is no such parameter; {OF_JOBS}"),
-        ("label.=x", "/query/label.", f"there is no such parameter, did you mean label.KEY? {OF_JOBS}"),
+        ("stat=RUNNING", "/query/stat", f"unknown parameter, did you mean state? {OF_JOBS}"),
+        ("q=x", "/query/q", f"unknown parameter; {OF_JOBS}"),
+        ("label.=x", "/query/label.", f"unknown parameter, did you mean label.KEY? {OF_JOBS}"),
         ("limit=1&limit=2", "/query/limit", "it takes one value, and several are given; leave the others out"),
         ("label.a=1&label.a=2", "/query/label.a", "it takes one value, and several are given; leave the others out"),
     ],
@@ -68,7 +68,7 @@ def test_every_call_refuses_what_it_does_not_know(client: TestClient, service: F
 
 
 def test_call_without_parameters_says_so(client: TestClient) -> None:
-    assert client.get("/me?x=1").json()["detail"] == "/query/x: there is no such parameter; this call has none"
+    assert client.get("/me?x=1").json()["detail"] == "/query/x: unknown parameter; this call has none"
     assert "dtype, weights" in client.get("/jobs/job-1/checkpoints/1/export?x=1").json()["detail"]
 
 

@@ -47,7 +47,7 @@ def test_logs_of_driver_and_rank(client: TestClient, service: FakeService, job_i
         [
             {
                 "pointer": "/query/rank",
-                "message": "there is no rank 2: the job has had 2 workers at most; ask for a rank from 0 to 1",
+                "message": "rank 2 not found: the job has had 2 workers at most; ask for a rank from 0 to 1",
             }
         ],
     )
