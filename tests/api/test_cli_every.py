@@ -196,9 +196,7 @@ CASES = {
         "webhooks redeliver {hook} 999",
         "{hook} has no delivery 999, or not any more; GET /webhooks/{hook}/deliveries lists them",
     ),
-    "webhooks rm": Case(
-        "webhooks rm {ended_hook}", "deleted {ended_hook}", "id gone", "webhooks rm zz", _NO_HOOK
-    ),
+    "webhooks rm": Case("webhooks rm {ended_hook}", "deleted {ended_hook}", "id gone", "webhooks rm zz", _NO_HOOK),
     "whoami": Case(
         "whoami", "operator", "id roles", "whoami alice", "Got unexpected extra argument(s) (alice)", bad_code=2
     ),

@@ -39,14 +39,11 @@ def test_what_several_begin_with_names_them(jobs: list[str]) -> None:
     assert (refused.exit_code, refused.stdout, refused.stderr) == (
         1,
         "",
-        "trainshed: ambiguous id job-011: several ids start with it; give more characters\n"
-        "  job-0113\n  job-0112\n",
+        "trainshed: ambiguous id job-011: several ids start with it; give more characters\n  job-0113\n  job-0112\n",
     )
     for short in ("0114", "what?", "job-"):
         assert run("show", short).exit_code == 1
-    assert run("show", "what?").stderr == (
-        "trainshed: job-what? not found; list ids with `trainshed ps`\n"
-    )
+    assert run("show", "what?").stderr == ("trainshed: job-what? not found; list ids with `trainshed ps`\n")
 
 
 def test_without_a_job_the_last_one_is_none(home: Path) -> None:
