@@ -1,4 +1,4 @@
-"""Who may do what: keys, the roles that they give in projects, and the record of what was done with them."""
+"""Access control: keys, their roles in projects, and the audit log."""
 
 import hashlib
 from collections.abc import Mapping
@@ -8,72 +8,72 @@ from enum import StrEnum
 from pydantic import JsonValue
 
 ANY = "*"
-"""In the place of a project: every one, those to come as well."""
+"""Project name that stands for all projects, also future ones."""
 PROJECT_OR_ANY = rf"^([a-z0-9]([-a-z0-9]*[a-z0-9])?|\{ANY})$"
-"""Pattern of a project's name or ANY."""
+"""Pattern of a project name or ANY."""
 
 
 class Role(StrEnum):
-    """What one may do in a project; each may do what those before it may."""
+    """A role in a project; each role includes the roles before it."""
 
     VIEWER = "viewer"
     EDITOR = "editor"
     ADMIN = "admin"
 
     def covers(self, other: "Role") -> bool:
-        """Whether it is the other one or more than it."""
+        """Return whether this role includes the other role."""
         ranks = list(Role)
         return ranks.index(self) >= ranks.index(other)
 
 
 Roles = Mapping[str, Role]
-"""By project, or for ANY."""
+"""Roles by project, or for ANY."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who calls: the key or the token that was sent, and what it opens."""
+    """The principal of a request: its key or token, and its roles."""
 
     id: str
     name: str
     roles: Roles
     request_id: str = ""
     until: float | None = None
-    """When their token is over (Unix seconds); None for a key, of which the store knows."""
+    """Expiry of the token (Unix seconds); None for a key, whose expiry is in the store."""
 
     def may(self, role: Role, project: str) -> bool:
-        """Whether it has at least this role in a project."""
+        """Return whether the caller has at least this role in a project."""
         return any(self.roles[scope].covers(role) for scope in (project, ANY) if scope in self.roles)
 
     def projects(self, role: Role) -> frozenset[str] | None:
-        """Where it has at least this role; None: everywhere."""
+        """Return the projects in which the caller has at least this role; None means all projects."""
         return None if self.may(role, ANY) else frozenset(one for one in self.roles if self.may(role, one))
 
     @property
     def edits(self) -> bool:
-        """Whether it is an editor of any project."""
+        """Return whether the caller is an editor of any project."""
         return any(role.covers(Role.EDITOR) for role in self.roles.values())
 
     @property
     def scope(self) -> str:
-        """What its Idempotency-Keys are told apart by from those of others."""
+        """Return the namespace of the caller's Idempotency-Keys."""
         if self.id == OPERATOR.id:
             return ""
-        # A subject may hold what parts a scope from a key, and be longer than there is room for.
+        # A subject may contain the separator between scope and key, and may be too long for the column.
         return self.id if self.until is None else hashlib.sha256(self.id.encode()).hexdigest()
 
 
 OPERATOR = Caller("operator", "operator", {ANY: Role.ADMIN})
-"""Whoever can read $TRAINSHED_HOME/admin.key."""
+"""The caller that can read $TRAINSHED_HOME/admin.key."""
 
 
 SCRAPER = Caller("metrics", "metrics", {ANY: Role.VIEWER})
-"""Whoever has the key of TRAINSHED_METRICS_KEY_FILE, which opens /metrics alone."""
+"""The caller with the key of TRAINSHED_METRICS_KEY_FILE, which gives access to /metrics only."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """What opens the service to somebody; of its secret only the SHA-256 is known. Times are Unix seconds."""
+    """An API key. Only the SHA-256 of its secret is stored. Times are Unix seconds."""
 
     id: str
     name: str
@@ -85,7 +85,7 @@ class Key:
     revoked_at: float | None = None
 
     def opens(self, now: float) -> bool:
-        """Whether it is neither revoked nor over."""
+        """Return whether the key is neither revoked nor expired."""
         return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
 
     def roles_shown_to(self, caller: Caller) -> Roles:
@@ -95,15 +95,15 @@ class Key:
 
 @dataclass(frozen=True)
 class Deed:
-    """One write, for the audit log: who did what, and what it changed."""
+    """An audit log entry of one write: the caller, the action and the change."""
 
     time: float
     caller: Caller
     action: str
-    """`<noun>.<verb>`: job.pause."""
+    """Action as `<noun>.<verb>`, e.g. job.pause."""
     project: str
-    """ANY where it is about several."""
+    """Project of the target; ANY if there are several."""
     target: str
-    """The id of what was changed."""
+    """Id of the changed object."""
     before: Mapping[str, JsonValue] = field(default_factory=dict)
     after: Mapping[str, JsonValue] = field(default_factory=dict)

@@ -1,6 +1,6 @@
-"""Where a request may go that somebody else gave the address of: the open internet, and what the operator allows. Pure.
+"""SSRF protection: a user's URL may lead to the public internet and to hosts that the operator allows. Pure.
 
-The operator's machines, their metadata services and whatever is disguised as a public address are none of it.
+The operator's machines, their metadata services and addresses disguised as public ones are blocked.
 """
 
 import re
@@ -10,8 +10,8 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_add
 from urllib.parse import urlsplit
 
 Network = IPv4Network | IPv6Network
-# IANA's registries of special addresses, and those that carry another address in themselves. The standard library's
-# `is_global` is asked too, but what it says of these has changed from version to version.
+# IANA's special-purpose addresses, and addresses that embed another address. `is_global` of the standard library is
+# checked too, but its result for these has changed between Python versions.
 _SHUT = tuple(
     map(
         ip_network,
@@ -19,15 +19,15 @@ _SHUT = tuple(
             *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12"),
             *("192.0.0.0/24", "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16", "198.18.0.0/15"),
             *("198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4"),
-            # Azure answers its virtual machines here, with their secrets.
+            # Azure serves its virtual machines here, including their secrets.
             "168.63.129.16/32",
-            # Teredo and others of the IETF, documentation, 6to4.
+            # Teredo and other IETF protocol assignments, documentation, 6to4.
             *("2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20"),
         ),
     )
 )
 _UNICAST = ip_network("2000::/3")
-"""All of IPv6 that is given to anybody: loopback, mapped IPv4, NAT64, local and multicast addresses are outside."""
+"""All public unicast IPv6 addresses. Loopback, mapped IPv4, NAT64, local and multicast addresses are outside."""
 _PORTS = {"https": 443, "http": 80}
 _LABEL = r"[a-z0-9_]([-a-z0-9_]{0,61}[a-z0-9_])?"
 _HOST = re.compile(rf"{_LABEL}(\.{_LABEL})*\.?", re.ASCII)
@@ -35,30 +35,30 @@ _HOST = re.compile(rf"{_LABEL}(\.{_LABEL})*\.?", re.ASCII)
 
 @dataclass(frozen=True)
 class Target:
-    """What a request goes to, taken apart once, so that what is checked is what is called."""
+    """The parts of a URL, parsed once: the request goes to exactly the host that was checked."""
 
     scheme: str
     host: str
     port: int
     path: str
-    """With its query."""
+    """Path with the query."""
 
     @property
     def literal(self) -> IPv4Address | IPv6Address | None:
-        """The address that stands in the place of a name."""
+        """Return the host as an IP address; None if it is a name."""
         return _address(self.host)
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """The addresses and host names that the operator opens besides the open internet."""
+    """The addresses and host names that the operator allows besides the public internet."""
 
     networks: tuple[Network, ...] = ()
     hosts: frozenset[str] = frozenset()
 
     @classmethod
     def parse(cls, entries: Iterable[str]) -> "Allowed":
-        """From the operator's words. Raises ValueError."""
+        """Parse the operator's entries. Raises ValueError if an entry is neither a CIDR nor a host name."""
         networks, hosts = list[Network](), set[str]()
         for entry in entries:
             try:
@@ -72,11 +72,11 @@ class Allowed:
         return cls(tuple(networks), frozenset(hosts))
 
     def names(self, target: Target) -> bool:
-        """Whether the operator has named this host itself."""
+        """Return whether the operator has allowed this host explicitly."""
         return target.host in self.hosts or (target.literal is not None and self._holds(target.literal))
 
     def opens(self, target: Target, address: str) -> bool:
-        """Whether a request to this host may go to one of its addresses."""
+        """Return whether a request to this host may connect to `address`."""
         found = _address(address)
         return found is not None and (target.host in self.hosts or self._holds(found) or is_public(found))
 
@@ -85,14 +85,14 @@ class Allowed:
 
 
 def is_public(address: IPv4Address | IPv6Address) -> bool:
-    """Whether it is a unicast address of the open internet, and no other one in disguise."""
+    """Return whether the address is public and unicast, and does not embed another address."""
     if isinstance(address, IPv6Address) and (address not in _UNICAST or address.scope_id is not None):
         return False
     return address.is_global and not address.is_multicast and not any(address in network for network in _SHUT)
 
 
 def parse_target(url: str) -> Target:
-    """The parts of an http or https URL. Raises ValueError, which says what is wrong with it."""
+    """Parse an http or https URL. Raises ValueError, with the problem in its message."""
     if not url.isascii() or not url.isprintable() or " " in url or "\\" in url:
         raise ValueError(
             "the URL holds a character that none may hold; write it percent-encoded, and hosts in punycode"

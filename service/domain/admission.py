@@ -1,7 +1,7 @@
-"""admit(tickets, cluster, rules) -> Admission: who starts, who makes room, and what the others wait for. Pure.
+"""admit(tickets, cluster, rules) -> Admission: which jobs start, which are preempted, and why the rest wait. Pure.
 
-Jobs start by priority, then by age, all of their workers at once. What a job that is due lacks is kept for it: one
-behind it may pass only where that cannot make it wait longer, however long anybody runs.
+Jobs start in order of priority, then age, with all workers at once. Resources that a due job lacks are reserved for it.
+A later job may start before it (backfill) only if that cannot delay the due job, however long any job runs.
 """
 
 import math
@@ -18,11 +18,11 @@ from train_loop.spec import ScalingSpec
 
 _NOISE = 1e-9
 _SUMS = 4096
-"""Loads that the running jobs may come to which are told apart; with more of them nobody passes."""
+"""Maximum number of future load states that backfill considers; beyond it, no job passes another."""
 
 
 def never_fits(scaling: ScalingSpec, cluster: Capacity | None, *, group: int = 1) -> str | None:
-    """Why the cluster as it is can never hold the job; None where it can, or where nobody knows."""
+    """Return why the cluster, at its present size, can never hold the job; None if it can or if that is unknown."""
     if cluster is None:
         return None
     starves = data_starves(scaling, cluster.total)
@@ -38,9 +38,9 @@ def admit(
     now: float = 0.0,
     unreachable: Reason | None = None,
 ) -> Admission:
-    """Decide about every ticket at once; `cluster` is what there is, None where it is silent.
+    """Decide about all tickets at once. `cluster` is its capacity, None if it does not answer.
 
-    `unreachable` is the reason of waiting jobs if the cluster has been silent for some time.
+    `unreachable` is the reason of waiting jobs if the cluster has not answered for some time.
     """
     everybody = sorted(tickets, key=queue_order)
     waiting = [ticket for ticket in everybody if ticket.waits]
@@ -55,7 +55,7 @@ def admit(
 
 
 class _Books:
-    """Who holds what, while the queue is gone through from its front."""
+    """The resources in use, updated while the queue is processed from its front."""
 
     def __init__(self, cluster: Capacity, rules: Rules, holders: Sequence[Ticket]) -> None:
         self.starts: list[str] = []
@@ -76,7 +76,7 @@ class _Books:
             self._hold(ticket)
 
     def decide(self, ticket: Ticket) -> None:
-        """Start the next in the order, one that is elastic as large as there is room for, or say why it waits."""
+        """Start a job, or record why it waits. An elastic job starts with as many workers as fit."""
         if ticket.sizes:
             most = self._most_workers(ticket)
             larger = (ticket.at(workers) for workers in reversed(ticket.sizes[1:]) if workers <= most)
@@ -91,7 +91,7 @@ class _Books:
             self.workers[ticket.id] = ticket.scaling.world
 
     def shrink(self) -> Iterator[tuple[str, int]]:
-        """The elastic jobs whose workers have no room any more, and how many of them would have some."""
+        """Yield each elastic job whose workers no longer fit, and the number of workers that would fit."""
         for ticket in self._holders:
             if ticket.state not in (JobState.STARTING, JobState.RECOVERING) or ticket.id in self.starts:
                 continue
@@ -106,7 +106,7 @@ class _Books:
                     break
 
     def grow(self, now: float) -> Iterator[tuple[str, int]]:
-        """The elastic jobs that have room for more workers, which nobody waits for, and how many they would have."""
+        """Yield each elastic job that can grow, with its new size; nothing while another job waits for capacity."""
         if self._blocked or self.preempts:
             return
         for ticket in self._holders:
@@ -126,7 +126,7 @@ class _Books:
                     break
 
     def _may_start(self, ticket: Ticket) -> bool:
-        """Whether it could start now; nothing is said or kept of it if not."""
+        """Return whether the job could start now. Unlike `_why_wait`, this records no reason."""
         more = self._used.get(ticket.project, Use()).plus(ticket)
         return (
             ticket.project not in self._over_quota
@@ -137,22 +137,22 @@ class _Books:
         )
 
     def _most_workers(self, ticket: Ticket) -> float:
-        """More of them have no room, whatever else is asked of it: a look at one number instead of at every size."""
+        """Return an upper limit for the number of workers that fit. This is cheaper than a check of every size."""
         each = ((name, amount) for name, amount in ticket.scaling.resources_per_worker.items() if amount)
         free = ((self._total.get(name, 0.0) - self._held.get(name, 0.0) + _NOISE, amount) for name, amount in each)
         return min((left / amount for left, amount in free), default=math.inf)
 
     def _has_room(self, ticket: Ticket, held: Resources) -> bool:
-        """Whether the cluster has what it needs beside what is held, and a node for each of its workers."""
+        """Return whether the cluster has the needed resources in addition to `held`, and a node for each worker."""
         return (
             _shortage(ticket.needs, self._total, held) is None
             and never_fits(ticket.scaling, self._cluster, group=ticket.group) is None
         )
 
     def _has_places(self, ticket: Ticket) -> bool:
-        """Whether its workers find places between those of the others, as far as it can be told where those sit."""
+        """Return whether the nodes have free places for the workers, as far as other placements are known."""
         if self._seats is None:
-            # Only those who may choose ask, and a thousand jobs are not seated in no time.
+            # Built on demand: only elastic jobs need it, and placing a thousand jobs takes time.
             self._seats = Seats(self._cluster, self._holders)
         return self._seats.fits(ticket)
 
@@ -164,7 +164,7 @@ class _Books:
             self._seats.take(ticket)
 
     def _why_wait(self, ticket: Ticket) -> Reason | None:
-        # Only what can never start blocks nobody.
+        # Only a job that can never start does not block the jobs after it.
         if never := never_fits(ticket.scaling, self._cluster, group=ticket.group):
             what, _, remedy = never.partition("; ")
             return Reason(Code.UNSCHEDULABLE, what, remedy)
@@ -195,7 +195,7 @@ class _Books:
         return Reason(Code.CAPACITY, f"{place}; waits for {shortage}")
 
     def _over(self, ticket: Ticket, after: Use) -> str | None:
-        """Which quota of its project is broken by so much."""
+        """Return which quota of the project the usage `after` exceeds; None if it exceeds none."""
         quotas = self._rules.quotas
         quota = quotas.get(ticket.project, quotas.get("*", Quota()))
         for name, most, then in (
@@ -208,10 +208,10 @@ class _Books:
         return None
 
     def _who_holds_back(self, ticket: Ticket) -> Ticket | None:
-        """The first of those that wait for room whom the job would make wait longer."""
+        """Return the first blocked job that this job could delay; None if there is none."""
         if not self._rules.backfill:
             return self._blocked[0] if self._blocked else None
-        # Whoever is as large as one that was refused, or larger, makes the same one wait.
+        # A job at least as large as a refused one delays the same blocked job.
         for smaller, before in self._refused:
             if all(ticket.needs.get(name, 0.0) >= amount for name, amount in smaller.items()):
                 return before
@@ -221,10 +221,9 @@ class _Books:
         return first
 
     def _may_pass(self, ticket: Ticket, blocked: Ticket, place: int) -> bool:
-        """Whether the one that waits starts no later if this one starts now, whichever jobs end first.
+        """Return whether the blocked job starts no later if this job starts now, whichever jobs end first.
 
-        Later it would start if some of those that hold anything, left alone, held so much that it fits beside them, and
-        does not beside this one too.
+        It could start later if some subset of the other jobs leaves enough for it, but not for both.
         """
         for name, amount in ticket.needs.items():
             most = self._total.get(name, 0.0) - blocked.needs.get(name, 0.0)
@@ -235,9 +234,9 @@ class _Books:
         return True
 
     def _victims(self, ticket: Ticket) -> list[Ticket]:
-        """Of the running jobs of lower priority, the least and newest whose room is enough; none where it is not."""
+        """Return the jobs to preempt: lowest priority first, then newest. Empty if preemption cannot free enough."""
         lower = [one for one in self._holders if one.priority < ticket.priority]
-        # What is on its way out makes room without being asked.
+        # Jobs that are stopping already free their resources without preemption.
         held = _less(self._held, [one.needs for one in lower if one.state in _LEAVING])
         chosen: list[Ticket] = []
         for one in sorted((one for one in lower if one.state in _RUNNING), key=lambda one: (one.priority, -one.since)):
@@ -255,7 +254,7 @@ _LEAVING = (JobState.PAUSING, JobState.CANCELLING)
 
 
 def _needed_victims(chosen: Sequence[Ticket], needs: Resources, total: Resources, held: Resources) -> list[Ticket]:
-    """Those without whom it would not fit: a large one that came last may have made small ones needless."""
+    """Return the victims that are needed: a large one, chosen late, may make smaller ones unnecessary."""
     kept: list[Ticket] = []
     for one in chosen:
         spared = add_up([held, one.needs])
@@ -276,7 +275,7 @@ def _shortage(needs: Resources, total: Resources, held: Resources) -> str | None
 
 
 def _subset_sums(loads: Sequence[float], most: float) -> set[float] | None:
-    """What any of the loads may come to together, up to `most`; None where there are too many to tell."""
+    """Return the sums of all subsets of the loads, up to `most`; None if there are too many sums."""
     sums = {0.0}
     for load in loads:
         if load:

@@ -5,24 +5,24 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 LISTED = 100
-"""Findings of one kind that a report lists; it counts all of them."""
+"""Maximum number of findings of one kind that a report lists; it counts all of them."""
 
 
 @dataclass
 class Found(Generic[T]):
-    """Findings of one kind: how many there are, and the first of them."""
+    """Findings of one kind: their total number, and the first ones."""
 
     total: int = 0
     listed: list[T] = field(default_factory=list)
 
     def add(self, finding: T, count: int = 1) -> None:
-        """Count a finding, and keep it if there is room."""
+        """Count a finding, and list it unless the list is full."""
         self.total += count
         if len(self.listed) < LISTED:
             self.listed.append(finding)
 
     def extend(self, other: "Found[T]") -> None:
-        """Count the findings of another check."""
+        """Add the findings of another check."""
         self.total += other.total
         self.listed += other.listed[: LISTED - len(self.listed)]
 
@@ -65,7 +65,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class Difference:
-    """A step whose samples are not those that it must have."""
+    """A step with other samples than the schedule requires."""
 
     step: int
     attempt: int
@@ -74,7 +74,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class LossChange:
-    """A step whose loss differs from that of an earlier training of it with as many workers."""
+    """A step whose loss differs from its earlier training with the same number of workers."""
 
     step: int
     attempt: int
@@ -85,11 +85,11 @@ class LossChange:
 
 @dataclass
 class RunAudit:
-    """What an audit found."""
+    """The findings of a run audit."""
 
     lines: int = 0
     superseded: int = 0
-    """Lines that a worker group wrote after a newer one had taken over."""
+    """Number of lines that a worker group wrote after a newer group had replaced it."""
     steps: int = 0
     samples: int = 0
     first_step: int | None = None
@@ -101,13 +101,13 @@ class RunAudit:
     out_of_order: Found[Difference] = field(default_factory=Found)
     changed_losses: Found[LossChange] = field(default_factory=Found)
     notes: list[str] = field(default_factory=list)
-    """What could not be checked, and why."""
+    """Checks that were not possible, with the reasons."""
 
     @property
     def clean(self) -> bool:
-        """Whether each step counts once and each sample was trained as often as the schedule says.
+        """Return whether each step counts once and each sample was trained as often as scheduled.
 
-        Repeated steps are no fault: their earlier training has no effect on the model.
+        Repeated steps are not faults: their earlier training has no effect on the model.
         """
         faults = (self.duplicated, self.missing_steps, self.missing_samples, self.out_of_order)
         return not any(found.total for found in faults)

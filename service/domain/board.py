@@ -1,4 +1,4 @@
-"""What a look at the queue came to."""
+"""The result of an admission pass, and its inputs."""
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,33 +11,33 @@ from train_loop.plan import Capacity
 
 @dataclass(frozen=True)
 class Admission:
-    """What is to be done about the queue."""
+    """The decisions about the queue."""
 
     starts: tuple[str, ...] = ()
     """Jobs that start now."""
     workers: Mapping[str, int] = field(default_factory=dict)
-    """How many workers the elastic ones of them get."""
+    """Number of workers of each elastic job that starts."""
     preempts: Mapping[str, str] = field(default_factory=dict)
-    """Jobs that make room, and for whom."""
+    """Jobs to preempt, mapped to the job that needs their resources."""
     resizes: Mapping[str, int] = field(default_factory=dict)
-    """Running elastic jobs that are to have another number of workers."""
+    """Elastic jobs to resize, mapped to their new number of workers."""
     waits: Mapping[str, Reason] = field(default_factory=dict)
-    """Why the others wait, in their order."""
+    """Reasons of the waiting jobs, in queue order."""
 
     @property
     def acts(self) -> bool:
-        """Whether there is anything to be done."""
+        """Return whether there is anything to do."""
         return bool(self.starts or self.preempts or self.resizes)
 
     @cached_property
     def places(self) -> Mapping[str, int]:
-        """The place of each that waits, from 1."""
+        """Return the queue position of each waiting job, from 1."""
         return {job_id: place for place, job_id in enumerate(self.waits, start=1)}
 
 
 @dataclass
 class Board:
-    """What the last look at the queue came to, for whoever asks why a job waits, and what it was made from."""
+    """The last admission pass and its inputs; it explains why a job waits."""
 
     admission: Admission = field(default_factory=Admission)
     mark: Hashable = None
@@ -46,13 +46,13 @@ class Board:
     elastic: bool = False
     waits: bool = False
     silent_since: float | None = None
-    """Since when the cluster does not answer (Unix seconds); None if it does."""
+    """Time since which the cluster does not answer (Unix seconds); None if it answers."""
 
     unreachable: bool = False
-    """Whether it has not answered for ten seconds."""
+    """True if the cluster has not answered for ten seconds."""
 
     def read(self, mark: Hashable, tickets: Iterable[Ticket]) -> None:
-        """Take note of the tickets that there are at this mark."""
+        """Store the tickets of the queue version `mark`."""
         self.mark, self.tickets = mark, {ticket.id: ticket for ticket in tickets}
         self.elastic = any(ticket.sizes and ticket.holds for ticket in self.tickets.values())
         self.waits = any(ticket.waits for ticket in self.tickets.values())

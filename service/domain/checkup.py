@@ -1,4 +1,4 @@
-"""Measurements of the cluster and the storage → findings. Pure: who measures, and how long, is not known here."""
+"""Doctor checks: findings from measurements of the cluster and the storage. Pure: the caller measures."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,68 +9,68 @@ from train_loop.plan import DATA_CPUS
 from train_loop.run_dir import ALL_NODES, ClusterVisit, NodeVisit
 
 _SKEW_WARNING, _SKEW_FAILED = 2.0, 30.0
-"""Seconds; deadlines of pauses and cancels are compared on the nodes with times that the service wrote."""
+"""Clock skew in seconds. Nodes compare the deadlines of pauses and cancels, set by the service, with their clocks."""
 _MUST_EQUAL = ("trainshed", "ray")
-"""What must be the same in the service as on the cluster; among nodes everything must."""
+"""Packages whose versions must be equal in the service and on the cluster. Among nodes all versions must be equal."""
 _SHOWN = 5
-"""Nodes that are named where many have the same trouble."""
+"""Maximum number of nodes that a finding names."""
 
 
 class Reach(StrEnum):
-    """How a cluster takes a greeting."""
+    """The result of a request to the cluster's dashboard."""
 
     ANSWERS = "answers"
     NOBODY = "nobody"
     REFUSED = "refused"
     STRANGE = "strange"
-    """Somebody answers, and not like Ray."""
+    """Something answers, but not like Ray."""
     STARTING = "starting"
 
 
 @dataclass(frozen=True)
 class Greeting:
-    """How the cluster answered, where, and what it said."""
+    """The answer of the cluster's dashboard: result, URL and message."""
 
     reach: Reach
     url: str
     said: str
     ahead: tuple[float, float] | None = None
-    """Seconds by which the head's clock is ahead of ours: at least, at most."""
+    """Minimum and maximum seconds by which the head's clock is ahead of the service's."""
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """In the place of a measurement: why it could not be made."""
+    """The reason why a measurement failed, in place of its value."""
 
     what: str
 
 
 @dataclass(frozen=True)
 class Measured:
-    """All that was measured; a string is what was seen where all was in order."""
+    """All measurements. A string describes the observation of a passed check."""
 
     greeting: Greeting | Trouble
     nodes: int | Trouble
     visit: ClusterVisit | Trouble
     token: str | Trouble
-    """What was left on the storage for the nodes."""
+    """Token that the service wrote to the storage for the nodes to read."""
     arrived: frozenset[str] | Trouble
-    """The nodes whose answers, written to the storage, were seen."""
+    """Nodes whose answers on the storage the service has read."""
     read: str | Trouble
     write: str | Trouble
     replace: str | Trouble
     runs: str = ""
-    """URI below which run directories go."""
+    """URI of the folder that holds the run directories."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """The service's own."""
+    """Package versions of the service."""
     uid: int | None = None
-    """The user that the service runs as."""
+    """User id that the service runs as."""
     connections: tuple[int, int] = (0, 0)
-    """The connections for which the service may open files, and the limit in its settings."""
+    """Number of connections that the open-file limit allows, and the limit in the settings."""
 
 
 def check_up(seen: Measured) -> tuple[Finding, ...]:
-    """A finding for each check, always the same checks in the same order."""
+    """Return one finding per check, always the same checks in the same order."""
     return (*_ray(seen), *_storage(seen), *_of_nodes(seen), _files(seen))
 
 
@@ -150,7 +150,7 @@ def _step(check: str, seen: str | Trouble, remedy: str) -> Finding:
 
 
 def _shared(seen: Measured) -> Finding:
-    """Whether nodes see what the service writes, and the other way round."""
+    """Check that nodes see what the service writes, and the reverse."""
     check = "storage.shared"
     looked = [node for node in _visited(seen) if node.sight is not None]
     if not looked:
@@ -234,7 +234,7 @@ def _versions(own: Mapping[str, str], nodes: Sequence[NodeVisit]) -> Finding:
 
 
 def _user(seen: Measured, nodes: Sequence[NodeVisit]) -> Finding:
-    """Compare the user of the service with those of the nodes: each writes into folders that the other has created."""
+    """Compare the users of the service and the nodes: each writes into folders that the other created."""
     check = "user"
     told = {_name(node): node.uid for node in nodes if node.uid is not None}
     if seen.uid is None or not told:
@@ -249,7 +249,7 @@ def _user(seen: Measured, nodes: Sequence[NodeVisit]) -> Finding:
 
 
 def _files(seen: Measured) -> Finding:
-    """Compare the open files that the system allows the service with the connections that its settings allow."""
+    """Compare the open-file limit of the service with the connections that its settings allow."""
     room, wanted = seen.connections
     room_for = f"the limit of open files allows {room} connections"
     if room >= wanted:
@@ -265,9 +265,9 @@ def _differing(told: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def _clock(head: tuple[float, float] | None, nodes: Sequence[NodeVisit]) -> Finding:
-    """Bounds that hold nought prove nothing: only what is certainly apart counts."""
+    """Check the clock skew. Bounds that include zero prove nothing: only a certain skew counts."""
     check = "clock"
-    # Ray runs drivers on the head, unless it is told otherwise.
+    # The bounds of nodes are relative to the driver, which Ray runs on the head by default.
     bounds = [add(head, node.ahead) for node in nodes if node.ahead is not None] if head is not None else []
     if not bounds:
         return skipped(check, "neither the head nor the nodes have told their time")
@@ -280,12 +280,12 @@ def _clock(head: tuple[float, float] | None, nodes: Sequence[NodeVisit]) -> Find
 
 
 def add(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
-    """Bounds of a sum."""
+    """Add two lower bounds and two upper bounds."""
     return one[0] + other[0], one[1] + other[1]
 
 
 def least(bounds: tuple[float, float]) -> float:
-    """The distance from nought that there is at least."""
+    """Return the minimum distance from zero within the bounds."""
     return max(bounds[0], -bounds[1], 0.0)
 
 

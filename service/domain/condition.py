@@ -1,4 +1,4 @@
-"""Why the worker group of an attempt makes no progress, by the events of the attempt. Pure."""
+"""Reasons why the worker group of an attempt makes no progress, from the attempt's events. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,33 +17,33 @@ _CLEARED_BY: Mapping[str, frozenset[str]] = {
     "storage_available": frozenset({"storage_unavailable"}),
     "checkpoint_committed": frozenset({"storage_unavailable"}),
 }
-"""Conditions that an event ends."""
+"""Conditions that each event clears."""
 
 
 @dataclass
 class Conditions:
-    """What the events of one attempt report, up to the newest."""
+    """The state that the events of one attempt report, up to the newest event."""
 
     lost: Reason | None = None
-    """Why the newest group that was lost was lost."""
+    """Reason of the newest loss of a worker group."""
     left: tuple[str, ...] = ()
-    """Hosts of that group that were lost."""
+    """Lost hosts of that group."""
     draining: dict[str, float] = field(default_factory=dict)
-    """Hosts that will be taken away, and when the notice came (Unix seconds)."""
+    """Hosts that will be removed, mapped to the time of the notice (Unix seconds)."""
     _hosts: dict[int, str] = field(default_factory=dict)
     _active: dict[str, Reason] = field(default_factory=dict)
 
     @property
     def newest(self) -> Reason | None:
-        """The newest condition that lasts; None if the group makes progress as far as the events report."""
+        """Return the newest active condition; None if the events report progress."""
         return next(reversed(self._active.values()), None)
 
     def read(self, event: Event) -> None:
-        """Take the next event into account."""
+        """Apply the next event."""
         name = str(event.get("event"))
         ends = _CLEARED_BY.get(name, frozenset())
         if name == "progressing" and "host" in event:
-            # Only this host is heard again.
+            # Only this host answers again.
             ends = frozenset({_key("host_silent", event)})
         for key in [key for key in self._active if key in ends or key.partition(" ")[0] in ends]:
             del self._active[key]
@@ -61,12 +61,12 @@ class Conditions:
 
 
 def _key(name: str, event: Event) -> str:
-    """Return what tells a condition from others: of silent hosts there may be several."""
+    """Return the key of a condition. Several hosts may be silent, so their keys contain the host."""
     return f"{name} {event.get('host')}" if name == "host_silent" else name
 
 
 def hosts_of(event: Event) -> dict[int, str] | None:
-    """Return the host of each rank if an event names all of them."""
+    """Return the host of each rank if the event names all of them, else None."""
     if event.get("event") == "group_started" and isinstance(event.get("hosts"), dict):
         hosts = cast("Mapping[str, object]", event["hosts"])
         return {int(rank): str(host) for rank, host in hosts.items() if str(rank).isdigit()}
@@ -77,7 +77,7 @@ def hosts_of(event: Event) -> dict[int, str] | None:
 
 
 def loss_of(event: Event) -> Reason | None:
-    """Return why a workers_lost event says that workers were lost; None if it does not say."""
+    """Return the reason that a workers_lost event reports; None if it reports none."""
     if "error" not in event:
         return None
     codes = {"host_lost": Code.HOST_LOST, "out_of_memory": Code.OUT_OF_MEMORY}
@@ -95,7 +95,7 @@ def clock_time(seconds: float) -> str:
 
 
 def capacity_reason(missing: str, left: Sequence[str]) -> Reason:
-    """Return the reason of a job whose workers do not fit any more."""
+    """Return the reason of a job whose workers no longer fit."""
     gone = f"; {' and '.join(left)} left the cluster" if left else ""
     remedy = "start the node again or add another one; an elastic job (num_workers: {min, max}) shrinks by itself"
     return Reason(Code.CAPACITY, f"waits for {missing}{gone}", remedy)

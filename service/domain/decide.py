@@ -1,7 +1,7 @@
-"""decide(job, seen, now) -> Decision: every rule by which a job moves. Pure.
+"""decide(job, seen, now) -> Decision: the state transition rules of a job. Pure.
 
-A decision is the job as it should be stored, after some side effects. These are repeatable, so a crash between effect
-and store is repaired by deciding again. Who starts when is decided for all jobs at once, in `admission`.
+A decision is the job to store and the side effects to run first. Effects are repeatable: after a crash between effect
+and store, the service decides again. `admission` decides for all jobs at once which of them start.
 """
 
 import zlib
@@ -17,11 +17,11 @@ from train_loop.spec import ScalingSpec
 
 _SLACK_SECONDS = 60.0
 _FENCE_SECONDS = 600.0
-"""For so long an end waits for a run directory that cannot be written to: a request to start may be on its way."""
+"""Seconds after a deadline during which writing the fence is retried: a late submission may still start a driver."""
 
 
 class Submission(StrEnum):
-    """What the cluster says about a submission id; UNKNOWN is when it says nothing."""
+    """Status of a submission id in the cluster; UNKNOWN if the cluster does not answer."""
 
     MISSING = "missing"
     PENDING = "pending"
@@ -33,12 +33,12 @@ class Submission(StrEnum):
 
     @property
     def alive(self) -> bool:
-        """Whether the driver is there or will be."""
+        """Return whether the driver runs or is going to."""
         return self in (Submission.PENDING, Submission.RUNNING)
 
 
 class Training(Enum):
-    """What the attempt's events say about its workers, by the newest that says anything."""
+    """Status of the attempt's workers, from its newest event about them."""
 
     NOT_YET = auto()
     YES = auto()
@@ -46,27 +46,27 @@ class Training(Enum):
 
 
 class Effect(Enum):
-    """A side effect, repeatable; what it needs to know is in the job."""
+    """A repeatable side effect; its arguments come from the job."""
 
     SUBMIT = auto()
     ASK_TO_STOP = auto()
     STOP_NOW = auto()
     STOP_PREVIOUS = auto()
-    """The driver of the attempt before the newest."""
+    """Stop the driver of the attempt before the newest."""
     FENCE_OFF = auto()
-    """Have no attempt train any more, should a request to start one still be on its way."""
+    """Fence off all attempts, in case a request to start one is still in flight."""
     LET_GO = auto()
-    """Leave the checkpoint that the job was cloned from to retention again."""
+    """Remove the job's pin from the checkpoint that it was cloned from."""
 
 
 @dataclass(frozen=True)
 class Latest:
-    """The newest attempt that a run directory knows of, and the size that it was given, if that is there."""
+    """The newest attempt in a run directory, and its size if that was written."""
 
     attempt: int
     size: ScalingSpec | None = None
     over: bool = False
-    """Whether it was shut out: it may not commit any more."""
+    """True if the attempt is fenced off: it can no longer commit."""
 
 
 NO_ATTEMPT = Latest(0)
@@ -74,91 +74,92 @@ NO_ATTEMPT = Latest(0)
 
 @dataclass(frozen=True)
 class Seen:
-    """What was observed of a job's newest attempt."""
+    """Observation of a job's newest attempt."""
 
     submission: Submission = Submission.UNKNOWN
     training: Training = Training.NOT_YET
     outcome: Outcome | None = None
     stop: Stop | None = None
     committed: int | None = None
-    """The newest committed step; looked for only where the attempt may be over."""
+    """Newest committed step; read only if the attempt may have ended."""
     lost: Reason | None = None
-    """Why workers were lost, if the attempt reported it."""
+    """Reason for the loss of workers, if the attempt reported it."""
     condition: Reason | None = None
-    """Why a live attempt makes no progress; None if it does."""
+    """Reason why a live attempt makes no progress; None if it does."""
     unreachable: Reason | None = None
-    """Set if the cluster has not answered for so long that the job should say so."""
+    """Reason to show once the cluster has not answered for some time; None before that."""
     group_up: bool = True
-    """Whether there are workers that read a request to stop."""
+    """True if there are workers that read a stop request."""
     quiet: float = 0.0
-    """For so many seconds an attempt that trains has written nothing."""
+    """Seconds for which a training attempt has written nothing."""
     begun: bool = False
-    """Whether an attempt that is not known to be submitted has written, or was shut out."""
+    """True if the attempt has written something or is fenced off, even if it is not recorded as submitted."""
     latest: Latest | None = None
-    """An attempt after the newest that is known here: what is stored is older than the run, as after a restore."""
+    """A newer attempt than the job has: the stored job is older than the run, as after a restore."""
     previous: Submission = Submission.MISSING
-    """The attempt before it; looked for only until it is submitted itself."""
+    """Status of the attempt before; read only until the newest one is submitted."""
     observed: bool = False
-    """Whether the run directory could be read."""
+    """True if the run directory was read."""
 
 
 @dataclass(frozen=True)
 class Retry:
-    """How long to wait before the next attempt, in seconds."""
+    """Exponential backoff between attempts: first and longest delay, in seconds."""
 
     base: float
     cap: float
 
     def delay(self, job: Job) -> float:
-        """The pause after its failures in a row, up to a quarter shorter, so that jobs do not come back all at once."""
+        """Return the delay after the current failures in a row, up to 25% shorter: jobs must not all retry at once."""
         most = min(self.base * 2.0 ** min(len(job.failed) - 1, 30), self.cap)
         return most * (1.0 - 0.25 * zlib.crc32(job.attempts[-1].submission_id.encode()) / 2**32)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The job as it should be stored, after the effects were carried out, in their order."""
+    """The job to store, and the effects to run first, one after another."""
 
     job: Job
     effects: tuple[Effect, ...] = ()
     needed: bool = True
-    """Whether the job stays as it is where an effect fails."""
+    """True if a failed effect prevents the job from being stored."""
 
 
 def decide(job: Job, seen: Seen, *, now: float, retry: Retry) -> Decision:
-    """The next step of a job; the same job where there is nothing to do."""
+    """Return the next step of a job; the same job if there is nothing to do."""
     rule = _RULES.get(job.state)
     if rule is None:
         return Decision(job)
     if seen.latest is not None:
-        # With no effect: if it is we who are late, and not what is stored, the store discards this.
+        # Without effects: if this copy of the job is stale, and not the stored one, the store discards the change.
         return Decision(job.catch_up(seen.latest.attempt, seen.latest.size, now=now))
     decision = rule(job, seen, now, retry)
     if decision.job.state in _RULES:
         return decision
     fence = (Effect.FENCE_OFF,) if job.attempts else ()
     let_go = (Effect.LET_GO,) if job.parent is not None and decision.job.state.terminal else ()
-    # A disk that is full for ever must not keep a job alive for ever.
+    # A disk that stays full must not keep a job alive forever.
     given_up = job.wish is not None and now >= job.wish.deadline + _FENCE_SECONDS
     return replace(decision, effects=(*decision.effects, *fence, *let_go), needed=not given_up)
 
 
 def wanted_stop(wish: Wish, attempt: Attempt) -> Stop:
-    """What control/stop.json should say."""
+    """Return the content that control/stop.json should have."""
     return Stop(mode=wish.mode, checkpoint=wish.checkpoint, deadline=wish.deadline, attempt=attempt.number)
 
 
 def _active(job: Job, seen: Seen, now: float, retry: Retry) -> Decision:
-    """A job that starts, runs or recovers."""
+    """Decide about a job that starts, runs or recovers."""
     attempt = job.attempts[-1]
-    # An outcome is the attempt's own word, and needs no cluster to confirm it.
+    # The attempt wrote its outcome itself; the cluster need not confirm it.
     if attempt.ended_at is None and seen.outcome is not None:
         return Decision(_ended(job, seen.outcome, seen.committed, now, retry))
     if attempt.ended_at is not None:
         return Decision(job if now < (job.next_attempt_at or 0) else job.begin_attempt(now=now))
     if seen.submission is Submission.UNKNOWN:
         return Decision(_unanswered(job, seen))
-    # One that has written was submitted, whatever is stored; who may still be at it anywhere must find a newer fence.
+    # An attempt that has written was submitted, even if that is not stored. It is not submitted again: a driver of it
+    # that still runs must find a newer fence.
     if seen.submission is Submission.MISSING and attempt.submitted_at is None and not seen.begun:
         return _submit(job, seen.previous, now)
     if not seen.submission.alive:
@@ -171,7 +172,7 @@ def _active(job: Job, seen: Seen, now: float, retry: Retry) -> Decision:
 
 
 def _submit(job: Job, previous: Submission, now: float) -> Decision:
-    # Two live drivers would share one run directory; the fence would keep it whole, but one of them would work in vain.
+    # Two live drivers would share a run directory. The fence protects it, but the work of one driver would be wasted.
     if previous.alive:
         return Decision(job, (Effect.STOP_PREVIOUS,))
     if previous is Submission.UNKNOWN:
@@ -180,23 +181,23 @@ def _submit(job: Job, previous: Submission, now: float) -> Decision:
 
 
 def hangs(job: Job, quiet: float) -> bool:
-    """Whether an attempt that is quiet for so long will not go on; its workers have had the time to notice first."""
+    """Return whether an attempt that was idle for `quiet` seconds hangs. Its workers had time to notice that first."""
     return quiet > job.spec.failure.hang_timeout_seconds * job.spec.training.logging_steps + _SLACK_SECONDS
 
 
 def _follow(job: Job, seen: Seen, now: float) -> Job:
-    """Where the workers of a live attempt stand."""
+    """Return the job with the state and reason that its live attempt's workers imply."""
     if job.state is JobState.RUNNING and seen.training is Training.LOST:
         job = job.move(JobState.RECOVERING, now=now)
         return _because(job, seen.condition or _standing(job, seen))
-    # An attempt that lost its workers before anybody looked has been running all the same.
+    # An attempt that lost its workers before it was first observed has been running, too.
     began = seen.training is Training.YES or (job.state is JobState.STARTING and seen.training is Training.LOST)
     job = job.move(JobState.RUNNING, now=now) if began and job.state is not JobState.RUNNING else job
     return _because(job, seen.condition or _standing(job, seen))
 
 
 def _standing(job: Job, seen: Seen) -> Reason | None:
-    """Return the reason of a live attempt that reports no condition. A condition that has ended is forgotten."""
+    """Return the reason of a live attempt without a condition. It replaces a condition that has ended."""
     if job.state is JobState.RUNNING:
         return None
     if seen.training is Training.LOST:
@@ -205,8 +206,8 @@ def _standing(job: Job, seen: Seen) -> Reason | None:
 
 
 def _unanswered(job: Job, seen: Seen) -> Job:
-    """Return the job while the cluster does not answer: unknown is not failed, so only its reason may change."""
-    # Storage that is away too is the reason already, and stays it: the two must not alternate.
+    """Return the job while the cluster does not answer. Unknown is not failed, so only its reason may change."""
+    # If storage is unavailable too, that is the reason already. Keep it: the two must not alternate.
     outages = (Code.CLUSTER_UNREACHABLE, Code.STORAGE_UNAVAILABLE)
     known = job.reason is not None and job.reason.code in outages
     return job if seen.unreachable is None or known else _because(job, seen.unreachable)
@@ -216,7 +217,7 @@ def _ended(job: Job, outcome: Outcome, committed: int | None, now: float, retry:
     if outcome.result == "succeeded":
         return job.end_attempt("succeeded", now=now, step=committed).move(JobState.SUCCEEDED, now=now)
     if outcome.result == "moved":
-        # The next attempt starts at once, and this one is no failure.
+        # The next attempt starts at once, and this one does not count as a failure.
         job = job.end_attempt("moved", now=now, step=committed)
         moved = Reason(Code.MOVING, f"moves to other hosts: {outcome.reason or 'hosts are taken away'}")
         job = job.move(JobState.RECOVERING, now=now) if job.state is JobState.RUNNING else job
@@ -232,7 +233,7 @@ def _ended(job: Job, outcome: Outcome, committed: int | None, now: float, retry:
 
 
 def _failed(job: Job, reason: Reason, committed: int | None, now: float, retry: Retry) -> Job:
-    """The newest attempt is over and another one may help."""
+    """End the newest attempt as failed. Retry it after a delay, or fail the job if no attempts are left."""
     job = job.end_attempt("failed", now=now, reason=reason, step=committed)
     if len(job.failures) >= job.spec.failure.max_attempts:
         return job.move(JobState.FAILED, now=now, reason=_crash_loop(job.failures))
@@ -242,14 +243,14 @@ def _failed(job: Job, reason: Reason, committed: int | None, now: float, retry: 
 
 
 def _crash_loop(failures: tuple[Attempt, ...]) -> Reason:
-    """Why nobody tries again, with all that was said of them."""
+    """Return why the job is not retried, with the message of each failure."""
     told = "; ".join(f"attempt {one.number}: {one.reason.message}" for one in failures if one.reason)
     said = f"{len(failures)} of {len(failures)} attempts failed without getting further: {told}"
     return Reason(Code.CRASH_LOOP, said, "mend what the logs name and clone the job, or raise failure.max_attempts")
 
 
 def _last_failure(job: Job) -> Reason | None:
-    """What happened to the newest attempt that is over, if it failed, and how often it may happen."""
+    """Return the failure of the newest ended attempt, with the count and limit of failures; None if it did not fail."""
     over = [attempt for attempt in job.attempts if attempt.ended_at is not None]
     if not over or over[-1].result != "failed" or over[-1].reason is None:
         return None
@@ -259,16 +260,16 @@ def _last_failure(job: Job) -> Reason | None:
 
 
 def _stopping(job: Job, seen: Seen, now: float, retry: Retry) -> Decision:
-    """A job that is to pause or to be cancelled: the loop is asked first, and the driver stopped when patience ends."""
+    """Decide about a job that pauses or is cancelled: ask the loop to stop; after the deadline, stop the driver."""
     attempt, wish = job.attempt, job.wish
     if attempt is None or attempt.ended_at is not None or wish is None:
         return Decision(_stopped(job, now))
     if seen.outcome is not None:
         return Decision(_acknowledged(job, seen.outcome, seen.committed, now))
     late = now >= wish.deadline
-    # Written before anything else, so that a driver on its way up finds it too.
-    # Without workers nobody reads the request, so the driver is stopped at once. A group that starts meanwhile finds
-    # the stop file, and the fence once the driver is gone.
+    # The stop file is written before anything else, so that a driver that is starting finds it, too.
+    # Without workers nothing reads the request, so the driver is stopped at once. A group that starts meanwhile finds
+    # the stop file, and the fence once the driver has ended.
     stop_now = (Effect.STOP_NOW,) if seen.submission.alive and (late or not seen.group_up) else ()
     if seen.stop != wanted_stop(wish, attempt) and not late:
         return Decision(job, (Effect.ASK_TO_STOP, *stop_now))
@@ -282,7 +283,7 @@ def _stopping(job: Job, seen: Seen, now: float, retry: Retry) -> Decision:
 
 
 def _acknowledged(job: Job, outcome: Outcome, committed: int | None, now: float) -> Job:
-    """The driver has said how it ended, and its workers are gone."""
+    """Return the job after its driver has written an outcome and its workers have ended."""
     reason = _failure(outcome) if outcome.result == "failed" else None
     result = "service_stopped" if outcome.result == "paused" and _service_stops(job) else outcome.result
     job = job.end_attempt(result, now=now, reason=reason, step=committed)
@@ -294,12 +295,12 @@ def _acknowledged(job: Job, outcome: Outcome, committed: int | None, now: float)
 
 
 def _gone(job: Job, seen: Seen, now: float) -> Job:
-    """The driver ended without a word, or never began."""
+    """Return the job after its driver ended without an outcome, or never started."""
     if job.state is JobState.CANCELLING or job.attempts[-1].submitted_at is None:
         result = "cancelled" if job.state is JobState.CANCELLING else "paused"
         return _stopped(_because(job.end_attempt(result, now=now), _told(job, None)), now)
     if seen.submission is Submission.STOPPED and job.wish is not None:
-        # We stopped it, and it had no time to write that down.
+        # The service stopped the driver before it could write an outcome.
         result = "service_stopped" if _service_stops(job) else wanted_stop(job.wish, job.attempts[-1]).result
         told = _told(job, "ended without a last checkpoint, because its time was up")
         return _stopped(_because(job.end_attempt(result, now=now, step=seen.committed), told), now)
@@ -307,7 +308,7 @@ def _gone(job: Job, seen: Seen, now: float) -> Job:
     since = f"step {seen.committed}" if seen.committed is not None else "its newest checkpoint, if it has one"
     told = _told(job, f"{lost.message} before it had saved; the run goes on from {since}")
     if _service_stops(job):
-        # Its time was up, and Ray was ended: no failure of the job.
+        # The deadline passed and Ray was stopped: not a failure of the job.
         return _stopped(_because(job.end_attempt("service_stopped", now=now, step=seen.committed), told), now)
     return _stopped(_because(job.end_attempt("failed", now=now, reason=lost, step=seen.committed), told), now)
 
@@ -317,14 +318,14 @@ def _service_stops(job: Job) -> bool:
 
 
 def _told(job: Job, message: str | None) -> Reason | None:
-    """Why the job was to stop, with what was said of its end; what went wrong on the way is over."""
+    """Return the reason of the stop request, with the message appended. It replaces errors from before the end."""
     if job.wish is None or message is None:
         return job.wish.reason if job.wish is not None else job.reason
     return replace(job.wish.reason, message=f"{job.wish.reason.message} ({message})")
 
 
 def _stopped(job: Job, now: float) -> Job:
-    """The job once nothing of it runs any more."""
+    """Return the job once none of its processes run."""
     if job.state is JobState.CANCELLING:
         return job.move(JobState.CANCELLED, now=now, reason=job.reason)
     paused = job.move(JobState.PAUSED, now=now, reason=job.reason)

@@ -1,22 +1,22 @@
-"""What an examination found: one finding a check."""
+"""Findings of the doctor: one per check."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class Verdict(StrEnum):
-    """How a check came out."""
+    """The result of a check."""
 
     OK = "ok"
     WARNING = "warning"
     FAILED = "failed"
     SKIPPED = "skipped"
-    """It could not be made, because of what another one found."""
+    """The check could not run because of another check's result."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A check: what was seen, and what helps where it is not as it should be."""
+    """A check with its observation, and a remedy unless it passed."""
 
     check: str
     verdict: Verdict
@@ -25,20 +25,20 @@ class Finding:
 
 
 def ok(check: str, seen: str) -> Finding:
-    """All as it should be."""
+    """Return the finding of a passed check."""
     return Finding(check, Verdict.OK, seen)
 
 
 def warning(check: str, seen: str, remedy: str) -> Finding:
-    """Jobs run, and may not run well."""
+    """Return the finding of a problem that does not stop jobs, but may affect them."""
     return Finding(check, Verdict.WARNING, seen, remedy)
 
 
 def failed(check: str, seen: str, remedy: str) -> Finding:
-    """Jobs do not run, or not rightly."""
+    """Return the finding of a problem that stops jobs or makes them run incorrectly."""
     return Finding(check, Verdict.FAILED, seen, remedy)
 
 
 def skipped(check: str, seen: str) -> Finding:
-    """Not looked at."""
+    """Return the finding of a check that did not run."""
     return Finding(check, Verdict.SKIPPED, seen)

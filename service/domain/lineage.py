@@ -1,4 +1,4 @@
-"""What a clone takes over from the checkpoint that it goes on from. Pure."""
+"""Parent checkpoint of a clone. Pure."""
 
 from service.domain.job import Job, JobState
 from train_loop.run_dir import Manifest, Parent
@@ -6,20 +6,20 @@ from train_loop.spec import JobSpec, Problem
 
 
 def parent_of(job: Job, manifest: Manifest, spec: JobSpec) -> Parent:
-    """What a clone with this spec finds in its run directory."""
+    """Build the parent record for the run directory of a clone with this spec."""
     before, after = job.spec, spec
     return Parent(
         job=job.id,
         run_dir=job.run_dir,
         manifest=manifest,
-        # Whether the samples themselves are the same, the data's fingerprint tells, once it is prepared.
+        # Once the data is prepared, its fingerprint shows whether the samples themselves are the same.
         same_order=(before.data.seed, before.data.shuffle) == (after.data.seed, after.data.shuffle),
         same_optimizer=before.training.optimizer == after.training.optimizer,
     )
 
 
 def nothing_left(job: Job, manifest: Manifest, spec: JobSpec) -> list[Problem]:
-    """Why a clone would end before its first step; nothing where it would not, or where that is not known yet."""
+    """Return why a clone would end before its first step; empty if it would not, or if this is not known yet."""
     training, begins = spec.training, f"step {manifest.step} of {job.id}, where the clone begins"
     if training.max_steps is not None and training.max_steps <= manifest.step:
         said = f"max_steps={training.max_steps} does not lie beyond {begins}; it counts from the first step of all"
@@ -29,7 +29,7 @@ def nothing_left(job: Job, manifest: Manifest, spec: JobSpec) -> list[Problem]:
         return [Problem("/training/max_tokens", f"{said}; choose more")]
     epochs = training.num_train_epochs or 1
     endless = training.max_steps is not None or training.max_tokens is not None
-    # An end within an epoch is known where the job came to it.
+    # An end within an epoch is known only if the job reached it.
     ended = job.state is JobState.SUCCEEDED and job.attempts[-1].step == manifest.step
     all_seen = manifest.position.epoch >= epochs or (ended and epochs <= (job.spec.training.num_train_epochs or 1))
     if not endless and spec.data == job.spec.data and all_seen:

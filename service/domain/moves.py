@@ -1,4 +1,4 @@
-"""What the queue does to a job: start it, have it make room, resize it, take it back. Pure."""
+"""State transitions that the queue makes: start, preempt, resize, resume. Pure."""
 
 from dataclasses import replace
 
@@ -6,33 +6,33 @@ from service.domain.job import Job, JobState, Wish
 from service.domain.reason import Code, Reason
 
 _LOST_SECONDS = 10.0
-"""For whom a place has gone to be told so, before its driver is stopped."""
+"""Seconds that a shrinking job has to stop before its driver is stopped by force."""
 
 
 def start(job: Job, *, now: float, workers: int | None = None) -> Job:
-    """A waiting job with its next attempt, once it was admitted, with so many workers where it is elastic."""
+    """Return an admitted job with its next attempt. `workers` is the size of an elastic job."""
     queued = job if job.state is JobState.QUEUED else resume(job, now=now)
     return replace(queued.move(JobState.STARTING, now=now), granted=workers).begin_attempt(now=now)
 
 
 def make_room(job: Job, *, whom: str, deadline: float, now: float) -> Job:
-    """A running job that is paused for another one, and goes on by itself later."""
+    """Return a running job that is paused for the job `whom`, and resumes automatically later."""
     reason = Reason(Code.PREEMPTED, f"makes room for {whom}, and goes on when there is room again")
     wish = Wish("pause", checkpoint=True, deadline=deadline, reason=reason)
     return replace(job.move(JobState.PAUSING, now=now, reason=reason), wish=wish)
 
 
 def stop_with_service(job: Job, *, deadline: float, now: float) -> Job:
-    """Return a running job that saves because the service stops with its Ray, and is queued again after that."""
+    """Return a running job that saves because the service stops with its Ray, and is then queued again."""
     reason = Reason(Code.SERVICE_STOPPED, "the service was stopped; the job continues when it runs again")
     wish = Wish("pause", checkpoint=True, deadline=deadline, reason=reason, then_resume=True)
     return replace(job.move(JobState.PAUSING, now=now, reason=reason), wish=wish)
 
 
 def resize(job: Job, *, workers: int, patience: float, now: float) -> Job:
-    """A running elastic job that is to go on with another number of workers, by way of the queue.
+    """Return a running elastic job that stops and is queued again, to resume with another number of workers.
 
-    One that has lost workers cannot save any more: `patience` is for those that grow, in seconds.
+    `patience` is the timeout of a job that grows, in seconds. A job that lost workers cannot save and gets less time.
     """
     grows, before = workers > job.size.world, job.size.world
     why = "there is room for more" if grows else _loss(job)
@@ -43,11 +43,11 @@ def resize(job: Job, *, workers: int, patience: float, now: float) -> Job:
 
 
 def _loss(job: Job) -> str:
-    """Return why a job shrinks: the loss that its attempt has reported, if it has."""
+    """Return why a job shrinks: the loss that its attempt reported, or a general message."""
     reported = job.reason is not None and job.reason.code in (Code.HOST_LOST, Code.WORKERS_LOST)
     return job.reason.message if job.reason is not None and reported else "the cluster has lost the room for them"
 
 
 def resume(job: Job, *, now: float) -> Job:
-    """A paused job back in the queue."""
+    """Queue a paused job again."""
     return replace(job.move(JobState.QUEUED, now=now), wish=None, granted=None)

@@ -1,4 +1,4 @@
-"""How often somebody may do something: rates, and a window of time that moves over what was done."""
+"""Rate limits: rates and sliding windows."""
 
 import re
 from collections import deque
@@ -10,14 +10,14 @@ _SECONDS = {"second": 1, "minute": 60, "hour": 3600}
 
 @dataclass(frozen=True)
 class Rate:
-    """So many in every stretch of time of this length, wherever it begins."""
+    """A limit of `amount` calls in any period of one `unit`."""
 
     amount: int
     unit: str
 
     @classmethod
     def parse(cls, text: str) -> "Rate":
-        """From `600/minute`. Raises ValueError."""
+        """Parse a rate such as `600/minute`. Raises ValueError if it is invalid."""
         match = re.fullmatch(rf"([1-9]\d{{0,4}})/({'|'.join(_SECONDS)})", text.strip())
         if match is None:
             raise ValueError(f"{text!r} is no rate; write 1 to 99999 per second, minute or hour: 600/minute, or none")
@@ -25,7 +25,7 @@ class Rate:
 
     @property
     def seconds(self) -> int:
-        """How long its stretch of time is."""
+        """Return the length of the period in seconds."""
         return _SECONDS[self.unit]
 
     def __str__(self) -> str:
@@ -33,21 +33,21 @@ class Rate:
 
 
 class Window:
-    """When the last ones were done: as many of them as a rate allows at once."""
+    """A sliding window: the times of the newest calls, at most as many as the rate allows."""
 
     def __init__(self, rate: Rate) -> None:
         self._rate = rate
         self._times = deque[float](maxlen=rate.amount)
         self.refuses = False
-        """Whether the last one who asked was refused."""
+        """True if the last call was rejected."""
 
     def wait(self, now: float) -> float:
-        """Seconds until there is room for one more."""
+        """Return the seconds until one more call is allowed."""
         full = len(self._times) == self._rate.amount
         return max(0.0, self._times[0] + self._rate.seconds - now) if full else 0.0
 
     def take(self, now: float) -> None:
-        """Note that one more was done, and forget what is over."""
+        """Record a call, and drop the calls outside the window."""
         while self._times and self._times[0] + self._rate.seconds <= now:
             self._times.popleft()
         self._times.append(now)
@@ -55,7 +55,7 @@ class Window:
 
 
 def neighbourhood(address: str) -> str:
-    """What calls from an address are counted together with: IPv6 gives everybody a network of 2^64 addresses."""
+    """Return the network whose calls are counted together: a /64 for IPv6, where each client has 2^64 addresses."""
     try:
         found: IPv4Address | IPv6Address | None = ip_address(address)
     except ValueError:

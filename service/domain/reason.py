@@ -1,4 +1,4 @@
-"""Why a job stands where it stands: a stable word for programs, a sentence for people, and what helps."""
+"""Reasons for the state of a job: a stable code for programs, a message for people, and a remedy."""
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Code(StrEnum):
-    """Every reason there is. What an attempt says of its end (`train_loop.errors`) has the same word here."""
+    """All reason codes. An attempt reports its end (`train_loop.errors`) with the same codes."""
 
     CLUSTER_UNREACHABLE = "cluster_unreachable"
     UNSCHEDULABLE = "unschedulable"
@@ -48,12 +48,12 @@ WAITS = frozenset(
         Code.MOVING,
     }
 )
-"""Reasons of an attempt that lives and makes no progress: it waits for their end."""
+"""Codes of a live attempt that makes no progress: it waits until their cause ends."""
 
 
 @dataclass(frozen=True)
 class Reason:
-    """One reason; `remedy` is what the owner can do, where there is something to do."""
+    """One reason; `remedy` is an action for the job's owner, if there is one."""
 
     code: Code
     message: str
@@ -61,7 +61,7 @@ class Reason:
 
 
 def storage_unavailable(error: str, since: float | None = None, *, root: str | None = None) -> Reason:
-    """Return the reason of a job whose storage root is unavailable since then (Unix seconds)."""
+    """Return the reason of a job whose storage root has been unavailable since `since` (Unix seconds)."""
     storage = "storage" if root is None else f"storage {root}"
     when = "" if since is None else f" since {datetime.fromtimestamp(since, UTC):%Y-%m-%d %H:%M:%S} UTC"
     return Reason(
@@ -72,7 +72,7 @@ def storage_unavailable(error: str, since: float | None = None, *, root: str | N
 
 
 def code_of(word: str | None) -> Code:
-    """The reason that an attempt named; another version may name one that this one does not know."""
+    """Return the code that an attempt reported. A code that only another version knows becomes WORKER_FAILURE."""
     try:
         return Code(word or "")
     except ValueError:

@@ -1,4 +1,4 @@
-"""What the operator decided about the queue, and what a project's running jobs come to."""
+"""The operator's queue policy, and the usage of a project's running jobs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from service.domain.ticket import Ticket
 
 @dataclass(frozen=True)
 class Quota:
-    """What the running jobs of a project may come to; None: as much as there is."""
+    """Limits of the running jobs of a project; None means unlimited."""
 
     jobs: int | None = None
     workers: int | None = None
@@ -17,30 +17,30 @@ class Quota:
 
 @dataclass(frozen=True)
 class Rules:
-    """What the operator decided."""
+    """The operator's queue policy."""
 
     quotas: Mapping[str, Quota] = field(default_factory=dict)
-    """By project; "*" is for those that are not named."""
+    """Quotas by project; "*" applies to all other projects."""
     backfill: bool = True
     preemption: bool = True
     resize_seconds: float = 600.0
-    """An elastic job grows no more often."""
+    """Minimum seconds that an attempt of an elastic job runs before the job grows."""
 
 
 @dataclass(frozen=True)
 class Use:
-    """What the running jobs of a project come to."""
+    """The usage of a project's running jobs."""
 
     jobs: int = 0
     workers: int = 0
     gpus: float = 0.0
 
     def plus(self, ticket: Ticket) -> "Use":
-        """The same with one job more."""
+        """Return the usage with one more job."""
         gpus = self.gpus + ticket.needs.get("GPU", 0.0)
         return Use(self.jobs + 1, self.workers + ticket.scaling.world, gpus)
 
     def with_workers(self, ticket: Ticket, *, instead_of: Ticket) -> "Use":
-        """The same with a job at another size."""
+        """Return the usage with a job at another size."""
         gpus = self.gpus + ticket.needs.get("GPU", 0.0) - instead_of.needs.get("GPU", 0.0)
         return Use(self.jobs, self.workers + ticket.scaling.world - instead_of.scaling.world, gpus)

@@ -1,4 +1,4 @@
-"""audit_run(lines, starts, schedule) -> RunAudit: which samples each optimizer step of a run trained. Pure.
+"""audit_run(lines, starts, schedule) -> RunAudit: check of the samples that each optimizer step trained. Pure.
 
 A run may train a step more than once: a new worker group resumes from the newest checkpoint and repeats the steps
 after it. The last line of a step counts. Lines of a superseded group do not.
@@ -11,9 +11,9 @@ from service.domain.audit_report import Difference, Gap, LossChange, Repeat, Run
 from service.domain.sample_epochs import SampleEpochs
 
 MOST_SAMPLES = 1 << 24
-"""Samples of a dataset whose epochs are checked: the check takes 4 bytes for each of them."""
+"""Maximum number of samples of a dataset whose epochs are checked: the check needs 4 bytes per sample."""
 _REMEMBERED = 100_000
-"""Replaced lines that wait for their replacement."""
+"""Maximum number of replaced lines that are kept for comparison."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class StepLine:
 
     attempt: int
     epoch: int | None
-    """The fencing epoch of the worker group that wrote it; None if the line has none."""
+    """Fencing epoch of the worker group that wrote the line; None if the line has none."""
     time: float
     step: int
     loss: float | None
@@ -42,27 +42,27 @@ class GroupStart:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a run should train."""
+    """The steps and samples that a run should train."""
 
     sources: tuple[int, ...] = ()
     """Number of samples of each source that has its own epochs; empty if unknown."""
     global_batch: int | None = None
     """Samples per optimizer step."""
     end: int | None = None
-    """The position in the data at which the run ends, if the spec counts epochs: only there may a step be short."""
+    """Position in the data at which the run ends, if the spec counts epochs. Only there may a step be short."""
     short_step: int | None = None
-    """A step that may be short although `end` is not known."""
+    """Step that may be short although `end` is not known."""
     logging_steps: int = 1
     first: int = 0
-    """The step that the run begins after: that of its parent's checkpoint, or 0."""
+    """Step before the first step of the run: the step of its parent's checkpoint, or 0."""
     consumed: int | None = 0
-    """Positions in the data that its parent took before; None if unknown."""
+    """Number of positions in the data that its parent took; None if unknown."""
     last: int | None = None
-    """The last step, if the run has succeeded."""
+    """Last step, if the run has succeeded."""
 
 
 Lines = Callable[[], Iterable[StepLine]]
-"""Reads all lines from the start: attempt by attempt, as they were written."""
+"""Function that reads all lines from the start, attempt by attempt, in the order in which they were written."""
 
 
 def audit_run(lines: Lines, starts: Sequence[GroupStart], schedule: Schedule) -> RunAudit:
@@ -79,17 +79,17 @@ def audit_run(lines: Lines, starts: Sequence[GroupStart], schedule: Schedule) ->
 
 @dataclass
 class _Group:
-    """Lines in a row of one worker group."""
+    """Consecutive lines of one worker group."""
 
     attempt: int
     epoch: int | None
     time: float
-    """Of its first line."""
+    """Time of its first line (Unix seconds)."""
     resumed_from: int
     world: int | None
 
     def is_before(self, start: GroupStart) -> bool:
-        """Return whether another group started after this one had trained."""
+        """Return whether the other group started after this one trained."""
         if start.attempt != self.attempt:
             return start.attempt > self.attempt
         if start.epoch is not None and self.epoch is not None and start.epoch != self.epoch:
@@ -98,7 +98,7 @@ class _Group:
 
 
 class _Groups:
-    """Splits lines into worker groups. A group starts with another attempt or epoch, or where steps go back."""
+    """The worker groups of a run's lines. A new attempt or epoch, or a step that does not increase, starts a group."""
 
     def __init__(self, starts: Sequence[GroupStart]) -> None:
         self._starts = sorted(starts, key=lambda start: (start.attempt, start.time))
@@ -108,7 +108,7 @@ class _Groups:
         self.list: list[_Group] = []
 
     def index(self, line: StepLine) -> int | None:
-        """Return the place of the line's group in the list; None if the group was superseded."""
+        """Return the index of the line's group in `list`; None if the group was superseded."""
         last = self.list[-1] if self.list else None
         if last is None or last.attempt != line.attempt:
             self._newest = None
@@ -133,7 +133,7 @@ class _Groups:
         self.list.append(_Group(line.attempt, line.epoch, line.time, resumed, world))
 
     def _start_of(self, line: StepLine) -> int | None:
-        """Return the place of the newest start before the line that no earlier group has."""
+        """Return the index of the newest start before the line that no earlier group uses."""
         found = None
         for place in range(self._used + 1, len(self._starts)):
             start = self._starts[place]
@@ -145,7 +145,7 @@ class _Groups:
 
 @dataclass(frozen=True)
 class _Replaced:
-    """What is kept of a line whose step a later group trains again."""
+    """The kept part of a line whose step a later group trains again."""
 
     attempt: int
     world: int | None
@@ -154,10 +154,10 @@ class _Replaced:
 
 
 def _limits(groups: Sequence[_Group], starts: Sequence[GroupStart]) -> list[float]:
-    """Return the last step of each group that still counts: later groups resumed from it, or from an earlier one."""
+    """Return the last step of each group that counts: the lowest step from which later groups resumed."""
     limits, limit = list[float](), float("inf")
     for group in reversed(groups):
-        # A group that wrote no line has discarded steps, too.
+        # A group without lines has discarded steps, too.
         resumed = (start.resumed_from for start in starts if group.is_before(start))
         limits.append(min(limit, min(resumed, default=limit)))
         limit = min(limits[-1], group.resumed_from)
@@ -165,7 +165,7 @@ def _limits(groups: Sequence[_Group], starts: Sequence[GroupStart]) -> list[floa
 
 
 class _Checker:
-    """Checks line after line."""
+    """The check of a run, line by line."""
 
     def __init__(self, groups: Sequence[_Group], starts: Sequence[GroupStart], schedule: Schedule) -> None:
         self._groups, self._schedule = groups, schedule
@@ -177,7 +177,7 @@ class _Checker:
         self._epochs = self._make_epochs()
 
     def check(self, line: StepLine, place: int | None) -> None:
-        """Check one line of the group at this place. Groups that began after the first reading are left out."""
+        """Check one line of the group at index `place`. Groups that began after the first pass are skipped."""
         if place is not None and place >= len(self._groups):
             return
         self._found.lines += 1
@@ -185,7 +185,7 @@ class _Checker:
             self._found.superseded += 1
             return
         self._compare(line, place)
-        # A later group resumed before this step: what was trained here has no effect.
+        # A later group resumed before this step, so this training of the step has no effect.
         if line.step > self._limits[place]:
             return
         self._check_gap(line.step)
@@ -196,7 +196,7 @@ class _Checker:
         self._step = found.last_step = line.step
 
     def finish(self) -> RunAudit:
-        """Return all that was found."""
+        """Return all findings."""
         found, last = self._found, self._schedule.last
         if last is not None and last > self._step:
             self._check_gap(last, last_too=True)
@@ -226,7 +226,7 @@ class _Checker:
         return epochs
 
     def _compare(self, line: StepLine, place: int) -> None:
-        """Compare a step with an earlier training of it."""
+        """Compare a step with its earlier training."""
         world, found = self._groups[place].world, self._found
         before = self._replaced.pop(line.step, None)
         if before is not None:
@@ -242,7 +242,7 @@ class _Checker:
             self._replaced[line.step] = _Replaced(line.attempt, world, hash(line.samples), line.loss)
 
     def _check_gap(self, step: int, *, last_too: bool = False) -> None:
-        """Report the steps between the last counted line and this step that should have a line."""
+        """Report the steps between the last counted line and `step` that lack a required line."""
         every, before = self._schedule.logging_steps, self._step
         skipped = step - before - (0 if last_too else 1)
         missing = (step - 1) // every - before // every + (1 if last_too else 0)

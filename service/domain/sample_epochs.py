@@ -1,4 +1,4 @@
-"""Check that each epoch of the data takes every sample at most once, and all of them by its end. Pure."""
+"""Epoch check: each epoch of the data takes every sample at most once, and all samples by its end. Pure."""
 
 from array import array
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from service.domain.audit_report import Duplicate, Found, Unseen
 
 @dataclass
 class SampleEpochs:
-    """The samples `first` to `first + size - 1`, which a run takes in shuffled epochs, and what it took so far.
+    """The samples `first` to `first + size - 1` in a run with shuffled epochs, with their current epoch.
 
-    `unknown` positions of the present epoch were taken by steps without a line, so their samples are not known.
+    Steps without a line took `unknown` positions of the current epoch, so their samples are unknown.
     """
 
     size: int
@@ -22,7 +22,7 @@ class SampleEpochs:
     duplicates: Found[Duplicate] = field(default_factory=Found)
     unseen: Found[Unseen] = field(default_factory=Found)
     _steps: "array[int]" = field(init=False)
-    """For each sample, the step of this epoch that trained it; 0 if none did."""
+    """Step of this epoch that trained each sample; 0 if none did."""
 
     def __post_init__(self) -> None:
         self._steps = array("I", bytes(4 * self.size))
@@ -34,18 +34,18 @@ class SampleEpochs:
             self._mark(step, samples)
             self._advance(len(samples))
             return
-        # The line is sorted, so it does not tell which samples end the epoch: those that the epoch still lacks do.
+        # The line is sorted, so it does not show which samples end the epoch: the ones that the epoch still lacks.
         rest = [sample for sample in samples if not self._is_new(step, sample)]
         exact, begun = self.unknown == 0, len(samples) - left
         self._advance(left)
         self.take(step, rest[:begun] if len(rest) > begun and not exact else rest)
-        # A sample that is missing or doubled must not shift the epochs after it.
+        # A missing or repeated sample must not shift later epochs.
         if begun < self.size:
             self.unknown = 0 if exact else max(begun - len(rest), 0)
             self.taken = begun
 
     def skip(self, positions: int) -> None:
-        """Count positions whose samples are not known."""
+        """Count positions whose samples are unknown."""
         epochs, taken = divmod(self.taken + positions, self.size)
         if epochs:
             self._begin(self.data_epoch + epochs)
@@ -55,7 +55,7 @@ class SampleEpochs:
         self.taken = taken
 
     def lose(self, positions: int) -> None:
-        """Count positions that a step must have taken and did not list."""
+        """Count positions that a step took but did not list."""
         self._advance(min(positions, self.size - self.taken))
 
     def _mark(self, step: int, samples: Sequence[int]) -> None:
@@ -65,7 +65,7 @@ class SampleEpochs:
                 self.duplicates.add(Duplicate(sample, self.data_epoch, before, step))
 
     def _is_new(self, step: int, sample: int) -> bool:
-        """Record a sample; return whether this epoch had not trained it yet."""
+        """Record a sample. Return whether it is new in this epoch."""
         place = sample - self.first
         if self._steps[place]:
             return False

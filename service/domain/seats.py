@@ -1,4 +1,4 @@
-"""Which nodes the workers of running jobs sit on, as far as it can be told. Pure."""
+"""Placement of the workers of running jobs on nodes, as far as it is known. Pure."""
 
 from collections.abc import Iterable, Mapping
 
@@ -7,7 +7,10 @@ from train_loop.plan import Capacity, lay_out
 
 
 class Seats:
-    """Each job laid out on what others have left, as its driver places it; unknown as soon as one finds no place."""
+    """A simulated placement of jobs, one after another, by the layout that their drivers use.
+
+    The placement is unknown as soon as one job does not fit.
+    """
 
     def __init__(self, cluster: Capacity, holders: Iterable[Ticket]) -> None:
         self._free: list[dict[str, float]] = [dict(node) for node in cluster.nodes]
@@ -17,7 +20,7 @@ class Seats:
             self.take(ticket)
 
     def take(self, ticket: Ticket) -> None:
-        """Seat a job, instead of where it sits, if it does."""
+        """Place a job. This replaces its earlier placement, if it has one."""
         self._leave(ticket.id)
         ranks = lay_out(ticket.scaling, self._free, group=ticket.group) if self._known else None
         if ranks is None:
@@ -27,7 +30,7 @@ class Seats:
         self._change(ticket.id, -1)
 
     def fits(self, ticket: Ticket) -> bool:
-        """Whether a job finds places, its own among them; also where nobody can tell."""
+        """Return whether the nodes can hold a job; its own places count as free. True if the placement is unknown."""
         if not self._known:
             return True
         self._change(ticket.id, +1)

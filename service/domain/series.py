@@ -1,9 +1,9 @@
-"""All series of /metrics: the adapter, the dashboards, the alert rules and the docs have them from here."""
+"""All series of /metrics; the adapter, the dashboards, the alert rules and the docs use these definitions."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-# Not `job`: Prometheus calls what it scrapes by that name.
+# Not `job`: Prometheus uses that label for the scraped target.
 _JOB = ("project", "job_id", "name")
 
 
@@ -11,7 +11,7 @@ _JOB = ("project", "job_id", "name")
 class Series:
     """One series, without the prefix `trainshed_`.
 
-    With `whole`, it is true of the whole service and each replica says the same: take `max`, not `sum`.
+    With `whole`, its value is that of the whole service. All replicas report the same value: use `max`, not `sum`.
     """
 
     name: str
@@ -22,7 +22,7 @@ class Series:
 
     @property
     def full_name(self) -> str:
-        """The name under which Prometheus knows it; of a histogram, what it begins with."""
+        """Return the name in Prometheus; for a histogram, the prefix of its names."""
         return f"trainshed_{self.name}"
 
 
@@ -30,7 +30,7 @@ def _whole(name: str, text: str, *labels: str) -> Series:
     return Series(name, "gauge", text, labels, whole=True)
 
 
-# Of the whole service.
+# Series of the whole service.
 JOBS = _whole("jobs", "Stored jobs.", "state", "project")
 GOODPUT = _whole("goodput_ratio", "Time of new steps, as a part of all, of jobs that run.", "project")
 OLDEST_WAIT = _whole("queue_oldest_seconds", "How long the job that has waited longest has been queued.", "project")
@@ -38,7 +38,7 @@ BACKLOG = _whole("webhook_backlog", "Webhook messages that are not delivered yet
 CLUSTER_UP = _whole("cluster_up", "1 if Ray answers, 0 if it has not for ten seconds.")
 DATABASE_UP = _whole("database_up", "1 if the database answers; 0 leaves out all that is asked of it.")
 
-# Of each job that runs, at most 200 of them.
+# Series of each running job, for at most 200 jobs.
 JOB_STEP = _whole("job_step", "Optimizer steps done.", *_JOB)
 JOB_STEP_SECONDS = _whole("job_step_seconds", "Median time of the last 50 logged steps.", *_JOB)
 JOB_TOKENS = _whole("job_tokens_per_second", "Tokens per second of all workers, at the newest logged step.", *_JOB)
@@ -53,7 +53,7 @@ JOB_CHECKPOINT_AGE = _whole(
 )
 JOB_WAITS = _whole("job_waits", "1 for what a job waits for that makes no progress.", *_JOB, "code")
 
-# Of one process.
+# Series of one process.
 BUILD = Series("build_info", "gauge", "1, with the version of Trainshed.", ("version",))
 HTTP_REQUESTS = Series("http_requests_total", "counter", "Answers.", ("method", "route", "status"))
 HTTP_SECONDS = Series("http_request_seconds", "histogram", "Until an answer begins.", ("method", "route"))

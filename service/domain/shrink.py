@@ -1,4 +1,4 @@
-"""Whether an elastic job can shrink when the cluster loses a node. Pure."""
+"""Check of an elastic job: can it shrink when the cluster loses a node? Pure."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,9 +10,9 @@ _NOISE = 1e-9
 
 
 def cannot_shrink(scaling: ScalingSpec, sizes: Sequence[int], cluster: Capacity | None) -> str | None:
-    """Return why an elastic job cannot go on with fewer workers after the loss of a node; None if it can.
+    """Return why an elastic job cannot resume with fewer workers after the loss of a node; None if it can.
 
-    Also None for a job of a fixed size, and if nodes are unknown or only one of them can hold workers.
+    Also None if the size is fixed, if nodes are unknown, or if only one node can hold workers.
     """
     if len(sizes) == 1:
         return (
@@ -54,7 +54,7 @@ def _amounts(scaling: ScalingSpec, node: Mapping[str, float]) -> str:
 
 
 def _arithmetic(scaling: ScalingSpec, rest: Capacity) -> str:
-    """Return why the smallest size does not fit, with numbers."""
+    """Return why the smallest size does not fit, with the numbers."""
     for name, amount in scaling.resources_per_worker.items():
         data, have = (DATA_CPUS if name == "CPU" else 0.0), rest.total.get(name, 0.0)
         if amount and scaling.world * amount + data > have + _NOISE:

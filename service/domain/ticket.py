@@ -1,4 +1,4 @@
-"""What admission knows of a job: what it holds, or what it waits for. Pure."""
+"""Queue entries: the resources that jobs hold or wait for. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ Resources = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Ticket:
-    """What admission knows of a job that has not ended."""
+    """The queue entry of a job that has not ended: its input to admission."""
 
     id: str
     project: str
@@ -22,28 +22,28 @@ class Ticket:
     state: JobState
     scaling: ScalingSpec
     holds: bool
-    """Whether the cluster keeps room for it."""
+    """True if the cluster reserves resources for the job."""
     waits: bool
-    """Whether it would start: it is queued, or was paused to make room."""
+    """True if the job is to start: it is queued, or was preempted."""
     sizes: tuple[int, ...] = ()
-    """Of an elastic job: the numbers of workers that it can run with, fewest first."""
+    """Possible numbers of workers of an elastic job, smallest first; empty if the size is fixed."""
     since: float = 0.0
-    """When its newest attempt began, in Unix seconds."""
+    """Start of the newest attempt (Unix seconds)."""
     group: int = 1
-    """Its Ulysses size: so many workers in a row should share a node."""
+    """Ulysses size: this many consecutive workers should share a node."""
 
     @cached_property
     def needs(self) -> Resources:
-        """What the cluster keeps for it: its workers, and a CPU for Ray Data."""
+        """Return the resources that the cluster reserves: the workers, and one CPU for Ray Data."""
         return add_up([needed(self.scaling), {"CPU": DATA_CPUS}])
 
     def at(self, workers: int) -> "Ticket":
-        """The same with another number of workers."""
+        """Return the ticket with another number of workers."""
         return replace(self, scaling=self.scaling.at(workers))
 
     @classmethod
     def of(cls, job: Job) -> "Ticket":
-        """The ticket of a job."""
+        """Build the ticket of a job."""
         preempted = job.state is JobState.PAUSED and job.wish is not None and job.wish.reason.code is Code.PREEMPTED
         return cls(
             id=job.id,
@@ -60,7 +60,7 @@ class Ticket:
 
 
 def _held_size(job: Job) -> ScalingSpec:
-    """What its live attempt has, whatever size it was given since for the next one."""
+    """Return the size of the live attempt, even if the next attempt gets another size."""
     attempt = job.attempt
     if attempt is None or not attempt.workers:
         return job.size
@@ -69,12 +69,12 @@ def _held_size(job: Job) -> ScalingSpec:
 
 
 def queue_order(ticket: Ticket) -> tuple[int, str]:
-    """Sorts jobs into the order in which they start: priority, then age (ids sort by time)."""
+    """Return the sort key of the start order: priority, then age (ids sort by time)."""
     return (-ticket.priority, ticket.id)
 
 
 def add_up(parts: Iterable[Resources]) -> Resources:
-    """All of them together."""
+    """Sum resources by name."""
     total: dict[str, float] = {}
     for part in parts:
         for name, amount in part.items():

@@ -1,4 +1,4 @@
-"""What the claims of a token say of its bearer."""
+"""Claims of a token, and the caller that they identify."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,25 +10,25 @@ from service.domain.access import Caller, Role, Roles
 
 Claims = Mapping[str, JsonValue]
 LEEWAY = 30.0
-"""Seconds by which our clock and the issuer's may differ."""
+"""Seconds by which the clocks of the service and the issuer may differ."""
 _NAMES = ("preferred_username", "email", "name")
 _SUBJECT, _NAME = 255, 64
-"""Characters; OpenID Connect allows a subject so many."""
+"""Maximum lengths in characters; the first is the limit of OpenID Connect for a subject."""
 
 
 class NoSubject(ValueError):
-    """The claims do not say of whom they speak."""
+    """Claims without a valid subject or expiry."""
 
 
 @dataclass(frozen=True)
 class TokenRules:
-    """Which claim holds the groups of a caller, and what each group may do in which project."""
+    """The claim that holds a caller's groups, and the roles of each group by project."""
 
     groups_claim: str
     groups: Mapping[str, Roles]
 
     def caller_of(self, claims: Claims) -> Caller:
-        """Who calls; in no project anything where no group of theirs is known. Raises NoSubject."""
+        """Return the caller; without a known group it has no roles. Raises NoSubject if `sub` or `exp` is invalid."""
         subject, until = claims.get("sub"), claims.get("exp")
         if not _plain(subject, _SUBJECT) or not isinstance(until, int | float):
             raise NoSubject(f"the claim sub must be 1 to {_SUBJECT} printable characters, and exp a time")
@@ -37,7 +37,7 @@ class TokenRules:
         return Caller(f"oidc:{subject}", name[:_NAME], roles, until=until + LEEWAY)
 
     def _roles(self, told: JsonValue) -> Roles:
-        """The highest role that any of the groups has in each project."""
+        """Return the highest role of any of the groups, by project."""
         named = [told] if isinstance(told, str) else told if isinstance(told, list) else []
         roles = dict[str, Role]()
         for group in named:
@@ -47,12 +47,12 @@ class TokenRules:
 
 
 def is_token(secret: str) -> bool:
-    """Whether it has the form of a JSON Web Token, which no key has: three parts with dots between them."""
+    """Return whether the secret has the form of a JSON Web Token: three parts with dots between. Keys do not."""
     return secret.count(".") == 2
 
 
 def tamper_proof(url: str) -> bool:
-    """Whether what it answers comes from where it says: over https, or from this machine."""
+    """Return whether answers from the URL cannot be tampered with: it uses https, or is on this machine."""
     parts = urlsplit(url)
     return parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in ("127.0.0.1", "::1", "localhost"))
 

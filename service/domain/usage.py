@@ -1,4 +1,4 @@
-"""What jobs have used of the cluster, as a whole and by day. Pure."""
+"""Cluster usage of jobs, in total and by day. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ _HOUR, _DAY = 3600.0, timedelta(days=1)
 
 @dataclass(frozen=True)
 class Usage:
-    """Hours of workers, and of the CPUs and GPUs that they had reserved."""
+    """Hours of workers, and of the CPUs and GPUs reserved for them."""
 
     worker_hours: float = 0.0
     cpu_hours: float = 0.0
@@ -26,16 +26,16 @@ class Usage:
 
 
 UsageByDay = Mapping[tuple[str, date], Usage]
-"""That of each project on each day (UTC); days without any are left out."""
+"""Usage by project and day (UTC); days without usage are left out."""
 
 
 def usage_of(job: Job, *, since: float = 0.0, until: float) -> Usage:
-    """What a job has used between two moments (Unix seconds); an attempt uses what it has until it is over."""
+    """Return the usage of a job between two times (Unix seconds). An attempt uses its resources until it ends."""
     return sum((_used(attempt, job, since, until) for attempt in job.attempts), Usage())
 
 
 def usage_by_day(jobs: Iterable[Job], *, since: float, until: float) -> UsageByDay:
-    """What jobs have used between two moments."""
+    """Return the usage of jobs between two times (Unix seconds), by project and day."""
     found: dict[tuple[str, date], Usage] = {}
     for job in jobs:
         for day, begin, end in _days(job, since, until):
@@ -47,17 +47,17 @@ def usage_by_day(jobs: Iterable[Job], *, since: float, until: float) -> UsageByD
 
 
 def together(one: UsageByDay, other: UsageByDay) -> UsageByDay:
-    """The sum of two."""
+    """Add two usages."""
     return {key: one.get(key, Usage()) + other.get(key, Usage()) for key in (*one, *other)}
 
 
 def day_of(moment: float) -> date:
-    """The day (UTC) of a moment."""
+    """Return the day (UTC) of a time (Unix seconds)."""
     return datetime.fromtimestamp(moment, UTC).date()
 
 
 def begin_of(day: date) -> float:
-    """The moment at which a day (UTC) begins."""
+    """Return the start of a day (UTC) in Unix seconds."""
     return datetime.combine(day, time(), UTC).timestamp()
 
 

@@ -1,4 +1,4 @@
-"""Webhooks: who is told of a job's changes, in what words, and when it is tried again. Pure. Times are Unix seconds."""
+"""Webhooks: receivers of job events, messages, and retry times. Pure. Times are Unix seconds."""
 
 import json
 from collections.abc import Mapping
@@ -14,24 +14,24 @@ from service.domain.job import Job, JobState
 
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 3600.0
 PATIENCE = 3 * 86400.0
-"""For so long a message is tried again."""
+"""Seconds for which a message is retried."""
 KEPT = 7 * 86400.0
-"""For so long one that was settled stays in the log."""
+"""Seconds for which a finished delivery stays in the log."""
 OVERLAP = 86400.0
-"""For so long after a rotation the secret before it signs as well."""
+"""Seconds after a rotation for which the previous secret signs, too."""
 LIMIT = 32
-"""Webhooks of a project."""
+"""Maximum number of webhooks of a project."""
 
 
 @dataclass(frozen=True)
 class Webhook:
-    """Who is told of the jobs of a project, or of ANY."""
+    """A receiver of job events of a project, or of ANY."""
 
     id: str
     project: str
     url: str
     states: tuple[JobState, ...]
-    """Those whose beginning it is told of."""
+    """Job states that trigger a message when a job enters them."""
     secret: str = field(repr=False)
     created_at: float
     created_by: str
@@ -41,21 +41,21 @@ class Webhook:
     disabled_because: str | None = None
 
     def secrets(self, now: float) -> tuple[str, ...]:
-        """What a request is signed with, the newest first."""
+        """Return the secrets that sign a request, newest first."""
         if self.previous_secret is None or now >= (self.previous_until or 0.0):
             return (self.secret,)
         return (self.secret, self.previous_secret)
 
     @property
     def facts(self) -> dict[str, JsonValue]:
-        """What the audit log tells of it: no path, which for some receivers is a secret."""
+        """Return the fields for the audit log, without the URL's path: some receivers use it as a secret."""
         parts = urlsplit(self.url)
         return {"project": self.project, "host": f"{parts.scheme}://{parts.netloc}", "states": [*self.states]}
 
 
 @dataclass(frozen=True)
 class Message:
-    """What is told, in words that never change; its id is the same however often it is sent."""
+    """A message. Its body never changes, and each attempt to send it has the same id."""
 
     id: str
     event: str
@@ -65,7 +65,7 @@ class Message:
 
 
 class Settled(StrEnum):
-    """How far a delivery is."""
+    """The status of a delivery."""
 
     WAITING = "waiting"
     DELIVERED = "delivered"
@@ -74,24 +74,24 @@ class Settled(StrEnum):
 
 @dataclass(frozen=True)
 class Delivery:
-    """A message on its way to one webhook."""
+    """The delivery of a message to one webhook."""
 
     number: int
     webhook_id: str
     message: Message
     since: float
-    """When it was asked for, the last time."""
+    """Time at which it was last requested."""
     next_at: float | None
-    """None: it is settled."""
+    """Time of the next attempt; None if the delivery is finished."""
     attempts: int = 0
-    """Since then."""
+    """Number of attempts since `since`."""
     status: int | None = None
     error: str | None = None
     delivered_at: float | None = None
 
     @property
     def settled(self) -> Settled:
-        """How far it is."""
+        """Return the status of the delivery."""
         if self.delivered_at is not None:
             return Settled.DELIVERED
         return Settled.WAITING if self.next_at is not None else Settled.GIVEN_UP
@@ -99,30 +99,30 @@ class Delivery:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a receiver answered; without a status it did not, and `error` says why."""
+    """The answer of a receiver. `status` is None if there was no answer; then `error` has the reason."""
 
     status: int | None
     error: str | None = None
     retry_after: float | None = None
-    """Seconds that it asks to be left alone for."""
+    """Seconds that the receiver asks the service to wait."""
 
     @property
     def received(self) -> bool:
-        """Whether it has the message."""
+        """Return whether the receiver has accepted the message."""
         return self.error is None
 
     @property
     def gone(self) -> bool:
-        """Whether it wants none any more."""
+        """Return whether the receiver wants no further messages (410 Gone)."""
         return self.status == 410
 
 
 def answered(status: int, headers: Mapping[str, str], *, now: float) -> Answer:
-    """What an answer means; header names are in lower case."""
+    """Interpret an HTTP response. Header names must be in lower case."""
     if 200 <= status < 300:
         return Answer(status)
     if 300 <= status < 400:
-        # Not told where to: whoever may read the log may not know of that place.
+        # The error does not contain the redirect's target: readers of the log may not be allowed to know it.
         error = f"answered {status}, a redirect, and none is followed; give the webhook the address that it leads to"
     elif status == 410:
         error = "answered 410 Gone, so that the webhook is disabled; a test call that is received enables it again"
@@ -133,7 +133,7 @@ def answered(status: int, headers: Mapping[str, str], *, now: float) -> Answer:
 
 
 def settle(delivery: Delivery, answer: Answer, *, now: float, jitter: float) -> Delivery:
-    """A delivery after one more attempt; `jitter` is anything from 0 to 1."""
+    """Return a delivery after one more attempt. `jitter` is a number from 0 to 1."""
     tried = replace(delivery, attempts=delivery.attempts + 1, status=answer.status, error=answer.error)
     if answer.received:
         return replace(tried, delivered_at=now, next_at=None)
@@ -141,15 +141,15 @@ def settle(delivery: Delivery, answer: Answer, *, now: float, jitter: float) -> 
 
 
 def next_try(tried: Delivery, asked: float | None, *, now: float, jitter: float) -> float | None:
-    """When a delivery that has failed is tried again; None: it is given up."""
-    # The number of attempts that reach the longest pause, so that no power is too large for a float.
+    """Return the time of the next attempt of a failed delivery; None if it is given up."""
+    # The exponent is limited: 20 exceeds the longest pause, and a larger power may overflow a float.
     pause = min(FIRST_PAUSE * 2.0 ** min(tried.attempts - 1, 20), LONGEST_PAUSE) * (0.5 + 0.5 * jitter)
     at = now + max(pause, min(asked or 0.0, LONGEST_PAUSE))
     return at if at <= tried.since + PATIENCE else None
 
 
 def told_of(job: Job, before: JobState | None, *, version: int) -> Message:
-    """What is told of a job that has come to another state; `version` is that of the row that is stored with it."""
+    """Build the message about a job that entered another state. `version` is the version of its stored row."""
     time = job.times.get(job.state, job.updated_at)
     data: dict[str, JsonValue] = {
         "job": {"id": job.id, "name": job.spec.name, "project": job.spec.project},
@@ -162,7 +162,7 @@ def told_of(job: Job, before: JobState | None, *, version: int) -> Message:
 
 
 def trial_message(webhook: Webhook, *, number: str, now: float) -> Message:
-    """What a test call sends."""
+    """Build the message that a test call sends."""
     data: dict[str, JsonValue] = {"webhook": webhook.id, "project": webhook.project}
     return _message(f"test-{number}", "webhook.test", data, job_id="", time=now)
 
@@ -174,7 +174,7 @@ def _message(message_id: str, event: str, data: dict[str, JsonValue], *, job_id:
 
 
 def _seconds(header: str | None, *, now: float) -> float | None:
-    """What a Retry-After asks for: seconds, or a date."""
+    """Parse a Retry-After header, in seconds or as a date. Return seconds; None if it is missing or invalid."""
     if header is None:
         return None
     if header.isascii() and header.isdigit():

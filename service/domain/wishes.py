@@ -1,4 +1,4 @@
-"""What a user's word does to a job: pause, resume, cancel, at any moment, and again. Pure; each raises IllegalState."""
+"""Commands of users: pause, resume, cancel, in any state and repeatedly. Pure. Each command may raise IllegalState."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ _PAUSED = Reason(Code.USER, "paused by a user", "resume it when it is to go on")
 
 
 def cancelled(job: Job, *, deadline: float, checkpoint: bool, now: float) -> Job:
-    """The job after a cancel; asked again, it can only have less time."""
+    """Return the job after a cancel request. A repeated request can only shorten its deadline."""
     if job.state is JobState.CANCELLED:
         return job
     if job.state.terminal:
@@ -26,7 +26,7 @@ def cancelled(job: Job, *, deadline: float, checkpoint: bool, now: float) -> Job
 
 
 def paused(job: Job, *, deadline: float, now: float) -> Job:
-    """The job after a pause, which it keeps until a user resumes it, whoever had asked for one before."""
+    """Return the job after a pause request. Only a user can resume it, even if it was preempted before."""
     if job.state.terminal or job.state is JobState.CANCELLING:
         raise IllegalState(f"{job.id} is {job.state} and cannot be paused any more; clone it to train on")
     wish = Wish("pause", checkpoint=True, deadline=deadline, reason=_PAUSED)
@@ -41,15 +41,16 @@ def paused(job: Job, *, deadline: float, now: float) -> Job:
 
 
 def resumed(job: Job, scaling: ScalingSpec | None, sizes: tuple[int, ...] = (), *, deadline: float, now: float) -> Job:
-    """The job after a resume, at another size if one is given; `sizes` are those it may then have, if it is elastic.
+    """Return the job after a resume request, at another size if `scaling` is given.
 
-    One that is on its way to a pause goes on after it; one that runs at another size saves, and waits for room.
+    `sizes` are the possible numbers of workers of an elastic job. A pausing job resumes after the pause. A running job
+    that gets another size saves, and is queued again.
     """
     if job.state.terminal or job.state is JobState.CANCELLING:
         raise IllegalState(f"{job.id} is {job.state} and cannot be resumed; clone it to train on from a checkpoint")
     sized = job
     if scaling is not None and scaling != job.asked:
-        # What it holds now its attempt knows; `granted` is about the size before.
+        # The attempt has the size that the job holds now. `granted` belongs to the previous size.
         sized = replace(job, scaling=scaling, sizes=sizes, granted=None)
     if job.state is JobState.PAUSED:
         return resume(sized, now=now)

@@ -1,4 +1,4 @@
-"""What the service needs of the world, as Protocols; adapters/ has the answers."""
+"""Ports: the interfaces of the service to the outside, as Protocols. adapters/ implements them."""
 
 from service.ports.access import KeyStore, TokenVerifier
 from service.ports.cluster import Cluster, Launch, Node

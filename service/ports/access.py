@@ -1,4 +1,4 @@
-"""Where keys and the audit log are stored, durably; and who checks tokens."""
+"""Ports for keys, the audit log and the verification of tokens."""
 
 from typing import Protocol
 
@@ -7,29 +7,29 @@ from service.domain.token import Claims
 
 
 class KeyStore(Protocol):
-    """Keys, and the audit log: every change of a key and its deed are stored at once, durably."""
+    """Durable store of keys and the audit log. A change and its audit entry are stored in one transaction."""
 
     def add(self, key: Key, deed: Deed) -> None:
         """Store a new key."""
 
     def get(self, key_id: str) -> Key | None:
-        """The key with this id."""
+        """Return the key with this id; None if there is none."""
 
     def all(self) -> list[Key]:
-        """Every key there was, newest first."""
+        """Return all keys, also expired and revoked ones, newest first."""
 
     def revoke(self, key_id: str, *, now: float, deed: Deed) -> bool:
-        """Let a key open nothing from now on; False: it was revoked before, and the first time stays."""
+        """Revoke a key. Return False if it was revoked before; the first time of revocation stays."""
 
     def record(self, deed: Deed) -> None:
-        """Write down what was done to something that is not in the database."""
+        """Store the audit entry of a change that is not in the database."""
 
     def deeds(self, projects: frozenset[str] | None, *, after: int | None, limit: int) -> list[tuple[int, Deed]]:
-        """What was done in these projects, newest first, before a deed of this number; None: all of it."""
+        """Return the audit entries of these projects (None: of all), newest first, with numbers below `after`."""
 
 
 class TokenVerifier(Protocol):
-    """Knows which tokens were issued for this service."""
+    """A verifier of tokens that were issued for this service."""
 
     def verify(self, token: str) -> Claims:
-        """The claims of a token that is in order. Raises Unauthorized, IssuerUnavailable."""
+        """Return the claims of a token. Raises Unauthorized if it is invalid, IssuerUnavailable if this is unknown."""

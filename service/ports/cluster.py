@@ -1,4 +1,4 @@
-"""Where drivers run."""
+"""Port to the cluster that runs the drivers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from train_loop.plan import Capacity
 
 @dataclass(frozen=True)
 class Launch:
-    """What the cluster is told of an attempt."""
+    """The submission of an attempt to the cluster."""
 
     submission_id: str
     job_id: str
@@ -27,36 +27,39 @@ class Node:
 
     id: str
     host: str
-    """Its hostname, or its address if Ray does not know the hostname."""
+    """Hostname, or the address if Ray does not know the hostname."""
     address: str
     alive: bool = True
     is_head: bool = False
     total: Mapping[str, float] = field(default_factory=dict)
     free: Mapping[str, float] | None = None
-    """What nothing reserves, a few seconds old; None if unknown."""
+    """Unreserved resources, a few seconds old; None if unknown."""
     started_at: float = 0.0
     ended_at: float | None = None
     message: str | None = None
-    """Why it died, as the cluster reports it."""
+    """Cause of death, as the cluster reports it."""
 
 
 class Cluster(Protocol):
-    """Where drivers run. Every call may raise ClusterError, except those that have a word for not knowing."""
+    """The cluster that runs the drivers. Calls raise ClusterError, unless they can return UNKNOWN or None instead."""
 
     def submit(self, launch: Launch) -> None:
-        """Start a driver; one that is there already under this id is fine if it is the same."""
+        """Start a driver. Do nothing if the same driver already exists under this id."""
 
     def status(self, submission_id: str) -> Submission:
-        """What became of a driver; UNKNOWN when the cluster does not answer."""
+        """Return the status of a driver; UNKNOWN if the cluster does not answer."""
 
     def stop(self, submission_id: str) -> None:
-        """End a driver now; one that is gone is fine."""
+        """Stop a driver now. Do nothing if it does not exist."""
 
     def capacity(self) -> Capacity | None:
-        """What all nodes have, those an autoscaler may add among them; None when the cluster does not answer."""
+        """Return the resources of all nodes, also of nodes that an autoscaler may add.
+
+        Returns None if the cluster does not answer.
+        """
 
     def nodes(self) -> list[Node] | None:
-        """Return the nodes, also those that died in the last hour; None if the cluster does not answer."""
+        """Return the nodes, also nodes that died in the last hour; None if the cluster does not answer."""
 
     def dashboard(self, submission_id: str | None) -> str | None:
-        """The page that shows a submission, or the cluster."""
+        """Return the dashboard URL of a submission, or of the cluster if `submission_id` is None."""

@@ -1,4 +1,4 @@
-"""What an examination asks of the cluster and of the storage."""
+"""Ports through which the doctor probes the cluster and the storage."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -8,39 +8,39 @@ from train_loop.run_dir import ClusterVisit
 
 
 class ClusterProbe(Protocol):
-    """Questions to the cluster. Every call may raise what went wrong."""
+    """Requests to the cluster. Every call may raise any error."""
 
     def greet(self) -> Greeting:
-        """How it answers."""
+        """Return how the dashboard answers."""
 
     def nodes(self) -> int:
-        """How many are alive."""
+        """Return the number of live nodes."""
 
     def visit(self, folder: str | None, *, seconds: float) -> ClusterVisit:
-        """What each node is, and whether it sees what lies in a folder."""
+        """Return a report of each node, including whether it sees the files in `folder`."""
 
 
 class StorageProbe(Protocol):
-    """Trials of the storage, after which nothing is left. Every call may raise what went wrong."""
+    """Tests of the storage, which leave no files. Every call may raise any error."""
 
     @property
     def runs(self) -> str:
-        """URI below which run directories go."""
+        """Return the URI of the folder that holds the run directories."""
 
     def read(self) -> str:
-        """List all roots; what was seen."""
+        """List all roots. Return a description of the result."""
 
     def write(self) -> str:
-        """Write, read back and list; what was seen."""
+        """Write, read and list a file. Return a description of the result."""
 
     def replace(self) -> str:
-        """Replace a file that is being read; what was seen."""
+        """Replace a file while it is read. Return a description of the result."""
 
     def leave_token(self, folder: str) -> str:
-        """Write something that nobody can guess into a folder; what it is."""
+        """Write a random token into a folder. Return the token."""
 
     def answers(self, folder: str, token: str, nodes: Sequence[str]) -> frozenset[str]:
-        """Of which nodes there is an answer in the folder with the same token, after a while."""
+        """Return the nodes whose answer in the folder has the same token. Wait a few seconds for missing answers."""
 
     def remove(self, folder: str) -> None:
-        """Remove a folder and all in it; none is fine."""
+        """Remove a folder and its contents. Do nothing if it does not exist."""

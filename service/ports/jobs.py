@@ -1,4 +1,4 @@
-"""Where jobs are stored, durably."""
+"""Port to the durable job store."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,27 +11,27 @@ from service.domain.ticket import Ticket
 from service.domain.usage import Usage, UsageByDay
 
 KEPT_SECONDS = 24 * 3600.0
-"""For so long an Idempotency-Key stands for its job."""
+"""Seconds for which an Idempotency-Key refers to its job."""
 
 
 @dataclass(frozen=True)
 class JobQuery:
-    """Which jobs to list, newest first, those after the cursor (a job id)."""
+    """A filter of jobs, listed newest first, after the cursor `after` (a job id)."""
 
     states: tuple[JobState, ...] = ()
     projects: frozenset[str] | None = None
-    """None: any."""
+    """Projects of the jobs; None means all projects."""
     name: str | None = None
     labels: tuple[tuple[str, str], ...] = ()
     id_prefix: str | None = None
-    """How their ids begin: `job-` and some of what comes behind it, in lower case."""
+    """Prefix of the job ids: `job-` and the first characters after it, in lower case."""
     after: str | None = None
     limit: int = 50
 
 
 @dataclass(frozen=True)
 class Once:
-    """An Idempotency-Key, the SHA-256 of the body that it came with, and whose it is."""
+    """An Idempotency-Key, the SHA-256 of its request body, and the scope of its caller."""
 
     key: str
     body: str
@@ -39,13 +39,13 @@ class Once:
 
     @property
     def id(self) -> str:
-        """What tells it apart from the keys of others."""
+        """Return the key with its scope, which is unique among all callers."""
         return f"{self.scope}:{self.key}" if self.scope else self.key
 
 
 @dataclass(frozen=True)
 class NewJob:
-    """A job that is to be stored, with its Idempotency-Key and its entries in the audit log."""
+    """A job to store, with its Idempotency-Key and its audit log entries."""
 
     job: Job
     once: Once | None = None
@@ -54,7 +54,7 @@ class NewJob:
 
 @dataclass(frozen=True)
 class Lease:
-    """Who reconciles a job, and until when nobody else does (Unix seconds)."""
+    """An exclusive claim of `owner`, e.g. to reconcile a job, until a time. Times are Unix seconds."""
 
     owner: str
     now: float
@@ -62,55 +62,55 @@ class Lease:
 
 
 class JobStore(Protocol):
-    """Jobs, durably."""
+    """Durable store of jobs."""
 
     def job_of(self, once: Once, *, now: float) -> Job | None:
-        """Return the job that a key stands for; None if it stands for none. Raises IdempotencyMismatch."""
+        """Return the job of a key; None if it has none. Raises IdempotencyMismatch if the body differs."""
 
     def add(self, new: NewJob) -> bool:
-        """Store a job and its key durably, in one transaction; return False if the key stands for another job."""
+        """Store a job and its key durably, in one transaction. Return False if the key refers to another job."""
 
     def add_all(self, added: Sequence[NewJob], *, now: float) -> bool:
-        """Store jobs and their keys durably, all or none; return False if a key stands for another job."""
+        """Store jobs and their keys durably, all or none. Return False if a key refers to another job."""
 
     def delete(self, job: Job, used: Mapping[date, Usage], deed: Deed | None = None) -> bool:
-        """Forget a job of the version that was read, but for its hours of each day (UTC); False: it has changed."""
+        """Delete a job, but keep its usage of each day (UTC). Return False if the job changed since it was read."""
 
     def get(self, job_id: str) -> Job | None:
-        """The job with this id."""
+        """Return the job with this id; None if there is none."""
 
     def page(self, query: JobQuery) -> list[Job]:
-        """The jobs that match, newest first."""
+        """Return the matching jobs, newest first."""
 
     def used_between(self, since: float, until: float, *, projects: frozenset[str] | None = None) -> list[Job]:
-        """The jobs that had an attempt between two moments."""
+        """Return the jobs that started before `until` and had not finished at `since` (Unix seconds)."""
 
     def used_by_deleted(self, first: date, last: date, *, projects: frozenset[str] | None = None) -> UsageByDay:
-        """What deleted jobs had used from one day to another."""
+        """Return the usage of deleted jobs from day `first` to day `last`."""
 
     def tickets(self) -> list[Ticket]:
-        """Every job that holds room in the cluster or waits for some."""
+        """Return the tickets of all jobs that hold resources of the cluster or wait for them."""
 
     def queue_mark(self) -> Hashable:
-        """Another value whenever `tickets` may answer otherwise; much quicker than that."""
+        """Return a value that changes whenever the result of `tickets` may change. Much faster than `tickets`."""
 
     def lead(self, lease: Lease) -> bool:
-        """Whether this owner decides about the queue until the lease ends; nobody else does meanwhile."""
+        """Take or renew the queue's lease: only its owner decides about the queue. Return whether this owner has it."""
 
     def active(self) -> list[str]:
-        """The jobs that somebody has to look after: not those that wait, are paused, or have ended."""
+        """Return the ids of the jobs to reconcile: not those that wait, are paused, or have ended."""
 
     def claim(self, job_id: str, lease: Lease) -> Job | None:
-        """The job, if nobody else holds it; it is this owner's until the lease ends."""
+        """Lease a job to this owner until the lease ends, and return it; None if another owner has it."""
 
     def give_up_leases(self, owner: str) -> None:
-        """Leave all that this owner holds to others, at once; what it still does with them is discarded."""
+        """Release all leases of this owner at once. The store discards its later changes under them."""
 
     def save(self, job: Job, *, owner: str | None = None, leads: bool = False, deed: Deed | None = None) -> bool:
-        """Store a change of the version that was read; False: discarded.
+        """Store a change to the version that was read. Return False if the change was discarded.
 
-        Where an owner is named, only while it has the job's lease; where it leads, only while it has that one instead.
+        With `owner`, the owner must have the job's lease; with `leads`, the queue's lease instead.
         """
 
     def ping(self) -> None:
-        """Raise unless the database answers."""
+        """Raise an error unless the database answers."""

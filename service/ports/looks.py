@@ -1,4 +1,4 @@
-"""What can only be found by looking at data and model."""
+"""Port for the checks that must read the data and the model."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,24 +10,24 @@ from train_loop.spec import JobSpec, Problem
 
 @dataclass(frozen=True)
 class Findings:
-    """What a look at data and model found: everything wrong, and the model's sizes, unless they cannot be told."""
+    """The result of a preflight check: all problems, and the model's sizes, if they can be determined."""
 
     problems: tuple[Problem, ...]
     shape: ModelShape | None
     preview: tuple[Preview, ...] = ()
-    """Counts of the first rows of each source of text."""
+    """Counts of the first rows of each text source."""
     count: SampleCount | None = None
-    """Samples of the training data, if they can be counted before they are prepared."""
+    """Number of training samples, if it can be counted before the data is prepared."""
 
 
 class Preflight(Protocol):
-    """What can only be found by looking at data and model, in a process of its own."""
+    """Checks that must read the data and the model, in a separate process."""
 
     def check(self, spec: JobSpec, parent: Parent | None = None) -> Findings:
-        """Look. Raises PreflightFailed when it cannot say."""
+        """Check a spec. Raises PreflightFailed if the check has no result."""
 
     def trouble(self) -> str | None:
         """Return why no spec can be checked now, without waiting; None if the next one is checked at once."""
 
     def known(self, spec: JobSpec) -> Findings | None:
-        """What a look found a moment ago, where all was in order; nobody looks now."""
+        """Return the result of a recent check without problems, else None. Does not start a check."""

@@ -1,4 +1,4 @@
-"""What runs write and read: run directories and what reads whole checkpoints."""
+"""Ports to run directories, and to tools that read whole checkpoints."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
@@ -12,33 +12,33 @@ from train_loop.run_dir import ExportStatus, ExportWish, Manifest, Outcome, Pare
 from train_loop.spec import JobSpec, ScalingSpec
 
 Line = Mapping[str, JsonValue]
-"""One line of events.jsonl or metrics.jsonl: every writer may add fields."""
+"""One line of events.jsonl or metrics.jsonl. Any writer may add fields."""
 
 
 @dataclass(frozen=True)
 class Sighting:
-    """What an attempt left in the run directory."""
+    """An attempt, as observed in its run directory."""
 
     training: Training
     outcome: Outcome | None
     stop: Stop | None
     lost: Reason | None = None
-    """Why workers were lost, if the attempt reported it."""
+    """Reason for the loss of workers, if the attempt reported it."""
     size: int = 0
-    """Of what it has written: where it grows, somebody is alive."""
+    """Bytes of its events and metrics. If the size grows, the attempt is alive."""
     ready: bool = False
-    """Whether its workers are there, who should be heard of."""
+    """True if its workers are up and should write."""
     condition: Reason | None = None
-    """Why they make no progress, by the newest event about it."""
+    """Reason why the workers make no progress, from the newest event about it."""
     left: tuple[str, ...] = ()
-    """Hosts of the newest workers_lost event."""
+    """Hosts in the newest workers_lost event."""
     draining: Mapping[str, float] = field(default_factory=dict)
-    """Hosts that will be taken away, and when the notice came (Unix seconds)."""
+    """Hosts that will be removed, mapped to the time of the notice (Unix seconds)."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is, by its newest metrics line."""
+    """The progress of a run, from its newest metrics line."""
 
     step: int
     of: int | None
@@ -47,16 +47,16 @@ class Progress:
     mfu: float | None = None
     eta_seconds: float | None = None
     time: float | None = None
-    """When that line was written, in Unix seconds."""
+    """Time of that line (Unix seconds)."""
     step_seconds: float | None = None
-    """The median of the last 50 logged steps."""
+    """Median duration of the last 50 logged steps."""
     data_wait: float | None = None
-    """Which part of the newest logged step waited for data."""
+    """Fraction of the newest logged step that was spent waiting for data."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss of workers: when (Unix seconds), and why."""
+    """A loss of workers: its time (Unix seconds) and its reason."""
 
     time: float
     message: str
@@ -64,48 +64,48 @@ class Loss:
 
 @dataclass(frozen=True)
 class Story:
-    """What a run directory tells about all attempts."""
+    """The summary of all attempts in a run directory."""
 
     restarts: int
     lost_steps: int
-    """Optimizer steps that were trained again after faults."""
+    """Number of optimizer steps that were trained again after faults."""
     lost_seconds: float
-    """From the last new step before each fault to the first one after it."""
+    """Seconds from the last new step before each fault to the first new step after it."""
     productive_seconds: float
-    """Of steps that were new."""
+    """Seconds of new steps."""
     progress: Progress | None
     hosts: tuple[str, ...] = ()
-    """Hosts of its newest worker group; empty once that was lost."""
+    """Hosts of the newest worker group; empty once the group is lost."""
     losses: Mapping[str, Loss] = field(default_factory=dict)
-    """The newest loss of workers on each host."""
+    """Newest loss of workers on each host."""
     draining: Mapping[str, float] = field(default_factory=dict)
-    """Hosts that will be taken away, and when the notice came (Unix seconds)."""
+    """Hosts that will be removed, mapped to the time of the notice (Unix seconds)."""
     checkpoint_at: float | None = None
-    """When its newest checkpoint was committed, in Unix seconds; None if there is none."""
+    """Time at which the newest checkpoint was committed (Unix seconds); None if there is none."""
 
 
 NO_STORY = Story(restarts=0, lost_steps=0, lost_seconds=0.0, productive_seconds=0.0, progress=None)
-"""Of a run that has not begun."""
+"""Story of a run that has not started."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A story, when it was read, and why there is no newer one."""
+    """A story, the time at which it was read, and the error that prevents a newer one."""
 
     story: Story
     read_at: float | None
-    """Unix seconds; None if it was never read."""
+    """Time at which it was read (Unix seconds); None if it was never read."""
     error: str | None = None
-    """What is wrong with the storage; None if it answers."""
+    """Error of the storage; None if the storage answers."""
     since: float | None = None
-    """Unix seconds since when its root has been unavailable, if that is known."""
+    """Unix seconds since which the storage root has been unavailable, if known."""
     root: str | None = None
-    """The storage root that does not answer."""
+    """Storage root that does not answer."""
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """Where to go on in lines merged over attempts: after this line of this attempt."""
+    """A position in the merged lines of all attempts: after line `seq` of an attempt."""
 
     attempt: int = 0
     seq: int = 0
@@ -116,7 +116,7 @@ class Cursor:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a reader stands: at a byte of what an attempt has written."""
+    """A reader's position: a byte offset in a file of an attempt."""
 
     attempt: int = 0
     offset: int = 0
@@ -124,7 +124,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Entry:
-    """A whole line, and the place behind it."""
+    """A complete line, and the position after it."""
 
     text: str
     after: Place
@@ -132,7 +132,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Written:
-    """Which of an attempt's files: events, metrics, or a log, which is the driver's where no rank is named."""
+    """A file of an attempt: events, metrics, or a log. Without a rank, it is the driver's log."""
 
     kind: Literal["events", "metrics", "log"]
     rank: int | None = None
@@ -140,7 +140,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Tail:
-    """The next whole lines, a bounded part of them, and which attempt comes next, if one has begun."""
+    """The next complete lines, limited in size, and the number of the next attempt if one has started."""
 
     entries: tuple[Entry, ...]
     more: bool
@@ -156,71 +156,74 @@ class Checkpoint:
 
 
 class RunDirs(Protocol):
-    """Run directories by their URI: the only channel to the workers."""
+    """Run directories by URI: the only channel to the workers."""
 
     def prepare(self, run_dir: str, spec: JobSpec, size: ScalingSpec, *, attempt: int) -> None:
-        """Write the spec and the attempt's size, and shut out older attempts. Repeatable. Raises StaleAttempt."""
+        """Write the spec and the attempt's size, and fence off older attempts. Repeatable.
+
+        Raises StaleAttempt if this attempt is fenced off.
+        """
 
     def fence_off(self, run_dir: str, *, attempt: int) -> None:
-        """Shut out every attempt older than this one."""
+        """Fence off every attempt older than this one."""
 
     def ask_to_stop(self, run_dir: str, stop: Stop) -> None:
         """Write control/stop.json."""
 
     def observe(self, run_dir: str, attempt: int) -> Sighting:
-        """What an attempt says of itself."""
+        """Read the state of an attempt."""
 
     def latest(self, run_dir: str) -> Latest:
-        """The newest attempt that was prepared or shut out; number 0 where there is none."""
+        """Return the newest attempt that was prepared or fenced off; number 0 if there is none."""
 
     def story(self, run_dir: str) -> Story:
-        """What all attempts say together."""
+        """Return the summary of all attempts."""
 
     def known_story(self, run_dir: str) -> Reading:
-        """The newest story, or the last one that could be read. It does not raise while storage is unavailable."""
+        """Return the current story, or the last one read. Does not raise while the storage is unavailable."""
 
     def tail(self, run_dir: str, what: Written, place: Place) -> Tail:
-        """The next whole lines of a file from a place on; a line that is still being written is not there yet."""
+        """Return the next complete lines of a file, from `place`. Leaves out a line that is still being written."""
 
     def mark(self, run_dir: str, what: Written) -> Hashable:
-        """Another value whenever there is more of a kind in any attempt; much quicker than reading it."""
+        """Return a value that changes whenever this file grows in any attempt. Much faster than a read."""
 
     def newest_attempt(self, run_dir: str) -> int:
-        """Its number; 1 where none has begun."""
+        """Return the number of the newest attempt; 1 if none has started."""
 
     def inherit(self, run_dir: str, parent: Parent) -> bool:
-        """Have a run that has not begun go on from another one's checkpoint, and keep that; whether it is there."""
+        """Pin another run's checkpoint, and let a new run start from it. Return False if it does not exist."""
 
     def parent(self, run_dir: str) -> Parent | None:
-        """Return the checkpoint of another run that a run began from; None if it began at its first step."""
+        """Return the checkpoint of another run from which a run started; None if it started at its first step."""
 
     def let_go(self, run_dir: str) -> None:
-        """Leave the checkpoint that a run was begun from to retention. Repeatable."""
+        """Remove the run's pin from the checkpoint that it started from. Repeatable."""
 
     def committed(self, run_dir: str) -> int | None:
-        """The newest committed step."""
+        """Return the newest committed step; None if there is none."""
 
     def checkpoints(self, run_dir: str) -> list[Checkpoint]:
-        """The committed checkpoints, oldest first."""
+        """Return the committed checkpoints, oldest first."""
 
     def pin(self, run_dir: str, step: int) -> bool:
-        """Keep a checkpoint whatever retention says; whether it was there to be kept."""
+        """Pin a checkpoint, so that retention keeps it. Return False if it does not exist."""
 
     def unpin(self, run_dir: str, step: int) -> None:
-        """Leave a checkpoint to retention again."""
+        """Remove the pin of a checkpoint, so that retention applies to it again."""
 
     def exported(self, run_dir: str, step: int, wish: ExportWish, *, now: float) -> ExportStatus | None:
-        """How far an export is; None where nobody asked for it."""
+        """Return the status of an export; None if it was not requested."""
 
     def write_export(self, run_dir: str, status: ExportStatus) -> None:
-        """Say how far an export is."""
+        """Write the status of an export."""
 
 
 class CheckpointTools(Protocol):
-    """What reads whole checkpoints, each time in a process of its own."""
+    """Tools that read whole checkpoints, each call in a separate process."""
 
     def verify(self, run_dir: str, step: int) -> list[str] | None:
-        """What is wrong with it; None where there is none of this step. Raises VerifyFailed."""
+        """Return the faults of a checkpoint; None if it does not exist. Raises VerifyFailed if it could not be read."""
 
     def export(self, run_dir: str, step: int, wish: ExportWish) -> None:
-        """Begin to make a Hugging Face folder of it. Raises Busy."""
+        """Start the export of a checkpoint to a Hugging Face folder. Raises Busy if too many exports run."""

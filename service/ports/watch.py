@@ -1,4 +1,4 @@
-"""Who watches the service: what it is told of requests, of jobs and of itself, and spans of what takes time."""
+"""Ports for observability: metrics of requests, jobs and the service, and trace spans."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -8,12 +8,12 @@ from typing import Protocol
 from service.domain.job import JobState
 
 Counts = Mapping[tuple[JobState, str], int]
-"""How many jobs there are by state and project."""
+"""Number of jobs by state and project."""
 
 
 @dataclass(frozen=True)
 class RunTotals:
-    """One job that runs. Times are seconds until now; None is unknown."""
+    """Metrics of one running job. Ages are seconds until now. None means unknown."""
 
     project: str
     job: str
@@ -27,75 +27,75 @@ class RunTotals:
     loss: float | None = None
     data_wait: float | None = None
     waits_for: str | None = None
-    """The code of what it waits for, if it makes no progress."""
+    """Reason code of a job that makes no progress."""
 
 
 @dataclass(frozen=True)
 class Totals:
-    """What is true of the whole service, whichever of its processes says it."""
+    """Metrics of the whole service. Each of its processes reports the same values."""
 
     jobs: Counts = field(default_factory=dict)
     goodput: Mapping[str, float] = field(default_factory=dict)
-    """By project, of its jobs that run now: time of steps that were new, as a part of all since they started."""
+    """Goodput of the running jobs by project: time of new steps, as a fraction of the time since the jobs started."""
     oldest_wait: Mapping[str, float] = field(default_factory=dict)
-    """By project, for how many seconds the job that has waited longest has been queued."""
+    """Seconds in the queue of the longest-waiting job, by project."""
     backlog: int = 0
-    """Webhook messages that are not delivered yet."""
+    """Number of webhook messages that are not delivered yet."""
     runs: tuple[RunTotals, ...] = ()
     cluster_up: bool = True
     database_up: bool = True
 
 
 class JobCounts(Protocol):
-    """Counts stored jobs."""
+    """Counts of stored jobs and of webhook messages."""
 
     def counts(self) -> Counts:
-        """How many jobs there are by state and project; quick."""
+        """Return the number of jobs by state and project. Must be fast."""
 
     def queued_since(self) -> Mapping[str, float]:
-        """By project, since when (Unix seconds) the job that has waited longest has been queued."""
+        """Return the time (Unix seconds) since which the longest-waiting job has been queued, by project."""
 
     def backlog(self) -> int:
-        """How many webhook messages are not delivered yet."""
+        """Return the number of webhook messages that are not delivered yet."""
 
 
 class Watch(Protocol):
-    """What a process is told of itself, by any of its threads."""
+    """Metrics of one process. Any of its threads may record them."""
 
     def answered(self, method: str, route: str, status: int, seconds: float) -> None:
-        """A request of a route, by its template, was answered after so many seconds."""
+        """Record a request: its method, route template, status, and the seconds until its response starts."""
 
     def followed(self, *, more: bool) -> None:
-        """Somebody has begun to follow a job, or has gone."""
+        """Record that a client has started (`more`) or stopped following a job."""
 
     def moved(self, state: JobState) -> None:
-        """A job has come into a state."""
+        """Record that a job has entered a state."""
 
     def waited(self, seconds: float) -> None:
-        """A job has started after so long in the queue."""
+        """Record the seconds that a job waited before it started."""
 
     def ended(self, outcome: str) -> None:
-        """An attempt is over."""
+        """Record the outcome of an attempt."""
 
     def passed(self, seconds: float) -> None:
-        """The reconciler has looked after every job, which took it so long."""
+        """Record the seconds of a reconcile pass over all jobs."""
 
     def text(self, totals: Totals) -> bytes:
-        """All of it, and what is true of the whole service, as Prometheus reads it."""
+        """Return these metrics and those of the whole service in the text format of Prometheus."""
         return b""
 
 
 class Unwatched(Watch):
-    """Nobody looks."""
+    """A Watch that records nothing."""
 
 
 class Traces(Protocol):
-    """Spans of what takes time."""
+    """Trace spans of operations."""
 
     def span(self, name: str, **attributes: str) -> AbstractContextManager[None]:
-        """A span from here to its end; those that begin within are its children."""
+        """Open a span until the context exits. Spans that start within it are its children."""
         return nullcontext()
 
 
 class Untraced(Traces):
-    """Nobody asked for traces."""
+    """A Traces that records nothing."""

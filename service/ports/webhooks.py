@@ -1,4 +1,4 @@
-"""Where webhooks and what they are still to be told are stored, durably, and what tells them."""
+"""Ports to the durable store of webhooks and their deliveries, to the outbox, and to the sender."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,68 +9,68 @@ from service.ports.jobs import Lease
 
 
 class WebhookStore(Protocol):
-    """Webhooks and the log of their deliveries; a change and its deed are stored at once."""
+    """Store of webhooks and their delivery log. A change and its audit entry are stored in one transaction."""
 
     def add(self, webhook: Webhook, deed: Deed) -> None:
-        """Store a new one. Raises WebhookLimit."""
+        """Store a new webhook. Raises WebhookLimit if the project has too many."""
 
     def get(self, webhook_id: str) -> Webhook | None:
-        """The webhook with this id."""
+        """Return the webhook with this id; None if there is none."""
 
     def among(self, projects: frozenset[str] | None) -> list[Webhook]:
-        """Those of some projects, newest first; None: all."""
+        """Return the webhooks of these projects, newest first; None means all projects."""
 
     def delete(self, webhook_id: str, deed: Deed) -> bool:
-        """Forget one, and what it was still to be told; False: it was gone."""
+        """Delete a webhook and its deliveries. Return False if it does not exist."""
 
     def rotate(self, webhook_id: str, secret: str, *, until: float, deed: Deed) -> Webhook | None:
-        """Give one another secret beside the one it has, which ends at a time; None: it is gone."""
+        """Set a new secret; the previous one stays valid until `until`. Return None if the webhook does not exist."""
 
     def enable(self, webhook_id: str, deed: Deed) -> bool:
-        """Let one be told again; False: it was."""
+        """Enable a webhook again. Return False if it was not disabled."""
 
     def deliveries(self, webhook_id: str, *, after: int | None, limit: int) -> list[Delivery]:
-        """What it was told or is to be told, newest first, before a delivery of this number."""
+        """Return the deliveries of a webhook, sent or pending, newest first, with numbers below `after`."""
 
     def redeliver(self, webhook_id: str, number: int, *, now: float, deed: Deed) -> Delivery | None:
-        """Have a delivery begin anew, at once; None: there is none."""
+        """Restart a delivery now. Return None if it does not exist."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one webhook is to be told now; of each job the first message that it does not have yet."""
+    """The due deliveries of one webhook: for each job, its first message that is still pending."""
 
     webhook: Webhook
     deliveries: tuple[Delivery, ...]
 
 
 class Outbox(Protocol):
-    """Messages that were stored with what they tell of."""
+    """Messages that are stored in the transaction of the change that they report."""
 
     def claim(self, lease: Lease) -> Batch | None:
-        """What is due of the webhook that has waited longest; it is this owner's alone until the lease ends."""
+        """Claim the webhook that has waited longest, until the lease ends, and return its due deliveries."""
 
     def release(self, webhook_id: str, *, owner: str, now: float) -> None:
-        """Give a webhook back."""
+        """Release the claim of a webhook."""
 
     def release_all(self, owner: str, *, now: float) -> None:
-        """Give back whatever this owner's predecessor has left claimed."""
+        """Release all claims that an earlier process left under this owner's name."""
 
     def record(self, before: Delivery, after: Delivery) -> None:
-        """Store what came of an attempt, unless the delivery has changed meanwhile."""
+        """Store the result of an attempt, unless the delivery has changed meanwhile."""
 
     def disable(self, webhook_id: str, because: str, *, now: float) -> None:
-        """Tell a webhook nothing any more; what it was still to be told is given up."""
+        """Disable a webhook, and give up its pending deliveries."""
 
     def prune(self, *, now: float) -> None:
-        """Forget what is over: deliveries that were settled long ago, secrets that sign no longer."""
+        """Delete expired data: deliveries that finished long ago, and secrets that no longer sign."""
 
 
 class Sender(Protocol):
-    """What carries a message to its receiver."""
+    """A sender of messages to their receivers."""
 
     def send(self, webhook: Webhook, message: Message, *, now: float) -> Answer | None:
-        """Send it once, signed; None: the service is about to end, and nobody knows whether it was received."""
+        """Send a signed message once. Return None if the service stops first: then the result is unknown."""
 
     def close(self) -> None:
-        """Let go of what is on its way; nothing is sent from now on."""
+        """Cancel in-flight messages. From then on, send nothing."""
