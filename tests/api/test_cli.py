@@ -31,7 +31,7 @@ def test_a_clone_is_submitted_with_changes(home: Path, service: FakeService) -> 
     assert run("clone", "job-0001", "--set", "name=[1").stderr.startswith("trainshed: 'name=[1': the body is neither")
     for change in ("training", "=3", "training..seed=3", "name=[1"):
         refused = run("clone", "job-0001", "--set", change)
-        assert (refused.exit_code, refused.stderr.startswith(f"trainshed: {change!r}")) == (2, True), refused.stderr
+        assert (refused.exit_code, f"{change!r}" in refused.stderr.splitlines()[0]) == (2, True), refused.stderr
 
 
 def test_a_job_from_submit_to_cancel(home: Path, service: FakeService) -> None:

@@ -53,7 +53,7 @@ def test_without_a_job_the_last_one_is_none(home: Path) -> None:
 def test_keys_may_be_shortened_too(home: Path) -> None:
     for name in ("alice", "bob"):
         run("keys", "create", name, "--role", "nlp=viewer")
-    assert "is the beginning of several ids" in run("keys", "revoke", "00").stderr
+    assert "several ids start with it" in run("keys", "revoke", "00").stderr
     assert run("keys", "revoke", "0002").stdout == "revoked key-0002\n"
 
 

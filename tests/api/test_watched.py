@@ -65,11 +65,13 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
                 assert process.stdout is not None
                 started = STARTED.fullmatch(process.stdout.readline())
                 assert started is not None, (home / "log").read_text()
-                engine = open_database(f"sqlite:///{home}/trainshed.db")
                 headers = {"authorization": f"Bearer {(home / 'admin.key').read_text().strip()}"}
                 with httpx.Client(base_url=started[1], headers=headers, timeout=60) as client:
+                    # Opening a new SQLite database twice at once would lock it for a moment.
+                    wait_for(lambda: client.get("/jobs").status_code == 200, "an open database")
+                    engine = open_database(f"sqlite:///{home}/trainshed.db")
                     yield Process(process, client, home / "log", spans, SqlJobStore(engine))
-                engine.dispose()
+                    engine.dispose()
             finally:
                 process.kill()
 
