@@ -1,4 +1,4 @@
-"""Which attention a model computes with, and what keeps packed documents apart there."""
+"""Choice of a model's attention implementation, and the inputs that keep packed documents apart in it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,11 +16,11 @@ from train_loop.spec import JobSpec
 
 _FLASH = {"flash_attention_3": is_flash_attn_3_available, "flash_attention_2": is_flash_attn_2_available}
 _CAPABILITIES = {"flash_attention_3": (9, 9), "flash_attention_2": (8, 99)}
-"""Major compute capabilities, first and last, of the GPUs that each can run on: Hopper; Ampere and later."""
+"""First and last major compute capability that each implementation runs on: Hopper; Ampere and later."""
 
 
 def apply_attention(model: PreTrainedModel, spec: JobSpec, device: torch.device) -> None:
-    """Set the attention that the spec asks for. Raises ModelError where it cannot run here."""
+    """Set the attention implementation of the spec. Raises ModelError if it cannot run here."""
     wanted = spec.model.attn_implementation
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     installed = [name for name, is_available in _FLASH.items() if is_available()]
@@ -41,7 +41,10 @@ def apply_attention(model: PreTrainedModel, spec: JobSpec, device: torch.device)
 
 
 def best_attention(spec: JobSpec, device: torch.device, *, major: int, installed: Sequence[str]) -> str:
-    """Return what `auto` means on a device of a major compute capability, of the flash packages that are installed."""
+    """Return the implementation that `auto` selects for a device.
+
+    `major` is its major compute capability, and `installed` lists the installed flash packages.
+    """
     if device.type != "cuda":
         return "sdpa"
     flash = [name for name in installed if spec.model.dtype != "fp32" and _runs(name, major)]
@@ -56,10 +59,10 @@ def _runs(flash: str, major: int) -> bool:
 
 
 def attention_inputs(model: PreTrainedModel, position_ids: Tensor) -> dict[str, Any]:
-    """What the model is called with to keep documents apart, over the full sequence [B, T], by transformers' rules.
+    """Return the model's arguments that keep documents apart, over the full sequence [B, T], by transformers' rules.
 
-    Flash gets the bounds of documents, every other implementation its masks. Made once per micro-batch, before the
-    sequence is split: under Ulysses the model sees its slice only and could make neither.
+    Flash attention gets the bounds of documents, every other implementation gets masks. Call it once per micro-batch,
+    before the sequence is split: under Ulysses the model sees only its slice and could make neither.
     """
     if model.config._attn_implementation in _FLASH:
         (bounds, _), (longest, _) = prepare_fa_kwargs_from_position_ids(position_ids)
@@ -69,7 +72,7 @@ def attention_inputs(model: PreTrainedModel, position_ids: Tensor) -> dict[str, 
 
 
 def _masks(model: PreTrainedModel, position_ids: Tensor) -> Any:
-    """[B, 1, T, T]; None where plain causal attention is right; a dict where layers differ."""
+    """Return the mask [B, 1, T, T]; None if plain causal attention is right; a dict if layers differ."""
     config = model.config.get_text_config()
     arguments = {
         "config": config,

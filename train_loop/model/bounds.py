@@ -1,4 +1,4 @@
-"""Bounds on the numbers of a model's config, which cost nothing to check: building 20,000 layers takes minutes."""
+"""Upper bounds on the numbers of a model's config. They are cheap to check; building 20,000 layers takes minutes."""
 
 import re
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ _BOUNDS = (
     (re.compile(r".*vocab_size"), 1 << 24),
     (re.compile(r".*(hidden|intermediate|embd|inner|ffn|model).*(size|dim)|d_model|d_ff|n_embd|n_inner"), 1 << 20),
 )
-"""Names of fields with the largest number that each may have: far more than any model has."""
+"""Patterns of field names with their largest allowed number, which is far above that of any model."""
 _LARGEST = 1 << 40
-"""Of any other whole number."""
+"""Largest allowed number of all other integer fields."""
 
 
 def large_numbers(config: dict[str, Any], pointer: str) -> list[Problem]:
-    """Return the numbers of a config that are larger than those of any model; `pointer` is that of the config."""
+    """Return a problem for each number of a config above its bound; `pointer` is that of the config."""
     return [
         Problem(
             pointer + as_pointer(steps) if pointer.endswith("config") else pointer,

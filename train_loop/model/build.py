@@ -1,4 +1,4 @@
-"""A Hugging Face model without memory, and its random weights, the same at every world size."""
+"""Hugging Face models on the meta device, and random weights that are the same at every world size."""
 
 import difflib
 import hashlib
@@ -24,11 +24,11 @@ _UNDECLARED = ("head_dim", "rope_theta", "rope_type", "partial_rotary_factor")
 """Fields that transformers reads although not every config class declares them."""
 
 _FEW_ELEMENTS = 2**20
-"""A module with more is not initialised before a run: that would take memory and seconds."""
+"""Maximum elements of a module that is initialised before a run: a larger one takes memory and seconds."""
 
 
 def build_model(spec: ModelSpec) -> PreTrainedModel:
-    """Build the model on the meta device: no memory, no weights. Raises ModelError."""
+    """Build the model on the meta device, without memory and weights. Raises ModelError."""
     try:
         hf_config = _hf_config(spec.config) if spec.config is not None else _folder_config(spec)
         with torch.device("meta"):
@@ -37,7 +37,7 @@ def build_model(spec: ModelSpec) -> PreTrainedModel:
             )
     except ModelError:
         raise
-    except Exception as error:  # what a config can make transformers raise has no common class
+    except Exception as error:  # transformers' errors for a config have no common class
         source = spec.path or "model.config"
         raise ModelError(f"{source} builds no causal language model: {' '.join(str(error).split())}") from error
     _check_layers(model)
@@ -46,7 +46,10 @@ def build_model(spec: ModelSpec) -> PreTrainedModel:
 
 
 def _hf_config(config: dict[str, Any]) -> PretrainedConfig:
-    """The config, held against its class: transformers itself keeps a misspelled field and trains the default."""
+    """Return the config in its transformers class. Raises ModelError for a field that the class does not have.
+
+    transformers itself keeps a misspelled field and trains with the default.
+    """
     hf_config = _config_of_type(config)
     known = {*dir(type(hf_config)), *_UNDECLARED}
     for name in sorted(config.keys() - known):
@@ -68,11 +71,14 @@ def _near(name: str, known: Iterable[str]) -> str | None:
 
 
 def _folder_config(spec: ModelSpec) -> PretrainedConfig:
-    """The config of a folder; transformers writes more fields than its classes declare, so that none is strange."""
+    """Return the config of a folder.
+
+    It may have any field, because transformers writes more fields than its classes declare.
+    """
     config = model_config(spec)
     if config.get("quantization_config"):
         raise ModelError(f"{spec.path} holds quantised weights, which cannot be trained; give the model they came from")
-    # Code that comes with a model is never run; many folders bring some although transformers has the model too.
+    # Code that comes with a model is never run. Many folders contain code although transformers has the model too.
     if config.pop("auto_map", None) and config["model_type"] not in CONFIG_MAPPING:
         raise ModelError(
             f"{spec.path} needs code of its own (auto_map), and code that comes with weights is not run; choose a "
@@ -82,7 +88,7 @@ def _folder_config(spec: ModelSpec) -> PretrainedConfig:
 
 
 def _check_layers(model: PreTrainedModel) -> None:
-    """Raise ModelError for layers whose documents this loop would not keep apart."""
+    """Raise ModelError for layer types in which this loop does not keep documents apart."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     strange = sorted(kinds - {"full_attention", "sliding_attention"})
@@ -91,7 +97,7 @@ def _check_layers(model: PreTrainedModel) -> None:
 
 
 def materialise(model: PreTrainedModel, blueprint: PreTrainedModel, *, seed: int, device: torch.device) -> None:
-    """Give a sharded model memory and random weights; `blueprint` is the same model on meta, before it was sharded."""
+    """Allocate a sharded model with random weights; `blueprint` is the same model on meta, before sharding."""
     allocate(model, blueprint, device=device)
     draw_weights(model, blueprint, dict(blueprint.named_parameters()), seed=seed)
 
@@ -99,9 +105,9 @@ def materialise(model: PreTrainedModel, blueprint: PreTrainedModel, *, seed: int
 def allocate(
     model: PreTrainedModel, blueprint: PreTrainedModel, *, device: torch.device, stored: Collection[str] = ()
 ) -> None:
-    """Give a sharded model memory, and its buffers the values of its own rules; its weights are still to come.
+    """Allocate a sharded model and initialise its buffers by the model's own rules; its weights stay uninitialised.
 
-    `stored` names the buffers that a folder holds. Raises ModelError for another one that no rule sets.
+    `stored` names the buffers that a folder holds. Raises ModelError for another buffer that no rule initialises.
     """
     model.to_empty(device=device)
     model.tie_weights()
@@ -115,11 +121,11 @@ def allocate(
 
 
 def draw_weights(model: PreTrainedModel, blueprint: PreTrainedModel, names: Collection[str], *, seed: int) -> None:
-    """Give the named parameters random values by the model's own rules.
+    """Initialise the named parameters with random values by the model's own rules.
 
-    Each module's full weights come from (seed, module name) and every rank keeps its own slice, so that the weights do
-    not depend on the mesh; the largest single module is what it costs in memory. Raises ModelError for a parameter that
-    no rule sets.
+    Each module's full weights come from (seed, module name), and every rank keeps its slice. The weights therefore do
+    not depend on the mesh, and the memory cost is the largest single module. Raises ModelError for a parameter that no
+    rule initialises.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, module in blueprint.named_modules():
@@ -132,9 +138,10 @@ def draw_weights(model: PreTrainedModel, blueprint: PreTrainedModel, names: Coll
 
 
 def check_rules(model: PreTrainedModel, stored: Collection[str] = ()) -> None:
-    """Raise ModelError for a parameter or buffer that no rule sets, of a model on meta, before anything runs.
+    """Raise ModelError for a parameter or buffer of a model on meta that no rule initialises, before the run.
 
-    `stored` names what a folder holds. Of modules that are alike it asks the first; large ones are left to the run.
+    `stored` names the tensors that a folder holds. Checks the first of several modules of a kind, and leaves large
+    modules to the run.
     """
     asked = set[tuple[object, ...]]()
     for name, module in model.named_modules():
@@ -151,9 +158,9 @@ def check_rules(model: PreTrainedModel, stored: Collection[str] = ()) -> None:
 
 @contextmanager
 def _initialised(blueprint: PreTrainedModel, name: str, *, seed: str) -> Iterator[None]:
-    """Give one module of a model on meta, for a while, the weights of its own that the model's rules give it.
+    """Fill one module of a model on meta with initialised tensors within the context.
 
-    First by its own rule, then by those of the modules that hold it: GPT-2's draw some weights of their children anew.
+    Applies the module's own rule first, then the rules of its parents: GPT-2's redraw some weights of their children.
     """
     module, parts = blueprint.get_submodule(name), name.split(".")
     parameters, buffers = dict(module._parameters), dict(module._buffers)
@@ -185,7 +192,7 @@ def _set_by_a_rule(module: nn.Module, name: str, leaf: str) -> Tensor:
 
 
 def own_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    """What this rank holds of a tensor, ready to be written to, and which part of the whole tensor that is."""
+    """Return this rank's writable shard of a tensor, and the slices of the whole tensor that it covers."""
     if not isinstance(tensor, DTensor):
         return tensor.detach(), tuple(slice(0, size) for size in tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

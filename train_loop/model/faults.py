@@ -1,4 +1,4 @@
-"""Errors that a model raises in its own code: the same input would raise them again."""
+"""Errors from a model's own code: the same input would raise them again."""
 
 import traceback
 from collections.abc import Iterator
@@ -18,15 +18,15 @@ _ELSEWHERE = (
     torch.AcceleratorError,
     torch.distributed.DistError,
 )
-"""Errors that are named already, or that come from storage, memory, a device or the network."""
+"""Errors that pass unchanged: user errors, and errors from storage, memory, a device or the network."""
 _COLLECTIVES = "/torch/distributed/"
-"""Place in torch whose errors come from other ranks."""
+"""Path in torch whose errors come from other ranks."""
 _ALLOCATORS = ("can't allocate memory", "not enough memory: you tried to allocate")
-"""How torch's allocators of host memory say it, in a RuntimeError."""
+"""Messages of the RuntimeErrors from torch's allocators of host memory."""
 
 
 def full_memory(error: BaseException) -> Place | None:
-    """Return which memory an error says is full; None if it says nothing of memory."""
+    """Return which memory an error reports as full; None for any other error."""
     if isinstance(error, torch.OutOfMemoryError):
         return "device"
     said_so = type(error) is RuntimeError and any(phrase in str(error) for phrase in _ALLOCATORS)
@@ -35,19 +35,19 @@ def full_memory(error: BaseException) -> Place | None:
 
 @contextmanager
 def own_faults(model: nn.Module) -> Iterator[None]:
-    """Raise ModelError, which ends the run, for what the model's own code raises in its forward pass."""
+    """Raise ModelError, which ends the run, for errors of the model's own code in its forward pass."""
     try:
         yield
     except _ELSEWHERE:
         raise
-    except Exception as error:  # what a model can raise has no common class
+    except Exception as error:  # a model's errors have no common class
         if full_memory(error) is not None:
             raise
         frames = traceback.extract_tb(error.__traceback__)
         if any(_COLLECTIVES in frame.filename for frame in frames):
             raise
         said = " ".join(f"{type(error).__name__}: {error}".split())
-        # FSDP puts its name before those of classes.
+        # FSDP adds its name as a prefix to the names of classes.
         name = type(model).__name__.removeprefix("FSDP")
         raise ModelError(
             f"{name} failed in its forward pass: {said}; the traceback is in this rank's log; correct "

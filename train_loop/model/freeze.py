@@ -1,4 +1,4 @@
-"""Parameters that stay as they are."""
+"""Frozen parameters, which are not trained."""
 
 import difflib
 from collections.abc import Sequence
@@ -9,10 +9,10 @@ from train_loop.errors import ModelError
 
 
 def freeze(model: nn.Module, prefixes: Sequence[str]) -> None:
-    """Leave out of training every parameter whose name starts with a prefix, at a dot: model.layers.1 is not 10.
+    """Freeze every parameter below one of the prefixes; model.layers.1 does not match model.layers.10.
 
-    A parameter with several names, as that of tied embeddings, is frozen by any of them. Raises ModelError where a
-    prefix matches nothing, or nothing is left to train.
+    A parameter with several names, such as that of tied embeddings, is frozen by any of them. Raises ModelError if a
+    prefix matches nothing, or if no parameter is left to train.
     """
     named = list(model.named_parameters(remove_duplicate=False))
     for prefix in prefixes:
@@ -29,7 +29,7 @@ def freeze(model: nn.Module, prefixes: Sequence[str]) -> None:
 
 
 def _choices(model: nn.Module, prefix: str) -> str:
-    """The names that would match: those near to what was given, and the outermost ones."""
+    """Return prefixes that would match, as a phrase: those similar to the given one, and the outermost ones."""
     names = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
     near = difflib.get_close_matches(prefix, names, n=3)
     return f"choose for example {', '.join(dict.fromkeys([*near, *(n for n in names if n.count('.') < 2)]))}"

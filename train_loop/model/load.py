@@ -1,7 +1,7 @@
-"""Weights for a sharded model: random ones, or those of a Hugging Face folder, of which each rank reads its own slices.
+"""Weights for a sharded model: random, or from a Hugging Face folder, of which each rank reads its own slices.
 
-Only safetensors are read, never pickle. A file is mapped for one tensor at a time, so that beside its shard a worker
-never holds more than its slice of one tensor, pages of the file included.
+Only safetensors are read, never pickle. A file is mapped for one tensor at a time. Besides its shard, a worker
+therefore holds at most its slice of one tensor, including the pages of the file.
 """
 
 import json
@@ -26,21 +26,21 @@ from train_loop.model_folder import model_folder
 from train_loop.spec import ModelSpec
 
 _HARMLESS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
-"""Tensors of older folders that models compute by themselves today."""
+"""Tensors of older folders that models now compute."""
 
 _SHOWN = 3
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file, by the file's header."""
+    """A tensor in a file, as described in the file's header."""
 
     file: Path
     name: str
     shape: tuple[int, ...]
 
     def read(self, part: tuple[slice, ...]) -> Tensor:
-        """A part of the tensor, as it is stored; its pages are mapped for as long as it lives."""
+        """Return a part of the tensor in its stored dtype; its pages stay mapped as long as the result lives."""
         with open_tensors(self.file) as file:
             values: Tensor = file.get_slice(self.name)[part]
             return values
@@ -48,7 +48,7 @@ class Stored:
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file of a model. Raises DataError as `open_input`."""
+    """Open a safetensors file of a model. Raises DataError as `open_input` does."""
     with open_input(path) as opened, safe_open(descriptor_path(opened, path), "pt") as file:
         yield file
 
@@ -56,9 +56,9 @@ def open_tensors(path: Path) -> Iterator[Any]:
 def give_weights(
     model: PreTrainedModel, blueprint: PreTrainedModel, spec: ModelSpec, *, seed: int, device: torch.device
 ) -> None:
-    """Give a sharded model memory and weights; `blueprint` is the same model on meta, before it was sharded.
+    """Allocate a sharded model and load its weights; `blueprint` is the same model on meta, before sharding.
 
-    Without a folder they are random. Raises ModelError for a folder that does not fit.
+    Without a folder the weights are random. Raises ModelError for a folder that does not fit.
     """
     folder = model_folder(spec)
     if folder is None:
@@ -74,10 +74,10 @@ def give_weights(
 
 
 def match_folder(model: PreTrainedModel, folder: Path) -> dict[str, list[Stored]]:
-    """Where each tensor of a model is stored, by file headers alone: tied ones perhaps twice, others perhaps nowhere.
+    """Return the stored tensors of each model tensor by name, from file headers alone.
 
-    Nowhere only where the model itself says that it may be so. Raises ModelError that names the tensors which are
-    missing, unexpected or of another shape.
+    A tied tensor may be stored twice. A tensor may be missing only if the model itself allows that. Raises ModelError
+    that names the tensors which are missing, unexpected or of another shape.
     """
     left = _by_model_name(model, read_headers(folder))
     homes = {names[0]: [left.pop(name) for name in names if name in left] for names in _tensors(model)}
@@ -108,7 +108,7 @@ def match_folder(model: PreTrainedModel, folder: Path) -> dict[str, list[Stored]
 
 
 def read_headers(folder: Path) -> dict[str, Stored]:
-    """Every tensor in a folder's safetensors files, by name; no data is read. Raises ModelError."""
+    """Return every tensor in a folder's safetensors files by name, without reading data. Raises ModelError."""
     whole = folder / "model.safetensors"
     if whole.is_file():
         return {stored.name: stored for stored in _header(whole)}
@@ -124,7 +124,7 @@ def read_headers(folder: Path) -> dict[str, Stored]:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """The file of each tensor, by model.safetensors.index.json."""
+    """Return the file of each tensor from model.safetensors.index.json. Raises ModelError."""
     path = folder / "model.safetensors.index.json"
     try:
         text = read_input(path)
@@ -139,7 +139,7 @@ def _read_index(folder: Path) -> dict[str, str]:
         names = set(index.values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{path} is no index with a weight_map; copy it again") from error
-    # A name that leads out of the folder would lead out of the storage roots, too.
+    # A name that points outside the folder could also point outside the storage roots.
     strange = sorted(str(name) for name in names if not re.fullmatch(r"[^\W_][\w.-]*\.safetensors", str(name)))
     if strange:
         raise ModelError(f"{path} names what is no safetensors file of the folder: {_some(strange)}; copy it again")
@@ -157,7 +157,10 @@ def _header(file: Path) -> Iterable[Stored]:
 
 
 def _by_model_name(model: PreTrainedModel, stored: dict[str, Stored]) -> dict[str, Stored]:
-    """The same under the names that the model has for them, as transformers would: old names, base-model prefix."""
+    """Return stored tensors by the names that the model has for them.
+
+    Maps old names and the base-model prefix as transformers does.
+    """
     renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
     known = model.state_dict()
     return {
@@ -167,7 +170,7 @@ def _by_model_name(model: PreTrainedModel, stored: dict[str, Stored]) -> dict[st
 
 
 def _tensors(model: PreTrainedModel) -> Iterable[list[str]]:
-    """Parameters and persistent buffers, each by all the names it has: tied ones have several."""
+    """Return all names of each parameter and persistent buffer; tied tensors have several."""
     names: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), []).append(name)
@@ -175,11 +178,11 @@ def _tensors(model: PreTrainedModel) -> Iterable[list[str]]:
 
 
 def _fill(target: Tensor, stored: list[Stored]) -> None:
-    """Read what this rank keeps. Raises ModelError for a tied weight that is stored twice with different values."""
+    """Read this rank's slice of a tensor. Raises ModelError for a tied weight stored twice with different values."""
     mine, part = own_part(target)
     mine.copy_(stored[0].read(part))
     for twin in stored[1:]:
-        # transformers would untie them with a warning, and train another model than config.json says.
+        # transformers would untie them with a warning, and train a model that differs from config.json.
         if not torch.equal(mine, twin.read(part).to(mine)):
             raise ModelError(
                 f"{twin.file} holds {twin.name} with values of its own, and config.json ties it to "
@@ -196,6 +199,6 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def _some(items: list[str]) -> str:
-    """The first few, then how many more there are."""
+    """Return the first few items, then the number of the rest."""
     rest = len(items) - _SHOWN
     return ", ".join(items[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

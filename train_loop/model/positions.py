@@ -1,4 +1,4 @@
-"""How a model uses the positions of tokens, beyond turning queries and keys by an angle."""
+"""A model's uses of token positions beyond the rotation of queries and keys."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -16,15 +16,15 @@ _PLACE_OF_INDEX = {aten.embedding.default: 1, aten.gather.default: 2, aten.index
 
 
 class TableWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Finds the tables that positions index: rows of learned positions, or of sines that were computed once.
+    """A dispatch mode that finds the tables that positions index: learned positions, or precomputed sines.
 
-    It follows the tensor of positions through every operation, with what is added to it.
+    It follows the tensor of positions through every operation, including the integers that are added to it.
     """
 
     def __init__(self, positions: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._followed: dict[int, tuple[Tensor, int]] = {id(positions): (positions, 0)}
-        """By id: the tensor, which keeps the id its own, and what was added."""
+        """Followed tensors by id, with the integer that was added; the reference keeps the id unique."""
         self.rows: list[int] = []
         """Number of positions that each table holds."""
 
@@ -55,18 +55,18 @@ class TableWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True)
 class PositionLimits:
-    """Numbers of positions beyond which a model fails, or computes what nothing can repeat."""
+    """Maximum numbers of positions, beyond which a model fails or its results cannot be reproduced."""
 
     table: int | None
     """Rows of the shortest table of positions; None if there is none."""
     dynamic: int | None
-    """Positions up to which rope_type=dynamic keeps its frequencies; None for other models."""
+    """Number of positions up to which rope_type=dynamic keeps its frequencies; None for other models."""
 
 
 def fix_dynamic(model: nn.Module) -> int | None:
-    """Have a model with rope_type=dynamic keep its frequencies, and return the most positions for which it would.
+    """Make a model with rope_type=dynamic keep its frequencies; return the maximum positions for which it would.
 
-    It looks at the positions' values, which no tensor on meta has. None for other models.
+    The dynamic type reads the positions' values, which tensors on meta do not have. Returns None for other models.
     """
     limits = list[int]()
     for module in _rotary(model, "dynamic"):
@@ -77,21 +77,21 @@ def fix_dynamic(model: nn.Module) -> int | None:
 
 
 class DocumentLengths:
-    """Lengths of the documents in the micro-batch at work, as a model with rope_type=longrope needs them.
+    """Lengths of the documents in the current micro-batch, for a model with rope_type=longrope.
 
-    transformers takes longrope's short or long factors by the largest position in its input. Here each document gets
-    those that it gets alone, whatever shares its row, its micro-batch or its sequence.
+    transformers selects longrope's short or long factors by the largest position in its input. Here each document gets
+    the factors that it would get alone, whatever shares its row, its micro-batch or its sequence.
     """
 
     ARGUMENT = "document_lengths"
-    """Name under which the model is given them: [B, T], for each token the tokens of its document."""
+    """Name of the model's argument with the lengths [B, T]: for each token, the tokens of its document."""
 
     def __init__(self, part: int, parts: int) -> None:
         self._part, self._parts = part, parts
         self._now: Tensor | None = None
 
     def keep(self, model: nn.Module, inputs: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Take them out of what the model is called with, which its own forward does not know."""
+        """Remove the lengths from the model's arguments, which its own forward does not accept, and keep them."""
         named = dict(named)
         lengths = named.pop(self.ARGUMENT, None)
         self._now = None if lengths is None else lengths.chunk(self._parts, dim=1)[self._part]
@@ -106,9 +106,9 @@ class DocumentLengths:
             parameters = parameters[named["layer_type"]]
         most = parameters["original_max_position_embeddings"]
         is_short = self._now <= most
-        # Padding, which goes on where the last document ends, may lie beyond.
+        # Positions of padding continue after the last document and may exceed the limit.
         short = forward(x, position_ids.where(is_short, 0).clamp(max=most - 1), **named)
-        # A position more, which nothing uses, has transformers take the long factors.
+        # An extra position, which is not used, makes transformers select the long factors.
         beyond = position_ids.new_full((len(position_ids), 1), most)
         long = forward(x, torch.cat([position_ids, beyond], dim=1), **named)
         cos, sin = (torch.where(is_short[..., None], a, b[:, :-1]) for a, b in zip(short, long, strict=True))
@@ -116,7 +116,7 @@ class DocumentLengths:
 
 
 def apply_longrope(model: nn.Module, *, part: int, parts: int) -> None:
-    """Let each document have longrope's factors for its own length.
+    """Make each document use longrope's factors for its own length.
 
     The rank sees part number `part`, from 0, of the `parts` of a sequence.
     """
@@ -131,7 +131,7 @@ def apply_longrope(model: nn.Module, *, part: int, parts: int) -> None:
 
 
 def position_inputs(model: nn.Module, position_ids: Tensor, lengths: Tensor) -> dict[str, Tensor]:
-    """Return what a model that was given `apply_longrope` is called with beside positions [B, T]; nothing for others.
+    """Return the extra arguments for positions [B, T] of a model with `apply_longrope`; none for other models.
 
     `lengths` [B] counts the tokens of each row that are not padding.
     """
@@ -144,7 +144,7 @@ def position_inputs(model: nn.Module, position_ids: Tensor, lengths: Tensor) -> 
 
 
 def _rotary(model: nn.Module, kind: str) -> Iterable[nn.Module]:
-    """Yield the rotary embeddings of a rope_type, whether it is that of all layers or of some."""
+    """Yield the rotary embeddings of a rope_type, which all layers or only some have."""
     for module in model.modules():
         types = getattr(module, "rope_type", None)
         if kind in (types.values() if isinstance(types, dict) else [types]):

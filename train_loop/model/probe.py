@@ -1,5 +1,7 @@
-"""What can be seen of a model's forward pass without weights: does its attention come through the registry, is its head
-the last thing it does? One call on the meta device, which computes nothing."""
+"""A probe of a model's forward pass without weights: one call on the meta device, which computes nothing.
+
+It shows whether the attention comes from the registry, and whether the head is the last operation.
+"""
 
 import copy
 from dataclasses import dataclass
@@ -19,21 +21,21 @@ _LENGTH = 8
 
 @dataclass(frozen=True)
 class Seen:
-    """What a forward pass on the meta device showed."""
+    """Properties of a model that its forward pass on the meta device shows."""
 
     model: str
-    """Name of its class."""
+    """Name of the model's class."""
     attention_layers: int
-    """Modules whose attention came through the transformers registry."""
+    """Number of modules whose attention came from the transformers registry."""
     layers: int
     head_is_last: bool
-    """The logits are what the output embeddings return: not scaled, not capped."""
+    """True if the logits are the output of the output embeddings, neither scaled nor capped."""
     positions: PositionLimits
 
 
 def probe(model: PreTrainedModel) -> Seen:
-    """Call a copy of a model on the meta device once. Raises ModelError for one that cannot be called as we do."""
-    # A model may keep what it computes in its first call, here on meta.
+    """Call a copy of a model on the meta device once. Raises ModelError if it does not accept this loop's call."""
+    # A model may keep tensors of its first call, which are on meta here.
     model = copy.deepcopy(model)
     dynamic = fix_dynamic(model)
     key, modules, heads = model.config._attn_implementation, set[nn.Module](), list[Tensor]()
@@ -51,7 +53,7 @@ def probe(model: PreTrainedModel) -> Seen:
         positions = torch.zeros_like(tokens)
         with torch.no_grad(), TableWatch(positions) as tables:
             logits = model(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False).logits
-    except Exception as error:  # what a forward pass can raise has no common class
+    except Exception as error:  # errors of a forward pass have no common class
         raise ModelError(
             f"{type(model).__name__} cannot be called with input_ids, position_ids and an attention mask of "
             f"[1, 1, T, T], as this loop does: {' '.join(str(error).split())}; choose another model or config"
@@ -66,7 +68,7 @@ def probe(model: PreTrainedModel) -> Seen:
 
 
 def check_positions(seen: Seen, spec: JobSpec) -> None:
-    """Raise ModelError if a sequence has positions that the model has no values for, or none that a restart repeats."""
+    """Raise ModelError if a sequence has positions without values, or with values that a restart cannot repeat."""
     length, limits = spec.data.sequence_length, seen.positions
     if limits.table is not None and length > limits.table:
         raise ModelError(
@@ -82,7 +84,7 @@ def check_positions(seen: Seen, spec: JobSpec) -> None:
 
 
 def check_attention(seen: Seen, spec: JobSpec) -> None:
-    """Raise ModelError where Ulysses would not reach the attention of every layer."""
+    """Raise ModelError if Ulysses would not reach the attention of every layer."""
     if spec.strategy.ulysses_size > 1 and seen.attention_layers != seen.layers:
         raise ModelError(
             f"ulysses_size={spec.strategy.ulysses_size} needs attention through the transformers registry, which "
@@ -91,7 +93,7 @@ def check_attention(seen: Seen, spec: JobSpec) -> None:
 
 
 def check_head(seen: Seen, spec: JobSpec) -> None:
-    """Raise ModelError where the loss is wanted in chunks, which a model that changes its logits does not allow."""
+    """Raise ModelError for a chunked loss of a model that changes its logits after the head."""
     if spec.training.chunked_loss and not seen.head_is_last:
         raise ModelError(
             f"chunked_loss needs logits as the head returns them, and {seen.model} changes them; remove chunked_loss"

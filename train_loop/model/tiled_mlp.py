@@ -1,7 +1,7 @@
-"""MLPs that work through their tokens in tiles, so that only one tile's wide tensors exist at a time.
+"""MLPs that process their tokens in tiles, so that only one tile's wide tensors exist at a time.
 
-Bekman et al., "Arctic Long Sequence Training" (2025). The FSDP unit is the MLP or holds it, and is gathered once
-around all tiles, so that ranks may have different numbers of them and gradients are reduced once.
+Bekman et al., "Arctic Long Sequence Training" (2025). The FSDP unit is the MLP or contains it, and is gathered once for
+all tiles. Ranks may therefore have different numbers of tiles, and gradients are reduced once.
 """
 
 import functools
@@ -15,7 +15,7 @@ from train_loop.errors import ModelError
 
 
 def apply_tiled_mlp(layers: Sequence[nn.Module], *, tiles: int) -> None:
-    """Cut the input of each layer's MLP into at most `tiles` tiles. Raises ModelError where there is no MLP."""
+    """Split the input of each layer's MLP into at most `tiles` tiles. Raises ModelError for a layer without an MLP."""
     for layer in layers:
         mlps = [module for module in layer.children() if type(module).__name__.endswith("MLP")]
         if not mlps:
@@ -28,7 +28,7 @@ def apply_tiled_mlp(layers: Sequence[nn.Module], *, tiles: int) -> None:
 
 
 def _tiled(forward: Callable[[Tensor], Tensor], tiles: int, x: Tensor) -> Tensor:
-    """[..., H] → [..., H], each tile computed again in backward; there may be fewer rows than tiles."""
+    """Compute [..., H] → [..., H] and recompute each tile in backward; there may be fewer rows than tiles."""
     parts = x.flatten(0, -2).chunk(tiles)
     outputs = [checkpoint(forward, part, use_reentrant=False) for part in parts]
     return torch.cat(outputs).view(*x.shape[:-1], -1)

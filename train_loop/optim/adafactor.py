@@ -1,7 +1,7 @@
 """Adafactor for sharded parameters (Shazeer and Stern, 2018).
 
-The rule of transformers' Adafactor with an external learning rate (scale_parameter and relative_step off), as its
-Trainer uses it; neither that class nor torch's can take a step on DTensors.
+The rule is that of transformers' Adafactor with an external learning rate (scale_parameter and relative_step off), as
+its Trainer uses it. Neither that class nor torch's can take a step on DTensors.
 """
 
 from typing import Any
@@ -13,11 +13,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 _TINY = 1e-30
-"""Added to squared gradients, so that none of their means is zero."""
+"""Constant added to squared gradients, so that none of their means is zero."""
 
 
 class Adafactor(Optimizer):
-    """Second moments of matrices [M, N] as means of their rows [M, 1] and columns [1, N]; updates of at most RMS 1."""
+    """An optimizer with factored second moments, whose updates have an RMS of at most 1.
+
+    The second moments of a matrix [M, N] are the means of its rows [M, 1] and of its columns [1, N].
+    """
 
     def __init__(self, params: ParamsT, lr: float, *, weight_decay: float = 0.0, decay_rate: float = -0.8) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "decay_rate": decay_rate})
@@ -35,14 +38,17 @@ class Adafactor(Optimizer):
         state.setdefault("step", torch.tensor(0.0)).add_(1)
         weight = state["step"].item() ** group["decay_rate"]
         update = gradient * _inverse_root(state, gradient.square() + _TINY, weight)
-        # Of the whole parameter, not of a shard: DTensors mean it so.
+        # The RMS of the whole parameter, not of a shard: reductions of DTensors are global.
         rms = update.norm() / update.numel() ** 0.5
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.sub_(update * (group["lr"] / rms.clamp(min=1.0)))
 
 
 def _inverse_root(state: dict[str, Any], squares: Tensor, weight: float) -> Tensor:
-    """1 / sqrt of the running second moment, after it has moved by `weight` towards these squared gradients."""
+    """Return 1 / sqrt of the running second moment.
+
+    Moves the moment by `weight` towards these squared gradients first.
+    """
     if squares.ndim < 2:
         return _moved(state, "variance", squares, weight).rsqrt()
     rows = _moved(state, "row_mean", _mean(squares, dim=-1), weight)  # [M, 1]
@@ -56,7 +62,7 @@ def _moved(state: dict[str, Any], name: str, towards: Tensor, weight: float) -> 
 
 
 def _mean(values: Tensor, *, dim: int) -> Tensor:
-    # Not mean(), which would average the means of shards that are not of one size.
+    # mean() would average the means of shards, whose sizes may differ.
     total = values.sum(dim=dim, keepdim=True) / values.shape[dim]
     if not isinstance(total, DTensor):
         return total

@@ -1,4 +1,4 @@
-"""Optimizers of a sharded model, and the clipping of its gradients."""
+"""Optimizers of a sharded model, and gradient clipping."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -18,9 +18,9 @@ Group = dict[str, Any]
 
 
 def build_optimizers(model: PreTrainedModel, training: TrainingSpec) -> tuple[Optimizer, ...]:
-    """The optimizer of the spec for all parameters that are trained; two where muon leaves some to AdamW.
+    """Build the spec's optimizer for all trained parameters; muon leaves some of them to a second one, AdamW.
 
-    Raises UserError where it needs what is not installed.
+    Raises UserError if a package that it needs is not installed.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if training.optimizer != "muon":
@@ -38,7 +38,7 @@ def build_optimizers(model: PreTrainedModel, training: TrainingSpec) -> tuple[Op
 def _build(name: str, parameters: list[nn.Parameter], training: TrainingSpec) -> Optimizer:
     groups, lr = list(_groups(parameters, training.weight_decay)), training.learning_rate
     if name == "sgd":
-        # Said, because torch's own choice for sharded tensors is one at a time.
+        # Set explicitly: torch's default for sharded tensors processes one at a time.
         return SGD(groups, lr, momentum=_momentum(training, 0.9), foreach=True)
     if name == "adafactor":
         return Adafactor(groups, lr)
@@ -51,7 +51,7 @@ def _build(name: str, parameters: list[nn.Parameter], training: TrainingSpec) ->
 
 
 def _groups(parameters: list[nn.Parameter], weight_decay: float) -> Iterator[Group]:
-    """Weight decay for matrices only, not for norms and biases."""
+    """Yield parameter groups with weight decay for matrices, and none for norms and biases."""
     matrices = [p for p in parameters if p.ndim >= 2]
     rest = [p for p in parameters if p.ndim < 2]
     for members, decay in ((matrices, weight_decay), (rest, 0.0)):
@@ -64,7 +64,7 @@ def _momentum(training: TrainingSpec, default: float) -> float:
 
 
 def describe_groups(optimizers: Iterable[Optimizer]) -> list[dict[str, str | float | int]]:
-    """What each group of parameters is trained with, in plain values."""
+    """Return the settings and sizes of each parameter group, in plain values."""
     return [
         {
             "optimizer": type(optimizer).__name__,
@@ -79,7 +79,7 @@ def describe_groups(optimizers: Iterable[Optimizer]) -> list[dict[str, str | flo
 
 
 def clip_gradients(model: nn.Module, max_norm: float | None) -> torch.Tensor:
-    """Scale all gradients so that their common norm is at most `max_norm`; the norm before, over all ranks."""
+    """Scale all gradients to a common norm of at most `max_norm`; return the norm before, over all ranks."""
     parameters = [p for p in model.parameters() if p.grad is not None]
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
@@ -89,7 +89,7 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> torch.Tensor:
 
 
 def time_optimizers(optimizers: Iterable[Optimizer], timer: ComputeTimer) -> None:
-    """Let what a rank computes in its optimizers count, too, but for those within which ranks wait for each other."""
+    """Time the computation of optimizers, except for those in whose steps ranks wait for each other."""
     for optimizer in optimizers:
         if not isinstance(optimizer, Muon | Adafactor):
             optimizer.register_step_pre_hook(lambda *_: timer.start())

@@ -1,4 +1,4 @@
-"""AdamW with eight-bit moments (Dettmers et al., 2022), from torchao where it is installed."""
+"""AdamW with 8-bit moments (Dettmers et al., 2022), from torchao if it is installed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +12,9 @@ aten = torch.ops.aten
 
 
 def adamw_8bit_class() -> Callable[..., Optimizer]:
-    """torchao's AdamW8bit, ready for asynchronous checkpoints. Raises UserError where torchao cannot be imported."""
+    """Return torchao's AdamW8bit, ready for asynchronous checkpoints. Raises UserError if it cannot be imported."""
     try:
-        # The one place of an optional dependency, which takes seconds to import.
+        # The only import of this optional dependency, which takes seconds.
         from torchao.optim import AdamW8bit  # noqa: PLC0415
         from torchao.optim.subclass_8bit import OptimState8bit  # noqa: PLC0415
     except ImportError as error:
@@ -28,8 +28,8 @@ def adamw_8bit_class() -> Callable[..., Optimizer]:
 
 
 def _copy_each_part(function: Any, types: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """The two operations that staging a checkpoint needs and that torchao's moments lack."""
+    """Apply clone or zeros_like to each part of a moment: checkpoint staging needs both, and torchao lacks them."""
     moment, device = arguments[0], options.get("device")
     codes, scale = (function(part).to(device) for part in (moment.codes, moment.scale))
-    # The table of what codes mean is a constant, never zero.
+    # The code table is a constant, which is never zeroed.
     return type(moment)(codes, scale, moment.qmap.to(device, copy=True), moment.signed, dtype=moment.dtype)

@@ -9,10 +9,10 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
 class Ema:
-    """fp32 averages of all weights that are trained, by name, each sharded as its weight is."""
+    """fp32 averages of all trained weights by name, each sharded like its weight."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        # Held, because a module shows whole parameters instead of these while FSDP has them gathered.
+        # References are kept because a module exposes unsharded parameters instead while FSDP has them gathered.
         self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         self.averages: dict[str, Tensor] = {
@@ -25,20 +25,20 @@ class Ema:
         self._average(list(self.averages.values()), weights, 0)
 
     def begin(self, names: Iterable[str]) -> None:
-        """Let averages begin anew at the weights as they are."""
+        """Restart averages at the current weights."""
         for name in names:
             self.averages[name].copy_(self._weights[name].detach())
 
     def load(self, averages: Mapping[str, Tensor]) -> None:
-        """Take over saved averages."""
+        """Load saved averages."""
         for name, average in self.averages.items():
             average.copy_(averages[name])
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Have the model compute with the averages, and give it back its weights to the bit.
+        """Make the model use the averages within the context, then restore its weights bit for bit.
 
-        An average of the weights' own dtype holds the weight meanwhile, which takes no memory beside one tensor.
+        An average in its weight's dtype stores the weight meanwhile, so that the swap needs memory for only one tensor.
         """
         kept = dict[str, Tensor]()
         for name, weight in self._weights.items():

@@ -1,7 +1,7 @@
 """Muon for sharded matrices.
 
-Jordan et al., "Muon" (2024), and Liu et al., "Muon is Scalable for LLM Training" (2025).
-M rows and N columns of a matrix, K matrices of one shape, W ranks that share them.
+Jordan et al., "Muon" (2024), and Liu et al., "Muon is Scalable for LLM Training" (2025). Shapes: M rows and N columns
+of a matrix, K matrices of one shape, W ranks that share them.
 """
 
 import math
@@ -15,11 +15,11 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon for matrices that are sharded, bit-equal to torch's own on whole ones.
+    """torch's Muon for sharded matrices, bit-equal to torch's own on whole ones.
 
-    torch's step fails on a matrix of fewer rows than ranks, and else sums each product over ranks in bf16. Here
-    matrices of one shape go round in batches of as many as there are ranks: an all-to-all gives each rank a whole one,
-    and another one brings the shards of all updates back.
+    torch's step fails on a matrix with fewer rows than ranks, and otherwise sums each product over ranks in bf16. This
+    class takes matrices of one shape in batches of one per rank. An all-to-all gives each rank a whole matrix, and a
+    second one returns the shards of all updates.
     """
 
     @torch.no_grad()
@@ -36,11 +36,11 @@ class Muon(torch.optim.Muon):
         for parameter, update in zip(parameters, updates, strict=True):
             local = _local(parameter)
             local.mul_(1 - group["lr"] * group["weight_decay"])
-            # Offloaded parameters are on the CPU, and DTensors exchange on the mesh's device.
+            # Offloaded parameters are on the CPU, and DTensors communicate on the mesh's device.
             local.add_(update.to(local.device), alpha=-rate)
 
     def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """The smoothed gradient's shard [M/W, N] in bf16, in which Newton and Schulz iterate anyway."""
+        """Return the smoothed gradient's shard [M/W, N] in bf16, the dtype of the Newton-Schulz iterations."""
         assert parameter.grad is not None
         state = self.state[parameter]
         if "momentum_buffer" not in state:
@@ -51,7 +51,7 @@ class Muon(torch.optim.Muon):
 
 
 def _orthogonal(shards: Tensor, like: Tensor, group: dict[str, Any]) -> Tensor:
-    """[K, M/W, N] → the shards of K orthogonalised matrices, each of them computed whole on one rank of W."""
+    """Orthogonalise matrices from shards [K, M/W, N], each whole on one of W ranks; return the shards."""
     if not isinstance(like, DTensor):
         return _newton_schulz(shards, group)
     mesh, shape = like.device_mesh, (len(shards), *like.shape)
@@ -65,7 +65,7 @@ def _orthogonal(shards: Tensor, like: Tensor, group: dict[str, Any]) -> Tensor:
 
 
 def _newton_schulz(matrices: Tensor, group: dict[str, Any]) -> Tensor:
-    """[K, M, N] → the nearest orthogonal matrix of each, roughly; K can be 0."""
+    """Replace each matrix of [K, M, N] with roughly the nearest orthogonal matrix; K can be 0."""
     arguments = group["ns_coefficients"], group["ns_steps"], group["eps"]
     for matrix in matrices:
         matrix.copy_(_zeropower_via_newtonschulz(matrix, *arguments))
@@ -73,7 +73,7 @@ def _newton_schulz(matrices: Tensor, group: dict[str, Any]) -> Tensor:
 
 
 def _batches(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters of one shape each, in batches of as many as there are ranks that share them, in the same order."""
+    """Yield batches of parameters of one shape, with at most one per rank that shares them."""
     alike: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
         alike.setdefault((parameter.shape, _ranks(parameter)), []).append(parameter)
@@ -83,7 +83,7 @@ def _batches(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _ranks(parameter: Tensor) -> int:
-    """How many ranks hold a part each."""
+    """Return the number of ranks that hold a shard of the parameter."""
     if not isinstance(parameter, DTensor):
         return 1
     sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)

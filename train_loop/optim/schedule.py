@@ -1,4 +1,4 @@
-"""Learning rate schedules: those of transformers, held at their end."""
+"""Learning rate schedules of transformers, which stay constant after their last step."""
 
 import functools
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _NAMES = {"wsd": "warmup_stable_decay"}
 
 
 def build_scheduler(optimizer: Optimizer, training: TrainingSpec, *, steps: int) -> LambdaLR:
-    """The schedule of the spec over so many optimizer steps; raises UserError where they are too few for it."""
+    """Build the spec's schedule over `steps` optimizer steps. Raises UserError if they are too few for it."""
     try:
         check_steps(training.lr_scheduler_kwargs, warmup_steps=training.warmup_steps, steps=steps)
     except ValueError as error:
@@ -29,22 +29,22 @@ def build_scheduler(optimizer: Optimizer, training: TrainingSpec, *, steps: int)
         num_training_steps=steps,
         scheduler_specific_kwargs=_options(training, steps),
     )
-    # After the last planned step the formulas would go up again, below zero, or nowhere.
+    # The formulas do not hold after the last planned step: rates would rise again or fall below zero.
     scheduler.lr_lambdas = [functools.partial(_clamped, inner, steps) for inner in scheduler.lr_lambdas]
     return scheduler
 
 
 def go_to(scheduler: LambdaLR, step: int) -> None:
-    """Stand where so many steps of this schedule lead, whichever one was followed until now."""
+    """Move the schedule and its learning rates to a step, whichever schedule was active before."""
     rates = [base * rule(step) for base, rule in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
-        # torchao's optimizers keep it in a tensor, which their compiled step holds on to.
+        # torchao's optimizers keep the rate in a tensor that their compiled step references.
         group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
     scheduler.last_epoch, scheduler._step_count, scheduler._last_lr = step, step + 1, rates
 
 
 def _options(training: TrainingSpec, steps: int) -> dict[str, Any]:
-    """What the spec says, and defaults where transformers has none."""
+    """Return the spec's schedule options, with defaults if transformers has none."""
     given = training.lr_scheduler_kwargs.model_dump(exclude_none=True)
     if training.lr_scheduler_type == "cosine_with_min_lr" and "min_lr" not in given:
         return {"min_lr_rate": 0.1} | given

@@ -1,4 +1,4 @@
-"""torch.compile, layer by layer, and a word on what it did."""
+"""torch.compile of each layer, and a report of graphs and graph breaks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,22 +9,22 @@ from torch._dynamo.utils import counters
 
 
 def apply_compile(units: Sequence[nn.Module]) -> None:
-    """Compile what each unit computes, inside its call, so that FSDP's hooks, also of other units, stay outside."""
+    """Compile the inside of each unit's call, so that FSDP's hooks, also those of other units, stay outside."""
     for unit in units:
         unit.forward = torch.compile(unit.forward)
 
 
 @dataclass
 class CompileWatch:
-    """Tells of graphs that were compiled since it was last asked, and of what broke them."""
+    """Counts of compiled graphs and graph breaks, reported if they have changed."""
 
     graphs: int = 0
     breaks: dict[str, int] = field(default_factory=dict)
 
     def news(self) -> dict[str, object]:
-        """Graphs so far, and every reason for which code was left to Python with its count, where that has changed.
+        """Return the number of graphs, and each reason for a graph break with its count; empty if nothing has changed.
 
-        Among the reasons is the limit of compiling one function again and again.
+        The reasons include the limit on recompiling one function.
         """
         graphs = counters["stats"]["unique_graphs"]
         breaks = {**counters["unimplemented"], **counters["graph_break"]}

@@ -1,4 +1,4 @@
-"""A mesh plan → the device mesh and process groups of this run."""
+"""The device mesh and process groups of a run, built from a mesh plan."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,15 +14,15 @@ from train_loop.plan import MeshPlan
 
 @dataclass(frozen=True)
 class Mesh:
-    """The groups that this rank belongs to."""
+    """The meshes and process groups of this rank."""
 
     plan: MeshPlan
     rank: int
     device: torch.device
     fsdp: DeviceMesh
-    """Axes [fsdp], or [ddp, fsdp] for HSDP: what `fully_shard` takes."""
+    """The mesh for `fully_shard`, with axes [fsdp], or [ddp, fsdp] for HSDP."""
     sp: dist.ProcessGroup
-    """Ranks that share a sequence."""
+    """The process group of the ranks that share a sequence."""
 
     @property
     def data_rank(self) -> int:
@@ -31,12 +31,12 @@ class Mesh:
 
     @property
     def sequence_rank(self) -> int:
-        """The place in the Ulysses group."""
+        """The rank within the Ulysses group."""
         return self.plan.sequence_rank(self.rank)
 
 
 def local_device(local_rank: int) -> torch.device:
-    """The GPU of this rank's number where there are GPUs, else the CPU."""
+    """Return the GPU with this rank's local number and make it current, or the CPU without GPUs."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank)
@@ -45,9 +45,9 @@ def local_device(local_rank: int) -> torch.device:
 
 
 def build_mesh(plan: MeshPlan, device: torch.device, *, timeout: timedelta = timedelta(minutes=30)) -> Mesh:
-    """Build the groups of a plan over all ranks, whose collectives wait at most `timeout`; a collective call.
+    """Build the groups of a plan over all ranks; a collective call. Collectives time out after `timeout`.
 
-    Raises UserError where another number of them has started.
+    Raises UserError if the number of started ranks differs from the plan.
     """
     started = dist.get_world_size()
     if started != plan.world:
@@ -55,6 +55,6 @@ def build_mesh(plan: MeshPlan, device: torch.device, *, timeout: timedelta = tim
     fsdp = init_device_mesh(device.type, plan.shape, mesh_dim_names=plan.names)
     data = init_device_mesh(device.type, (plan.dp, plan.sp), mesh_dim_names=("dp", "sp"))
     for group in (*fsdp.get_all_groups(), data["sp"].get_group()):
-        # A mesh takes no timeout, and its groups would wait for torch's half an hour whatever the spec says.
+        # A mesh takes no timeout: its groups would use torch's default of half an hour whatever the spec says.
         _set_pg_timeout(timeout, group)
     return Mesh(plan, dist.get_rank(), device, fsdp, data["sp"].get_group())

@@ -1,4 +1,4 @@
-"""Gathering the parameters of layers before they are needed."""
+"""Prefetching of the parameters of layers."""
 
 from collections.abc import Sequence
 
@@ -6,9 +6,10 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def apply_prefetch(layers: Sequence[FSDPModule], *, forward: int, backward: int) -> None:
-    """Let each layer start the gathering of the next `forward` ones, and of the `backward` ones before it in backward.
+    """Make each layer prefetch the next `forward` layers, and in backward the previous `backward` layers.
 
-    1 leaves it to FSDP, which gathers one ahead in the order that it has seen. The root is left alone.
+    A value of 1 leaves prefetching to FSDP, which gathers one layer ahead in the order that it has seen. The root is
+    not changed.
     """
     for place, layer in enumerate(layers):
         if forward > 1:

@@ -1,4 +1,4 @@
-"""Activation checkpointing: what a layer computed is computed again when backward needs it (Chen et al., 2016)."""
+"""Activation checkpointing: backward recomputes the activations of each layer (Chen et al., 2016)."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 
 def apply_checkpointing(layers: Sequence[nn.Module], *, offload: bool, pin_memory: bool) -> None:
-    """Keep only the input of each layer for backward; with `offload` it waits in (pinned) host memory.
+    """Keep only the input of each layer for backward; `offload` stores it in (pinned) host memory.
 
-    Inside the layer's call, so that FSDP's hooks gather its parameters once for recomputed forward and backward.
+    It applies inside the layer's call, so that FSDP's hooks gather the parameters once for recomputation and backward.
     """
     for layer in layers:
         forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
@@ -20,7 +20,7 @@ def apply_checkpointing(layers: Sequence[nn.Module], *, offload: bool, pin_memor
 
 
 def _offloaded(forward: Callable[..., Any], pin_memory: bool, *inputs: Any, **options: Any) -> Any:
-    # The hooks see what the checkpoint itself keeps, its positional inputs: masks and rotary tables, which all layers
-    # share, come by name and stay where they are.
+    # The hooks see the tensors that the checkpoint itself keeps, its positional inputs. Masks and rotary tables, which
+    # all layers share, are keyword arguments and are not offloaded.
     with save_on_cpu(pin_memory=pin_memory):
         return forward(*inputs, **options)

@@ -1,4 +1,4 @@
-"""How a model is made parallel, in order: Ulysses → tiles → activation checkpointing → compile → FSDP2 → timing."""
+"""Parallelization of a model, in this order: Ulysses → tiles → activation checkpointing → compile → FSDP2 → timing."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ from train_loop.vitals import ComputeTimer
 
 
 def parallelize(model: PreTrainedModel, mesh: Mesh, spec: JobSpec) -> ComputeTimer:
-    """Make a model on the meta device parallel, in place; what it computes is timed from now on. Raises ModelError."""
+    """Parallelize a model on the meta device, in place; return the timer of its computation. Raises ModelError."""
     mode, strategy, timer = spec.model.gradient_checkpointing, spec.strategy, ComputeTimer(mesh.device)
     apply_longrope(model, part=mesh.sequence_rank, parts=mesh.plan.sp)
     apply_ulysses(model, mesh.sp, timer)
@@ -31,7 +31,7 @@ def parallelize(model: PreTrainedModel, mesh: Mesh, spec: JobSpec) -> ComputeTim
         apply_tiled_mlp(layers, tiles=strategy.tiled_num_shards)
     if mode != "none":
         apply_checkpointing(layers, offload=mode == "offload", pin_memory=mesh.device.type == "cuda")
-    # Asked before FSDP2 changes the names of their classes.
+    # Found by class name, before FSDP2 changes the names of classes.
     wrapped = wrapped_layers(model, strategy.wrap_policy)
     if spec.model.compile:
         apply_compile(innermost(wrapped))
@@ -43,17 +43,17 @@ def parallelize(model: PreTrainedModel, mesh: Mesh, spec: JobSpec) -> ComputeTim
 
 
 def apply_fsdp(model: PreTrainedModel, mesh: Mesh, strategy: StrategySpec) -> None:
-    """Shard each unit, then what is left as the root unit; gradients are plain sums over all ranks."""
+    """Shard each unit, then the rest as the root unit; gradients are plain sums over all ranks."""
     offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if strategy.offload_policy else OffloadPolicy()
     policy = MixedPrecisionPolicy(DTYPES[strategy.param_dtype], DTYPES[strategy.reduce_dtype])
 
     def shard(unit: list[nn.Module], mixed: MixedPrecisionPolicy) -> None:
-        # One module is passed alone: a group would be gathered until the last of its modules has run.
+        # A single module is passed alone: a list would stay gathered until the last of its modules has run.
         module = unit if len(unit) > 1 else unit[0]
         reshard = strategy.reshard_after_forward
         fully_shard(module, mesh=mesh.fsdp, mp_policy=mixed, offload_policy=offload, reshard_after_forward=reshard)
 
-    # Asked before the classes of norms, which may be units themselves, have other names.
+    # Found by class name, before FSDP2 changes the names of norms, which may be units themselves.
     units = find_units(model, strategy.wrap_policy)
     if strategy.norm_dtype is not None:
         keep = MixedPrecisionPolicy(
@@ -66,19 +66,19 @@ def apply_fsdp(model: PreTrainedModel, mesh: Mesh, strategy: StrategySpec) -> No
             shard(unit, policy)
     shard([model], replace(policy, output_dtype=strategy.output_dtype and DTYPES[strategy.output_dtype]))
     for module in model.modules():
-        # A rank alone has nothing to sum, but would divide every gradient by the factor.
+        # A single rank has nothing to sum, but would divide every gradient by the factor.
         if isinstance(module, FSDPModule) and mesh.plan.world > 1:
             _sum_gradients(module)
 
 
 def _sum_gradients(unit: FSDPModule) -> None:
     unit.set_gradient_divide_factor(1.0)
-    # A factor selects PREMUL_SUM, which gloo refuses and NCCL zeroes in bf16 (pytorch#190747).
+    # A factor selects PREMUL_SUM, which gloo rejects and NCCL zeroes in bf16 (pytorch#190747).
     unit.set_force_sum_reduction_for_comms(True)
 
 
 def place_buffers(model: nn.Module, device: torch.device) -> None:
-    """Put buffers where the model computes, wherever its parameters wait."""
+    """Move buffers to the device on which the model computes, wherever its parameters are."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))

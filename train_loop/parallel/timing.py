@@ -1,4 +1,4 @@
-"""What a rank computes, told apart from what it waits for in FSDP2's units."""
+"""Timing of a rank's computation, without its waits in FSDP2's units."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,19 +12,19 @@ from train_loop.vitals import ComputeTimer
 
 
 def time_units(model: nn.Module, timer: ComputeTimer) -> None:
-    """Let the timer stand still while units gather parameters or reduce gradients, in every training pass.
+    """Stop the timer while units gather parameters or reduce gradients, in every training pass.
 
-    Called when the units are there: FSDP2's hooks then lie between those that are registered here as first and last.
+    Call it after FSDP2 has made the units: FSDP2's hooks then run between the first and last hooks registered here.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             _UnitHooks(module, timer)
-    # Gradients of the root are reduced where a pass ends, which no hook tells.
+    # FSDP2 reduces the root's gradients at the end of a pass, which has no hook.
     model.register_forward_pre_hook(lambda *_: timer.drop(), prepend=True)
 
 
 class _UnitHooks:
-    """Around what FSDP2 does where a unit's forward begins, its backward begins and its backward ends."""
+    """Hooks around FSDP2's work at the start of a unit's forward, and at the start and end of its backward."""
 
     def __init__(self, unit: nn.Module, timer: ComputeTimer) -> None:
         self._timer = timer
@@ -34,8 +34,8 @@ class _UnitHooks:
         unit.register_forward_hook(self._before_pre_backward, prepend=True)
         unit.register_forward_hook(self._after_pre_backward)
 
-    # A gradient reaches the hooks of its tensor in the order of their registration, and FSDP2 registers its own in
-    # between; what goes into the unit's computation is a tensor of its own, behind which gradients are reduced.
+    # A tensor's gradient hooks run in the order of registration, and FSDP2 registers its own in between. FSDP2 passes
+    # new input tensors to the unit, and reduces gradients after those of the new tensors.
 
     def _before_gather(self, unit: nn.Module, inputs: Any, named: Any) -> None:
         self._timer.stop()
@@ -51,13 +51,13 @@ class _UnitHooks:
         _at_gradient(output, self._timer.stop)
 
     def _after_pre_backward(self, unit: nn.Module, inputs: Any, output: Any) -> None:
-        # FSDP2 may have cast the output since, and listens to what it was.
+        # FSDP2 may have cast the output since, but its hook is on the original tensor.
         _at_gradient(self._output, self._timer.start)
         self._output = None
 
 
 def _at_gradient(values: Any, act: Callable[[], None]) -> None:
-    """Act when the gradient of the first tensor is there that has one."""
+    """Call `act` when the gradient of the first tensor that requires one is computed."""
     for value in tree_leaves(values):
         if isinstance(value, Tensor) and value.requires_grad:
             value.register_hook(lambda _: act())  # type: ignore[no-untyped-call]

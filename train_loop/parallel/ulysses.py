@@ -1,8 +1,8 @@
 """Ulysses sequence parallelism: attention sees the whole sequence and a part of the heads.
 
-Jacobs et al., "DeepSpeed Ulysses" (2023), around the attention function that transformers has registered under the
-model's own implementation, so that the model's branches on that key still hold.
-B batch, T sequence, H query heads, K kv heads, D head size, P ranks in the group.
+Jacobs et al., "DeepSpeed Ulysses" (2023). It wraps the attention function that transformers has registered under the
+model's own implementation, so that the model's branches on that key still hold. Shapes: B batch, T sequence, H query
+heads, K kv heads, D head size, P ranks in the group.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 class Ulysses:
-    """The wrapped attention of one model, and what it has exchanged in the forward pass at work or last done."""
+    """The wrapped attention of one model, and the exchanges of its current or last forward pass."""
 
     def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup, inner: Attention, timer: ComputeTimer) -> None:
         self.config = model.config.get_text_config()
@@ -41,7 +41,7 @@ class Ulysses:
     def __call__(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """q [B, H, T/P, D] and k, v [B, K, T/P, D] → output [B, T/P, H, D]; the mask is [B, 1, T, T] or None."""
+        """Compute attention: q [B, H, T/P, D]; k, v [B, K, T/P, D]; mask [B, 1, T, T] or None → [B, T/P, H, D]."""
         if getattr(module, "config", None) is not self.config:
             return self.inner(module, q, k, v, mask, **kwargs)
         if k.shape[1] < self.ranks:
@@ -51,9 +51,9 @@ class Ulysses:
         return heads_to_seq(out.transpose(1, 2), self.group).transpose(1, 2), weights
 
     def check_active(self, *, sequence_length: int) -> None:
-        """Raise ModelError unless every layer's attention saw [T, H/P]: one that bypasses the registry does not.
+        """Raise ModelError unless every layer's attention saw [T, H/P], which requires the attention registry.
 
-        Called when a forward pass is done: in backward, frozen layers exchange nothing.
+        Call it after a forward pass: in backward, frozen layers exchange nothing.
         """
         heads, layers = self.config.num_attention_heads // self.ranks, self.config.num_hidden_layers
         queries = {(shape[3] * self.ranks, shape[2]) for shape in self.exchanged}
@@ -70,13 +70,13 @@ class Ulysses:
 
 
 _LISTENING: WeakValueDictionary[str, Ulysses] = WeakValueDictionary()
-"""Who counts the exchanges of a group; by name, because a compiled graph knows of groups by name only."""
+"""Counters of each group's exchanges, by name: a compiled graph knows groups by name only."""
 
 
 def apply_ulysses(model: PreTrainedModel, group: dist.ProcessGroup, timer: ComputeTimer) -> Ulysses | None:
-    """Route the model's attention through the group; None where the group is this rank alone.
+    """Route the model's attention through the group; return None if the group is this rank alone.
 
-    The timer stands still while ranks wait for each other in exchanges.
+    The timer stops while ranks wait for each other in exchanges.
     """
     ranks = dist.get_world_size(group)
     if ranks == 1:
@@ -87,14 +87,14 @@ def apply_ulysses(model: PreTrainedModel, group: dist.ProcessGroup, timer: Compu
     ALL_ATTENTION_FUNCTIONS[key] = ulysses
     config = model.config.get_text_config()
     for module in model.modules():
-        # The attention function repeats kv heads by this count, which is smaller once kv heads were repeated for P.
+        # The attention function repeats kv heads by this count, which is smaller after kv heads were repeated for P.
         if hasattr(module, "num_key_value_groups"):
             module.num_key_value_groups = config.num_attention_heads // max(config.num_key_value_heads, ranks)
     return ulysses
 
 
 def seq_to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[B, H, T/P, D] → [B, H/P, T, D]."""
+    """Exchange [B, H, T/P, D] → [B, H/P, T, D]."""
     ranks = dist.get_world_size(group)
     b, h, t, d = x.shape
     parts = x.reshape(b, ranks, h // ranks, t, d).movedim(1, 0)  # [P, B, H/P, T/P, D]
@@ -103,7 +103,7 @@ def seq_to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def heads_to_seq(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[B, H/P, T, D] → [B, H, T/P, D]: the inverse of `seq_to_heads`."""
+    """Exchange [B, H/P, T, D] → [B, H, T/P, D], the inverse of `seq_to_heads`."""
     ranks = dist.get_world_size(group)
     b, h, t, d = x.shape
     parts = x.reshape(b, h, ranks, t // ranks, d).movedim(2, 0)  # [P, B, H/P, T/P, D]
@@ -118,7 +118,7 @@ def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 @torch.library.custom_op("trainshed::all_to_all", mutates_args=())
 def all_to_all(x: Tensor, group: str) -> Tensor:
-    """Slice i of the first axis goes to rank i; an operator, so that compiled graphs need no break for it."""
+    """Send slice i of the first axis to rank i; an operator, so that compiled graphs do not break at it."""
     ulysses = _LISTENING.get(group)
     if ulysses is not None:
         ulysses.exchanged[tuple(x.shape)] += 1

@@ -1,4 +1,4 @@
-"""Which modules become FSDP units of their own. Every parameter belongs to the innermost unit that holds it."""
+"""Selection of FSDP units. Every parameter belongs to the innermost unit that holds it."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,9 +10,9 @@ from train_loop.spec import WrapPolicySpec
 
 
 def decoder_layers(model: PreTrainedModel, policy: WrapPolicySpec) -> list[nn.Module]:
-    """The modules that the model itself says must not be split, or else the policy's, in their order.
+    """Return the modules that the model itself declares unsplittable, or else the policy's, in their order.
 
-    Raises ModelError where neither names any.
+    Raises ModelError if neither names any.
     """
     own = modules_of(model, model._no_split_modules or ())
     layers = own or modules_of(model, policy.transformer_layer_cls_to_wrap)
@@ -25,7 +25,7 @@ def decoder_layers(model: PreTrainedModel, policy: WrapPolicySpec) -> list[nn.Mo
 
 
 def find_units(model: PreTrainedModel, policy: WrapPolicySpec) -> list[list[nn.Module]]:
-    """The units below the root, inner ones before those that hold them; a unit of several modules shares a gather.
+    """Return the units below the root, inner units before outer ones; a unit of several modules shares a gather.
 
     Raises ModelError for a class name that matches nothing, and for a parameter that several units share.
     """
@@ -37,7 +37,7 @@ def find_units(model: PreTrainedModel, policy: WrapPolicySpec) -> list[list[nn.M
 
 
 def check_shared(model: PreTrainedModel, units: Sequence[Sequence[nn.Module]]) -> None:
-    """Raise ModelError for a parameter that is in two units, or in one and the root; inner units come first."""
+    """Raise ModelError for a parameter in two units, or in a unit and the root; inner units come first."""
     owners: dict[int, tuple[int, str]] = {}
     names = {module: name for name, module in model.named_modules()}
     taken = set[nn.Module]()
@@ -69,18 +69,18 @@ def _shared(model: PreTrainedModel, units: Sequence[Sequence[nn.Module]], one: s
 
 
 def wrapped_layers(model: PreTrainedModel, policy: WrapPolicySpec) -> list[nn.Module]:
-    """The layers that become units, in the order in which they run. Raises ModelError as `decoder_layers`."""
+    """Return the layers that become units, in execution order. Raises ModelError as `decoder_layers` does."""
     return modules_of(model, policy.transformer_layer_cls_to_wrap) or decoder_layers(model, policy)
 
 
 def innermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those that hold none of the others."""
+    """Return the modules that contain none of the others."""
     chosen = set(modules)
     return [module for module in modules if chosen.intersection(module.modules()) == {module}]
 
 
 def check_names(model: PreTrainedModel, policy: WrapPolicySpec) -> None:
-    """Raise ModelError for a class to wrap that the model has no module of, or that is no layer's."""
+    """Raise ModelError for a class to wrap that matches no module, or that is not a layer's class."""
     ends = {"wrap_embeddings": model.get_input_embeddings(), "wrap_lm_output": model.get_output_embeddings()}
     for name in policy.transformer_layer_cls_to_wrap:
         for field, module in ends.items():
@@ -95,7 +95,7 @@ def check_names(model: PreTrainedModel, policy: WrapPolicySpec) -> None:
 
 
 def wrappable(model: nn.Module) -> list[str]:
-    """Classes of modules that hold modules with parameters, and could be units."""
+    """Return the classes of modules that could be units: they have child modules and parameters."""
     found = {
         type(module).__name__: None
         for module in model.modules()
@@ -106,12 +106,12 @@ def wrappable(model: nn.Module) -> list[str]:
 
 
 def norms(model: nn.Module) -> list[nn.Module]:
-    """The normalisation layers."""
+    """Return the normalisation layers."""
     return [m for m in model.modules() if "Norm" in type(m).__name__ and any(True for _ in m.parameters(recurse=False))]
 
 
 def modules_of(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
-    """The modules below the root whose class has one of the names."""
+    """Return the modules below the root whose class has one of the names."""
     wanted = set(names)
     return [module for module in model.modules() if module is not model and type(module).__name__ in wanted]
 
@@ -119,7 +119,7 @@ def modules_of(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
 def _outer_units(model: PreTrainedModel, policy: WrapPolicySpec) -> list[list[nn.Module]]:
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embeddings.weight is head.weight:
-        # One parameter must stay one: tied embeddings are a unit together, or stay with the root.
+        # Tied embeddings must stay one parameter: they are one unit together, or stay with the root.
         return [[embeddings, head]] if policy.wrap_embeddings or policy.wrap_lm_output else []
     chosen = [(embeddings, policy.wrap_embeddings), (head, policy.wrap_lm_output)]
     return [[module] for module, wrap in chosen if wrap]

@@ -1,4 +1,4 @@
-"""Workers per node: how many each node runs and in which order, so that Ulysses groups stay on one host. Pure.
+"""The number and order of workers on each node, so that Ulysses groups stay on one host. Pure.
 
 Ranks are contiguous per node and each Ulysses group is `group` consecutive ranks.
 """
@@ -6,16 +6,16 @@ Ranks are contiguous per node and each Ulysses group is `group` consecutive rank
 from collections.abc import Callable, Sequence
 
 Arrangement = list[tuple[int, int]]
-"""(index of the node, its workers), in rank order."""
+"""Pairs of a node's index and its number of workers, in rank order."""
 _STARTS = 8
 """Maximum number of nodes to try as the first, for clusters that cannot hold every group whole."""
 
 
 def arrange(places: Sequence[int], world: int, *, strategy: str, group: int) -> Arrangement | None:
-    """Return the workers of each node, or None if the nodes cannot hold them; `places` is what each node has room for.
+    """Return the workers of each node, or None if the nodes cannot hold them.
 
-    PACK and SPREAD split as few groups as possible over nodes. Then PACK takes the fewest nodes, and SPREAD gives the
-    nodes equal numbers of groups.
+    `places` is the number of workers that each node has room for. PACK and SPREAD split as few groups as possible over
+    nodes. Then PACK takes the fewest nodes, and SPREAD gives the nodes equal numbers of groups.
     """
     if strategy == "STRICT_PACK":
         whole = min(((count, node) for node, count in enumerate(places) if count >= world), default=None)
@@ -33,7 +33,7 @@ def arrange(places: Sequence[int], world: int, *, strategy: str, group: int) -> 
 
 
 def count_splits(arrangement: Arrangement, group: int) -> int:
-    """Return how many Ulysses groups lie on several nodes."""
+    """Return the number of Ulysses groups that lie on several nodes."""
     first, whole = 0, 0
     for _, count in arrangement:
         last = first + count
@@ -43,7 +43,7 @@ def count_splits(arrangement: Arrangement, group: int) -> int:
 
 
 def _pack(units: Sequence[int], wanted: int) -> Arrangement:
-    """Fill the largest nodes; the rest goes to the smallest node that holds it."""
+    """Fill the largest nodes, then place the rest on the smallest node that holds it."""
     found: Arrangement = []
     left = _largest_first(units)
     while wanted:
@@ -56,31 +56,31 @@ def _pack(units: Sequence[int], wanted: int) -> Arrangement:
 
 
 def _spread(units: Sequence[int], wanted: int) -> Arrangement:
-    """Give every node the same number, or what it holds if that is less."""
+    """Give every node the same number of units, or all that it holds if that is less."""
     level = next(n for n in range(1, wanted + 1) if sum(min(count, n) for count in units) >= wanted)
     counts = [min(count, level) for count in units]
     full = [node for node, count in enumerate(counts) if count == level]
     surplus = sum(counts) - wanted
-    # The level is the lowest that suffices, so that more nodes reach it than have one too many.
+    # The level is the lowest that suffices, so more nodes reach it than there are surplus units.
     for node in full[len(full) - surplus :]:
         counts[node] -= 1
     return [(node, count) for count, node in _largest_first(counts)]
 
 
 def _largest_first(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (count, index) of those that are not 0; the index breaks ties."""
+    """Return (count, index) of all counts above 0, largest first; the index breaks ties."""
     return sorted(((n, node) for node, n in enumerate(counts) if n), key=lambda pair: (-pair[0], pair[1]))
 
 
 def _chain(places: Sequence[int], world: int, group: int) -> Arrangement:
     """Join nodes that cannot hold every group whole, so that few groups are split.
 
-    A node whose workers are no multiple of the group leaves its last ranks to a group that the next node completes.
+    If a node's workers are not a multiple of the group, the next node completes the group of its last ranks.
     """
     least = -(-world // group) - sum(count // group for count in places)
     first = {count: node for node, count in reversed([*enumerate(places)]) if count}
     found = _Chain(places, world, group).build()
-    # The order that is best step by step is best as a whole but for a few clusters, where another start helps.
+    # The greedy order is optimal except for a few clusters, where another first node helps.
     for node in sorted(first.values())[:_STARTS]:
         if count_splits(found, group) > least:
             other = _Chain(places, world, group).build(node)
@@ -89,7 +89,7 @@ def _chain(places: Sequence[int], world: int, group: int) -> Arrangement:
 
 
 class _Chain:
-    """One order of nodes, built step by step."""
+    """An order of nodes, built step by step."""
 
     def __init__(self, places: Sequence[int], world: int, group: int) -> None:
         self._left = {node: count for node, count in enumerate(places) if count}
@@ -97,7 +97,7 @@ class _Chain:
         self._room, self._filled = sum(places), 0
 
     def build(self, first: int | None = None) -> Arrangement:
-        """Take node after node, each time the one that splits least; begin with `first` if it is given."""
+        """Take node after node, each time the node that splits least; begin with `first` if it is given."""
         found: Arrangement = []
         while self._filled < self._world:
             node = self._next() if found or first is None else first
@@ -113,19 +113,28 @@ class _Chain:
         return min(self._left, key=self._completes(missing) if missing else self._begins)
 
     def _trimmed(self, count: int) -> int:
-        """Leave places empty rather than begin a group that crosses, if the other nodes hold the rest."""
+        """Return a node's workers, without those of a group that would cross to the next node.
+
+        Leaves these places empty only if the other nodes hold the rest.
+        """
         aligned = count - (self._filled + count) % self._group
         return aligned if aligned > 0 and self._room >= self._world - self._filled - aligned else count
 
     def _begins(self, node: int) -> tuple[int, ...]:
-        """Sort key at the start of a group: no ragged end, then an end that may stay empty, then a long one."""
+        """Return a node's sort key at the start of a group.
+
+        The order is: no ragged end, then an end that may stay empty, then a long ragged end.
+        """
         count, tail = self._left[node], self._left[node] % self._group
         may_trim = self._room - count >= self._world - self._filled - (count - tail)
         ragged = tail if may_trim or not tail else self._group - tail
         return (count < self._group, ragged, -count, node)
 
     def _completes(self, missing: int) -> Callable[[int], tuple[int, ...]]:
-        """Sort key inside a group: whole groups lost to it, then whether it is completed, then what remains."""
+        """Return the sort key of nodes inside a group.
+
+        The order is: fewest whole groups lost to it, then whether it is completed, then the remainder.
+        """
 
         def key(node: int) -> tuple[int, ...]:
             count = self._left[node]

@@ -1,4 +1,4 @@
-"""Batches → steps: how many sequences an optimizer step takes and how many steps a run has."""
+"""Batches → steps: the sequences of an optimizer step and the steps of a run."""
 
 import math
 from dataclasses import dataclass
@@ -29,19 +29,22 @@ class BatchPlan:
 
 
 class Origin(NamedTuple):
-    """Where a run begins: at its start, unless it goes on from another one's checkpoint."""
+    """The start of a run: its first step, or the checkpoint of another run from which it resumes."""
 
     step: int = 0
     tokens: int = 0
     consumed: int = 0
-    """Samples taken from its order."""
+    """Samples taken from the run's data order."""
 
 
 START = Origin()
 
 
 def plan_batch(training: TrainingSpec, *, dp: int) -> BatchPlan:
-    """Sequences per step from either way of saying it. Raises ValueError where global_batch_size does not divide."""
+    """Plan the sequences per step from either of the two settings.
+
+    Raises ValueError if the micro-batches of all data-parallel ranks do not divide global_batch_size.
+    """
     per_device = training.per_device_train_batch_size
     if training.global_batch_size is None:
         return BatchPlan(per_device, training.gradient_accumulation_steps or 1, dp)
@@ -57,9 +60,9 @@ def plan_batch(training: TrainingSpec, *, dp: int) -> BatchPlan:
 
 
 def plan_steps(training: TrainingSpec, *, samples: int, tokens: int, global_batch: int, origin: Origin = START) -> int:
-    """The number of the run's last optimizer step: every sample once per epoch, the last step padded, or max_steps.
+    """Return the run's last optimizer step: max_steps, or every sample once per epoch with the last step padded.
 
-    For max_tokens an estimate, by the mean length of the dataset's samples; `tokens` counts all of them.
+    For max_tokens it is an estimate by the mean length of the dataset's samples; `tokens` counts all their tokens.
     """
     if training.max_steps is not None:
         return training.max_steps
@@ -71,9 +74,9 @@ def plan_steps(training: TrainingSpec, *, samples: int, tokens: int, global_batc
 
 
 def plan_samples(training: TrainingSpec, *, samples: int, global_batch: int, origin: Origin = START) -> int:
-    """The place in its order where the run ends, repeats in later epochs counted; the last step may be short.
+    """Return the position in the run's data order at which it ends, including repeats in later epochs.
 
-    For max_tokens a bound that it does not pass even where every step has a single token.
+    The last step may be short. For max_tokens it is an upper bound, even if every step has a single token.
     """
     if training.max_steps is not None:
         return origin.consumed + max(training.max_steps - origin.step, 0) * global_batch
@@ -85,7 +88,10 @@ def plan_samples(training: TrainingSpec, *, samples: int, global_batch: int, ori
 def check_schedule(
     training: TrainingSpec, count: SampleCount, *, global_batch: int
 ) -> tuple[int | None, list[Problem]]:
-    """Return the steps of a new run, if the number of its samples says that, and what is wrong with its schedule."""
+    """Return the steps of a new run, and the problems of its schedule.
+
+    The steps are None if the number of its samples does not determine them.
+    """
     if training.max_tokens is not None:
         return None, []
     steps = plan_steps(training, samples=count.samples, tokens=1, global_batch=global_batch)

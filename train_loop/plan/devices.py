@@ -1,4 +1,4 @@
-"""Devices of a worker: which a job can have, and whether it has forgotten them."""
+"""Checks of a worker's devices, and of GPUs that a job leaves unused."""
 
 import difflib
 import re
@@ -8,14 +8,14 @@ from train_loop.spec import Problem, ScalingSpec
 
 _HONOURED = ("CPU", "GPU", "memory")
 _ACCELERATOR = re.compile(r"(tpu|npu|hpu|xpu|mlu|ipu|fpga|rbln|neuron|furiosa|metax|rocm|mps)", re.IGNORECASE)
-"""Beginnings of names that Ray or vendors give to devices which this loop cannot train on."""
+"""Prefixes of the names that Ray or vendors give to devices on which this loop cannot train."""
 _ALIKE = 0.6
 
 
 def device_problems(scaling: ScalingSpec) -> list[Problem]:
-    """Return the resources of a worker that would train on other devices than the job asks for.
+    """Return the problems of resources with which a worker would not train on the devices that the job asks for.
 
-    Other names are custom resources of the cluster's nodes, as Ray has them.
+    Other names are custom resources of the cluster's nodes, as in Ray.
     """
     found = list[str]()
     for name, amount in scaling.resources_per_worker.items():
@@ -38,7 +38,7 @@ def _meant(name: str) -> str | None:
 
 
 def forgotten_gpu(scaling: ScalingSpec, total: Mapping[str, float]) -> str | None:
-    """Return, as a sentence, that a job trains on CPUs of a cluster that has GPUs; None if it does not."""
+    """Return a sentence if a job trains on the CPUs of a cluster that has GPUs; None otherwise."""
     if not total.get("GPU") or scaling.resources_per_worker.get("GPU"):
         return None
     return (

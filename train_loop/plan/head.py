@@ -1,20 +1,20 @@
-"""Whether logits are made whole or in chunks: what `[tokens, vocab]` would take decides."""
+"""The choice between whole logits and chunks, by the memory of `[tokens, vocab]`."""
 
 from train_loop.plan.shape import ModelShape
 from train_loop.spec import JobSpec
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 CHUNK_BYTES = 2**29
-"""What the logits of a chunk may take, their gradient included."""
+"""Maximum bytes of the logits of a chunk, including their gradient."""
 
 
 def logits_row_bytes(spec: JobSpec, shape: ModelShape) -> int:
-    """Bytes of one token's logits: in compute dtype, in fp32, and their fp32 gradient."""
+    """Return the bytes of one token's logits: in compute dtype, in fp32, and their fp32 gradient."""
     return (DTYPE_BYTES[spec.strategy.param_dtype] + 8) * shape.vocab
 
 
 def chunk_rows(spec: JobSpec, shape: ModelShape, *, tokens: int) -> int | None:
-    """Tokens in a chunk of logits; None where whole logits take less, or the spec wants them whole.
+    """Return the tokens in a chunk of logits; None if whole logits take less, or if the spec wants them whole.
 
     `tokens` counts one rank's part of a micro-batch. Chunks keep the head's gradient in fp32 until backward.
     """

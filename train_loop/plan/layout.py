@@ -1,4 +1,4 @@
-"""Workers → nodes: which ranks share a node, and whether the nodes hold all workers."""
+"""Workers → nodes: the ranks of each node, and the check that the nodes hold all workers."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -12,23 +12,23 @@ from train_loop.spec import ScalingSpec
 Resources = Mapping[str, float]
 _NOISE = 1e-9
 AUTOSCALED_VARIABLE = "TRAINSHED_AUTOSCALED"
-"""Set for drivers on a cluster whose nodes may join on demand (the operator has set TRAINSHED_CLUSTER_LIMIT)."""
+"""Environment variable of drivers if nodes may join on demand (the operator set TRAINSHED_CLUSTER_LIMIT)."""
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a cluster has."""
+    """The resources of a cluster."""
 
     total: Resources
     nodes: tuple[Resources, ...] = ()
-    """What each node has; empty if nodes of unknown size may join."""
+    """Resources of each node; empty if nodes of unknown size may join."""
 
 
 def lay_out(scaling: ScalingSpec, nodes: Sequence[Resources], *, group: int = 1) -> dict[int, range] | None:
     """Return the ranks of each node that runs some, by its index in `nodes`; None if the nodes cannot hold the workers.
 
     `group` is the Ulysses size: as few groups as possible cross nodes. Some node keeps the CPU that Ray Data needs, if
-    any layout allows that. The worker groups of a job are placed by this function, so the plan is what happens.
+    any layout allows that. This function also places the worker groups of a job, so the placement matches the plan.
     """
     found = _arranged(scaling, nodes, group)
     if found is None:
@@ -41,12 +41,12 @@ def lay_out(scaling: ScalingSpec, nodes: Sequence[Resources], *, group: int = 1)
 
 
 def splits(ranks: Mapping[int, range], group: int) -> int:
-    """Return how many Ulysses groups of a layout cross nodes."""
+    """Return the number of Ulysses groups of a layout that cross nodes."""
     return count_splits([(node, len(mine)) for node, mine in ranks.items()], group)
 
 
 def why_split(scaling: ScalingSpec, nodes: Sequence[Resources], *, group: int) -> str | None:
-    """Return why Ulysses groups must cross nodes and what avoids it, as a sentence; None if none must."""
+    """Return the reason why Ulysses groups must cross nodes, and a remedy, as a sentence; None if none must."""
     ranks = lay_out(scaling, nodes, group=group) if nodes else None
     if ranks is None or not (crossing := splits(ranks, group)):
         return None
@@ -67,7 +67,7 @@ def why_split(scaling: ScalingSpec, nodes: Sequence[Resources], *, group: int) -
 
 
 def missing_places(scaling: ScalingSpec, nodes: Sequence[Resources]) -> str:
-    """Return what nodes that have no room for a worker group lack, for a message."""
+    """Return the room that nodes without space for a worker group lack, as a phrase for a message."""
     each = " and ".join(f"{amount:g} {name}" for name, amount in scaling.resources_per_worker.items() if amount)
     places = sorted((_places(scaling, node) for node in nodes), reverse=True)
     if scaling.placement_strategy == "STRICT_PACK":
@@ -79,7 +79,7 @@ def missing_places(scaling: ScalingSpec, nodes: Sequence[Resources]) -> str:
 
 
 def no_place(scaling: ScalingSpec, nodes: Sequence[Resources], *, group: int = 1) -> str | None:
-    """Return why the nodes can never run the job, as a sentence; None if they can or are not known."""
+    """Return the reason why the nodes can never run the job, as a sentence; None if they can or are not known."""
     if not nodes:
         return None
     if _arranged(scaling, nodes, group) is not None:
@@ -115,7 +115,7 @@ def _arranged(scaling: ScalingSpec, nodes: Sequence[Resources], group: int) -> A
     for index, node in enumerate(nodes):
         kept = {**node, "CPU": node.get("CPU", 0.0) - DATA_CPUS}
         change = places[index], _places(scaling, kept)
-        # Nodes of one size give layouts of one shape.
+        # Nodes of the same size give layouts of the same shape.
         if kept["CPU"] < -_NOISE or change in others:
             continue
         fewer = [*places[:index], change[1], *places[index + 1 :]]
@@ -126,14 +126,14 @@ def _arranged(scaling: ScalingSpec, nodes: Sequence[Resources], group: int) -> A
 
 
 def _keeps_data_cpu(scaling: ScalingSpec, nodes: Sequence[Resources], found: Arrangement) -> bool:
-    """Report whether a node keeps a whole CPU: a task of Ray Data does not fit into parts on several nodes."""
+    """Return whether a node keeps a whole CPU: a Ray Data task cannot use parts of several nodes."""
     each, counts = scaling.resources_per_worker.get("CPU", 0.0), dict(found)
     free = (node.get("CPU", 0.0) - each * counts.get(index, 0) for index, node in enumerate(nodes))
     return any(cpus >= DATA_CPUS - _NOISE for cpus in free)
 
 
 def why_no_data_cpu(scaling: ScalingSpec, nodes: Sequence[Resources], *, group: int = 1) -> str | None:
-    """Return, as a sentence, that no node keeps a whole CPU for Ray Data; None if one does."""
+    """Return a sentence if no node keeps a whole CPU for Ray Data; None if a node does."""
     found = _arranged(scaling, nodes, group) if nodes else None
     if found is None or _keeps_data_cpu(scaling, nodes, found):
         return None
@@ -145,7 +145,7 @@ def why_no_data_cpu(scaling: ScalingSpec, nodes: Sequence[Resources], *, group: 
 
 
 def _places(scaling: ScalingSpec, node: Resources) -> int:
-    """Return how many workers a node has room for."""
+    """Return the number of workers that a node has room for."""
     wanted = [(name, amount) for name, amount in scaling.resources_per_worker.items() if amount]
     return min((max(int(node.get(name, 0.0) / amount + _NOISE), 0) for name, amount in wanted), default=scaling.world)
 

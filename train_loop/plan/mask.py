@@ -1,12 +1,12 @@
-"""Whether documents that share a sequence are kept apart by a mask."""
+"""The memory of the mask that keeps documents in a shared sequence apart."""
 
 from train_loop.spec import JobSpec
 
 MASK_BYTES = 2**30
-"""A mask that takes more than this on a GPU is left to flex_attention, which makes none."""
+"""Maximum bytes of a mask on a GPU; above it, `auto` prefers flex_attention, which makes no mask."""
 
 
 def mask_bytes(spec: JobSpec) -> int:
-    """Bytes of the mask [sequences, 1, T, T] that sdpa needs for packed rows; 0 for others."""
+    """Return the bytes of the mask [sequences, 1, T, T] that sdpa needs for packed rows; 0 for other rows."""
     packed = spec.data.packing
     return spec.training.per_device_train_batch_size * spec.data.sequence_length**2 if packed else 0

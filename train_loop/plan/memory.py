@@ -1,4 +1,4 @@
-"""Parameters → bytes per worker, each term with the formula it comes from."""
+"""Parameters → bytes per worker, each term with its formula."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,20 +14,20 @@ Place = Literal["device", "host"]
 
 @dataclass(frozen=True)
 class MemoryTerm:
-    """One reason for memory in use on a worker."""
+    """One part of the memory in use on a worker."""
 
     name: str
     bytes: int
     formula: str
     place: Place = "device"
-    """Where the model computes; or, beside a GPU, where things wait in host memory."""
+    """`device` for the memory in which the model computes; `host` for host memory of a worker with a GPU."""
 
 
 def estimate_memory(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> tuple[MemoryTerm, ...]:
-    """Bytes per worker at the peak of a step, by term; an estimate, not a limit.
+    """Estimate the bytes per worker at the peak of a step, by term. This is not a limit.
 
-    Master weights, gradients and optimizer state are sharded over fsdp, and counted for frozen parameters too, whose
-    names are not known here; FSDP2 gathers one layer ahead of the one at work; activations are counted at one
+    Master weights, gradients and optimizer state are sharded over fsdp. Frozen parameters count too, because their
+    names are not known here. FSDP2 gathers one layer ahead of the current layer. Activations are those of one
     micro-batch on 1/sp of the sequence.
     """
     beside: Place = "host" if spec.scaling.resources_per_worker.get("GPU") else "device"
@@ -60,7 +60,7 @@ def estimate_memory(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> tuple[M
 
 
 def _staging(spec: JobSpec, state: int, beside: Place) -> MemoryTerm:
-    """Replicas of a shard deal it out among them, which is not counted."""
+    """Estimate checkpoint staging. Replicas of a shard divide it among them, which does not count here."""
     copied = spec.strategy.save_mode != "sync" or beside == "host"
     formula = "parameters + optimizer + ema, copied while a checkpoint is written"
     return MemoryTerm("checkpoint_staging", state if copied else 0, formula, beside)
@@ -90,7 +90,7 @@ def _optimizer(spec: JobSpec, shape: ModelShape, mesh: MeshPlan, master: int) ->
         ),
         "adafactor": (8 * total // shape.hidden, "4 bytes x means of rows and columns, about 2 parameters / hidden"),
     }[spec.training.optimizer]
-    # Means of columns are on every rank.
+    # The means of columns are on every rank.
     ranks = 1 if spec.training.optimizer == "adafactor" else mesh.fsdp
     return -(-size // ranks), formula
 
@@ -104,14 +104,14 @@ def _mask(spec: JobSpec) -> int:
 def _activations(
     spec: JobSpec, shape: ModelShape, *, tokens: int, compute: int, beside: Place
 ) -> tuple[MemoryTerm, ...]:
-    """What layers keep for their backward, and what one of them takes beside while it is at work."""
-    # Norms' inputs, q, k, v and attention output; three MLP tensors, of which tiles are made one at a time.
+    """Estimate the activations that layers keep for backward, and those of the layer that computes."""
+    # Inputs of norms, q, k, v and attention output; three MLP tensors, of which one tile exists at a time.
     kept = 4 * shape.hidden + 2 * (shape.heads + shape.kv_heads) * shape.head_dim
     tiles = spec.strategy.tiled_num_shards if spec.strategy.apply_tiled_mlp else 1
     wide, each = 3 * shape.intermediate, f"{compute} bytes x tokens"
     layer, mlp = "4H + 2(heads + kv_heads)head_dim", "3F" if tiles == 1 else f"3F / {tiles} tiles"
     if spec.model.gradient_checkpointing == "none":
-        # Each tile is computed again in backward, so that no layer keeps what is wide.
+        # Backward recomputes each tile, so that no layer keeps wide tensors.
         size = (kept + wide) * shape.layers if tiles == 1 else kept * shape.layers + wide // tiles
         sizes = f"({layer} + {mlp}) x layers" if tiles == 1 else f"(({layer}) x layers + {mlp})"
         return (MemoryTerm("activations", compute * tokens * size, f"{each} x {sizes}"),)

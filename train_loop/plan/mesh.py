@@ -1,4 +1,4 @@
-"""Degrees → mesh: which ranks shard, replicate and share a sequence."""
+"""Degrees → mesh: the ranks that shard, that replicate and that share a sequence."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ T = TypeVar("T")
 class MeshPlan:
     """The device mesh of a run, ddp outermost and sp innermost.
 
-    `fsdp` counts the ranks that share one copy of the parameters; Ulysses groups lie inside it, or inside ddp where
+    `fsdp` counts the ranks that share one copy of the parameters. Ulysses groups lie inside it, or inside ddp if
     nothing is sharded. Ranks of one Ulysses group are neighbours and see the same samples.
     """
 
@@ -26,45 +26,45 @@ class MeshPlan:
 
     @property
     def dp(self) -> int:
-        """Number of data-parallel ranks: Ulysses groups, each with samples of its own."""
+        """Number of data-parallel ranks: Ulysses groups, each with different samples."""
         return self.world // self.sp
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The mesh as FSDP2 sees it: (fsdp,) or, for HSDP, (ddp, fsdp)."""
+        """The mesh shape for FSDP2: (fsdp,) or, for HSDP, (ddp, fsdp)."""
         return (self.fsdp,) if self.ddp == 1 else (self.ddp, self.fsdp)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The axes of `shape`."""
+        """The names of the axes of `shape`."""
         return ("fsdp",) if self.ddp == 1 else ("ddp", "fsdp")
 
     @property
     def axes(self) -> dict[str, int]:
-        """Every axis with its size, the Ulysses groups inside fsdp too."""
+        """The size of every axis, including the Ulysses groups inside fsdp."""
         return dict(zip(self.names, self.shape, strict=True)) | {"sp": self.sp}
 
     def data_rank(self, rank: int) -> int:
-        """The data-parallel rank of a global rank."""
+        """Return the data-parallel rank of a global rank."""
         return rank // self.sp
 
     def sequence_rank(self, rank: int) -> int:
-        """The place of a global rank in its Ulysses group."""
+        """Return the rank of a global rank within its Ulysses group."""
         return rank % self.sp
 
 
 def groups_across_hosts(mesh: MeshPlan, hosts: Sequence[T]) -> dict[range, tuple[T, ...]]:
-    """The Ulysses groups, as ranges of ranks, that lie on more than one host; `hosts` says where each rank runs."""
+    """Return the Ulysses groups on several hosts, as ranges of ranks; `hosts` lists the host of each rank."""
     groups = (range(first, first + mesh.sp) for first in range(0, mesh.world, mesh.sp))
     found = {group: tuple(dict.fromkeys(hosts[rank] for rank in group)) for group in groups}
     return {group: names for group, names in found.items() if len(names) > 1}
 
 
 def plan_mesh(*, world: int, fsdp_size: int, ulysses_size: int, sharded: bool = True) -> MeshPlan:
-    """The mesh by ROLL's rule: fsdp_size <= 1 or >= world is one fsdp dimension, anything else is HSDP.
+    """Plan the mesh by ROLL's rule: fsdp_size <= 1 or >= world is one fsdp dimension, anything else is HSDP.
 
-    Without sharding every rank is a replica. Raises ValueError with rule, value and remedy where the degrees do not
-    divide each other.
+    Without sharding every rank is a replica. Raises ValueError with rule, value and remedy if the degrees do not divide
+    each other.
     """
     if not sharded:
         if world % ulysses_size:
@@ -87,7 +87,7 @@ def plan_mesh(*, world: int, fsdp_size: int, ulysses_size: int, sharded: bool = 
 
 
 def check_reshard(reshard: bool | int | None, mesh: MeshPlan) -> None:
-    """Raise ValueError where parameters are to be resharded to groups that do not divide an fsdp group."""
+    """Raise ValueError if parameters would be resharded to groups that do not divide an fsdp group."""
     if isinstance(reshard, bool) or reshard is None:
         return
     fits = [d for d in divisors(mesh.fsdp) if 1 < d < mesh.fsdp]
@@ -100,10 +100,10 @@ def check_reshard(reshard: bool | int | None, mesh: MeshPlan) -> None:
 
 
 def divisors(n: int) -> list[int]:
-    """All divisors of n, in order."""
+    """Return all divisors of n, ascending."""
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def one_of(values: Sequence[int | str]) -> str:
-    """1, 2 or 4: the values as a sentence offers them."""
+    """Return values as a phrase for a choice, such as `1, 2 or 4`."""
     return " or ".join(filter(None, [", ".join(map(str, values[:-1])), str(values[-1])]))

@@ -1,4 +1,4 @@
-"""The whole plan of a job, or everything that keeps it from having one."""
+"""The whole plan of a job, or all problems that prevent one."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from train_loop.spec import JobSpec, Problem, SpecError
 
 @dataclass(frozen=True)
 class Plan:
-    """What a spec comes to before any data is read."""
+    """The plan of a spec, made before any data is read."""
 
     mesh: MeshPlan
     batch: BatchPlan
@@ -21,19 +21,19 @@ class Plan:
 
     @property
     def memory_bytes(self) -> int:
-        """Estimated bytes per worker where the model computes, all terms together."""
+        """Estimated bytes per worker in the memory in which the model computes."""
         return sum(term.bytes for term in self.memory if term.place == "device")
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Estimated bytes of a checkpoint, those of all ranks together."""
+        """Estimated bytes of a checkpoint over all ranks."""
         return self.mesh.fsdp * sum(
             term.bytes for term in self.memory if term.name in ("parameters", "optimizer", "ema")
         )
 
     @property
     def host_memory_bytes(self) -> int:
-        """Estimated bytes per worker that wait in host memory, beside a GPU."""
+        """Estimated bytes per worker in host memory, next to a GPU."""
         return sum(term.bytes for term in self.memory if term.place == "host")
 
 
@@ -60,9 +60,9 @@ def plan_job(spec: JobSpec, shape: ModelShape) -> Plan:
 
 
 def plan_sizes(spec: JobSpec, shape: ModelShape) -> dict[int, Plan]:
-    """The plan for every number of workers that a job can run with, fewest first; one where it is not elastic.
+    """Return the plan for every number of workers that a job can run with, ascending; one if it is not elastic.
 
-    Raises SpecError where there is none, with the rules that it breaks at its largest.
+    Raises SpecError if there is none, with the rules that the largest number breaks.
     """
     fewest, most = spec.scaling.bounds
     plans: dict[int, Plan] = {}

@@ -1,4 +1,4 @@
-"""What a run that is out of memory takes by the plan, and what makes it take less, cheapest first."""
+"""The planned memory of a run that is out of memory, and remedies, cheapest first."""
 
 from train_loop.plan.memory import MemoryTerm, Place
 from train_loop.plan.plan import plan_job
@@ -10,7 +10,7 @@ _REMEDIES = 4
 
 
 def memory_terms(spec: JobSpec, shape: ModelShape, place: Place) -> list[MemoryTerm]:
-    """Return the plan's terms for a place, in bytes of one rank; without a GPU, all of them are the host's."""
+    """Return the plan's terms for a place, in bytes of one rank; without a GPU, all of them use host memory."""
     memory = plan_job(spec, shape).memory
     return [term for term in memory if term.bytes and (term.place == place or not _has_gpu(spec))]
 
@@ -30,9 +30,9 @@ def format_bytes(count: int) -> str:
 
 
 def memory_remedies(spec: JobSpec, place: Place) -> list[str]:
-    """Return changes of a spec that take less memory at a place: free ones, slower ones, then those of the cluster.
+    """Return spec changes that reduce the memory at a place: free ones, slower ones, then those of the cluster.
 
-    Without a GPU, where the model computes is host memory too.
+    Without a GPU, the model computes in host memory too.
     """
     on_gpu = bool(spec.scaling.resources_per_worker.get("GPU"))
     found = [
@@ -66,7 +66,7 @@ def _computing(spec: JobSpec) -> list[str]:
 
 
 def _beside(spec: JobSpec) -> list[str]:
-    """Return what takes less of the host's memory beside the model."""
+    """Return spec changes that reduce the host memory outside the model's computation."""
     choices = [
         (spec.failure.spare_workers, "failure.spare_workers: false"),
         (spec.strategy.save_mode != "sync", "strategy.async_save_ckpt: false"),

@@ -1,20 +1,20 @@
-"""Workers → cluster: what a job takes of a cluster, and whether it can ever have it."""
+"""Workers → cluster: the resources that a job takes, and the check that the cluster can hold them."""
 
 from collections.abc import Mapping
 
 from train_loop.spec import Problem, ScalingSpec
 
 DATA_CPUS = 1.0
-"""CPUs that Ray Data needs beside the workers: one task at a time is slow, none at all is a silent standstill."""
+"""CPUs that Ray Data needs besides the workers: with one, tasks are slow; with none, the job hangs silently."""
 
 
 def needed(scaling: ScalingSpec) -> dict[str, float]:
-    """Resources that all workers together reserve, by Ray's names."""
+    """Return the resources that all workers together reserve, by Ray's names."""
     return {name: amount * scaling.world for name, amount in scaling.resources_per_worker.items() if amount}
 
 
 def too_big(scaling: ScalingSpec, total: Mapping[str, float]) -> str | None:
-    """Why the cluster can never hold the workers, as a sentence with numbers; None where it can."""
+    """Return the reason why the cluster can never hold the workers, as a sentence; None if it can."""
     short = [
         f"{amount:g} {name} where the cluster has {total.get(name, 0):g}"
         for name, amount in needed(scaling).items()
@@ -28,7 +28,7 @@ def too_big(scaling: ScalingSpec, total: Mapping[str, float]) -> str | None:
 
 
 def data_starves(scaling: ScalingSpec, total: Mapping[str, float] | None) -> Problem | None:
-    """The problem with workers that fit but leave no CPU for Ray Data; None where there is none, or nothing known."""
+    """Return a problem if the workers fit but leave no CPU for Ray Data; None otherwise, or if `total` is None."""
     if total is None:
         return None
     workers, cpus = needed(scaling).get("CPU", 0.0), total.get("CPU", 0.0)

@@ -1,10 +1,10 @@
-"""The sizes of a decoder that decide its memory and how it splits, read from a Hugging Face config without torch."""
+"""Sizes of a decoder that determine its memory and splits, read from a Hugging Face config without torch."""
 
 from dataclasses import dataclass
 from typing import Any
 
-# What transformers' config classes assume when a field is left out; a test holds them against transformers itself.
-# None means: as many as there are attention heads, or hidden_size / num_attention_heads for head_dim.
+# Defaults of transformers' config classes; a test compares them with transformers itself. None means as many as
+# attention heads, or hidden_size / num_attention_heads for head_dim.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {
         "vocab_size": 32000,
@@ -46,10 +46,10 @@ _OLD_NAMES = {
     "num_hidden_layers": "n_layer",
     "num_attention_heads": "n_head",
 }
-"""What GPT-2 and its kin call the sizes."""
+"""Names of these sizes in GPT-2 and similar models."""
 
 _NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-"""Sizes that no family's habit replaces: without kv heads each head has its own, and without F it is 4 H."""
+"""Required sizes. Without the others, each attention head has its own kv head, and F is 4 H."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class ModelShape:
 
     @property
     def known(self) -> bool:
-        """Whether the parameter count is exact; for other families it is an estimate."""
+        """True if the parameter count is exact; for other families it is an estimate."""
         return self.model_type in _DEFAULTS
 
     @property
@@ -97,7 +97,7 @@ class ModelShape:
 
 
 def read_shape(config: dict[str, Any]) -> ModelShape:
-    """The sizes in a config, with the family's own defaults. Raises ValueError naming what is missing or no number."""
+    """Read the sizes of a config, with its family's defaults. Raises ValueError for a missing or invalid size."""
     model_type = config["model_type"]
     renamed = {name: config[old] for name, old in _OLD_NAMES.items() if old in config}
     sizes = {**_DEFAULTS.get(model_type, {}), **renamed, **config}

@@ -1,7 +1,7 @@
 """Paths and formats of a run directory: the only channel between workers and service. Torch-free.
 
-Workers write and the service reads, except under control/, where it is the other way round. Every file has one format
-here, so that neither side has to know the other.
+Workers write and the service reads; under control/, the service writes and workers read. Each file has one format,
+defined here, so that neither side depends on the other.
 """
 
 from train_loop.run_dir.durable import (

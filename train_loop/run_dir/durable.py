@@ -1,4 +1,4 @@
-"""Writing so that a crash at any instant leaves the old or the new."""
+"""Crash-safe file writes: a crash at any instant leaves the old or the new content."""
 
 import os
 import shutil
@@ -13,9 +13,9 @@ _COPIED_AT_ONCE = 16 * 2**20
 
 
 def local_path(uri: str) -> Path:
-    """A file:// URI or plain path as an absolute path. Raises ValueError for another scheme, or another host."""
+    """Return a file:// URI or plain path as an absolute path. Raises ValueError for another scheme or host."""
     if uri.startswith("file:"):
-        # No query and no fragment: ? is a wildcard, and # a letter like others.
+        # These URIs have no query and no fragment: ? is a wildcard and # an ordinary character.
         path = unquote(uri.removeprefix("file:").removeprefix("//").removeprefix("localhost"))
         if not path.startswith("/"):
             raise ValueError(f"{uri} names a host or a relative path; write file:/// and an absolute path")
@@ -26,12 +26,12 @@ def local_path(uri: str) -> Path:
 
 
 def storage_path(uri: str) -> Path:
-    """A path at a plain path, or at the URI of any storage that fsspec knows. Raises ValueError."""
+    """Return the path of a plain path or of a URI that fsspec supports. Raises ValueError for an unusable one."""
     return remote_path(uri) if "://" in uri and not uri.startswith("file://") else local_path(uri)
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a file, and the folders that it lies in, so that a crash at any instant leaves the old or the new."""
+    """Write a file and create its folders; a crash at any instant leaves the old or the new content."""
     if is_remote(path):
         path.write_bytes(text.encode())
         return
@@ -40,7 +40,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def replace_durably(path: Path, text: str) -> None:
-    """The same in a folder that must be there: write, fsync, rename, fsync."""
+    """Write a file in an existing folder durably: write, fsync, rename, fsync."""
     check_storage(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{time.monotonic_ns()}")
     with temporary.open("w") as file:
@@ -52,7 +52,7 @@ def replace_durably(path: Path, text: str) -> None:
 
 
 def create_new(path: Path, content: bytes) -> None:
-    """Create a file that must not exist, durably: of several writers one succeeds. Raises FileExistsError."""
+    """Create a new file durably; only one of several writers succeeds. Raises FileExistsError if it exists."""
     if is_remote(path):
         create_object(path, content)
         return
@@ -65,9 +65,9 @@ def create_new(path: Path, content: bytes) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its parents durably; an existing one is fine.
+    """Create a folder and its parents durably; the folder may exist.
 
-    Raises StorageUnavailable if a registered storage root or run directory above it is gone: nobody may create it anew.
+    Raises StorageUnavailable if a registered storage root or run directory above it is gone: it must not be recreated.
     """
     check_storage(path)
     _make_folder(path)
@@ -91,7 +91,7 @@ def _make_folder(path: Path) -> None:
 
 
 def copy_files(folder: Path, to: Path) -> None:
-    """Copy the files of a local folder to another one, or to object storage."""
+    """Copy the files of a local folder to another local folder or to object storage."""
     if is_remote(to):
         to.mkdir(parents=True, exist_ok=True)
     else:
@@ -102,7 +102,7 @@ def copy_files(folder: Path, to: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make the content of a file, or the names in a folder, durable."""
+    """Fsync a file, or a folder, which makes the names in it durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

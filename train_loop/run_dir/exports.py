@@ -1,4 +1,4 @@
-"""Exports of checkpoints, as the run directory tells of them."""
+"""Exports of checkpoints: their requests, folders and status files in a run directory."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,56 +15,59 @@ ExportState = Literal["running", "done", "failed"]
 
 
 class ExportWish(Format):
-    """What is to be made of a checkpoint."""
+    """Options of a requested export: the dtype and the kind of weights."""
 
     dtype: Literal["bf16", "fp16", "fp32"]
     weights: Literal["model", "ema"] = "model"
 
     def name(self, step: int) -> str:
-        """The folder that it goes to, below export/."""
+        """Return the name of the export's folder below export/."""
         return f"step-{step:08d}-{self.weights}-{self.dtype}"
 
     @property
     def pinned_by(self) -> str:
-        """In whose name the checkpoint is kept meanwhile."""
+        """The owner of the pin that keeps the checkpoint during the export."""
         return f"export-{self.weights}-{self.dtype}"
 
 
 class ExportStatus(Format):
-    """export/<name>.json: how far an export is; written again every few seconds while somebody works on it."""
+    """export/<name>.json: the progress of an export, rewritten every few seconds while the export runs."""
 
     step: int
     wish: ExportWish
     state: ExportState
     progress: float = 0.0
-    """The share of the bytes that is written."""
+    """Fraction of the bytes that are written."""
     time: float
-    """Unix seconds of this word."""
+    """Time of this status in Unix seconds."""
     reason: str | None = None
 
 
 @dataclass(frozen=True)
 class ExportDir:
-    """export/ of a run directory."""
+    """The export/ folder of a run directory."""
 
     root: Path
 
     def folder(self, step: int, wish: ExportWish) -> Path:
-        """Where a finished export lies."""
+        """Return the folder of a finished export."""
         return self.root / wish.name(step)
 
     def write(self, status: ExportStatus) -> None:
-        """Say how far an export is."""
+        """Write the status of an export durably."""
         write_durably(self.folder(status.step, status.wish).with_suffix(".json"), status.model_dump_json(indent=2))
 
     def status(self, step: int, wish: ExportWish, *, now: float) -> ExportStatus | None:
-        """How far an export is; None where nobody asked for it. Whoever says nothing for a minute has ended."""
+        """Return the status of an export; None if it was not requested, or its finished folder was deleted.
+
+        Reports a running export as failed if its last status is older than a minute.
+        """
         folder = self.folder(step, wish)
         status = self._read(folder.name)
         if status is None:
             return None
         if status.state == "done" and not is_remote(folder) and not folder.exists():
-            # Somebody has removed it.
+            # The finished export was deleted.
             return None
         if status.state == "running" and now - status.time > _SILENT_SECONDS:
             reason = "the process that exported has ended; ask again"
@@ -72,7 +75,10 @@ class ExportDir:
         return status
 
     def may_be_at_work(self, name: str, *, now: float) -> bool:
-        """Whether somebody may be making the export of this name: clocks differ, and storage fails for a while."""
+        """Return whether an export of this name may still run: its last status is less than an hour old.
+
+        The limit is this high because clocks differ and storage can fail for a while.
+        """
         status = self._read(name)
         return status is not None and status.state == "running" and now - status.time < _GONE_SECONDS
 

@@ -1,7 +1,7 @@
-"""The fence of a run directory: the token of the newest worker group, kept so that no writer can lower it.
+"""The fence of a run directory: the token of the newest worker group, stored so that no writer can lower it.
 
-`control/fence/` holds one immutable entry per token. The fence is the highest of them and of `control/fence.json`.
-A writer that was paused for any time can only add an entry, so the fence never goes down.
+`control/fence/` holds one immutable entry per token. The fence is the highest of them and of `control/fence.json`. A
+writer that was paused for any time can only add an entry, so the fence never goes down.
 """
 
 import re
@@ -17,32 +17,32 @@ from train_loop.run_dir.remote import list_folder, read_whole
 _FENCE = TypeAdapter(Fence)
 _ENTRY = re.compile(r"(\d{8,})\.(\d{8,})")
 _KEPT = 16
-"""Newest entries that stay. Pruning an entry with newer ones beside it cannot lower the fence."""
+"""Number of newest entries to keep. Pruning an older entry cannot lower the fence."""
 
 
 class FenceStore:
-    """Reads and raises the fence in a `control` folder."""
+    """The fence in a `control` folder."""
 
     def __init__(self, control: Path) -> None:
         self._entries = control / "fence"
         self._file = control / "fence.json"
 
     def read(self) -> Fence:
-        """Return the newest token. Raises ValueError if fence.json is damaged, and what storage raises."""
+        """Return the newest token. Raises ValueError if fence.json is damaged, and any storage error."""
         return max(self._newest_entry(), self._written())
 
     def raise_to(self, fence: Fence, *, by: str) -> bool:
         """Raise the fence to a token, durably; return whether the token now belongs to `by`.
 
-        False if the token is not newer than the fence, or if another writer created it first. The same `by` may repeat
-        the call: after a lost answer it finds its own entry.
+        Returns False if the token is not newer than the fence, or if another writer created it first. The same `by` may
+        repeat the call: after a lost response it finds its own entry.
         """
         known = self._known()
         if fence <= known:
             return fence == known and self.owner(fence) == by
         if not self._create(fence, by):
             return False
-        # An entry that was pruned meanwhile could be created again: only the newest token counts.
+        # An entry that was pruned in the meantime can be created again: only the newest token counts.
         if self._known() > fence:
             return False
         self._prune()
@@ -50,14 +50,14 @@ class FenceStore:
         return True
 
     def owner(self, fence: Fence) -> str | None:
-        """Return who raised the fence to a token; None if nobody did, or its entry was pruned."""
+        """Return the writer that raised the fence to a token; None if its entry is missing or was pruned."""
         try:
             return read_whole(self._entry(fence)).decode(errors="replace")
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def _known(self) -> Fence:
-        """Return the newest token, without a fence.json that is damaged."""
+        """Return the newest token, ignoring a damaged fence.json."""
         try:
             return self.read()
         except ValueError:
@@ -84,9 +84,9 @@ class FenceStore:
         return self._entries / f"{fence.attempt:08d}.{fence.epoch:08d}"
 
     def _create(self, fence: Fence, by: str) -> bool:
-        """Create the entry of a token. Creation is exclusive: of two writers one succeeds."""
+        """Create the entry of a token. Creation is exclusive: only one of two writers succeeds."""
         try:
-            # A crash before it is written leaves an entry without an owner: the next group takes the next epoch.
+            # A crash before the write leaves an entry without an owner; the next group then takes the next epoch.
             create_new(self._entry(fence), by.encode())
         except FileExistsError:
             return self.owner(fence) == by

@@ -8,23 +8,23 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 FORMAT = 1
-"""Of checkpoints; another number where older versions would misread one."""
+"""Version of the checkpoint format; increased if older versions would misread a newer checkpoint."""
 
 
 class UnknownFormatError(ValueError):
-    """A file that another version has written, and only such a one can read."""
+    """A file written by another version, in a format that this version cannot read."""
 
 
 class Format(BaseModel):
-    """A JSON file of the run directory. Unknown fields are kept out of the way, so that versions can differ."""
+    """A JSON file of the run directory. Unknown fields are ignored, so that versions can differ."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class Stop(Format):
-    """control/stop.json: what the service asks of a running attempt; answered by its outcome.
+    """control/stop.json: a stop request from the service to a running attempt, which answers with its outcome.
 
-    A worker group stops by itself to `move` away from hosts that are about to be taken away.
+    A worker group requests `move` itself, to leave hosts that are about to be taken away.
     """
 
     mode: Literal["pause", "cancel", "resize", "move"]
@@ -32,11 +32,11 @@ class Stop(Format):
     deadline: float | None = None
     """Unix seconds after which the service ends the attempt itself."""
     attempt: int | None = None
-    """Who is asked; None: whichever attempt reads it."""
+    """Number of the attempt to stop; None means any attempt that reads the file."""
 
     @property
     def result(self) -> Literal["paused", "cancelled", "resized", "moved"]:
-        """How an attempt ends that obeyed."""
+        """The outcome's result if the attempt obeys this request."""
         results: dict[str, Literal["paused", "cancelled", "resized", "moved"]]
         results = {"pause": "paused", "cancel": "cancelled", "resize": "resized", "move": "moved"}
         return results[self.mode]
@@ -44,9 +44,9 @@ class Stop(Format):
 
 @dataclass(frozen=True, order=True)
 class Fence:
-    """The fencing token of a worker group; in control/ the newest one, and only its group may commit.
+    """The fencing token of a worker group. Only the group with the newest token in control/ may commit.
 
-    Tokens compare by attempt, then by epoch. Epoch 0 is an attempt that has not started a group yet.
+    Tokens compare by attempt, then by epoch. Epoch 0 means that the attempt has not started a group yet.
     """
 
     attempt: int
@@ -61,25 +61,25 @@ NO_FENCE = Fence(0)
 
 
 class Outcome(Format):
-    """attempts/<n>/outcome.json: how the driver ended, written last: the acknowledgement."""
+    """attempts/<n>/outcome.json: the driver's result, written last as its acknowledgement."""
 
     result: Literal["succeeded", "paused", "cancelled", "resized", "moved", "failed"]
     reason: str | None = None
     code: str | None = None
-    """For `failed`: a stable word, for example data_error or worker_failure."""
+    """Stable error code if the result is `failed`, for example data_error or worker_failure."""
     retryable: bool = False
     step: int = 0
 
 
 class CheckpointFile(Format):
-    """One file of a checkpoint, as it was when its save was committed."""
+    """Size and hash of a checkpoint file when its save was committed."""
 
     size: int
     sha256: str
 
 
 class DataPosition(Format):
-    """Where in the data a run stands: samples taken of an epoch."""
+    """Position of a run in its data: the epoch, and the samples taken from it."""
 
     epoch: int = 0
     samples: int = 0
@@ -92,28 +92,28 @@ class Manifest(Format):
     step: int
     tokens: int
     skipped: int = 0
-    """Steps in a row, up to this one, that were not finite and changed no weight."""
+    """Consecutive steps, up to this one, that were not finite and changed no weights."""
     unlogged_loss: float = 0.0
     """Sum of the losses since the last metrics line that logging_steps asked for."""
     unlogged_steps: int = 0
-    """Number of those losses."""
+    """Number of the losses in `unlogged_loss`."""
     position: DataPosition
     attempt: int
     epoch: int = 0
-    """The worker group that committed it; 0 in manifests of older versions."""
+    """Epoch of the worker group that committed it; 0 in manifests of older versions."""
     time: float
     fingerprint: str
-    """SHA-256 over the spec that was trained."""
+    """SHA-256 of the spec that was trained."""
     dataset: str
     """Fingerprint of the prepared data."""
     world: int
     mesh: dict[str, int]
     versions: dict[str, str]
     metrics: dict[str, float] = {}
-    """What was measured of its step, where it is finite."""
+    """Metrics of its step that are finite."""
     files: dict[str, CheckpointFile]
     digest: str = ""
-    """SHA-256 over all the rest: the files have the manifest to vouch for them, and it has nobody else."""
+    """SHA-256 of all other fields. The manifest protects the files; only this digest protects the manifest."""
 
     @property
     def token(self) -> Fence:
@@ -122,18 +122,18 @@ class Manifest(Format):
 
     @property
     def bytes(self) -> int:
-        """Size of all files."""
+        """Total size of all files in bytes."""
         return sum(file.size for file in self.files.values())
 
     def sealed(self) -> "Manifest":
-        """The same with its digest."""
+        """Return a copy with its digest set."""
         return self.model_copy(update={"digest": _digest(json.loads(self.model_dump_json()))})
 
     @classmethod
     def parse(cls, text: str) -> "Manifest":
-        """What was sealed and written as this, by whatever version. Raises ValueError where it is damaged.
+        """Parse a sealed manifest of any version.
 
-        And UnknownFormatError where only another version can read it.
+        Raises ValueError if it is damaged, and UnknownFormatError if only another version can read it.
         """
         written = json.loads(text)
         if not isinstance(written, dict) or written.get("digest") != _digest(written):
@@ -147,18 +147,18 @@ class Manifest(Format):
 
 
 class Parent(Format):
-    """parent.json: the checkpoint of another run that a run goes on from until it has one of its own."""
+    """parent.json: the checkpoint of another run from which a run resumes until it has its own."""
 
     job: str
     run_dir: str
     manifest: Manifest
     same_order: bool
-    """Whether it goes through the same data in the same order, so that it goes on where the other one stood."""
+    """True if both runs read the same data in the same order; the run then resumes at the parent's position."""
     same_optimizer: bool
-    """Whether what the other one's optimizer has gathered means something to its own."""
+    """True if the parent's optimizer state fits this run's optimizer."""
 
 
 def _digest(written: dict[str, Any]) -> str:
-    """Over what stands there, known to this version or not."""
+    """Return the SHA-256 of all other fields, including fields that this version does not know."""
     rest = {name: value for name, value in written.items() if name != "digest"}
     return hashlib.sha256(json.dumps(rest, separators=(",", ":")).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""JSON lines that several processes append to and that survive torn writes."""
+"""JSON lines files that several processes append to and that survive torn writes."""
 
 import errno
 import fcntl
@@ -16,18 +16,18 @@ from train_loop.run_dir.root import check_storage
 from train_loop.run_dir.segments import SegmentWriter, segments
 
 _WINDOW = 1 << 18
-"""Bytes of lines that are read at once."""
+"""Number of bytes that are read at once."""
 _LOCK_SECONDS = 3.0
-"""How long an append waits for another writer."""
+"""Timeout in seconds of an append that waits for another writer."""
 _LOCK_POLL_SECONDS = 0.01
 
 
 class JsonLines:
     """An append-only file of JSON objects, each with seq, time and attempt; several processes may append.
 
-    A line that a dying writer left torn is closed with a newline by the next one, and readers pass over it.
-    `epoch` returns the writer's fencing epoch, None for lines without one. On object storage, nothing is written while
-    `may_write` returns False.
+    If a dying writer leaves a torn line, the next writer closes it with a newline, and readers skip it. `epoch` returns
+    the writer's fencing epoch, or None for lines without one. On object storage, nothing is written while `may_write`
+    returns False.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class JsonLines:
         self._segments: SegmentWriter | None = None
 
     def append(self, **fields: Any) -> None:
-        """Add one line. Numbers that are not finite become null, because JSON has none."""
+        """Append one line. Numbers that are not finite become null, because JSON has no notation for them."""
         if is_remote(self.path):
             self._segments = self._segments or SegmentWriter(self.path, may_write=self._may_write)
             epoch = self._epoch()
@@ -59,11 +59,11 @@ class JsonLines:
             torn, seq = _tail(file.fileno())
             whole = (b"\n" if torn else b"") + self._line(seq + 1, self._epoch(), fields)
             if os.write(file.fileno(), whole) < len(whole):
-                # The rest found no place; the next line closes what is torn.
+                # The storage is full. The next append closes the torn line.
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def flush(self) -> None:
-        """Have all lines on storage; on file systems they are. Raises OSError."""
+        """Write all lines to object storage; on a file system they are already written. Raises OSError."""
         if self._segments is not None:
             self._segments.flush()
 
@@ -75,16 +75,16 @@ class JsonLines:
 
 
 class CurrentGroup:
-    """Drops lines of superseded worker groups from one file that is read in order.
+    """A filter that drops lines of superseded worker groups from one file that is read in order.
 
-    A line is dropped if its epoch is lower than one seen before it. Lines without an epoch are kept.
+    A line is dropped if its epoch is lower than an earlier one. Lines without an epoch are kept.
     """
 
     def __init__(self, newest: int = 0) -> None:
         self.newest = newest
 
     def keeps(self, line: Mapping[str, Any]) -> bool:
-        """Return whether the next line of the file counts."""
+        """Return whether to keep the next line of the file."""
         epoch = line.get("epoch")
         if not isinstance(epoch, int):
             return True
@@ -95,15 +95,15 @@ class CurrentGroup:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the whole lines of a JSON lines file that count, in order; none if there is no file.
+    """Yield the complete lines of a JSON lines file in order; nothing if the file is missing.
 
-    Lines of superseded worker groups are dropped.
+    Drops lines of superseded worker groups.
     """
     return filter(CurrentGroup().keeps, read_all_lines(path))
 
 
 def read_all_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the whole lines of a JSON lines file, in order, also those of superseded worker groups."""
+    """Yield the complete lines of a JSON lines file in order, including those of superseded worker groups."""
     if is_remote(path):
         for part in segments(path):
             yield from filter(None, map(_parse_line, read_whole(part).splitlines(keepends=True)))
@@ -113,7 +113,10 @@ def read_all_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_lines_after(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
-    """The next whole lines from a byte on, some at a time, and the byte behind them; the same byte where none is."""
+    """Return some complete lines from a byte offset on, and the offset after them.
+
+    Returns an empty list and the same offset if no complete line follows.
+    """
     length = _WINDOW
     while size_appended(path) > offset:
         window = read_appended(path, offset, length)
@@ -125,14 +128,14 @@ def read_lines_after(path: Path, offset: int) -> tuple[list[dict[str, Any]], int
 
 
 def size_appended(path: Path) -> int:
-    """Bytes of a file that is appended to; 0 where there is none."""
+    """Return the size of an append-only file in bytes; 0 if it is missing."""
     if is_remote(path):
         return sum(part.stat().st_size for part in segments(path))
     return size_of(path) or 0
 
 
 def read_appended(path: Path, start: int, length: int) -> bytes:
-    """Bytes of a file that is appended to, as it is now."""
+    """Return up to `length` bytes of an append-only file from `start` on."""
     if not is_remote(path):
         with path.open("rb") as file:
             file.seek(start)
@@ -155,11 +158,11 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def _lock(descriptor: int, *, seconds: float) -> None:
-    """Lock a file, or go on without the lock if its holder does not release it in time.
+    """Lock a file, or continue without the lock if its holder does not release it in time.
 
     The holder may be a frozen process, and its successor must not wait for it. Appending without the lock is safe: the
-    file is open with O_APPEND, so each line still lands whole behind what is there. A line that the holder appends
-    later may repeat a seq, but carries a lower epoch, and readers drop it.
+    file is open with O_APPEND, so each line is still appended whole. A line that the holder appends later may repeat a
+    seq, but has a lower epoch, so readers drop it.
     """
     until = time.monotonic() + seconds
     while True:
@@ -178,14 +181,14 @@ def _finite(value: Any) -> Any:
 
 
 def _tail(descriptor: int) -> tuple[bool, int]:
-    """Whether the file ends inside a line, and the seq of its last whole line."""
+    """Return whether the file ends inside a line, and the seq of its last complete line."""
     size = os.fstat(descriptor).st_size
     window = 4096
     while True:
         start = max(size - window, 0)
         lines = os.pread(descriptor, size - start, start).splitlines(keepends=True)
         torn = bool(lines) and not lines[-1].endswith(b"\n")
-        # A line that lacks only its end becomes whole when it is closed, so that its number is taken.
+        # A line that lacks only its newline becomes complete when the next append closes it, so its seq is taken.
         closed = [*lines[:-1], lines[-1] + b"\n"] if torn else lines
         whole = [value for value in map(_parse_line, closed[1 if start else 0 :]) if value]
         if whole or start == 0:

@@ -11,7 +11,7 @@ from train_loop.run_dir.root import ROOT_MARKER, RUN_MARKER, RootMarker, read_ro
 
 
 def write_run_marker(run_dir: Path, marker: RootMarker) -> None:
-    """Write into a run directory the id of the storage root that holds it, unless it is there already."""
+    """Write the id of the storage root into a run directory, unless it is already there."""
     path, content = run_dir / RUN_MARKER, marker.model_dump_json()
     if list_folder(run_dir).count(RUN_MARKER) and read_whole(path) == content.encode():
         return
@@ -19,7 +19,7 @@ def write_run_marker(run_dir: Path, marker: RootMarker) -> None:
 
 
 def create_root_marker(root: Path) -> RootMarker:
-    """Create the marker of a root that exists, or return the one that another process created first."""
+    """Create the marker of an existing root, or return the marker that another process created first."""
     marker = RootMarker.new()
     path, content = root / ROOT_MARKER, marker.model_dump_json().encode()
     try:
@@ -36,7 +36,7 @@ def create_root_marker(root: Path) -> RootMarker:
 
 
 def _create_file(path: Path, content: bytes) -> None:
-    """Write a file that must not exist, so that readers see all of it or nothing."""
+    """Write a new file so that readers see all of it or nothing. Raises FileExistsError."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     with temporary.open("xb") as file:
         file.write(content)
@@ -47,7 +47,7 @@ def _create_file(path: Path, content: bytes) -> None:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
             raise
-        # File systems without hard links: two services that start at the same instant may both write.
+        # The file system has no hard links: two services that start at the same instant may both write.
         if path.exists():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
         temporary.rename(path)

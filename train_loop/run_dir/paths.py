@@ -1,4 +1,4 @@
-"""Where everything of a run lies, and reading and writing its JSON files."""
+"""The paths of a run directory, and access to its JSON files."""
 
 import os
 import re
@@ -18,30 +18,30 @@ from train_loop.spec import JobSpec, ScalingSpec, dump, load
 
 T = TypeVar("T", bound=Format)
 CACHE_VARIABLE = "TRAINSHED_CACHE"
-"""The folder of prepared data, which the service tells drivers."""
+"""Environment variable with the folder of prepared data; the service sets it for drivers."""
 
 
 def default_cache() -> Path:
-    """The folder of prepared data for what is not beside run directories in a folder."""
+    """Return the folder of prepared data that TRAINSHED_CACHE names; by default, a folder in the service's home."""
     told = os.environ.get(CACHE_VARIABLE)
     return Path(told or Path(os.environ.get("TRAINSHED_HOME", "~/.trainshed")) / "runs" / "_cache").expanduser()
 
 
 @dataclass(frozen=True)
 class AttemptDir:
-    """attempts/<n>/ of a run directory."""
+    """The attempts/<n>/ folder of a run directory."""
 
     root: Path
     number: int
 
     @property
     def events(self) -> Path:
-        """What happened, one JSON object a line."""
+        """File of the attempt's events, one JSON object per line."""
         return self.root / "events.jsonl"
 
     @property
     def metrics(self) -> Path:
-        """One JSON object per logged optimizer step."""
+        """File of the attempt's metrics, one JSON object per logged optimizer step."""
         return self.root / "metrics.jsonl"
 
     def end_mark(self, epoch: int) -> Path:
@@ -55,79 +55,79 @@ class AttemptDir:
 
     @property
     def stacks(self) -> Path:
-        """Folder of where each rank stood when no step had ended for failure.hang_timeout_seconds."""
+        """Folder of the ranks' stack traces, written if no step ends within failure.hang_timeout_seconds."""
         return self.root / "stacks"
 
     def stacks_of(self, rank: int, epoch: int) -> Path:
-        """The stacks of one rank. Worker groups share no file: an old one may still write to its own."""
+        """Return the stack trace file of one rank. Worker groups share no file: an old group may still write."""
         group = f".group-{epoch}" if epoch > 1 else ""
         return self.stacks / f"rank-{rank:05d}{group}.txt"
 
     def rank_log(self, rank: int) -> Path:
-        """The log of one rank."""
+        """Return the log file of one rank."""
         return self.logs / f"rank-{rank:05d}.log"
 
     def profile(self, rank: int, step: int, ending: str) -> Path:
-        """One file of what a rank's profiler saw of a step."""
+        """Return the file of one rank's profile of a step."""
         return self.root / "profile" / f"rank-{rank:05d}-step-{step:08d}.{ending}"
 
     @property
     def driver_log(self) -> Path:
-        """The log of the driver: preparing data, starting and restarting workers."""
+        """The driver's log: data preparation, and starts and restarts of workers."""
         return self.logs / "driver.log"
 
     @property
     def outcome_file(self) -> Path:
-        """Where it is said how the attempt ended."""
+        """File of the attempt's outcome."""
         return self.root / "outcome.json"
 
     @property
     def size_file(self) -> Path:
-        """How many workers the attempt has, where that was decided for it alone."""
+        """File of the attempt's number of workers, if it was chosen for this attempt alone."""
         return self.root / "scaling.json"
 
     def write_size(self, size: ScalingSpec) -> None:
-        """Say how many workers the attempt has."""
+        """Write the attempt's number of workers."""
         write_durably(self.size_file, size.model_dump_json(indent=2))
 
     def size(self) -> ScalingSpec | None:
-        """How many workers the attempt was given; None where that was not said."""
+        """Return the attempt's number of workers; None if none was written."""
         try:
             return ScalingSpec.model_validate_json(read_whole(self.size_file))
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def spec(self, spec: JobSpec) -> JobSpec:
-        """The run's spec at the attempt's size."""
+        """Return the run's spec with the attempt's number of workers."""
         size = self.size()
         return spec if size is None else spec.model_copy(update={"scaling": size})
 
     def outcome(self) -> Outcome | None:
-        """How the attempt ended; None while it has not said so."""
+        """Return the attempt's outcome; None if it is missing or invalid."""
         return _read(self.outcome_file, Outcome)
 
     def write_outcome(self, outcome: Outcome) -> None:
-        """Say how the attempt ended, durably."""
+        """Write the attempt's outcome durably."""
         write_durably(self.outcome_file, outcome.model_dump_json(indent=2))
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """`<storage>/<project>/<job_id>/`."""
+    """The run directory `<storage>/<project>/<job_id>/`."""
 
     root: Path
 
     @classmethod
     def at(cls, uri: str) -> "RunDir":
-        """The run directory at a plain path, or at the URI of any storage that fsspec knows. Raises ValueError."""
+        """Return the run directory at a plain path or a URI that fsspec supports. Raises ValueError."""
         return cls(storage_path(uri))
 
     def attempt(self, number: int) -> AttemptDir:
-        """One attempt's folder; it need not exist yet."""
+        """Return an attempt's folder, which need not exist yet."""
         return AttemptDir(self.root / "attempts" / str(number), number)
 
     def attempts(self) -> list[AttemptDir]:
-        """The attempts that have begun, oldest first."""
+        """Return the attempts that have begun, oldest first."""
         numbers = [int(name) for name in list_folder(self.root / "attempts") if name.isdigit()]
         return [self.attempt(number) for number in sorted(numbers)]
 
@@ -137,15 +137,15 @@ class RunDir:
         return self.root / "checkpoints"
 
     def checkpoint(self, step: int) -> Path:
-        """The folder of a committed checkpoint."""
+        """Return the folder of a committed checkpoint."""
         return self.checkpoints / f"step-{step:08d}"
 
     def checkpoint_in_progress(self, step: int, token: Fence) -> Path:
-        """The folder into which a worker group writes a checkpoint before it is committed."""
+        """Return the folder into which a worker group writes a checkpoint before it is committed."""
         return self.checkpoints / f"step-{step:08d}.tmp-{token}"
 
     def manifests(self) -> dict[int, Manifest]:
-        """Manifests of what claims to be a checkpoint, by step; whether the files still match is for a verifier."""
+        """Return the valid manifests by step, without a check that the checkpoints' files match them."""
         found = ((step, _manifest(self.checkpoint(step) / "manifest.json")) for step in self.checkpoint_folders())
         return {step: manifest for step, manifest in found if manifest is not None and manifest.step == step}
 
@@ -154,12 +154,12 @@ class RunDir:
         return _manifest(folder / "manifest.json")
 
     def checkpoint_folders(self) -> list[int]:
-        """Steps that have a folder under a checkpoint's final name, whatever lies in it."""
+        """Return the steps that have a folder with a checkpoint's final name, whatever it contains."""
         matches = (re.fullmatch(r"step-(\d{8,})", name) for name in list_folder(self.checkpoints))
         return sorted(int(match[1]) for match in matches if match)
 
     def pins(self) -> set[int]:
-        """Steps whose checkpoints somebody wants to keep; an export that has died does not any more."""
+        """Return the steps of pinned checkpoints. The pin of an export that has died does not count."""
         names = (name.partition(".") for name in list_folder(self.root / "control" / "pins"))
         return {int(step) for step, _, by in names if step.isdigit() and not self._is_left(step, by)}
 
@@ -168,7 +168,7 @@ class RunDir:
         return kind == "export" and not self.exports.may_be_at_work(f"step-{step}-{wish}", now=time.time())
 
     def pin(self, step: int, *, by: str = "user") -> bool:
-        """Keep the checkpoint of a step whatever retention says; whether it was there to be kept."""
+        """Pin a checkpoint so that retention keeps it. Returns False, and removes the pin, if it does not exist."""
         write_durably(self._pin_file(step, by), "")
         if step in self.manifests():
             return True
@@ -176,11 +176,11 @@ class RunDir:
         return False
 
     def unpin(self, step: int, *, by: str = "user") -> None:
-        """Leave the checkpoint of a step to retention again, as far as this one is concerned."""
+        """Remove the pin of `by` from a checkpoint, so that retention may delete it if it has no other pins."""
         self._pin_file(step, by).unlink(missing_ok=True)
 
     def is_pinned(self, step: int) -> bool:
-        """Whether a user has pinned it."""
+        """Return whether a user has pinned the checkpoint."""
         return self._pin_file(step, "user").exists()
 
     def _pin_file(self, step: int, by: str) -> Path:
@@ -188,14 +188,15 @@ class RunDir:
 
     @property
     def exports(self) -> ExportDir:
-        """What was made of checkpoints for others."""
+        """The folder of checkpoint exports."""
         return ExportDir(self.root / "export")
 
     @property
     def cache(self) -> Path:
-        """The folder of prepared data of all jobs; all workers must see it, to read samples by their place in a file.
+        """Folder of the prepared data of all jobs. All workers must see it, to read samples by position in a file.
 
-        TRAINSHED_CACHE names it. Without it, it is `<storage>/_cache`, or in the service's home for object storage.
+        TRAINSHED_CACHE sets it. The default is `<storage>/_cache`, or a folder in the service's home for object
+        storage.
         """
         if os.environ.get(CACHE_VARIABLE) or is_remote(self.root):
             return default_cache()
@@ -203,12 +204,12 @@ class RunDir:
 
     @property
     def data(self) -> Path:
-        """The pointer to the prepared data, which jobs share."""
+        """File with the pointer to the prepared data, which jobs share."""
         return self.root / "data" / "dataset.json"
 
     @property
     def eval_data(self) -> Path:
-        """The pointer to the prepared eval data, where the spec has any."""
+        """File with the pointer to the prepared eval data, if the spec has any."""
         return self.root / "data" / "eval.json"
 
     @property
@@ -217,17 +218,17 @@ class RunDir:
         return self.root / "tensorboard"
 
     def sink_file(self, sink: SinkName) -> Path:
-        """Where it is said how far a sink has been given the run's metrics."""
+        """Return the file with a sink's position in the run's metrics."""
         return self.root / "sinks" / f"{sink}.json"
 
     def spec(self) -> JobSpec:
-        """The resolved spec. Raises FileNotFoundError, SpecError."""
+        """Return the resolved spec. Raises FileNotFoundError or SpecError."""
         return load(read_whole(self.root / "spec.json"))
 
     def write_spec(self, spec: JobSpec) -> None:
-        """Write the resolved spec, once; the same run again, if at another size, is no change.
+        """Write the resolved spec once. A later call for the same run, even at another size, writes nothing.
 
-        Raises ValueError for another run.
+        Raises ValueError for the spec of another run.
         """
         path = self.root / "spec.json"
         if not path.exists():
@@ -243,13 +244,13 @@ class RunDir:
 
     @property
     def parent_file(self) -> Path:
-        """Where it is said what the run goes on from, if it is not its own first step."""
+        """File of the checkpoint from which the run resumes, if the run does not begin at its first step."""
         return self.root / "parent.json"
 
     def parent(self) -> Parent | None:
-        """What the run goes on from until it has a checkpoint of its own; None where it begins at its first step.
+        """Return the checkpoint from which the run resumes until it has its own; None if it begins at its first step.
 
-        Raises ValueError where it cannot be read: nobody should take that for a run that begins anew.
+        Raises ValueError if the file cannot be read: the run must not restart from its first step by mistake.
         """
         try:
             return Parent.model_validate_json(read_whole(self.parent_file))
@@ -257,7 +258,7 @@ class RunDir:
             return None
 
     def write_parent(self, parent: Parent) -> None:
-        """Say what the run goes on from."""
+        """Write the checkpoint from which the run resumes."""
         write_durably(self.parent_file, parent.model_dump_json(indent=2))
 
     def fence(self) -> Fence:
@@ -268,15 +269,15 @@ class RunDir:
         return self._fence_store.read()
 
     def raise_fence_to(self, fence: Fence, *, by: str) -> bool:
-        """Raise the fence, durably; return whether its token now belongs to `by`, which may repeat the call."""
+        """Raise the fence durably; return whether its token now belongs to `by`, which may repeat the call."""
         return self._fence_store.raise_to(fence, by=by)
 
     def fence_owner(self, fence: Fence) -> str | None:
-        """Return who raised the fence to a token; None if nobody did."""
+        """Return the writer that raised the fence to a token; None if it is unknown."""
         return self._fence_store.owner(fence)
 
     def write_fence(self, attempt: int) -> None:
-        """Shut out every attempt older than this one. Repeatable; it never lowers the fence."""
+        """Fence off every attempt older than this one. Idempotent; it never lowers the fence."""
         self._fence_store.raise_to(Fence(attempt), by="service")
 
     @property
@@ -285,11 +286,11 @@ class RunDir:
 
     @property
     def stop_file(self) -> Path:
-        """Where a stop is asked for."""
+        """File of the stop request."""
         return self.root / "control" / "stop.json"
 
     def stop(self, *, attempt: int | None = None) -> Stop | None:
-        """What the service asks for, if anything; with an attempt, only what that one is asked."""
+        """Return the service's stop request, or None; with `attempt`, only a request that applies to it."""
         stop = _read(self.stop_file, Stop)
         return None if stop is None or attempt not in (None, stop.attempt or attempt) else stop
 
@@ -299,7 +300,7 @@ class RunDir:
 
 
 def _changed(before: Any, now: Any, pointer: str = "") -> Iterator[str]:
-    """JSON pointers to what differs."""
+    """Yield the JSON pointers of all differences."""
     if isinstance(before, dict) and isinstance(now, dict):
         for name in sorted(before.keys() | now.keys()):
             yield from _changed(before.get(name), now.get(name), f"{pointer}/{name}")
@@ -308,7 +309,7 @@ def _changed(before: Any, now: Any, pointer: str = "") -> Iterator[str]:
 
 
 def _manifest(path: Path) -> Manifest | None:
-    """The manifest there; None where it is missing or damaged."""
+    """Return the manifest at a path; None if it is missing or damaged."""
     try:
         return Manifest.parse(read_whole(path).decode())
     except UnknownFormatError:
@@ -318,7 +319,7 @@ def _manifest(path: Path) -> Manifest | None:
 
 
 def _read(path: Path, kind: type[T]) -> T | None:
-    """A JSON file of the run directory; None where it is missing or no such thing."""
+    """Return a JSON file of the run directory; None if it is missing or invalid."""
     try:
         return kind.model_validate_json(read_whole(path))
     except (FileNotFoundError, NotADirectoryError, ValueError):

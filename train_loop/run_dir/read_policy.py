@@ -1,4 +1,4 @@
-"""The files that jobs of a project may read. Pure, except that links in the roots themselves are resolved."""
+"""The files that jobs of a project may read. Pure, except that it resolves links in the roots themselves."""
 
 import os
 import re
@@ -34,7 +34,7 @@ class ReadPolicy(BaseModel):
         )
 
     def refusal(self, place: str, *, named: str) -> str | None:
-        """Return why a place may not be read, or None if it may.
+        """Return the reason why a place may not be read, or None if it may.
 
         `place` is a remote URI, or a local path with links resolved. The message calls it `named`.
         """
@@ -64,7 +64,7 @@ def is_below(place: str, root: str) -> bool:
 
 
 def _steps_below(place: str, root: str) -> tuple[str, str]:
-    """Return the first two steps of a path below a root; empty ones if there are none."""
+    """Return the first two path components below a root; empty strings if there are none."""
     if not is_below(place, root):
         return "", ""
     first, second, *_ = [*_steps(place)[len(_steps_of_root(root)) :], "", ""]

@@ -1,6 +1,6 @@
-"""Run directories on object storage: paths of fsspec's file systems, used like those of pathlib.
+"""Run directories on object storage: fsspec paths, used like pathlib paths.
 
-An object appears whole, durably and under its name by one request, or not at all; there are no folders and no renames.
+One request creates an object durably, whole and under its name, or not at all. Folders and renames do not exist.
 """
 
 import os
@@ -14,8 +14,8 @@ from upath import UPath
 
 from train_loop.run_dir.root import check_storage
 
-# A silent server fails a call in 30 s, and one that cannot be reached in 10 s: our callers retry for as long as they
-# may. The attempts of botocore, times those of s3fs, times the timeouts would take minutes.
+# A call fails after 30 s if the server is silent, and after 10 s if it is unreachable; callers retry within their own
+# timeout. With the default attempts of botocore, times those of s3fs, times the timeouts, a call would take minutes.
 fsspec.config.conf.setdefault("s3", {}).setdefault(
     "config_kwargs", {"retries": {"total_max_attempts": 1}, "connect_timeout": 5, "read_timeout": 15}
 )
@@ -23,13 +23,13 @@ _S3_TRIES = 2
 
 
 def remote_path(uri: str) -> Path:
-    """A path on object storage. Raises ValueError where no installed package knows the scheme.
+    """Return a path on object storage. Raises ValueError if no installed package supports the scheme.
 
-    UPath has pathlib's interface without being a Path; what is called here, both have.
+    UPath has pathlib's interface but is not a Path; this package calls only methods that both have.
     """
     scheme = uri.partition("://")[0]
     try:
-        # Others write too: what was listed a moment ago may have changed.
+        # Other processes write too: a cached listing may be out of date.
         path = UPath(uri, use_listings_cache=False)
         if scheme == "s3":
             path.fs.retries = _S3_TRIES
@@ -40,19 +40,19 @@ def remote_path(uri: str) -> Path:
 
 
 def is_remote(path: Path) -> bool:
-    """Whether a path lies on object storage."""
+    """Return whether a path is on object storage."""
     return not isinstance(path, Path)
 
 
 def storage_failed(error: BaseException) -> bool:
-    """Whether it was storage that failed, local or remote; not every package of fsspec's raises OSError for that."""
+    """Return whether local or remote storage raised the error: not every fsspec package raises OSError."""
     packages = ("aiobotocore.", "aiohttp.", "botocore.", "gcsfs.", "google.", "azure.")
     return isinstance(error, OSError) or f"{type(error).__module__}.".startswith(packages)
 
 
 @contextmanager
 def storage_may_fail(tell: Callable[[Exception], object]) -> Iterator[None]:
-    """Go on where storage fails, which is told; what else goes wrong is raised."""
+    """Suppress storage errors and pass them to `tell`. Raises all other errors."""
     try:
         yield
     except Exception as error:
@@ -62,16 +62,16 @@ def storage_may_fail(tell: Callable[[Exception], object]) -> Iterator[None]:
 
 
 def list_folder(folder: Path) -> list[str]:
-    """Names of what lies in a folder, in order; none where there is no folder.
+    """Return the sorted names in a folder; an empty list if the folder is missing.
 
-    What pathlib's questions and globs take for nothing, storage that fails, is raised, and so is StorageUnavailable.
+    Raises storage errors, which pathlib's queries and globs hide, and StorageUnavailable.
     """
     try:
         if not is_remote(folder):
             return sorted(os.listdir(folder))
         remote = cast(UPath, folder)
         found = (path.rstrip("/") for path in remote.fs.ls(remote.path, detail=False, refresh=True))
-        # An object may stand for the folder itself.
+        # An object may represent the folder itself.
         return sorted({PurePosixPath(path).name for path in found if path != remote.path.rstrip("/")})
     except FileNotFoundError:
         check_storage(folder)
@@ -79,7 +79,7 @@ def list_folder(folder: Path) -> list[str]:
 
 
 def size_of(path: Path) -> int | None:
-    """Bytes of a file, None where there is none; storage that fails is raised, which pathlib takes for a no."""
+    """Return a file's size in bytes; None if it is missing. Raises storage errors, which pathlib's queries hide."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -88,7 +88,7 @@ def size_of(path: Path) -> int | None:
 
 
 def read_whole(path: Path) -> bytes:
-    """All of a file, or of an object as it is at one instant.
+    """Return the content of a whole file, or of an object at one instant.
 
     Raises StorageUnavailable, and not FileNotFoundError, if the storage itself is gone.
     """
@@ -104,13 +104,13 @@ def read_whole(path: Path) -> bytes:
 
 
 def create_object(path: Path, content: bytes) -> None:
-    """Write an object that must not be there yet. Raises FileExistsError."""
+    """Write a new object. Raises FileExistsError if it exists."""
     remote = cast(UPath, path)
     remote.fs.pipe_file(remote.path, content, mode="create")
 
 
 def remove_all(folder: Path) -> None:
-    """Remove all objects below a prefix; none is fine."""
+    """Remove all objects below a prefix, if any."""
     remote = cast(UPath, folder)
     for name in remote.fs.find(remote.path):
         remote.fs.rm_file(name)

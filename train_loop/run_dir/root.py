@@ -1,7 +1,7 @@
 """Detection of storage that is not mounted: marker files, and the folders that this process must never create.
 
-An unmounted folder leaves an empty mount point. A process registers the folders that it relies on; from then on, a
-write below one of them first checks a witness file, and fails with StorageUnavailable if that is gone.
+An unmounted folder leaves an empty mount point. A process registers the folders that it relies on. Each later write
+below such a folder first checks a witness file, and raises StorageUnavailable if that file is gone.
 """
 
 import errno
@@ -25,7 +25,7 @@ _REMOTE_CHECK_SECONDS = 5.0
 
 
 class StorageUnavailable(OSError):
-    """A storage root or run directory that existed is missing or is another one, as after an unmount."""
+    """A storage root or run directory that existed is missing or was replaced, for example after an unmount."""
 
     def __init__(self, folder: str, message: str) -> None:
         super().__init__(errno.ESTALE, message, folder)
@@ -42,7 +42,7 @@ class RootMarker(Format):
 
     id: str
     created: float = 0.0
-    """Unix seconds."""
+    """Creation time in Unix seconds."""
 
     @classmethod
     def new(cls) -> "RootMarker":
@@ -62,18 +62,19 @@ class _Expected:
     identity: tuple[int, int] | None = None
     """Device and inode of that witness."""
     read_at: float = float("-inf")
-    """When the witness on object storage was read, by the monotonic clock."""
+    """Monotonic time of the last read of the witness on object storage, in seconds."""
 
     @property
     def remote(self) -> bool:
-        """Return whether it is on object storage, whose paths are not of pathlib."""
+        """True if the folder is on object storage, whose paths are not pathlib paths."""
         folder: object = self.folder
         return not isinstance(folder, Path)
 
     def check(self, max_age: float) -> bool:
-        """Return whether the witness was read again. Raise StorageUnavailable if the folder is gone or another one.
+        """Check the folder's witness; return whether it was read again.
 
-        On object storage, a witness that was read less than `max_age` seconds ago counts.
+        On object storage, a read less than `max_age` seconds ago still counts. Raises StorageUnavailable if the folder
+        is gone or was replaced.
         """
         if self.remote:
             if time.monotonic() < self.read_at + max_age:
@@ -90,7 +91,7 @@ class _Expected:
         return True
 
     def _identify(self) -> None:
-        """Read the witnesses again, in order of their strength."""
+        """Read the witnesses again, the strongest first."""
         for name in self.witnesses:
             marker = _read_marker(self.folder / name, has_id=name != _SPEC)
             if marker is None:
@@ -112,7 +113,7 @@ _MOST = 10_000
 def expect_run_dir(folder: Path) -> None:
     """Register a run directory: this process never creates it. It need not be reachable yet.
 
-    A run directory from before markers existed is recognized by its spec.
+    The spec file identifies a run directory from before markers existed.
     """
     _register(_Expected(folder, (RUN_MARKER, _SPEC)))
 
@@ -123,7 +124,7 @@ def expect_root(folder: Path, marker_id: str) -> None:
 
 
 def forget_expected(folder: Path) -> None:
-    """Remove a folder from those that must exist."""
+    """Unregister a folder that had to exist."""
     with _lock:
         _expected.pop(str(folder), None)
 
@@ -140,7 +141,7 @@ def _register(expected: _Expected) -> None:
 def check_storage(path: Path, *, max_age: float | None = None) -> None:
     """Raise StorageUnavailable if a registered folder that holds this path is gone or was replaced.
 
-    On object storage, an answer that is less than `max_age` seconds old counts (default: 5 s).
+    On object storage, a check less than `max_age` seconds ago still counts (default: 5 s).
     """
     if not _expected:
         return
@@ -152,21 +153,21 @@ def check_storage(path: Path, *, max_age: float | None = None) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Raise OSError if the file system of a local folder is read-only or full; nothing is written."""
+    """Raise OSError if the file system of a local folder is read-only or full. Writes nothing."""
     place: object = folder
-    # Paths of object storage are not of pathlib.
+    # Paths on object storage are not pathlib paths.
     if not isinstance(place, Path):
         return
     found = os.statvfs(place)
     if found.f_flag & os.ST_RDONLY:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(folder))
-    # A file system that does not count has no blocks at all.
+    # A file system that does not count its blocks reports zero blocks.
     if found.f_blocks and not found.f_bavail:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
 def _expect_root_of(run_dir: _Expected) -> None:
-    """Register the storage root of a run directory, if its marker has the same id: the cache lies there."""
+    """Register the storage root of a run directory, if its marker has the same id: the cache is in that root."""
     root = run_dir.folder.parent.parent
     marker = None if run_dir.id is None else read_root_marker(root)
     if marker is not None and marker.id == run_dir.id:

@@ -1,6 +1,6 @@
-"""Append-only files on object storage: numbered objects, of which the newest is written again while it grows.
+"""Append-only files on object storage: numbered objects, of which the newest is rewritten while it grows.
 
-Each process writes to objects of its own, so that nobody overwrites what another has said.
+Each process writes to separate objects, so that no process overwrites the lines of another.
 """
 
 import atexit
@@ -17,12 +17,12 @@ log = logging.getLogger(__name__)
 _ROLL_BYTES = 1 << 20
 MakeLine = Callable[[int], bytes]
 _LINES = 1_000_000
-"""More than a segment has: lines are numbered by their segment, then by their place in it."""
+"""Factor that makes a line's number from its segment and its place there; more than a segment's lines."""
 _FLUSH_SECONDS = 1.0
 
 
 class SegmentWriter:
-    """Appends to a file that is kept in segments; what is appended is on storage a second later, or at `flush`."""
+    """A writer of a segmented file; appended lines are on storage a second later, or at `flush`."""
 
     def __init__(self, path: Path, *, may_write: Callable[[], bool] = lambda: True) -> None:
         self._path = path
@@ -37,7 +37,7 @@ class SegmentWriter:
         _writers.add(self)
 
     def append(self, make_line: MakeLine) -> None:
-        """Add a line, which is told its number. It waits for nothing: storage itself may log, and be logged here."""
+        """Queue a line; `make_line` gets the line's number. Never blocks: storage may log to this file itself."""
         with self._appending:
             self._pending.append(make_line)
             if self._flusher is None:
@@ -45,11 +45,11 @@ class SegmentWriter:
                 self._flusher.start()
 
     def flush(self) -> None:
-        """Have all of it on storage. Raises what storage raises."""
+        """Write all queued lines to storage. Raises any storage error."""
         with self._flushing:
-            # Lines of a superseded group wait for ever: its process is about to exit.
             if not self._pending and self._written == len(self._content):
                 return
+            # A superseded group never writes its lines: its process is about to exit.
             if not self._may_write():
                 return
             if self._pending and self._written == len(self._content) and self._is_over():
@@ -65,13 +65,16 @@ class SegmentWriter:
                 self._written = len(self._content)
 
     def _is_over(self) -> bool:
-        """Whether what comes next belongs into another segment: whoever reads in order must find it behind the rest."""
+        """Return whether the next line needs a new segment: this one is full, or another process began a later one.
+
+        Readers read segments by ascending number, and must find the line after the existing ones.
+        """
         if not self._number or len(self._content) >= _ROLL_BYTES:
             return True
         return segments(self._path)[-1:] != [segment(self._path, self._number)]
 
     def _begin(self) -> int:
-        """Take the next number, as nobody else can then."""
+        """Create the next segment and return its number, which no other process can take."""
         number = len(segments(self._path)) + 1
         while True:
             try:
@@ -82,7 +85,7 @@ class SegmentWriter:
                 return number
 
     def flush_if_possible(self) -> None:
-        """The same, or later where storage fails."""
+        """Write all queued lines, or retry later if storage fails."""
         with storage_may_fail(partial(log.debug, "%s waits for its storage: %s", self._path)):
             self.flush()
 
@@ -96,7 +99,7 @@ _writers: "weakref.WeakSet[SegmentWriter]" = weakref.WeakSet()
 
 
 def flush_all() -> None:
-    """Have all that this process has appended on storage, before it ends."""
+    """Write all lines that this process has appended to storage, before it exits."""
     for writer in list(_writers):
         writer.flush_if_possible()
 
@@ -105,10 +108,10 @@ atexit.register(flush_all)
 
 
 def segment(path: Path, number: int) -> Path:
-    """One of the objects that a file is kept in."""
+    """Return the path of a file's segment by its number."""
     return path.with_name(f"{path.stem}-{number:08d}{path.suffix}")
 
 
 def segments(path: Path) -> list[Path]:
-    """The objects that a file is kept in, oldest first."""
+    """Return the segments of a file, oldest first."""
     return sorted(path.parent.glob(f"{path.stem}-????????{path.suffix}"), key=str)

@@ -1,4 +1,4 @@
-"""Which sinks there are, how they are chosen, and how far each has been given a run's metrics."""
+"""Metric sinks: their names, their selection, and their positions in a run's metrics."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,23 +11,23 @@ from train_loop.run_dir.remote import read_whole
 SinkName = Literal["tensorboard", "mlflow", "wandb"]
 SINKS: tuple[SinkName, ...] = get_args(SinkName)
 SINKS_VARIABLE = "TRAINSHED_SINKS"
-"""By which the service tells a driver, and an operator the service."""
+"""Environment variable with the sinks; the operator sets it for the service, the service for drivers."""
 DEFAULT_SINKS: tuple[SinkName, ...] = ("tensorboard",)
 _NONE = "none"
 
 
 class SinkPlace(Format):
-    """sinks/<name>.json: all metrics before this place have been handed over, and are safe in the sink."""
+    """sinks/<name>.json: the position before which all metrics were sent and are safe in the sink."""
 
     attempt: int = 0
     offset: int = 0
-    """Bytes of the attempt's metrics."""
+    """Offset in bytes in the attempt's metrics."""
     epoch: int = 0
-    """The newest worker group of the attempt before this place; later lines of older ones are superseded."""
+    """Newest worker group of the attempt before this position; later lines of older groups are superseded."""
 
 
 def parse_sinks(text: str) -> tuple[SinkName, ...]:
-    """The sinks of a comma list, each once; `none` is no sink. Raises ValueError for names that are unknown."""
+    """Parse a comma-separated list of sinks; `none` means no sinks. Raises ValueError for unknown names."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if names == [_NONE]:
         return ()
@@ -40,19 +40,19 @@ def parse_sinks(text: str) -> tuple[SinkName, ...]:
 
 
 def format_sinks(sinks: Sequence[SinkName]) -> str:
-    """The comma list that `parse_sinks` reads as these."""
+    """Return sinks as a comma-separated list that `parse_sinks` accepts."""
     return ",".join(sinks) or _NONE
 
 
 def read_place(path: Path) -> SinkPlace:
-    """How far a sink is; at the beginning where nothing is known. Raises what storage raises."""
+    """Return a sink's position; the beginning if it is missing or damaged. Raises any storage error."""
     try:
         return SinkPlace.model_validate_json(read_whole(path))
     except (FileNotFoundError, ValueError):
-        # What is handed over twice does no harm.
+        # Metrics that are sent twice do no harm.
         return SinkPlace()
 
 
 def write_place(path: Path, place: SinkPlace) -> None:
-    """Say, durably, how far a sink is."""
+    """Write a sink's position durably."""
     write_durably(path, place.model_dump_json())

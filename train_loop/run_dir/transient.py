@@ -1,4 +1,4 @@
-"""The one rule for storage errors that a retry can fix, and for how long they are retried."""
+"""Retryable storage errors, and the timeout of their retries."""
 
 import errno
 import os
@@ -18,14 +18,14 @@ _ERRNOS = {
     )
     if hasattr(errno, name)
 }
-"""Errors of a file system or network that is away. ENOSPC, EACCES and EROFS need a person."""
+"""Errors of a file system or network that is unavailable for a while. ENOSPC, EACCES and EROFS need an operator."""
 _STATUSES = {408, 425, 429}
 _CODES = {"RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable", "Throttling", "ThrottlingException"}
 _PERMANENT = {"NoCredentialsError", "PartialCredentialsError", "ParamValidationError", "ProfileNotFound"}
 
 
 def storage_seconds() -> float:
-    """Return for how many seconds storage errors are retried: the service passes its setting to drivers and ranks."""
+    """Return the timeout in seconds of storage retries: the service passes its setting to drivers and ranks."""
     try:
         return max(float(os.environ.get(STORAGE_SECONDS_VARIABLE, _DEFAULT_SECONDS)), 0.0)
     except ValueError:
@@ -33,7 +33,7 @@ def storage_seconds() -> float:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether storage is away and may come back: the driver, the ranks and the service retry these errors."""
+    """Return whether an error means that storage is unavailable and may come back, so that callers retry."""
     if isinstance(error, StorageUnavailable | TimeoutError | ConnectionError):
         return True
     if isinstance(error, FileExistsError):
@@ -46,7 +46,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def _file_in_the_way(error: FileExistsError) -> bool:
-    """Return whether a path component is a file where a folder should be; a name that is taken stays taken."""
+    """Return whether a path component is a file instead of a folder. Other existing names are permanent errors."""
     if error.errno != errno.EEXIST or not isinstance(error.filename, str) or error.filename2 is not None:
         return False
     return os.path.lexists(error.filename) and not os.path.isdir(error.filename)
@@ -65,7 +65,7 @@ def _root_is_gone(error: FileNotFoundError) -> bool:
 
 
 def _request_may_pass(error: BaseException) -> bool:
-    """Return whether a request to object storage failed on the way or in the server (HTTP 5xx)."""
+    """Return whether a request to object storage failed on the network or in the server, and may be retried."""
     if type(error).__name__ in _PERMANENT:
         return False
     response = getattr(error, "response", None)

@@ -1,4 +1,4 @@
-"""What a visit to the nodes of a cluster finds: told by `train_loop.doctor`, read by the service."""
+"""The report of a cluster's nodes, which `train_loop.doctor` writes and the service reads."""
 
 from importlib.metadata import PackageNotFoundError, version
 from platform import python_version
@@ -9,58 +9,58 @@ from train_loop.run_dir.durable import storage_path
 from train_loop.run_dir.remote import is_remote, list_folder
 
 VISIT_MARK = "trainshed-visit "
-"""Begins the line of a driver's log that holds the visit as JSON."""
+"""Prefix of the line in a driver's log that holds the report as JSON."""
 TOKEN_FILE = "token"
 ALL_NODES = "all nodes"
 SERVICE_VERSION_VARIABLE = "TRAINSHED_SERVICE_VERSION"
-"""By which the service tells drivers its own version."""
+"""Environment variable with the service's version, which the service sets for drivers."""
 _PACKAGES = ("trainshed", "ray", "torch")
 
 
 class Sight(BaseModel):
-    """What a node sees of the storage."""
+    """A node's check of the storage."""
 
     model_config = ConfigDict(frozen=True)
 
     token: str | None = None
-    """What the service left there; None where the node does not see it."""
+    """The token that the service wrote to the storage; None if the node does not see it."""
     fault: str | None = None
-    """What went wrong when the node looked, or wrote an answer."""
+    """Error from reading the storage or writing an answer."""
     unreadable: dict[str, str] = {}
-    """By root: why it cannot be listed."""
+    """Reason why a root cannot be listed, by root."""
 
 
 class NodeVisit(BaseModel):
-    """One node: what it is, and what it sees."""
+    """The report of one node: its properties and its check of the storage."""
 
     model_config = ConfigDict(frozen=True)
 
     node: str
     address: str
     versions: dict[str, str] | None = None
-    """None: it did not say."""
+    """Package versions by name; None if the node did not report them."""
     uid: int | None = None
-    """The user that its tasks run as."""
+    """Id of the user that runs its tasks."""
     ahead: tuple[float, float] | None = None
-    """Seconds by which its clock is ahead of the driver's: at least, at most."""
+    """Lower and upper bound in seconds by which the node's clock is ahead of the driver's."""
     sight: Sight | None = None
     trouble: str | None = None
-    """Why something is None."""
+    """Reason why another field is None."""
 
 
 class NetworkVisit(BaseModel):
-    """Whether ranks on different nodes could train together: connections between each two, then an all-reduce."""
+    """The check of the network between nodes: connections between each pair, then an all-reduce."""
 
     model_config = ConfigDict(frozen=True)
 
     nodes: int
-    """How many nodes took part."""
+    """Number of nodes that took part."""
     failed: dict[str, str] = {}
-    """Pairs that cannot communicate, as "ADDRESS and ADDRESS", with the error; or ALL_NODES."""
+    """Errors by pair of nodes that cannot communicate, as "ADDRESS and ADDRESS", or by ALL_NODES."""
 
 
 class ClusterVisit(BaseModel):
-    """All nodes, or as many as are asked."""
+    """The report of a cluster's nodes, or of as many as are checked."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -68,18 +68,18 @@ class ClusterVisit(BaseModel):
     cpus: float
     free_cpus: float
     network: NetworkVisit | None = None
-    """None: there is one node only, or the time was up."""
+    """Network check; None if the cluster has only one node, or time ran out."""
     left_out: int = 0
-    """Nodes that were too many to ask."""
+    """Number of nodes beyond the limit, which were not checked."""
 
 
 def answer_file(node: str) -> str:
-    """The name of what a node writes beside the token."""
+    """Return the name of the file that a node writes next to the token."""
     return f"from-{node}"
 
 
 def versions_here() -> dict[str, str]:
-    """What this process runs, by name; what is not installed is left out."""
+    """Return the versions of Python and of the installed packages in this process, by name."""
     found = {"python": python_version()}
     for package in _PACKAGES:
         try:
@@ -90,16 +90,16 @@ def versions_here() -> dict[str, str]:
 
 
 def own_version() -> str:
-    """The version of Trainshed that this process runs."""
+    """Return the version of Trainshed in this process."""
     return version("trainshed")
 
 
 def why_unreadable(root: str) -> str | None:
-    """Why this process cannot list a folder; None where it can."""
+    """Return the reason why this process cannot list a folder; None if it can."""
     try:
         place = storage_path(root)
         if is_remote(place):
-            # There are no empty folders there: one in which nothing lies is as good as one that is not there.
+            # Object storage has no empty folders: a missing folder is treated like an empty one.
             list_folder(place)
         else:
             next(place.iterdir(), None)

@@ -1,4 +1,4 @@
-"""What every part of a spec shares: strict frozen models, refused values, and problems that carry a JSON pointer."""
+"""Common parts of a spec: strict frozen models, rejected values, and problems with a JSON pointer."""
 
 import json
 from dataclasses import dataclass
@@ -9,21 +9,21 @@ from pydantic_core import to_json
 
 
 class SpecModel(BaseModel):
-    """A part of a job spec: frozen, strictly typed, and closed to fields that nobody defined."""
+    """A part of a job spec: frozen, strictly typed, and without undefined fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a spec: where (an RFC 6901 pointer) and the rule, the value and the remedy."""
+    """One problem of a spec: an RFC 6901 pointer, and a message with the rule, the value and the remedy."""
 
     pointer: str
     message: str
 
 
 class SpecError(ValueError):
-    """A spec that cannot run; `problems` says everything that is wrong with it, not only the first thing."""
+    """A spec that cannot run; `problems` lists everything that is wrong with it, not only the first problem."""
 
     code = "invalid_spec"
 
@@ -33,10 +33,10 @@ class SpecError(ValueError):
 
 
 def only(*supported: Any) -> AfterValidator:
-    """Refuse every value of a contract field but those that code honours today.
+    """Reject all values of a contract field except the values that the code supports today.
 
-    It stands beside the field that it limits, so that no setting is ever accepted and ignored; whoever widens the code
-    widens or removes it.
+    It is declared at the field that it limits, so that no setting is accepted and ignored. A change that adds support
+    extends or removes it.
     """
 
     def check(value: Any) -> Any:

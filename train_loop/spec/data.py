@@ -1,4 +1,4 @@
-"""`data:` what it is trained on."""
+"""`data:` the training and eval data."""
 
 from typing import Annotated, Any, Literal
 
@@ -8,11 +8,11 @@ from train_loop.spec.base import SpecModel, only
 
 LongRows = Literal["split", "truncate", "truncate_left", "drop", "fail"]
 CYCLE = 10_000
-"""Samples in a row over which the shares of mixed sources are exact, wherever one begins to count."""
+"""Number of consecutive samples, from any start, over which the shares of mixed sources are exact."""
 
 
 class ColumnsSpec(SpecModel):
-    """Which columns hold what; exactly one shape of row."""
+    """The columns of a row, by their role; exactly one shape of row."""
 
     text: str | None = None
     input_ids: str | None = Field(default=None, description="tokens of an already tokenised row")
@@ -46,19 +46,19 @@ class ColumnsSpec(SpecModel):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The columns that are read; every row must have them, but for tools."""
+        """The columns that are read; every row must have all of them except tools."""
         text = (self.text, self.messages, self.tools, self.prompt, self.response)
         every = (*text, self.input_ids, self.labels, self.weight)
         return tuple(name for name in every if name is not None)
 
     @property
     def tokenised(self) -> bool:
-        """Whether rows hold tokens, and no text."""
+        """True if rows hold tokens, and not text."""
         return self.input_ids is not None
 
 
 class SourceSpec(SpecModel):
-    """Where rows come from: a URI, a glob or a list of them."""
+    """A source of rows: a URI, a glob or a list of them."""
 
     path: str | tuple[str, ...] = Field(description="URI, glob, or a list of them; stdlib:// is Python's own sources")
     format: Literal["auto", "parquet", "jsonl", "text"] = Field(
@@ -77,7 +77,7 @@ class SourceSpec(SpecModel):
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The URIs and globs, one or many."""
+        """The URIs and globs of the source."""
         return (self.path,) if isinstance(self.path, str) else self.path
 
 
@@ -115,30 +115,30 @@ class DataSpec(SpecModel):
 
     @property
     def sources(self) -> tuple[SourceSpec, ...]:
-        """The sources that are trained on, one or several."""
+        """The sources of the training data."""
         return (self.train,) if isinstance(self.train, SourceSpec) else self.train
 
     @property
     def eval_sources(self) -> tuple[SourceSpec, ...]:
-        """The sources that are evaluated on, if any."""
+        """The sources of the eval data, if any."""
         return (self.eval,) if isinstance(self.eval, SourceSpec) else self.eval or ()
 
     def columns_of(self, source: SourceSpec) -> ColumnsSpec:
-        """The columns of a source's rows."""
+        """Return the columns of a source's rows."""
         return source.columns or self.columns
 
     def long_rows_of(self, columns: ColumnsSpec) -> LongRows:
-        """Return what happens to rows of these columns that are longer than a sample."""
+        """Return the handling of rows of these columns that are longer than a sample."""
         default: LongRows = "drop" if columns.messages or columns.prompt else "split"
         return self.on_long_rows or default
 
     def drops_untrained(self, columns: ColumnsSpec) -> bool:
-        """Return whether rows of these columns without any trained token are dropped: tokenised ones stay as given."""
+        """Return whether rows of these columns without any trained token are dropped; tokenised rows stay."""
         return bool(columns.messages or columns.prompt)
 
     @property
     def reads_text(self) -> bool:
-        """Whether anything has to be tokenised."""
+        """True if any source must be tokenised."""
         return not all(self.columns_of(source).tokenised for source in (*self.sources, *self.eval_sources))
 
     @model_validator(mode="after")

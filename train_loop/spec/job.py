@@ -12,13 +12,13 @@ from train_loop.spec.strategy import StrategySpec
 from train_loop.spec.training import TrainingSpec
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=40)]
-# The service refuses control characters in them when they are sent; stored specs may hold some.
+# The service rejects control characters in submitted labels; stored specs may hold some.
 LabelKey = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 LabelValue = Annotated[str, StringConstraints(max_length=512)]
 
 
 class InferSpec(SpecModel):
-    """What an `infer` job writes."""
+    """The output of an `infer` job."""
 
     output: Literal["logprobs"] = "logprobs"
     batch_size: int = Field(default=4, ge=1)
@@ -26,7 +26,7 @@ class InferSpec(SpecModel):
 
 
 class JobSpec(SpecModel):
-    """What a user asks for: one training job."""
+    """The spec of one training job."""
 
     name: Name
     kind: Annotated[Literal["train", "infer"], only("train")] = "train"
@@ -43,11 +43,14 @@ class JobSpec(SpecModel):
     failure: FailureSpec = FailureSpec()
 
     def at(self, workers: int) -> "JobSpec":
-        """The spec with a number of workers that was chosen."""
+        """Return the spec with a chosen number of workers."""
         return self.model_copy(update={"scaling": self.scaling.at(workers)})
 
     def at_any_size(self) -> "JobSpec":
-        """The spec without what may change when a run goes on: its size, where the global batch does not follow it."""
+        """Return the spec without the fields that may change on resume.
+
+        These are the fields of its size, if the global batch does not depend on it.
+        """
         if self.training.global_batch_size is None:
             return self
         return self.model_copy(

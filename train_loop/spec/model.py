@@ -1,4 +1,4 @@
-"""`model:` what is trained."""
+"""`model:` the model to train."""
 
 from typing import Annotated, Any, Literal
 

@@ -1,4 +1,4 @@
-"""Text or plain data → JobSpec, with every problem named at once."""
+"""Text or plain data → JobSpec; all problems are reported at once."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from train_loop.spec.job import JobSpec
 from train_loop.spec.text import as_pointer, check_data, read_yaml
 
 _MOST_PROBLEMS = 50
-"""Problems that are listed; a body of ten thousand unknown fields would have as many."""
+"""Maximum number of problems to list: a body may have ten thousand unknown fields."""
 
 
 def parse_text(text: str | bytes) -> JobSpec:
@@ -21,7 +21,7 @@ def parse_text(text: str | bytes) -> JobSpec:
 
 
 def load(text: str | bytes) -> JobSpec:
-    """Parse what `dump` wrote, which may hold more values than a body that is sent. Raises SpecError."""
+    """Parse a spec from `dump`, which may hold more values than a submitted body. Raises SpecError."""
     try:
         return parse(json.loads(text))
     except ValueError as error:
@@ -31,11 +31,11 @@ def load(text: str | bytes) -> JobSpec:
 
 
 def parse(raw: Any) -> JobSpec:
-    """Check plain data against the spec. Raises SpecError with all problems."""
+    """Validate plain data as a spec. Raises SpecError with all problems."""
     if not isinstance(raw, dict):
         raise SpecError([Problem("", f"a job spec is a mapping of fields, not {type(raw).__name__}")])
     try:
-        # Through JSON, so that strict types mean JSON's types whatever the text was written in.
+        # Validated as JSON, so that strict types are JSON's types whatever the format of the text.
         return JobSpec.model_validate_json(json.dumps(_with_one_dtype(raw), allow_nan=False))
     except (TypeError, ValueError) as error:
         if isinstance(error, ValidationError):
@@ -44,11 +44,11 @@ def parse(raw: Any) -> JobSpec:
 
 
 def override(spec: JobSpec, patch: Mapping[str, Any]) -> JobSpec:
-    """A spec with some of it different, merged mapping by mapping. Raises SpecError."""
+    """Return a spec with a patch merged into it, mapping by mapping. Raises SpecError."""
     check_data(patch)
     base = spec.model_dump(mode="json")
     model, strategy = patch.get("model"), patch.get("strategy")
-    # Two homes of one quantity: who moves in one of them need not name the other.
+    # The two fields are one quantity: a patch that changes one of them need not name the other.
     if isinstance(model, dict) and "dtype" in model:
         base["strategy"].pop("param_dtype")
     if isinstance(strategy, dict) and "param_dtype" in strategy:
@@ -57,7 +57,7 @@ def override(spec: JobSpec, patch: Mapping[str, Any]) -> JobSpec:
 
 
 def merged(base: Any, patch: Any) -> Any:
-    """Plain data with some of it different, mapping by mapping."""
+    """Return plain data with a patch merged into it, mapping by mapping."""
     if not isinstance(patch, Mapping):
         return patch
     whole = dict(base) if isinstance(base, dict) else {}
@@ -65,7 +65,7 @@ def merged(base: Any, patch: Any) -> Any:
 
 
 def _with_one_dtype(raw: dict[str, Any]) -> dict[str, Any]:
-    """Let model.dtype and strategy.param_dtype, two homes of one quantity, follow each other where one is unset."""
+    """Copy model.dtype to strategy.param_dtype, or the reverse, if only one of them is set."""
     model, strategy = raw.get("model"), raw.get("strategy", {})
     if (
         not isinstance(model, dict)
@@ -78,7 +78,7 @@ def _with_one_dtype(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def dump(spec: JobSpec) -> str:
-    """The resolved spec as JSON, every default written out; `load` gives the same spec back."""
+    """Return the resolved spec as JSON, including every default; `load` returns the same spec."""
     return spec.model_dump_json(indent=2)
 
 
@@ -93,7 +93,7 @@ def _problems(error: ValidationError) -> list[Problem]:
 
 
 def _pointer(loc: tuple[int | str, ...]) -> str:
-    # Pydantic names the arm of a union as a part of the place: a type's name or a constraint is no field.
+    # Pydantic adds the arm of a union to the location: a type's name or a constraint is not a field.
     return as_pointer(
         [
             str(step)

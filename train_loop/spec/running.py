@@ -1,4 +1,4 @@
-"""`checkpoint:`, `scaling:` and `failure:` how a run is kept, sized and retried."""
+"""`checkpoint:`, `scaling:` and `failure:` the checkpoints, the size and the retries of a run."""
 
 from typing import Annotated, Literal
 
@@ -8,14 +8,14 @@ from train_loop.spec.base import SpecModel
 
 
 class KeepBestSpec(SpecModel):
-    """Which checkpoint counts as the best."""
+    """The metric that selects the best checkpoint."""
 
     metric: Literal["loss", "grad_norm", "eval_loss", "eval_perplexity"]
     mode: Literal["min", "max"]
 
 
 class CheckpointSpec(SpecModel):
-    """When checkpoints are committed and how many stay."""
+    """The schedule of checkpoints, and the number of checkpoints to keep."""
 
     every_steps: int | None = Field(default=100, ge=1)
     every_seconds: float | None = Field(default=None, gt=0, description="since the save before, whatever its reason")
@@ -33,7 +33,7 @@ MOST_WORKERS = 4096
 
 
 class WorkerRange(SpecModel):
-    """The sizes that an elastic job accepts."""
+    """The numbers of workers that an elastic job accepts."""
 
     min: int = Field(ge=1)
     max: int = Field(ge=1, le=MOST_WORKERS)
@@ -46,7 +46,7 @@ class WorkerRange(SpecModel):
 
 
 class ScalingSpec(SpecModel):
-    """How many workers, and what each of them needs."""
+    """The number of workers, and the resources of each of them."""
 
     num_workers: Annotated[
         Annotated[int, Field(ge=1, le=MOST_WORKERS), Tag("int")] | Annotated[WorkerRange, Tag("WorkerRange")],
@@ -57,28 +57,28 @@ class ScalingSpec(SpecModel):
 
     @property
     def elastic(self) -> bool:
-        """Whether the number of workers is the service's to choose, and to change."""
+        """True if the service chooses the number of workers, and may change it."""
         return isinstance(self.num_workers, WorkerRange)
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The fewest and the most workers."""
+        """The minimum and maximum number of workers."""
         asked = self.num_workers
         return (asked.min, asked.max) if isinstance(asked, WorkerRange) else (asked, asked)
 
     @property
     def world(self) -> int:
-        """Number of workers, one rank each, where it has been chosen."""
+        """Number of workers, one rank each, once it has been chosen."""
         assert isinstance(self.num_workers, int), "an elastic job is given a size before anything asks for it"
         return self.num_workers
 
     def at(self, workers: int) -> "ScalingSpec":
-        """The same with a number of workers that was chosen."""
+        """Return a copy with a chosen number of workers."""
         return self.model_copy(update={"num_workers": workers})
 
 
 class FailureSpec(SpecModel):
-    """How often a run may fail before it is given up."""
+    """The limits on the failures of a run before the job fails."""
 
     max_failures: int = Field(default=3, ge=0, description="restarts of the worker group inside one attempt")
     max_attempts: int = Field(

@@ -18,11 +18,11 @@ SCHEDULE_OPTIONS: dict[str, tuple[str, ...]] = {
     "inverse_sqrt": ("timescale",),
     "wsd": ("num_decay_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles"),
 }
-"""The options that each schedule reads; the others have none."""
+"""The options of each schedule; schedules that are not listed have none."""
 
 
 class ScheduleOptions(SpecModel):
-    """Every option of every schedule; what is null has the schedule's own default."""
+    """All options of all schedules; null selects the schedule's own default."""
 
     num_cycles: float | None = Field(default=None, gt=0, description="cosine waves; null: half a wave, down to the end")
     min_lr: float | None = Field(default=None, ge=0, description="where cosine_with_min_lr ends")
@@ -41,7 +41,7 @@ class ScheduleOptions(SpecModel):
 
 
 def check_known(schedule: str | None, given: Any) -> None:
-    """Raise ValueError for options that the schedule does not have, before their values are looked at."""
+    """Raise ValueError for options that the schedule does not have, before their values are checked."""
     if schedule is None or not isinstance(given, dict):
         return
     known = SCHEDULE_OPTIONS.get(schedule, ())
@@ -52,7 +52,7 @@ def check_known(schedule: str | None, given: Any) -> None:
 
 
 def check_lr(schedule: Schedule, options: ScheduleOptions, learning_rate: float) -> None:
-    """Raise ValueError for an end that contradicts another one, or does not lie below the learning rate."""
+    """Raise ValueError if a final learning rate contradicts another one, or is not below learning_rate."""
     if options.min_lr is not None and options.min_lr_rate is not None:
         raise ValueError("min_lr and min_lr_rate are two names for one quantity; remove one")
     lr_end = 1e-7 if options.lr_end is None and schedule == "polynomial" else options.lr_end
@@ -64,7 +64,7 @@ def check_lr(schedule: Schedule, options: ScheduleOptions, learning_rate: float)
 
 
 def check_steps(options: ScheduleOptions, *, warmup_steps: int, steps: int) -> None:
-    """Raise ValueError where a run of so many optimizer steps is too short for the parts of its schedule."""
+    """Raise ValueError if a run of `steps` optimizer steps is too short for the phases of its schedule."""
     if warmup_steps >= steps:
         raise ValueError(
             f"warmup_steps={warmup_steps} is not less than the {steps} steps of the run, which would end before the "

@@ -1,4 +1,4 @@
-"""`strategy:` how the model is spread over workers: ROLL's strategy_config with ulysses_size."""
+"""`strategy:` the distribution of the model over workers: ROLL's strategy_config with ulysses_size."""
 
 from typing import Annotated, Any, Literal, get_args
 
@@ -9,7 +9,7 @@ from train_loop.spec.model import Dtype
 
 
 class WrapPolicySpec(SpecModel):
-    """Which modules become FSDP units of their own; by default the model's own decoder layers."""
+    """The modules that become FSDP units; by default the model's own decoder layers."""
 
     transformer_layer_cls_to_wrap: tuple[str, ...] = Field(
         default=(), description="class names; none: what the model itself says must not be split"
@@ -23,7 +23,7 @@ SaveMode = Literal["sync", "thread", "process"]
 
 
 class StrategySpec(SpecModel):
-    """FSDP2 and Ulysses; the mesh rules are those of `train_loop.plan.mesh`."""
+    """The settings of FSDP2 and Ulysses; `train_loop.plan.mesh` has the mesh rules."""
 
     fsdp_size: int = Field(default=0, description="<= 1 or >= world: one fsdp dimension; else HSDP (world/n, n)")
     sharding_strategy: Literal["FULL_SHARD", "NO_SHARD"] = Field(
@@ -57,14 +57,14 @@ class StrategySpec(SpecModel):
     @field_validator("async_save_ckpt", mode="before")
     @classmethod
     def _is_a_way_to_save(cls, mode: Any) -> Any:
-        """One sentence for what pydantic would tell of each type that it is not."""
+        """Raise a single error in place of pydantic's error for each type of the field."""
         if not isinstance(mode, bool) and mode not in get_args(SaveMode):
             raise ValueError(f"async_save_ckpt={mode} is no way to save; choose true, false, thread, process or sync")
         return mode
 
     @property
     def save_mode(self) -> SaveMode:
-        """How checkpoints are written."""
+        """The way in which checkpoints are written."""
         named: dict[bool, SaveMode] = {False: "sync", True: "thread"}
         return named[self.async_save_ckpt] if isinstance(self.async_save_ckpt, bool) else self.async_save_ckpt
 

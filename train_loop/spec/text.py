@@ -1,7 +1,7 @@
-"""YAML or JSON text → plain data, within limits of bytes, nesting and nodes; any bytes give data or a SpecError.
+"""YAML or JSON text → plain data, within limits of bytes, nesting and nodes.
 
-YAML is built from libyaml's events and not by PyYAML's constructors: those recurse, run Python's parsers on what a tag
-names, and take seconds for a body that libyaml reads in milliseconds.
+Any bytes give data or a SpecError. YAML is built from libyaml's events and not by PyYAML's constructors. Those recurse,
+run Python's parsers on tagged values, and take seconds for a body that libyaml reads in milliseconds.
 """
 
 import json
@@ -17,17 +17,17 @@ import yaml
 from train_loop.spec.base import Problem, SpecError
 
 MAX_YAML_BYTES = 256 * 1024
-"""Largest body in YAML; one in JSON, which is read faster, may be as large as the service takes bodies."""
+"""Maximum bytes of a YAML body. JSON is faster to read and may be as large as the service accepts bodies."""
 MAX_DEPTH = 32
-"""Most lists and mappings inside one another."""
+"""Maximum depth of lists and mappings inside one another."""
 MAX_NODES = 10_000
-"""Most values, keys, lists and mappings in all."""
+"""Maximum number of values, keys, lists and mappings in all."""
 
 _TOO_DEEP = f"lists and mappings are nested over {MAX_DEPTH} levels deep; use fewer levels"
 _TOO_MANY = f"the body holds over {MAX_NODES} values; send a smaller spec"
 _TAG = "tag:yaml.org,2002:"
 _INT = re.compile(r"[-+]?(?:0b[01_]+|0o?[0-7_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)")
-# As YAML 1.2 and JSON read it: 1e-6 is a number.
+# The syntax of YAML 1.2 and JSON: 1e-6 is a number.
 _FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?")
 _SPECIAL = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
 _NULLS = frozenset(("", "~", "null", "Null", "NULL"))
@@ -42,7 +42,7 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def read_yaml(text: str | bytes) -> Any:
-    """Return the plain data of YAML or JSON text (JSON is YAML). Raises SpecError, which names the place."""
+    """Return the plain data of YAML or JSON text (JSON is YAML). Raises SpecError with the position."""
     _check_count(text if isinstance(text, bytes) else text.encode(errors="surrogatepass"))
     data = _read(text)
     check_data(data)
@@ -57,7 +57,7 @@ def _read(text: str | bytes) -> Any:
     except RecursionError:
         raise _refused("", _TOO_DEEP) from None
     except ValueError as error:
-        # What is wrong with it as JSON is reported as YAML, unless it is too large for that.
+        # Text that is not JSON is read as YAML, which reports its errors, unless it is too large for YAML.
         if len(text) > MAX_YAML_BYTES:
             raise _refused(
                 "",
@@ -68,8 +68,8 @@ def _read(text: str | bytes) -> Any:
 
 
 def _check_count(text: bytes) -> None:
-    """Raise SpecError for JSON of too many values before Python has an object for each."""
-    # Each value or key but the first of its list or mapping follows a comma or a colon.
+    """Raise SpecError for JSON of too many values before Python creates an object for each."""
+    # Each value or key, except the first of its list or mapping, follows a comma or a colon.
     if text.count(b",") + text.count(b":") > MAX_NODES and text.lstrip()[:1] in (b"{", b"["):
         outside = _JSON_STRING.sub(b"", text)
         if outside.count(b",") + outside.count(b":") > MAX_NODES:
@@ -88,7 +88,7 @@ def _mapping_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _given_twice(name: str) -> str:
-    # Half a character, which JSON can write, cannot be sent back.
+    # JSON may contain a lone surrogate, which a response cannot encode.
     shown = name[:64].encode(errors="replace").decode()
     return f"{shown} is given twice in one mapping; remove one"
 
@@ -103,13 +103,13 @@ class _Container:
 
     data: Any
     step: str = ""
-    """The pointer's step to it."""
+    """The last step of its JSON pointer."""
     key: str | None = None
-    """The key whose value comes next."""
+    """The key of the next value."""
 
 
 class _Builder:
-    """Builds data from YAML events without recursion."""
+    """A builder of data from YAML events, without recursion."""
 
     def __init__(self) -> None:
         self.root: Any = None
@@ -117,9 +117,9 @@ class _Builder:
         self._nodes = 0
 
     def take(self, event: yaml.Event) -> None:
-        """Add what an event brings. Raises SpecError."""
+        """Add the data of an event. Raises SpecError."""
         if isinstance(event, yaml.AliasEvent):
-            # An alias inside an alias inside an alias is how a small body becomes gigabytes.
+            # Nested aliases expand a small body to gigabytes.
             raise self._fault(event, "aliases (*name) are not allowed in a job spec; write the value out")
         if isinstance(event, yaml.CollectionEndEvent):
             self._open.pop()
@@ -270,12 +270,12 @@ def _written(tag: str | None) -> str:
 
 
 def as_pointer(steps: list[str]) -> str:
-    """Return an RFC 6901 pointer."""
+    """Return steps as an RFC 6901 pointer."""
     return "".join("/" + step.replace("~", "~0").replace("/", "~1") for step in steps)
 
 
 def check_data(data: Any) -> None:
-    """Raise SpecError for plain data that is too large or too deep, or holds half characters or infinite numbers."""
+    """Raise SpecError for data that is too large or too deep, or holds lone surrogates or infinite numbers."""
     nodes, depth, level = 0, 0, [(data, list[str]())]
     while level:
         depth, below = depth + 1, []
@@ -285,7 +285,7 @@ def check_data(data: Any) -> None:
                 if depth > MAX_DEPTH:
                     raise _refused(as_pointer(steps), _TOO_DEEP)
                 nodes += len(value) if isinstance(value, dict) else 0
-                # Before its values are listed, of which there may be a million.
+                # Checked before its values are listed: there may be a million.
                 if nodes + len(value) > MAX_NODES:
                     raise _refused("", _TOO_MANY)
                 below += [(one, [*steps, str(key)]) for key, one in _items(value)]

@@ -1,4 +1,4 @@
-"""`training:` the arithmetic of learning, with Hugging Face TrainingArguments' names."""
+"""`training:` the optimization, with Hugging Face TrainingArguments' names."""
 
 from typing import Annotated, Any, Literal
 
@@ -14,11 +14,11 @@ OPTIMIZER_OPTIONS = {
     "sgd": ("momentum",),
     "adafactor": (),
 }
-"""The fields that each optimizer reads, beside learning_rate and weight_decay."""
+"""The fields that each optimizer reads, besides learning_rate and weight_decay."""
 
 
 class TrainingSpec(SpecModel):
-    """Steps are optimizer steps, batches are counted in sequences, whatever the mesh."""
+    """The settings of training. Steps are optimizer steps and batches count sequences, whatever the mesh."""
 
     learning_rate: float = Field(gt=0)
     weight_decay: float = Field(default=0.0, ge=0, description="not applied to norms and biases")
