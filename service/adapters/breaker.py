@@ -1,4 +1,4 @@
-"""Asks no more of a cluster that does not answer: its callers fail at once, and one thread asks until it answers."""
+"""A circuit breaker for the cluster: while it does not answer, calls fail at once and one thread probes it."""
 
 import threading
 import time
@@ -7,26 +7,26 @@ from typing import TypeVar
 
 T = TypeVar("T")
 SHORT, LONG = 1.25, 10.0
-"""Seconds to wait for an answer: usually, and of a cluster that was slow lately."""
+"""Timeouts of a call in seconds: the usual one, and the one for a cluster that was slow lately."""
 _SLOW_FOR = 60.0
-"""For so many seconds a cluster counts as slow after a late answer."""
+"""Seconds for which a cluster counts as slow after a late answer."""
 _WORTH_IT = 1.0
-"""A failure that took less, such as a refused connection, holds up nobody."""
+"""Minimum seconds of a failed call that opens the breaker. A quicker failure (connection refused) delays no caller."""
 _PAUSE = 1.0
-"""Seconds between two tries of the thread."""
+"""Seconds between two probes."""
 _FORGOTTEN = 60.0
-"""The thread ends if nobody has asked for so many seconds."""
+"""Seconds without a call after which the probes end and the breaker closes."""
 
 
 class ClusterSilentError(TimeoutError):
-    """The cluster is not asked, because it has not answered lately."""
+    """The error of a call that was rejected because the cluster has not answered lately."""
 
 
 class Breaker:
-    """Passes calls on to a cluster while it answers. `ask` takes the seconds to wait, and raises OSError if they pass.
+    """A circuit breaker, which passes calls on while the cluster answers.
 
-    A network that drops packets keeps each call waiting for its whole timeout. One that took a second or more and
-    failed opens the breaker.
+    In a network that drops packets, each call waits for its whole timeout. So a call that fails after a second or more
+    opens the breaker. `ask` probes the cluster: it takes a timeout in seconds, and raises OSError if it gets no answer.
     """
 
     def __init__(self, ask: Callable[[float], object]) -> None:
@@ -36,9 +36,9 @@ class Breaker:
         self._slow_until = self._called = float("-inf")
 
     def call(self, call: Callable[[float], T], *, seconds: float | None = None) -> T:
-        """Call it with the seconds that it may take; raise what it raises.
+        """Run `call` with a timeout: `seconds`, or the current default. Raises what `call` raises.
 
-        Raises ClusterSilentError at once while the cluster does not answer.
+        Raises ClusterSilentError at once while the breaker is open.
         """
         began = time.monotonic()
         with self._lock:

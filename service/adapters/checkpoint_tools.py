@@ -1,4 +1,4 @@
-"""Reads whole checkpoints in helper processes, off the training path and off ours."""
+"""Tools that read whole checkpoints in helper processes, outside the training and the service process."""
 
 import json
 import subprocess
@@ -10,11 +10,14 @@ from service.errors import Busy, VerifyFailed
 from train_loop.run_dir import ExportWish
 
 _AT_ONCE = 2
-"""Exports of one service."""
+"""Maximum number of concurrent exports of one service."""
 
 
 class HelperTools:
-    """Runs `python -m train_loop.checkpoint.manifest` and `.export`; to verify may take `timeout` seconds."""
+    """CheckpointTools that run `python -m train_loop.checkpoint.manifest` and `.export`.
+
+    `timeout` is the limit of a verification, in seconds.
+    """
 
     def __init__(self, *, timeout: float, python: Sequence[str] = (sys.executable,)) -> None:
         self._timeout = timeout
@@ -22,7 +25,7 @@ class HelperTools:
         self._free = threading.Semaphore(_AT_ONCE)
 
     def verify(self, run_dir: str, step: int) -> list[str] | None:
-        """What is wrong with a checkpoint; None where there is none. Raises VerifyFailed."""
+        """Return the faults of a checkpoint; None if it does not exist. Raises VerifyFailed if it could not be read."""
         command = [*self._python, "-m", "train_loop.checkpoint.manifest", run_dir, "--step", str(step)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=self._timeout)
@@ -37,7 +40,7 @@ class HelperTools:
         return faults
 
     def export(self, run_dir: str, step: int, wish: ExportWish) -> None:
-        """Begin an export, which outlives this process. Raises Busy."""
+        """Start an export, which outlives this process. Raises Busy if too many exports run."""
         command = [*self._python, "-m", "train_loop.checkpoint.export", run_dir, "--step", str(step)]
         command += ["--dtype", wish.dtype, "--weights", wish.weights]
         if not self._free.acquire(blocking=False):
@@ -47,7 +50,7 @@ class HelperTools:
     def _run(self, command: Sequence[str]) -> None:
         nothing = subprocess.DEVNULL
         try:
-            # What went wrong, its status says.
+            # The export's status file reports failures.
             subprocess.run(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
         finally:
             self._free.release()

@@ -1,4 +1,4 @@
-"""What a run directory tells of progress and faults, kept up to date by reading only what is new."""
+"""Summary of a run's progress and faults, updated from the new lines of its run directory only."""
 
 import statistics
 import threading
@@ -12,15 +12,15 @@ from service.ports import NO_STORY, Line, Loss, Place, Progress, Reading, Story,
 from train_loop.run_dir import CurrentGroup, RunDir
 
 _RECENT = 50
-"""Steps whose times tell how long the rest will take."""
+"""Number of newest steps from whose times the remaining time is estimated."""
 Read = Callable[[Written, Place], Tail]
-"""Reads on in one of a run's files."""
+"""Function that reads the next lines of one of a run's files, from a position."""
 _NO_FAULTS = ("paused", "resized")
 _KINDS: tuple[Written, ...] = (Written("events"), Written("metrics"))
 
 
 class Chronicle:
-    """The story of one run. Threads may share it."""
+    """The reader that keeps the story of one run up to date. Threads may share it."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir
@@ -29,7 +29,7 @@ class Chronicle:
         self._lock = threading.Lock()
         self._story = NO_STORY
         self.last = Reading(NO_STORY, None)
-        """The story as it was last read; it can be asked for while another thread reads."""
+        """Newest story that was read. It is available while another thread reads."""
         self._starts = 0
         self._attempt = 0
         self._of: int | None = None
@@ -39,10 +39,10 @@ class Chronicle:
         self._recent = deque[float](maxlen=_RECENT)
 
     def tell(self, read: Read, *, now: float) -> Story:
-        """The story as it is now."""
+        """Read the new lines, and return the updated story."""
         with self._lock:
             fresh = [line for kind in _KINDS for line in self._new_lines(read, kind)]
-            # Whoever wrote first is heard first, as far as both have been read.
+            # Merge the lines read from both files in the order in which they were written.
             for line in sorted(fresh, key=lambda line: (number(line, "attempt") or 0, number(line, "time") or 0)):
                 if "event" not in line:
                     self._step(line)
@@ -76,12 +76,12 @@ class Chronicle:
             self._places[kind] = tail.entries[-1].after
 
     def _begin(self, line: Line) -> None:
-        """Training starts, for the first time or again."""
+        """Record that training starts, for the first time or again."""
         attempt, replayed = int(number(line, "attempt") or 0), int(number(line, "replayed") or 0)
         self._starts += 1
         self._of = int(number(line, "steps") or 0) or self._of
         if self._starts == 1:
-            # What a clone begins with is another job's work.
+            # Steps before the start of a clone are another job's work.
             self._best = int(number(line, "resumed_from") or 0)
         if self._starts > 1 and not self._was_asked_to_stop(attempt):
             self._fault = True
@@ -91,17 +91,17 @@ class Chronicle:
         self._story = replace(story, restarts=self._starts - 1, lost_steps=story.lost_steps + replayed)
 
     def _was_asked_to_stop(self, attempt: int) -> bool:
-        """Whether the training before this one ended as somebody wished."""
+        """Return whether the previous training was stopped on request, not by a fault."""
         if attempt == self._attempt:
             return False
         outcome = self._run_dir.attempt(self._attempt).outcome()
-        # The service resizes a job that has lost workers and finds no room for them: that resize is a fault's.
+        # The service also resizes a job whose lost workers no longer fit: such a resize counts as a fault.
         if outcome is None or (outcome.result == "resized" and self._lost):
             return False
         return outcome.result in _NO_FAULTS
 
     def _lose(self, line: Line) -> None:
-        """Workers were lost, and maybe their hosts."""
+        """Record a loss of workers, and of their hosts if the event names any."""
         self._lost = True
         hosts = line.get("hosts")
         names = [str(host) for host in hosts] if isinstance(hosts, list) else []
@@ -127,7 +127,7 @@ class Chronicle:
         self._story = story
 
     def _progress(self, line: Line, step: int) -> Progress:
-        # A run that ends by tokens has an estimate for its steps, and may need more of them.
+        # If tokens limit the run, its number of steps is an estimate, which the run may exceed.
         of = self._of and max(self._of, step)
         usual = statistics.median(self._recent) if self._recent else None
         eta = usual * max(of - step, 0) if of and usual is not None else None

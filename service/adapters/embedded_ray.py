@@ -1,4 +1,4 @@
-"""Embedded Ray: keeps one head alive, takes over the one that a killed service left, ends it when asked to."""
+"""Embedded Ray: one head, which the service keeps alive, reuses after its own crash, and stops on request."""
 
 import subprocess
 import threading
@@ -20,7 +20,7 @@ _LONGEST_PAUSE_SECONDS = 30.0
 
 
 class EmbeddedRay:
-    """A Ray head of our own. It outlives a SIGKILL of the service, and not a graceful stop."""
+    """A Ray head that the service owns. It survives a SIGKILL of the service, but not a graceful stop."""
 
     def __init__(self, home: Path, *, cpus: int, object_store_bytes: int) -> None:
         self._home = home
@@ -34,18 +34,18 @@ class EmbeddedRay:
         self._up: RayAddress | None = None
 
     def address(self) -> RayAddress | None:
-        """Where the head is; None while it is not up."""
+        """Return the address of the head; None while it is not up."""
         return self._up
 
     def start(self) -> None:
-        """Begin to keep a head alive, in the background: it takes seconds until one is up."""
+        """Start the thread that keeps a head alive. The first head takes seconds to start."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the head and all that it started."""
+        """Stop the head and all processes that it started."""
         self._stopped.set()
         if self._thread.is_alive():
-            # No longer: it may wait for a dashboard that does not answer.
+            # Wait no longer: the thread may be waiting for a dashboard that does not answer.
             self._thread.join(_JOIN_SECONDS)
         self._up = None
         with self._lock:
@@ -64,7 +64,7 @@ class EmbeddedRay:
             self._stopped.wait(pause)
 
     def _bring_up(self) -> None:
-        """Do nothing while the head lives and is private, else start another one. Raises RuntimeError if it fails."""
+        """Ensure that a private head is up; if not, start one. Raises RuntimeError if that fails."""
         if self._up is not None and self._alive() and self._is_private():
             return
         self._up = None
@@ -82,7 +82,7 @@ class EmbeddedRay:
 
     def _replace_head(self) -> None:
         with self._lock:
-            # Not after `stop`: nobody would end it.
+            # Do not start a head after `stop`: it would keep running.
             if not self._stopped.is_set():
                 self._end_head()
                 self._head, self._child = start_head(
@@ -96,7 +96,7 @@ class EmbeddedRay:
         return _wait(lambda: head.answers(token), lambda: self._stopped.is_set() or not self._alive())
 
     def _is_private(self) -> bool:
-        """Return whether the head's folder is closed to other users; log why not."""
+        """Return whether the head's folder is closed to other users. If not, log the reason."""
         try:
             if self._head is not None:
                 self._head.check_folder()
@@ -120,7 +120,7 @@ class EmbeddedRay:
 
 
 def _wait(reached: Callable[[], bool], hopeless: Callable[[], bool]) -> bool:
-    """Wait until something is so, or can no longer be."""
+    """Poll until `reached` returns true. Return False after the timeout, or once `hopeless` returns true."""
     end = time.monotonic() + _UP_SECONDS
     while time.monotonic() < end and not hopeless():
         if reached():

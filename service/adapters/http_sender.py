@@ -1,4 +1,4 @@
-"""Messages over HTTP: signed, to the very address that was checked, without redirects or proxies, in seconds."""
+"""Sender of signed messages over HTTP: only to checked addresses, without redirects or proxies, with a timeout."""
 
 import asyncio
 import socket
@@ -19,26 +19,26 @@ from service.domain.webhook import Answer, Message, Webhook, answered
 
 LookUp = Callable[[str], Sequence[str]]
 _CONNECT_SECONDS = 3.0
-"""For one of several addresses."""
-# A host that can be no name is a UnicodeError.
+"""Timeout in seconds to connect to each address except the last."""
+# Invalid host names raise UnicodeError.
 _FAULTS = (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, OSError, UnicodeError)
 
 
 def look_up(host: str) -> list[str]:
-    """The addresses of a host, by the system's resolver. Raises OSError, UnicodeError."""
+    """Resolve a host with the system's resolver. Raises OSError or UnicodeError if that fails."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
 class HttpSender:
-    """Sends from any thread; the seconds of an attempt are all of it, the look-up of its name among them."""
+    """A Sender that any thread may use. `seconds` limits the whole attempt, including the DNS lookup."""
 
     def __init__(
         self, allowed: Allowed, *, look_up: LookUp = look_up, tls: ssl.SSLContext | None = None, seconds: float = 10.0
     ) -> None:
         self._allowed = allowed
         self._look_up = look_up
-        # Certifi's authorities, or those that SSL_CERT_FILE names.
+        # Trusts certifi's certificate authorities, or the ones in SSL_CERT_FILE.
         self._tls = tls or httpx.create_ssl_context()
         self._seconds = seconds
         self._underway = dict[anyio.CancelScope, asyncio.AbstractEventLoop]()
@@ -46,11 +46,11 @@ class HttpSender:
         self._lock = threading.Lock()
 
     def send(self, webhook: Webhook, message: Message, *, now: float) -> Answer | None:
-        """Send it once, signed; None: the service is about to end, and nobody knows whether it was received."""
+        """Send a signed message once. Return None if the service stops first: then the result is unknown."""
         return anyio.run(self._send, webhook, message, now)
 
     def close(self) -> None:
-        """Let go of what is on its way; nothing is sent from now on."""
+        """Cancel in-flight messages. From then on, send nothing."""
         with self._lock:
             self._closed = True
             for scope, loop in self._underway.items():
@@ -77,7 +77,7 @@ class HttpSender:
     async def _post(self, webhook: Webhook, message: Message, now: float) -> Answer:
         target = parse_target(webhook.url)
         addresses = await _in_thread(self._look_up, target.host)
-        # One that is refused is reason enough: the next look-up may have it first.
+        # All addresses must be allowed: the next lookup may return any of them first.
         if not addresses or not all(self._allowed.opens(target, address) for address in addresses):
             return Answer(None, _refusal(target))
         url = httpcore.URL(scheme=target.scheme, host=target.host, port=target.port, target=target.path)
@@ -87,13 +87,16 @@ class HttpSender:
                 "POST", url, headers=_headers(target, webhook, message, now), content=message.body.encode()
             ) as it,
         ):
-            # What it says besides is not read, however much it is: a status is all that is wanted.
+            # Only the status and the headers matter, so a body of any length is not read.
             headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in it.headers}
             return answered(it.status, headers, now=now)
 
 
 class _Pinned(httpcore.AsyncNetworkBackend):
-    """Connects to the addresses that were checked, whatever the name stands for by now; TLS still verifies the name."""
+    """A network backend that connects only to the checked addresses, even if DNS now returns others.
+
+    TLS still verifies the host name.
+    """
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._addresses = addresses
@@ -107,7 +110,7 @@ class _Pinned(httpcore.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
     ) -> httpcore.AsyncNetworkStream:
-        """The first address that answers."""
+        """Connect to the first address that accepts the connection."""
         for address in self._addresses[:-1]:
             with suppress(httpcore.ConnectError, httpcore.ConnectTimeout):
                 return await self._plain.connect_tcp(address, port, _CONNECT_SECONDS)
@@ -115,7 +118,7 @@ class _Pinned(httpcore.AsyncNetworkBackend):
 
 
 def _headers(target: Target, webhook: Webhook, message: Message, now: float) -> dict[bytes | str, bytes | str]:
-    """Those of Standard Webhooks; with a signature of each secret that is valid."""
+    """Return the headers of Standard Webhooks, with one signature for each valid secret."""
     stamp = datetime.fromtimestamp(int(now), UTC)
     signatures = [
         standardwebhooks.Webhook(secret).sign(message.id, stamp, message.body) for secret in webhook.secrets(now)
@@ -139,7 +142,7 @@ def _refusal(target: Target) -> str:
 
 
 async def _in_thread(function: LookUp, host: str) -> Sequence[str]:
-    """What it returns, from a thread that nobody has to wait for: a resolver may take as long as it likes."""
+    """Run the lookup in a daemon thread, which a timeout abandons: a resolver may take arbitrarily long."""
     answer = Future[Sequence[str]]()
 
     def work() -> None:

@@ -11,13 +11,13 @@ from service.errors import KeyUnusable
 
 log = structlog.get_logger(__name__)
 _SHORT, _GUESSED = 32, 8
-"""Characters: a key below the first is warned of, one below the second refused."""
+"""Lengths in characters: below the first, a warning is logged; below the second, the key is rejected."""
 
 
 def ensure_key(path: Path, *, setting: str = "TRAINSHED_ADMIN_KEY_FILE") -> str:
-    """Return the key in a file; a missing file is created with mode 0600, never wider.
+    """Return the key in a file. Create a missing file, with mode 0600 from the start.
 
-    Raises KeyUnusable if it can be neither read nor created, or is no secret.
+    Raises KeyUnusable if the file can be neither read nor created, or if others can guess or replace its key.
     """
     try:
         try:
@@ -26,7 +26,7 @@ def ensure_key(path: Path, *, setting: str = "TRAINSHED_ADMIN_KEY_FILE") -> str:
             if key := path.read_text().strip():
                 _check_secret(path, key)
                 return key
-            # A crash between creating and writing left it empty; nobody can have used it.
+            # A crash between creating and writing the file left it empty. It never held a key, so create it again.
             path.unlink()
             return ensure_key(path, setting=setting)
         with os.fdopen(descriptor, "w") as file:
@@ -45,7 +45,10 @@ def ensure_key(path: Path, *, setting: str = "TRAINSHED_ADMIN_KEY_FILE") -> str:
 
 
 def read_key(path: Path, *, setting: str) -> str:
-    """Return the key in a file that somebody else provides, as Kubernetes mounts a Secret. Raises KeyUnusable."""
+    """Return the key in a file that the operator provides, e.g. a mounted Kubernetes Secret.
+
+    Raises KeyUnusable if the file is missing or invalid.
+    """
     remedy = f"{setting} must name a readable file with a key in one line"
     try:
         key = path.read_text().strip()
@@ -59,7 +62,10 @@ def read_key(path: Path, *, setting: str) -> str:
 
 
 def _check_secret(path: Path, key: str) -> None:
-    """Warn of a key that others may read or could guess. Raises KeyUnusable for one that anybody can write or guess."""
+    """Log a warning if the key is short or others may read it.
+
+    Raises KeyUnusable if the key can be guessed or others may write to its file.
+    """
     if len(key) < _GUESSED:
         raise KeyUnusable(
             f"{path}: the key has {len(key)} characters, and whoever tries will guess it; write {_SHORT} or more, for "
@@ -71,7 +77,10 @@ def _check_secret(path: Path, key: str) -> None:
 
 
 def check_mode(path: Path) -> None:
-    """Warn of a file that others may read, as mounts of Secrets allow. Raises KeyUnusable if others may write."""
+    """Log a warning if others may read the file, as mounted Secrets allow.
+
+    Raises KeyUnusable if others may write to it.
+    """
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & 0o002:
         raise KeyUnusable(f"{path}: other users may write to it ({mode:04o}); chmod 600, and replace the key")

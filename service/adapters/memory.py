@@ -1,4 +1,4 @@
-"""Fakes with the behaviour of the real adapters: a store in a dict and a cluster that runs what it is told to."""
+"""Fakes that behave like the real adapters: stores in dicts, and a cluster that a test controls."""
 
 import math
 import threading
@@ -25,7 +25,7 @@ _AT_REST = (JobState.QUEUED, JobState.PAUSED)
 
 @dataclass
 class MemoryJobStore:
-    """Jobs in a dict, under one lock."""
+    """A JobStore with its jobs in a dict, under one lock."""
 
     jobs: dict[str, Job] = field(default_factory=dict)
     keys: dict[str, tuple[Once, float, str]] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class MemoryJobStore:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def job_of(self, once: Once, *, now: float) -> Job | None:
-        """Return the job that a key stands for; None if it stands for none. Raises IdempotencyMismatch."""
+        """Return the job of a key; None if it has none. Raises IdempotencyMismatch if the body differs."""
         with self.lock:
             first, since, job_id = self.keys.get(once.id, (once, -math.inf, ""))
             if now - since > KEPT_SECONDS:
@@ -45,11 +45,11 @@ class MemoryJobStore:
             return self.jobs[job_id]
 
     def add(self, new: NewJob) -> bool:
-        """Store a job and its key; return False if the key stands for another job."""
+        """Store a job and its key. Return False if the key refers to another job."""
         return self.add_all([new], now=new.job.created_at)
 
     def add_all(self, added: Sequence[NewJob], *, now: float) -> bool:
-        """Store jobs and their keys, all or none; return False if a key stands for another job."""
+        """Store jobs and their keys, all or none. Return False if a key refers to another job."""
         with self.lock:
             keys = {new.once.id: (new.once, now, new.job.id) for new in added if new.once is not None}
             taken = {key for key in keys if key in self.keys and now - self.keys[key][1] <= KEPT_SECONDS}
@@ -62,7 +62,7 @@ class MemoryJobStore:
             return True
 
     def delete(self, job: Job, used: Mapping[date, Usage], deed: Deed | None = None) -> bool:
-        """Forget a job of the version that was read, but for its hours of each day (UTC); False: it has changed."""
+        """Delete a job, but keep its usage of each day (UTC). Return False if the job changed since it was read."""
         with self.lock:
             if self.jobs.get(job.id) != job:
                 return False
@@ -73,16 +73,16 @@ class MemoryJobStore:
             return True
 
     def get(self, job_id: str) -> Job | None:
-        """The job with this id."""
+        """Return the job with this id; None if there is none."""
         return self.jobs.get(job_id)
 
     def page(self, query: JobQuery) -> list[Job]:
-        """The jobs that match, newest first."""
+        """Return the matching jobs, newest first."""
         found = sorted((job for job in self.jobs.values() if _matches(job, query)), key=lambda job: job.id)
         return found[::-1][: query.limit]
 
     def used_between(self, since: float, until: float, *, projects: frozenset[str] | None = None) -> list[Job]:
-        """The jobs that had an attempt between two moments."""
+        """Return the jobs that started before `until` and had not finished at `since` (Unix seconds)."""
         return [
             job
             for job in self.jobs.values()
@@ -92,39 +92,39 @@ class MemoryJobStore:
         ]
 
     def used_by_deleted(self, first: date, last: date, *, projects: frozenset[str] | None = None) -> UsageByDay:
-        """What deleted jobs had used from one day to another."""
+        """Return the usage of deleted jobs from day `first` to day `last`."""
         found = (
             self.deleted.items() if projects is None else [one for one in self.deleted.items() if one[0][0] in projects]
         )
         return {key: used for key, used in found if first <= key[1] <= last}
 
     def tickets(self) -> list[Ticket]:
-        """Every job that holds room in the cluster or waits for some."""
+        """Return the tickets of all jobs that hold resources of the cluster or wait for them."""
         with self.lock:
             return [ticket for ticket in map(Ticket.of, self.jobs.values()) if ticket.holds or ticket.waits]
 
     def queue_mark(self) -> Hashable:
-        """Another value whenever `tickets` may answer otherwise."""
+        """Return a value that changes whenever the result of `tickets` may change."""
         with self.lock:
             return tuple((job.id, job.version) for job in self.jobs.values())
 
     def lead(self, lease: Lease) -> bool:
-        """Whether this owner decides about the queue until the lease ends; nobody else does meanwhile."""
+        """Take or renew the queue's lease: only its owner decides about the queue. Return whether this owner has it."""
         with self.lock:
             return self._take(_QUEUE, lease)
 
     def active(self) -> list[str]:
-        """The jobs that somebody has to look after."""
+        """Return the ids of the jobs to reconcile: all except waiting, paused and finished jobs."""
         with self.lock:
             return [job.id for job in self.jobs.values() if job.state in LIVE and job.state not in _AT_REST]
 
     def counts(self) -> Counts:
-        """How many jobs there are by state and project."""
+        """Return the number of jobs by state and project."""
         with self.lock:
             return Counter((job.state, job.spec.project) for job in self.jobs.values())
 
     def queued_since(self) -> Mapping[str, float]:
-        """By project, since when (Unix seconds) the job that has waited longest has been queued."""
+        """Return the time (Unix seconds) since which the longest-waiting job has been queued, by project."""
         with self.lock:
             queued = [job for job in self.jobs.values() if job.state is JobState.QUEUED]
         since = {job.id: job.times.get(JobState.QUEUED, job.created_at) for job in queued}
@@ -134,21 +134,24 @@ class MemoryJobStore:
         }
 
     def backlog(self) -> int:
-        """How many webhook messages are not delivered yet: none are kept here."""
+        """Return 0: this store holds no webhook messages."""
         return 0
 
     def claim(self, job_id: str, lease: Lease) -> Job | None:
-        """The job, if nobody else holds it; it is this owner's until the lease ends."""
+        """Lease a job to this owner until the lease ends, and return it; None if another owner has it."""
         with self.lock:
             return self.jobs[job_id] if job_id in self.jobs and self._take(job_id, lease) else None
 
     def give_up_leases(self, owner: str) -> None:
-        """Leave all that this owner holds to others."""
+        """Release all leases of this owner."""
         with self.lock:
             self.leases = {name: lease for name, lease in self.leases.items() if lease.owner != owner}
 
     def save(self, job: Job, *, owner: str | None = None, leads: bool = False, deed: Deed | None = None) -> bool:
-        """Store a change of the version that was read, as whoever has the leases; False: discarded."""
+        """Store a change to the version that was read. Return False if the change was discarded.
+
+        With `owner`, the owner must have the job's lease; with `leads`, the queue's lease instead.
+        """
         with self.lock:
             mine = owner is None or self._owns(_QUEUE if leads else job.id, owner)
             if not mine or job.id not in self.jobs or self.jobs[job.id].version != job.version:
@@ -169,7 +172,7 @@ class MemoryJobStore:
         return held is not None and held.owner == owner
 
     def ping(self) -> None:
-        """It always answers."""
+        """Do nothing: this store always answers."""
 
     def _record(self, *done: Deed | None) -> None:
         self.deeds += filter(None, done)
@@ -177,7 +180,7 @@ class MemoryJobStore:
 
 @dataclass
 class MemoryKeyStore:
-    """Keys in a dict, and the deeds that the jobs' store shares."""
+    """A KeyStore with its keys in a dict. The job store shares its audit log."""
 
     done: list[Deed] = field(default_factory=list)
     keys: dict[str, Key] = field(default_factory=dict)
@@ -188,15 +191,15 @@ class MemoryKeyStore:
         self.record(deed)
 
     def get(self, key_id: str) -> Key | None:
-        """The key with this id."""
+        """Return the key with this id; None if there is none."""
         return self.keys.get(key_id)
 
     def all(self) -> list[Key]:
-        """Every key there was, newest first."""
+        """Return all keys, also expired and revoked ones, newest first."""
         return sorted(self.keys.values(), key=lambda key: key.id, reverse=True)
 
     def revoke(self, key_id: str, *, now: float, deed: Deed) -> bool:
-        """Let a key open nothing from now on; False: it was revoked before, and the first time stays."""
+        """Revoke a key. Return False if it was revoked before; the first time of revocation stays."""
         if key_id not in self.keys or self.keys[key_id].revoked_at is not None:
             return False
         self.keys[key_id] = replace(self.keys[key_id], revoked_at=now)
@@ -204,11 +207,11 @@ class MemoryKeyStore:
         return True
 
     def record(self, deed: Deed) -> None:
-        """Write down what was done to something that is not in the store."""
+        """Store the audit entry of a change that is not in the store."""
         self.done.append(deed)
 
     def deeds(self, projects: frozenset[str] | None, *, after: int | None, limit: int) -> list[tuple[int, Deed]]:
-        """What was done in these projects, newest first, before a deed of this number; None: all of it."""
+        """Return the audit entries of these projects (None: of all), newest first, with numbers below `after`."""
         found = reversed(list(enumerate(self.done, 1)))
         wanted = ((n, deed) for n, deed in found if projects is None or deed.project in projects)
         return [(n, deed) for n, deed in wanted if after is None or n < after][:limit]
@@ -216,12 +219,12 @@ class MemoryKeyStore:
 
 @dataclass
 class MemoryTokens:
-    """An issuer whose tokens are known by heart."""
+    """A TokenVerifier with a fixed set of valid tokens."""
 
     known: dict[str, Claims] = field(default_factory=dict)
 
     def verify(self, token: str) -> Claims:
-        """The claims of a token that is in order. Raises Unauthorized."""
+        """Return the claims of a token. Raises Unauthorized if it is unknown."""
         if token not in self.known:
             raise Unauthorized("this token opens nothing (it is over)")
         return self.known[token]
@@ -229,7 +232,7 @@ class MemoryTokens:
 
 @dataclass
 class MemoryCluster:
-    """A cluster whose submissions are what a test says they are."""
+    """A cluster whose submissions have the statuses that a test sets."""
 
     total: Mapping[str, float] | None = field(default_factory=lambda: {"CPU": 8.0})
     nodes_total: tuple[Mapping[str, float], ...] = ()
@@ -239,11 +242,11 @@ class MemoryCluster:
 
     @property
     def reachable(self) -> bool:
-        """Whether it answers."""
+        """Return whether the cluster answers."""
         return self.total is not None
 
     def submit(self, launch: Launch) -> None:
-        """Start a driver; one that is there already is fine."""
+        """Start a driver. Do nothing if a driver already exists under this id."""
         if not self.reachable:
             raise ClusterError("the cluster does not answer")
         if launch.submission_id not in self.submissions:
@@ -251,30 +254,30 @@ class MemoryCluster:
             self.launches.append(launch)
 
     def status(self, submission_id: str) -> Submission:
-        """What became of a driver; UNKNOWN when the cluster does not answer."""
+        """Return the status of a driver; UNKNOWN if the cluster does not answer."""
         return self.submissions.get(submission_id, Submission.MISSING) if self.reachable else Submission.UNKNOWN
 
     def stop(self, submission_id: str) -> None:
-        """End a driver now; one that is gone is fine."""
+        """Stop a driver now. Do nothing if it does not exist or has ended."""
         if self.submissions.get(submission_id, Submission.MISSING).alive:
             self.submissions[submission_id] = Submission.STOPPED
 
     def capacity(self) -> Capacity | None:
-        """Resources of all living nodes; None when the cluster does not answer."""
+        """Return the resources of all live nodes; None if the cluster does not answer."""
         return None if self.total is None else Capacity(self.total, self.nodes_total)
 
     def nodes(self) -> list[Node] | None:
-        """Return the nodes that a test put there; None if the cluster does not answer."""
+        """Return the nodes that a test set; None if the cluster does not answer."""
         return self.known_nodes if self.reachable else None
 
     def dashboard(self, submission_id: str | None) -> str | None:
-        """There is none."""
+        """Return None: this cluster has no dashboard."""
         return None
 
 
 @dataclass
 class MemoryPreflight:
-    """Finds the problems and samples that a test put there, and the sizes in a spec's own config."""
+    """A Preflight that returns the problems and samples that a test sets, and the sizes in a spec's own config."""
 
     problems: list[Problem] = field(default_factory=list)
     count: SampleCount | None = None
@@ -282,7 +285,7 @@ class MemoryPreflight:
     starting: str | None = None
 
     def check(self, spec: JobSpec, parent: Parent | None = None) -> Findings:
-        """The problems that a test put there, and the model's sizes."""
+        """Return the problems that a test set, and the model's sizes."""
         shape = read_shape(spec.model.config) if spec.model.config else None
         found = Findings(tuple(self.problems), shape, count=self.count)
         if not found.problems:
@@ -290,11 +293,11 @@ class MemoryPreflight:
         return found
 
     def trouble(self) -> str | None:
-        """Return what a test put there."""
+        """Return the reason that a test set; None if there is none."""
         return self.starting
 
     def known(self, spec: JobSpec) -> Findings | None:
-        """What it said of the same spec before, where all was in order."""
+        """Return the result of an earlier check of the same spec without problems, else None."""
         return self.in_order.get(spec.model_dump_json())
 
 

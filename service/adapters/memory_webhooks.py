@@ -1,4 +1,4 @@
-"""Fakes with the behaviour of the real adapters: webhooks in a dict, and receivers that answer as they are told."""
+"""Fakes that behave like the real adapters: webhooks in a dict, and receivers whose answers a test sets."""
 
 from dataclasses import dataclass, field, replace
 
@@ -9,30 +9,30 @@ from service.errors import WebhookLimit
 
 @dataclass
 class MemoryWebhookStore:
-    """Webhooks in a dict, what they were told in a list, and the deeds that the jobs' store shares."""
+    """A WebhookStore with webhooks in a dict and deliveries in a list. The job store shares its audit log."""
 
     done: list[Deed] = field(default_factory=list)
     webhooks: dict[str, Webhook] = field(default_factory=dict)
     log: list[Delivery] = field(default_factory=list)
 
     def add(self, webhook: Webhook, deed: Deed) -> None:
-        """Store a new one. Raises WebhookLimit."""
+        """Store a new webhook. Raises WebhookLimit if the project has too many."""
         if sum(one.project == webhook.project for one in self.webhooks.values()) >= LIMIT:
             raise WebhookLimit(webhook.project, LIMIT)
         self.webhooks[webhook.id] = webhook
         self.done.append(deed)
 
     def get(self, webhook_id: str) -> Webhook | None:
-        """The webhook with this id."""
+        """Return the webhook with this id; None if there is none."""
         return self.webhooks.get(webhook_id)
 
     def among(self, projects: frozenset[str] | None) -> list[Webhook]:
-        """Those of some projects, newest first; None: all."""
+        """Return the webhooks of these projects, newest first; None means all projects."""
         found = (one for one in self.webhooks.values() if projects is None or one.project in projects)
         return sorted(found, key=lambda one: one.id, reverse=True)
 
     def delete(self, webhook_id: str, deed: Deed) -> bool:
-        """Forget one, and what it was still to be told; False: it was gone."""
+        """Delete a webhook and its deliveries. Return False if it does not exist."""
         if self.webhooks.pop(webhook_id, None) is None:
             return False
         self.log = [one for one in self.log if one.webhook_id != webhook_id]
@@ -40,7 +40,7 @@ class MemoryWebhookStore:
         return True
 
     def rotate(self, webhook_id: str, secret: str, *, until: float, deed: Deed) -> Webhook | None:
-        """Give one another secret beside the one it has, which ends at a time; None: it is gone."""
+        """Set a new secret; the previous one stays valid until `until`. Return None if the webhook does not exist."""
         old = self.webhooks.get(webhook_id)
         if old is None:
             return None
@@ -50,7 +50,7 @@ class MemoryWebhookStore:
         return new
 
     def enable(self, webhook_id: str, deed: Deed) -> bool:
-        """Let one be told again; False: it was."""
+        """Enable a webhook again. Return False if it was not disabled."""
         old = self.webhooks.get(webhook_id)
         if old is None or old.disabled_at is None:
             return False
@@ -59,12 +59,12 @@ class MemoryWebhookStore:
         return True
 
     def deliveries(self, webhook_id: str, *, after: int | None, limit: int) -> list[Delivery]:
-        """What it was told or is to be told, newest first, before a delivery of this number."""
+        """Return the deliveries of a webhook, sent or pending, newest first, with numbers below `after`."""
         mine = (one for one in reversed(self.log) if one.webhook_id == webhook_id)
         return [one for one in mine if after is None or one.number < after][:limit]
 
     def redeliver(self, webhook_id: str, number: int, *, now: float, deed: Deed) -> Delivery | None:
-        """Have a delivery begin anew, at once; None: there is none."""
+        """Restart a delivery now. Return None if it does not exist."""
         for place, one in enumerate(self.log):
             if (one.webhook_id, one.number) == (webhook_id, number):
                 self.log[place] = replace(one, since=now, next_at=now, attempts=0, delivered_at=None)
@@ -75,15 +75,15 @@ class MemoryWebhookStore:
 
 @dataclass
 class MemorySender:
-    """Receivers that answer what a test says; one after another, the last one for ever."""
+    """A Sender that returns the answers of a test one after another. It repeats the last one."""
 
     answers: list[Answer | None] = field(default_factory=lambda: [Answer(200)])
     sent: list[tuple[Webhook, Message]] = field(default_factory=list)
 
     def send(self, webhook: Webhook, message: Message, *, now: float) -> Answer | None:
-        """Write down what was sent."""
+        """Record the message, and return the next answer."""
         self.sent.append((webhook, message))
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
     def close(self) -> None:
-        """Nothing is on its way."""
+        """Do nothing: no message is in flight."""

@@ -1,4 +1,4 @@
-"""A TokenVerifier for an OpenID Connect issuer: tokens are checked against the keys that it publishes."""
+"""A TokenVerifier for an OpenID Connect issuer, which checks tokens against the issuer's published keys."""
 
 import threading
 import time
@@ -14,13 +14,13 @@ from service.domain.token import LEEWAY, Claims, tamper_proof
 from service.errors import IssuerUnavailable, Unauthorized
 
 _ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
-"""Those with a public key: with any other, whoever can check a token could make one."""
+"""Algorithms with a public key. With a symmetric key, every verifier could forge tokens."""
 _LIMIT, _MOST_BYTES = 5.0, 1 << 20
-"""Seconds and size of all that an issuer answers."""
+"""Limits: seconds of a whole fetch, and bytes of each answer."""
 _FRESH, _GOOD = 300.0, 3600.0
-"""Seconds after which keys are asked for again, and for which they are used while nobody tells newer ones."""
+"""Seconds after which keys are fetched again, and after which they expire if the issuer sends no newer ones."""
 _PAUSE = 10.0
-"""Seconds between two times that the issuer is asked, whatever tokens come."""
+"""Minimum seconds between two fetches, whatever tokens arrive."""
 
 Keys = Mapping[str, jwt.PyJWK]
 
@@ -36,14 +36,14 @@ class _Published(BaseModel):
 
 @dataclass(frozen=True)
 class _Fetched:
-    """Keys by their ids, and when they were asked for."""
+    """Keys by id, and the time at which they were fetched."""
 
     keys: Keys
     at: float
 
 
 class OidcVerifier:
-    """Checks signature, issuer, audience and times of tokens; asks the issuer for its keys when it needs them."""
+    """A verifier of the signature, issuer, audience and times of tokens. It fetches the issuer's keys on demand."""
 
     def __init__(self, issuer: str, audience: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._issuer, self._audience, self._clock = issuer, audience, clock
@@ -52,7 +52,10 @@ class OidcVerifier:
         self._asking = threading.Lock()
 
     def verify(self, token: str) -> Claims:
-        """The claims of a token that is in order. Raises Unauthorized, IssuerUnavailable."""
+        """Return the claims of a token.
+
+        Raises Unauthorized if it is invalid, IssuerUnavailable if the issuer's keys are not available.
+        """
         try:
             key = self._key(jwt.get_unverified_header(token).get("kid"))
             return dict(
@@ -70,7 +73,10 @@ class OidcVerifier:
             raise Unauthorized(f"this token opens nothing ({error}); get a new one from {self._issuer}") from error
 
     def _key(self, kid: str | None) -> jwt.PyJWK:
-        """The key with this id. Raises jwt.InvalidKeyError, IssuerUnavailable."""
+        """Return the key with this id.
+
+        Raises jwt.InvalidKeyError if the issuer has no such key, IssuerUnavailable if its keys are not available.
+        """
         if kid is None:
             raise jwt.InvalidKeyError("its header names no key, kid")
         age = self._clock() - self._found.at
@@ -84,7 +90,10 @@ class OidcVerifier:
         return found.keys[kid]
 
     def _ask(self, *, must: bool) -> None:
-        """Fetch the keys, unless somebody has just done so; who has a key already waits for nobody."""
+        """Fetch the keys, unless the last fetch is too recent.
+
+        Without `must`, do not wait for another thread's fetch.
+        """
         if not self._asking.acquire(timeout=2 * _LIMIT if must else 0):
             return
         try:
@@ -103,7 +112,7 @@ class OidcVerifier:
         return max(1, int(self._asked + _PAUSE - self._clock()) + 1)
 
     async def _fetch(self) -> Keys:
-        """What the issuer publishes now. Raises httpx.HTTPError, jwt.PyJWTError, ValueError, TimeoutError."""
+        """Fetch the issuer's current keys. Raises httpx.HTTPError, jwt.PyJWTError, ValueError, TimeoutError."""
         with anyio.fail_after(_LIMIT):
             async with httpx.AsyncClient(headers={"Accept-Encoding": "identity"}, timeout=_LIMIT) as client:
                 url = f"{self._issuer.rstrip('/')}/.well-known/openid-configuration"
@@ -113,13 +122,13 @@ class OidcVerifier:
                 if not tamper_proof(told.jwks_uri):
                     raise ValueError("its keys would come over plain http")
                 published = _Published.model_validate_json(await _get(client, told.jwks_uri))
-        # A key for encryption, or one that is no secret to anybody, signs nothing.
+        # Leave out keys for encryption, and published symmetric keys: tokens must not be verified with them.
         usable = (key for key in jwt.PyJWKSet(published.keys).keys if key.algorithm_name in _ALGORITHMS)
         return {key.key_id: key for key in usable if key.key_id and key.public_key_use in (None, "sig")}
 
 
 async def _get(client: httpx.AsyncClient, url: str) -> bytes:
-    """The body of an answer that is no redirect and not too long. Raises httpx.HTTPError, ValueError."""
+    """Return the body of an answer. Raises httpx.HTTPError for a redirect or an error, ValueError for a long body."""
     body = b""
     async with client.stream("GET", url) as answer:
         answer.raise_for_status()

@@ -1,4 +1,4 @@
-"""Traces as OpenTelemetry's, over OTLP/HTTP; the one place that knows its packages. Its own variables configure it."""
+"""OpenTelemetry traces over OTLP/HTTP. Only this module imports its packages. The OTEL_* variables configure it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,17 +15,17 @@ _QUIET = "/healthz,/readyz,/metrics"
 
 
 class OtelTraces:
-    """Sends spans in the background. A collector that does not answer holds nobody up."""
+    """A Traces that sends spans in the background. A collector that does not answer delays no request."""
 
     def __init__(self) -> None:
         named = Resource({SERVICE_NAME: "trainshed"}).merge(OTELResourceDetector().detect())
-        # Its own way to end would wait for the collector.
+        # The SDK's exit handler would wait for the collector.
         self._provider = TracerProvider(resource=Resource.create().merge(named), shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         self._tracer = self._provider.get_tracer("trainshed")
 
     def instrument(self, app: FastAPI) -> None:
-        """Let every request be a span, but for those that machines send every few seconds."""
+        """Record a span for each request, except for health checks and scrapes."""
         FastAPIInstrumentor.instrument_app(
             app,
             tracer_provider=self._provider,
@@ -36,10 +36,10 @@ class OtelTraces:
 
     @contextmanager
     def span(self, name: str, **attributes: str) -> Iterator[None]:
-        """A span from here to its end; those that begin within are its children."""
+        """Open a span until the context exits. Spans that start within it are its children."""
         with self._tracer.start_as_current_span(name, attributes=attributes):
             yield
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining spans, and shut down."""
         self._provider.shutdown()

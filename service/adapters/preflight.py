@@ -1,4 +1,4 @@
-"""Looks at data and model in a helper process: a hang, a crash or a gigabyte there is not ours."""
+"""Preflight checks in a helper process: its hangs, crashes and memory use do not affect the service."""
 
 import json
 import math
@@ -24,10 +24,10 @@ from train_loop.run_dir import Parent, ReadPolicy
 from train_loop.spec import JobSpec
 
 _GRACE_SECONDS = 2.0
-"""For the helper to answer after the time of a check is over."""
+"""Seconds for the helper to answer after the timeout of a check."""
 _COMMAND = (sys.executable, "-m", "train_loop.preflight")
 _FRESH_SECONDS = 30.0
-"""For so long what was in order is taken to be: a sweep asks for the same data and model again and again."""
+"""Seconds for which a result without problems is reused: a sweep checks the same data and model repeatedly."""
 _KEPT = 256
 _findings = TypeAdapter(Findings)
 
@@ -43,7 +43,7 @@ class _Question(BaseModel):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one check may take: seconds on the clock, seconds of CPU time, and bytes beyond the helper's own."""
+    """Limits of one check: wall-clock seconds, CPU seconds, and bytes of memory beyond the helper's own."""
 
     seconds: float
     cpu_seconds: float = 30.0
@@ -51,7 +51,7 @@ class Limits:
 
 
 class HelperPreflight:
-    """Asks a `python -m train_loop.preflight` that stays; each answer has limits of time, CPU time and memory."""
+    """A Preflight that asks a long-running `python -m train_loop.preflight`. Each check runs within `limits`."""
 
     def __init__(
         self, *, read_policy: Callable[[str], ReadPolicy], limits: Limits, command: Sequence[str] = _COMMAND
@@ -65,28 +65,31 @@ class HelperPreflight:
         self._answers = _Answers()
 
     def start(self) -> None:
-        """Start the helper, if it is not there; it takes seconds until it answers."""
+        """Start the helper if it does not run. It takes seconds until it answers."""
         with self._lock:
             if self._helper is None or self._helper.poll() is not None:
                 self._end()
                 self._socket.unlink(missing_ok=True)
                 command = [*self._command, str(self._socket)]
-                # What is typed at the service is not for it.
+                # With a pipe, the helper does not read the service's standard input.
                 self._helper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def trouble(self) -> str | None:
-        """Return why no spec can be checked now, without waiting; a helper that has ended is started again."""
+        """Return why no spec can be checked now; None if the next one is checked at once.
+
+        Does not wait. Restarts a helper that has ended.
+        """
         helper = self._helper
         if helper is None:
             return "is not started"
         if (code := helper.poll()) is not None:
             threading.Thread(target=self.start, name="preflight", daemon=True).start()
             return f"ended with {code} and is started again"
-        # It listens once its imports are done.
+        # The helper creates its socket once its imports are done.
         return None if self._socket.exists() else "is importing its libraries"
 
     def stop(self) -> None:
-        """End the helper."""
+        """Stop the helper, and remove its socket."""
         with self._lock:
             self._end()
             self._folder.cleanup()
@@ -97,13 +100,16 @@ class HelperPreflight:
             self._helper.communicate()
 
     def check(self, spec: JobSpec, parent: Parent | None = None) -> Findings:
-        """Everything wrong, and the model's sizes. Raises PreflightFailed when the helper does not say."""
+        """Return all problems, and the model's sizes.
+
+        Raises PreflightFailed if the helper has no result, StorageAway if the storage is unavailable.
+        """
         if parent is not None:
             return self._look(spec, parent)
         return self._answers.get(_what_is_looked_at(spec), lambda: self._look(spec, None))
 
     def known(self, spec: JobSpec) -> Findings | None:
-        """What a look found a moment ago, where all was in order; nobody looks now."""
+        """Return the result of a recent check without problems, else None. Does not start a check."""
         return self._answers.known(_what_is_looked_at(spec))
 
     @property
@@ -132,8 +138,8 @@ class HelperPreflight:
         return _parse(answer)
 
     def _ask(self, question: bytes) -> bytes:
-        """The helper's answer, empty where it died of the question. Raises as `_connect`, and TimeoutError."""
-        # The helper ends the check in time, and tells what it waited for.
+        """Return the helper's answer; empty if the check crashed. Raises TimeoutError, and the errors of `_connect`."""
+        # The helper ends the check at its timeout, and reports the cause.
         deadline = time.monotonic() + self._limits.seconds + _GRACE_SECONDS
         with self._connect() as connection:
             connection.sendall(question)
@@ -146,7 +152,10 @@ class HelperPreflight:
                 parts.append(part)
 
     def _connect(self) -> socket.socket:
-        """A connection to the helper, once it has started, or has started again. Raises RetryError, PreflightFailed."""
+        """Connect to the helper, which is started if needed.
+
+        Raises RetryError if it does not listen within the timeout, PreflightFailed if it has ended.
+        """
         self.start()
         for attempt in Retrying(
             retry=retry_if_exception_type((FileNotFoundError, ConnectionRefusedError)),
@@ -168,14 +177,14 @@ class HelperPreflight:
 
 
 class _Answers:
-    """What was in order a moment ago, and what is being asked: who asks the same at once waits for the same answer."""
+    """A cache of recent results without problems, and of running checks. Equal concurrent checks share one result."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: OrderedDict[str, tuple[float, Future[Findings]]] = OrderedDict()
 
     def known(self, key: str) -> Findings | None:
-        """The answer, if it is there and is fresh."""
+        """Return a fresh result without problems; None if there is none."""
         with self._lock:
             since, answer = self._known.get(key, (-math.inf, Future[Findings]()))
         if not answer.done() or answer.exception() or time.monotonic() - since >= _FRESH_SECONDS:
@@ -183,7 +192,7 @@ class _Answers:
         return None if answer.result().problems else answer.result()
 
     def get(self, key: str, ask: Callable[[], Findings]) -> Findings:
-        """The answer. Raises what `ask` raises."""
+        """Return the cached result, or call `ask`. Raises what `ask` raises."""
         mine = Future[Findings]()
         with self._lock:
             since, answer = self._known.get(key, (0.0, mine))
@@ -203,15 +212,15 @@ class _Answers:
         except BaseException as error:
             answer.set_exception(error)
         if answer.exception() or answer.result().problems:
-            # What is mended should be seen to be at once.
+            # Do not cache problems: the next check should see a fix at once.
             with self._lock:
                 self._known.pop(key, None)
 
 
 def _what_is_looked_at(spec: JobSpec) -> str:
-    """All that `train_loop.preflight` reads of a spec: of training, whether the loss is asked for in chunks.
+    """Return the cache key: all fields of a spec that `train_loop.preflight` reads.
 
-    With the project: what one may read, another one may not.
+    The project is part of it, because projects may read different files.
     """
     parts: dict[str, Any] = {
         "project": True,

@@ -1,4 +1,4 @@
-"""Watch for Prometheus: the one place that knows its client, with a registry of its own for each app."""
+"""Metrics for Prometheus. Only this module imports its client. Each app has a separate registry."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +37,7 @@ def _histogram(one: Series, buckets: Sequence[float], registry: CollectorRegistr
 
 
 class PrometheusWatch:
-    """Counts what it is told. Threads may share it."""
+    """A Watch that records Prometheus metrics. Threads may share it."""
 
     def __init__(self, version: str = "unknown") -> None:
         self._registry = own = CollectorRegistry()
@@ -47,7 +47,7 @@ class PrometheusWatch:
         self._followers = _gauge(series.STREAMS, own)
         self._moves = _counter(series.MOVES, own)
         self._attempts = _counter(series.ATTEMPTS, own)
-        # A rate does not see the step from nothing to the first one, but that from 0.
+        # Create each series with 0: `rate` misses the first increment of a series that does not exist yet.
         for state in JobState:
             self._moves.labels(state)
         for outcome in _OUTCOMES:
@@ -57,41 +57,41 @@ class PrometheusWatch:
         self._passed_at = time.monotonic()
         _gauge(series.LAG, own).set_function(lambda: time.monotonic() - self._passed_at)
         ProcessCollector(registry=own)
-        # Its label values cost more to look up than to count: routes and statuses are few.
+        # Cached, because the lookup of label values takes longer than counting. Routes and statuses are few.
         self._request = cache(self._children)
 
     def _children(self, method: str, route: str, status: int) -> tuple[Counter, Histogram]:
         return self._requests.labels(method, route, status), self._request_seconds.labels(method, route)
 
     def answered(self, method: str, route: str, status: int, seconds: float) -> None:
-        """A request of a route, by its template, was answered after so many seconds."""
+        """Record a request: its method, route template, status, and the seconds until its response starts."""
         requests, times = self._request(method, route, status)
         requests.inc()
         times.observe(seconds)
 
     def followed(self, *, more: bool) -> None:
-        """Somebody has begun to follow a job, or has gone."""
+        """Record that a client has started (`more`) or stopped following a job."""
         self._followers.inc(1 if more else -1)
 
     def moved(self, state: JobState) -> None:
-        """A job has come into a state."""
+        """Record that a job has entered a state."""
         self._moves.labels(state).inc()
 
     def waited(self, seconds: float) -> None:
-        """A job has started after so long in the queue."""
+        """Record the seconds that a job waited before it started."""
         self._waits.observe(seconds)
 
     def ended(self, outcome: str) -> None:
-        """An attempt is over."""
+        """Record the outcome of an attempt."""
         self._attempts.labels(outcome).inc()
 
     def passed(self, seconds: float) -> None:
-        """The reconciler has looked after every job, which took it so long."""
+        """Record the seconds of a reconcile pass over all jobs."""
         self._passes.observe(seconds)
         self._passed_at = time.monotonic()
 
     def text(self, totals: Totals) -> bytes:
-        """All of it, and what is true of the whole service, in the text format of Prometheus."""
+        """Return these metrics and those of the whole service in the text format of Prometheus."""
         return generate_latest(_whole(totals)) + generate_latest(self._registry)
 
 
@@ -104,7 +104,7 @@ def _whole(totals: Totals) -> CollectorRegistry:
     jobs = _gauge(series.JOBS, registry)
     for project in {project for _, project in totals.jobs}:
         for state in JobState:
-            # A state that nobody is in is told: an alert on it would otherwise see nothing, not 0.
+            # Report 0 for states without jobs: otherwise an alert on such a state finds no series.
             jobs.labels(state, project).set(totals.jobs.get((state, project), 0))
     for one, values in ((series.GOODPUT, totals.goodput), (series.OLDEST_WAIT, totals.oldest_wait)):
         gauge = _gauge(one, registry)

@@ -1,4 +1,4 @@
-"""One `ray start --head` on loopback: its command, its folder, its record on disk, and all of its processes."""
+"""A Ray head on loopback (`ray start --head`): its command, folder, record on disk, and processes."""
 
 import os
 import shutil
@@ -28,7 +28,7 @@ class FolderOpen(Exception):
 
 
 class RayHead(BaseModel):
-    """A head that was started: enough to find it, and all that it started, again after any crash of ours."""
+    """The record of a started head, by which the service finds all its processes again after a crash."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -40,11 +40,11 @@ class RayHead(BaseModel):
     """A folder of mode 0700; Ray's own temporary folder, of mode 0777, is inside it."""
 
     def alive(self) -> bool:
-        """Whether the process is there, and is the same one."""
+        """Return whether the head's process runs. A reused pid does not count."""
         return self.process() is not None
 
     def process(self) -> psutil.Process | None:
-        """The head's process, if it lives."""
+        """Return the head's process; None if it does not run."""
         try:
             process = psutil.Process(self.pid)
             return process if abs(process.create_time() - self.create_time) < 1 and _runs(process) else None
@@ -52,7 +52,7 @@ class RayHead(BaseModel):
             return None
 
     def answers(self, token: str) -> bool:
-        """Whether the dashboard answers to the token."""
+        """Return whether the dashboard accepts the token."""
         try:
             headers = {"Authorization": f"Bearer {token}"}
             return httpx.get(f"{self.dashboard_url}/api/version", headers=headers, timeout=5).status_code == 200
@@ -60,7 +60,7 @@ class RayHead(BaseModel):
             return False
 
     def check_folder(self) -> None:
-        """Check that no other user can enter the folder. Raises FolderOpen."""
+        """Raise FolderOpen if the folder is missing or another user can enter it."""
         try:
             found = os.lstat(self.temp_dir)
         except OSError as error:
@@ -74,14 +74,14 @@ class RayHead(BaseModel):
 
     def stop(self) -> None:
         """Kill all processes of the head and remove its folder."""
-        # Listed before the head goes: afterwards its daemons are nobody's children.
+        # List the processes while the head lives: afterwards its daemons are no longer its descendants.
         family = _family(self, self.process())
         deadline = time.monotonic() + _KILL_SECONDS
         while family and time.monotonic() < deadline:
             for process in family:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
-            # Before waiting, so that it is removed even if a process hangs in the kernel.
+            # Remove the folder before the wait, in case a process hangs in the kernel.
             shutil.rmtree(self.temp_dir, ignore_errors=True)
             while any(map(_runs, family)) and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
@@ -91,7 +91,7 @@ class RayHead(BaseModel):
 
 
 def read_head(record: Path) -> RayHead | None:
-    """The head that was recorded, if any."""
+    """Return the recorded head; None if the record is missing or invalid."""
     try:
         return RayHead.model_validate_json(record.read_bytes())
     except (FileNotFoundError, ValueError):
@@ -99,7 +99,7 @@ def read_head(record: Path) -> RayHead | None:
 
 
 def start_head(home: Path, *, cpus: int, object_store_bytes: int) -> tuple[RayHead, subprocess.Popen[bytes]]:
-    """Start a head in a session of its own, so that it outlives us; recorded in home/ray.json before it runs."""
+    """Start a head in a new session, so that it outlives the service. Record it in home/ray.json before it runs."""
     temp_dir = make_private_folder()
     try:
         return _start(home, temp_dir, cpus=cpus, object_store_bytes=object_store_bytes)
@@ -112,8 +112,8 @@ def _start(home: Path, temp_dir: str, *, cpus: int, object_store_bytes: int) -> 
     ports = _free_ports(8)
     command = _command(ports[:6], f"{temp_dir}/r", cpus=cpus, object_store_bytes=object_store_bytes)
     with (home / "ray.log").open("ab") as log:
-        # It waits for a line before it becomes Ray. If we die before the record is written, it reads an end of file and
-        # goes; there is no instant with a Ray that nobody knows of.
+        # The shell waits for a line before it executes Ray. If the service dies before the record is written, the shell
+        # reads end of file and exits. So Ray never runs without a record.
         child = subprocess.Popen(
             ["/bin/sh", "-c", 'read -r go && exec "$@" </dev/null', "sh", *command],
             stdin=subprocess.PIPE,
@@ -161,9 +161,9 @@ def _environment(home: Path, temp_dir: str, *, metric_ports: list[int]) -> dict[
         _MARK: temp_dir,
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(home / "ray.token"),
-        # On Linux, Ray otherwise replaces 127.0.0.1 by the machine's outer address, and listens on all of them.
+        # Otherwise, Ray on Linux replaces 127.0.0.1 with the machine's external address, and listens on all addresses.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        # A lone head has no other node to move its work to, so there is nothing to wait for.
+        # A single node cannot move its work to another node, so a drain need not wait.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         "AUTOSCALER_METRIC_PORT": autoscaler,
         "DASHBOARD_METRIC_PORT": dashboard,
@@ -171,7 +171,7 @@ def _environment(home: Path, temp_dir: str, *, metric_ports: list[int]) -> dict[
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago, all different."""
+    """Return distinct ports that were free a moment ago."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -188,11 +188,11 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _family(record: RayHead, head: psutil.Process | None) -> set[psutil.Process]:
-    """The head's descendants, and what is left in its session, with their descendants, where the head is gone."""
+    """Return the head and all processes that belong to it, with their descendants. The head may have exited."""
     found = list(psutil.process_iter(["ppid"]))
     family = {process for process in found if process == head or _belongs(process, record)}
     newest = family
-    # One look at all processes: asking each of them for its children takes seconds on a busy machine.
+    # List all processes once: to query the children of each process takes seconds on a busy machine.
     while newest:
         parents = {process.pid for process in newest}
         newest = {process for process in found if process.info["ppid"] in parents} - family
@@ -201,10 +201,10 @@ def _family(record: RayHead, head: psutil.Process | None) -> set[psutil.Process]
 
 
 def _belongs(process: psutil.Process, record: RayHead) -> bool:
-    """Whether a process carries the head's mark, or is in its session and is called after it.
+    """Return whether a process has the head's mark, or is in its session and has a command line of Ray.
 
-    The session alone does not prove it, because a pid may have been given out again; Ray's workers overwrite the
-    environment that would show the mark, but keep their session and a name.
+    The session alone is not proof, because its pid may have been reused. Ray's workers overwrite the environment that
+    holds the mark, but keep their session and a name.
     """
     try:
         if process.environ().get(_MARK) == record.temp_dir:

@@ -1,4 +1,4 @@
-"""Ray Jobs: the one place that talks to Ray."""
+"""Drivers as Ray jobs. Only this module sends requests to Ray."""
 
 import shlex
 import threading
@@ -29,33 +29,33 @@ log = structlog.get_logger(__name__)
 _VERSION = "/api/version"
 _CAPACITY_SECONDS = 2.0
 _RUNNING_SECONDS = 2.0
-"""For so long a driver that ran is taken to run: each question costs Ray's dashboard what the training could use."""
-# What Ray raises when it was not reached, or answered with something else than was asked for.
+"""Seconds for which the status RUNNING is cached: each request takes CPU time on the head from the training."""
+# Errors of Ray's client if Ray cannot be reached or gives an unexpected answer.
 _FAULTS = (RuntimeError, OSError, ValueError, LookupError, TypeError, AuthenticationError)
 
 
 @dataclass(frozen=True)
 class RayAddress:
-    """A cluster's dashboard, and the token that opens it (None: what Ray finds in the environment)."""
+    """The URL of a cluster's dashboard, and its token. If the token is None, Ray reads it from the environment."""
 
     url: str
     token: str | None
 
 
 class _Client(JobSubmissionClient):  # type: ignore[misc] # Ray is not followed by mypy
-    """Ray's client, which otherwise waits for an answer for ever."""
+    """Ray's client with a timeout for each request. The original waits forever."""
 
     def __init__(self, url: str, headers: dict[str, str] | None, breaker: Breaker) -> None:
         self._breaker = breaker
         super().__init__(url, headers=headers)
 
     def _do_request(self, method: str, endpoint: str, **arguments: Any) -> requests.Response:
-        # What changes something is waited for: it may be done though nobody says so.
+        # Writes get the long timeout: after a timeout, Ray may still have executed them.
         seconds = None if method == "GET" else LONG
         return self._breaker.call(partial(self.ask, method, endpoint, **arguments), seconds=seconds)
 
     def ask(self, method: str, endpoint: str, seconds: float, **arguments: Any) -> requests.Response:
-        """Send a request in any case."""
+        """Send a request, even if the breaker is open."""
         timeout = (min(seconds, SHORT), seconds)
         answer: requests.Response = super()._do_request(method, endpoint, timeout=timeout, **arguments)
         return answer
@@ -66,7 +66,7 @@ def _headers(address: RayAddress) -> dict[str, str] | None:
 
 
 def _version(address: RayAddress, seconds: float) -> requests.Response:
-    """Ask the dashboard for its version; a refusal is an answer, too."""
+    """Request the dashboard's version. Any response is an answer, even a rejection."""
     return requests.get(f"{address.url}{_VERSION}", headers=_headers(address), timeout=(min(seconds, SHORT), seconds))
 
 
@@ -75,10 +75,11 @@ class _VersionAnswer(BaseModel):
 
 
 class RayJobs:
-    """Drivers as Ray jobs. `address` says where the cluster is now; `limit`, what an autoscaler may grow it to.
+    """A Cluster that runs drivers as Ray jobs.
 
-    `environment` is what drivers are told by theirs, which whoever may look at the cluster can read. `read_policy` says
-    what the jobs of a project may read. `shown_at` is the URL at which users open the dashboard, if it is another one.
+    `address` returns the current address of the cluster; None while it is not up. `limit` holds the resources up to
+    which an autoscaler may grow it. `environment` holds variables for the drivers; every user of the cluster can read
+    them. `read_policy` returns the policy of a project's jobs. `shown_at` is the dashboard's URL for users.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class RayJobs:
         self._capacity: tuple[float, Capacity | None] = (-_CAPACITY_SECONDS, None)
 
     def submit(self, launch: Launch) -> None:
-        """Start a driver; one that is there already under this id is fine if it is the same. Raises ClusterError."""
+        """Start a driver. Do nothing if the same driver already exists under this id. Raises ClusterError."""
         entrypoint = self._entrypoint(launch)
         try:
             self._connect().submit_job(
@@ -116,18 +117,18 @@ class RayJobs:
                 runtime_env={"env_vars": _env_vars(self._environment | self._limits(launch.project))},
             )
         except _FAULTS as error:
-            # Ray's word for "already exists" cannot be told from a fault: ask what is there instead.
+            # Ray's error for "already exists" looks like a failure, so ask which job has this id.
             if self._entrypoint_of(launch.submission_id) != entrypoint:
                 raise ClusterError(f"Ray did not take {launch.submission_id}: {_first_line(error)}") from error
 
     def _limits(self, project: str) -> dict[str, str]:
-        """Return what tells the processes of a job which files they may read."""
+        """Return the environment variable with the read policy of a job's processes."""
         if self._read_policy is None:
             return {}
         return {READ_POLICY_VARIABLE: self._read_policy(project).without_users().model_dump_json()}
 
     def status(self, submission_id: str) -> Submission:
-        """What became of a driver; UNKNOWN when the cluster does not answer. That it runs is up to two seconds old."""
+        """Return the status of a driver; UNKNOWN if the cluster does not answer. RUNNING may be two seconds old."""
         if time.monotonic() - self._ran.get(submission_id, -_RUNNING_SECONDS) < _RUNNING_SECONDS:
             return Submission.RUNNING
         found = self._ask_status(submission_id)
@@ -138,7 +139,7 @@ class RayJobs:
         return found
 
     def stop(self, submission_id: str) -> None:
-        """End a driver now; one that is gone is fine. Raises ClusterError."""
+        """Stop a driver now. Do nothing if it does not exist. Raises ClusterError."""
         self._ran.pop(submission_id, None)
         try:
             self._connect().stop_job(submission_id)
@@ -147,7 +148,10 @@ class RayJobs:
                 raise ClusterError(f"Ray did not stop {submission_id}: {_first_line(error)}") from error
 
     def capacity(self) -> Capacity | None:
-        """What all nodes have, up to two seconds old, or may grow to; None when the cluster does not answer."""
+        """Return the resources of all nodes, also of nodes that an autoscaler may add.
+
+        Returns None if the cluster does not answer. The result may be two seconds old.
+        """
         asked, known = self._capacity
         if time.monotonic() - asked >= _CAPACITY_SECONDS:
             known = self._ask_capacity()
@@ -167,14 +171,17 @@ class RayJobs:
             return known
 
     def dashboard(self, submission_id: str | None) -> str | None:
-        """The page that shows a submission to users, or the address of the cluster."""
+        """Return a submission's dashboard URL for users, or the cluster's address if `submission_id` is None.
+
+        Returns None while the cluster is not up.
+        """
         address = self._address()
         if address is None:
             return None
         return f"{self._shown_at or address.url}/#/jobs/{submission_id}" if submission_id else address.url
 
     def greet(self) -> Greeting:
-        """How the dashboard answers now."""
+        """Return how the dashboard answers now."""
         address = self._address()
         if address is None:
             return Greeting(Reach.STARTING, "", "the embedded Ray is not up yet")
@@ -192,14 +199,14 @@ class RayJobs:
         return Greeting(Reach.ANSWERS, address.url, f"Ray {version}", _ahead(answer, before, time.time()))
 
     def count_nodes(self) -> int:
-        """How many nodes are alive. Raises ClusterError."""
+        """Return the number of live nodes. Raises ClusterError."""
         try:
             return len(self._alive_nodes())
         except _FAULTS as error:
             raise ClusterError(f"Ray does not tell its nodes: {_first_line(error)}") from error
 
     def run(self, submission_id: str, module: str, arguments: Sequence[str]) -> None:
-        """Start a module of the loop's as a job that is nobody's attempt. Raises ClusterError."""
+        """Start a module of train_loop as a Ray job that belongs to no attempt. Raises ClusterError."""
         entrypoint = shlex.join([self._python, "-m", module, *arguments])
         runtime_env = {"env_vars": _env_vars(self._environment)}
         try:
@@ -208,14 +215,14 @@ class RayJobs:
             raise ClusterError(f"Ray did not take {submission_id}: {_first_line(error)}") from error
 
     def output(self, submission_id: str) -> str:
-        """What a job has written so far. Raises ClusterError."""
+        """Return the output of a Ray job so far. Raises ClusterError."""
         try:
             return str(self._connect().get_job_logs(submission_id))
         except _FAULTS as error:
             raise ClusterError(f"Ray does not show the log of {submission_id}: {_first_line(error)}") from error
 
     def forget(self, submission_id: str) -> None:
-        """End a job and strike it from Ray's list, as far as that can be done."""
+        """Stop a Ray job that runs, or delete it from Ray's list if it has ended. Ignore errors."""
         self._ran.pop(submission_id, None)
         with suppress(*_FAULTS):
             if self._ask_status(submission_id).alive:
@@ -235,7 +242,7 @@ class RayJobs:
         except _FAULTS:
             return None
         nodes = tuple(node.resources for node in found)
-        # A head that has just started has no node yet: not a cluster of nothing, but one that is not up.
+        # A head that has just started has no nodes yet: the cluster is not up, rather than empty.
         if not nodes and not self._limit:
             return None
         names = {*self._limit, *(name for node in nodes for name in node)}
@@ -244,17 +251,17 @@ class RayJobs:
         return Capacity(total, () if self._limit else nodes)
 
     def _alive_nodes(self) -> list[RayNode]:
-        """Raises what _FAULTS names."""
+        """Return the live nodes. Raises the errors in _FAULTS."""
         return [node for node in read_ray_nodes(self._get) if node.state == "ALIVE"]
 
     def _get(self, path: str) -> str:
-        """Return the dashboard's answer. Raises what _FAULTS names."""
+        """Return the dashboard's answer. Raises the errors in _FAULTS."""
         answer = self._connect()._do_request("GET", path)
         answer.raise_for_status()
         return str(answer.text)
 
     def _connect(self) -> _Client:
-        """A client for where the cluster is now. Raises ConnectionError while there is none."""
+        """Return a client for the cluster's current address. Raises ConnectionError while the cluster is not up."""
         address = self._address()
         if address is None:
             raise ConnectionError("the cluster is not up yet")
@@ -288,7 +295,7 @@ _STATUS: Mapping[JobStatus, Submission] = {
 
 
 def _metadata(launch: Launch) -> dict[str, str]:
-    """What Ray's dashboard shows of a job."""
+    """Return the fields of a job that Ray's dashboard shows."""
     name = f"{launch.name} ({launch.job_id})"
     labels = {f"label.{key}": value for key, value in launch.labels.items()}
     job = {"job_id": launch.job_id, "attempt": str(launch.attempt), "project": launch.project}
@@ -298,17 +305,20 @@ def _metadata(launch: Launch) -> dict[str, str]:
 def _env_vars(told: Mapping[str, str]) -> dict[str, str]:
     return {
         **told,
-        # A driver handles SIGINT, and Ray sends SIGTERM and three seconds later SIGKILL unless it is told otherwise.
+        # Drivers handle SIGINT. By default, Ray sends SIGTERM, and SIGKILL three seconds later.
         "RAY_JOB_STOP_SIGNAL": "SIGINT",
         "RAY_JOB_STOP_WAIT_TIME_S": "30",
-        # The Train page of the dashboard, and a log of the same that outlives the driver.
+        # Enable the Train page of the dashboard, and a log of its data that outlives the driver.
         "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
         "RAY_enable_export_api_write_config": "EXPORT_TRAIN_RUN,EXPORT_TRAIN_RUN_ATTEMPT",
     }
 
 
 def _ahead(answer: requests.Response, before: float, after: float) -> tuple[float, float] | None:
-    """Seconds by which the clock of who answered is ahead of ours, at least and at most; it tells whole seconds."""
+    """Return the minimum and maximum seconds by which the server's clock is ahead of the service's.
+
+    The Date header has whole seconds. Returns None if it is missing or invalid.
+    """
     try:
         told = parsedate_to_datetime(answer.headers["Date"]).timestamp()
     except (KeyError, ValueError):
@@ -317,7 +327,7 @@ def _ahead(answer: requests.Response, before: float, after: float) -> tuple[floa
 
 
 def _does_not_exist(error: Exception) -> bool:
-    """Whether Ray said for certain that it has no such job."""
+    """Return whether Ray reports that the job does not exist."""
     return "status code 404" in str(error) and "does not exist" in str(error)
 
 

@@ -1,8 +1,8 @@
-"""Nodes of a Ray cluster, from the JSON that its dashboard answers.
+"""Nodes of a Ray cluster, from the JSON of its dashboard.
 
-Ray 2.60's dashboard does not report that a node drains: the State API leaves out `state_snapshot`, `/nodes` caches it
-from the time when the node joined, and `/api/cluster_status` has no such field. Only the GCS knows. The service takes
-it from the preemption notices of its own jobs instead. Ray terminates a draining node that is idle at once.
+Ray 2.60's dashboard does not report that a node drains. The State API leaves out `state_snapshot`, `/nodes` caches it
+when the node joins, and `/api/cluster_status` has no such field. Only the GCS knows, so the service reads it from its
+jobs' preemption notices instead. Ray terminates a draining node at once if it is idle.
 """
 
 import re
@@ -15,14 +15,14 @@ from pydantic import BaseModel, Field, ValidationError
 from service.ports import Node
 
 Get = Callable[[str], str]
-"""Returns the body that the dashboard answers for a path. Raises if it does not answer with 200."""
+"""Function that returns the body of the dashboard's answer for a path. It raises unless the status is 200."""
 NODES, SUMMARY, USAGE = "/api/v0/nodes?detail=1&limit=10000", "/nodes?view=summary", "/api/cluster_status"
 _NOT_TOTALS = ("node:", "object_store_memory")
 _GROUP = re.compile(r"_group_([0-9]+_)?[0-9a-f]{16,}$")
 
 
 class RayNode(BaseModel):
-    """A node as the State API describes it."""
+    """A node of the State API."""
 
     state: str
     node_id: str = ""
@@ -36,7 +36,7 @@ class RayNode(BaseModel):
 
     @property
     def resources(self) -> dict[str, float]:
-        """Resources that jobs can ask for."""
+        """Return the resources that jobs can request."""
         named = self.resources_total.items()
         return {name: amount for name, amount in named if not name.startswith(_NOT_TOTALS) and not _GROUP.search(name)}
 
@@ -71,14 +71,14 @@ class _SummaryAnswer(BaseModel):
 
 
 def read_ray_nodes(get: Get) -> list[RayNode]:
-    """Return all nodes that Ray remembers, dead ones as well. Raises what `get` raises, and ValueError."""
+    """Return all nodes that Ray remembers, including dead ones. Raises what `get` raises, and ValueError."""
     return _NodesAnswer.model_validate_json(get(NODES)).data.result.result
 
 
 def read_nodes(get: Get, hosts: dict[str, str]) -> list[Node]:
     """Return all nodes with host names and free resources. Raises what `get` raises, and ValueError.
 
-    `hosts` keeps host names by node id: Ray forgets the name of a node that died.
+    `hosts` caches host names by node id, because Ray forgets the name of a dead node.
     """
     found = read_ray_nodes(get)
     summary = _SummaryAnswer.model_validate_json(get(SUMMARY)).data.summary

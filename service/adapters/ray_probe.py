@@ -1,4 +1,4 @@
-"""Questions to a Ray cluster: how it answers, and, by a Ray job, what its nodes are and see."""
+"""Probes of a Ray cluster: of its dashboard, and of its nodes through a Ray job."""
 
 import secrets
 import time
@@ -12,36 +12,36 @@ from train_loop.run_dir import VISIT_MARK, ClusterVisit
 
 _LOOK_SECONDS = 0.25
 _RAY_SECONDS, _NODE_SECONDS = 30.0, 20.0
-"""An embedded Ray takes some of them to start, and more to say that it has a node; whoever has just said `trainshed up`
-need not ask twice."""
+"""Seconds to wait for an embedded Ray to start, and for its first node. So the doctor works right after
+`trainshed up`."""
 _ENDED = (Submission.SUCCEEDED, Submission.FAILED, Submission.STOPPED, Submission.MISSING)
 _START_SECONDS = 8.0
-"""What a driver takes until it asks the nodes, and to end, of the time that it has."""
+"""Seconds of a visit that the driver needs to start and to end; the rest is for the nodes."""
 
 
 class RayProbe:
-    """Asks through `jobs`; `roots` are what nodes must be able to read."""
+    """A ClusterProbe that uses `jobs`. `roots` are the URIs that each node must be able to read."""
 
     def __init__(self, jobs: RayJobs, *, roots: Sequence[str] = ()) -> None:
         self._jobs = jobs
         self._roots = tuple(roots)
 
     def greet(self) -> Greeting:
-        """How the cluster answers, once one that is starting has started."""
+        """Return how the dashboard answers. Wait for a cluster that is starting."""
         deadline = time.monotonic() + _RAY_SECONDS
         while (greeting := self._jobs.greet()).reach is Reach.STARTING and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
         return greeting
 
     def nodes(self) -> int:
-        """How many are alive, after a moment where there are none. Raises ClusterError."""
+        """Return the number of live nodes. Wait for the first one. Raises ClusterError."""
         deadline = time.monotonic() + _NODE_SECONDS
         while not (count := self._jobs.count_nodes()) and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
         return count
 
     def visit(self, folder: str | None, *, seconds: float) -> ClusterVisit:
-        """What each node is, and whether it sees what lies in a folder. Raises ClusterError."""
+        """Return a report of each node, including whether it sees the files in `folder`. Raises ClusterError."""
         submission_id, deadline = f"doctor-{secrets.token_hex(8)}", time.monotonic() + seconds
         asked = ["--seconds", f"{max(seconds - _START_SECONDS, seconds / 2):g}"]
         asked += ["--folder", folder] if folder is not None else []

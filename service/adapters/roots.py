@@ -1,4 +1,4 @@
-"""Storage roots of the service: created once, with a marker, and never created anew."""
+"""Storage roots of the service: created once, with a marker, and never recreated."""
 
 import json
 import threading
@@ -27,8 +27,8 @@ def _never(root: str) -> bool:
 class StorageRoots:
     """The storage roots that this service has used, by URI, with the ids of their markers.
 
-    `memory` is the file that keeps them over restarts. `used` returns whether jobs of the database have run below a
-    root: such a root is never created, only adopted if it holds something.
+    `memory` is the file that keeps them across restarts. `used` returns whether jobs of the database have run below a
+    root. Such a root is never created, only adopted if it is not empty.
     """
 
     def __init__(self, memory: Path | None = None, *, used: Callable[[str], bool] = _never) -> None:
@@ -38,9 +38,9 @@ class StorageRoots:
         self._ids = self._recall()
 
     def check(self, root: str, *, max_age: float | None = None) -> None:
-        """Raise StorageUnavailable if a known root is missing or is another one. A new root passes.
+        """Raise StorageUnavailable if a known root is missing or was replaced. A new root passes.
 
-        `max_age` is that of `check_storage`, in seconds.
+        `max_age` in seconds is the argument of `check_storage`.
         """
         place = storage_path(root)
         if root not in self._ids:
@@ -52,7 +52,7 @@ class StorageRoots:
         check_storage(place, max_age=max_age)
 
     def open(self, root: str) -> RootMarker:
-        """Return the marker of a root; create both at first use. Raises StorageUnavailable, OSError."""
+        """Return the marker of a root. Create both at first use. Raises StorageUnavailable, OSError."""
         place = storage_path(root)
         if root in self._ids:
             self.check(root)

@@ -1,4 +1,4 @@
-"""Encryption of the secrets that the database holds: Fernet, with keys of the operator."""
+"""Encryption of the secrets in the database: Fernet, with the operator's keys."""
 
 import base64
 import hashlib
@@ -12,11 +12,11 @@ from service.adapters.keys import check_mode
 from service.errors import KeyUnusable, SecretsUnreadable
 
 _SEALED = "fernet:"
-"""Begins what is encrypted; secrets of versions without encryption begin with whsec_."""
+"""Prefix of encrypted secrets. Secrets from versions without encryption start with whsec_."""
 
 
 class SecretBox:
-    """Keys of which the first encrypts and all decrypt; without keys, secrets stay plain."""
+    """A box that encrypts secrets with its first key and decrypts with any key. Without keys, secrets stay plain."""
 
     def __init__(self, keys: Sequence[str] = ()) -> None:
         self._keys = tuple(_fernet(key) for key in keys)
@@ -27,15 +27,15 @@ class SecretBox:
         return bool(self._keys)
 
     def use(self, keys: Sequence[str]) -> None:
-        """Replace the keys, which may be known only once the database is open."""
+        """Replace the keys: they may become known only when the database is open."""
         self._keys = tuple(_fernet(key) for key in keys)
 
     def seal(self, secret: str) -> str:
-        """Return a secret as the database holds it."""
+        """Return a secret in its stored form: encrypted if there is a key."""
         return _SEALED + self._keys[0].encrypt(secret.encode()).decode() if self._keys else secret
 
     def open(self, stored: str) -> str:
-        """Return the secret that the database holds, encrypted or plain. Raises SecretsUnreadable."""
+        """Decrypt a stored secret; return a plain one unchanged. Raises SecretsUnreadable if no key decrypts it."""
         if not stored.startswith(_SEALED):
             return stored
         for key in self._keys:
@@ -44,7 +44,10 @@ class SecretBox:
         raise SecretsUnreadable
 
     def reseal(self, stored: str) -> str:
-        """Return a stored secret encrypted with the first key; the same text if it is. Raises SecretsUnreadable."""
+        """Encrypt a stored secret with the first key; return it unchanged if it already is.
+
+        Raises SecretsUnreadable if no key decrypts it.
+        """
         secret = self.open(stored)
         if self._keys and stored.startswith(_SEALED):
             with suppress(InvalidToken):
@@ -54,12 +57,12 @@ class SecretBox:
 
 
 def _fernet(key: str) -> Fernet:
-    # Any text with enough entropy is a key; Fernet wants 32 bytes.
+    # A key may be any text with enough entropy. Fernet needs exactly 32 bytes.
     return Fernet(base64.urlsafe_b64encode(hashlib.sha256(key.encode()).digest()))
 
 
 def read_secret_keys(path: Path) -> tuple[str, ...]:
-    """Return the keys in a file, one a line. Raises KeyUnusable."""
+    """Return the keys in a file, one per line. Raises KeyUnusable if the file or a key is invalid."""
     try:
         check_mode(path)
         keys = tuple(path.read_text().split())

@@ -16,10 +16,10 @@ from train_loop.run_dir import is_transient, storage_failed
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
 _MOST_THREADS = 32
-"""Threads that may wait for storage at once: one that hangs keeps its thread for as long."""
+"""Maximum number of threads that wait for storage at once. A call that hangs occupies its thread."""
 _CHECK_SECONDS = 2.0
 _RETRY_SECONDS = 1.0
-"""Seconds between two looks at a root that is away."""
+"""Seconds between two checks of an unavailable root."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class _Outage:
 
 
 class StorageGuard:
-    """Knows which storage roots are unavailable, since when and why; logs each change once."""
+    """The guard of storage calls. It records which roots are unavailable, since when and why, and logs each change."""
 
     def __init__(self, check: Callable[[str], None], *, clock: Callable[[], float] = time.time) -> None:
         """`check` raises OSError if a root is unavailable."""
@@ -42,7 +42,7 @@ class StorageGuard:
         self._places = threading.BoundedSemaphore(_MOST_THREADS)
 
     def call(self, root: str, act: Callable[[], T], *, seconds: float) -> T:
-        """Return what `act` returns within `seconds`. Raises StorageAway if storage fails, hangs or is known to."""
+        """Return the result of `act`. Raises StorageAway if storage is unavailable, fails, or hangs for `seconds`."""
         self._refuse_if_away(root)
         try:
             return self._within(root, act, seconds)
@@ -69,7 +69,7 @@ class StorageGuard:
             now = time.monotonic()
             if now < outage.next_look or self._hanging.get(root, 0) > 1:
                 raise StorageAway(root, outage.since, outage.error)
-            # One caller looks; the others are answered at once.
+            # One caller checks the root; the others fail at once.
             outage.next_look = now + _RETRY_SECONDS
 
     def _within(self, root: str, act: Callable[[], T], seconds: float) -> T:
@@ -100,7 +100,7 @@ class StorageGuard:
         return found
 
     def failed(self, root: str, error: Exception) -> StorageAway:
-        """Return the error for the caller. Record an outage if all of the root is unavailable, not only a file."""
+        """Return the error for the caller. Record an outage if the whole root is unavailable, not only a file."""
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return StorageFull(root, str(error))
         said = str(error) or type(error).__name__

@@ -1,4 +1,4 @@
-"""Trials of the storage as run directories use it: on file systems by renames, on object storage by whole puts."""
+"""Tests of the storage operations of run directories: renames on file systems, atomic puts on object storage."""
 
 import secrets
 import shutil
@@ -26,13 +26,13 @@ from train_loop.run_dir import (
 
 _REPLACEMENTS = 20
 _OLD, _NEW = "old" * 2_000, "new!" * 4_000
-"""Of two lengths, so that a mixture can be told."""
+"""Contents of different lengths, so that a mixture of both is detected."""
 _ARRIVAL_SECONDS = 5.0
-"""For so long a network file system may not show what was written elsewhere."""
+"""Maximum seconds until a network file system shows a file that another host wrote."""
 
 
 class RunsProbe:
-    """The place of run directories, and the roots below which specs may read besides."""
+    """A StorageProbe of the folder that holds the run directories, and of the other roots that specs may read."""
 
     def __init__(
         self, runs: str, roots: Sequence[str] = (), *, open_root: Callable[[str], object] | None = None
@@ -44,15 +44,15 @@ class RunsProbe:
 
     @property
     def runs(self) -> str:
-        """URI below which run directories go."""
+        """Return the URI of the folder that holds the run directories."""
         return self._runs
 
     def read(self) -> str:
-        """List all roots; what was seen. Raises StorageFault."""
+        """List all roots. Return a description of the result. Raises StorageFault."""
         if self._open_root is not None:
             self._open_root(self._runs)
         elif not is_remote(place := storage_path(self._runs)):
-            # The first job would make it.
+            # The first job would create the folder.
             make_folder(place)
         faults = {root: why for root in (self._runs, *self._roots) if (why := why_unreadable(root)) is not None}
         if faults:
@@ -60,7 +60,7 @@ class RunsProbe:
         return ", ".join((self._runs, *self._roots))
 
     def write(self) -> str:
-        """Write, read back and list; what was seen. Raises StorageFault, OSError."""
+        """Write, read and list a file. Return a description of the result. Raises StorageFault, OSError."""
         with self._scratch() as folder:
             file = folder / TOKEN_FILE
             write_durably(file, _OLD)
@@ -71,18 +71,18 @@ class RunsProbe:
         return f"{self._runs}: written, made durable, read back, listed and removed"
 
     def replace(self) -> str:
-        """Replace a file that is being read; what was seen. Raises StorageFault, OSError."""
+        """Replace a file while it is read. Return a description of the result. Raises StorageFault, OSError."""
         with self._scratch() as folder:
             return _create_twice(folder) if is_remote(folder) else _replace_and_watch(folder)
 
     def leave_token(self, folder: str) -> str:
-        """Write something that nobody can guess into a folder; what it is."""
+        """Write a random token into a folder. Return the token."""
         token = secrets.token_hex(16)
         write_durably(storage_path(folder) / TOKEN_FILE, token)
         return token
 
     def answers(self, folder: str, token: str, nodes: Sequence[str]) -> frozenset[str]:
-        """Of which nodes there is an answer in the folder with the same token, after a while."""
+        """Return the nodes whose answer in the folder has the same token. Wait a few seconds for missing answers."""
         deadline, found = time.monotonic() + _ARRIVAL_SECONDS, frozenset[str]()
         while len(found) < len(nodes) and time.monotonic() < deadline:
             names = list_folder(storage_path(folder))
@@ -94,7 +94,7 @@ class RunsProbe:
         return found
 
     def remove(self, folder: str) -> None:
-        """Remove a folder and all in it; none is fine."""
+        """Remove a folder and its contents. Do nothing if it does not exist."""
         _remove(storage_path(folder))
 
     @contextmanager
@@ -114,7 +114,7 @@ def _remove(folder: Path) -> None:
 
 
 def _create_twice(folder: Path) -> str:
-    """An object is put whole; that of two who create one, one is refused, the ledger of checkpoints relies on."""
+    """Check that creating an object twice is rejected: the checkpoint store relies on it. Puts are always atomic."""
     create_object(folder / TOKEN_FILE, _OLD.encode())
     try:
         create_object(folder / TOKEN_FILE, _NEW.encode())

@@ -11,7 +11,7 @@ from service.domain.access import Caller, Deed, Key, Role
 
 
 class SqlKeyStore:
-    """Keys and deeds as rows."""
+    """A KeyStore with keys and audit entries as rows."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -23,18 +23,18 @@ class SqlKeyStore:
             write_deeds(connection, [deed])
 
     def get(self, key_id: str) -> Key | None:
-        """The key with this id."""
+        """Return the key with this id; None if there is none."""
         with self._engine.connect() as connection:
             row = connection.execute(select(keys).where(keys.c.id == key_id)).first()
         return _key(row) if row is not None else None
 
     def all(self) -> list[Key]:
-        """Every key there was, newest first."""
+        """Return all keys, also expired and revoked ones, newest first."""
         with self._engine.connect() as connection:
             return [_key(row) for row in connection.execute(select(keys).order_by(keys.c.id.desc()))]
 
     def revoke(self, key_id: str, *, now: float, deed: Deed) -> bool:
-        """Let a key open nothing from now on; False: it was revoked before, and the first time stays."""
+        """Revoke a key. Return False if it was revoked before; the first time of revocation stays."""
         mine = update(keys).where(keys.c.id == key_id, keys.c.revoked_at.is_(None)).values(revoked_at=now)
         with self._engine.begin() as connection:
             if connection.execute(mine).rowcount != 1:
@@ -43,12 +43,12 @@ class SqlKeyStore:
         return True
 
     def record(self, deed: Deed) -> None:
-        """Write down what was done to something that is not in the database."""
+        """Store the audit entry of a change that is not in the database."""
         with self._engine.begin() as connection:
             write_deeds(connection, [deed])
 
     def deeds(self, projects: frozenset[str] | None, *, after: int | None, limit: int) -> list[tuple[int, Deed]]:
-        """What was done in these projects, newest first, before a deed of this number; None: all of it."""
+        """Return the audit entries of these projects (None: of all), newest first, with numbers below `after`."""
         query = select(deeds).order_by(deeds.c.number.desc()).limit(limit)
         if projects is not None:
             query = query.where(deeds.c.project.in_(projects))
@@ -59,7 +59,7 @@ class SqlKeyStore:
 
 
 def write_deeds(connection: Connection, done: Iterable[Deed | None]) -> None:
-    """In the transaction of what they tell of."""
+    """Write audit entries in the transaction of the change that they record."""
     rows = [
         {
             "time": deed.time,

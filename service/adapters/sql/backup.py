@@ -1,4 +1,4 @@
-"""Copies of a SQLite database: made while it is in use, checked, and put in its place."""
+"""Copies of a SQLite database that is in use, checks of them, and dump commands for Postgres."""
 
 import sqlite3
 from contextlib import closing, suppress
@@ -11,18 +11,18 @@ from service.adapters.sql.database import newest_revision
 from service.errors import BackupFailed
 
 _NOBODYS = (
-    # Whoever goes on with the copy has all of it to itself, at once.
+    # Release all leases, so that a service that uses the copy need not wait for them.
     "UPDATE jobs SET lease_owner = NULL, lease_until = NULL",
     "DELETE FROM leases",
-    # One file, with nothing beside it.
+    # Keep all data in one file, without a WAL.
     "PRAGMA journal_mode = DELETE",
 )
 
 
 def copy_database(source: Path, target: Path) -> str:
-    """Copy a database as it is at one instant, with no leases; its schema revision. Raises BackupFailed.
+    """Copy a consistent snapshot of a database, without leases. Return its schema revision. Raises BackupFailed.
 
-    Those who write to it meanwhile do not wait.
+    Concurrent writers do not wait.
     """
     try:
         with (
@@ -40,7 +40,7 @@ def copy_database(source: Path, target: Path) -> str:
 
 
 def check_database(file: Path) -> str:
-    """The schema revision of a database that is whole and known to this version. Raises BackupFailed."""
+    """Return the schema revision of a database. Raises BackupFailed if it is damaged, foreign, or too new."""
     try:
         with closing(sqlite3.connect(f"{file.as_uri()}?mode=rw", uri=True)) as connection:
             said = connection.execute("PRAGMA integrity_check").fetchone()[0]
@@ -58,7 +58,7 @@ def check_database(file: Path) -> str:
 
 
 def settle(database: Path) -> None:
-    """Have all of a database that nobody uses in its one file, where that can be."""
+    """Merge the WAL of an unused database into its main file. Ignore errors."""
     with suppress(sqlite3.Error), closing(sqlite3.connect(f"{database.as_uri()}?mode=rw", uri=True)) as connection:
         connection.execute("PRAGMA journal_mode = DELETE")
 
@@ -69,12 +69,12 @@ def dump_command(url: str, file: Path) -> str:
 
 
 def restore_command(url: str, file: Path) -> str:
-    """Return the shell command that restores a Postgres database from such a dump, whole or not at all."""
+    """Return the shell command that restores a Postgres database from such a dump, in one transaction."""
     options = "--clean --if-exists --single-transaction"
     return f"pg_restore {options} --dbname={quote(_libpq_url(url))} {quote(str(file))}"
 
 
 def _libpq_url(url: str) -> str:
-    """Return a URL that Postgres' own tools take, without the password, which is for ~/.pgpass."""
+    """Return a URL for Postgres' tools. It leaves out the password, which belongs in ~/.pgpass."""
     parsed = make_url(url)
     return parsed._replace(drivername=parsed.get_backend_name(), password=None).render_as_string()

@@ -10,20 +10,20 @@ from service.ports import Counts
 
 
 class SqlJobCounts:
-    """Counts the jobs in a database; its index by state and project has all that is asked."""
+    """JobCounts of a database. The index by state and project holds all that `counts` reads."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def counts(self) -> Counts:
-        """How many jobs there are by state and project."""
+        """Return the number of jobs by state and project."""
         query = select(jobs.c.state, jobs.c.project, func.count()).group_by(jobs.c.state, jobs.c.project)
         with self._engine.connect() as connection:
             return {(JobState(state), project): count for state, project, count in connection.execute(query)}
 
     def queued_since(self) -> Mapping[str, float]:
-        """By project, since when (Unix seconds) the job that has waited longest has been queued."""
-        # SQLite reads JSON from text; for Postgres it must be said.
+        """Return the time (Unix seconds) since which the longest-waiting job has been queued, by project."""
+        # SQLite reads JSON from text; Postgres needs a cast.
         sqlite = self._engine.dialect.name == "sqlite"
         times = type_coerce(jobs.c.times, JSON) if sqlite else cast(jobs.c.times, JSON)
         since = func.min(func.coalesce(times[JobState.QUEUED.value].as_float(), jobs.c.created_at))
@@ -32,7 +32,7 @@ class SqlJobCounts:
             return {row.project: row[1] for row in connection.execute(query)}
 
     def backlog(self) -> int:
-        """How many webhook messages are not delivered yet."""
+        """Return the number of webhook messages that are not delivered yet."""
         query = select(func.count()).where(deliveries.c.next_at.is_not(None))
         with self._engine.connect() as connection:
             return connection.execute(query).scalar_one()

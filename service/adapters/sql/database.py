@@ -1,4 +1,4 @@
-"""The database: one engine, and its schema brought up to date at start."""
+"""The database: one engine, and a schema that is migrated at startup."""
 
 import re
 import sqlite3
@@ -20,10 +20,10 @@ from service.adapters.sql.tables import metadata
 from service.errors import DatabaseUnreachable, DatabaseUnusable, ServiceError
 
 CALL_SECONDS = 10.0
-"""The default time limit of a statement."""
+"""Default time limit of a statement, in seconds."""
 _STATUS = "trainshed_status"
 _LOCK = 7_451_966
-"""Any number; the same for every version."""
+"""Key of the advisory lock for migrations: an arbitrary number, the same in every version."""
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _PATIENCE = {
     "connect_timeout": 5,
@@ -37,13 +37,13 @@ _NEVER = re.compile(
     "password authentication failed|no password supplied|connection is bad: invalid|does not exist"
     "|unable to open database file|readonly database"
 )
-"""What databases say of what no waiting mends."""
+"""Database errors that a retry cannot fix."""
 
 
 class Database:
-    """One engine, which connects when it is first asked, and the schema that the code expects.
+    """One engine, which connects at first use, and the schema that the code expects.
 
-    Raises DatabaseUnusable where nothing can ever be asked at this URL.
+    Raises DatabaseUnusable if the URL cannot be used.
     """
 
     def __init__(self, url: str, *, seconds: float = CALL_SECONDS) -> None:
@@ -55,18 +55,18 @@ class Database:
             raise DatabaseUnusable(f"TRAINSHED_DATABASE_URL names no database that can be used: {error}") from error
 
     def bring_up_to_date(self) -> None:
-        """Migrate. Raises DatabaseUnreachable, DatabaseUnusable."""
+        """Migrate the schema. Raises DatabaseUnreachable if a retry may help, else DatabaseUnusable."""
         try:
             _bring_up_to_date(self.url, "head")
         except SQLAlchemyError as error:
             raise _judged(self.url, error) from error
         file = sqlite_file(self.url)
         if file is not None and file.exists():
-            # The secrets that sign webhooks are in it, and home need not be its owner's alone.
+            # The file holds the secrets that sign webhooks, and other users may have access to its folder.
             file.chmod(0o600)
 
     def close(self) -> None:
-        """Let go of what is not in use."""
+        """Close the connections that are not in use."""
         self.engine.dispose()
 
 
@@ -75,12 +75,12 @@ def _engine(url: str, seconds: float = CALL_SECONDS) -> Engine:
     status = DatabaseStatus(file)
     engine = create_engine(
         url,
-        # A file does not go away between two requests.
+        # A SQLite file needs no check before use: it does not disconnect between two requests.
         pool_pre_ping=file is None,
         connect_args=_patience(url),
         poolclass=_Pool,
         pool_timeout=seconds,
-        # Values of a row are specs and secrets: no error and no log line may hold them.
+        # Rows hold specs and secrets: errors and log lines must not contain their values.
         hide_parameters=True,
         execution_options={_STATUS: status},
     )
@@ -95,14 +95,14 @@ def _engine(url: str, seconds: float = CALL_SECONDS) -> Engine:
 
 
 def status_of(engine: Engine) -> DatabaseStatus:
-    """Return what the callers of a database have seen of it."""
+    """Return the status of the engine's database."""
     status = engine.get_execution_options()[_STATUS]
     assert isinstance(status, DatabaseStatus)
     return status
 
 
 class _Pool(QueuePool):
-    """Connections of which each caller waits for one only for a limited time."""
+    """A pool of connections with a time limit for the wait of each caller."""
 
     def connect(self) -> PoolProxiedConnection:
         """Return a connection. Raises DatabaseUnreachable if all are in use for too long."""
@@ -125,7 +125,7 @@ def _connect_to_postgres(
 
     with status.connecting():
         connection = TimedConnection.connect(*arguments, **options)
-    # The server gives up first, so that a slow statement leaves no lock behind.
+    # The server's limit is shorter, so that a slow statement releases its locks.
     connection.seconds = seconds + 1.0
     connection.execute(f"SET statement_timeout = {round(seconds * 1000)}")
     connection.commit()
@@ -133,7 +133,7 @@ def _connect_to_postgres(
 
 
 def _patience(url: str) -> dict[str, int]:
-    """How long a database that has gone silent is waited for, in libpq's words, unless the URL says."""
+    """Return libpq's timeouts for a server that stops answering, unless the URL sets them."""
     parsed = make_url(url)
     if parsed.get_backend_name() != "postgresql":
         return {}
@@ -141,7 +141,7 @@ def _patience(url: str) -> dict[str, int]:
 
 
 def _judged(url: str, error: SQLAlchemyError) -> ServiceError:
-    """What a failure to migrate means: whether to ask again."""
+    """Return the error of a failed migration: DatabaseUnreachable if a retry may help, else DatabaseUnusable."""
     shown = make_url(url).render_as_string(hide_password=True)
     said = " ".join(str(getattr(error, "orig", None) or error).split())
     if isinstance(error, OperationalError | InterfaceError | TimeoutError) and not _NEVER.search(said):
@@ -150,7 +150,7 @@ def _judged(url: str, error: SQLAlchemyError) -> ServiceError:
 
 
 def open_database(url: str, *, revision: str = "head") -> Engine:
-    """An engine whose tables are those that the code expects, or those of an older revision.
+    """Migrate a database to the newest or to an older revision, and return its engine.
 
     Raises sqlalchemy.exc.SQLAlchemyError.
     """
@@ -166,7 +166,7 @@ def _bring_up_to_date(url: str, revision: str) -> None:
         event.listen(engine, "begin", _begin_at_once)
     with engine.begin() as connection:
         if engine.dialect.name == "postgresql":
-            # Of several that start at once, one migrates and the others wait.
+            # If several services start at once, one migrates and the others wait.
             connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
         config = Config()
         config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
@@ -175,7 +175,7 @@ def _bring_up_to_date(url: str, revision: str) -> None:
 
 
 def _leave_transactions_to_us(connection: sqlite3.Connection, record: ConnectionPoolEntry) -> None:
-    """Python's driver commits before it changes a table: a migration that is cut off would stay half done."""
+    """Disable the implicit commits of Python's driver: an interrupted migration would stay half done."""
     connection.isolation_level = None
 
 
@@ -184,27 +184,27 @@ def _begin_at_once(connection: Connection) -> None:
 
 
 def secret_key_beside(url: str) -> Path | None:
-    """Return the default file of the key that encrypts the secrets of a SQLite database; None for any other."""
+    """Return the default key file for the secrets of a SQLite database; None for other databases."""
     file = sqlite_file(url)
-    # The same whether or not the URL names a symbolic link.
+    # Resolved, so that a URL with a symbolic link leads to the same key.
     return None if file is None else file.resolve().with_name(f"{file.resolve().name}.key")
 
 
 def sqlite_file(url: str) -> Path | None:
-    """The file of a SQLite database; None for any other. Raises DatabaseUnusable where the URL is none."""
+    """Return the file of a SQLite database; None for other databases. Raises DatabaseUnusable if the URL is invalid."""
     try:
         parsed = make_url(url)
-    # Of a port that is no number, it says so in Python's words.
+    # A port that is not a number raises ValueError.
     except (ArgumentError, ValueError) as error:
         raise DatabaseUnusable(f"TRAINSHED_DATABASE_URL is no URL of a database: {error}") from error
     if parsed.get_backend_name() == "sqlite" and (parsed.database or "").startswith("file:"):
-        # Nobody else could tell that two such URLs name one file.
+        # The service could not detect that two such URLs name the same file.
         raise DatabaseUnusable("TRAINSHED_DATABASE_URL holds a file: URI; expected a path, sqlite:////PATH")
     return Path(parsed.database) if parsed.get_backend_name() == "sqlite" and parsed.database else None
 
 
 def newest_revision() -> str:
-    """The schema that the code expects."""
+    """Return the schema revision that the code expects."""
     return ScriptDirectory(str(_MIGRATIONS)).get_current_head() or ""
 
 
@@ -212,7 +212,7 @@ def _migrate(connection: Connection, config: Config, revision: str) -> None:
     now = MigrationContext.configure(connection).get_current_revision()
     newest = newest_revision()
     _check_ours(connection, now)
-    # Revisions are numbers, so that they compare.
+    # Revisions are numbers, so that they can be compared.
     if now is not None and now > newest:
         raise DatabaseUnusable(
             f"the database is at schema revision {now}, and this version of Trainshed knows revisions up to {newest}; "
@@ -225,7 +225,7 @@ def _migrate(connection: Connection, config: Config, revision: str) -> None:
 
 
 def _check_ours(connection: Connection, now: str | None) -> None:
-    """Raise DatabaseUnusable for a database that another program uses: nothing of it is changed."""
+    """Raise DatabaseUnusable if another program uses the database. Change nothing in it."""
     remedy = "give Trainshed a database of its own (TRAINSHED_DATABASE_URL)"
     if now is None:
         foreign = sorted({*inspect(connection).get_table_names()} & metadata.tables.keys())
@@ -238,6 +238,6 @@ def _check_ours(connection: Connection, now: str | None) -> None:
 
 
 def _make_durable(connection: sqlite3.Connection, record: ConnectionPoolEntry, *, milliseconds: int) -> None:
-    """WAL lets readers read while one writes; FULL has a commit on disk before it returns."""
+    """Set WAL, so that reads continue during a write, and FULL, so that a commit is on disk before it returns."""
     for pragma in (f"busy_timeout={milliseconds}", "journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
         connection.execute(f"PRAGMA {pragma}")

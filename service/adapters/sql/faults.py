@@ -18,7 +18,7 @@ from service.fault_log import FaultLog
 
 log = structlog.get_logger(__name__)
 ROOM_BYTES = 1 << 20
-"""A SQLite file system with less free space counts as full: a small write may still fit, and a job would not."""
+"""Free bytes below which the file system of SQLite counts as full: a small write may fit, but a job would not."""
 _LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _UNWRITABLE = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM)
 _IO = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
@@ -35,11 +35,11 @@ _POSTGRES = {
 }
 _FULL = "53100"
 _OUTAGES = ("08", "53", "55", "57", "58")
-"""Classes of SQLSTATE: connection, resources, state, operator, system. Others are mistakes of ours."""
+"""SQLSTATE classes of outages: connection, resources, state, operator, system. Other classes are bugs."""
 
 
 def explain(error: BaseException, file: Path | None) -> NotReady | None:
-    """Return what a driver's error means for the caller; None if it is not an outage of the database.
+    """Return the service error for a driver's error; None if it is not an outage of the database.
 
     `file` is the file of a SQLite database, None for Postgres.
     """
@@ -54,7 +54,7 @@ def explain(error: BaseException, file: Path | None) -> NotReady | None:
 
 
 def _explain_sqlite(error: BaseException, file: Path) -> NotReady | None:
-    # Extended codes have the primary one in their lowest byte.
+    # The lowest byte of an extended code is the primary code.
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     if code == sqlite3.SQLITE_FULL or (code in _IO and not has_room(file)):
         return DatabaseFull()
@@ -71,7 +71,7 @@ def has_room(file: Path) -> bool:
 
 
 class DatabaseStatus:
-    """State of a database, as far as its callers have seen it. Threads share it."""
+    """The state of a database, as far as its callers have observed it. Threads share it."""
 
     def __init__(self, file: Path | None) -> None:
         self.file = file
@@ -82,7 +82,7 @@ class DatabaseStatus:
         self._looking = False
 
     def translate(self, context: ExceptionContext) -> None:
-        """Raise NotReady in place of a driver's error that is an outage (a listener of `handle_error`)."""
+        """Raise NotReady in place of a driver's error if that is an outage. This is a listener of `handle_error`."""
         error = context.sqlalchemy_exception
         outage = isinstance(error, OperationalError | InterfaceError | InternalError)
         if context.is_pre_ping or not outage or not isinstance(error, DBAPIError):
@@ -91,16 +91,16 @@ class DatabaseStatus:
         if found is None:
             return
         if context.connection is not None:
-            # Whether reads still work is seen by reading; whether writes do, by a write.
+            # Each ping tests a read. It tests a write only after a failure.
             self.writes_fail = True
         self._faults.warn("database_failed", _first_line(context.original_exception), reason=found.code)
         raise found from context.original_exception
 
     @contextmanager
     def connecting(self) -> Iterator[None]:
-        """Connect in the block. Raises DatabaseUnreachable at once while another caller tries to in vain.
+        """Connect within the context: while the database is away, only one caller at a time.
 
-        A frozen server costs each connection attempt its whole timeout, so one caller at a time waits for it.
+        Raises DatabaseUnreachable at once for other callers, because a frozen server costs each one the whole timeout.
         """
         with self._lock:
             if self._away_since is not None:
@@ -138,6 +138,6 @@ class DatabaseStatus:
 
 
 def _first_line(error: BaseException) -> Exception:
-    """Return the error with the first line of its message alone: the rest may hold values of a row."""
+    """Return the error with only the first line of its message: the rest may contain values of a row."""
     said = " ".join(str(error).splitlines()[:1])
     return type(error)(said) if isinstance(error, Exception) else RuntimeError(said)

@@ -1,4 +1,4 @@
-"""What webhooks are to be told: written with the change that it tells of, claimed by one webhook at a time."""
+"""Outbox of webhook messages, which are stored together with the change that they report and claimed per webhook."""
 
 import json
 from collections.abc import Sequence
@@ -26,18 +26,18 @@ from service.domain.webhook import KEPT, Delivery, Message, Webhook, told_of
 from service.ports import Batch, Lease
 
 _BATCH = 50
-"""Messages that a webhook is told one after another, at most."""
+"""Maximum number of messages in a batch of one webhook."""
 _ANYBODY = select(webhooks.c.id).limit(1)
-"""Whether anybody wants to be told anything; most submits ask no more than this, and it is made once."""
+"""Query that returns a row if there are any webhooks. Built once: most submits run no other query of webhooks."""
 _LISTENING = select(webhooks.c.id, webhooks.c.project, webhooks.c.states).where(
     webhooks.c.project.in_(bindparam("projects", expanding=True)), webhooks.c.disabled_at.is_(None)
 )
 Told = dict[str, str | int | float]
-"""A row of deliveries that has not been written yet."""
+"""A new row of the deliveries table."""
 
 
 def news_of_added(connection: Connection, added: Sequence[Job]) -> list[Told]:
-    """What webhooks are to be told of new jobs."""
+    """Return the deliveries for new jobs."""
     if connection.execute(_ANYBODY).first() is None:
         return []
     found = connection.execute(_LISTENING, {"projects": [ANY, *{job.spec.project for job in added}]}).all()
@@ -50,7 +50,7 @@ def news_of_added(connection: Connection, added: Sequence[Job]) -> list[Told]:
 
 
 def news_of_change(connection: Connection, job: Job) -> list[Told]:
-    """What webhooks are to be told of a job that is about to be stored on top of the version that was read."""
+    """Return the deliveries for a change of state. Call it before the job is stored over the version that was read."""
     if connection.execute(_ANYBODY).first() is None:
         return []
     listening = (
@@ -67,21 +67,24 @@ def news_of_change(connection: Connection, job: Job) -> list[Told]:
 
 
 def write_news(connection: Connection, news: Sequence[Told]) -> None:
-    """In the transaction of what they tell of, behind it: the order of numbers is that in which a job changed."""
+    """Write deliveries in the transaction of the change that they report, after the change.
+
+    So the numbers of a job's deliveries are in the order of its changes.
+    """
     if news:
         connection.execute(insert(deliveries), news)
 
 
 class SqlOutbox:
-    """Messages as rows; a lease is the webhook's."""
+    """An Outbox with messages as rows. A claim leases the webhook."""
 
     def __init__(self, engine: Engine, box: SecretBox | None = None) -> None:
-        """`box` decrypts the webhooks' secrets; without one they are plain."""
+        """`box` decrypts the webhooks' secrets; without a box they are plain."""
         self._engine = engine
         self._box = box or SecretBox()
 
     def claim(self, lease: Lease) -> Batch | None:
-        """What is due of the webhook that has waited longest; it is this owner's alone until the lease ends."""
+        """Claim the webhook that has waited longest, until the lease ends, and return its due deliveries."""
         free = webhooks.c.lease_until <= lease.now
         waiting = exists().where(deliveries.c.webhook_id == webhooks.c.id, _due(lease.now))
         longest = (
@@ -96,26 +99,26 @@ class SqlOutbox:
         with self._engine.begin() as connection:
             if connection.execute(mine.values(lease_owner=lease.owner, lease_until=lease.until)).rowcount != 1:
                 return None
-            # Read once it is ours: whoever had it meanwhile may have told some of it.
+            # Read the deliveries after the claim: another owner may have sent some before.
             rows = connection.execute(first.where(deliveries.c.webhook_id == webhook.id)).all()
         return Batch(to_webhook(webhook, self._box), tuple(map(to_delivery, rows)))
 
     def release(self, webhook_id: str, *, owner: str, now: float) -> None:
-        """Give a webhook back."""
+        """Release the claim of a webhook."""
         self._release(webhooks.c.id == webhook_id, owner, now)
 
     def release_all(self, owner: str, *, now: float) -> None:
-        """Give back whatever this owner's predecessor has left claimed."""
+        """Release all claims that an earlier process left under this owner's name."""
         self._release(webhooks.c.lease_until > now, owner, now)
 
     def _release(self, which: ColumnElement[bool], owner: str, now: float) -> None:
-        # The time stays: who was told last is told after the others.
+        # Keep the time of the release: `claim` prefers webhooks with earlier times.
         free = update(webhooks).where(which, webhooks.c.lease_owner == owner).values(lease_owner=None, lease_until=now)
         with self._engine.begin() as connection:
             connection.execute(free)
 
     def record(self, before: Delivery, after: Delivery) -> None:
-        """Store what came of an attempt, unless the delivery has changed meanwhile."""
+        """Store the result of an attempt, unless the delivery has changed meanwhile."""
         same = and_(
             deliveries.c.number == before.number,
             deliveries.c.attempts == before.attempts,
@@ -127,7 +130,7 @@ class SqlOutbox:
             connection.execute(update(deliveries).where(same).values({name: getattr(after, name) for name in names}))
 
     def disable(self, webhook_id: str, because: str, *, now: float) -> None:
-        """Tell a webhook nothing any more; what it was still to be told is given up."""
+        """Disable a webhook, and give up its pending deliveries."""
         off = update(webhooks).where(webhooks.c.id == webhook_id).values(disabled_at=now, disabled_because=because)
         waiting = (deliveries.c.webhook_id == webhook_id) & deliveries.c.next_at.is_not(None)
         with self._engine.begin() as connection:
@@ -135,13 +138,13 @@ class SqlOutbox:
             connection.execute(update(deliveries).where(waiting).values(next_at=None, error=because))
 
     def prune(self, *, now: float) -> None:
-        """Forget what is over: deliveries that were settled long ago, secrets that sign no longer."""
-        # What waits is never too old, unless nobody is there to be told.
+        """Delete expired data: deliveries that finished long ago, and secrets that no longer sign."""
+        # Pending deliveries do not expire, unless their webhook was deleted or disabled.
         nobody = deliveries.c.webhook_id.not_in(select(webhooks.c.id).where(webhooks.c.disabled_at.is_(None)))
         over = (deliveries.c.since < now - KEPT) & or_(deliveries.c.next_at.is_(None), nobody)
         old = update(webhooks).where(webhooks.c.previous_until <= now)
         with self._engine.begin() as connection:
-            # First, as whoever deletes a webhook does: two that lock in another order may wait for each other.
+            # Lock webhooks before deliveries, as the deletion of a webhook does: another order may deadlock.
             connection.execute(old.values(previous_secret=None, previous_until=None))
             connection.execute(delete(deliveries).where(over))
 
@@ -157,7 +160,7 @@ def to_webhook(row: Row[tuple[object, ...]], box: SecretBox) -> Webhook:
 
 
 def to_delivery(row: Row[tuple[object, ...]]) -> Delivery:
-    """The delivery of a row that has every column of the table."""
+    """Return the delivery of a row that has every column of the table."""
     return Delivery(
         number=row.number,
         webhook_id=row.webhook_id,
@@ -186,7 +189,10 @@ def _told(webhook_id: str, message: Message) -> Told:
 
 
 def _due(now: float) -> ColumnElement[bool]:
-    """A message whose time has come, where the webhook has all those of its job before it, or will never have them."""
+    """Return the condition of due deliveries.
+
+    Their time has come, and all earlier deliveries of the same job to the same webhook are finished.
+    """
     earlier = deliveries.alias()
     held_up = exists().where(
         earlier.c.job_id == deliveries.c.job_id,

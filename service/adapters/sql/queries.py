@@ -1,4 +1,4 @@
-"""What a JobQuery is in SQL."""
+"""JobQuery in SQL."""
 
 from sqlalchemy import Select, exists, select
 
@@ -7,7 +7,7 @@ from service.ports import JobQuery
 
 
 def matching(query: JobQuery) -> Select[tuple[object, ...]]:
-    """The jobs that it asks for, in no order."""
+    """Build the query of the matching jobs, without an order."""
     found = select(jobs)
     if query.states:
         found = found.where(jobs.c.state.in_(query.states))
@@ -16,7 +16,7 @@ def matching(query: JobQuery) -> Select[tuple[object, ...]]:
     if query.name is not None:
         found = found.where(jobs.c.name == query.name)
     if query.id_prefix is not None:
-        # No id goes on with more than z, in any collation: a range of the primary key's index.
+        # A range uses the primary key's index. In any collation, no id with this prefix sorts after its upper bound.
         found = found.where(jobs.c.id.between(query.id_prefix, query.id_prefix + "z" * 32))
     if query.after is not None:
         found = found.where(jobs.c.id < query.after)

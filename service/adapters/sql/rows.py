@@ -21,7 +21,7 @@ _sizes = TypeAdapter(tuple[int, ...])
 
 
 def to_row(job: Job) -> dict[str, Value]:
-    """Every column but the lease, which is not the job's own."""
+    """Return all columns of a job, except its lease, which is not part of the job."""
     ticket = Ticket.of(job)
     return {
         "id": job.id,
@@ -54,7 +54,7 @@ def to_row(job: Job) -> dict[str, Value]:
 
 
 def from_row(row: Row[tuple[object, ...]]) -> Job:
-    """The job of a row that has every column of the table."""
+    """Return the job of a row that has every column of the table."""
     return Job(
         id=row.id,
         spec=_spec(row.spec),
@@ -78,7 +78,7 @@ def from_row(row: Row[tuple[object, ...]]) -> Job:
 
 
 def ticket_of(row: Any) -> Ticket:
-    """Return the ticket of a row; all of the spec is validated only when a job is read."""
+    """Return the ticket of a row, without the validation of the whole spec."""
     return Ticket(
         id=row.id,
         project=row.project,
@@ -95,7 +95,7 @@ def ticket_of(row: Any) -> Ticket:
 
 @lru_cache(maxsize=1024)
 def _spec(text: str) -> JobSpec:
-    # It never changes, and the same jobs are read again and again.
+    # Cached: a spec never changes, and the same jobs are read repeatedly.
     return JobSpec.model_validate_json(text)
 
 

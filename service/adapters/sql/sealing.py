@@ -1,4 +1,4 @@
-"""The secrets of the database at start: checked, and encrypted with the first key."""
+"""Check and encryption of the database's secrets at startup."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,14 +11,14 @@ from service.adapters.sql.database import Database, secret_key_beside
 from service.adapters.sql.tables import secret_checks, webhooks
 
 _CHECKED = "trainshed"
-"""What the check row holds, encrypted: it proves the key also while there is no webhook."""
+"""Plain text of the check row. The row verifies the key even without webhooks."""
 
 
 def seal_secrets(database: Database, box: SecretBox, keys: Sequence[str], file: Path | None) -> int:
-    """Give the box its keys, and encrypt what is plain or encrypted with a later key; return how many secrets.
+    """Set the keys of the box, and encrypt all secrets with the first key. Return the number of changed secrets.
 
-    `file` holds more keys; without it, a SQLite database has its own key file, which is created at the first start. On
-    Postgres without keys, secrets stay plain. Raises KeyUnusable, and SecretsUnreadable if none of the keys is right.
+    `file` holds further keys. Without any key, a SQLite database gets its own key file at the first start; on Postgres,
+    secrets stay plain. Raises KeyUnusable if a key is invalid, SecretsUnreadable if no key decrypts the secrets.
     """
     own = secret_key_beside(database.url)
     more = read_secret_keys(file) if file is not None else ()
@@ -44,7 +44,7 @@ def _seal(connection: Connection, box: SecretBox, name: str) -> int:
     column, sealed = webhooks.c[name], 0
     for webhook_id, stored in connection.execute(select(webhooks.c.id, column).where(column.is_not(None))).all():
         if (new := box.reseal(stored)) != stored:
-            # Another replica may have rotated it meanwhile.
+            # Another replica may have rotated the secret meanwhile.
             same = (webhooks.c.id == webhook_id) & (column == stored)
             sealed += connection.execute(update(webhooks).where(same).values({name: new})).rowcount
     return sealed

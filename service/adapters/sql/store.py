@@ -53,19 +53,19 @@ _TICKET = (
     jobs.c.version,
 )
 _NAMED = 1000
-"""Jobs that a statement names one by one, at most."""
+"""Maximum number of job ids that a statement lists."""
 _IN_QUEUE = or_(jobs.c.holds == 1, jobs.c.waits == 1)
 
 
 class SqlJobStore:
-    """Jobs in a database. Every method is one transaction."""
+    """A JobStore in a database. Every method is one transaction."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._tickets: dict[str, tuple[int, Ticket]] = {}
 
     def job_of(self, once: Once, *, now: float) -> Job | None:
-        """Return the job that a key stands for; None if it stands for none. Raises IdempotencyMismatch."""
+        """Return the job of a key; None if it has none. Raises IdempotencyMismatch if the body differs."""
         query = (
             select(idempotency_keys.c.body.label("body_sha256"), jobs)
             .join_from(idempotency_keys, jobs, jobs.c.id == idempotency_keys.c.job_id)
@@ -77,11 +77,11 @@ class SqlJobStore:
         return None if row is None else from_row(row)
 
     def add(self, new: NewJob) -> bool:
-        """Store a job and its key durably, in one transaction; return False if the key stands for another job."""
+        """Store a job and its key durably, in one transaction. Return False if the key refers to another job."""
         return self.add_all([new], now=new.job.created_at)
 
     def add_all(self, added: Sequence[NewJob], *, now: float) -> bool:
-        """Store jobs and their keys durably, all or none; return False if a key stands for another job."""
+        """Store jobs and their keys durably, all or none. Return False if a key refers to another job."""
         keys = [
             {"key": new.once.id, "body": new.once.body, "created_at": now, "job_id": new.job.id}
             for new in added
@@ -98,7 +98,7 @@ class SqlJobStore:
         return True
 
     def delete(self, job: Job, used: Mapping[date, Usage], deed: Deed | None = None) -> bool:
-        """Forget a job of the version that was read, but for its hours of each day (UTC); False: it has changed."""
+        """Delete a job, but keep its usage of each day (UTC). Return False if the job changed since it was read."""
         kept = {"job_id": job.id, "project": job.spec.project}
         with self._engine.begin() as connection:
             if connection.execute(delete(jobs).where(_unchanged(job))).rowcount != 1:
@@ -110,23 +110,23 @@ class SqlJobStore:
         return True
 
     def get(self, job_id: str) -> Job | None:
-        """The job with this id."""
+        """Return the job with this id; None if there is none."""
         row = self._first(select(jobs).where(jobs.c.id == job_id))
         return from_row(row) if row is not None else None
 
     def page(self, query: JobQuery) -> list[Job]:
-        """The jobs that match, newest first."""
+        """Return the matching jobs, newest first."""
         return self._all(matching(query).order_by(jobs.c.id.desc()).limit(query.limit))
 
     def used_between(self, since: float, until: float, *, projects: frozenset[str] | None = None) -> list[Job]:
-        """The jobs that had an attempt between two moments."""
+        """Return the jobs that started before `until` and had not finished at `since` (Unix seconds)."""
         query = select(jobs).where(
             jobs.c.started_at < until, or_(jobs.c.finished_at.is_(None), jobs.c.finished_at > since)
         )
         return self._all(query if projects is None else query.where(jobs.c.project.in_(projects)))
 
     def used_by_deleted(self, first: date, last: date, *, projects: frozenset[str] | None = None) -> UsageByDay:
-        """What deleted jobs had used from one day to another."""
+        """Return the usage of deleted jobs from day `first` to day `last`."""
         columns = deleted_usage.c
         hours = [func.sum(columns[field.name]).label(field.name) for field in fields(Usage)]
         query = select(columns.project, columns.day, *hours).where(columns.day.between(first, last))
@@ -137,27 +137,27 @@ class SqlJobStore:
         return {(project, day): Usage(*used) for project, day, *used in rows}
 
     def tickets(self) -> list[Ticket]:
-        """Every job that holds room in the cluster or waits for some."""
+        """Return the tickets of all jobs that hold resources of the cluster or wait for them."""
         known = self._tickets
         with self._engine.connect() as connection:
             now = connection.execute(select(jobs.c.id, jobs.c.version).where(_IN_QUEUE)).all()
-            # Of ten thousand jobs a few have changed since they were read.
+            # Reuse unchanged tickets: of ten thousand jobs, only a few have changed since the last call.
             same = {job_id: known[job_id] for job_id, version in now if known.get(job_id, (0,))[0] == version}
             others = [job_id for job_id, _ in now if job_id not in same]
             which = jobs.c.id.in_(others) if len(others) <= _NAMED else true()
             rows = connection.execute(select(*_TICKET).where(_IN_QUEUE, which)).all() if others else []
-        # One that has left the queue between the two looks is in neither.
+        # `rows` leaves out a job that left the queue between the two queries.
         self._tickets = same | {row.id: (row.version, ticket_of(row)) for row in rows}
         return [ticket for _, ticket in self._tickets.values()]
 
     def queue_mark(self) -> Hashable:
-        """Another value whenever `tickets` may answer otherwise; much quicker than that."""
+        """Return a value that changes whenever the result of `tickets` may change. Much faster than `tickets`."""
         rows = func.count(), func.max(jobs.c.id), func.sum(jobs.c.version), func.sum(jobs.c.updated_at)
         with self._engine.connect() as connection:
             return tuple(connection.execute(select(*rows).where(_IN_QUEUE)).one())
 
     def lead(self, lease: Lease) -> bool:
-        """Whether this owner decides about the queue until the lease ends; nobody else does meanwhile."""
+        """Take or renew the queue's lease: only its owner decides about the queue. Return whether this owner has it."""
         return self._take(_QUEUE, lease)
 
     def _take(self, name: str, lease: Lease) -> bool:
@@ -171,19 +171,19 @@ class SqlJobStore:
                     return False
                 connection.execute(insert(leases).values(name=name, owner=lease.owner, until=lease.until))
         except IntegrityError:
-            # The very first time, two of them.
+            # Another owner has inserted the very first lease at the same time.
             return False
         return True
 
     def active(self) -> list[str]:
-        """The jobs that somebody has to look after: not those that wait, are paused, or have ended."""
+        """Return the ids of the jobs to reconcile: all except waiting, paused and finished jobs."""
         with self._engine.connect() as connection:
             return list(connection.execute(select(jobs.c.id).where(jobs.c.state.in_(_ACTIVE))).scalars())
 
     def claim(self, job_id: str, lease: Lease) -> Job | None:
-        """The job, if nobody else holds it; it is this owner's until the lease ends.
+        """Lease a job to this owner until the lease ends, and return it; None if another owner has it.
 
-        A lease that has more than half of its time left is not written again: a quiet pass writes nothing.
+        A lease with more than half of its time left is not renewed: a pass without changes writes nothing.
         """
         renew_before = lease.now + (lease.until - lease.now) / 2
         free = or_(
@@ -200,7 +200,7 @@ class SqlJobStore:
         return from_row(row) if row is not None else None
 
     def give_up_leases(self, owner: str) -> None:
-        """Leave all that this owner holds to others, at once; what it still does with them is discarded."""
+        """Release all leases of this owner at once. The store discards its later changes under them."""
         with self._engine.begin() as connection:
             connection.execute(
                 update(jobs).where(jobs.c.lease_owner == owner).values(lease_owner=None, lease_until=None)
@@ -208,15 +208,15 @@ class SqlJobStore:
             connection.execute(delete(leases).where(leases.c.owner == owner))
 
     def save(self, job: Job, *, owner: str | None = None, leads: bool = False, deed: Deed | None = None) -> bool:
-        """Store a change of the version that was read; False: discarded.
+        """Store a change to the version that was read. Return False if the change was discarded.
 
-        Where an owner is named, only while it has the job's lease; where it leads, only while it has that one instead.
+        With `owner`, the owner must have the job's lease; with `leads`, the queue's lease instead.
         """
         guard = _unchanged(job)
         if owner is not None and not leads:
             guard &= jobs.c.lease_owner == owner
         values = to_row(job) | {"version": job.version + 1}
-        # Written, so that whoever takes the lead waits for this transaction and sees what it did.
+        # Write the lease, so that the next leader waits for this transaction and sees its changes.
         lead = update(leases).where(leases.c.name == _QUEUE, leases.c.owner == owner).values(owner=owner)
         with self._engine.begin() as connection:
             if leads and connection.execute(lead).rowcount != 1:
@@ -229,12 +229,12 @@ class SqlJobStore:
         return True
 
     def ping(self) -> None:
-        """Raise NotReady unless the database answers, and takes writes again if one has failed."""
+        """Raise NotReady unless the database answers, and accepts a write if one has failed."""
         status = status_of(self._engine)
         self._first(select(jobs).limit(1))
         if not status.writes_fail:
             return
-        # Another value each time, because SQLite does not write a row that stays the same.
+        # Use a new value each time: SQLite does not write a row that does not change.
         lease = Lease(_PROBE, now=math.inf, until=time.time())
         self._take(_PROBE, lease)
         status.check_room()

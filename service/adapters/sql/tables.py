@@ -1,4 +1,4 @@
-"""The tables. A job is one row, so that one guarded UPDATE changes it whole."""
+"""The database tables. A job is one row, so that one guarded UPDATE changes all of it."""
 
 from sqlalchemy import BigInteger, Column, Date, Float, ForeignKey, Index, Integer, MetaData, String, Table, Text
 
@@ -96,7 +96,7 @@ keys = Table(
 deeds = Table(
     "deeds",
     metadata,
-    # SQLite counts by itself only what it calls INTEGER.
+    # SQLite generates values only for an INTEGER primary key.
     Column("number", BigInteger().with_variant(Integer, "sqlite"), primary_key=True),
     Column("time", Float(53), nullable=False),
     Column("key_id", String(320), nullable=False),
@@ -127,7 +127,7 @@ webhooks = Table(
     Column("disabled_because", Text),
     Column("lease_owner", String(255)),
     Column("lease_until", Float(53), nullable=False),
-    # A project has so many places: of two that would be one too many, the database refuses the second.
+    # Each webhook takes one of the numbered places of its project: of two for the last place, the database rejects one.
     Index("webhooks_by_place", "project", "place", unique=True),
 )
 

@@ -1,4 +1,4 @@
-"""Postgres connections whose calls end after a time limit, also if the server is frozen.
+"""Postgres connections whose calls end after a time limit, even if the server is frozen.
 
 libpq has no such limit: a stopped server still acknowledges packets, so TCP timeouts never fire.
 """
@@ -27,10 +27,10 @@ class TimedConnection(Connection[TupleRow]):
         try:
             wanted = next(exchange)
             while True:
-                # psycopg resumes the generator after each interval, with 0 if there was no answer.
+                # psycopg resumes the generator after each interval, with 0 if no answer arrived.
                 ready = yield wanted
                 if not ready and time.monotonic() >= end:
-                    # The answer may still come: nobody may read it as the answer to a later statement.
+                    # Close the connection: a late answer must not be read as the answer to a later statement.
                     self.pgconn.finish()
                     raise OperationalError(f"the server did not answer within {self.seconds:g} s")
                 wanted = exchange.send(ready)

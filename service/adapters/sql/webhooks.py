@@ -16,7 +16,7 @@ from service.errors import WebhookLimit
 
 
 class SqlWebhookStore:
-    """Webhooks and their deliveries as rows. Every method is one transaction."""
+    """A WebhookStore with webhooks and deliveries as rows. Every method is one transaction."""
 
     def __init__(self, engine: Engine, box: SecretBox | None = None) -> None:
         """`box` encrypts the secrets; without one they stay plain."""
@@ -24,8 +24,8 @@ class SqlWebhookStore:
         self._box = box or SecretBox()
 
     def add(self, webhook: Webhook, deed: Deed) -> None:
-        """Store a new one. Raises WebhookLimit."""
-        # Each time in vain, somebody took the same place at the same moment.
+        """Store a new webhook. Raises WebhookLimit if the project has too many."""
+        # An attempt fails if another request takes the same place at the same time.
         if not any(self._added(webhook, deed) for _ in range(LIMIT + 1)):
             raise WebhookLimit(webhook.project, LIMIT)
 
@@ -45,13 +45,13 @@ class SqlWebhookStore:
         return True
 
     def get(self, webhook_id: str) -> Webhook | None:
-        """The webhook with this id."""
+        """Return the webhook with this id; None if there is none."""
         with self._engine.connect() as connection:
             row = connection.execute(select(webhooks).where(webhooks.c.id == webhook_id)).first()
         return to_webhook(row, self._box) if row is not None else None
 
     def among(self, projects: frozenset[str] | None) -> list[Webhook]:
-        """Those of some projects, newest first; None: all."""
+        """Return the webhooks of these projects, newest first; None means all projects."""
         query = select(webhooks).order_by(webhooks.c.id.desc())
         if projects is not None:
             query = query.where(webhooks.c.project.in_(projects))
@@ -59,7 +59,7 @@ class SqlWebhookStore:
             return [to_webhook(row, self._box) for row in connection.execute(query)]
 
     def delete(self, webhook_id: str, deed: Deed) -> bool:
-        """Forget one, and what it was still to be told; False: it was gone."""
+        """Delete a webhook and its deliveries. Return False if it does not exist."""
         with self._engine.begin() as connection:
             if connection.execute(delete(webhooks).where(webhooks.c.id == webhook_id)).rowcount != 1:
                 return False
@@ -68,7 +68,7 @@ class SqlWebhookStore:
         return True
 
     def rotate(self, webhook_id: str, secret: str, *, until: float, deed: Deed) -> Webhook | None:
-        """Give one another secret beside the one it has, which ends at a time; None: it is gone."""
+        """Set a new secret; the previous one stays valid until `until`. Return None if the webhook does not exist."""
         new = {"secret": self._box.seal(secret), "previous_secret": webhooks.c.secret, "previous_until": until}
         this = webhooks.c.id == webhook_id
         with self._engine.begin() as connection:
@@ -78,7 +78,7 @@ class SqlWebhookStore:
             return to_webhook(connection.execute(select(webhooks).where(this)).one(), self._box)
 
     def enable(self, webhook_id: str, deed: Deed) -> bool:
-        """Let one be told again; False: it was."""
+        """Enable a webhook again. Return False if it was not disabled."""
         off = (webhooks.c.id == webhook_id) & webhooks.c.disabled_at.is_not(None)
         with self._engine.begin() as connection:
             on = update(webhooks).where(off).values(disabled_at=None, disabled_because=None)
@@ -88,7 +88,7 @@ class SqlWebhookStore:
         return True
 
     def deliveries(self, webhook_id: str, *, after: int | None, limit: int) -> list[Delivery]:
-        """What it was told or is to be told, newest first, before a delivery of this number."""
+        """Return the deliveries of a webhook, sent or pending, newest first, with numbers below `after`."""
         query = select(deliveries).where(deliveries.c.webhook_id == webhook_id)
         if after is not None:
             query = query.where(deliveries.c.number < after)
@@ -97,7 +97,7 @@ class SqlWebhookStore:
         return [to_delivery(row) for row in rows]
 
     def redeliver(self, webhook_id: str, number: int, *, now: float, deed: Deed) -> Delivery | None:
-        """Have a delivery begin anew, at once; None: there is none."""
+        """Restart a delivery now. Return None if it does not exist."""
         this = (deliveries.c.webhook_id == webhook_id) & (deliveries.c.number == number)
         anew = {"since": now, "next_at": now, "attempts": 0, "delivered_at": None}
         with self._engine.begin() as connection:

@@ -1,4 +1,4 @@
-"""How Alembic runs here: on the connection that the service hands it, in one transaction."""
+"""Alembic environment: migrations on the connection that the service passes, in one transaction."""
 
 from alembic import context
 

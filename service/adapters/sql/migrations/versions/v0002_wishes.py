@@ -1,4 +1,4 @@
-"""Reasons with a code, what a job was asked to do, its size and place in the queue, leases, and keys that end."""
+"""Reason codes, stop requests, sizes and queue positions of jobs, leases, and keys that expire."""
 
 import json
 from typing import Any
@@ -31,7 +31,7 @@ def _old() -> list[sa.Column[Any]]:
 
 
 def upgrade() -> None:
-    """Add what is new, carry over what was there, and drop what it replaces."""
+    """Add the new columns, convert the existing rows, and drop the replaced columns."""
     op.create_table(
         "leases",
         sa.Column("name", sa.String(64), primary_key=True),
@@ -41,7 +41,7 @@ def upgrade() -> None:
     with op.batch_alter_table("idempotency_keys") as keys:
         keys.alter_column("job_id", existing_type=sa.String(64), nullable=True)
         keys.add_column(sa.Column("created_at", sa.Float(53), nullable=False, server_default="0"))
-    # A key is kept for a day from now on; how old these are, only their jobs can tell.
+    # Keys now expire after a day. The age of an existing key is that of its job.
     op.execute(
         "UPDATE idempotency_keys SET created_at = (SELECT created_at FROM jobs WHERE jobs.id = idempotency_keys.job_id)"
     )
@@ -56,7 +56,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Back to what 0001 knows: it has no word for a pause, so jobs that users paused are cancelled, others queued."""
+    """Restore 0001. It has no paused state: jobs paused by users become cancelled, preempted jobs queued."""
     op.drop_index("jobs_that_wait", "jobs")
     op.drop_index("jobs_that_hold", "jobs")
     for column in _old():
@@ -73,7 +73,7 @@ def downgrade() -> None:
 
 
 def _rewrite(change: Any) -> None:
-    """Change every row of jobs, some at a time, in the order of their ids."""
+    """Change every row of jobs in batches, in the order of their ids."""
     connection, after = op.get_bind(), ""
     table = sa.Table("jobs", sa.MetaData(), autoload_with=connection)
     while rows := connection.execute(

@@ -1,4 +1,4 @@
-"""What a job was cloned from, and the numbers of workers that an elastic one may have."""
+"""Parents of clones, and the possible numbers of workers of elastic jobs."""
 
 import json
 from collections.abc import Callable
@@ -12,7 +12,7 @@ down_revision = "0002"
 
 
 def upgrade() -> None:
-    """Add what is new; nothing that was there has any of it."""
+    """Add the columns, which are empty for existing jobs, and store reasons in stop requests."""
     op.add_column("jobs", sa.Column("parent", sa.Text))
     op.add_column("jobs", sa.Column("sizes", sa.Text, nullable=False, server_default="[]"))
     op.add_column("jobs", sa.Column("granted", sa.Integer))
@@ -20,9 +20,9 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Back to what 0002 knows: an elastic job stays at the most workers that it asked for, a clone forgets its parent.
+    """Restore 0002: an elastic job keeps its largest size, and a clone loses its parent.
 
-    The parent's checkpoint is named in the run directory, too, from which the job goes on.
+    A clone still resumes from the parent's checkpoint, because its run directory names it, too.
     """
     connection = op.get_bind()
     table = sa.Table("jobs", sa.MetaData(), autoload_with=connection)
@@ -39,7 +39,7 @@ def downgrade() -> None:
 
 
 def _fixed(scaling: dict[str, Any], sizes: list[int]) -> dict[str, Any]:
-    """A size without a range: the most workers that it can run with, or may have where that is another size's range."""
+    """Replace a range by the largest possible number of workers, or by its maximum if no possible size is in it."""
     workers = scaling["num_workers"]
     if not isinstance(workers, dict):
         return scaling
@@ -56,7 +56,7 @@ def _rewrite_wishes(change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
 
 
 def _with_reason(wish: dict[str, Any]) -> dict[str, Any]:
-    """A wish that says why, where it said who."""
+    """Replace the field `by` of a stop request with a reason."""
     code = wish.pop("by", None)
     if code is None:
         return wish
@@ -65,6 +65,6 @@ def _with_reason(wish: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_code(wish: dict[str, Any]) -> dict[str, Any]:
-    """The other way."""
+    """Replace the reason of a stop request with the field `by`."""
     reason = wish.pop("reason", None)
     return wish if reason is None else wish | {"by": reason["code"]}

@@ -1,4 +1,4 @@
-"""What jobs that were deleted had used."""
+"""Usage of deleted jobs."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -8,7 +8,7 @@ down_revision = "0003"
 
 
 def upgrade() -> None:
-    """Add its table; of jobs that are gone already nothing is known."""
+    """Add the table. The usage of jobs that were deleted before is unknown."""
     op.create_table(
         "deleted_usage",
         sa.Column("job_id", sa.String(64), primary_key=True),
@@ -22,5 +22,5 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Back to what 0003 knows: the hours of jobs that are there."""
+    """Restore 0003, which knows only the usage of existing jobs."""
     op.drop_table("deleted_usage")

@@ -1,4 +1,4 @@
-"""Keys and what was done with them; idempotency keys that are told apart by who sends them."""
+"""Keys, the audit log, and idempotency keys with the scope of their caller."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -8,7 +8,7 @@ down_revision = "0004"
 
 
 def upgrade() -> None:
-    """Add the tables; of writes before them nothing is known."""
+    """Add the tables. The audit log does not contain earlier writes."""
     op.create_table(
         "keys",
         sa.Column("id", sa.String(64), primary_key=True),
@@ -38,7 +38,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Back to what 0004 knows: one key, in a file, and what it sent."""
+    """Restore 0004: drop the tables, and delete idempotency keys over 255 characters."""
     op.execute("DELETE FROM idempotency_keys WHERE length(key) > 255")
     _widen_idempotency_keys(255)
     op.drop_table("deeds")

@@ -1,4 +1,4 @@
-"""The index by state tells projects, too: jobs are counted without a look at them."""
+"""An index by state and project, so that jobs are counted without reading their rows."""
 
 from alembic import op
 
@@ -7,12 +7,12 @@ down_revision = "0005"
 
 
 def upgrade() -> None:
-    """One index in the place of another, so that a job costs no more to store."""
+    """Replace the index by state instead of adding an index: storing a job costs no more."""
     op.drop_index("jobs_by_state", "jobs")
     op.create_index("jobs_by_state", "jobs", ["state", "project"])
 
 
 def downgrade() -> None:
-    """Back to what 0005 knows."""
+    """Restore the index by state alone."""
     op.drop_index("jobs_by_state", "jobs")
     op.create_index("jobs_by_state", "jobs", ["state"])

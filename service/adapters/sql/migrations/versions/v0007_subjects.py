@@ -1,4 +1,4 @@
-"""Room for callers whose names others give: the subject of a token may be long."""
+"""Longer ids of callers: the subject of a token may be long."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -8,12 +8,12 @@ down_revision = "0006"
 
 
 def upgrade() -> None:
-    """Widen what holds the id of a caller."""
+    """Widen the columns that hold the id of a caller."""
     _widen(320)
 
 
 def downgrade() -> None:
-    """Back to ids of keys; of those that are longer, the beginning."""
+    """Narrow the columns to the length of key ids. Truncate longer ids."""
     op.execute("UPDATE deeds SET key_id = substr(key_id, 1, 64)")
     op.execute("UPDATE keys SET created_by = substr(created_by, 1, 64)")
     _widen(64)

@@ -1,4 +1,4 @@
-"""Webhooks, and what they are told."""
+"""Webhooks and their deliveries."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -8,7 +8,7 @@ down_revision = "0007"
 
 
 def upgrade() -> None:
-    """Add the tables; nobody is told of changes before them."""
+    """Add the tables. Earlier changes are not delivered."""
     op.create_table(
         "webhooks",
         sa.Column("id", sa.String(64), primary_key=True),
@@ -49,6 +49,6 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Back to what 0006 knows: nobody is told anything."""
+    """Drop the tables."""
     op.drop_table("deliveries")
     op.drop_table("webhooks")

@@ -10,7 +10,7 @@ down_revision = "0008"
 
 
 def upgrade() -> None:
-    """Add the column, from the jobs' specs."""
+    """Add the column, and fill it from the jobs' specs."""
     op.add_column("jobs", sa.Column("ulysses", sa.Integer, nullable=False, server_default="1"))
     jobs = sa.table("jobs", sa.column("id", sa.String), sa.column("spec", sa.Text), sa.column("ulysses", sa.Integer))
     connection = op.get_bind()

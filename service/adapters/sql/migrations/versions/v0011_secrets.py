@@ -1,4 +1,4 @@
-"""Room for encrypted webhook secrets, and a row that tells whether a service has the right key."""
+"""Columns for encrypted webhook secrets, and a row that verifies the key of a service."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -8,7 +8,7 @@ down_revision = "0010"
 
 
 def upgrade() -> None:
-    """Widen the columns; the service encrypts what is in them when it starts, because only it has the key."""
+    """Widen the columns. The service encrypts their values at startup, because only it has the key."""
     op.create_table(
         "secret_checks", sa.Column("id", sa.Integer, primary_key=True), sa.Column("token", sa.Text, nullable=False)
     )
@@ -18,7 +18,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Delete webhooks whose secrets only the newer version can decrypt."""
+    """Narrow the columns. Delete encrypted secrets and their webhooks: older versions cannot decrypt them."""
     op.execute("DELETE FROM webhooks WHERE secret LIKE 'fernet:%'")
     op.execute("UPDATE webhooks SET previous_secret = NULL WHERE previous_secret LIKE 'fernet:%'")
     with op.batch_alter_table("webhooks") as batch:
