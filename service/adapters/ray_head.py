@@ -24,7 +24,7 @@ _POLL_SECONDS = 0.02
 
 
 class FolderOpen(Exception):
-    """Other users can enter Ray's folder, where they could intercept the token."""
+    """The error of a Ray folder that other users can enter: they could intercept the token there."""
 
 
 class RayHead(BaseModel):
@@ -203,8 +203,8 @@ def _family(record: RayHead, head: psutil.Process | None) -> set[psutil.Process]
 def _belongs(process: psutil.Process, record: RayHead) -> bool:
     """Return whether a process has the head's mark, or is in its session and has a command line of Ray.
 
-    The session alone is not proof, because its pid may have been reused. Ray's workers overwrite the environment that
-    holds the mark, but keep their session and a name.
+    The session alone is not proof, because the head's pid may have been reused. Ray's workers overwrite the
+    environment that holds the mark, but keep their session and a name.
     """
     try:
         if process.environ().get(_MARK) == record.temp_dir:

@@ -1,4 +1,4 @@
-"""Drivers as Ray jobs. Only this module sends requests to Ray."""
+"""Drivers as Ray jobs: the client of Ray's dashboard."""
 
 import shlex
 import threading
@@ -29,7 +29,7 @@ log = structlog.get_logger(__name__)
 _VERSION = "/api/version"
 _CAPACITY_SECONDS = 2.0
 _RUNNING_SECONDS = 2.0
-"""Seconds for which the status RUNNING is cached: each request takes CPU time on the head from the training."""
+"""Seconds for which the status RUNNING is cached: each request to the dashboard takes CPU time from training."""
 # Errors of Ray's client if Ray cannot be reached or gives an unexpected answer.
 _FAULTS = (RuntimeError, OSError, ValueError, LookupError, TypeError, AuthenticationError)
 
@@ -79,7 +79,8 @@ class RayJobs:
 
     `address` returns the current address of the cluster; None while it is not up. `limit` holds the resources up to
     which an autoscaler may grow it. `environment` holds variables for the drivers; every user of the cluster can read
-    them. `read_policy` returns the policy of a project's jobs. `shown_at` is the dashboard's URL for users.
+    them. `read_policy` returns the policy of a project's jobs. `shown_at` is the URL at which users open the dashboard,
+    if it differs.
     """
 
     def __init__(

@@ -27,14 +27,14 @@ class RayProbe:
         self._roots = tuple(roots)
 
     def greet(self) -> Greeting:
-        """Return how the dashboard answers. Wait for a cluster that is starting."""
+        """Return how the dashboard answers. Wait up to 30 s for a cluster that is starting."""
         deadline = time.monotonic() + _RAY_SECONDS
         while (greeting := self._jobs.greet()).reach is Reach.STARTING and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
         return greeting
 
     def nodes(self) -> int:
-        """Return the number of live nodes. Wait for the first one. Raises ClusterError."""
+        """Return the number of live nodes. Wait up to 20 s for the first one. Raises ClusterError."""
         deadline = time.monotonic() + _NODE_SECONDS
         while not (count := self._jobs.count_nodes()) and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)

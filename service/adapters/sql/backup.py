@@ -40,7 +40,7 @@ def copy_database(source: Path, target: Path) -> str:
 
 
 def check_database(file: Path) -> str:
-    """Return the schema revision of a database. Raises BackupFailed if it is damaged, foreign, or too new."""
+    """Return the schema revision of a database. Raises BackupFailed if it is damaged, not Trainshed's, or too new."""
     try:
         with closing(sqlite3.connect(f"{file.as_uri()}?mode=rw", uri=True)) as connection:
             said = connection.execute("PRAGMA integrity_check").fetchone()[0]
