@@ -5,6 +5,9 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import structlog
+
+log = structlog.get_logger(__name__)
 T = TypeVar("T")
 SHORT, LONG = 1.25, 10.0
 """Timeouts of a call in seconds: the usual one, and the one for a cluster that was slow lately."""
@@ -72,6 +75,8 @@ class Breaker:
                         self._silent_since = None
                         return
                 continue
+            except Exception as error:  # an unexpected answer is an answer, and the next call reports it
+                log.warning("cluster_probe_failed", error=f"{type(error).__name__}: {error}")
             now = time.monotonic()
             with self._lock:
                 self._silent_since = None

@@ -62,6 +62,22 @@ def test_after_one_call_without_an_answer_all_fail_at_once_until_it_answers() ->
 
 
 @pytest.mark.usefixtures("quick")
+def test_probe_with_an_unexpected_answer_closes_the_breaker() -> None:
+    cluster = Cluster()
+
+    def answer_wrongly(seconds: float) -> str:
+        cluster.ask(seconds)
+        raise ValueError("no JSON")
+
+    breaker = Breaker(answer_wrongly)
+    cluster.takes = None
+    with pytest.raises(TimeoutError):
+        breaker.call(cluster.ask)
+    cluster.takes = 0.0
+    assert wait_for(lambda: answers(breaker, cluster), "an answer", seconds=5)
+
+
+@pytest.mark.usefixtures("quick")
 def test_slow_cluster_is_given_more_time_after_its_first_late_answer() -> None:
     cluster = Cluster()
     breaker = Breaker(cluster.ask)
