@@ -15,7 +15,7 @@ import torch.distributed as dist
 from benchmarks.peers import bare
 from benchmarks.saves_run import WAYS, values_of
 from benchmarks.workload import Workload
-from train_loop.leave import leave
+from train_loop.system.exit import leave
 
 TURNS = 5
 

@@ -15,8 +15,8 @@ import ray
 from ray.data import DataIterator
 
 from benchmarks.streams import CORES, plan_of, rate, read_dataset, start_ray
-from train_loop.data.reader import StreamPlan, local_stream
-from train_loop.data.stream import by_step, open_splits
+from train_loop.data.stream.local import StreamPlan, local_stream
+from train_loop.data.stream.ray_data import by_step, open_splits
 from train_loop.plan import MeshPlan
 
 

@@ -21,7 +21,7 @@ from benchmarks.harness import RESULTS, markdown_table, write_result
 from benchmarks.launch import ProgramError, end, last_words, loop_arguments, metrics, run_loop, start_module
 from benchmarks.workload import write_tokens
 from train_loop.data.dataset import Dataset
-from train_loop.data.pack import Sample
+from train_loop.data.prepare.packing import Sample
 from train_loop.data.shards import write_part
 from train_loop.run_dir import RunDir, read_lines, write_durably
 

@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from train_loop import run
-from train_loop.leave import leave
+from train_loop.system.exit import leave
 
 
 class Peak:

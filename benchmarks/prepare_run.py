@@ -13,7 +13,7 @@ from time import perf_counter
 from benchmarks.corpus import CORPUS, WARM, corpus_spec
 from benchmarks.streams import local_rows, plan_of, ray_rows, start_ray
 from train_loop.data.dataset import Dataset
-from train_loop.data.prepare import prepare
+from train_loop.data.prepare.pipeline import prepare
 
 
 def main() -> None:

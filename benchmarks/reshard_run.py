@@ -16,17 +16,17 @@ from time import perf_counter
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from train_loop.assemble import Run, build_run
-from train_loop.checkpoint.contents import put_back, tensors_of
-from train_loop.checkpoint.load import restore
-from train_loop.checkpoint.newest import faults_of_share
-from train_loop.data.cache import find_dataset
-from train_loop.data.reader import local_stream
-from train_loop.garbage import no_garbage_collection
-from train_loop.leave import leave
+from train_loop.checkpoint.restore import restore
+from train_loop.checkpoint.select import faults_of_share
+from train_loop.checkpoint.state_dict import put_back, tensors_of
+from train_loop.data.prepare.cache import find_dataset
+from train_loop.data.stream.local import local_stream
+from train_loop.loop.build import Run, build_run
+from train_loop.loop.session import Session
 from train_loop.run_dir import RunDir, default_cache
-from train_loop.session import Session
 from train_loop.spec import parse_text
+from train_loop.system.exit import leave
+from train_loop.system.gc import no_garbage_collection
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from benchmarks.streams import local_rows, plan_of, ray_rows, read_dataset, star
 from benchmarks.two_places import in_turn
 from train_loop.data.dataset import Rows
 from train_loop.data.order import Order
-from train_loop.data.reader import StreamPlan
+from train_loop.data.stream.local import StreamPlan
 
 _SAMPLES = 2 * 10**7
 """Of an epoch of which only the order is asked for: both places lie in it."""

@@ -19,13 +19,13 @@ from benchmarks.blocks import Clock, ends_block, saves_after
 from benchmarks.peers import bare
 from benchmarks.workload import Workload
 from train_loop.checkpoint.save import Saver
-from train_loop.data.reader import local_stream
-from train_loop.journal import Journal
-from train_loop.leave import leave
+from train_loop.data.stream.local import local_stream
+from train_loop.loop.session import Session
 from train_loop.run_dir import DataPosition, Manifest, RunDir
-from train_loop.session import Session
 from train_loop.spec import CheckpointSpec, SaveMode
-from train_loop.vitals import StepClock
+from train_loop.system.exit import leave
+from train_loop.telemetry.event_log import Journal
+from train_loop.telemetry.timers import StepClock
 
 
 class Way(Protocol):

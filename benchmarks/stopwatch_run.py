@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from train_loop import run
-from train_loop.leave import leave
+from train_loop.system.exit import leave
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.harness import Measured
 from benchmarks.launch import ProgramError
 from benchmarks.workload import Workload
-from train_loop.leave import leave
+from train_loop.system.exit import leave
 
 LOSS_TOLERANCE = 1e-4
 """Relative; another order of summation moves an fp32 loss by less over these few steps."""

@@ -17,9 +17,9 @@ from benchmarks.peers import bare
 from benchmarks.workload import Workload
 from train_loop import run
 from train_loop.data.dataset import Rows
-from train_loop.data.reader import StreamPlan, local_stream
-from train_loop.leave import leave
+from train_loop.data.stream.local import StreamPlan, local_stream
 from train_loop.plan import MeshPlan
+from train_loop.system.exit import leave
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ _LEVELS = get_args(Level)
 _LEVEL = re.compile(
     r"^(?:\x1b\[[\d;]*m)*(?:\(\w[\w ]* pid=\d+[^()]*\)(?:\x1b\[[\d;]*m)* )?\S+ \S+\s" rf"({'|'.join(_LEVELS)}) "
 )
-"""As train_loop.logs writes it; logs of older versions may have what Ray put before it."""
+"""As train_loop.telemetry.logs writes it; logs of older versions may have what Ray put before it."""
 Filter = Callable[[str], bool]
 
 

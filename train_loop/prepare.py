@@ -4,9 +4,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from train_loop.data.cache import evaluation_spec
 from train_loop.data.dataset import Dataset
-from train_loop.data.prepare import prepare
+from train_loop.data.prepare.cache import evaluation_spec
+from train_loop.data.prepare.pipeline import prepare
 from train_loop.errors import UserError
 from train_loop.run_dir import default_cache
 from train_loop.spec import JobSpec, SpecError, parse_text

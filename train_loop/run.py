@@ -18,14 +18,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from train_loop.data.cache import evaluation_spec, find_dataset, pin, pinned_dataset
-from train_loop.data.reader import local_stream
+from train_loop.data.prepare.cache import evaluation_spec, find_dataset, pin, pinned_dataset
+from train_loop.data.stream.local import local_stream
 from train_loop.errors import FencedError, UserError
-from train_loop.failure import MISTAKES, failed, failure_told
-from train_loop.fencing import begin_group, check_fence, fence_watched
-from train_loop.leave import leave
-from train_loop.logs import log_to
-from train_loop.patience import retry_storage
+from train_loop.faults.failure import MISTAKES, failed, failure_told
+from train_loop.liveness.fencing import begin_group, check_fence, fence_watched
+from train_loop.loop.session import Session
 from train_loop.run_dir import (
     RUN_MARKER,
     Fence,
@@ -38,9 +36,11 @@ from train_loop.run_dir import (
     storage_may_fail,
     write_run_marker,
 )
-from train_loop.session import Session
 from train_loop.spec import JobSpec, SpecError, parse_text
-from train_loop.worker import train
+from train_loop.system.exit import leave
+from train_loop.system.retry import retry_storage
+from train_loop.telemetry.logs import log_to
+from train_loop.train import train
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from benchmarks.blocks import Clock, ends_block, saves_after
 from benchmarks.peers import fabric
 from benchmarks.workload import Workload
-from train_loop.leave import leave
+from train_loop.system.exit import leave
 
 
 def main() -> None:

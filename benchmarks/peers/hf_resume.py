@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.streams import ARROW, PARQUET
 from benchmarks.two_places import in_turn
-from train_loop.leave import leave
+from train_loop.system.exit import leave
 
 _BUFFER = 1000
 """Samples that are shuffled among each other, by default and in the guide."""

@@ -12,7 +12,7 @@ from benchmarks.blocks import Clock, ends_block, saves_after
 from benchmarks.peers.hf_trainer import Rows, arguments, collate, switch_on_fsdp
 from benchmarks.trace import check_sharded
 from benchmarks.workload import Workload
-from train_loop.leave import leave
+from train_loop.system.exit import leave
 
 
 class Saves(TrainerCallback):  # type: ignore[misc]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from benchmarks.corpus import CORPUS, TOKENIZER, WARM, texts
-from train_loop.data.tokenizer import END_OF_TEXT
+from train_loop.data.prepare.tokenizer import END_OF_TEXT
 
 _DOCUMENTS = 1000
 """Documents that are tokenised at once, among all cores."""

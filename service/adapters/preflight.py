@@ -25,7 +25,7 @@ from train_loop.spec import JobSpec
 
 _GRACE_SECONDS = 2.0
 """Seconds for the helper to answer after the timeout of a check."""
-_COMMAND = (sys.executable, "-m", "train_loop.preflight")
+_COMMAND = (sys.executable, "-m", "train_loop.preflight.checks")
 _FRESH_SECONDS = 30.0
 """Seconds for which a result without problems is reused: a sweep checks the same data and model repeatedly."""
 _KEPT = 256
@@ -51,7 +51,7 @@ class Limits:
 
 
 class HelperPreflight:
-    """A Preflight that asks a long-running `python -m train_loop.preflight`. Each check runs within `limits`."""
+    """A Preflight that asks a long-running `python -m train_loop.preflight.checks`. Each check runs within `limits`."""
 
     def __init__(
         self, *, read_policy: Callable[[str], ReadPolicy], limits: Limits, command: Sequence[str] = _COMMAND
@@ -218,7 +218,7 @@ class _Answers:
 
 
 def _what_is_looked_at(spec: JobSpec) -> str:
-    """Return the cache key: all fields of a spec that `train_loop.preflight` reads.
+    """Return the cache key: all fields of a spec that `train_loop.preflight.checks` reads.
 
     The project is part of it, because projects may read different files.
     """

@@ -14,8 +14,8 @@ import httpx
 import psutil
 from pydantic import BaseModel, ConfigDict
 
-from train_loop.ray_folder import make_private_folder
 from train_loop.run_dir import write_durably
+from train_loop.system.private_folder import make_private_folder
 
 _MARK = "TRAINSHED_EMBEDDED_RAY"
 _KILL_SECONDS = 2.0

@@ -275,7 +275,8 @@ class RayJobs:
 
     def _entrypoint(self, launch: Launch) -> str:
         run_dir = str(storage_path(launch.run_dir))
-        command = [self._python, "-m", "train_loop.driver", "--run-dir", run_dir, "--attempt", str(launch.attempt)]
+        command = [self._python, "-m", "train_loop.ray_train.driver"]
+        command += ["--run-dir", run_dir, "--attempt", str(launch.attempt)]
         return shlex.join(command)
 
     def _entrypoint_of(self, submission_id: str) -> str | None:

@@ -46,7 +46,7 @@ class RayProbe:
         asked = ["--seconds", f"{max(seconds - _START_SECONDS, seconds / 2):g}"]
         asked += ["--folder", folder] if folder is not None else []
         asked += [word for root in self._roots for word in ("--root", root)]
-        self._jobs.run(submission_id, "train_loop.doctor", asked)
+        self._jobs.run(submission_id, "train_loop.doctor.node_check", asked)
         try:
             while (state := self._jobs.status(submission_id)) not in _ENDED and time.monotonic() < deadline:
                 time.sleep(_LOOK_SECONDS)

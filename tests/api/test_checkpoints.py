@@ -10,8 +10,8 @@ from service.errors import Busy
 from tests.support.checkpoints import checkpoint
 from tests.support.service import FakeService, spec_body
 from tests.support.waiting import wait_for
-from train_loop.checkpoint.ledgers import ledger_of
 from train_loop.checkpoint.retention import retire_others
+from train_loop.checkpoint.store.open import ledger_of
 from train_loop.run_dir import ExportStatus, ExportWish, Fence
 from train_loop.spec import CheckpointSpec
 

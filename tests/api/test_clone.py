@@ -8,8 +8,8 @@ from fastapi.testclient import TestClient
 from service.domain.decide import Submission
 from tests.support.checkpoints import checkpoint
 from tests.support.service import FakeService, spec_body
-from train_loop.checkpoint.ledgers import ledger_of
 from train_loop.checkpoint.retention import retire_others
+from train_loop.checkpoint.store.open import ledger_of
 from train_loop.run_dir import Fence, Outcome, RunDir
 from train_loop.spec import CheckpointSpec
 

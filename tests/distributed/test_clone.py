@@ -12,7 +12,7 @@ from tests.support.small_runs import BATCH, LENGTH, STEPS, numbers
 from tests.support.specs import TINY, may_read
 from tests.support.torchrun import load_checkpoint, write_tokens
 from train_loop.errors import UserError
-from train_loop.preflight import check_model
+from train_loop.preflight.checks import check_model
 from train_loop.run_dir import Parent, RunDir
 from train_loop.spec import ModelSpec
 

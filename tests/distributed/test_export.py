@@ -20,9 +20,9 @@ from tests.support.folders import write_tokenizer
 from tests.support.ranks import on_ranks
 from tests.support.specs import TINY
 from tests.support.torchrun import write_tokens
-from train_loop.checkpoint import export as exporting
-from train_loop.checkpoint.export import export
-from train_loop.checkpoint.full import WAYS, load_model
+from train_loop.checkpoint.export import huggingface as exporting
+from train_loop.checkpoint.export.full import WAYS, load_model
+from train_loop.checkpoint.export.huggingface import export
 from train_loop.errors import CheckpointError, UserError
 from train_loop.model.build import build_model
 from train_loop.run_dir import ExportStatus, ExportWish, RunDir

@@ -12,16 +12,16 @@ from tests.support.ranks import on_ranks
 from tests.support.small_runs import BATCH, LENGTH, STEPS, events, lines, numbers, run
 from tests.support.specs import TINY
 from tests.support.torchrun import load_checkpoint, write_tokens
-from train_loop import assemble, worker
-from train_loop.assemble import Run
+from train_loop import train
 from train_loop.errors import NonFiniteError
+from train_loop.loop.build import Run, build_run
 
 POISONED = 3
 
 
 def poison(patch: pytest.MonkeyPatch, *, first: int, last: int) -> None:
     """Let the embeddings of rank 1 give NaN in some steps."""
-    build = assemble.build_run
+    build = build_run
 
     def build_poisoned(*arguments: Any) -> Run:
         run = build(*arguments)
@@ -32,7 +32,7 @@ def poison(patch: pytest.MonkeyPatch, *, first: int, last: int) -> None:
         run.state.model.get_input_embeddings().register_forward_hook(spoil)
         return run
 
-    patch.setattr(worker, "build_run", build_poisoned)
+    patch.setattr(train, "build_run", build_poisoned)
 
 
 def said_by_endless_skips(data: Path, folder: Path, **parts: Any) -> str:

@@ -23,11 +23,11 @@ from tests.support.specs import TINY
 from tests.support.storage import bucket_of_runs, run_dir_on_s3
 from tests.support.torchrun import write_tokens
 from tests.support.waiting import wait_for
-from train_loop.checkpoint.export import export
+from train_loop.checkpoint.export.huggingface import export
+from train_loop.checkpoint.export.tensors import SavedTensors
 from train_loop.checkpoint.manifest import newest_verified, verify
-from train_loop.checkpoint.saved import SavedTensors
-from train_loop.logs import open_log
 from train_loop.run_dir import ExportWish, Outcome, RunDir, Stop, flush_all, read_lines, storage_failed
+from train_loop.telemetry.logs import open_log
 
 Place = Callable[[str], RunDir]
 

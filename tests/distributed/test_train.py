@@ -9,13 +9,13 @@ import torch.distributed as dist
 from tests.support.ranks import on_ranks
 from tests.support.specs import TINY, spec
 from tests.support.torchrun import load_checkpoint, write_tokens
-from train_loop.data.cache import find_dataset, pinned_dataset
-from train_loop.data.reader import local_stream
+from train_loop.data.prepare.cache import find_dataset, pinned_dataset
+from train_loop.data.stream.local import local_stream
 from train_loop.errors import DataError
+from train_loop.loop.session import Session
 from train_loop.run_dir import RunDir, read_lines, write_durably
-from train_loop.session import Session
 from train_loop.spec import JobSpec
-from train_loop.worker import train
+from train_loop.train import train
 
 STEPS = 4
 MESHES = {"fsdp": (0, 1), "fsdp x sp": (0, 2), "hsdp": (2, 1), "hsdp x sp": (2, 2), "sp": (0, 4)}

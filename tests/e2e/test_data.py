@@ -14,14 +14,14 @@ import pytest
 from tests.support.folders import write_model, write_tokenizer
 from tests.support.own_ray import own_ray
 from tests.support.specs import spec
-from train_loop.data.cache import evaluation_spec, find_dataset
 from train_loop.data.dataset import Rows
 from train_loop.data.order import Order
-from train_loop.data.prepare import prepare
-from train_loop.data.read import read_rows
-from train_loop.data.tokenizer import load_tokenizer
+from train_loop.data.prepare.cache import evaluation_spec, find_dataset
+from train_loop.data.prepare.pipeline import prepare
+from train_loop.data.prepare.tokenizer import load_tokenizer
+from train_loop.data.stream.local import read_rows
 from train_loop.errors import DataError
-from train_loop.failure import failed
+from train_loop.faults.failure import failed
 from train_loop.spec import JobSpec
 
 

@@ -130,7 +130,7 @@ class LiveService:
 
 def _drives(command: list[str], root: str) -> bool:
     # The shell that Ray starts drivers with names the same words, as one argument.
-    return "train_loop.driver" in command and root in command
+    return "train_loop.ray_train.driver" in command and root in command
 
 
 def small_job(home: Path, **parts: dict[str, Any]) -> dict[str, Any]:

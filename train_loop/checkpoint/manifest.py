@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from train_loop.checkpoint.ledger import METADATA
-from train_loop.cores import cores_of_rank
+from train_loop.checkpoint.store.base import METADATA
 from train_loop.errors import CheckpointError, UserError
 from train_loop.run_dir import CheckpointFile, Manifest, RunDir, is_remote, read_whole, size_of
+from train_loop.system.cpu import cores_of_rank
 
 NAME = "manifest.json"
 T = TypeVar("T")

@@ -2,8 +2,8 @@
 
 from collections.abc import Collection, Mapping
 
-from train_loop.checkpoint.ledger import Ledger
 from train_loop.checkpoint.manifest import has_its_files
+from train_loop.checkpoint.store.base import Ledger
 from train_loop.run_dir import Manifest, RunDir
 from train_loop.spec import CheckpointSpec
 

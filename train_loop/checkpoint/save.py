@@ -12,16 +12,15 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from train_loop.checkpoint.image import Contents, Image, Places
-from train_loop.checkpoint.ledger import Ledger
-from train_loop.checkpoint.ledgers import ledger_of
+from train_loop.checkpoint.files.layout import Contents, Image, Places
+from train_loop.checkpoint.files.staging import StagingBuffer
+from train_loop.checkpoint.files.writer import FileWriter, OwnWriter, ProcessWriter, write_files
 from train_loop.checkpoint.retention import retire_others
-from train_loop.checkpoint.staging import StagingBuffer
-from train_loop.checkpoint.write import FileWriter, OwnWriter, ProcessWriter, write_files
+from train_loop.checkpoint.store.base import Ledger
+from train_loop.checkpoint.store.open import ledger_of
 from train_loop.errors import CheckpointError, FencedError
-from train_loop.fencing import check_fence
-from train_loop.journal import Journal
-from train_loop.patience import patiently
+from train_loop.liveness.fencing import check_fence
+from train_loop.loop.session import Session
 from train_loop.run_dir import (
     CheckpointFile,
     Manifest,
@@ -32,9 +31,10 @@ from train_loop.run_dir import (
     storage_seconds,
     sync,
 )
-from train_loop.session import Session
 from train_loop.spec import CheckpointSpec, SaveMode
-from train_loop.vitals import StepClock
+from train_loop.system.retry import patiently
+from train_loop.telemetry.event_log import Journal
+from train_loop.telemetry.timers import StepClock
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -16,9 +16,9 @@ import fsspec
 import pyarrow as pa
 
 from train_loop.errors import DataError
-from train_loop.input_files import open_input
-from train_loop.patience import patiently
 from train_loop.run_dir import StorageUnavailable
+from train_loop.system.input_files import open_input
+from train_loop.system.retry import patiently
 
 _PATIENCE = 300.0
 """Seconds for which storage may fail before a read gives up."""

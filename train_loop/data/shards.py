@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from train_loop.data.dataset import Cells, Part, ShardFile
 from train_loop.data.order import Ids
-from train_loop.data.pack import Sample
-from train_loop.patience import retry_storage
+from train_loop.data.prepare.packing import Sample
 from train_loop.run_dir import is_transient
+from train_loop.system.retry import retry_storage
 
 _INDEX = "index.bin"
 _RECORD = np.dtype([(name, "<u4") for name in ("shard", "token", "tokens", "document", "documents")])

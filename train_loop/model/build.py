@@ -14,8 +14,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from train_loop.errors import ModelError
+from train_loop.model.folder import model_config
 from train_loop.model.unset import is_unset, set_own, unset_like
-from train_loop.model_folder import model_config
 from train_loop.spec import ModelSpec
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -20,10 +20,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from train_loop.errors import ModelError
-from train_loop.input_files import descriptor_path, open_input, read_input
 from train_loop.model.build import allocate, draw_weights, materialise, own_part
-from train_loop.model_folder import model_folder
+from train_loop.model.folder import model_folder
 from train_loop.spec import ModelSpec
+from train_loop.system.input_files import descriptor_path, open_input, read_input
 
 _HARMLESS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Tensors of older folders that models now compute."""

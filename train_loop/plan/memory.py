@@ -3,13 +3,16 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from train_loop.plan.head import DTYPE_BYTES, chunk_rows, logits_row_bytes
-from train_loop.plan.mask import MASK_BYTES, mask_bytes
 from train_loop.plan.mesh import MeshPlan
 from train_loop.plan.shape import ModelShape
 from train_loop.spec import JobSpec
 
 Place = Literal["device", "host"]
+DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+CHUNK_BYTES = 2**29
+"""Maximum bytes of the logits of a chunk, including their gradient."""
+MASK_BYTES = 2**30
+"""Maximum bytes of a mask on a GPU; above it, `auto` prefers flex_attention, which makes no mask."""
 
 
 @dataclass(frozen=True)
@@ -121,3 +124,26 @@ def _activations(
     if spec.model.gradient_checkpointing == "full":
         return (MemoryTerm("activations", saved + recomputed, f"{inputs} + {formula}"),)
     return MemoryTerm("activations", recomputed, formula), MemoryTerm("offloaded_activations", saved, inputs, beside)
+
+
+def logits_row_bytes(spec: JobSpec, shape: ModelShape) -> int:
+    """Return the bytes of one token's logits: in compute dtype, in fp32, and their fp32 gradient."""
+    return (DTYPE_BYTES[spec.strategy.param_dtype] + 8) * shape.vocab
+
+
+def chunk_rows(spec: JobSpec, shape: ModelShape, *, tokens: int) -> int | None:
+    """Return the tokens in a chunk of logits; None if whole logits take less, or if the spec wants them whole.
+
+    `tokens` counts one rank's part of a micro-batch. Chunks keep the head's gradient in fp32 until backward.
+    """
+    row = logits_row_bytes(spec, shape)
+    rows = max(1, min(tokens, CHUNK_BYTES // row))
+    saves = rows * row + 4 * shape.vocab * shape.hidden < tokens * row
+    wanted = spec.training.chunked_loss
+    return rows if (saves if wanted is None else wanted) else None
+
+
+def mask_bytes(spec: JobSpec) -> int:
+    """Return the bytes of the mask [sequences, 1, T, T] that sdpa needs for packed rows; 0 for other rows."""
+    packed = spec.data.packing
+    return spec.training.per_device_train_batch_size * spec.data.sequence_length**2 if packed else 0

@@ -7,8 +7,8 @@ from functools import partial
 
 from train_loop.errors import UserError
 from train_loop.run_dir import SINKS, Outcome, RunDir, SinkName
-from train_loop.sinks.handover import Handover
-from train_loop.sinks.open import open_sink
+from train_loop.sinks.cursor import Handover
+from train_loop.sinks.registry import open_sink
 
 _EVERY_SECONDS = 1.0
 

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from train_loop.run_dir import RunDir
-from train_loop.secrets import masker
+from train_loop.system.redact import masker
 
 _JOB_ID = re.compile(r"job-[0-9a-z]{26}")
 _NOT_IN_IDS = re.compile(r"[^0-9A-Za-z_.-]")

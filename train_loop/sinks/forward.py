@@ -9,9 +9,9 @@ from typing import Protocol
 
 from train_loop.errors import FencedError, UserError
 from train_loop.run_dir import DEFAULT_SINKS, SINKS_VARIABLE, Outcome, RunDir, SinkName, format_sinks, parse_sinks
-from train_loop.secrets import masker
-from train_loop.sinks.handover import Handover
-from train_loop.sinks.open import open_sink
+from train_loop.sinks.cursor import Handover
+from train_loop.sinks.registry import open_sink
+from train_loop.system.redact import masker
 
 log = logging.getLogger(__name__)
 _EVERY_SECONDS = 1.0

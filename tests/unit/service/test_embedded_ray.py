@@ -22,7 +22,7 @@ from service.domain.decide import Submission
 from service.errors import ClusterError
 from service.ports import Launch
 from tests.support.waiting import wait_for
-from train_loop.ray_folder import parent_folder
+from train_loop.system.private_folder import parent_folder
 
 CPUS = 2
 OBJECT_STORE_BYTES = 80_000_000

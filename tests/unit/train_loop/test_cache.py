@@ -13,7 +13,8 @@ import pytest
 
 from tests.support.folders import write_tokenizer
 from tests.support.specs import TINY, spec
-from train_loop.data.cache import (
+from train_loop.data.dataset import Dataset, Part
+from train_loop.data.prepare.cache import (
     evaluation_spec,
     find_dataset,
     fingerprint,
@@ -24,10 +25,9 @@ from train_loop.data.cache import (
     pinned_dataset,
     tokenizer_home,
 )
-from train_loop.data.dataset import Dataset, Part
-from train_loop.data.pack import Sample
-from train_loop.data.read import read_rows
+from train_loop.data.prepare.packing import Sample
 from train_loop.data.shards import write_part
+from train_loop.data.stream.local import read_rows
 from train_loop.errors import DataError
 from train_loop.spec import JobSpec, parse
 
@@ -199,7 +199,7 @@ def test_only_little_parquet_is_read_as_it_is(tmp_path: Path, monkeypatch: pytes
     assert find_dataset(job, tmp_path).tokens == 3200
     both = job.model_copy(update={"data": job.data.model_copy(update={"train": job.data.sources * 2})})
     size = pq.read_metadata(tmp_path / "a.parquet").row_group(0).total_byte_size
-    monkeypatch.setattr("train_loop.data.cache._AS_IT_IS_BYTES", size * 3 // 2)
+    monkeypatch.setattr("train_loop.data.prepare.cache._AS_IT_IS_BYTES", size * 3 // 2)
     find_dataset(job, tmp_path)
     with pytest.raises(DataError, match="is not prepared in"):
         find_dataset(both, tmp_path)

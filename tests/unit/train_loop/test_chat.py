@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.chats import CALL, CHAT, CHATML, TEMPLATES, assistant, user, write_tokenizer
-from train_loop.data.chat import encode_chat, load_chat_template
 from train_loop.data.dataset import IGNORE
-from train_loop.data.tokenizer import TextTokenizer, load_tokenizer
+from train_loop.data.prepare.chat import encode_chat, load_chat_template
+from train_loop.data.prepare.tokenizer import TextTokenizer, load_tokenizer
 from train_loop.errors import DataError
 
 ROOT = Path(mkdtemp())

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.support.chats import CHATML, assistant, user, write_tokenizer
-from train_loop.data.chat import encode_chat, load_chat_template
-from train_loop.data.tokenizer import load_tokenizer
+from train_loop.data.prepare.chat import encode_chat, load_chat_template
+from train_loop.data.prepare.tokenizer import load_tokenizer
 from train_loop.errors import DataError
 
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from train_loop.control import warn_of_hosts
-from train_loop.journal import Journal
+from train_loop.loop.coordination import warn_of_hosts
 from train_loop.plan import groups_across_hosts, plan_mesh
 from train_loop.run_dir import AttemptDir, read_lines
+from train_loop.telemetry.event_log import Journal
 
 MESH = plan_mesh(world=8, fsdp_size=4, ulysses_size=2)
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from tests.support.folders import write_tokenizer
-from train_loop.data.chat import load_chat_template
-from train_loop.data.encode import BadRow, encode_rows
-from train_loop.data.pack import Document
-from train_loop.data.rows import Row
-from train_loop.data.tokenizer import load_tokenizer, train_tokenizer
+from train_loop.data.prepare.chat import load_chat_template
+from train_loop.data.prepare.encode import BadRow, encode_rows
+from train_loop.data.prepare.packing import Document
+from train_loop.data.prepare.rows import Row
+from train_loop.data.prepare.tokenizer import load_tokenizer, train_tokenizer
 from train_loop.errors import DataError
 from train_loop.spec import ColumnsSpec
 

@@ -11,17 +11,17 @@ import ray
 from tests.support.specs import TINY, spec
 from tests.support.torchrun import write_tokens
 from tests.support.waiting import wait_for
-from train_loop.attempt import prepare_samples
 from train_loop.data.dataset import Dataset
 from train_loop.errors import DataError
-from train_loop.failure import failed
-from train_loop.inputs import read_inputs
-from train_loop.journal import Journal
-from train_loop.model_folder import model_shape
-from train_loop.rank import expect_prepared
+from train_loop.faults.failure import failed
+from train_loop.model.folder import model_shape
+from train_loop.ray_train.inputs import read_inputs
+from train_loop.ray_train.trainer import prepare_samples
+from train_loop.ray_train.worker import expect_prepared
 from train_loop.run_dir import RunDir, StorageUnavailable, read_lines
 from train_loop.run_dir.transient import STORAGE_SECONDS_VARIABLE
 from train_loop.spec import JobSpec
+from train_loop.telemetry.event_log import Journal
 
 
 @pytest.fixture

@@ -10,15 +10,15 @@ from ray.exceptions import OutOfMemoryError as KilledByRay
 
 from tests.support.small_runs import events
 from tests.support.specs import spec
-from train_loop.controller import GroupCallback
 from train_loop.errors import MemoryRanOutError, TooLittleMemoryError
-from train_loop.failure import failed, failure_told
-from train_loop.memory_events import describe_killed
+from train_loop.faults.failure import failed, failure_told
+from train_loop.faults.memory_events import describe_killed
+from train_loop.faults.out_of_memory import memory_watched
+from train_loop.loop.session import Session
 from train_loop.model.faults import full_memory
-from train_loop.out_of_memory import memory_watched
 from train_loop.plan import memory_remedies
+from train_loop.ray_train.callbacks import GroupCallback
 from train_loop.run_dir import RunDir
-from train_loop.session import Session
 
 ON_GPU = {"resources_per_worker": {"CPU": 1.0, "GPU": 1.0}}
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.folders import write_model
 from tests.support.specs import TINY, raw_spec, spec
-from train_loop.model_folder import model_shape
+from train_loop.model.folder import model_shape
 from train_loop.plan import (
     Plan,
     data_starves,

@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.folders import write_model, write_tokenizer
 from tests.support.specs import TINY, may_read, raw_spec
-from train_loop.model_folder import model_shape
-from train_loop.preflight import check_data, check_model
+from train_loop.model.folder import model_shape
+from train_loop.preflight.checks import check_data, check_model
 from train_loop.spec import JobSpec, parse
 
 

@@ -8,7 +8,7 @@ from tests.support.specs import LONGROPE, TINY, may_read, raw_spec
 from train_loop.errors import ModelError
 from train_loop.model.build import build_model
 from train_loop.parallel.units import decoder_layers
-from train_loop.preflight import check_model
+from train_loop.preflight.checks import check_model
 from train_loop.spec import Problem, WrapPolicySpec, parse
 
 OPT = {"model_type": "opt", "vocab_size": 384, "hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32} | {

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from train_loop.data.rows import Row, check_columns, cut, is_empty, locate, read_piece
-from train_loop.data.sources import SourceFile, list_files
+from train_loop.data.prepare.rows import Row, check_columns, cut, is_empty, locate, read_piece
+from train_loop.data.prepare.sources import SourceFile, list_files
 from train_loop.errors import DataError
 from train_loop.spec import ColumnsSpec, SourceSpec
 

@@ -12,8 +12,8 @@ from fsspec import AbstractFileSystem
 
 from tests.support.s3 import S3Server, s3_server
 from tests.support.specs import may_read
-from train_loop.data.rows import cut, read_piece
-from train_loop.data.sources import check_allowed, list_files
+from train_loop.data.prepare.rows import cut, read_piece
+from train_loop.data.prepare.sources import check_allowed, list_files
 from train_loop.errors import DataError
 from train_loop.spec import ColumnsSpec, SourceSpec
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from tests.support.waiting import wait_for
-from train_loop import raylet, spare
+from train_loop.ray_train import prestart, raylet
 from train_loop.spec import ScalingSpec
 
 TAKEN_MEANWHILE = """
@@ -25,7 +25,7 @@ spare.wait_until_ready()
 import ray.train
 assert not failed, failed
 assert hasattr(ray.train, "v2")
-assert "train_loop.rank" in sys.modules
+assert "train_loop.ray_train.worker" in sys.modules
 """
 
 
@@ -42,10 +42,10 @@ def test_idle_nodes_get_spares_whenever_they_come(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(raylet, "idle_nodes", lambda: idle)
     monkeypatch.setattr(raylet, "own_environment", lambda: "")
     monkeypatch.setattr(raylet, "prestart", lambda counts, *_, **__: asked.append(dict(counts)))
-    monkeypatch.setattr(spare, "_WORTH_IT", 0.0)
-    monkeypatch.setattr(spare, "_LOOK_AGAIN", 0.0)
+    monkeypatch.setattr(prestart, "_WORTH_IT", 0.0)
+    monkeypatch.setattr(prestart, "_LOOK_AGAIN", 0.0)
     scaling = ScalingSpec(num_workers=4, resources_per_worker={"CPU": 0.75})
-    spares = spare.Spares(0, elsewhere=(scaling, {"first": 2, "second": 2}))
+    spares = prestart.Spares(0, elsewhere=(scaling, {"first": 2, "second": 2}))
 
     def look() -> Mapping[str, int]:
         looks = len(asked)
