@@ -33,7 +33,7 @@ from train_loop.run_dir import AttemptDir, RunDir
 from train_loop.spec import JobSpec
 
 _LEFT_OUT = ("bad_rows", "long_rows", "dropped_rows", "untrained_rows")
-"""Counters of rows that the samples do not contain unchanged."""
+"""Names of the counters of skipped, long, dropped and untrained rows."""
 
 
 class Trainer(TorchTrainer):  # type: ignore[misc]
