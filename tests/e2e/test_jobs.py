@@ -307,7 +307,7 @@ def test_a_clone_goes_on_from_the_checkpoint_of_another_job(service: LiveService
         service.client.clone(reference, overrides={"model": {"config": {"hidden_size": 64}}, "training": MORE})
     (problem,) = refused.value.problem.errors or []
     assert problem.pointer == "/model/config"
-    assert "the model is not that of the checkpoint of step 40" in problem.message
+    assert "the model differs from the checkpoint of step 40" in problem.message
     first = service.client.checkpoints(reference).data[0].step
     clones = (
         service.client.clone(reference, from_checkpoint=first),

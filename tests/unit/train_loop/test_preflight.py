@@ -127,7 +127,7 @@ def test_a_tokenizer_that_is_none(tmp_path: Path) -> None:
     spec = parse(raw_spec(model={"tokenizer": str(tmp_path)}))
     _, (problem,) = check_model(spec, may_read(f"file://{tmp_path}"))
     assert problem.pointer == "/model/tokenizer"
-    assert "holds no tokenizer.json" in problem.message
+    assert "tokenizer.json not found" in problem.message
 
 
 @pytest.mark.parametrize(
@@ -197,8 +197,8 @@ def test_a_model_folder_that_is_not_there_or_does_not_fit(tmp_path: Path) -> Non
 def test_text_needs_a_tokenizer_beside_the_model_or_a_name(tmp_path: Path) -> None:
     folder, other = write_model(tmp_path / "m"), tmp_path / "tokenizer"
     assert folder_problems(on_folder(folder), tmp_path) == {
-        "/model/tokenizer": f"{folder.as_uri()} holds no tokenizer.json; name one that does in model.tokenizer, or "
-        "give tokenised rows with columns.input_ids"
+        "/model/tokenizer": f"tokenizer.json not found in {folder.as_uri()}; set model.tokenizer to a folder with one, "
+        "or give tokenised rows with columns.input_ids"
     }
     assert folder_problems(on_folder(folder, columns="input_ids"), tmp_path) == {}
     write_tokenizer(other)
@@ -251,7 +251,7 @@ def test_links_in_a_circle_are_a_problem_of_their_field(tmp_path: Path) -> None:
     ("file", "text", "pointer", "rule"),
     [
         ("config.json", "[" * 100_000, "/model/path", "config.json is nested too deeply"),
-        ("config.json", "[]", "/model/path", "names no model_type"),
+        ("config.json", "[]", "/model/path", "model_type not found"),
         ("tokenizer_config.json", "[" * 100_000, "/model/tokenizer", "tokenizer_config.json is nested too deeply"),
         ("tokenizer_config.json", "[]", "/model/tokenizer", "holds a JSON list, not an object"),
         ("tokenizer_config.json", '{"eos_token": {"lstrip": false}}', "/model/tokenizer", "has no eos_token"),
