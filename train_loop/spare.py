@@ -84,7 +84,7 @@ def threads_of_operator() -> str | None:
 
 
 def task_environment() -> Environment | None:
-    """Return the runtime environment of a worker's tasks, which keeps them from using its spare; None outside workers."""
+    """Return a runtime environment with which a worker's tasks do not use its spare; None outside such workers."""
     return {"env_vars": {_HOOK: "", "OMP_NUM_THREADS": "1"}} if os.environ.get(_HOOK) else None
 
 
