@@ -30,11 +30,11 @@ STALL_AGAIN_SECONDS = 3.0
 _LATE_SECONDS = 2.5
 """Seconds of silence after which a host counts as the cause of a failure."""
 _CAUSE_SECONDS = 4.0
-"""How long to wait for the cause of a failure before reporting it without one."""
+"""Seconds to wait for the cause of a failure before reporting it without one."""
 _PROBE_SECONDS = 5.0
-"""How long to wait for the probe of the hosts of a group that failed."""
+"""Seconds to wait for the probe of a failed group's hosts."""
 _SETTLE_SECONDS = 0.3
-"""How long to wait for more evidence after the cause is known."""
+"""Seconds to wait for more evidence after the cause is known."""
 _DECLARE_PAUSES = (1.0, 2.0, 4.0)
 _TICK_SECONDS, _PAUSE_SECONDS = 0.25, 2.0
 """Time between two checks, and the time above which the listener itself did not run."""

@@ -19,7 +19,7 @@ Nodes = Mapping[str, Mapping[str, float]]
 """Resources by node id."""
 NODE_ID = "ray.io/node-id"
 _SETTLE_SECONDS = 3.0
-"""How long to wait for the resources of the previous group, if they improve the layout."""
+"""Seconds to wait for the resources of the previous group, if they improve the layout."""
 _POLL_SECONDS = 0.25
 
 
@@ -73,7 +73,7 @@ class Placement(WorkerGroupCallback):  # type: ignore[misc]
         raise WorkerGroupStartupTimeoutError(num_workers=scaling.world)
 
     def avoided(self) -> Collection[str]:
-        """Return ids of nodes to exclude, in addition to those that Ray is draining. Subclasses override it."""
+        """Return ids of nodes to exclude, in addition to draining nodes. Subclasses override it."""
         return ()
 
     def doubtful(self) -> Collection[str]:

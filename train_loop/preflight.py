@@ -42,7 +42,7 @@ from train_loop.spec import ColumnsSpec, JobSpec, Problem, SourceSpec, parse
 # pathlib raises RuntimeError for symlink loops; parsers of nested text raise its subclass RecursionError.
 _MISTAKES = (ValueError, OSError, RuntimeError)
 _STORAGE_SECONDS = 5.0
-"""How long to retry storage that fails, while a user waits."""
+"""Seconds to retry failed storage, while a user waits."""
 
 
 def _said(error: Exception) -> str:

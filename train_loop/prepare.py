@@ -35,7 +35,7 @@ def _prepare(spec: JobSpec, cache: Path) -> Dataset:
     full = f"{dataset.tokens:,} tokens, {dataset.utilisation:.1%} full"
     print(f"{dataset.samples} samples of {dataset.sequence_length} ({full}):")
     for part in dataset.parts:
-        print(f"  {cache / part.fingerprint if part.index else 'the files as they are'}: {part.samples} samples")
+        print(f"  {cache / part.fingerprint if part.index else 'the original files'}: {part.samples} samples")
     return dataset
 
 

@@ -48,7 +48,7 @@ class Session:
     expect_restart: Callable[[], None] = lambda: None
     """Called after each intermediate checkpoint has started: the run can then be resumed."""
     proves_pauses: bool = False
-    """Whether to verify the checkpoint of a pause: the user may remove hosts and disks afterwards."""
+    """True to verify the checkpoint of a pause: the user may remove hosts and disks afterwards."""
     preemption: Callable[[], Preemption | None] | None = None
     """Returns the newest preemption notice, identical on all ranks; a collective call. None if there is no source."""
 
