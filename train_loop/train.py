@@ -1,4 +1,4 @@
-"""The training loop, told as a story."""
+"""The training loop."""
 
 import logging
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
             try:
                 stop = loop(run, saver, watchdog)
             except UserError:
-                # What was right before somebody's mistake came to light should not be lost with it.
+                # Keep the checkpoint in flight: it precedes the user's error.
                 saver.wait()
                 raise
     session.mark(run.state.step, Phase.END)
@@ -62,14 +62,14 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
         prove_newest(run)
     outcome = Outcome(result=stop.result if stop else "succeeded", step=run.state.step, reason=told)
     run.journal.event("training_ended", **outcome.model_dump(exclude_none=True))
-    # The driver reads it as soon as the workers are gone.
+    # The driver reads the event as soon as the workers are gone.
     retry_storage(run.journal.flush, seconds=session.patience, may_pass=storage_failed)
     log.info("%s at step %d", outcome.result, outcome.step)
     return outcome
 
 
 def loop(run: Run, saver: Saver, watchdog: Watchdog) -> Stop | None:
-    """Step until the run is done, or asked to stop, which is returned; its last checkpoint may still be in flight."""
+    """Train until the run is done or must stop. Return the stop request; the last checkpoint may still be in flight."""
     state, stop, measured = run.state, None, dict[str, float]()
     times, watch = SaveTimes(run.spec.checkpoint, step=state.step), PreemptionWatch(run.session)
     sign = StopSign(run.session)
@@ -91,7 +91,7 @@ def loop(run: Run, saver: Saver, watchdog: Watchdog) -> Stop | None:
         if stop is not None:
             break
 
-        # ------------------------------------------------------------------------------------------ the hot part
+        # ------------------------------------------------------------------------------------------ hot path
         mark(state.step + 1, Phase.TRAIN)
         with profiled(run), clock.training(run.timer):
             micro = micro_batches(batch, run.batch.per_device, state.model, run.mesh)
@@ -101,14 +101,14 @@ def loop(run: Run, saver: Saver, watchdog: Watchdog) -> Stop | None:
 
         mark(state.step, Phase.AFTER)
         prove(run, result)
-        # Once in a while: an evaluation, told on the line of its step.
+        # An evaluation, if due; its results go to the metrics line of its step.
         with clock.waiting():
             evaluation = evaluate_if_due(run)
         state.losses.add(result.loss)
         measured = measure(state.losses.mean, result, evaluation)
         record_step(run, result, clock, agreed, evaluation)
         collect_garbage(state.step)
-        # Once in a while: a checkpoint. Every rank saves or none does: a save is collective.
+        # A checkpoint, if due. A save is collective: either all ranks save or none does.
         if times.due(state.step) or agreed.save or (agreed.look and watch.sees_news(run.journal)):
             times.begin(state.step)
             mark(state.step, Phase.SAVE)
@@ -120,7 +120,7 @@ def loop(run: Run, saver: Saver, watchdog: Watchdog) -> Stop | None:
 
 
 def rank_requests(sign: StopSign, times: SaveTimes, watch: PreemptionWatch, saver: Saver) -> Wishes:
-    """Return what this rank asks of all ranks before a step."""
+    """Return this rank's requests to all ranks before a step."""
     first = dist.get_rank() == 0
     stop = sign.seen or (MOVE if first and watch.wants_to_move() else None)
     save = first and (times.overdue or watch.wants_last_save())
@@ -128,7 +128,7 @@ def rank_requests(sign: StopSign, times: SaveTimes, watch: PreemptionWatch, save
 
 
 def next_batch(run: Run, rows: Iterator[Rows | None], clock: StepClock) -> StepBatch:
-    """This data rank's samples of the next step, the same on all ranks of a Ulysses group."""
+    """Return this data rank's samples of the next step, identical on all ranks of a Ulysses group."""
     read = next(rows)
     check_vocabulary(read, run.state.model)
     with clock.waiting():
@@ -138,17 +138,17 @@ def next_batch(run: Run, rows: Iterator[Rows | None], clock: StepClock) -> StepB
 
 
 def prove(run: Run, result: StepResult) -> None:
-    """Hold the step that was just done against what it must have been."""
+    """Check the finished step: count non-finite steps and report recompilations."""
     count_skips(run, result)
-    # A graph that breaks or is compiled again and again is slow in silence.
+    # Graph breaks and repeated compilations slow training silently.
     if run.watch is not None and (news := run.watch.news()):
         run.journal.event("compiled", step=run.state.step, **news)
 
 
 def evaluate_if_due(run: Run) -> Evaluation | None:
-    """Return the loss on the eval data every eval_steps steps and at the run's end, otherwise None; a collective call.
+    """Return the evaluation every eval_steps steps and at the run's end, otherwise None. A collective call.
 
-    It is that of the averaged weights if the run keeps an average.
+    It uses the averaged weights if the run has an EMA.
     """
     every = run.spec.training.eval_steps
     if every is None or (run.state.step % every and not run.done):
@@ -168,7 +168,7 @@ def save(run: Run, saver: Saver, measured: dict[str, float], clock: StepClock) -
 
 
 def close(saver: Saver, stop: Stop | None) -> str | None:
-    """Wait for the last save. One that failed is an error, but for whom was to be cancelled, who is told."""
+    """Wait for the last save. Raise its error, unless the run is being cancelled: then return the error's text."""
     try:
         saver.close()
     except CheckpointError as error:

@@ -53,7 +53,7 @@ def test_more_workers_than_the_cluster_holds_stay_queued_with_a_reason(
 ) -> None:
     body = spec_body(scaling={"num_workers": 99})
     what, remedy = (
-        "99 workers need 99 CPU where the cluster has 8",
+        "99 workers need 99 CPU (the cluster has 8)",
         "add nodes, or cancel and submit fewer or smaller workers",
     )
     told = f"the job would stay QUEUED: {what}; {remedy}"
@@ -130,7 +130,9 @@ def test_plan_says_the_steps_of_an_epoch_and_that_the_warm_up_is_longer(
 
 
 @pytest.mark.parametrize("path", ["/jobs", "/jobs/plan"])
-@pytest.mark.parametrize(("each", "said"), [({"TPU": 4}, "TPU is not a device"), ({"GPU": 0.5}, "GPU: 0.5 per worker")])
+@pytest.mark.parametrize(
+    ("each", "said"), [({"TPU": 4}, "training on TPU is not supported"), ({"GPU": 0.5}, "GPU: 0.5 per worker")]
+)
 def test_worker_with_a_device_that_it_would_not_use_is_refused(
     client: TestClient, path: str, each: dict[str, float], said: str
 ) -> None:
@@ -143,7 +145,7 @@ def test_worker_with_a_device_that_it_would_not_use_is_refused(
 
 def test_plan_and_job_warn_of_gpus_that_the_job_does_not_ask_for(client: TestClient, service: FakeService) -> None:
     service.cluster.total = {"CPU": 16.0, "GPU": 2.0}
-    warning = "the job asks for no GPU and trains on CPUs, and the cluster has 2 GPU"
+    warning = "the job requests no GPU and trains on CPUs, but the cluster has 2 GPU"
     for path in ("/jobs/plan", "/jobs"):
         (said,) = client.post(path, content=spec_body()).json()["warnings"]
         assert said.startswith(warning)
@@ -268,7 +270,7 @@ def test_range_in_which_no_size_works_is_refused(client: TestClient) -> None:
     (error,) = client.post("/jobs", content=spec_body(**parts)).json()["errors"]
     assert error["pointer"] == "/training/global_batch_size"
     assert error["message"].startswith(
-        "none of 5 to 7 workers can be shared out as the strategy and the batch ask; with 7: global_batch_size=8 is not"
+        "no number of workers from 5 to 7 fits the strategy and the batch size; with 7: global_batch_size=8 is not"
     )
 
 

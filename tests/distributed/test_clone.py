@@ -153,14 +153,14 @@ def test_what_is_no_longer_the_model_of_the_checkpoint_is_told_before_anything_r
     for config, told in (
         (TINY, None),
         (TINY | {"intermediate_size": 96}, "model.layers.0.mlp.gate_proj.weight is [96, 32] and was [48, 32], and "),
-        (TINY | {"num_hidden_layers": 1}, "model.layers.1.self_attn.q_proj.weight is not there any more, and "),
-        (TINY | {"num_hidden_layers": 3}, "model.layers.2.self_attn.q_proj.weight is [32, 32] and was not there, and "),
+        (TINY | {"num_hidden_layers": 1}, "model.layers.1.self_attn.q_proj.weight is missing now, and "),
+        (TINY | {"num_hidden_layers": 3}, "model.layers.2.self_attn.q_proj.weight is [32, 32] and was missing, and "),
     ):
         job = small_runs.job_of(folder / "d.parquet", 2).model_copy(update={"model": ModelSpec(config=config)})
         _, problems = check_model(job, may_read(f"file://{folder}"), parent)
         assert [problem.pointer for problem in problems] == ([] if told is None else ["/model/config"])
         for problem in problems:
-            assert f"the model is not that of the checkpoint of step 3 of job-parent: {told}" in problem.message
+            assert f"the model differs from the checkpoint of step 3 of job-parent: {told}" in problem.message
 
 
 def test_a_damaged_checkpoint_of_the_parent_is_told_and_nothing_is_trained(folder: Path) -> None:

@@ -107,5 +107,5 @@ def test_skips_in_a_row_fail_the_run_on_all_ranks_and_are_counted_across_a_resta
     assert {rank["first"] for rank in ranks} == {""}
     assert {rank["resumed"] for rank in ranks} == {
         "step=5, loss=nan, grad_norm=nan is not finite, and max_consecutive_skips=3 steps were skipped in a row; lower "
-        "learning_rate, look at the data of these steps, or start from weights that are finite"
+        "learning_rate, check the data of these steps, or start from finite weights"
     }

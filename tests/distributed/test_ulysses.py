@@ -80,4 +80,6 @@ def bypassed() -> str:
 
 def test_a_model_that_bypasses_the_registry_is_refused() -> None:
     said: list[Any] = on_ranks(2, bypassed)
-    assert all("Ulysses is not in force" in message and "choose ulysses_size: 1" in message for message in said)
+    assert all(
+        "Ulysses is not active in all layers" in message and "choose ulysses_size: 1" in message for message in said
+    )

@@ -255,7 +255,7 @@ def test_job_whose_rank_the_kernel_kills_for_lack_of_memory_is_tried_once_more(s
     assert "two worker groups ran out of memory" in job.reason.message
     assert "rank 1 on " in job.reason.message
     assert "was killed by the kernel because its host or container ran out of memory" in job.reason.message
-    assert "what helps, cheapest first: failure.spare_workers: false" in job.reason.message
+    assert "remedies, cheapest first: failure.spare_workers: false" in job.reason.message
     assert {loss["cause"] for loss in service.events(job_id, "workers_lost")} == {"out_of_memory"}
     assert len(service.events(job_id, "training_started")) == 2
 
@@ -307,7 +307,7 @@ def test_a_clone_goes_on_from_the_checkpoint_of_another_job(service: LiveService
         service.client.clone(reference, overrides={"model": {"config": {"hidden_size": 64}}, "training": MORE})
     (problem,) = refused.value.problem.errors or []
     assert problem.pointer == "/model/config"
-    assert "the model is not that of the checkpoint of step 40" in problem.message
+    assert "the model differs from the checkpoint of step 40" in problem.message
     first = service.client.checkpoints(reference).data[0].step
     clones = (
         service.client.clone(reference, from_checkpoint=first),
@@ -397,7 +397,7 @@ def test_bad_input_is_refused_over_http_with_rule_value_and_remedy(service: Live
 def test_a_job_too_big_for_the_cluster_stays_queued_with_a_reason(service: LiveService) -> None:
     job_id = service.submit(training={"global_batch_size": 16}, scaling={"num_workers": 16})
     reason = wait_for(lambda: service.client.job(job_id).reason, "a reason")
-    assert (reason.code, reason.message) == ("unschedulable", "16 workers need 8 CPU where the cluster has 3")
+    assert (reason.code, reason.message) == ("unschedulable", "16 workers need 8 CPU (the cluster has 3)")
     assert reason.remedy == "add nodes, or cancel and submit fewer or smaller workers"
     assert service.client.job(job_id).state is JobState.QUEUED
     service.client.cancel(job_id)

@@ -228,7 +228,7 @@ def test_job_without_room_names_what_is_missing_and_is_cancelled_at_once(cluster
     killed = time.monotonic()
     message = wait_for(lambda: cluster.waits_for(job_id, "capacity"), "a reason", seconds=60)
     assert time.monotonic() - killed < 30
-    assert "need 3 CPU where the cluster has 2" in message
+    assert "need 3 CPU (the cluster has 2)" in message
     assert message.endswith(f"; {lost[-1].name} left the cluster")
     asked = time.monotonic()
     cluster.client.cancel(job_id)

@@ -25,5 +25,5 @@ def ordered_context(*, block_bytes: int | None = None) -> DataContext:
 
 
 def has_whole_cpu() -> bool:
-    """Return whether some node has a whole CPU free, as a task needs."""
+    """Return whether any node has a whole free CPU, as a task needs."""
     return any(amounts.get("CPU", 0.0) >= 1.0 for amounts in state.available_resources_per_node().values())

@@ -1,6 +1,6 @@
 """`python -m train_loop.doctor.all_reduce --rank R --world N --master HOST:PORT`: one all-reduce with other hosts.
 
-`train_loop.doctor.node_check` runs it on every host. A separate process can be killed when a network drops its packets.
+`train_loop.doctor.node_check` runs it on every host. A separate process can be killed if the network drops its packets.
 """
 
 import argparse
@@ -13,11 +13,11 @@ import torch.distributed as dist
 from train_loop.system.exit import leave
 
 _ELEMENTS = 1 << 18
-"""Numbers in the tensor, 1 MiB: more than fits into the first packet."""
+"""Elements of the tensor, 1 MiB: more than the first packet holds."""
 
 
 def main() -> None:
-    """Take part in one all-reduce; exit 0 if its result is right."""
+    """Take part in one all-reduce; exit 0 if its result is correct."""
     parser = argparse.ArgumentParser(prog="python -m train_loop.doctor.all_reduce", description=__doc__)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--world", type=int, required=True)
@@ -35,9 +35,9 @@ def main() -> None:
     dist.all_reduce(numbers)
     expected = arguments.world * (arguments.world + 1) / 2
     if not torch.all(numbers == expected):
-        sys.exit(f"the sum is {numbers[0].item()}, not {expected}")
+        sys.exit(f"wrong sum {numbers[0].item()}; expected {expected}")
     dist.destroy_process_group()
-    # Not by the usual way: threads of gloo may still run, and the process would abort.
+    # A normal exit could abort the process, because threads of gloo may still run.
     leave(0)
 
 

@@ -1,4 +1,4 @@
-"""Whether ranks on different nodes could train together: who reaches whom, and an all-reduce over all."""
+"""Network check between nodes: connections of each pair, then an all-reduce over all."""
 
 import os
 import socket
@@ -19,32 +19,32 @@ from train_loop.run_dir import ALL_NODES, NetworkVisit
 from train_loop.system.network import socket_settings
 
 _MOST_PAIRED = 32
-"""Nodes of which each pair is tried."""
+"""Maximum number of nodes whose pairs are checked."""
 _MEET_SECONDS, _TRY_SECONDS, _AGAIN_SECONDS = 8.0, 3.0, 0.1
-"""For all pairs, for one connection, and between two tries of one that was refused."""
+"""Timeout for all pairs, timeout for one connection, and pause before a retry."""
 _START_SECONDS = 5.0
-"""For a process to end after its time."""
+"""Extra time for a process to start and exit."""
 _EXCHANGED = b"x" * (1 << 20)
-"""More than fits into the first packets, which a network with a wrong MTU lets through."""
+"""Payload larger than the first packets, which pass even with a wrong MTU."""
 
 
 def on_node(task: Callable[..., object], node: str) -> Any:
-    """Return a task that runs on that node and no other, and takes nothing from anybody."""
+    """Return a task that runs only on the given node and reserves no resources."""
     there = NodeAffinitySchedulingStrategy(node, soft=False)
     return ray.remote(num_cpus=0, max_retries=0)(task).options(scheduling_strategy=there)
 
 
 def describe_failure(error: BaseException) -> str:
-    """Return in one line why a task failed. Ray's text is a whole traceback, whose last line says it."""
+    """Return the last line of a task's error. Ray's text is a whole traceback."""
     cause = getattr(error, "cause", None) or error
     lines = [line for line in str(cause).splitlines() if line.strip()]
     return lines[-1] if lines else type(cause).__name__
 
 
 def check_network(nodes: Mapping[str, str], deadline: float) -> NetworkVisit | None:
-    """Let each node connect to each other, then run an all-reduce over all; None if there is only one node.
+    """Connect each pair of nodes, then run an all-reduce over all. Return None if there is only one node.
 
-    `nodes` are addresses by node id. A pair that cannot connect is named, and there is no all-reduce then.
+    `nodes` are addresses by node id. If pairs fail to connect, the result names them and the all-reduce is skipped.
     """
     if len(nodes) < 2:
         return None
@@ -76,7 +76,7 @@ def _meet_all(nodes: Mapping[str, str], deadline: float) -> dict[str, str]:
 
 
 def free_port() -> str:
-    """On a node: an address and a port that is free there now."""
+    """Return the address of the node that runs this task, with a port that is currently free."""
     address = ray.util.get_node_ip_address()
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as one:
         one.bind((address, 0))
@@ -85,9 +85,9 @@ def free_port() -> str:
 
 
 def meet(own: str, others: Mapping[str, str], seconds: float) -> dict[str, str]:
-    """On a node: listen at `own`, and exchange a megabyte with each other node, which does the same.
+    """Listen at `own` and exchange 1 MiB with every other node, which does the same; runs on the node.
 
-    Return why that failed, by node. It ends once it has met all, and all have met it, or after so many seconds.
+    Return the errors by node. Finish after all exchanges in both directions, or after `seconds`.
     """
     deadline = time.monotonic() + seconds
     host, port = _split(own)
@@ -101,7 +101,7 @@ def meet(own: str, others: Mapping[str, str], seconds: float) -> dict[str, str]:
         said = dict(zip(others, pool.map(lambda place: _exchange(place, deadline), others.values()), strict=True))
         for _ in others:
             met.acquire(timeout=max(0.0, deadline - time.monotonic()))
-        # Closing alone does not wake who waits in accept.
+        # Closing alone does not wake the thread that is blocked in accept.
         with suppress(OSError):
             server.shutdown(socket.SHUT_RDWR)
     return {node: fault for node, fault in said.items() if fault is not None}
@@ -128,8 +128,8 @@ def _answer(connection: socket.socket, met: threading.Semaphore) -> None:
 
 
 def _exchange(place: str, deadline: float) -> str | None:
-    """Return why nothing could be exchanged with who listens there; None if it could."""
-    fault = "no time was left"
+    """Exchange the payload with the listener at `place`. Return the error, or None if it succeeds."""
+    fault = "no time left before the deadline"
     while (left := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection(_split(place), timeout=min(_TRY_SECONDS, left)) as connection:
@@ -141,7 +141,7 @@ def _exchange(place: str, deadline: float) -> str | None:
             fault = "no answer to a connection"
         except OSError as error:
             fault = error.strerror or str(error)
-        # Whoever refuses may not listen yet.
+        # A node that refuses may not listen yet.
         time.sleep(_AGAIN_SECONDS)
     return fault
 
@@ -152,10 +152,10 @@ def _split(place: str) -> tuple[str, int]:
 
 
 def _all_reduce(nodes: Sequence[str], deadline: float) -> str | None:
-    """Return why an all-reduce over nodes fails; None if it succeeds."""
+    """Run an all-reduce over nodes. Return the error, or None if it succeeds."""
     seconds = deadline - time.monotonic() - _START_SECONDS
     if seconds <= 0:
-        return "no time was left"
+        return "no time left before the deadline"
     try:
         master = ray.get(on_node(free_port, nodes[0]).remote(), timeout=seconds)
         tasks = [
@@ -168,7 +168,7 @@ def _all_reduce(nodes: Sequence[str], deadline: float) -> str | None:
 
 
 def reduce_here(rank: int, world: int, master: str, seconds: float) -> str | None:
-    """On a node: take part in an all-reduce, as a rank of a job would; why it failed, or None."""
+    """Take part in an all-reduce like a job's rank; runs on the node. Return the error, or None if it succeeds."""
     command = [sys.executable, "-m", "train_loop.doctor.all_reduce", "--rank", str(rank), "--world", str(world)]
     settings = socket_settings(ray.util.get_node_ip_address(), os.environ)
     try:

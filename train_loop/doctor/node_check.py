@@ -1,6 +1,6 @@
-"""`python -m train_loop.doctor.node_check`: asks every node what it is and what it sees, as a Ray job's entrypoint.
+"""`python -m train_loop.doctor.node_check`: reports versions, clock, storage and network of every node, as a Ray job.
 
-The answer is one line on standard output: the storage, by which drivers otherwise tell, is what is in question.
+The report is one line on standard output: drivers report through the storage, but that is being checked here.
 """
 
 import argparse
@@ -30,16 +30,16 @@ from train_loop.system.exit import leave
 
 _MOST_NODES = 256
 _ROUNDS = 2
-"""The first starts a process on each node; the second has it at once, and tells the clock within milliseconds."""
+"""Round 1 starts a process on each node; round 2 reuses it to measure the clock within milliseconds."""
 _SIGHT_SECONDS = 5.0
-"""For so long a network file system may not show what was just written elsewhere."""
+"""Wait for the token; a network file system may show new files of other hosts late."""
 
 
 def main() -> None:
-    """Visit all nodes and tell."""
+    """Check all nodes and print the report."""
     parser = argparse.ArgumentParser(prog="python -m train_loop.doctor.node_check", description=__doc__)
-    parser.add_argument("--folder", metavar="URI", help="where the service has left a token")
-    parser.add_argument("--root", action="append", default=[], metavar="URI", help="what must be readable")
+    parser.add_argument("--folder", metavar="URI", help="folder with the service's token file")
+    parser.add_argument("--root", action="append", default=[], metavar="URI", help="root that all nodes must read")
     parser.add_argument("--seconds", type=float, default=30.0)
     arguments = parser.parse_args()
     ray.init(address="auto", logging_level=logging.WARNING, log_to_driver=False)
@@ -49,11 +49,11 @@ def main() -> None:
 
 
 def visit(folder: str | None, roots: Sequence[str], *, seconds: float) -> ClusterVisit:
-    """Ask all nodes at once, none of which is waited for longer than that."""
+    """Check all nodes concurrently, with one deadline after `seconds`."""
     deadline = time.monotonic() + seconds
     alive = [node for node in ray.nodes() if node["Alive"]]
     nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in alive[:_MOST_NODES]}
-    # First, because it is not known what Ray's own tasks below take.
+    # First, because the tasks below may take resources.
     free, total = ray.available_resources(), ray.cluster_resources()
     looks = {on_node(look, node).remote(folder, roots, node): node for node in nodes}
     rounds = [_ask({on_node(describe, node): node for node in nodes}, deadline) for _ in range(_ROUNDS)]
@@ -72,7 +72,7 @@ def visit(folder: str | None, roots: Sequence[str], *, seconds: float) -> Cluste
 
 
 class Described(NamedTuple):
-    """What a node is."""
+    """Versions, user id and clock of a node."""
 
     versions: dict[str, str]
     uid: int
@@ -80,12 +80,12 @@ class Described(NamedTuple):
 
 
 def describe() -> Described:
-    """On a node: what it runs, as which user, and its clock."""
+    """Return the versions, user id and clock of the node that runs this task."""
     return Described(versions_here(), os.getuid(), time.time())
 
 
 def look(folder: str | None, roots: Sequence[str], node: str) -> Sight:
-    """On a node: whether it sees what the service has left, can answer beside it, and can list the roots."""
+    """Read the service's token, write the answer file in its folder and read the roots; runs on the node."""
     unreadable = {root: fault for root in roots if (fault := why_unreadable(root))}
     if folder is None:
         return Sight(unreadable=unreadable)
@@ -111,13 +111,13 @@ def _read_patiently(read: Callable[[], str]) -> str | None:
 
 
 Told = tuple[Any, float, float]
-"""What a node said, or the exception; when it was asked, and when the answer was there."""
+"""A node's answer or exception, the Unix time of the request and that of the answer."""
 
 
 def _ask(tasks: Mapping[Any, str], deadline: float) -> dict[str, Told]:
     asked = dict[Any, tuple[str, float]]()
     for task, node in tasks.items():
-        # Read before the call, so that what the call takes makes the bounds of a clock wider, never wrong.
+        # Read before the call: a slow call then widens the bounds of the clock but keeps them correct.
         sent = time.time()
         asked[task.remote()] = node, sent
     told = dict[str, Told]()
@@ -151,7 +151,7 @@ def _tell(node: NodeVisit, rounds: Sequence[Told | None], sight: Any) -> NodeVis
     failures = [told[0] for told in rounds if told is not None and isinstance(told[0], Exception)]
     failures += [sight] if isinstance(sight, Exception) else []
     silent = None if described and sight is not None else "it did not answer in time"
-    # The bounds that are closest to each other.
+    # The narrowest bounds.
     clocks = ((said.clock, sent, came) for said, sent, came in described)
     bounds = min(((clock - came, clock - sent) for clock, sent, came in clocks), key=_width, default=None)
     return node.model_copy(

@@ -1,4 +1,4 @@
-"""What is said of a run that fails: in the log, in the events, in the outcome."""
+"""Reports of a failed run: log lines, events and outcome."""
 
 import logging
 import re
@@ -17,26 +17,26 @@ from train_loop.telemetry.event_log import group_journal
 
 log = logging.getLogger(__name__)
 MISTAKES = (UserError, SpecError)
-"""What a person must mend; the message says what and how."""
+"""Errors that the user must fix; their messages contain the remedy."""
 _WRAPPERS = ("controller_failure", "health_check_failure", "_base_exc", "cause")
-"""Attributes by which Ray's errors carry what they wrap."""
+"""Attributes of Ray's errors that hold the wrapped error."""
 _MOST_CHARACTERS = 4000
 _GLOO_PLACE = re.compile(r"\[\S*/gloo/\S*:\d+\] ")
 _GLOO_ADVICE = re.compile(r"\. This is typically caused by a remote.*")
 _RETRYABLE = (CheckpointError, VersionSkewError)
 _NAMED = (*MISTAKES, FencedError, *_RETRYABLE)
-"""What ends an attempt and has said all there is to say."""
+"""Errors with a complete message, which become the outcome of an attempt."""
 _KILLED_FOR_MEMORY = re.compile(r"low on memory|OutOfMemoryError")
-"""How Ray says that it has killed a process because its node was short of memory."""
+"""Text in Ray's error after it killed a process because its node was low on memory."""
 
 
 @contextmanager
 def failure_told(session: Session) -> Iterator[None]:
-    """Log what ends a rank, and say in the events what trying again cannot help: then nobody tries."""
+    """Log the error that ends a rank; write errors with a code as the event `training_ended`."""
     try:
         yield
     except _NAMED as error:
-        # Behind a mistake can be what a library raised, which may turn out to be no mistake of the user's.
+        # Log a library's error as well: it may show that the user is not at fault.
         log.error("rank %d failed: %s", session.rank, error, exc_info=error.__cause__)
         if not isinstance(error, FencedError):
             _report_end(session, _named(error))
@@ -45,12 +45,12 @@ def failure_told(session: Session) -> Iterator[None]:
         log.error("rank %d failed: %s", session.rank, error, exc_info=error)
         raise
     finally:
-        # Ray ends its workers from outside.
+        # Ray kills its workers without cleanup.
         flush_all()
 
 
 def _report_end(session: Session, outcome: Outcome) -> None:
-    """Write the event `training_ended`, once per group, unless a newer group has taken over."""
+    """Write the event `training_ended` once per group, unless a newer group has taken over."""
     if not _is_first(session):
         return
     with suppress(FencedError):
@@ -73,7 +73,7 @@ def _is_first(session: Session) -> bool:
 
 
 def failed(error: BaseException) -> Outcome:
-    """What went wrong, and whether trying again can help."""
+    """Return the outcome of an attempt that failed with an error: code, reason and retryable."""
     found = cause(error)
     if isinstance(found, (*_NAMED, MemoryRanOutError)):
         return _named(found)
@@ -85,7 +85,7 @@ def failed(error: BaseException) -> Outcome:
 def _named(
     error: UserError | SpecError | FencedError | CheckpointError | VersionSkewError | MemoryRanOutError,
 ) -> Outcome:
-    # Ray Data appends advice of its own to what our functions raise.
+    # Ray Data appends advice to the errors of our functions.
     said, retryable = masker()(str(error).partition("\n")[0]), isinstance(error, (*_RETRYABLE, MemoryRanOutError))
     return Outcome(result="failed", code=error.code, reason=said, retryable=retryable)
 
@@ -93,36 +93,36 @@ def _named(
 def reason(error: BaseException) -> str:
     """Return the cause in one line; its traceback is in the logs."""
     line = "".join(traceback.format_exception_only(cause(error))).strip().partition("\n")[0]
-    # Of gloo's errors, without the place in its sources and its advice.
+    # Without the source location and the advice in gloo's errors.
     return masker()(_GLOO_ADVICE.sub("", _GLOO_PLACE.sub("", line)))
 
 
 def message(error: BaseException) -> str:
-    """Return all that the cause says, up to 4,000 characters."""
+    """Return the full message of the cause, up to 4,000 characters."""
     text = "".join(traceback.format_exception_only(cause(error))).strip()
     return masker()(_GLOO_ADVICE.sub("", _GLOO_PLACE.sub("", text)))[:_MOST_CHARACTERS]
 
 
 def killed_for_memory(said: str) -> bool:
-    """Return whether an error of Ray's says that it killed a process because its node was short of memory."""
+    """Return whether Ray's error reports a process that it killed because its node was low on memory."""
     return _KILLED_FOR_MEMORY.search(said) is not None
 
 
 def from_ranks(error: BaseException) -> bool:
-    """Return whether an error was raised by ranks, as Ray Train reports it."""
+    """Return whether Ray Train reports the error as raised by ranks."""
     return bool(getattr(error, "worker_failures", None))
 
 
 def cause(error: BaseException) -> BaseException:
-    """Return what a user would call the cause: Ray wraps it in errors of its own. An error of ours is the cause."""
+    """Return the original error inside Ray's wrappers. Errors of Trainshed are not unwrapped further."""
     failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
-    # A user's mistake on one rank makes its peers fail of lost connections: the mistake is the cause. So is memory.
+    # A user error or full memory on one rank makes its peers fail with lost connections: prefer it as the cause.
     causes = sorted(
         map(cause, failures.values()), key=lambda e: (not isinstance(e, MISTAKES), not isinstance(e, MemoryRanOutError))
     )
     wrapped = (getattr(error, name, None) for name in _WRAPPERS)
     inner = next(filter(None, [*causes[:1], *wrapped]), None)
-    # Ray's wrapper of a task's error is of the error's own class, too, so it is unwrapped before this.
+    # Ray's wrapper of a task's error also has the class of that error: it is unwrapped before this check.
     if inner is None and not isinstance(error, (*_NAMED, MemoryRanOutError)):
         inner = error.__cause__
     return cause(inner) if isinstance(inner, BaseException) and inner is not error else error

@@ -1,4 +1,4 @@
-"""The event `out_of_memory`: who ran out, what the plan estimates, and how often since the newest checkpoint."""
+"""The event `out_of_memory`: rank, memory estimate, and count since the newest checkpoint."""
 
 import logging
 from typing import Any
@@ -16,7 +16,7 @@ OUT_OF_MEMORY = "out_of_memory"
 
 
 def groups_without_memory(run_dir: RunDir, committed: int | None) -> dict[tuple[int, int], str]:
-    """Return what worker groups that ran out of memory since the newest committed step reported.
+    """Return the errors of worker groups that ran out of memory since the newest committed step.
 
     The keys are attempt and epoch.
     """
@@ -28,7 +28,7 @@ def groups_without_memory(run_dir: RunDir, committed: int | None) -> dict[tuple[
 
 
 def describe_killed(fields: dict[str, Any], run_dir: RunDir, spec: JobSpec) -> dict[str, Any]:
-    """Return the fields of an event about a rank that was killed, with the newest checkpoint, sizes and remedies."""
+    """Return the event fields of a killed rank, with newest checkpoint, estimated sizes and remedies."""
     committed: int | None = None
     try:
         with storage_may_fail(lambda error: log.warning("the model and checkpoints cannot be read: %s", error)):

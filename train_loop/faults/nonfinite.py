@@ -1,4 +1,4 @@
-"""What becomes of a run whose loss or gradients are not finite."""
+"""Handling of steps whose loss or gradients are not finite."""
 
 from train_loop.errors import NonFiniteError
 from train_loop.loop.build import Run
@@ -6,13 +6,13 @@ from train_loop.loop.step import StepResult
 
 
 def count_skips(run: Run, result: StepResult) -> None:
-    """Count the steps that were skipped in a row. Raises NonFiniteError where the spec says that they end the run.
+    """Count consecutive skipped steps. Raises NonFiniteError if the spec ends the run after them.
 
-    Every rank has the same result and count, so that all of them raise or none does.
+    All ranks have the same result and count: either all raise or none does.
     """
     state, training = run.state, run.spec.training
     if result.overflow:
-        # The scaler lowers its factor by itself; only what is not finite without a factor is the run's own.
+        # The scaler lowers its factor after an overflow: the step does not count as non-finite.
         run.journal.event("loss_scale_lowered", step=state.step, loss_scale=state.scaler.get_scale())
         return
     state.skipped = 0 if result.applied else state.skipped + 1
@@ -26,5 +26,5 @@ def count_skips(run: Run, result: StepResult) -> None:
     if state.skipped >= training.max_consecutive_skips:
         raise NonFiniteError(
             f"{said}, and max_consecutive_skips={training.max_consecutive_skips} steps were skipped in a row; lower "
-            "learning_rate, look at the data of these steps, or start from weights that are finite"
+            "learning_rate, check the data of these steps, or start from finite weights"
         )

@@ -1,4 +1,4 @@
-"""A rank that runs out of memory: what it reports, and whether the run is tried once more."""
+"""Handling of a rank that runs out of memory: its report, and one retry of the run."""
 
 import logging
 import resource
@@ -35,7 +35,7 @@ def memory_watched(spec: JobSpec, session: Session) -> Iterator[None]:
         place = full_memory(error)
         if place is None:
             raise
-        # The tensors of the failed step are alive while their frames are, so that the snapshot shows them.
+        # The frames of the failed step keep its tensors alive, so that the snapshot shows them.
         raise _reported(spec, session, error, place) from error
 
 
@@ -68,14 +68,14 @@ def _reported(spec: JobSpec, session: Session, error: Exception, place: Place) -
 
 
 def _peak(place: Place) -> int:
-    """Return the most bytes that tensors took on the device, or the process on its host."""
+    """Return the peak bytes of tensors on the device, or of the process on its host."""
     if place == "device" and torch.cuda.is_available():
         return int(torch.cuda.max_memory_allocated())
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
 
 
 def _snapshot(session: Session) -> str | None:
-    """Write what holds the device's memory, for https://docs.pytorch.org/memory_viz; return the file, if it could."""
+    """Write a memory snapshot for https://docs.pytorch.org/memory_viz; return its path, or None if that fails."""
     if not torch.cuda.is_available():
         return None
     attempt = session.run_dir.attempt(session.attempt)
@@ -83,13 +83,13 @@ def _snapshot(session: Session) -> str | None:
     try:
         make_folder(path.parent)
         torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
-    except Exception as error:  # the run has failed already, and this must not hide why
-        log.warning("the memory of rank %d could not be written: %s", session.rank, error)
+    except Exception as error:  # the run has already failed; do not hide its error
+        log.warning("the memory snapshot of rank %d could not be written: %s", session.rank, error)
         return None
     return str(path)
 
 
 def _brief(error: Exception) -> str:
-    """Return the first sentences of an error, without secrets; CUDA's go on with advice."""
+    """Return the first three sentences of an error, without secrets and without CUDA's advice."""
     said = masker()(" ".join(str(error).split()))
     return ". ".join(f"{type(error).__name__}: {said}".split(". ")[:3])

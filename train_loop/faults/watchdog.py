@@ -1,4 +1,4 @@
-"""A watch on the loop: where no step ends in time, every rank writes down where it stands."""
+"""Watchdog of the loop: if no step finishes in time, every rank writes its stacks."""
 
 import faulthandler
 import logging
@@ -17,33 +17,33 @@ log = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """Writes the stacks of all threads once it was not fed for so many seconds."""
+    """A timer that writes the stacks of all threads if it is not fed for `seconds`."""
 
     def __init__(self, path: Path, *, seconds: float) -> None:
-        # Those of an earlier start of this attempt are what its end is to be understood by.
+        # Keep the stacks of an earlier start of this attempt: they explain its end.
         self._file = path.open("a")
         self._seconds = seconds
 
     def feed(self) -> None:
-        """Something was done: wait anew."""
-        # By a thread of faulthandler's own, which needs neither the interpreter nor its lock.
+        """Restart the timer."""
+        # faulthandler uses its own thread, which needs no interpreter lock.
         faulthandler.dump_traceback_later(self._seconds, file=self._file)
 
     def close(self) -> None:
-        """Watch no more."""
+        """Cancel the timer and close the file."""
         faulthandler.cancel_dump_traceback_later()
         self._file.close()
 
 
 @contextmanager
 def watched(session: Session) -> Iterator[Watchdog]:
-    """Watch over the body; the file of stacks stays only if something hung.
+    """Run the body under a watchdog. The file of stacks is kept only if the body hung.
 
-    A cleanup that fails is logged: it must neither fail a run that is done nor mask what ended it.
+    A failed cleanup is only logged: it must neither fail a finished run nor hide its error.
     """
     attempt = session.run_dir.attempt(session.attempt)
     own = attempt.stacks_of(session.rank, session.epoch)
-    # On object storage it lies elsewhere until this rank ends.
+    # On object storage a local file is used until this rank ends.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as elsewhere:
         place = Path(elsewhere) if is_remote(own) else own.parent
         path = place / own.name

@@ -62,7 +62,7 @@ def begin_group(run_dir: RunDir, attempt: int, *, by: str) -> Fence:
 
 
 class NewestEpoch:
-    """Reports the newest epoch of an attempt, for lines that belong to no group, as the driver's do."""
+    """The newest epoch of an attempt, for log lines without a group, such as the driver's."""
 
     def __init__(self, run_dir: RunDir, attempt: int) -> None:
         self._run_dir = run_dir
@@ -90,16 +90,16 @@ class FenceWatch:
         self._poll_seconds = poll_seconds
         self._leave = leave
         self._asked: float | None = None
-        """When storage was asked for the first time of those that failed."""
+        """Monotonic time of the first storage check since the last success; None after a success."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fence", daemon=True)
 
     def start(self) -> None:
-        """Start to watch."""
+        """Start watching."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop to watch. It does not wait: the thread may be blocked by storage."""
+        """Stop watching without waiting for the thread, which storage may block."""
         self._stopped.set()
 
     def _run(self) -> None:
@@ -128,12 +128,12 @@ class FenceWatch:
         return fence if fence > self._token else None
 
     def _end(self, fence: Fence) -> None:
-        # Logging can block, on a lock of the main thread or on storage: it gets a second.
+        # Logging can block, on a lock of the main thread or on storage: it gets 1 s.
         message = f"{_superseded(fence, self._token)}; this process exits with code {FENCED_EXIT_CODE}"
         logger = threading.Thread(target=log.error, args=(message,), name="fence log", daemon=True)
         logger.start()
         logger.join(_LOG_SECONDS)
-        # Nothing is flushed: what this process still holds belongs to a superseded group.
+        # Flush nothing: unwritten data of this process belongs to a superseded group.
         self._leave(FENCED_EXIT_CODE)
 
 
@@ -152,7 +152,7 @@ def fence_watched(run_dir: RunDir, token: Fence, *, poll_seconds: float = _POLL_
 
 
 def _read(run_dir: RunDir) -> Fence:
-    """Return the fence. Raises OSError also if fence.json is damaged: another tool may be writing it just then."""
+    """Return the fence. Raises OSError also for a damaged fence.json: another tool may be writing it."""
     try:
         return run_dir.fence()
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Heartbeats of a worker group → which hosts are silent, which ranks have ended, which ranks wait for which. Pure."""
+"""Evaluation of a worker group's heartbeats: silent hosts, ended ranks and stalls. Pure functions."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -21,15 +21,15 @@ _DOING = {
 
 
 class Stall(NamedTuple):
-    """Ranks that wait for others which make no progress."""
+    """A stall: ranks that wait for others without progress."""
 
     waiting: tuple[int, ...]
     behind: tuple[int, ...]
     step: int
-    """The step that the ranks behind are in."""
+    """Current step of the ranks behind."""
     seconds: float
     reason: str
-    """What the ranks behind do, as a sentence."""
+    """Activity of the ranks behind, as a sentence."""
 
 
 @dataclass
@@ -38,12 +38,12 @@ class _Rank:
     beat: Beat | None = None
     heard: float = 0.0
     moved: float = 0.0
-    """When its place changed last, by the clock of the listener."""
+    """Time of the last change of step or phase, by the listener's clock."""
 
 
 @dataclass
 class Liveness:
-    """What the heartbeats of one worker group say; `now` is always the listener's monotonic clock in seconds."""
+    """State of one worker group by its heartbeats; `now` is always the listener's monotonic clock in seconds."""
 
     epoch: int
     hosts: Mapping[int, str]
@@ -54,7 +54,7 @@ class Liveness:
         self._ranks = {rank: _Rank(host) for rank, host in self.hosts.items()}
 
     def hear(self, beat: Beat, now: float) -> None:
-        """Take note of a heartbeat; one of another group is ignored."""
+        """Record a heartbeat. Ignore those of other groups."""
         rank = self._ranks.get(beat.rank)
         if rank is None or beat.epoch != self.epoch:
             return
@@ -63,26 +63,26 @@ class Liveness:
         rank.beat, rank.heard = beat, now
 
     def skip(self, seconds: float, now: float) -> None:
-        """Ignore a time in which the listener itself did not run."""
+        """Ignore a period in which the listener itself did not run."""
         for rank in self._ranks.values():
             rank.heard, rank.moved = min(rank.heard + seconds, now), min(rank.moved + seconds, now)
 
     def silence(self, now: float) -> dict[str, float]:
-        """Return for how many seconds each host has been silent; only hosts of which every rank was heard before."""
+        """Return the seconds since each host's last heartbeat; only hosts whose ranks have all sent one before."""
         found = dict[str, list[float]]()
         for rank in self._ranks.values():
             if rank.beat is not None and rank.beat.ended:
-                # Its host has reported its end.
+                # Its last heartbeat reported its end.
                 continue
             found.setdefault(rank.host, []).append(now - rank.heard if rank.beat is not None else -1.0)
         return {host: min(seconds) for host, seconds in found.items() if min(seconds) >= 0}
 
     def late_hosts(self, now: float, *, seconds: float) -> set[str]:
-        """Return the hosts that have been silent for so many seconds."""
+        """Return the hosts that have been silent for more than `seconds`."""
         return {host for host, silent in self.silence(now).items() if silent > seconds}
 
     def ended(self) -> dict[int, str]:
-        """Return how the processes of ranks ended, by rank: "was killed by signal 9 (SIGKILL)"."""
+        """Return the ends of ranks' processes, by rank: "was killed by signal 9 (SIGKILL)"."""
         beats = {number: rank.beat for number, rank in self._ranks.items()}
         return {number: how_ended(beat) for number, beat in beats.items() if beat is not None and beat.ended}
 
@@ -91,7 +91,7 @@ class Liveness:
         return {number for number, rank in self._ranks.items() if rank.beat is not None and rank.beat.out_of_memory}
 
     def stall(self, now: float, *, seconds: float) -> Stall | None:
-        """Return which ranks wait for which, if no rank has moved for so long and some are behind the others."""
+        """Return the stall if no rank has progressed for `seconds` and some are behind the others, else None."""
         ranks = {number: rank for number, rank in self._ranks.items() if rank.beat is not None}
         if len(ranks) < len(self._ranks) or not ranks:
             return None
@@ -107,7 +107,7 @@ class Liveness:
         return Stall(tuple(sorted(waiting)), tuple(sorted(behind)), step, still, self._doing(behind, now))
 
     def without_storage(self, seconds: float) -> dict[str, Beat]:
-        """Return the hosts whose storage has failed for more than so many seconds, each with a heartbeat of it."""
+        """Return the hosts whose storage has failed for more than `seconds`, each with one of its heartbeats."""
         return {
             rank.host: rank.beat
             for rank in self._ranks.values()
@@ -134,7 +134,7 @@ class Liveness:
 
 
 def how_ended(beat: Beat) -> str:
-    """Return how a rank's process ended, by its last heartbeat, as the end of a sentence."""
+    """Return the end of a rank's process by its last heartbeat, as the predicate of a sentence."""
     status = beat.status
     if beat.out_of_memory:
         return "was killed by the kernel because its host or container ran out of memory (SIGKILL)"

@@ -1,7 +1,7 @@
-"""Heartbeats: small datagrams that report once a second that a rank is alive, and which step it is in.
+"""Heartbeats: UDP datagrams that report once a second that a rank is alive, and which step it is in.
 
-A process of its own sends them, because Python code in a rank can hold the interpreter for many seconds. It starts in
-milliseconds, as it needs nothing but the standard library, and reports how the rank ended when it ends.
+A separate process sends them, because Python code in a rank can hold the interpreter for many seconds. It needs only
+the standard library, starts in milliseconds, and reports the exit status of its rank.
 `python heartbeat.py` is that process; a `Heartbeat` in the rank starts it.
 """
 
@@ -36,13 +36,13 @@ _EXIT_INFO_SECONDS = 0.5
 _LONGEST_LOOK_SECONDS = 2 * INTERVAL_SECONDS
 """A longer pause between two heartbeats means that this host was frozen."""
 _RECENT_BEATS = 4
-"""A kill within this number of heartbeats explains the end of a rank: a large process takes its time to exit."""
+"""An OOM kill within this number of heartbeats explains a rank's end: a large process exits slowly."""
 _GET_INFO, _INFO_EXIT, _INFO_BYTES, _EXIT_CODE_AT = 0xC040FF0B, 1 << 3, 64, 60
-"""PIDFD_GET_INFO of Linux 6.15: how a process ended, for processes that are not its parent."""
+"""PIDFD_GET_INFO of Linux 6.15: the exit status of a process, also for others than its parent."""
 
 
 class Phase(IntEnum):
-    """What a rank does, in the order of a step."""
+    """Phases of a rank, in the order of a step."""
 
     START = 0
     DATA = 1
@@ -61,23 +61,23 @@ class Beat(NamedTuple):
     step: int
     phase: Phase
     seconds: float
-    """Since the phase began."""
+    """Seconds since the phase began."""
     stopped: bool = False
-    """Whether the rank's process is stopped, by SIGSTOP for example."""
+    """True if the rank's process is stopped, for example by SIGSTOP."""
     ended: bool = False
-    """Whether the rank's process has ended."""
+    """True if the rank's process has ended."""
     status: int | None = None
-    """Its wait status, if it ended and the kernel tells."""
+    """Wait status, if the process ended and the kernel reports it."""
     out_of_memory: bool = False
-    """Whether it ended when the kernel killed a process of its container or host for lack of memory."""
+    """True if it ended when the kernel killed a process of its container or host for lack of memory."""
     storage_seconds: float = 0.0
-    """For how long the storage of the run has failed on this rank's host."""
+    """Seconds for which the run's storage has failed on this rank's host."""
     storage_errno: int = 0
-    """The error; 0 if there is no answer at all."""
+    """Error number of the storage failure; 0 if storage does not answer."""
 
 
 class Target(NamedTuple):
-    """Where heartbeats go."""
+    """The receiver of heartbeats."""
 
     host: str
     port: int
@@ -85,7 +85,7 @@ class Target(NamedTuple):
 
 
 class Heartbeat:
-    """Sends heartbeats for this process until `stop`, or until this process ends."""
+    """The sender of heartbeats for this process, until `stop` or the end of the process."""
 
     def __init__(self, target: Target, *, rank: int, epoch: int) -> None:
         self._target, self._rank, self._epoch = target, rank, epoch
@@ -99,15 +99,15 @@ class Heartbeat:
         threading.Thread(target=self._keep_alive, name="heartbeat", daemon=True).start()
 
     def mark(self, step: int, phase: Phase) -> None:
-        """Note where this rank is."""
+        """Set the step and phase that the heartbeats report."""
         _PLACE.pack_into(self._place, 0, step, phase, time.monotonic())
 
     def mark_storage(self, since: float | None, errno: int = 0) -> None:
-        """Note since when storage has failed, by the monotonic clock, and its error; None if it works."""
+        """Set the monotonic time since which storage has failed, and its error number; `since` is None if it works."""
         _STORAGE.pack_into(self._place, _PLACE.size, since or 0.0, errno)
 
     def stop(self) -> None:
-        """Send no more heartbeats."""
+        """Stop sending heartbeats."""
         self._stopped.set()
         if self._child is not None and self._child.stdin is not None:
             with suppress(OSError):
@@ -118,7 +118,7 @@ class Heartbeat:
     def _spawn(self) -> None:
         settings = {"target": self._target, "rank": self._rank, "epoch": self._epoch, "memory": self._memory}
         self._child = subprocess.Popen(
-            # Without site packages, which would take most of its time to start.
+            # Without site packages, which would take most of the start time.
             [sys.executable, "-I", "-S", __file__],
             stdin=subprocess.PIPE,
             pass_fds=(self._memory,),
@@ -133,7 +133,7 @@ class Heartbeat:
     def _keep_alive(self) -> None:
         while not self._stopped.wait(_RESPAWN_SECONDS):
             if self._child is None or self._child.poll() is not None:
-                # Whatever ended it, for example a lack of memory, must not look like the loss of this rank.
+                # A crash of the sender, for example an OOM kill, must not look like the loss of this rank.
                 self._spawn_if_possible()
 
     def _spawn_if_possible(self) -> None:
@@ -144,22 +144,25 @@ class Heartbeat:
 
 
 _started: list[Heartbeat] = []
-"""The heartbeat of this process, if it has one."""
+"""Heartbeat of this process, if any."""
 
 
 def start(target: Target, *, rank: int, epoch: int) -> None:
-    """Send heartbeats for this process from now on."""
+    """Start heartbeats for this process."""
     _started.append(Heartbeat(target, rank=rank, epoch=epoch))
 
 
 def mark(step: int, phase: Phase) -> None:
-    """Note where this rank is, if it sends heartbeats."""
+    """Set step and phase in this rank's heartbeats, if any."""
     for heartbeat in _started:
         heartbeat.mark(step, phase)
 
 
 def mark_storage(since: float | None, errno: int = 0) -> None:
-    """Note since when storage has failed, if this rank sends heartbeats; None if it works. 0 is no answer yet."""
+    """Set the storage state in this rank's heartbeats, if any; `since` is None if storage works.
+
+    An `errno` of 0 means that storage has not answered yet.
+    """
     for heartbeat in _started:
         heartbeat.mark_storage(since, errno)
 
@@ -170,7 +173,7 @@ def encode(beat: Beat, token: str) -> bytes:
 
 
 def decode(data: bytes, token: str) -> Beat | None:
-    """Return the heartbeat in a datagram; None if it was not sent by one of our ranks."""
+    """Return the heartbeat in a datagram; None if its token or format is invalid."""
     if len(data) > _MAX_BYTES:
         return None
     try:
@@ -183,7 +186,7 @@ def decode(data: bytes, token: str) -> Beat | None:
 
 
 class _Sender:
-    """The process that sends."""
+    """The process that sends heartbeats."""
 
     def __init__(self, settings: dict[str, Any], parent: int) -> None:
         self._target = Target(*settings["target"])
@@ -194,10 +197,10 @@ class _Sender:
         self._socket = socket.socket(family, socket.SOCK_DGRAM)
         self._failed_since = self._looked = self._failed_seconds = 0.0
         self._kills = deque[tuple[Path, int]](maxlen=_RECENT_BEATS)
-        """Counters of kills for lack of memory, and their values at the latest heartbeats."""
+        """Files with OOM kill counters, and the counts at the latest heartbeats."""
 
     def run(self) -> None:
-        """Send until the rank ends or stops heartbeats."""
+        """Send heartbeats until the rank ends or stops them."""
         try:
             process = os.pidfd_open(self._parent)
         except (OSError, AttributeError):
@@ -231,14 +234,14 @@ class _Sender:
             storage_errno=errno,
             **fields,
         )
-        # A network that is away may be back in a second.
+        # A failed network may work again at the next heartbeat.
         with suppress(OSError):
             self._socket.sendto(encode(beat, self._target.token), (self._target.host, self._target.port))
 
     def _count(self, failed_since: float, now: float, *, stopped: bool) -> None:
         """Count how long storage has failed, without the time in which the rank or its host was stopped.
 
-        A process that is stopped during a storage check gets no answer, but storage is not at fault.
+        A process that is stopped during a storage check gets no answer although storage works.
         """
         passed = min(now - self._looked, _LONGEST_LOOK_SECONDS)
         if failed_since != self._failed_since:
@@ -265,10 +268,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _kill_counter(pid: int) -> Path:
-    """Return the file that counts the processes which the kernel killed for lack of memory, nearest to a process.
-
-    That is the one of its memory cgroup, of version 2 or 1; else that of the host.
-    """
+    """Return the file with the OOM kill count of a process's memory cgroup (version 2 or 1), or else of the host."""
     found = [Path("/proc/vmstat")]
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
@@ -291,7 +291,7 @@ def _oom_kills(counter: Path) -> int:
 
 
 def _exit_status(process: int) -> int | None:
-    """Return the wait status of a process that has ended; None if this kernel does not tell."""
+    """Return the wait status of an ended process; None if this kernel does not report it."""
     deadline = time.monotonic() + _EXIT_INFO_SECONDS
     while time.monotonic() < deadline:
         info = bytearray(_INFO_BYTES)
@@ -302,7 +302,7 @@ def _exit_status(process: int) -> int | None:
             return None
         if struct.unpack_from("<Q", info)[0] & _INFO_EXIT:
             return int(struct.unpack_from("<i", info, _EXIT_CODE_AT)[0])
-        # Told once its parent has collected it.
+        # The kernel reports it after the parent has reaped the process.
         time.sleep(0.02)
     return None
 

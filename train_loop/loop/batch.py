@@ -1,4 +1,4 @@
-"""Rows of samples → micro-batches as the model takes them. B rows, T sequence length, P Ulysses ranks."""
+"""Conversion of sample rows to the model's micro-batches. B: rows, T: sequence length, P: Ulysses ranks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,37 +22,37 @@ from train_loop.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One data rank's samples of an optimizer step, whole sequences."""
+    """Samples of one data rank in an optimizer step, as whole sequences."""
 
     samples: Tensor  # [n]
     lengths: Tensor  # [n] tokens that are not padding
     input_ids: Tensor  # [n, T]
-    labels: Tensor  # [n, T] label t is what position t must predict
-    weights: Tensor | None  # [n, T] what label t counts, 0 where it is IGNORE; None where each counts one
+    labels: Tensor  # [n, T] label t is the target of position t
+    weights: Tensor | None  # [n, T] weight of label t, 0 if it is IGNORE; None if all weights are 1
     position_ids: Tensor  # [n, T]
 
     @property
     def divisor(self) -> Tensor:
-        """Its share of what the loss is divided by."""
+        """Return this batch's share of the loss divisor."""
         return total_weight(self.labels, self.weights)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What this rank's model is called with: its slice of the sequence."""
+    """Inputs of one model call on this rank: its slice of the sequence."""
 
     input_ids: Tensor  # [B, T/P]
     labels: Tensor  # [B, T/P]
     weights: Tensor | None  # [B, T/P]
     position_ids: Tensor  # [B, T/P]
     attention: dict[str, Any]
-    """What keeps documents apart in the full sequence, by the model's argument names."""
+    """Arguments that separate documents in the full sequence, by the model's parameter names."""
     last: bool
-    """Whether it is the last of its step on this rank."""
+    """True for the last micro-batch of a step on this rank."""
 
 
 def share_rows(rows: Rows | None, *, count: int, dataset: Dataset, mesh: Mesh) -> StepBatch:
-    """Give a Ulysses group the rows that its first rank read, labels shifted; a collective call over the group."""
+    """Broadcast the rows that a Ulysses group's first rank read, and shift labels. A collective call over the group."""
     weighted = dataset.weighted
     packed = torch.empty(count, 2 + (3 + weighted) * dataset.sequence_length, dtype=torch.int64)
     if rows is not None:
@@ -69,7 +69,7 @@ def share_rows(rows: Rows | None, *, count: int, dataset: Dataset, mesh: Mesh) -
 
 
 def _pack(rows: Rows, *, weighted: bool) -> Tensor:
-    """One tensor for one broadcast; weights go as the integers that have their bits."""
+    """Return rows as one tensor for one broadcast; float32 weights become integers with the same bits."""
     parts: list[NDArray[Any]] = [rows.samples[:, None], rows.lengths[:, None]]
     parts += [rows.input_ids, rows.labels, rows.position_ids]
     if weighted:
@@ -79,22 +79,22 @@ def _pack(rows: Rows, *, weighted: bool) -> Tensor:
 
 
 def shift_labels(labels: Tensor, position_ids: Tensor) -> Tensor:
-    """Move labels one to the left on the full sequence; the last token of a document predicts nothing. [n, T] both."""
+    """Shift labels left by one on the full sequence; a document's last token gets IGNORE. Both are [n, T]."""
     shifted = torch.full_like(labels, IGNORE)
     shifted[:, :-1] = labels[:, 1:].masked_fill(position_ids[:, 1:] == 0, IGNORE)
     return shifted
 
 
 def shift_weights(weights: Tensor, shifted_labels: Tensor) -> Tensor:
-    """Move weights as labels were: a prediction counts what its token does, and where there is none 0. [n, T] both."""
+    """Shift weights like their labels; positions without a label get weight 0. Both are [n, T]."""
     return F.pad(weights[:, 1:], (0, 1)).masked_fill(shifted_labels == IGNORE, 0.0)
 
 
 def total_weight(labels: Tensor, weights: Tensor | None) -> Tensor:
-    """How many positions have something to predict; with weights what they count together, in float64."""
+    """Return the number of labels, or with weights their sum in float64."""
     if weights is None:
         return (labels != IGNORE).sum()
-    # Meshes add in different orders, and are to find the same.
+    # The order of summation depends on the mesh; the result must not.
     return weights.sum(dtype=torch.float64)
 
 
@@ -117,14 +117,14 @@ def micro_batches(batch: StepBatch, size: int, model: PreTrainedModel, mesh: Mes
 
 
 def _weights_that_matter(batch: StepBatch) -> Tensor | None:
-    """None where all are one: the loss is then added up in the order that it has without weights, equal to the bit."""
+    """Return None if all weights are 1: the loss is then summed as without weights, equal bit for bit."""
     if batch.weights is None or torch.equal(batch.weights, (batch.labels != IGNORE).float()):
         return None
     return batch.weights
 
 
 def check_vocabulary(rows: Rows | None, model: PreTrainedModel) -> None:
-    """Raise DataError for a token that the model has no embedding for, which a GPU would only call an assertion."""
+    """Raise DataError for a token outside the model's vocabulary. A GPU would only report a failed assertion."""
     if rows is None:
         return
     vocab = model.get_input_embeddings().num_embeddings
@@ -140,9 +140,9 @@ def check_vocabulary(rows: Rows | None, model: PreTrainedModel) -> None:
 
 
 def check_samples(batch: StepBatch, expected: Ids) -> None:
-    """Raise RuntimeError unless the rows are those that the order says: exactly-once is checked, not assumed."""
+    """Raise RuntimeError unless the rows are the order's samples of this step: each sample is used exactly once."""
     if batch.samples.tolist() != expected.tolist():
         raise RuntimeError(
-            f"the stream delivered samples {batch.samples.tolist()} where the order says {expected.tolist()}; "
-            "the run stops rather than train on the wrong data"
+            f"the stream delivered samples {batch.samples.tolist()}; expected {expected.tolist()}; "
+            "the run stops before it trains on wrong data"
         )

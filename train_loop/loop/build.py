@@ -1,4 +1,4 @@
-"""A spec and a session → everything that the loop works with."""
+"""Assembly of a training run: builds model, data order, optimizers and loss from a spec and a session."""
 
 import copy
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ from train_loop.telemetry.timers import ComputeTimer
 
 @dataclass(frozen=True)
 class Run:
-    """What the loop works with on this rank."""
+    """Objects that the training loop uses on this rank."""
 
     spec: JobSpec
     session: Session
@@ -42,24 +42,24 @@ class Run:
     dataset: Dataset
     order: StepOrder
     steps: int
-    """Optimizer steps of the whole run; an estimate where it ends by tokens."""
+    """Optimizer steps of the whole run; an estimate if max_tokens ends it."""
     state: TrainState
     loss: TokenLoss
     flops: Flops
     timer: ComputeTimer
     watch: CompileWatch | None
-    """What torch.compile has done; None where it is not asked for."""
+    """Counters of torch.compile; None if model.compile is off."""
     journal: Journal
     evaluation: Dataset | None = None
-    """What the run is evaluated on."""
+    """Data for evaluation; None without eval data."""
     parent: Parent | None = None
-    """What the run goes on from until it has a checkpoint of its own."""
+    """Checkpoint of another run, from which this run starts until it has its own."""
     origin: Origin = START
-    """Where the run begins."""
+    """Step, tokens and samples at which the run starts."""
 
     @property
     def done(self) -> bool:
-        """Whether the run has trained all that it is to train."""
+        """Return whether the run has reached its last step or max_tokens."""
         limit = self.spec.training.max_tokens
         reached = limit is not None and self.state.tokens >= limit
         return reached or not self.order.steps_left(self.state.consumed)
@@ -67,7 +67,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Sharded:
-    """A model with its weights, spread over the mesh."""
+    """A model with loaded weights, sharded over the mesh."""
 
     model: PreTrainedModel
     loss: TokenLoss
@@ -75,7 +75,7 @@ class Sharded:
 
 
 def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset | None = None) -> Run:
-    """Everything that a run works with, at its first step. A collective call; raises UserError."""
+    """Build all objects of a run in their state at step 0. A collective call; raises UserError."""
     plan = plan_job(spec, model_shape(spec.model))
     mesh = build_mesh(plan.mesh, local_device(session.local_rank), timeout=session.timeout)
     sharded = build_sharded(spec, plan, mesh)
@@ -116,7 +116,7 @@ def build_run(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dat
 
 
 def build_sharded(spec: JobSpec, plan: Plan, mesh: Mesh) -> Sharded:
-    """Meta model → what is trained → Ulysses … FSDP2 → weights: each needs the one before. Raises ModelError."""
+    """Build on meta, freeze, parallelize, load weights, in this order: each needs the one before. Raises ModelError."""
     model = build_model(spec.model)
     seen = probe(model)
     check_attention(seen, spec)
@@ -133,7 +133,7 @@ def build_sharded(spec: JobSpec, plan: Plan, mesh: Mesh) -> Sharded:
 
 
 def build_state(model: PreTrainedModel, spec: JobSpec, mesh: Mesh, *, steps: int) -> TrainState:
-    """Optimizers, schedules over `steps` steps, gradient scaler and average of a model that has its weights."""
+    """Build optimizers, schedules over `steps` steps, gradient scaler and EMA for a model with loaded weights."""
     training = spec.training
     optimizers = build_optimizers(model, training)
     schedulers = tuple(build_scheduler(optimizer, training, steps=steps) for optimizer in optimizers)
@@ -143,7 +143,7 @@ def build_state(model: PreTrainedModel, spec: JobSpec, mesh: Mesh, *, steps: int
 
 
 def _loss(model: PreTrainedModel, spec: JobSpec, plan: Plan, *, head_is_last: bool) -> TokenLoss:
-    """In chunks where the plan says so and the model's head allows it."""
+    """Return the loss, in chunks if the plan asks for them and the head is the model's last operation."""
     tokens = spec.training.per_device_train_batch_size * spec.data.sequence_length // plan.mesh.sp
     rows = chunk_rows(spec, plan.shape, tokens=tokens) if head_is_last else None
     rule = LossRule(spec.training.label_smoothing_factor, spec.training.z_loss)
@@ -151,7 +151,7 @@ def _loss(model: PreTrainedModel, spec: JobSpec, plan: Plan, *, head_is_last: bo
 
 
 def _origin(parent: Parent | None, dataset: Dataset) -> Origin:
-    """Other data, or another order, begins at its beginning; steps and tokens go on being counted."""
+    """Return the run's start. Steps and tokens continue the parent's counts; new data or order starts at sample 0."""
     if parent is None:
         return START
     manifest = parent.manifest

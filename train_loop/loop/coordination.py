@@ -1,4 +1,4 @@
-"""What all ranks know and decide together."""
+"""Coordination of ranks before each step: stop requests, checkpoints, preemption checks and statistics."""
 
 import logging
 import os
@@ -21,7 +21,7 @@ from train_loop.telemetry.event_log import Journal
 from train_loop.telemetry.timers import StepClock, Vitals
 
 _limited = LimitedLog(logging.getLogger(__name__))
-# By urgency: of several, the first is done.
+# By urgency: the first requested one applies.
 _STOPS = [Stop(mode=mode, checkpoint=keep) for mode in ("cancel", "pause", "resize", "move") for keep in (True, False)]
 _PAUSE, MOVE = Stop(mode="pause"), Stop(mode="move")
 _LOOK_SECONDS = 1.0
@@ -29,56 +29,56 @@ _LOOK_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Wishes:
-    """What one rank has to say before a step."""
+    """Requests of one rank before a step."""
 
     stop: Stop | None = None
-    """What the run was asked to do instead; rank 0's counts."""
+    """Request to stop before this step."""
     save: bool = False
-    """By its clock a checkpoint is due."""
+    """A checkpoint is due by this rank's clock."""
     look: bool = False
-    """By its clock it is time to ask for pre-emptions."""
+    """A preemption check is due by this rank's clock."""
     trouble: bool = False
-    """It has heard of what must end the run."""
+    """This rank has a fatal error, which must end the run."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """The same on every rank."""
+    """Decisions before a step, identical on all ranks."""
 
     divisor: float
-    """What the step's loss is divided by: how many positions have something to predict, or the sum of their weights."""
+    """Divisor of the step's loss: the number of labels, or the sum of their weights."""
     tokens: int
-    """Tokens of the whole step, padding not counted."""
+    """Tokens of the whole step, without padding."""
     stop: Stop | None
-    """What to do instead of this step."""
+    """Request to stop before this step; None to train it."""
     save: bool
-    """A checkpoint follows this step, whatever its number."""
+    """Save a checkpoint after this step, in addition to the schedule."""
     look: bool
-    """All ranks ask for pre-emptions after this step."""
+    """Check for preemptions after this step, on all ranks."""
     trouble: bool
-    """Some rank has heard of what must end the run."""
+    """At least one rank has a fatal error."""
 
 
 def who_works() -> list[dict[str, Any]]:
-    """Where every rank runs, for the person who has to look there; a collective call."""
+    """Return rank, host and pid of every rank, for debugging. A collective call."""
     workers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(workers, {"rank": dist.get_rank(), "host": socket.gethostname(), "pid": os.getpid()})
     return workers
 
 
 def warn_of_hosts(mesh: MeshPlan, workers: list[dict[str, Any]], journal: Journal) -> None:
-    """Warn of Ulysses groups that lie on several hosts: every layer's all-to-all then goes over the network."""
+    """Warn about Ulysses groups that span several hosts: each layer's all-to-all then crosses the network."""
     found = groups_across_hosts(mesh, [worker["host"] for worker in workers])
     if found:
         named = "; ".join(f"ranks {group[0]}-{group[-1]} on {', '.join(hosts)}" for group, hosts in found.items())
         journal.warn(
-            f"Ulysses groups lie on several hosts, where their all-to-all is slow: {named}; "
+            f"Ulysses groups span several hosts, where their all-to-all is slow: {named}; "
             f"give each host a multiple of ulysses_size={mesh.sp} workers, or choose a smaller ulysses_size"
         )
 
 
 class StopSign:
-    """What the run was asked to do, as rank 0 sees it; on object storage, looked for every second beside the loop."""
+    """Stop requests in the run directory, read by rank 0; on object storage a thread polls them every second."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -89,7 +89,7 @@ class StopSign:
 
     @property
     def seen(self) -> Stop | None:
-        """What to do instead of the next step, as far as this rank knows."""
+        """Return the stop request that this rank knows, or a pause after a signal."""
         if self._at_every_step:
             self._look()
         return _PAUSE if self._session.told_to_end() else self._seen
@@ -100,16 +100,16 @@ class StopSign:
             self._look()
 
     def _look(self) -> None:
-        # It may come back; whoever asked will ask again, or end us.
-        with storage_may_fail(partial(_limited.warning, "nobody can ask this run to stop: %s")):
+        # Storage may come back. The service repeats its request, or kills the process.
+        with storage_may_fail(partial(_limited.warning, "stop requests cannot be read: %s")):
             self._seen = self._session.run_dir.stop(attempt=self._session.attempt)
 
 
 def agree(batch: StepBatch, clock: StepClock, mine: Wishes, mesh: Mesh) -> Agreement:
-    """Hear every rank: its share of the step's tokens, and what it wishes. What one rank wishes, all do."""
-    # Ulysses peers hold the same samples, and tokens count once.
+    """Combine the requests and token counts of all ranks: one rank's request applies to all. A collective call."""
+    # Ulysses peers hold the same samples; count their tokens once.
     divisor = batch.divisor
-    # A sum of weights makes float64 of all three words, which holds the other two exactly.
+    # A sum of weights makes the whole tensor float64, which represents all counts exactly.
     counts = torch.stack([divisor, batch.lengths.sum().to(divisor.dtype)]) * (mesh.sequence_rank == 0)
     stops = [0] * len(_STOPS)
     if mine.stop is not None:
@@ -123,7 +123,7 @@ def agree(batch: StepBatch, clock: StepClock, mine: Wishes, mesh: Mesh) -> Agree
 
 
 def share_vitals(mine: Vitals, mesh: Mesh) -> list[Vitals]:
-    """The state of every rank; a collective call."""
+    """Gather the statistics of all ranks. A collective call."""
     told_WN = torch.zeros(mesh.plan.world, len(mine), dtype=torch.int64, device=mesh.device)
     told_WN[mesh.rank] = torch.tensor(mine)
     dist.all_reduce(told_WN)

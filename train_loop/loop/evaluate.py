@@ -1,4 +1,4 @@
-"""The loss on data that is not trained on."""
+"""Evaluation loss on held-out data."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,47 +18,47 @@ from train_loop.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The same on every rank, but for the seconds."""
+    """Results of an evaluation, identical on all ranks except for the seconds."""
 
     loss: float
-    """Cross entropy per token over all samples, the weighted mean where the data has weights.
+    """Mean cross entropy per token over all samples, weighted if the data has weights.
 
-    Not a number where they hold nothing to predict.
+    NaN if the samples have no labels.
     """
     perplexity: float
     tokens: int
-    """Tokens that were predicted."""
+    """Number of labels."""
     seconds: float
 
 
 def evaluate(loss: TokenLoss, dataset: Dataset, mesh: Mesh, *, per_device: int) -> Evaluation:
-    """Loss and perplexity over every sample exactly once, at most `per_device` at a time; a collective call.
+    """Compute loss and perplexity over every sample exactly once, at most `per_device` at a time. A collective call.
 
-    It leaves the model as it was between two steps, and draws from no generator.
+    It leaves model and random generators unchanged.
     """
     started, model = perf_counter(), loss.model
-    # In float64: the sum over millions of tokens must not depend on how the mesh has dealt them out.
-    total = torch.zeros(3, dtype=torch.float64, device=mesh.device)  # loss, what it is divided by, tokens
+    # In float64: the sum over millions of tokens must not depend on the mesh.
+    total = torch.zeros(3, dtype=torch.float64, device=mesh.device)  # loss, its divisor, tokens
     model.eval()
     with torch.no_grad():
         for batch in _batches(loss, dataset, mesh, per_device):
-            # Cross entropy alone, whatever training adds to it.
+            # Cross entropy only, without the extra terms of training.
             total[0] += loss(batch, rule=CROSS_ENTROPY)
             total[1] += total_weight(batch.labels, batch.weights)
             total[2] += (batch.labels != IGNORE).sum()
     model.train()
     for module in model.modules():
-        # Without a backward pass, units that stay whole after their forward would be whole still.
+        # Without a backward pass, units that are kept unsharded after forward would remain unsharded.
         if isinstance(module, FSDPModule):
             module.reshard()
-    # Every rank has counted its own slice of its own samples, so that Ulysses peers count once.
+    # Ulysses peers hold different slices of a sample: nothing counts twice.
     dist.all_reduce(total)
     mean = total[0] / total[1]
     return Evaluation(mean.item(), mean.exp().item(), int(total[2]), perf_counter() - started)
 
 
 def _batches(loss: TokenLoss, dataset: Dataset, mesh: Mesh, per_device: int) -> Iterator[MicroBatch]:
-    """The samples in order, dealt out to data ranks; rows without labels make up what they lack in the last round."""
+    """Yield this rank's batches in sample order; rows without labels pad the last round."""
     order = Order(dataset.samples, seed=0, shuffle=False, dataset=dataset.fingerprint, end=dataset.samples)
     deal = StepOrder(order, mesh.plan.dp, per_device)
     for rows in local_stream(StreamPlan(dataset, deal, 0, deal.steps_left(0)), mesh.plan, mesh.rank):

@@ -1,6 +1,6 @@
-"""The one loss rule: token cross entropies of a whole optimizer step, summed, over its number of valid tokens.
+"""The loss: the sum of token cross entropies of an optimizer step, divided by its number of labels.
 
-Where the data weighs tokens, each counts its weight, above and below: the loss is their weighted mean.
+If the data has token weights, the loss is the weighted mean.
 """
 
 from collections.abc import Iterator
@@ -19,14 +19,14 @@ from train_loop.model.faults import own_faults
 
 @dataclass(frozen=True)
 class LossRule:
-    """What is summed over tokens; by default cross entropy alone."""
+    """Loss terms that are summed over tokens; by default only cross entropy."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     """Weight of log(Z)^2, which keeps the softmax's denominator Z near 1 (PaLM, Chowdhery et al., 2022)."""
 
     def sum(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Sum in fp32 over the labels that count; logits [..., V], labels and weights [...] already shifted."""
+        """Sum the loss in fp32 over labels that are not IGNORE; logits [..., V], shifted labels and weights [...]."""
         rows, targets = logits.float().flatten(0, -2), labels.flatten()
         reduction = "sum" if weights is None else "none"
         loss = F.cross_entropy(
@@ -42,9 +42,9 @@ CROSS_ENTROPY = LossRule()
 
 
 class TokenLoss:
-    """The summed loss of micro-batches of one model, through whole logits or, inside its head, through chunks of them.
+    """The summed loss of a model's micro-batches, from whole logits or, inside the model's head, from chunks of them.
 
-    With chunks the head returns the loss in place of logits, so that its weight is still gathered when it is needed.
+    With chunks the head returns the loss instead of logits, while FSDP still has its weight gathered.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class TokenLoss:
             self._head.forward = self._chunked_head
 
     def __call__(self, batch: MicroBatch, *, rule: LossRule | None = None) -> Tensor:
-        """Sum of the token losses of this rank's slice, by the rule of training unless another is given.
+        """Return the summed loss of this rank's slice, by training's rule unless `rule` is given.
 
-        Raises ModelError for what the model's own code raises.
+        Raises ModelError for errors in the model's own code.
         """
         chosen = rule or self.rule
         self._due = (chosen, batch)
@@ -72,7 +72,7 @@ class TokenLoss:
         return out if self._chunk_rows else chosen.sum(out, batch.labels, batch.weights)
 
     def _chunked_head(self, hidden: Tensor) -> Tensor:
-        """[B, T, H] → the loss, without ever making [B * T, V]."""
+        """Return the loss for hidden states [B, T, H] without allocating logits [B * T, V]."""
         assert self._due is not None
         assert self._chunk_rows is not None
         rule, batch = self._due
@@ -90,9 +90,9 @@ def chunked_sum(
     rows: int,
     label_weights: Tensor | None = None,
 ) -> Tensor:
-    """`rule.sum` of the logits of hidden [N, H] under weight [V, H], bias [V] and labels [N], `rows` at a time.
+    """Compute `rule.sum` from hidden [N, H], weight [V, H], bias [V] and labels [N], `rows` at a time.
 
-    `label_weights` [N] is what each label counts, if not one.
+    `label_weights` [N] are the weights of labels; None means 1.
     """
     if torch.is_grad_enabled():
         loss: Tensor = _ChunkedSum.apply(  # type: ignore[no-untyped-call]
@@ -107,7 +107,7 @@ def chunked_sum(
 
 
 class _ChunkedSum(torch.autograd.Function):
-    """Gradients are taken in forward, chunk by chunk, while the logits are there; backward only scales them."""
+    """Autograd function that computes gradients in forward, chunk by chunk; backward only scales them."""
 
     @staticmethod
     def forward(
@@ -122,7 +122,7 @@ class _ChunkedSum(torch.autograd.Function):
     ) -> Tensor:
         total = hidden.new_zeros((), dtype=torch.float32)
         d_hidden = torch.empty_like(hidden)
-        # In fp32, because a sum over many chunks in bf16 would lose what later ones add.
+        # In fp32: a bf16 sum over many chunks would lose later contributions.
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and bias.requires_grad else None
         for part in _chunks(len(hidden), rows):

@@ -1,4 +1,4 @@
-"""What every optimizer step is measured by."""
+"""Metrics lines and the event `training_started`."""
 
 import logging
 from collections import deque
@@ -19,13 +19,13 @@ log = logging.getLogger(__name__)
 
 
 def record_start(run: Run, workers: list[dict[str, Any]]) -> None:
-    """Say what begins, where, and with what."""
+    """Write `training_started` with workers, sizes and settings, and warn about slow or unreachable settings."""
     log.info("training on %s from step %d of %d", run.mesh.plan.axes, run.state.step, run.steps)
     run.journal.event(
         "training_started",
         workers=workers,
         resumed_from=run.state.step,
-        # Asked by one: the others' word of it goes nowhere.
+        # Only rank 0 writes the event.
         replayed=replayed_steps(run.session.run_dir, run.state.step) if run.mesh.rank == 0 else 0,
         steps=run.steps,
         samples=run.dataset.samples,
@@ -47,13 +47,13 @@ def record_start(run: Run, workers: list[dict[str, Any]]) -> None:
 def record_step(
     run: Run, result: StepResult, clock: StepClock, agreed: Agreement, evaluation: Evaluation | None = None
 ) -> None:
-    """Write the metrics line of the step that has just been counted, if it is one that is logged; a collective call.
+    """Write the metrics line of the finished step, if logging_steps or an evaluation asks for it. A collective call.
 
-    Its loss is the mean over the steps since the line before, lines of evaluations in between not counted.
+    Its loss is the mean since the last line of logging_steps; lines of evaluations do not reset it.
     """
     state, training = run.state, run.spec.training
     due = not state.step % training.logging_steps or run.done
-    # The same on all ranks, which tell each other how they are.
+    # Identical on all ranks: the collective call below needs all of them.
     if not due and evaluation is None:
         return
     loss = state.losses.mean
@@ -84,7 +84,7 @@ def record_step(
 
 
 def measure(loss: float, result: StepResult, evaluation: Evaluation | None) -> dict[str, float]:
-    """Return what checkpoints of a step are compared by; `loss` is the mean since the last logged line."""
+    """Return the values by which checkpoints are compared; `loss` is the mean since the last logged line."""
     measured = {"loss": loss, "grad_norm": result.grad_norm}
     if evaluation is None:
         return measured
@@ -92,14 +92,14 @@ def measure(loss: float, result: StepResult, evaluation: Evaluation | None) -> d
 
 
 def _ranks(ranks: Sequence[Vitals]) -> dict[str, Any]:
-    """The time of its own that each rank took since the line before, and the rank that the others waited for."""
+    """Return each rank's own seconds since the last line, and the slowest rank, for which the others waited."""
     seconds = [round(rank.own_nanoseconds / 1e9, 6) for rank in ranks]
     slowest = seconds.index(max(seconds))
     return {"slowest_rank": slowest, "slowest_rank_seconds": seconds[slowest], "rank_seconds": seconds}
 
 
 def _peaks(vitals: Sequence[Vitals]) -> dict[str, Any]:
-    """Memory of the rank that took most."""
+    """Return the highest peak memory of all ranks."""
     return {
         "peak_device_bytes": max(rank.device_bytes for rank in vitals) or None,
         "peak_host_bytes": max(rank.host_bytes for rank in vitals),
@@ -107,13 +107,13 @@ def _peaks(vitals: Sequence[Vitals]) -> dict[str, Any]:
 
 
 def _samples_of_step(run: Run) -> list[int]:
-    """The sample ids of the step before the present position; every rank has held its own rows against them."""
+    """Return the sample ids of the finished step; each rank has checked its own rows against them."""
     ids: list[int] = run.order.step(run.state.consumed - run.order.global_batch).flatten().tolist()
     return sorted(sample for sample in ids if sample != PADDING)
 
 
 def replayed_steps(run_dir: RunDir, resumed_from: int) -> int:
-    """How many logged steps a run that resumes from here has to do again."""
+    """Return the number of logged steps that a run resuming at `resumed_from` repeats."""
     for attempt in reversed(run_dir.attempts()):
         last = deque(read_lines(attempt.metrics), maxlen=1)
         if last:

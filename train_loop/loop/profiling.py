@@ -1,4 +1,4 @@
-"""Traces and memory of chosen steps, into the run directory."""
+"""Profiles of chosen steps, written to the run directory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from train_loop.run_dir import copy_files
 
 @contextmanager
 def profiled(run: Run) -> Iterator[None]:
-    """Profile the step that is done inside, where training.profile_steps names it."""
+    """Profile the step in the body, if training.profile_steps contains it."""
     step = run.state.step + 1
     if step not in run.spec.training.profile_steps:
         yield
@@ -30,7 +30,7 @@ def profiled(run: Run) -> Iterator[None]:
     with TemporaryDirectory() as work:
         found.export_chrome_trace(f"{work}/{file('trace.json').name}")
         if on_gpu:
-            # What https://docs.pytorch.org/memory_viz shows.
+            # A snapshot for https://docs.pytorch.org/memory_viz.
             torch.cuda.memory._dump_snapshot(f"{work}/{file('memory.pickle').name}")  # type: ignore[no-untyped-call]
             torch.cuda.memory._record_memory_history(enabled=None)
         else:

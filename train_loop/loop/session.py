@@ -1,4 +1,4 @@
-"""What a loop is told about where it runs; Ray Train and torchrun each give one."""
+"""Environment of the training loop on one rank, under Ray Train or torchrun."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,25 +13,25 @@ from train_loop.run_dir import Fence, RunDir, storage_seconds
 
 
 class Preemption(NamedTuple):
-    """Word that the hosts of some ranks will be taken away."""
+    """A notice that the hosts of some ranks will be preempted."""
 
     ranks: tuple[int, ...]
     deadline: float | None
-    """Unix seconds; None where nobody said."""
+    """Unix seconds; None if unknown."""
 
 
 PATIENCE = storage_seconds()
-"""Seconds for which storage may fail before a start gives up."""
+"""Seconds for which a start retries failed storage."""
 OpenStream = Callable[[StreamPlan, MeshPlan, int], Iterator[Rows | None]]
 
 
 def ignore_mark(_step: int, _phase: Phase) -> None:
-    """Do nothing: nobody listens for heartbeats."""
+    """Do nothing: there are no heartbeats."""
 
 
 @dataclass(frozen=True)
 class Session:
-    """One rank's place in a run. The process group is already there."""
+    """Settings and callbacks of one rank. Its process group already exists."""
 
     rank: int
     world: int
@@ -40,29 +40,29 @@ class Session:
     run_dir: RunDir
     open_stream: OpenStream
     timeout: timedelta = timedelta(minutes=30)
-    """How long a collective may wait."""
+    """Timeout of collectives."""
     epoch: int = 0
-    """The worker group's fencing epoch within the attempt; 0 if nobody raised one for it."""
+    """Fencing epoch of the worker group within the attempt; 0 without a fence."""
     told_to_end: Callable[[], bool] = lambda: False
-    """Whether this process was asked by a signal to end."""
+    """Returns whether this process has received a signal to stop."""
     expect_restart: Callable[[], None] = lambda: None
-    """Told at every save on the way: there is something to go on from."""
+    """Called after each intermediate checkpoint has started: the run can then be resumed."""
     proves_pauses: bool = False
-    """Whether the checkpoint that a pause leaves is read once more: who asked for it may take hosts and disks away."""
+    """True to verify the checkpoint of a pause: the user may remove hosts and disks afterwards."""
     preemption: Callable[[], Preemption | None] | None = None
-    """Asks for the newest word of a pre-emption, the same on all ranks; a collective call. None: nobody would know."""
+    """Returns the newest preemption notice, identical on all ranks; a collective call. None if there is no source."""
 
     may_move: Callable[[], bool] | None = None
-    """Returns whether hosts that will stay have room for all ranks; None if the group cannot be started elsewhere."""
+    """Returns whether remaining hosts have room for all ranks; None if the group cannot start elsewhere."""
     mark: Callable[[int, Phase], None] = ignore_mark
-    """Notes where this rank is, for whoever watches the group: a step, and what the rank does in it."""
+    """Sets the step and phase of this rank's heartbeats."""
 
     @property
     def token(self) -> Fence:
-        """The fencing token of this rank's worker group."""
+        """Return the fencing token of this rank's worker group."""
         return Fence(self.attempt, self.epoch)
 
     @property
     def patience(self) -> float:
-        """Seconds for which storage may fail: less than the others wait for this rank."""
+        """Return the seconds for which storage is retried: less than the timeout of the other ranks' collectives."""
         return min(PATIENCE, self.timeout.total_seconds() / 2)

@@ -1,4 +1,4 @@
-"""What a run has reached, and the generators it draws from."""
+"""State of a training run, and its random generators."""
 
 import hashlib
 import math
@@ -18,16 +18,16 @@ from train_loop.optim import Ema
 
 @dataclass
 class LossWindow:
-    """Losses of the steps since the last line that logging_steps asks for."""
+    """Losses of the steps since the last line of logging_steps."""
 
     total: float = 0.0
-    """Sum of those that are finite."""
+    """Sum of the finite losses."""
     steps: int = 0
-    """Number of those."""
+    """Number of the finite losses."""
     newest: float = math.nan
 
     def add(self, loss: float) -> None:
-        """Take in the loss of a step."""
+        """Add the loss of a step."""
         self.newest = loss
         if math.isfinite(loss):
             self.total += loss
@@ -35,11 +35,11 @@ class LossWindow:
 
     @property
     def mean(self) -> float:
-        """Mean of the finite losses; if there is none, the newest."""
+        """Return the mean of the finite losses; the newest loss if none is finite."""
         return self.total / self.steps if self.steps else self.newest
 
     def clear(self) -> None:
-        """Begin anew, behind a line."""
+        """Reset after a metrics line."""
         self.total, self.steps = 0.0, 0
 
 
@@ -57,20 +57,20 @@ class TrainState:
     step: int = 0
     """Optimizer steps done, skipped ones included."""
     tokens: int = 0
-    """Tokens seen, padding not counted."""
+    """Tokens seen, without padding."""
     consumed: int = 0
     """Samples taken from the order."""
     skipped: int = 0
-    """Steps in a row, up to here, that were not finite and changed no weight."""
+    """Consecutive newest steps that were not finite and changed no weight."""
     losses: LossWindow = field(default_factory=LossWindow)
 
     @property
     def lr(self) -> float:
-        """The learning rate of the step to come."""
+        """Return the learning rate of the next step."""
         return float(self.schedulers[0].get_last_lr()[0])
 
     def apply_gradients(self) -> None:
-        """Step optimizers, schedules and average; a collective call."""
+        """Step optimizers, schedules and EMA. A collective call."""
         for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
             optimizer.step()
             scheduler.step()
@@ -90,7 +90,7 @@ class TrainState:
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of every generator that a model may draw from on this rank."""
+    """Return the state of every random generator that a model may use on this rank."""
     state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -98,7 +98,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """The inverse of `rng_state`."""
+    """Restore the generators from `rng_state`."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
@@ -107,7 +107,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def seed_generators(seed: int, *, step: int, rank: int) -> None:
-    """Generators for a rank whose state was never saved: at the start, or when the world has another size."""
+    """Seed the generators of a rank without saved state: at the start, or after a change of world size."""
     digest = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
     random.seed(digest)
     np.random.seed(int.from_bytes(digest[:4], "little"))

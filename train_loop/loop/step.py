@@ -1,4 +1,4 @@
-"""One optimizer step."""
+"""Optimizer step: forward, backward, clipping and update."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,32 +17,32 @@ from train_loop.optim import clip_gradients
 
 @dataclass(frozen=True)
 class StepResult:
-    """The same on every rank."""
+    """Results of an optimizer step, identical on all ranks."""
 
     loss: float
-    """Loss per trained token, or per unit of their weight, before the step."""
+    """Loss per label, or per unit of weight, before the update."""
     grad_norm: float
-    """Before clipping."""
+    """Gradient norm before clipping."""
     lr: float
     """Learning rate of the step."""
     applied: bool
-    """False where loss or gradients were not finite and the weights stayed as they were."""
+    """False if loss or gradients were not finite and the weights remained unchanged."""
     overflow: bool
-    """Not applied because the fp16 gradient scaler's factor was too large, which it now lowers."""
+    """True if the update was skipped because the fp16 gradient scaler's factor was too large; the scaler lowers it."""
 
 
 def train_step(
     state: TrainState, loss: TokenLoss, batches: Iterable[MicroBatch], divisor: float, max_grad_norm: float | None
 ) -> StepResult:
-    """Forward, backward, clip and apply. `divisor` is the loss's of the whole step, all ranks and micro-batches."""
+    """Run forward, backward, clipping and update. `divisor` is the loss divisor over all ranks and micro-batches."""
     scaler = state.scaler
     mean = accumulate(loss, batches, divisor, scaler)
     for optimizer in state.optimizers:
         scaler.unscale_(optimizer)
     norm = clip_gradients(state.model, max_grad_norm)
-    # Both numbers are the same on every rank, so that all of them skip or none does.
+    # Both numbers are identical on all ranks: either all skip or none does.
     finite = bool(torch.isfinite(mean) & torch.isfinite(norm))
-    # The loss knows nothing of the scaler's factor: what is not finite in it is the run's own.
+    # The loss is unscaled: the scaler cannot cause a non-finite loss.
     overflow = bool(torch.isfinite(mean)) and not finite and scaler.get_scale() > 1
     lr = state.lr
     if finite:
@@ -53,22 +53,21 @@ def train_step(
 
 
 def accumulate(loss: TokenLoss, batches: Iterable[MicroBatch], divisor: float, scaler: GradScaler) -> Tensor:
-    """Gradients of a whole step in the parameters, times the scaler's factor, and its loss over all ranks.
+    """Accumulate a step's gradients, times the scaler's factor, and return its loss over all ranks.
 
-    FSDP sums gradients over ranks, so that dividing each micro-batch's summed loss by the step's divisor is the only
-    factor there is.
+    FSDP sums gradients over ranks. Each micro-batch's summed loss is divided only by the step's divisor.
     """
     root: FSDPModule = loss.model
-    # What the forward pass needs first travels while masks are made.
+    # Prefetch the parameters that forward needs first, while masks are built.
     for module in (loss.model, loss.model.get_input_embeddings()):
         if isinstance(module, FSDPModule):
             module.unshard(async_op=True)
     total = torch.zeros(())
     for batch in batches:
-        # Gradients of every micro-batch are reduced to shards, because whole ones would not fit; replicas of a shard
-        # hear of each other once.
+        # Each micro-batch reduces its gradients to shards, because whole ones would not fit; replicas of a shard
+        # all-reduce once per step.
         root.set_requires_all_reduce(batch.last)
-        # A step without any trained token is legal: its loss and gradients are zero.
+        # A step without labels is valid: its loss and gradients are zero.
         mean = loss(batch) / (divisor or 1)
         torch.autograd.backward(scaler.scale(mean))
         total = total.to(mean.device) + mean.detach()

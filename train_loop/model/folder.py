@@ -1,4 +1,4 @@
-"""Where a spec's model says its sizes and its words: in the spec itself, or in a Hugging Face folder. Torch-free."""
+"""Config and tokenizer of a spec's model, from the spec or from a Hugging Face folder. Torch-free."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from train_loop.system.input_files import read_input
 
 
 def model_folder(model: ModelSpec) -> Path | None:
-    """The folder of a model that has one; None for random weights. Raises ModelError for a URI that cannot be read."""
+    """Return the folder of model.path; None for random weights. Raises ModelError for an unsupported URI."""
     try:
         return None if model.path is None else local_path(model.path)
     except ValueError as error:
@@ -20,13 +20,13 @@ def model_folder(model: ModelSpec) -> Path | None:
 
 
 def model_config(model: ModelSpec) -> dict[str, Any]:
-    """The Hugging Face config of a model, from the spec or from its folder. Raises ModelError."""
+    """Return the Hugging Face config of a model, from the spec or its folder. Raises ModelError."""
     folder = model_folder(model)
     return _read_config(folder) if folder else dict(model.config or {})
 
 
 def model_shape(model: ModelSpec) -> ModelShape:
-    """The sizes of a model, from the spec or from its folder. Raises ModelError."""
+    """Return the sizes of a model, from the spec or its folder. Raises ModelError."""
     try:
         return read_shape(model_config(model))
     except ValueError as error:
@@ -34,9 +34,9 @@ def model_shape(model: ModelSpec) -> ModelShape:
 
 
 def tokenizer_folder(spec: JobSpec) -> Path | None:
-    """The folder of the tokenizer for a spec's text, by default the model's; None where one is trained on the data.
+    """Return the tokenizer's folder, by default the model's; None if a tokenizer is trained on the data.
 
-    Raises DataError for a folder that holds no tokenizer.
+    Raises DataError if the folder has no tokenizer.
     """
     uri = spec.model.tokenizer or spec.model.path
     if uri is None:
@@ -48,8 +48,8 @@ def tokenizer_folder(spec: JobSpec) -> Path | None:
     if not (folder / "tokenizer.json").is_file():
         remedy = "give the folder of a Hugging Face fast tokenizer"
         if spec.model.tokenizer is None:
-            remedy = "name one that does in model.tokenizer, or give tokenised rows with columns.input_ids"
-        raise DataError(f"{uri} holds no tokenizer.json; {remedy}")
+            remedy = "set model.tokenizer to a folder with one, or give tokenised rows with columns.input_ids"
+        raise DataError(f"tokenizer.json not found in {uri}; {remedy}")
     return folder
 
 
@@ -58,15 +58,15 @@ def _read_config(folder: Path) -> dict[str, Any]:
         text = read_input(folder / "config.json")
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ModelError(
-            f"{folder} holds no config.json; give a model's folder as save_pretrained of transformers writes it, "
+            f"config.json not found in {folder}; give a model's folder as save_pretrained of transformers writes it, "
             "visible from service and workers"
         ) from error
     try:
         config = json.loads(text)
     except ValueError as error:
-        raise ModelError(f"{folder}/config.json is no JSON: {error}; copy it again") from error
+        raise ModelError(f"{folder}/config.json is not valid JSON: {error}; copy it again") from error
     except RecursionError as error:
         raise ModelError(f"{folder}/config.json is nested too deeply to be read; copy it again") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ModelError(f'{folder}/config.json names no model_type; add it, for example "model_type": "qwen3"')
+        raise ModelError(f'model_type not found in {folder}/config.json; add it, for example "model_type": "qwen3"')
     return config

@@ -44,7 +44,7 @@ def estimate_memory(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> tuple[M
         MemoryTerm("parameters", master * shard, f"{master} bytes x parameters / fsdp", home),
         MemoryTerm("optimizer", *_optimizer(spec, shape, mesh, master), place=home),
         MemoryTerm(
-            "ema", 4 * shard if spec.training.ema_decay else 0, "4 bytes x parameters / fsdp, where asked for", home
+            "ema", 4 * shard if spec.training.ema_decay else 0, "4 bytes x parameters / fsdp, if ema_decay is set", home
         ),
     )
     return (
@@ -57,7 +57,7 @@ def estimate_memory(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> tuple[M
         MemoryTerm("gradients", master * shard, f"{master} bytes x parameters / fsdp", home),
         _staging(spec, sum(term.bytes for term in state), beside),
         *_activations(spec, shape, tokens=tokens, compute=compute, beside=beside),
-        MemoryTerm("attention_mask", _mask(spec), "1 byte x sequences x sequence_length^2, where documents share one"),
+        MemoryTerm("attention_mask", _mask(spec), "1 byte x sequences x sequence_length^2, if packed"),
         _logits(spec, shape, tokens),
     )
 
@@ -120,7 +120,7 @@ def _activations(
         return (MemoryTerm("activations", compute * tokens * size, f"{each} x {sizes}"),)
     recomputed = compute * tokens * (kept + wide // tiles)
     saved, inputs = compute * tokens * shape.hidden * shape.layers, f"{each} x H x layers"
-    formula = f"{each} x ({layer} + {mlp}) of the layer at work"
+    formula = f"{each} x ({layer} + {mlp}) of the current layer"
     if spec.model.gradient_checkpointing == "full":
         return (MemoryTerm("activations", saved + recomputed, f"{inputs} + {formula}"),)
     return MemoryTerm("activations", recomputed, formula), MemoryTerm("offloaded_activations", saved, inputs, beside)

@@ -94,8 +94,8 @@ def check_reshard(reshard: bool | int | None, mesh: MeshPlan) -> None:
     if reshard not in fits:
         choices = one_of([*map(str, fits), "true", "false"])
         raise ValueError(
-            f"reshard_after_forward={reshard} is no smaller group that divides the {mesh.fsdp} ranks of an fsdp group; "
-            f"choose {choices}"
+            f"reshard_after_forward={reshard} is not a smaller group that divides the {mesh.fsdp} ranks of an fsdp "
+            f"group; choose {choices}"
         )
 
 

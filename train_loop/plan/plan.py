@@ -11,7 +11,7 @@ from train_loop.spec import JobSpec, Problem, SpecError
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a spec, made before any data is read."""
+    """Plan of a spec, computed without reading data."""
 
     mesh: MeshPlan
     batch: BatchPlan
@@ -75,7 +75,7 @@ def plan_sizes(spec: JobSpec, shape: ModelShape) -> dict[int, Plan]:
     if plans:
         return plans
     if spec.scaling.elastic:
-        none = f"none of {fewest} to {most} workers can be shared out as the strategy and the batch ask"
+        none = f"no number of workers from {fewest} to {most} fits the strategy and the batch size"
         broken = [Problem(one.pointer, f"{none}; with {most}: {one.message}") for one in broken]
     raise SpecError(broken)
 

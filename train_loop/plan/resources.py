@@ -16,7 +16,7 @@ def needed(scaling: ScalingSpec) -> dict[str, float]:
 def too_big(scaling: ScalingSpec, total: Mapping[str, float]) -> str | None:
     """Return the reason why the cluster can never hold the workers, as a sentence; None if it can."""
     short = [
-        f"{amount:g} {name} where the cluster has {total.get(name, 0):g}"
+        f"{amount:g} {name} (the cluster has {total.get(name, 0):g})"
         for name, amount in needed(scaling).items()
         if amount > total.get(name, 0) + 1e-9
     ]

@@ -104,7 +104,7 @@ def read_shape(config: dict[str, Any]) -> ModelShape:
     missing = [name for name in _NEEDED if name not in sizes]
     if missing:
         raise ValueError(
-            f"model_type={model_type} is not one whose defaults are known ({', '.join(_DEFAULTS)}); "
+            f"model_type={model_type} has no known default sizes, unlike {', '.join(_DEFAULTS)}; "
             f"add {', '.join(missing)} to the model's config"
         )
     heads = _positive(sizes, "num_attention_heads")

@@ -1,10 +1,10 @@
-"""All that can be said of a spec's data and model before anything runs; the service calls it as a helper process.
+"""Preflight checks of a spec's data and model before submission; a helper process of the service.
 
-`python -m train_loop.preflight.checks SOCKET` listens there until its standard input ends. A question is {"spec": …,
-"read_policy": {…}, "parent": … or null, "seconds": …}, the answer {"problems": [{"pointer", "message"}], "shape": {…}}:
-the model's sizes, or null where they cannot be told. If storage is away the answer is {"unavailable": {"root",
-"error"}}. It is a process of its own, because torch takes memory and seconds that the service need not have. It forks
-for each question, because a damaged file may crash the library that opens it.
+`python -m train_loop.preflight.checks SOCKET` listens on SOCKET until its standard input closes. A request is
+{"spec": …, "read_policy": {…}, "parent": … or null, "seconds": …}, the answer {"problems": [{"pointer", "message"}],
+"shape": {…}, "preview": […], "count": {…}}. `shape` has the model's sizes, or is null if they are unknown. If storage is
+unavailable, the answer is {"unavailable": {"root", "error"}}. A separate process spares the service torch's memory
+and import time. It forks for each request, because a damaged file may crash the library that opens it.
 """
 
 import sys
@@ -39,30 +39,27 @@ from train_loop.run_dir import Parent, ReadPolicy, RunDir, StorageUnavailable
 from train_loop.spec import ColumnsSpec, JobSpec, Problem, SourceSpec, parse
 from train_loop.system.input_files import limit_inputs
 
-# pathlib raises RuntimeError for links in a circle, and readers of nested text RecursionError, which is one.
+# pathlib raises RuntimeError for symlink loops; parsers of nested text raise its subclass RecursionError.
 _MISTAKES = (ValueError, OSError, RuntimeError)
 _STORAGE_SECONDS = 5.0
-"""How long to retry storage that fails, while a user waits."""
+"""Seconds to retry failed storage, while a user waits."""
 
 
 def _said(error: Exception) -> str:
-    """Return what a user can act on. Raises the error itself if it is not the user's.
-
-    That of storage which is away is not.
-    """
+    """Return the message of a user's error. Raise other errors, such as unavailable storage, unchanged."""
     if isinstance(error, StorageUnavailable):
         raise error
     if isinstance(error, RecursionError):
         return "it is nested too deeply to be read; copy it again, or write it with fewer levels"
     if isinstance(error, RuntimeError) and "Symlink loop" in str(error):
-        return f"its links lead in a circle ({error}); correct or remove them"
+        return f"its symbolic links form a loop ({error}); correct or remove them"
     if lacks_memory(error) or isinstance(error, RuntimeError):
         raise error
     return str(error)
 
 
 def check_data(spec: JobSpec, policy: ReadPolicy) -> list[Problem]:
-    """The problems with a spec's data: place, existence, columns, emptiness."""
+    """Return the problems of a spec's data: path, existence, columns, empty files."""
     data = spec.data
     problems = []
     for name, written, sources in (("train", data.train, data.sources), ("eval", data.eval, data.eval_sources)):
@@ -78,10 +75,10 @@ def check_data(spec: JobSpec, policy: ReadPolicy) -> list[Problem]:
 def check_model(
     spec: JobSpec, policy: ReadPolicy, parent: Parent | None = None
 ) -> tuple[ModelShape | None, list[Problem]]:
-    """The sizes of a spec's model, unless they cannot be told, and the problems with it and its tokenizer.
+    """Return the sizes of a spec's model, None if unknown, and the problems of model and tokenizer.
 
-    It is built on the meta device, which takes no memory, and held against its folder's file headers, or against the
-    checkpoint of another run that this one is to go on from.
+    The model is built on the meta device, which needs no memory, and compared with the file headers of its folder, or
+    with the checkpoint of the parent run.
     """
     shape, pointer = None, "/model/config" if spec.model.path is None else "/model/path"
     looking_at(pointer)
@@ -102,7 +99,7 @@ def check_model(
 
 
 def _checkpoint_problems(model: PreTrainedModel, parent: Parent, pointer: str) -> list[Problem]:
-    """Where the model is not the one that was saved."""
+    """Return the differences between the model and the parent's checkpoint."""
     folder = RunDir.at(parent.run_dir).checkpoint(parent.manifest.step)
     which = f"the checkpoint of step {parent.manifest.step} of {parent.job}"
     try:
@@ -115,20 +112,20 @@ def _checkpoint_problems(model: PreTrainedModel, parent: Parent, pointer: str) -
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)} | dict(model.named_buffers()).keys()
     differ = [
         *(
-            f"{name} is {list(of)} and was {list(saved[name]) if name in saved else 'not there'}"
+            f"{name} is {list(of)} and was {list(saved[name]) if name in saved else 'missing'}"
             for name, of in own.items()
             if saved.get(name) != of
         ),
-        *(f"{name} is not there any more" for name in saved if name not in known),
+        *(f"{name} is missing now" for name in saved if name not in known),
     ]
     if not differ:
         return []
     more = f", and {len(differ) - 1} more" if len(differ) > 1 else ""
-    return [Problem(pointer, f"the model is not that of {which}: {differ[0]}{more}; a clone changes no sizes")]
+    return [Problem(pointer, f"the model differs from {which}: {differ[0]}{more}; a clone must keep the model's sizes")]
 
 
 def _wishes_not_granted(model: PreTrainedModel, seen: Seen, spec: JobSpec) -> list[Problem]:
-    """What the spec asks of a model that such a model does not allow."""
+    """Return the settings of a spec that its model does not support."""
     strategy, policy = spec.strategy, spec.strategy.wrap_policy
     checks: list[tuple[str, Callable[[], object]]] = [
         ("/strategy/ulysses_size", lambda: check_attention(seen, spec)),
@@ -154,7 +151,7 @@ def _wishes_not_granted(model: PreTrainedModel, seen: Seen, spec: JobSpec) -> li
 def _source_problems(
     source: SourceSpec, columns: ColumnsSpec, policy: ReadPolicy, pointers: tuple[str, str], *, skip: bool
 ) -> list[Problem]:
-    """The problems with one source; `pointers` are those of its path and of its columns."""
+    """Return the problems of one source; `pointers` are those of its path and its columns."""
     looking_at(pointers[0])
     try:
         for uri in source.paths:
@@ -190,7 +187,7 @@ def _tokenizer_problems(spec: JobSpec, policy: ReadPolicy, shape: ModelShape) ->
 
 
 def _preview(spec: JobSpec) -> list[Preview]:
-    """Return what preparing would do to the first rows; nothing for data that cannot be read, which a run reports."""
+    """Return the effect of preparation on the first rows; empty for unreadable data, which the run reports."""
     looking_at("/data/train")
     with suppress(ValueError, OSError):
         return preview_data(spec)
@@ -204,10 +201,10 @@ def _count(spec: JobSpec) -> SampleCount | None:
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """Return what is wrong with a spec's data and model, the model's sizes, and counts of the first rows."""
+    """Return the problems of a spec's data and model, the model's sizes, and counts of the first rows."""
     spec, policy = parse(question["spec"]), ReadPolicy.model_validate(question["read_policy"])
     parent = Parent.model_validate(question["parent"]) if question["parent"] else None
-    # What is opened is checked as well: a link may be put in the place of a file between the two.
+    # Opened files are checked again: a link may replace a file after the first check.
     with limit_inputs(policy), storage_patience(_STORAGE_SECONDS):
         try:
             shape, problems = check_model(spec, policy, parent)

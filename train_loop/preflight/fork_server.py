@@ -1,4 +1,4 @@
-"""A helper process with all imports that forks for each question, within limits of time, CPU and memory."""
+"""A fork server: a helper process with all imports that forks for each request, with time, CPU and memory limits."""
 
 import json
 import math
@@ -18,19 +18,19 @@ Answer = Callable[[dict[str, Any]], object]
 _MIB = 1 << 20
 _REMEDY = "choose a smaller config or smaller files, or have the operator raise"
 _NO_MEMORY = b'{"limit": "memory"}'
-_subject: Callable[[str], None] = lambda pointer: None  # noqa: E731 - a fork puts its own in its place
+_subject: Callable[[str], None] = lambda pointer: None  # noqa: E731 - each fork replaces it
 
 
 def looking_at(pointer: str) -> None:
-    """Name what is being checked: a fork that dies of its limits is reported as a problem of this JSON pointer."""
+    """Set the JSON pointer of the current check, at which the helper reports an exceeded limit."""
     _subject(pointer)
 
 
 def serve(path: str, answer: Answer) -> None:
-    """Answer each question in a process of its own, until standard input ends: then the asking process has gone.
+    """Answer each request in a forked process until standard input closes: then the parent process has exited.
 
-    A question's `seconds` limit its time. If they are given, `cpu_seconds` and `memory_bytes` limit its CPU time and
-    the memory that it takes beyond the helper's: exceeding them is answered as a problem of what was looked at.
+    A request's `seconds` limit its time. Optional `cpu_seconds` and `memory_bytes` limit its CPU time and its memory
+    beyond the helper's. A request that exceeds a limit is answered with a problem at the pointer of its current check.
     """
 
     class Handler(StreamRequestHandler):
@@ -43,11 +43,11 @@ def serve(path: str, answer: Answer) -> None:
 
 
 class Server(ForkingMixIn, UnixStreamServer):
-    """A process for each question."""
+    """A server that forks for each request."""
 
 
 def _watched(question: dict[str, Any], answer: Answer) -> bytes:
-    """Answer in a child process. Return its answer, the limit that it died of, or nothing."""
+    """Answer in a child process. Return its answer, the limit that it exceeded, or nothing."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -83,7 +83,7 @@ def _answer(question: dict[str, Any], answer: Answer, writing: int) -> None:
 
 
 def lacks_memory(error: BaseException | None) -> bool:
-    """Return whether an error, or what caused it, says that memory was refused."""
+    """Return whether an error or one of its causes is a failed memory allocation."""
     while error is not None:
         if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error) or "bad_alloc" in str(error):
             return True
@@ -92,15 +92,15 @@ def lacks_memory(error: BaseException | None) -> bool:
 
 
 def _limit(question: dict[str, Any]) -> None:
-    """Limit this process. The service does not wait any longer than `seconds`."""
+    """Set the limits of this process. The service waits at most `seconds`."""
     signal.alarm(math.ceil(question["seconds"]))
-    # If the host has no memory left, a fork goes before the service does.
+    # If the host runs out of memory, the kernel kills a fork before the service.
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
-    # SIGXCPU would leave a dump of all of torch.
+    # SIGXCPU would write a core dump with all of torch.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if cpu := question.get("cpu_seconds"):
-        # Its supervisor has used none; threads that a library starts count, too.
+        # The fork has used no CPU time yet; threads of libraries count, too.
         resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(cpu), math.ceil(cpu) + 1))
     if memory := question.get("memory_bytes"):
         most = _data_bytes() + memory
@@ -108,7 +108,7 @@ def _limit(question: dict[str, Any]) -> None:
 
 
 def _data_bytes() -> int:
-    """Return the size of this process's writable private memory, which RLIMIT_DATA counts; 0 if it is not known."""
+    """Return the bytes of this process's writable private memory, which RLIMIT_DATA counts; 0 if unknown."""
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmData:"):
@@ -117,14 +117,14 @@ def _data_bytes() -> int:
 
 
 def _limit_exceeded(question: dict[str, Any], status: int, used: resource.struct_rusage, found: bytes) -> str | None:
-    """Return the limit that a child ran into, as its problem says it, or None."""
+    """Return the text of the limit that a child exceeded, or None."""
     killed = _by(status)
     cpu, memory = question.get("cpu_seconds"), question.get("memory_bytes")
     if cpu and killed == signal.SIGXCPU:
         return f"took over {cpu:g} s of CPU time; {_REMEDY} TRAINSHED_PREFLIGHT_CPU_SECONDS"
     if killed == signal.SIGALRM and used.ru_utime + used.ru_stime > question["seconds"] / 2:
         return f"took over {question['seconds']:g} s; {_REMEDY} TRAINSHED_PREFLIGHT_SECONDS"
-    # Python raises MemoryError; libraries in Rust and C++ end the process if memory is refused.
+    # Python raises MemoryError; libraries in Rust and C++ abort the process if an allocation fails.
     refused = killed in (signal.SIGABRT, signal.SIGSEGV) and used.ru_maxrss * 1024 > (memory or math.inf) / 2
     if memory and (refused or found == _NO_MEMORY):
         return f"took over {memory // _MIB} MiB of memory; {_REMEDY} TRAINSHED_PREFLIGHT_MEMORY_BYTES"
@@ -137,7 +137,7 @@ def _by(status: int) -> int | None:
 
 
 def _timed_out(question: dict[str, Any], subject: str) -> str:
-    """Return what is said of a check that waited: unlike computing, this is not the spec's fault."""
+    """Return the error of a check that waited for I/O: unlike high CPU time, this is not the spec's fault."""
     return (
         f"the check of {subject} took over {question['seconds']:g} s; check that its storage answers, or have the "
         "operator raise TRAINSHED_PREFLIGHT_SECONDS"
@@ -155,7 +155,7 @@ def _write(file: int, data: bytes) -> None:
 
 def _leave_with_stdin(socket: Path) -> None:
     os.read(sys.stdin.fileno(), 1)
-    # A service that was killed cannot remove the folder of the socket.
+    # A killed service cannot remove the folder of the socket.
     with suppress(OSError):
         socket.unlink()
         socket.parent.rmdir()

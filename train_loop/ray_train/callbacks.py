@@ -1,6 +1,6 @@
-"""Our part of Ray Train's controller: fences off, connects and watches each worker group.
+"""Callback in Ray Train's controller that fences, connects and monitors each worker group.
 
-The controller unpickles this module: it must not import what only ranks need, which takes seconds.
+The controller unpickles this module. It must not import modules that only ranks need: they take seconds.
 """
 
 import logging
@@ -46,9 +46,9 @@ _LAST_BEAT_SECONDS = 1.0
 
 
 class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
-    """Called by Ray Train's controller around each worker group: places it, fences it off, connects and watches it.
+    """Callback of Ray Train's controller that places, fences, connects and monitors each worker group.
 
-    Ray Train's internal callback interface is the only one with a hook before the ranks of a group start.
+    Only Ray Train's internal callback interface has a hook before the ranks of a group start.
     """
 
     def __init__(self, run_dir: RunDir, attempt: int, spec: JobSpec, *, autoscaled: bool) -> None:
@@ -57,13 +57,13 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
         self._nodes: dict[str, str] = {}
         self._monitor: GroupMonitor | None = None
         self._actors: dict[int, Any] = {}
-        """The actors of the newest group, by rank."""
+        """Actors of the newest group, by rank."""
         self._placement_group: Any = None
         self._preempted: tuple[int, ...] = ()
         self._failed = False
 
     def after_controller_start(self, train_run_context: Any) -> None:
-        """Begin to listen for heartbeats."""
+        """Start listening for heartbeats."""
         expect_run_dir(self._run_dir.root)
         with storage_may_fail(lambda error: log.warning("the driver's log cannot be opened: %s", error)):
             log_lines_to(self._attempt.driver_log)
@@ -78,9 +78,9 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
 
     @contextmanager
     def on_worker_group_start(self) -> Iterator[None]:
-        """Undo the start of a group of which a rank or host died, and have Ray Train start another one.
+        """Clean up a start in which a rank or host died, and make Ray Train start a new group.
 
-        Ray Train leaves the processes and the placement group of a start that failed late: the next would find no room.
+        After a late failure Ray Train leaves processes and placement group in place: the next group would find no room.
         """
         self._actors, self._placement_group = {}, None
         try:
@@ -94,7 +94,7 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
             raise
 
     def _end_start(self, error: Exception) -> bool:
-        """End what a failed start has left; return whether a rank or host died."""
+        """Kill the actors of a failed start and remove its placement group. Return whether a rank or host died."""
         assert self._monitor is not None
         dead, actor_id = dict[int, str](), getattr(error.__cause__ or error, "actor_id", None)
         for rank, actor in self._actors.items():
@@ -119,7 +119,7 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
         """
         assert self._monitor is not None
         if retry_storage(partial(last_word, self._attempt)) is not None:
-            # Its loss came after its end. A new group would have nothing to do, and may find no room.
+            # The group was lost after training ended. A new group would have nothing to do, and may find no room.
             raise RunEndedError("an earlier worker group of this attempt has ended the run")
         self._monitor.await_cause(_LAST_BEAT_SECONDS)
         self._flush_events()
@@ -134,7 +134,7 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
         super().before_worker_group_start(worker_group_context)
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
-        """Raise the fence for a new worker group, then tell its ranks their epoch, interface and heartbeat target."""
+        """Raise the fence for a new worker group, then send its ranks their epoch, interface and heartbeat target."""
         assert self._monitor is not None
         token = retry_storage(partial(begin_group, self._run_dir, self._attempt.number, by=uuid.uuid4().hex))
         names = _host_names({worker.metadata.node_id: worker.metadata for worker in workers})
@@ -157,7 +157,7 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
         return {}
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
-        """Report ranks that failed, once for each group."""
+        """Report failed ranks, once per group."""
         preemption = worker_group_status.get_preemption_info()
         self._preempted = self._preempted if preemption is None else tuple(preemption.preempted_ranks)
         errors: Mapping[int, Exception] = worker_group_status.errors
@@ -172,16 +172,16 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
         self._monitor.failed(alive, dead, **self._stacks())
 
     def before_controller_execute_failure_decision(self, failure_decision: Any) -> None:
-        """Report a group that Ray Train ends because the deadline of a preemption has passed."""
+        """Report a group that Ray Train stops at the deadline of a preemption."""
         if self._preempted and not self._failed and self._monitor is not None:
             self._failed = True
             self._monitor.failed({}, dict.fromkeys(self._preempted, "its host was taken away, as announced"))
 
     @contextmanager
     def on_worker_group_shutdown(self) -> Iterator[None]:
-        """End the processes of a group that failed at once.
+        """Kill the processes of a failed group immediately.
 
-        Ray Train would first wait up to 35 s for each of them to leave its process group, in which a rank may be stuck.
+        Ray Train would first wait up to 35 s for each rank to leave its process group, where a rank may be stuck.
         """
         if self._monitor is not None:
             self._monitor.closing()
@@ -201,26 +201,26 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
         self._writer.join(_LAST_EVENTS_SECONDS)
 
     def _report(self, name: str, **fields: Any) -> None:
-        """Have an event written. It returns at once: storage that hangs must not stop the watch."""
+        """Queue an event and return immediately: hanging storage must not block the monitor."""
         self._events.put((name, {"time": time.time(), **fields}))
 
     def _flush_events(self) -> None:
-        """Wait until all events so far are written, or for some seconds if storage hangs."""
+        """Wait until all queued events are written, or 5 s if storage hangs."""
         written = threading.Event()
         self._events.put(written)
         written.wait(_LAST_EVENTS_SECONDS)
 
     def _write_events(self) -> None:
-        """Write events in their order, and one line of the driver's log for each."""
+        """Write queued events in order, and log one line for each in the driver's log."""
         while (event := self._events.get()) is not None:
             if isinstance(event, threading.Event):
                 event.set()
                 continue
             name, fields = event
             if name == "workers_lost" and self._ended_by_error():
-                # The job ends of what a user must correct: nothing was lost, and nothing is tried again.
+                # A user's error ends the job: no worker was lost, and there is no retry.
                 continue
-            # A fault here must not end the reports of a run.
+            # An error here must not stop later events.
             try:
                 if name == OUT_OF_MEMORY:
                     fields = describe_killed(fields, self._run_dir, self._spec)
@@ -239,7 +239,7 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
         return end is not None and end.get("result") == "failed" and not end.get("retryable")
 
     def declare_lost(self, host: str) -> None:
-        """Have Ray treat a host as dead, so that it restarts what ran there elsewhere."""
+        """Make Ray treat a host as dead, so that its actors restart elsewhere."""
         if host in self._nodes:
             unregister_node(self._nodes[host], f"host {host} has sent no heartbeat")
 
@@ -253,19 +253,19 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
         return False
 
     def avoided(self) -> Collection[str]:
-        """Return the ids of nodes whose hosts are lost, which Ray may still take for alive."""
+        """Return the ids of nodes on lost hosts, which Ray may still consider alive."""
         assert self._monitor is not None
         lost = self._monitor.lost_hosts()
         return [node for host, node in self._nodes.items() if host in lost]
 
     def doubtful(self) -> Collection[str]:
-        """Return the ids of nodes on whose hosts storage failed."""
+        """Return the ids of nodes on hosts with failed storage."""
         assert self._monitor is not None
         failed = self._monitor.hosts_without_storage()
         return [node for host, node in self._nodes.items() if host in failed]
 
     def waiting(self, missing: str) -> None:
-        """Called several times a second while the nodes have no room for the next worker group."""
+        """Report missing capacity for the next worker group; called several times a second while it waits."""
         assert self._monitor is not None
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         self._monitor.lacking(missing, left=[host for host, node in self._nodes.items() if node not in alive])
@@ -296,16 +296,16 @@ def _accepts(address: str, port: int) -> bool:
 
 
 class RankSettings(NamedTuple):
-    """What ranks of a worker group are given before they start."""
+    """Settings that a worker group's ranks receive before they start."""
 
     epoch: int
     heartbeats: Target
 
 
 def set_up_rank(settings: RankSettings, rank: int, address: str) -> Any:
-    """In the process of a rank, before its process group: take the epoch, use an interface, send heartbeats.
+    """Set a rank's epoch and network interface and start its heartbeats, before it joins the process group.
 
-    Returns the placement group of the worker group.
+    Runs in the rank's process. Returns the placement group of the worker group.
     """
     wait_until_ready()
     os.environ[EPOCH_VARIABLE] = str(settings.epoch)
@@ -315,7 +315,7 @@ def set_up_rank(settings: RankSettings, rank: int, address: str) -> Any:
 
 
 def work(config: dict[str, Any]) -> None:
-    """One worker."""
+    """Run one rank in its worker process."""
     with no_automatic_collection():
         train = pkgutil.resolve_name("train_loop.ray_train.worker:work")
     train(config)

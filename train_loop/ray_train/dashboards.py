@@ -1,4 +1,4 @@
-"""`python -m train_loop.ray_train.dashboards FOLDER`: writes the dashboards of the installed Ray for Grafana."""
+"""`python -m train_loop.ray_train.dashboards FOLDER`: writes the Grafana dashboards of the installed Ray."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ _MADE: dict[str, Callable[[], tuple[str, str]]] = {
 
 
 def main() -> None:
-    """Write one file for each dashboard."""
+    """Write one file per dashboard."""
     parser = argparse.ArgumentParser(prog="python -m train_loop.ray_train.dashboards", description=__doc__)
     parser.add_argument("folder", type=Path)
     folder: Path = parser.parse_args().folder

@@ -1,7 +1,7 @@
-"""`python -m train_loop.ray_train.driver --run-dir DIR --attempt N`: one attempt at a job, as a Ray job's entrypoint.
+"""`python -m train_loop.ray_train.driver --run-dir DIR --attempt N`: one attempt of a job, as a Ray job's entrypoint.
 
-Prepares the data, runs the worker group and restarts it after faults, and says in outcome.json how it ended.
-What takes seconds to import comes once the cluster has been asked for processes.
+Prepares the data, runs the worker group, restarts it after faults and writes the result to outcome.json.
+Slow imports follow the request for worker processes.
 """
 
 import argparse
@@ -45,9 +45,9 @@ log = logging.getLogger(__name__)
 _SHUTDOWN_SECONDS = 10.0
 _CATCH_UP_SECONDS, _CLOSE_SECONDS = 2.0, 30.0
 
-# A dead worker is noticed within about this many seconds; Ray's default is 2.
+# Ray Train detects a dead worker within about this many seconds; its default is 2.
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "1")
-# A node that is drained may be gone in half a minute; Ray's default is 5.
+# A drained node may disappear within 30 s; Ray's default is 5.
 os.environ.setdefault("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "1")
 
 
@@ -67,7 +67,7 @@ def main() -> None:
     outcome = run_attempt(run_dir, attempt, journal)
     journal.event("finished", **outcome.model_dump(exclude_none=True))
     with suppress(KeyboardInterrupt):
-        # Whoever sees the outcome should find the last numbers too; who cannot wait for them need not.
+        # The sinks should have the last metrics before the outcome appears; an interrupt skips this wait.
         sinks.catch_up(seconds=_CATCH_UP_SECONDS)
     acknowledge(attempt, journal, outcome)
     with suppress(KeyboardInterrupt):
@@ -76,19 +76,19 @@ def main() -> None:
 
 
 def expect_version(service: str | None) -> None:
-    """Raise VersionSkewError unless this driver has the version of the service, which None leaves open."""
+    """Raise VersionSkewError if the driver's version differs from the service's; None skips the check."""
     own = own_version()
     if service is not None and service != own:
         raise VersionSkewError(
             f"the service runs Trainshed {service} and the cluster {own}; install the same version on both: the job is "
-            "tried again until they match"
+            "retried until they match"
         )
 
 
 def a_home() -> dict[str, str]:
-    """Return the variable HOME for the processes of this job, if this one has no home; it is set here as well.
+    """Set HOME and return it for the job's other processes, if this user has no home directory.
 
-    A container's user has none unless somebody says so, and then `ray.train` cannot be imported.
+    A container's user may have none, and then `ray.train` cannot be imported.
     """
     try:
         Path.home()
@@ -110,12 +110,12 @@ def acknowledge(attempt: AttemptDir, journal: Journal, outcome: Outcome) -> None
 
 
 def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outcome:
-    """Prepare and train; whatever happens becomes an outcome."""
+    """Prepare and train. Return an outcome in all cases, also after an exception."""
     try:
         if (early := retry_storage(partial(_asked_early, run_dir, attempt))) is not None:
             return early
         expect_version(os.environ.get(SERVICE_VERSION_VARIABLE))
-        # The logs of ranks lie beside the driver's: it need not repeat them.
+        # Each rank has its own log file; the driver's log need not repeat it.
         home = {"env_vars": a_home()}
         ray.init(address="auto", runtime_env=home, logging_level=logging.WARNING, log_to_driver=False)
         spec = retry_storage(lambda: attempt.spec(run_dir.spec()))
@@ -132,10 +132,10 @@ def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outco
             if end is not None:
                 return Outcome.model_validate(end)
             if retry_storage(partial(moves, attempt)) < start:
-                raise RuntimeError("the ranks ended without an outcome; their logs are beside this one")
+                raise RuntimeError("the ranks ended without an outcome; see their logs in the folder of this log")
             if retry_storage(run_dir.spec).scaling.elastic:
-                # The service may have to choose another size.
-                return Outcome(result="moved", reason="hosts are about to be taken away")
+                # The service may have to choose another number of workers.
+                return Outcome(result="moved", reason="hosts will be preempted")
             ranks, hosts = preempted_ranks(attempt), newest_hosts(attempt)
             left = sorted({hosts[str(rank)] for rank in ranks if str(rank) in hosts})
             journal.event("moving", ranks=ranks, hosts=left)
@@ -143,14 +143,14 @@ def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outco
     except KeyboardInterrupt:
         stop = _asked(run_dir, attempt)
         if stop is not None:
-            return Outcome(result=stop.result, reason="ended without a last checkpoint, because its time was up")
+            return Outcome(result=stop.result, reason="stopped at the deadline without a last checkpoint")
         return Outcome(result="failed", code="interrupted", reason="the driver was interrupted", retryable=True)
     except Exception as error:
         if (outcome := _trained(attempt)) is not None:
-            # What fails after the workers have finished is cleanup.
+            # The workers had finished: only cleanup failed.
             log.warning("cleanup failed after training had ended: %s", reason(error))
             return outcome
-        # The traceback of an error in a rank is in that rank's log.
+        # The log of a rank contains the traceback of its error.
         log.error("the attempt failed: %s", reason(error), exc_info=None if from_ranks(error) else error)
         return _with_cause(failed(error), attempt) if from_ranks(error) else failed(error)
     finally:
@@ -158,7 +158,7 @@ def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outco
 
 
 def _fit(fit: Callable[[], object]) -> None:
-    """Wait for Ray Train. It is no failure that an earlier worker group has ended the run."""
+    """Wait for Ray Train. RunEndedError is not a failure: an earlier worker group has ended the run."""
     from ray.train import ControllerError  # noqa: PLC0415 - it takes seconds
 
     try:
@@ -169,7 +169,7 @@ def _fit(fit: Callable[[], object]) -> None:
 
 
 def _trained(attempt: AttemptDir) -> Outcome | None:
-    """Return how training ended if it did not fail, by the workers' own event."""
+    """Return the outcome in the workers' event `training_ended`; None without one, or if it is a failure."""
     try:
         end = last_word(attempt)
         outcome = None if end is None else Outcome.model_validate(end)
@@ -180,9 +180,9 @@ def _trained(attempt: AttemptDir) -> Outcome | None:
 
 
 def _with_cause(outcome: Outcome, attempt: AttemptDir) -> Outcome:
-    """Return an outcome whose reason is that of the newest event that names the ranks which died.
+    """Replace the reason by that of the newest `workers_lost` event, which names the dead ranks.
 
-    Ray Train reports what the ranks raised, of which most only lost the connection to the one that died.
+    Ray Train reports the errors of all ranks. Most ranks only lost the connection to the dead one.
     """
     with storage_may_fail(partial(log.warning, "the loss of ranks cannot be read: %s")):
         loss = last_loss(attempt)
@@ -194,7 +194,7 @@ def _with_cause(outcome: Outcome, attempt: AttemptDir) -> Outcome:
 
 
 def _disconnect() -> None:
-    """Leave the cluster, so that an outcome implies that the workers are gone; a stuck cluster is not waited for."""
+    """Disconnect from Ray within 10 s: the outcome is written only after the workers are gone."""
     try:
         _wait_for(ray.shutdown, seconds=_SHUTDOWN_SECONDS)
     except Exception as error:
@@ -202,7 +202,7 @@ def _disconnect() -> None:
 
 
 def _asked_early(run_dir: RunDir, attempt: AttemptDir) -> Outcome | None:
-    """How an attempt ends that nobody waits for any more: it was asked to stop, or replaced, before it began."""
+    """Return the outcome of an attempt that was stopped or superseded before it began, else None."""
     newer = run_dir.fence().attempt
     if newer > attempt.number:
         return failed(FencedError(f"attempt {newer} has taken over before this one began"))
@@ -211,18 +211,18 @@ def _asked_early(run_dir: RunDir, attempt: AttemptDir) -> Outcome | None:
 
 
 def _asked(run_dir: RunDir, attempt: AttemptDir) -> Stop | None:
-    """Return what the service asks for; None if it asks for nothing or storage is away: there is no time to wait."""
+    """Return the service's stop request; None without one, or if storage is unavailable: there is no time to retry."""
     try:
         return run_dir.stop(attempt=attempt.number)
     except Exception as error:
-        log.warning("why the driver was interrupted cannot be read: %s", error)
+        log.warning("the stop request cannot be read after an interrupt: %s", error)
         return None
 
 
 def _wait_for(call: Callable[[], object], *, seconds: float | None = None) -> None:
-    """Call it in another thread, and wait for its end, at most so long; what it raises is raised.
+    """Run `call` in another thread and wait for it, at most `seconds`. Raises what `call` raises.
 
-    In the main thread Ray Train would take SIGINT for itself, and wait for ever where there is no room for its workers.
+    In the main thread Ray Train would handle SIGINT itself, and wait forever if the cluster has no room for workers.
     """
     ended = Future[object]()
 

@@ -1,4 +1,4 @@
-"""What is known of a broken worker group → which ranks died, on which hosts, and why, as sentences. Pure."""
+"""Diagnosis of a failed worker group: which ranks died, on which hosts and why. Pure functions."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -8,51 +8,51 @@ from train_loop.plan import list_ranks
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of a broken worker group."""
+    """Observations of a failed worker group."""
 
     hosts: Mapping[int, str]
     """Host of each rank."""
     lost_hosts: Mapping[str, str] = field(default_factory=dict)
-    """Hosts that are gone, and how that was noticed."""
+    """Lost hosts, with the reason."""
     ended: Mapping[int, str] = field(default_factory=dict)
-    """Ranks whose processes ended, and how: "was killed by signal 9 (SIGKILL)"."""
+    """Ranks whose processes ended, with the reason: "was killed by signal 9 (SIGKILL)"."""
     out_of_memory: Collection[int] = ()
-    """Those of them that the kernel killed for lack of memory."""
+    """Ended ranks that the kernel killed for lack of memory."""
     unreachable: Mapping[int, str] = field(default_factory=dict)
     """Ranks that Ray reports as dead, with its message."""
     errors: Mapping[int, str] = field(default_factory=dict)
-    """What ranks that are alive have raised, one line each."""
+    """Errors of ranks that are alive, one line each."""
     cut_off: str | None = None
-    """The controller's host, if all of several other hosts are silent: then it is the one without a network."""
+    """Name of the controller's host if all of several other hosts are silent: its network has failed then."""
 
     @property
     def has_cause(self) -> bool:
-        """Whether the cause is known; errors and lost connections to ranks can have any."""
+        """Return whether the cause is known. Errors and lost connections alone do not identify it."""
         return bool(self.lost_hosts or self.ended or self.cut_off)
 
     @property
     def dead(self) -> set[int]:
-        """The ranks that died; empty if all of them only raised errors."""
+        """Return the dead ranks; empty if ranks only raised errors."""
         on_lost_hosts = {rank for rank, host in self.hosts.items() if host in self.lost_hosts}
         return on_lost_hosts | self.ended.keys() | self.unreachable.keys()
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Why a worker group broke."""
+    """The cause of a worker group's failure."""
 
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
     kind: str
     """host_lost, out_of_memory, killed or error."""
     cause: str
-    """Sentences: "host node3 was lost (ranks 2 and 3)"."""
+    """Text such as "host node3 was lost (ranks 2 and 3)"."""
     survivors: str | None
-    """What the other ranks reported, as one sentence."""
+    """Error that the other ranks reported, as text."""
 
 
 def explain(evidence: Evidence) -> Loss:
-    """Return which ranks died and why; of a group in which nobody died, the ranks that failed."""
+    """Return the dead ranks and the cause, or the failed ranks if none died."""
     if evidence.cut_off is not None:
         others = ", ".join(sorted(set(evidence.hosts.values()) - {evidence.cut_off}))
         cause = f"host {evidence.cut_off} was cut off from {others}"

@@ -1,4 +1,4 @@
-"""Inputs of a run: data, model and tokenizer. A read waits while their storage is unavailable."""
+"""Inputs of a run: data, model and tokenizer. Reads are retried while their storage is unavailable."""
 
 import logging
 from collections.abc import Callable
@@ -28,10 +28,10 @@ def read_inputs(
     cause: Callable[[BaseException], BaseException] = lambda error: error,
     told: Callable[[str, BaseException], None] | None = None,
 ) -> T:
-    """Read with the patience of `retry_storage`: a user's mistake counts as storage that is away if a path is missing.
+    """Read with the retries of `retry_storage`. If a path is missing, a UserError is retried as unavailable storage.
 
-    All paths were there when the service accepted the job. `cause` unwraps errors. `told` gets the missing paths and
-    the first error. Raises StorageUnavailable if a path is still missing at the end.
+    All paths existed when the service accepted the job. `cause` unwraps errors. `told` is called with the missing paths
+    and the first error. Raises StorageUnavailable if a path is still missing after the timeout.
     """
 
     def may_pass(error: BaseException) -> bool:
@@ -49,6 +49,6 @@ def read_inputs(
     except UserError:
         missing = missing_inputs(spec)
         if missing:
-            # Not chained: the mistake would pass for the cause.
+            # Not chained: `cause` would return the UserError.
             raise StorageUnavailable(", ".join(missing), "it is missing or an empty folder") from None
         raise

@@ -1,7 +1,7 @@
-"""Watches one worker group after another by their heartbeats, beside Ray Train's controller.
+"""Monitor of worker groups by their heartbeats, in a thread of Ray Train's controller.
 
-Ray notices a silent host after a minute by default. Heartbeats tell within ten seconds, and they tell which rank waits
-for which. The thread only listens, judges and reports; the rules are in `liveness` and `group_failure`.
+Ray detects a silent host after a minute by default. Heartbeats detect it within ten seconds, and show which rank waits
+for which. The thread listens, evaluates and reports; the rules are in `liveness` and `group_failure`.
 """
 
 import errno
@@ -23,21 +23,21 @@ from train_loop.ray_train.group_failure import Evidence, explain
 log = logging.getLogger(__name__)
 
 SILENT_SECONDS, LOST_SECONDS = 5.0, 10.0
-"""A host whose ranks send no heartbeat for so long is reported as silent, then declared lost."""
+"""Seconds without a heartbeat before a host is reported as silent, then declared lost."""
 STALL_SECONDS, LACK_SECONDS, STORAGE_SECONDS = 8.0, 5.0, 5.0
 STALL_AGAIN_SECONDS = 3.0
 """Minimum time between two reports of a stall, if other ranks are behind now."""
 _LATE_SECONDS = 2.5
-"""After a failure, a host that is silent for so long is its cause."""
+"""Seconds of silence after which a host counts as the cause of a failure."""
 _CAUSE_SECONDS = 4.0
-"""How long to look for the cause of a failure before it is reported without one."""
+"""Seconds to wait for the cause of a failure before reporting it without one."""
 _PROBE_SECONDS = 5.0
-"""How long to wait for the probe of the hosts of a group that failed."""
+"""Seconds to wait for the probe of a failed group's hosts."""
 _SETTLE_SECONDS = 0.3
-"""How long to wait for more evidence once there is some."""
+"""Seconds to wait for more evidence after the cause is known."""
 _DECLARE_PAUSES = (1.0, 2.0, 4.0)
 _TICK_SECONDS, _PAUSE_SECONDS = 0.25, 2.0
-"""Time between two looks; a longer time between them means that the listener itself did not run."""
+"""Time between two checks, and the time above which the listener itself did not run."""
 _ERROR_SECONDS = 10.0
 
 
@@ -45,13 +45,13 @@ _STORAGE_ERRORS = {errno.ESTALE: "it is not mounted"}
 
 
 class Cluster(Protocol):
-    """What the monitor asks of Ray."""
+    """Ray's interface for the monitor."""
 
     def declare_lost(self, host: str) -> None:
-        """Have the cluster treat a host as dead."""
+        """Make the cluster treat a host as dead."""
 
     def answers(self, host: str) -> bool:
-        """Return whether a host answers; it takes at most some seconds."""
+        """Return whether a host answers, within a few seconds."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ class _Group:
     silent: set[str] = field(default_factory=set)
     lost: dict[str, str] = field(default_factory=dict)
     stall: Stall | None = None
-    """The stall that was reported last, if it lasts."""
+    """Last reported stall, while it lasts."""
     without_storage: set[str] = field(default_factory=set)
     out_of_memory: set[int] = field(default_factory=set)
     """Ranks that the kernel killed for lack of memory."""
@@ -80,7 +80,7 @@ class _Group:
 
 
 class GroupMonitor:
-    """Listens for heartbeats and reports events; threads may call its methods."""
+    """Listener for heartbeats that reports events. Thread-safe."""
 
     def __init__(
         self,
@@ -108,31 +108,31 @@ class GroupMonitor:
         self._thread = threading.Thread(target=self._run, name="group-monitor", daemon=True)
 
     def start(self) -> None:
-        """Begin to listen."""
+        """Start listening."""
         self._thread.start()
 
     def close(self) -> None:
-        """End listening."""
+        """Stop listening."""
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join()
         self._socket.close()
 
     def finish(self) -> None:
-        """Report the failure of the last group, if it has not been reported, and end listening."""
+        """Report the failure of the last group if still unreported, and stop listening."""
         self.lost_hosts()
         with self._lock:
             self._settle_failure(force=True)
         self.close()
 
     def placing(self) -> None:
-        """Note that a worker group waits for its place in the cluster."""
+        """Record that a worker group waits for capacity in the cluster."""
         with self._lock:
-            # Ray Train tries again every minute, for the same group.
+            # Ray Train retries every minute, for the same group.
             self._placing_since = self._placing_since or self._clock()
 
     def lacking(self, missing: str, *, left: Collection[str]) -> None:
-        """Note what the group that waits for its place lacks, and which hosts of the last group have left."""
+        """Report the capacity that the waiting group lacks, and which hosts of the last group have left."""
         with self._lock:
             now = self._clock()
             if self._placing_since is not None and not self._lack_reported and now - self._placing_since > LACK_SECONDS:
@@ -141,7 +141,7 @@ class GroupMonitor:
                 self._report("waiting_for_capacity", missing=missing, left=list(left), since=round(since, 3))
 
     def lost_hosts(self) -> set[str]:
-        """Return the lost hosts of the last group; it waits until those of a group that failed have been probed."""
+        """Return the lost hosts of the last group; if it failed, wait for the probe of its hosts."""
         with self._lock:
             probe = None if self._group is None else self._group.probe
         if probe is not None:
@@ -150,25 +150,25 @@ class GroupMonitor:
             return set() if self._group is None else set(self._group.lost)
 
     def hosts_without_storage(self) -> set[str]:
-        """Return the hosts of the last group whose storage failed to its end."""
+        """Return the hosts of the last group whose storage still failed at its end."""
         with self._lock:
             return set() if self._group is None else set(self._group.without_storage)
 
     def begin(self, epoch: int, hosts: Mapping[int, str]) -> None:
-        """Watch a new worker group; what is not reported of the one before is reported now."""
+        """Monitor a new worker group. An unreported failure of the previous group is reported first."""
         with self._lock:
             self._settle_failure(force=True)
             self._placing_since, self._lack_reported = None, False
             self._group = _Group(Liveness(epoch, hosts))
 
     def failed(self, errors: Mapping[int, str], unreachable: Mapping[int, str], **extra: Any) -> None:
-        """Note that ranks have raised errors, or are dead for Ray; the cause is looked for and reported once."""
+        """Record ranks that raised errors or that Ray reports as dead. The failure is reported once, with its cause."""
         with self._lock:
             if self._group is not None and self._group.failure is None:
                 self._group.failure = _Failure(self._clock(), errors, unreachable, extra)
 
     def died(self, seconds: float) -> bool:
-        """Return whether a rank or host of the group has died; it waits so long for that to be known."""
+        """Return whether a rank or host of the group has died; wait up to `seconds` for it."""
         deadline = self._clock() + seconds
         while True:
             with self._lock:
@@ -179,7 +179,7 @@ class GroupMonitor:
             self._closed.wait(_TICK_SECONDS)
 
     def hear(self, beat: Beat) -> None:
-        """Take note of a heartbeat."""
+        """Record a heartbeat."""
         with self._lock:
             group = self._group
             if group is None:
@@ -190,11 +190,11 @@ class GroupMonitor:
                 group.out_of_memory.add(rank)
                 host = group.liveness.hosts[rank]
                 error = f"rank {rank} on {host} {ended[rank]}"
-                # At once: the next group does not start if this was the second time.
+                # Report at once: the next group must not start after a second time.
                 self._report("out_of_memory", rank=rank, host=host, memory="host", error=error)
 
     def await_cause(self, seconds: float) -> None:
-        """Wait until it is known how dead ranks ended, at most `seconds` after the failure of their group."""
+        """Wait until the cause of dead ranks is known, at most `seconds` after the failure of their group."""
         while True:
             with self._lock:
                 group = self._group
@@ -206,9 +206,9 @@ class GroupMonitor:
             self._closed.wait(_TICK_SECONDS / 5)
 
     def closing(self) -> None:
-        """Note that the group's processes are being ended: from now on their silence and their ends mean nothing.
+        """Record that the group's processes are being terminated: their silence and ends are ignored from now on.
 
-        If the group has failed, its hosts are probed, so that the next one is not placed on a dead host.
+        If the group has failed, probe its hosts, so that the next group is not placed on a dead host.
         """
         with self._lock:
             group = self._group
@@ -221,8 +221,8 @@ class GroupMonitor:
                 group.probe.start()
 
     def _probe(self, group: _Group) -> None:
-        """Find hosts of a group that do not answer. If none of several answers, this host is the one cut off."""
-        # This process runs, so that its host is alive.
+        """Mark hosts of a group that do not answer as lost. If none of several answers, this host is disconnected."""
+        # The own host is alive, because this process runs on it.
         hosts = sorted(set(group.liveness.hosts.values()) - group.lost.keys() - {self._own_host})
         with ThreadPoolExecutor(len(hosts) or 1) as pool:
             dead = {
@@ -244,9 +244,9 @@ class GroupMonitor:
                 self._listen()
                 self.tick()
             except Exception:
-                # A fault here must not end the watch, nor fill the log.
+                # An error here must neither stop the monitor nor fill the log.
                 if self._clock() >= quiet_until:
-                    log.exception("the monitor of the worker group failed and goes on")
+                    log.exception("an error in the monitor of the worker group; it continues")
                     quiet_until = self._clock() + _ERROR_SECONDS
                 self._closed.wait(_TICK_SECONDS)
 
@@ -262,13 +262,13 @@ class GroupMonitor:
                 self.hear(beat)
 
     def tick(self) -> None:
-        """Judge what is known now."""
+        """Evaluate the current state and report changes."""
         with self._lock:
             now = self._clock()
             pause, self._last_tick = now - self._last_tick, now
             if self._group is not None:
                 if pause > _PAUSE_SECONDS:
-                    # This process was stopped or starved: silence in that time says nothing about others.
+                    # This process was stopped or starved: it could receive no heartbeats.
                     self._group.liveness.skip(pause, now)
                 self._judge_hosts(self._group, now)
                 self._judge_storage(self._group)
@@ -297,16 +297,16 @@ class GroupMonitor:
             try:
                 self._cluster.declare_lost(host)
             except Exception as error:
-                log.warning("Ray could not be told that host %s is lost: %s", host, error)
+                log.warning("host %s could not be reported to Ray as lost: %s", host, error)
                 self._closed.wait(pause)
             else:
                 return
         with self._lock:
-            # Ray may still use it, and it may be back: it is judged anew.
+            # Ray may still use the host, and it may be back: evaluate it again.
             group.lost.pop(host, None)
 
     def _may_declare(self, silence: Mapping[str, float]) -> bool:
-        """Return whether the silent hosts are at fault: not if all of several other hosts are silent."""
+        """Return whether silent hosts may be declared lost: not if all of several other hosts are silent."""
         others = {host: seconds for host, seconds in silence.items() if host != self._own_host}
         return len(others) < 2 or any(seconds <= SILENT_SECONDS for seconds in others.values())
 
@@ -327,7 +327,7 @@ class GroupMonitor:
     def _judge_stall(self, group: _Group, now: float) -> None:
         if group.failure is not None or group.closing:
             return
-        # Of a silent host the news is that it is silent, and a rank may wait for storage as long as the limit says.
+        # A silent host is reported as silent instead, and a rank may wait for storage until its timeout.
         stall = None if group.silent or group.without_storage else group.liveness.stall(now, seconds=STALL_SECONDS)
         if stall is not None and _is_news(stall, group.stall):
             group.stall = stall
@@ -348,7 +348,7 @@ class GroupMonitor:
         ended = group.liveness.ended()
         if not group.closing:
             return ended
-        # A rank that Ray found dead died before its group was closed, even if its last heartbeat came later.
+        # A rank that Ray reports as dead died before its group was closed, even if its last heartbeat came later.
         dead = group.failure.unreachable if group.failure is not None else {}
         return group.ended | {rank: how for rank, how in ended.items() if rank in dead}
 
@@ -366,13 +366,13 @@ class GroupMonitor:
         )
 
     def _settle_failure(self, *, force: bool = False) -> None:
-        """Report a failure once its cause is known, or was looked for long enough."""
+        """Report a failure after its cause is known or the wait for it has timed out."""
         group = self._group
         if group is None or group.failure is None or group.reported:
             return
         failure = group.failure
         evidence, age = self._evidence(group, failure), self._clock() - failure.at
-        # That Ray cannot reach a rank says nothing of the cause: the heartbeats, or a probe of its host, will.
+        # Ray's lost connection to a rank does not show the cause: heartbeats or a probe of its host do.
         if not force and age < (_SETTLE_SECONDS if evidence.has_cause else _CAUSE_SECONDS):
             return
         group.reported = True
@@ -383,7 +383,7 @@ class GroupMonitor:
 
 
 def _is_news(stall: Stall, reported: Stall | None) -> bool:
-    """Return whether a stall must be reported: at first a late heartbeat can blame the wrong rank."""
+    """Return whether a stall differs from the reported one: a late heartbeat can first blame the wrong rank."""
     if reported is None:
         return True
     return stall.behind != reported.behind and abs(stall.seconds - reported.seconds) >= STALL_AGAIN_SECONDS

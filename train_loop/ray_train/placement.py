@@ -1,7 +1,7 @@
-"""Explicit placement: a worker group's ranks get their nodes from `lay_out`, and Ray Train is told to use those.
+"""Explicit placement: `lay_out` chooses the node of each rank, and Ray Train uses these nodes.
 
-Ray's PACK and SPREAD know nothing of Ulysses groups and choose among nodes by their load, so that no plan can predict
-them. A label selector on each bundle of the placement group fixes its node; rank r gets bundle r.
+Ray's PACK and SPREAD ignore Ulysses groups and choose nodes by their load, so that a plan cannot predict them.
+A label selector on each bundle of the placement group fixes its node; rank r gets bundle r.
 """
 
 import time
@@ -19,20 +19,20 @@ Nodes = Mapping[str, Mapping[str, float]]
 """Resources by node id."""
 NODE_ID = "ray.io/node-id"
 _SETTLE_SECONDS = 3.0
-"""How long to wait for resources of the group before, if the layout would be better with them."""
+"""Seconds to wait for the resources of the previous group, if they improve the layout."""
 _POLL_SECONDS = 0.25
 
 
 def autoscaled(environment: Mapping[str, str]) -> bool:
-    """Report whether nodes may join on demand: the operator set a limit, or Ray's autoscaler reports node types."""
+    """Return whether nodes may join on demand: the operator set a limit, or Ray's autoscaler reports node types."""
     return bool(environment.get(AUTOSCALED_VARIABLE)) or raylet.grows()
 
 
 class Placement(WorkerGroupCallback):  # type: ignore[misc]
     """Callback of Ray Train that chooses the node of each rank whenever a worker group starts.
 
-    While no layout exists it waits, at most `timeout` seconds; then Ray Train tries again. On a cluster that grows on
-    demand (`autoscaled`) it leaves the choice to Ray, as only a pending placement group makes such a cluster grow.
+    If no layout fits, it waits up to `timeout` seconds; then Ray Train retries. With `autoscaled` it leaves the choice
+    to Ray, because only a pending placement group makes the cluster grow.
     """
 
     def __init__(self, scaling: ScalingSpec, *, group: int, autoscaled: bool = False, timeout: float = 60.0) -> None:
@@ -40,12 +40,12 @@ class Placement(WorkerGroupCallback):  # type: ignore[misc]
         self._autoscaled, self._timeout = autoscaled, timeout
 
     def before_worker_group_start(self, worker_group_context: Any) -> None:
-        """Called by Ray Train's controller before it creates the placement group of a try."""
+        """Choose the nodes; called by Ray Train's controller before it creates the placement group."""
         workers, each = worker_group_context.num_workers, worker_group_context.resources_per_worker
         scaling = self._scaling.model_copy(update={"num_workers": workers, "resources_per_worker": dict(each)})
         nodes = self.choose(scaling)
         if nodes is not None:
-            # Ray Train has no public way to give each worker a selector that is known only now.
+            # Ray Train has no public way to set the selector of each worker this late.
             object.__setattr__(worker_group_context, "label_selector", [{NODE_ID: node} for node in nodes])
 
     def choose(self, scaling: ScalingSpec) -> list[str] | None:
@@ -73,28 +73,28 @@ class Placement(WorkerGroupCallback):  # type: ignore[misc]
         raise WorkerGroupStartupTimeoutError(num_workers=scaling.world)
 
     def avoided(self) -> Collection[str]:
-        """Return ids of nodes to leave out, beside those that Ray is draining; to be overridden."""
+        """Return ids of nodes to exclude, in addition to draining nodes. Subclasses override it."""
         return ()
 
     def doubtful(self) -> Collection[str]:
-        """Return ids of nodes to use only if the others have no room; to be overridden."""
+        """Return ids of nodes to use only if the others have no room. Subclasses override it."""
         return ()
 
     def waiting(self, missing: str) -> None:
-        """Called several times a second while the nodes have no room; `missing` says why. To be overridden."""
+        """Report missing capacity; called several times a second while nodes have no room. Subclasses override it."""
 
     def _least(self, scaling: ScalingSpec, total: Nodes) -> int:
-        """Return how many Ulysses groups must cross hosts even if the nodes were empty."""
+        """Return the number of Ulysses groups that must cross hosts even on empty nodes."""
         ranks = lay_out(scaling, list(total.values()), group=self._group)
         return 0 if ranks is None else splits(ranks, self._group)
 
     def _look(self) -> tuple[Nodes, Nodes]:
-        """Return what the usable nodes have and what of it is free."""
+        """Return the total and the free resources of the usable nodes."""
         return raylet.usable(self.avoided())
 
 
 def _ticks() -> Iterator[float]:
-    """Yield the seconds since the first tick, again and again."""
+    """Yield the seconds since the first tick, every 0.25 s."""
     begun = time.monotonic()
     while True:
         yield time.monotonic() - begun

@@ -1,9 +1,9 @@
-"""Processes that are started before their workers, so that these do not wait for imports.
+"""Spare processes that are started before their workers, so that workers do not wait for imports.
 
-Ray starts a process for each actor, and most of a start is what that process imports. A raylet can be told to start
-processes ahead (`PrestartWorkers`); the next actor with the same runtime environment gets one. The set-up hook of that
-environment has the process import, while it waits, what a worker needs. The driver has them started before it gets
-ready itself, and each worker keeps one beside it for when the group is started again.
+Ray starts a process for each actor, and imports take most of the start. A raylet can start processes ahead
+(`PrestartWorkers`); the next actor with the same runtime environment gets one of them. The setup hook of that
+environment imports a worker's modules while the process waits. The driver requests such processes before its own
+preparation. Each worker keeps a spare for a restart of the group.
 """
 
 import importlib
@@ -25,32 +25,32 @@ from train_loop.system.gc import no_automatic_collection
 log = logging.getLogger(__name__)
 
 _HOOK = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
-"""What Ray sets for `worker_process_setup_hook`, which it takes for whole jobs alone."""
+"""Variable that Ray sets for `worker_process_setup_hook`, which it supports only for whole jobs."""
 _WORTH_IT = 20.0
-"""Seconds after which a run has spares."""
+"""Seconds after its start at which a run starts spares."""
 _LOOK_AGAIN = 30.0
-"""Seconds after which it looks for idle nodes again."""
+"""Seconds between two checks for idle nodes."""
 _TAKEN_WITHIN = 2.0
-"""Seconds within which a process that was started for an actor is given to it."""
+"""Seconds within which Ray assigns a process that it started for an actor."""
 _UNTIL, _AHEAD_WITHIN = "TRAINSHED_AHEAD_UNTIL", 30.0
-"""Until when (Unix time) a process that starts is for a worker, so that it need not find out; seconds from a driver.
+"""Variable with a Unix time; processes that start before it are for workers and import at once. Seconds until it.
 
-For so long a driver also waits for nodes with room: after the loss of a head, they join some seconds after it started.
+A driver also waits this long for nodes with room: after the loss of a head node, they join a few seconds later.
 """
 _SUPERVISOR = "ray::JobSupervisor"
-"""What Ray calls the process that starts the driver of a submitted job."""
+"""Ray's name of the process that starts the driver of a submitted job."""
 _LOOK_FOR_ROOM = 0.5
-"""Seconds between two looks."""
+"""Seconds between two checks for room."""
 _ASKING = 30.0
-"""Seconds in which a raylet answers, or there is no spare."""
+"""Timeout in seconds of a raylet's answer; without it there is no spare."""
 _KEPT_AHEAD, _KEPT = 60, 365 * 86_400
-"""Seconds for which nodes keep what nobody has taken: what a driver asked for, and a run's spares (until it ends)."""
+"""Seconds for which nodes keep unused processes: a driver's, and a run's spares (until the run ends)."""
 _ACTOR_MODULE = "ray.train.v2._internal.execution.worker_group.worker"
-"""Where Ray Train has the class of its workers."""
+"""Module of Ray Train's worker class."""
 _getting_ready: list[threading.Thread] = []
-"""The thread that imports in this process, if it is one that gets ready."""
+"""Import thread of this process, if it is a prestarted one."""
 _logged: set[str] = set()
-"""Errors that were logged once: every later attempt may fail in the same way."""
+"""Errors that are already logged: later attempts may fail in the same way."""
 _taken = threading.Event()
 """Set once this process belongs to a worker."""
 
@@ -58,23 +58,23 @@ Environment = dict[str, dict[str, str]]
 
 
 def worker_environment(*, cpus: float) -> Environment:
-    """The runtime environment of workers that may take a spare, of a driver that asks for them now."""
+    """Return the runtime environment of workers that may use a spare; a driver calls it just before its request."""
     return {
         "env_vars": {
             _HOOK: "train_loop.ray_train.prestart.get_ready",
             _UNTIL: f"{time.time() + _AHEAD_WITHIN:.1f}",
-            # As Ray does it, but that it comes to a spare after torch has read it.
+            # The same value as Ray's, which would reach a spare only after torch has read the variable.
             "OMP_NUM_THREADS": threads_of_operator() or str(max(int(cpus), 1)),
-            # Who asks CUDA for devices fixes which ones a process sees, and a spare hears of its own when it is taken.
+            # A CUDA query would fix a process's visible devices, and a spare gets its devices only when it is assigned.
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         }
     }
 
 
 def threads_of_operator() -> str | None:
-    """Return OMP_NUM_THREADS as the operator has set it for this node; None if nobody has.
+    """Return the operator's OMP_NUM_THREADS on this node; None if it is not set.
 
-    Ray's supervisor of a job sets it to 1 for itself and so for its driver. What the supervisor was started with tells.
+    Ray's job supervisor sets the variable to 1 for itself and its driver, but its initial environment has the value.
     """
     for parent in psutil.Process().parents():
         with suppress(psutil.Error):
@@ -84,27 +84,27 @@ def threads_of_operator() -> str | None:
 
 
 def task_environment() -> Environment | None:
-    """That of tasks which such a worker starts: another one, as a task would take a spare as well; None elsewhere."""
+    """Return a runtime environment with which a worker's tasks do not use its spare; None outside such workers."""
     return {"env_vars": {_HOOK: "", "OMP_NUM_THREADS": "1"}} if os.environ.get(_HOOK) else None
 
 
 class Spares:
-    """Has processes started on this worker's node, for `count` actors like this one, once a run is worth it.
+    """Spare processes on this worker's node, for `count` actors like it, started 20 s after the run.
 
-    That is not at its start: what else its workers start would take them, and a short run needs none. With `elsewhere`,
-    the run's size and how many of its ranks each node has, idle nodes get ready to replace any one of these nodes.
-    It checks for new idle nodes every 30 s.
+    An earlier start would lose them to other actors of the workers, and a short run needs none. With `elsewhere`, the
+    run's scaling and its number of ranks by node, idle nodes also start spares to replace any one of these nodes.
+    New idle nodes are looked up every 30 s.
     """
 
     def __init__(self, count: int, *, elsewhere: tuple[ScalingSpec, Mapping[str, int]] | None = None) -> None:
         self.count = count
         self._elsewhere = elsewhere
         self._ready: set[str] = set()
-        """The idle nodes that have started theirs."""
+        """Idle nodes whose spares are started."""
         self._due = time.monotonic() + _WORTH_IT
 
     def keep(self) -> None:
-        """To be called now and then; returns at once."""
+        """Start due spares in the background. Call it regularly; it returns at once."""
         now = time.monotonic()
         if now < self._due:
             return
@@ -117,10 +117,10 @@ class Spares:
 
 
 def start_ahead(scaling: ScalingSpec, environment: Environment, *, group: int = 1) -> None:
-    """Have the processes of a driver's workers started as soon as nodes have room for them; returns at once.
+    """Prestart the processes of a driver's workers in the background, as soon as nodes have room.
 
-    It waits 30 s for room. `group` is the Ulysses size. The nodes are those that `Placement` will choose if nothing
-    changes until then; a process that no worker takes ends by itself.
+    It waits up to 30 s for room. `group` is the Ulysses size. `Placement` will choose the same nodes if the cluster
+    does not change. Unused processes exit after 60 s.
     """
     _in_background(partial(_start_ahead, scaling, environment, group))
 
@@ -162,29 +162,29 @@ def _start_ahead(scaling: ScalingSpec, environment: Environment, group: int = 1)
 def _in_background(start: Callable[[], None]) -> None:
     def run() -> None:
         try:
-            # What it stands on is private to Ray, and may be gone one day: a start is then as slow as Ray's own.
+            # It uses private interfaces of Ray, which may change: workers then start at Ray's own speed.
             start()
         except Exception as error:
             if repr(error) not in _logged:
                 _logged.add(repr(error))
-                log.warning("no spare processes: workers will wait for imports", exc_info=True)
+                log.warning("spare processes could not be started; workers will wait for imports", exc_info=True)
 
     threading.Thread(target=run, name="spares", daemon=True).start()
 
 
 def get_ready() -> None:
-    """In a process that Ray has just started: if it is not given to an actor at once, it is a spare, and gets ready.
+    """Import a worker's modules in a new process of Ray, unless Ray assigns it to an actor at once.
 
-    One that a driver has asked for need not wait to know.
+    A process that a driver has requested imports without this wait.
     """
     _getting_ready.append(threading.Thread(target=_import_unless_taken, name="get-ready", daemon=True))
     _getting_ready[-1].start()
 
 
 def wait_until_ready() -> None:
-    """In the process of a worker: wait for the imports that `get_ready` has begun, if any.
+    """Wait for the imports that `get_ready` has started in this worker's process, if any.
 
-    Imports of two threads can wait for each other. Python then gives one of them a module that is half done.
+    Imports in two threads can deadlock; Python then gives one thread a partially initialized module.
     """
     _taken.set()
     for thread in _getting_ready:
@@ -194,13 +194,13 @@ def wait_until_ready() -> None:
 def _import_unless_taken() -> None:
     if time.time() > float(os.environ[_UNTIL]) and _is_taken():
         return
-    # First the module that Ray imports for the actor in another thread: both then begin with the same lock, and one
-    # thread waits for the other. Otherwise this import can fail half-way and leave `ray.train` incomplete.
+    # First the module that Ray imports for the actor in another thread: both then start with the same import lock, and
+    # one thread waits for the other. Otherwise this import can fail midway and leave `ray.train` incomplete.
     with no_automatic_collection():
         importlib.import_module(_ACTOR_MODULE)
         importlib.import_module("train_loop.ray_train.worker")
 
 
 def _is_taken() -> bool:
-    """Return whether Ray gives this process to an actor at once; it takes some seconds to know."""
+    """Wait up to 2 s and return whether Ray has assigned this process to an actor."""
     return _taken.wait(_TAKEN_WITHIN) or ray.get_runtime_context().get_actor_id() is not None

@@ -1,4 +1,4 @@
-"""What is asked of Ray's node daemons by a protocol of their own: processes that are started ahead."""
+"""Requests to Ray's internal services: resources of nodes, prestarted processes, removal of lost nodes."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -21,14 +21,14 @@ from ray.train.v2._internal.constants import (
 
 
 def this_node() -> str:
-    """The id of the node that this process is on."""
+    """Return the id of this process's node."""
     return str(ray.get_runtime_context().get_node_id())
 
 
 def usable(avoided: Collection[str] = ()) -> tuple[dict[str, Mapping[str, float]], dict[str, Mapping[str, float]]]:
-    """Return what each node has and what is free there, by node id, as of some moments ago.
+    """Return the total and the free resources by node id; Ray updates them with a short delay.
 
-    Nodes that are being drained or avoided are left out. Both are sorted by id, so that every process sees one order.
+    Draining and avoided nodes are left out. Both are sorted by id, so that every process sees the same order.
     """
     left_out = {*state.state.get_draining_nodes(), *avoided}
     total, free = state.total_resources_per_node(), state.available_resources_per_node()
@@ -39,7 +39,7 @@ def usable(avoided: Collection[str] = ()) -> tuple[dict[str, Mapping[str, float]
 def idle_nodes() -> dict[str, Mapping[str, float]]:
     """Return the total resources of each node that holds no placement group, by node id.
 
-    Tasks of Ray Data may run there; they start and end on every node.
+    Tasks of Ray Data may run on them; such tasks start and end on every node.
     """
     total, _ = usable()
     groups = state.state.placement_group_table().values()
@@ -48,14 +48,14 @@ def idle_nodes() -> dict[str, Mapping[str, float]]:
 
 
 def grows() -> bool:
-    """Report whether an autoscaler has told this cluster which nodes it can add."""
+    """Return whether an autoscaler has reported to this cluster which nodes it can add."""
     return bool(state.state.get_max_resources_from_cluster_config())
 
 
 def room_that_stays(held: Mapping[str, int], each: Mapping[str, float]) -> list[dict[str, float]]:
-    """Return what nodes that are not drained have for the ranks of a group, with what those hold there already.
+    """Return the resources for a group's ranks on each node that is not draining: free ones and the group's own.
 
-    `held` counts the group's ranks by node id; `each` is what a rank holds.
+    `held` counts the group's ranks by node id; `each` are the resources of one rank.
     """
     _, stay = usable()
     return [
@@ -65,14 +65,14 @@ def room_that_stays(held: Mapping[str, int], each: Mapping[str, float]) -> list[
 
 
 def own_environment() -> str:
-    """The runtime environment of this process, as Ray wrote it."""
+    """Return the runtime environment of this process, as Ray serialized it."""
     return str(ray.get_runtime_context().get_runtime_env_string())
 
 
 def worker_group_environment(variables: Mapping[str, str]) -> str:
-    """That of the workers of Ray Train that this driver will give these variables, as Ray will write it.
+    """Return the runtime environment of Ray Train's workers with these variables, as Ray will serialize it.
 
-    An actor takes no process whose environment is written another way.
+    Ray gives a prestarted process to an actor only if both texts are equal.
     """
     own = json.loads(own_environment())
     of_controller = {RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR: DEFAULT_RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_VALUE}
@@ -81,7 +81,7 @@ def worker_group_environment(variables: Mapping[str, str]) -> str:
 
 
 def prestart(counts: Mapping[str, int], environment: str, *, kept_seconds: int, timeout: float) -> None:
-    """Have nodes, by their ids, start so many processes for actors with a runtime environment. Raises RpcError."""
+    """Prestart `counts` processes, by node id, for actors with a runtime environment. Raises RpcError."""
     request = PrestartWorkersRequest(
         language=Language.PYTHON,
         job_id=bytes.fromhex(ray.get_runtime_context().get_job_id()),
@@ -96,10 +96,10 @@ def prestart(counts: Mapping[str, int], environment: str, *, kept_seconds: int, 
 
 
 def unregister_node(node_id: str, message: str, *, timeout: float = 5.0) -> None:
-    """Tell Ray's control plane that a node is gone, as the node's own daemon does when it ends. Raises RpcError.
+    """Unregister a node from Ray's control plane, as the node's daemon does when it exits. Raises RpcError.
 
-    Ray then fails its actors and takes it out of scheduling at once. If the node comes back, its daemon finds itself
-    removed and ends; a supervisor starts it again.
+    Ray then fails its actors and stops scheduling on it at once. If the node comes back, its daemon finds itself
+    removed and exits; a supervisor restarts it.
     """
     request = UnregisterNodeRequest(
         node_id=bytes.fromhex(node_id),

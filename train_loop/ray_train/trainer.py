@@ -1,6 +1,6 @@
-"""What an attempt is made of: the samples, and the trainer of Ray Train's that runs the worker group.
+"""Preparation of samples and Ray Train's trainer, which runs the worker group of an attempt.
 
-Imported when the cluster has been asked for processes already, as it takes seconds.
+The import takes seconds. The driver runs it after its request for worker processes.
 """
 
 import math
@@ -33,14 +33,14 @@ from train_loop.system.input_files import current_policy
 from train_loop.telemetry.event_log import Journal
 
 _LEFT_OUT = ("bad_rows", "long_rows", "dropped_rows", "untrained_rows")
-"""Counts of rows that are not in the samples as they are."""
+"""Names of the counters of skipped, long, dropped and untrained rows."""
 
 
 class Trainer(TorchTrainer):  # type: ignore[misc]
     """Ray Train's trainer without two helper processes that our runs do not need.
 
-    One hands out datasets, and the ranks open their own streams. The other removes the placement group of a controller
-    that was killed, which Ray does itself once the driver has ended.
+    The first distributes datasets; here the ranks open their own streams. The second removes the placement group of a
+    killed controller; Ray removes it anyway after the driver's exit.
     """
 
     def _create_default_callbacks(self) -> list[Any]:
@@ -50,9 +50,9 @@ class Trainer(TorchTrainer):  # type: ignore[misc]
 
 
 def prepare_samples(spec: JobSpec, run_dir: RunDir, journal: Journal) -> None:
-    """Have the samples of the run ready, to train on and to evaluate on: those that its first attempt prepared.
+    """Prepare the run's samples for training and evaluation, or reuse those of its first attempt.
 
-    Waits for storage that is away. Raises UserError, and StorageUnavailable if it stays away.
+    Retries while storage is unavailable. Raises UserError, or StorageUnavailable after the timeout.
     """
     if ray.is_initialized() and (warning := forgotten_gpu(spec.scaling, ray.cluster_resources())):
         journal.warn(warning)
@@ -110,9 +110,9 @@ def _dataset(spec: JobSpec, pointer: Path, cache: Path, journal: Journal) -> Dat
 def trainer(
     spec: JobSpec, run_dir: RunDir, attempt: AttemptDir, environment: dict[str, Any], *, start: int = 1
 ) -> Trainer:
-    """What runs the worker group, started again after faults up to failure.max_failures times.
+    """Return the trainer that runs the worker group and restarts it up to failure.max_failures times.
 
-    `start` counts the trainers of the attempt: a group that moves to other hosts gets another one.
+    `start` counts the trainers of the attempt: a group that moves to other hosts gets a new trainer.
     """
     resources = spec.scaling.resources_per_worker
     number = f"{attempt.number}" if start == 1 else f"{attempt.number}.{start}"
@@ -130,7 +130,7 @@ def trainer(
             placement_strategy=spec.scaling.placement_strategy,
         ),
         run_config=RunConfig(
-            # A name of its own for every attempt: two drivers under one name would share Ray's bookkeeping.
+            # Unique per attempt: two drivers with the same name would share Ray Train's state.
             name=f"{spec.name} ({run_dir.root.name}-{number})",
             **_storage(),
             failure_config=FailureConfig(max_failures=spec.failure.max_failures),
@@ -143,9 +143,9 @@ def trainer(
 
 
 def _storage() -> dict[str, Any]:
-    """Return where Ray Train keeps its own books: in memory.
+    """Return settings that keep Ray Train's own state in memory.
 
-    It keeps nothing that an attempt needs, as no checkpoint is reported to it. On shared storage each of its processes
-    would create the run directory anew while that is not mounted.
+    An attempt needs none of it, because ranks report no checkpoints to Ray Train. On shared storage Ray Train's
+    processes would recreate the run directory while that storage is not mounted.
     """
     return {"storage_path": "trainshed", "storage_filesystem": PyFileSystem(FSSpecHandler(MemoryFileSystem()))}

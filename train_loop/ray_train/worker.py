@@ -31,7 +31,7 @@ from train_loop.train import train
 
 
 def work(config: dict[str, Any]) -> None:
-    """Train as one of the workers, in the place that Ray Train gave it."""
+    """Train as one rank of Ray Train's worker group."""
     run_dir = RunDir.at(config["run_dir"])
     token = Fence(config["attempt"], int(os.environ.get(EPOCH_VARIABLE, "0")))
     expect_run_dir(run_dir.root)
@@ -63,18 +63,18 @@ def _train(run_dir: RunDir, token: Fence) -> None:
     )
     retry_storage(functools.partial(log_to, attempt.rank_log(session.rank)))
     if retry_storage(functools.partial(last_word, attempt)) is not None:
-        # Ray Train starts the group again after any error. This one will not go away: there is nothing to do.
+        # Ray Train restarts the group after any error. Training has already ended: there is nothing to do.
         return
     with failure_told(session):
-        # The model's folder may be away on this host alone.
+        # The model's folder may be unavailable on this host only.
         read_inputs(spec, functools.partial(model_shape, spec.model))
         train(spec, session, _prepared(run_dir.data), _prepared(run_dir.eval_data) if spec.data.eval else None)
 
 
 def _spares(spec: JobSpec, rank: int, held: Mapping[str, int]) -> Spares:
-    """Return the spare processes that a rank keeps: one that can replace it, and on rank 0 those of idle nodes.
+    """Return the spare processes of a rank: one replacement for it, and on rank 0 also those of idle nodes.
 
-    On the node of rank 0, Ray Data's coordinator would take one as well.
+    Rank 0 keeps two on its node, because Ray Data's coordinator would take one.
     """
     if not spec.failure.spare_workers:
         return Spares(0)
@@ -82,7 +82,7 @@ def _spares(spec: JobSpec, rank: int, held: Mapping[str, int]) -> Spares:
 
 
 def _preemption() -> Preemption | None:
-    """What Ray knows of nodes that will be drained; a collective call of some milliseconds."""
+    """Return Ray's notice about nodes that will be drained. A collective call of some milliseconds."""
     found = get_preemption_info()
     if found is None:
         return None
@@ -91,14 +91,14 @@ def _preemption() -> Preemption | None:
 
 
 def _ranks_by_node() -> Counter[str]:
-    """Return how many ranks of the group each node has, by node id; a collective call."""
+    """Return the number of the group's ranks by node id. A collective call."""
     nodes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(nodes, this_node())
     return Counter(nodes)
 
 
 def _may_move(spec: JobSpec, held: Mapping[str, int], *, fewest: int) -> Callable[[], bool]:
-    """Return a check whether hosts that will stay have room for all ranks; for the fewest, if the job is elastic."""
+    """Return a function that checks whether remaining hosts have room for all ranks, or for `fewest` if elastic."""
     wanted = spec.scaling.model_copy(update={"num_workers": min(fewest, spec.scaling.world)})
 
     def check() -> bool:
@@ -118,5 +118,5 @@ def expect_prepared(dataset: Dataset) -> None:
     """Raise StorageUnavailable if this host does not see the prepared samples."""
     for index in filter(None, (part.index for part in dataset.parts)):
         if not Path(index).is_file():
-            why = "prepared data is not on this host; TRAINSHED_CACHE must be a folder that all hosts see"
+            why = "prepared data not found on this host; TRAINSHED_CACHE must be a folder that all hosts share"
             raise StorageUnavailable(str(Path(index).parent), why)

@@ -1,4 +1,4 @@
-"""The end of a rank's or a driver's process."""
+"""Exit of a rank's or a driver's process."""
 
 import logging
 import os
@@ -9,12 +9,11 @@ from train_loop.run_dir import flush_all
 
 
 def leave(code: int = 0) -> NoReturn:
-    """End this process as done, without Python's finalization.
+    """Exit this process without Python's finalization.
 
-    Threads of gloo outlive `destroy_process_group` where anything else still refers to a group, as FSDP2 does, and free
-    the tensors of their last collective when they next get to run. If the interpreter is being finalized by then, the
-    process aborts ("terminate called without an active exception", pytorch/pytorch#179291): a run that was done would
-    look failed.
+    Threads of gloo outlive `destroy_process_group` if other objects, such as FSDP2's, still refer to a group. When they
+    next run, they free the tensors of their last collective. If the interpreter is finalizing by then, the process
+    aborts ("terminate called without an active exception", pytorch/pytorch#179291). A finished run would look failed.
     """
     logging.shutdown()
     flush_all()

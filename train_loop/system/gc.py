@@ -1,6 +1,6 @@
-"""When Python collects garbage: at the same steps on every rank, as one that collects makes all others wait.
+"""Control of Python's garbage collection: all ranks collect at the same steps, because one rank delays all others.
 
-It does not collect during long imports, which make much and drop little.
+Collection is off during long imports, which create many objects and free few.
 """
 
 import gc
@@ -12,7 +12,7 @@ EVERY_STEPS = 50
 
 @contextmanager
 def no_automatic_collection() -> Iterator[None]:
-    """Keep Python from collecting when it likes."""
+    """Disable automatic garbage collection in the body."""
     automatic = gc.isenabled()
     gc.disable()
     try:
@@ -24,7 +24,7 @@ def no_automatic_collection() -> Iterator[None]:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Keep Python from collecting when it likes, and from looking again at all that is there already."""
+    """Disable automatic garbage collection in the body, and exclude existing objects from manual collections."""
     frozen_before = gc.get_freeze_count()
     keep_what_is_there()
     with no_automatic_collection():
@@ -36,12 +36,12 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def keep_what_is_there() -> None:
-    """Collect once more among what is new, and never look again at what is left."""
+    """Collect once, then exclude all remaining objects from later collections."""
     gc.collect()
     gc.freeze()
 
 
 def collect_garbage(step: int) -> None:
-    """Collect after every 50th step; what `no_garbage_collection` found there costs no time."""
+    """Collect after every 50th step. Frozen objects cost no time."""
     if step % EVERY_STEPS == 0:
         gc.collect()

@@ -1,4 +1,4 @@
-"""Opening files of data, models and tokenizers, within the read policy of the job's project.
+"""Access to files of data, models and tokenizers under the read policy of the job's project.
 
 The service checks a spec's paths at submission. Drivers, tasks and ranks check each file again when they open it: a
 symbolic link may have replaced it meanwhile.
@@ -31,7 +31,7 @@ def limit_inputs(policy: ReadPolicy) -> Iterator[None]:
 
 
 def current_policy() -> ReadPolicy | None:
-    """Return the policy of this process; None without a service: then the user's own rights decide."""
+    """Return the policy of this process; None without a service: then the user's file permissions apply."""
     if _own:
         return _own[0]
     text = os.environ.get(READ_POLICY_VARIABLE)
@@ -73,7 +73,7 @@ def stdlib_root() -> Path:
 
 
 def _check_opened(policy: ReadPolicy, descriptor: int, path: Path) -> None:
-    """Check where an open file really is. Raises DataError if the policy refuses it."""
+    """Check the real path of an open file. Raises DataError if the policy refuses it."""
     place = _place_of(descriptor, path)
     # Tokenizers that Trainshed trained are in the cache; links from elsewhere into the cache are refused.
     ours = any(is_below(os.path.abspath(path), cache) and is_below(place, cache) for cache in policy.caches)

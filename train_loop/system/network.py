@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 import psutil
 
 Interfaces = Mapping[str, Iterable[str]]
-"""Addresses of each interface, by its name."""
+"""Addresses by interface name."""
 
 
 def interface_of(address: str, interfaces: Interfaces | None = None) -> str | None:
-    """Return the name of the interface that holds an address; None if this host has no such address."""
+    """Return the name of the interface with an address; None if this host does not have the address."""
     wanted = ipaddress.ip_address(address)
     for name, addresses in (interfaces if interfaces is not None else _interfaces()).items():
         if any(_parse(one) == wanted for one in addresses):
@@ -23,15 +23,15 @@ def socket_settings(
 ) -> dict[str, str]:
     """Return the variables that make gloo and NCCL use the interface of an address.
 
-    Without them gloo binds whatever address the hostname resolves to, which is 127.0.1.1 on Debian. Variables that
-    `environment` already sets are left to the operator.
+    Without them gloo binds the address to which the hostname resolves, which is 127.0.1.1 on Debian. Variables that
+    the operator has set in `environment` are left out.
     """
     name = interface_of(address, interfaces)
     if name is None:
         return {}
     chosen = {
         "GLOO_SOCKET_IFNAME": name,
-        # NCCL takes a name for a prefix unless it begins with "=".
+        # NCCL treats a name as a prefix unless it begins with "=".
         "NCCL_SOCKET_IFNAME": f"={name}",
     }
     if ipaddress.ip_address(address).version == 6:
@@ -45,7 +45,7 @@ def _interfaces() -> Interfaces:
 
 def _parse(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        # Link-local addresses carry their interface: fe80::1%eth0.
+        # Link-local addresses contain their interface: fe80::1%eth0.
         return ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return None

@@ -1,4 +1,4 @@
-"""What the environment keeps secret, and a text without it."""
+"""Masking of secrets from environment variables in texts."""
 
 import os
 import re
@@ -12,12 +12,12 @@ _NAMES = re.compile(
 )
 _IN_URLS = re.compile(r"://[^/@:\s]*:([^/@\s]+)@")
 _LEAST = 6
-"""Letters of a secret; shorter ones are parts of words, and are no secrets."""
+"""Minimum length of a secret; shorter values occur in ordinary words."""
 MASK = "***"
 
 
 def masker(environment: Mapping[str, str] = os.environ) -> Callable[[str], str]:
-    """A function that puts *** in the place of the values of variables whose names say that they are secret."""
+    """Return a function that masks secrets in a text: values of variables with secret names, and URL passwords."""
     values = {value for name, value in environment.items() if _NAMES.search(name)}
     values |= {found for value in environment.values() for found in _IN_URLS.findall(value)}
     secrets = sorted((value for value in values if _is_secret(value)), key=len, reverse=True)
@@ -28,5 +28,5 @@ def masker(environment: Mapping[str, str] = os.environ) -> Callable[[str], str]:
 
 
 def _is_secret(value: str) -> bool:
-    # Neither the path of a file with a secret is one, nor how many tokens there are of something.
+    # The path of a secret's file is not secret, nor is a number such as a count of tokens.
     return len(value) >= _LEAST and not value.isdigit() and not (value.startswith("/") and Path(value).exists())

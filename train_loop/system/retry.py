@@ -1,4 +1,4 @@
-"""Trying again, while it may help."""
+"""Retries of calls that may succeed later."""
 
 import logging
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from train_loop.run_dir import is_transient, storage_seconds
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-_AWAY = "storage is away and is retried for %g s: %s"
+_AWAY = "storage is unavailable; retrying for %g s: %s"
 
 
 def patiently(
@@ -21,15 +21,15 @@ def patiently(
     may_pass: Callable[[BaseException], bool],
     told: Callable[[BaseException], None] | None = None,
 ) -> T:
-    """Call until it succeeds, fails for good, or has failed for so many seconds; then raise what it raised last.
+    """Retry `call` while `may_pass` accepts its error, for up to `seconds`; then raise the last error.
 
-    `told` hears of the first failure that may pass.
+    `told` is called with the first error that is retried.
     """
 
     def tell(state: RetryCallState) -> None:
         if told is not None and state.attempt_number == 1 and state.outcome is not None:
             error = state.outcome.exception()
-            assert error is not None, "only failures are tried again"
+            assert error is not None, "only failures are retried"
             told(error)
 
     retrying = Retrying(
@@ -49,7 +49,7 @@ def retry_storage(
     may_pass: Callable[[BaseException], bool] = is_transient,
     told: Callable[[BaseException], None] | None = None,
 ) -> T:
-    """Call until storage is back, for `seconds` (default: the setting); then raise the last error.
+    """Retry `call` while storage is unavailable, for up to `seconds` (default: the setting); then raise the last error.
 
     The first failure is logged, or passed to `told`.
     """

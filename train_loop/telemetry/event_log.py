@@ -1,4 +1,4 @@
-"""What a run tells the world: events and metrics in the run directory, written by rank 0 or the driver."""
+"""Events and metrics of a run in its run directory, written by rank 0 or the driver."""
 
 import logging
 import threading
@@ -27,13 +27,13 @@ log = logging.getLogger(__name__)
 _limited = LimitedLog(log)
 _RETRY_SECONDS = 1.0
 _MOST_LATE = 100_000
-"""Lines that wait for storage to come back; a run that goes on longer without any loses the oldest."""
+"""Maximum number of lines that wait for storage; beyond it, the oldest are dropped."""
 
 
 class Journal:
-    """events.jsonl and metrics.jsonl of an attempt; silent on every rank but 0.
+    """Writer of an attempt's events.jsonl and metrics.jsonl; only rank 0 writes.
 
-    Storage that fails ends no run: lines wait in order, and a thread writes them once storage is back. `epoch` returns
+    Failed storage does not end a run: lines are queued, and a thread writes them once storage is back. `epoch` returns
     the fencing epoch of the lines; `check` raises FencedError before a line is written if a newer group has taken over.
     """
 
@@ -51,30 +51,30 @@ class Journal:
             for path in (attempt.events, attempt.metrics)
         )
         self._check = check
-        # On object storage an append waits for nothing, and lines are written when they are flushed.
+        # On object storage an append only buffers; a flush writes the lines.
         self._checks_appends = not is_remote(attempt.events)
         self._speaks = rank == 0
         self._root = str(attempt.root.parent.parent)
-        # The loop and the thread that saves both write.
+        # The training loop and the save thread both write.
         self._lock = threading.RLock()
         self._late: deque[tuple[JsonLines, dict[str, Any]]] = deque(maxlen=_MOST_LATE)
         self._away = False
         self._retrier: threading.Thread | None = None
 
     def event(self, name: str, **fields: Any) -> None:
-        """Say that something happened. It does not raise if storage fails."""
+        """Write an event. It does not raise if storage fails."""
         if self._speaks:
-            # Whoever waits for events should not wait for more; steps come by the dozen.
+            # Flush events at once; metrics are batched.
             self._write_or_queue(self._events, flush=True, event=name, **fields)
 
     def warn(self, message: str) -> None:
-        """Say, in the log too, what the user should know although the run goes on."""
+        """Write a warning event for the user, and log it."""
         if self._speaks:
             log.warning(message)
             self.event("warning", message=message)
 
     def metrics(self, **fields: Any) -> None:
-        """Write one optimizer step's numbers. It does not raise if storage fails."""
+        """Write the metrics of an optimizer step. It does not raise if storage fails."""
         if self._speaks:
             self._write_or_queue(self._metrics, flush=False, **fields)
 
@@ -84,13 +84,13 @@ class Journal:
         return bool(self._late)
 
     def flush(self) -> None:
-        """Write all lines that wait, and have them on storage. Raises what storage raises."""
+        """Write and flush all queued lines. Raises storage errors."""
         with self._lock:
             self._write(flush=True)
 
     def _write_or_queue(self, lines: JsonLines, *, flush: bool, **fields: Any) -> None:
         if self._retrier is not None:
-            # That thread may hold the lock until storage answers. Training does not wait for it.
+            # The retry thread may hold the lock until storage answers. Training must not wait for it.
             self._queue(lines, **fields)
             return
         with self._lock:
@@ -109,7 +109,7 @@ class Journal:
                 lines.flush()
         if self._away:
             self._away = False
-            log.warning("storage is back: %s", self._root)
+            log.warning("storage is available again: %s", self._root)
             self._queue(self._events, event="storage_available", root=self._root)
             self._append_all()
 
@@ -122,7 +122,7 @@ class Journal:
                 lines.append(**fields)
             except Exception as error:
                 if not storage_failed(error):
-                    # A line that can never be written must not hold up the others.
+                    # Drop an invalid line, so that it does not block the others.
                     self._late.popleft()
                 raise
             self._late.popleft()
@@ -137,13 +137,13 @@ class Journal:
         return not failed
 
     def _failed(self, error: Exception) -> None:
-        """Report that storage is away, once, and start the thread that retries."""
+        """Report unavailable storage once, and start the retry thread."""
         if not self._away and is_transient(error):
             self._away = True
-            log.warning("storage is away; events and metrics wait for it: %s", error)
+            log.warning("storage is unavailable; events and metrics are queued: %s", error)
             self._queue(self._events, event="storage_unavailable", root=self._root, since=time.time(), error=str(error))
         else:
-            _limited.warning("events and metrics wait for storage: %s", error)
+            _limited.warning("events and metrics are queued until storage works: %s", error)
         if self._retrier is None:
             self._retrier = threading.Thread(target=self._retry, name="journal", daemon=True)
             self._retrier.start()
@@ -156,7 +156,7 @@ class Journal:
                 try:
                     done = self._is_superseded() or self._write_if_possible()
                 except Exception as error:
-                    # Such a line has been dropped; the next ones are written.
+                    # The invalid line is dropped; the next retry writes the others.
                     log.warning("a line of the run could not be written: %s", error)
                     done = False
                 if done:
@@ -164,7 +164,7 @@ class Journal:
                     return
 
     def _is_superseded(self) -> bool:
-        """Return whether a newer group has taken over: the lines that wait are dropped then."""
+        """Return whether a newer group has taken over; if so, drop the queued lines."""
         superseded = False
         with storage_may_fail(lambda _: None):
             superseded = not _passes(self._check)
@@ -174,7 +174,7 @@ class Journal:
 
 
 def group_journal(run_dir: RunDir, token: Fence, *, rank: int = 0) -> Journal:
-    """Return the journal of a rank of a worker group: nothing is written once a newer group has taken over."""
+    """Return the journal of a rank, which writes nothing after a newer worker group has taken over."""
     check = partial(check_fence, run_dir, token)
     return Journal(run_dir.attempt(token.attempt), rank=rank, epoch=lambda: token.epoch, check=check)
 
@@ -188,12 +188,12 @@ def _passes(check: Callable[[], None]) -> bool:
 
 
 def last_word(attempt: AttemptDir) -> dict[str, Any] | None:
-    """Return how training ended, by the first group that ended it; None if none did. A move does not end it."""
+    """Return the first event that ended training; None without one. A move does not end training."""
     return next((end for end in _ends(attempt) if end.get("result") != "moved"), None)
 
 
 def moves(attempt: AttemptDir) -> int:
-    """Return how many groups of the attempt stopped to move to other hosts."""
+    """Return the number of groups of the attempt that stopped to move to other hosts."""
     return sum(end.get("result") == "moved" for end in _ends(attempt))
 
 

@@ -1,4 +1,4 @@
-"""What a token costs to train, and how much of the device's peak a run gets out of it."""
+"""FLOPs per trained token and model FLOPs utilisation (MFU)."""
 
 import re
 from dataclasses import asdict, dataclass
@@ -10,13 +10,13 @@ from transformers import PreTrainedModel
 FORMULA = "(6·N + 12·L·d·s) · tokens/s per device ÷ peak"
 """Model FLOPs utilisation (Chowdhery et al., 2022): N all parameters, L layers, d heads x head_dim, s sequence length.
 
-Recomputed activations are not counted, and attention as if it were neither causal nor of several documents: by the
-convention, which makes packed rows look better the shorter their documents are.
+By convention, recomputed activations do not count, and attention counts as neither causal nor split by documents.
+Packed rows therefore get a higher value the shorter their documents are.
 """
 
 _HALF = ("bf16", "fp16")
-# From NVIDIA's data sheets: dense, not sparse; half precision on tensor cores, and fp32 without TF32, which torch does
-# not use unless it is told to. The first pattern that is found in the device's name counts.
+# From NVIDIA's data sheets: dense, not sparse; half precision on tensor cores, and fp32 without TF32, which torch
+# disables by default. The first pattern that matches the device's name counts.
 _PEAKS: tuple[tuple[str, tuple[str, ...], float, float], ...] = (
     # pattern, dtypes of its tensor cores, TFLOP/s in them, TFLOP/s in fp32
     (r"\bGB200\b", _HALF, 2500.0, 80.0),
@@ -40,8 +40,8 @@ _PEAKS: tuple[tuple[str, tuple[str, ...], float, float], ...] = (
 
 
 def peak_flops(device: str, dtype: str) -> float | None:
-    """Dense FLOP/s of a CUDA device, by its name, in a compute dtype (bf16, fp16, fp32); None where it is unknown."""
-    if "MIG" in device:  # a slice of a GPU, which goes by the whole one's name
+    """Return the dense FLOP/s of a CUDA device, by name, in a compute dtype (bf16, fp16, fp32); None if unknown."""
+    if "MIG" in device:  # a slice of a GPU has the name of the whole GPU
         return None
     for pattern, tensor_dtypes, tensor, plain in _PEAKS:
         if re.search(pattern, device):
@@ -52,7 +52,7 @@ def peak_flops(device: str, dtype: str) -> float | None:
 
 @dataclass(frozen=True)
 class Flops:
-    """The numbers behind a run's MFU."""
+    """Numbers from which a run's MFU is computed."""
 
     parameters: int
     layers: int
@@ -64,26 +64,26 @@ class Flops:
 
     @property
     def per_token(self) -> int:
-        """Forward and backward of one token."""
+        """Return the FLOPs of one token, forward and backward."""
         return 6 * self.parameters + 12 * self.layers * self.attention_width * self.sequence_length
 
     @property
     def peak(self) -> float | None:
-        """FLOP/s of one device; None where it is unknown."""
+        """Return the peak FLOP/s of one device; None if unknown."""
         return peak_flops(self.device, self.dtype)
 
     def mfu(self, tokens_per_second: float) -> float | None:
-        """The share of its peak that a device gets out of its tokens per second; None where the peak is unknown."""
+        """Return the fraction of its peak that a device reaches at `tokens_per_second`; None if the peak is unknown."""
         peak = self.peak
         return None if peak is None else self.per_token * tokens_per_second / peak
 
     def stated(self) -> dict[str, Any]:
-        """Formula and numbers, for whoever wants to check."""
+        """Return the formula and its numbers, for the event `training_started`."""
         return {"formula": FORMULA, **asdict(self), "flops_per_token": self.per_token, "peak_flops": self.peak}
 
 
 def count_flops(model: PreTrainedModel, *, sequence_length: int, dtype: str, device: torch.device) -> Flops:
-    """What a token costs on a device. A sharded model counts whole."""
+    """Return the FLOPs of a model on a device. A sharded model counts with all its parameters."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     return Flops(

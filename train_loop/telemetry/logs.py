@@ -1,4 +1,4 @@
-"""One log file for a process, beside what it prints anyway."""
+"""Log file of a process, in addition to its standard output and error."""
 
 import faulthandler
 import io
@@ -21,13 +21,13 @@ _RAYS_FORMAT = re.compile(r"^(\d{4}-\d\d-\d\d [\d:,]+)\t([A-Z]+) (\S+) -- ", re.
 
 
 def plain(text: str) -> str:
-    """Return Ray's output in our format: without colours, the level third, the source process at the end."""
+    """Convert Ray's output to Trainshed's log format: no colours, level third, source process at the end."""
     text = _PREFIX.sub(r"\2 (\1)", _ANSI.sub("", text))
     return _RAYS_FORMAT.sub(r"\1 \2 ray.\3: ", text)
 
 
 class _Tee:
-    """A text stream written to two places; in all else it is the first one."""
+    """A text stream that also writes to a copy; other calls go to the original stream."""
 
     def __init__(self, stream: TextIO, copy: TextIO) -> None:
         self._stream = stream
@@ -35,7 +35,7 @@ class _Tee:
         self._masked = masker()
 
     def write(self, text: str) -> int:
-        # The copy is for many eyes. Whoever prints must not fail because storage is away.
+        # The copy hides secrets, because many users read it. Printing must not fail if storage is unavailable.
         with suppress(OSError):
             self._copy.write(plain(self._masked(text)))
         return self._stream.write(text)
@@ -54,7 +54,7 @@ def _numberless(line: str, number: int) -> bytes:
 
 
 class _Segments(io.TextIOBase):
-    """A log on object storage; whole lines go there, a second later."""
+    """A log on object storage, which receives whole lines up to 1 s later."""
 
     def __init__(self, path: Path) -> None:
         self._segments = SegmentWriter(path)
@@ -67,11 +67,11 @@ class _Segments(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Lines go to storage by themselves, every second."""
+        """Do nothing: the writer uploads lines every second."""
 
 
 def open_log(path: Path) -> TextIO:
-    """A file to append to; the stacks of all threads go there too where the process crashes, if it is a real one."""
+    """Open a log for appending. On a file system, a crash also writes the stacks of all threads to it."""
     if is_remote(path):
         return cast(TextIO, _Segments(path))
     make_folder(path.parent)
@@ -81,12 +81,12 @@ def open_log(path: Path) -> TextIO:
 
 
 def log_lines_to(path: Path, *, level: int = logging.INFO) -> None:
-    """Append what this package logs in this process to a file, and nothing else that the process prints."""
+    """Append this package's log lines to a file, but not other output of the process."""
     _attach(open_log(path), level)
 
 
 def log_to(path: Path, *, level: int = logging.INFO) -> None:
-    """Append what this process logs and prints to a file, and the stacks of all threads where it crashes."""
+    """Append log lines and output of this process to a file, and the stacks of all threads after a crash."""
     file = open_log(path)
     sys.stdout = _Tee(sys.stdout, file)
     sys.stderr = _Tee(sys.stderr, file)
@@ -96,7 +96,7 @@ def log_to(path: Path, *, level: int = logging.INFO) -> None:
 def _attach(stream: TextIO, level: int) -> None:
     ours = logging.getLogger("train_loop")
     ours.setLevel(level)
-    # Once, on the stream that goes to both places: Ray's own handlers would write every line a second time.
+    # Only this handler: Ray's own handlers would write every line a second time.
     ours.propagate = False
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

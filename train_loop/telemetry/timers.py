@@ -1,4 +1,4 @@
-"""What a rank says of itself at every step: its own time and its memory."""
+"""Per-rank statistics of steps: own time and peak memory."""
 
 import resource
 import sys
@@ -10,26 +10,26 @@ from typing import NamedTuple
 import torch
 
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024
-"""Bytes in which the operating system counts the most memory of a process."""
+"""Bytes per unit of ru_maxrss."""
 Moment = float | torch.cuda.Event
-"""Seconds of the host's clock, or a place in the GPU's stream."""
+"""Seconds of the host's clock, or an event in the GPU's stream."""
 
 
 class Vitals(NamedTuple):
-    """A rank's state at a step, in whole numbers, as ranks tell them each other."""
+    """Statistics of a rank, as integers, because ranks exchange them in one tensor."""
 
     own_nanoseconds: int
-    """Since it was told last, without what the rank waited for others."""
+    """Time since the last statistics, without waits for other ranks."""
     device_bytes: int
-    """Most memory that tensors took on the GPU; 0 without one."""
+    """Peak memory of tensors on the GPU; 0 without a GPU."""
     host_bytes: int
-    """Most memory that the process took."""
+    """Peak memory of the process."""
 
 
 class ComputeTimer:
-    """Adds up what a rank computes in training steps, between the points where it may wait for others.
+    """Timer of a rank's compute time in training steps, without waits for other ranks.
 
-    On a GPU by events in its stream: the host runs ahead of it.
+    On a GPU it uses events in the stream, because the host runs ahead of the GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,22 +38,22 @@ class ComputeTimer:
         self._spans: list[tuple[Moment, Moment]] = []
 
     def start(self) -> None:
-        """The rank computes from here."""
+        """Start a span of compute time."""
         self._since = self._now()
 
     def drop(self) -> None:
-        """What was started last, and not stopped since, does not count."""
+        """Discard the open span."""
         self._since = None
 
     def stop(self) -> None:
-        """The rank may wait from here."""
+        """Close the open span, before the rank may wait."""
         if self._since is not None:
             self._spans.append((self._since, self._now()))
             self._since = None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The rank waits for others amid what it computes."""
+        """Exclude the body, in which the rank waits for others, from the compute time."""
         computing = self._since is not None
         self.stop()
         yield
@@ -61,7 +61,7 @@ class ComputeTimer:
             self.start()
 
     def take(self) -> float:
-        """Seconds since this was asked last. On a GPU, what was timed must be done."""
+        """Return the compute seconds since the last call. On a GPU, the timed work must have finished."""
         self.drop()
         spans, self._spans = self._spans, []
         return sum(map(_seconds, spans))
@@ -84,10 +84,10 @@ def _seconds(span: tuple[Moment, Moment]) -> float:
 
 
 class StepClock:
-    """Times the steps of one rank.
+    """Clock of one rank's steps.
 
-    Ranks wait for each other many times a step. The one that took most time of its own is the one that the others
-    waited for: whether data, computing, logging, garbage, a checkpoint or the host kept it.
+    Ranks wait for each other many times per step. The others waited for the rank with the most own time, which may be
+    due to data, compute, logging, garbage collection, a checkpoint or its host.
     """
 
     def __init__(self) -> None:
@@ -96,34 +96,34 @@ class StepClock:
         self._saving = 0.0
 
     def begin(self) -> None:
-        """A step begins, with its wait for data."""
+        """Start a step, before its wait for data."""
         self._start = perf_counter()
 
     def data_arrived(self) -> None:
-        """The rows of the step are here."""
+        """Record the end of the wait for the step's rows."""
         self.data_wait_seconds = self.seconds
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The rank waits for others, which is no time of its own."""
+        """Exclude the body, in which the rank waits for others, from its own time."""
         started = perf_counter()
         yield
         self._told += perf_counter() - started
 
     @contextmanager
     def training(self, timer: ComputeTimer) -> Iterator[None]:
-        """The ranks train together: what the timer saw this one compute is its own, and the rest is waiting."""
+        """Count only the timer's compute time of the body as own time; the rest is waiting."""
         with self.waiting():
             yield
         self._told -= timer.take()
 
     @property
     def seconds(self) -> float:
-        """Since the step began."""
+        """Return the seconds since the step began."""
         return perf_counter() - self._start
 
     def take_vitals(self, device: torch.device) -> Vitals:
-        """This rank's state, to be told now."""
+        """Return this rank's statistics and reset its own time."""
         now, on_gpu = perf_counter(), device.type == "cuda"
         own, self._told = now - self._told, now
         return Vitals(
@@ -134,12 +134,12 @@ class StepClock:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """The loop stands still for a checkpoint."""
+        """Count the body as time in which a checkpoint blocks the loop."""
         started = perf_counter()
         yield
         self._saving += perf_counter() - started
 
     def take_saving_seconds(self) -> float:
-        """How long the loop stood still for checkpoints since this was asked last."""
+        """Return the seconds that checkpoints blocked the loop since the last call."""
         taken, self._saving = self._saving, 0.0
         return taken

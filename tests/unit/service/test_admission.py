@@ -48,12 +48,12 @@ def test_unreachable_cluster_is_waited_for() -> None:
 def test_too_many_workers_are_told_so_for_ever() -> None:
     job = a_job(scaling={"num_workers": 9})
     reason = look([job], {"CPU": 4.0}).waits["job-1"]
-    assert (reason.code, reason.message) == (Code.UNSCHEDULABLE, "9 workers need 9 CPU where the cluster has 4")
+    assert (reason.code, reason.message) == (Code.UNSCHEDULABLE, "9 workers need 9 CPU (the cluster has 4)")
     assert reason.remedy == "add nodes, or cancel and submit fewer or smaller workers"
 
 
 def test_missing_gpus_are_named() -> None:
-    assert "2 GPU where the cluster has 0" in str(wait(gpus("job-1", 2), [], {"CPU": 8.0}))
+    assert "2 GPU (the cluster has 0)" in str(wait(gpus("job-1", 2), [], {"CPU": 8.0}))
 
 
 def test_no_cpu_left_for_data_is_told_where_the_submit_could_not_know() -> None:

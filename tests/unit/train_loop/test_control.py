@@ -35,6 +35,6 @@ def test_a_warning_names_ranks_hosts_and_remedy(tmp_path: Path, hosts: str, warn
     warn_of_hosts(MESH, [{"rank": rank, "host": host} for rank, host in enumerate(hosts)], Journal(attempt))
     said = [line["message"] for line in read_lines(attempt.events) if line["event"] == "warning"]
     assert said == warnings * [
-        "Ulysses groups lie on several hosts, where their all-to-all is slow: ranks 2-3 on a, b; ranks 6-7 on b, a; "
+        "Ulysses groups span several hosts, where their all-to-all is slow: ranks 2-3 on a, b; ranks 6-7 on b, a; "
         "give each host a multiple of ulysses_size=2 workers, or choose a smaller ulysses_size"
     ]

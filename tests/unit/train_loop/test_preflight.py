@@ -127,15 +127,15 @@ def test_a_tokenizer_that_is_none(tmp_path: Path) -> None:
     spec = parse(raw_spec(model={"tokenizer": str(tmp_path)}))
     _, (problem,) = check_model(spec, may_read(f"file://{tmp_path}"))
     assert problem.pointer == "/model/tokenizer"
-    assert "holds no tokenizer.json" in problem.message
+    assert "tokenizer.json not found" in problem.message
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"hiden_size": 64}, "Qwen3Config has no field hiden_size; did you mean hidden_size?"),
-        ({"model_type": "qwen33"}, "knows no model_type=qwen33; did you mean qwen3?"),
-        ({"hidden_size": 33, "model_type": "llama", "head_dim": None}, "builds no causal language model"),
+        ({"model_type": "qwen33"}, "does not support model_type=qwen33; did you mean qwen3?"),
+        ({"hidden_size": 33, "model_type": "llama", "head_dim": None}, "is not a valid causal language model"),
     ],
 )
 def test_a_model_that_cannot_be_built_as_written(config: dict[str, Any], message: str) -> None:
@@ -191,14 +191,14 @@ def test_a_model_folder_that_is_not_there_or_does_not_fit(tmp_path: Path) -> Non
     config = (write_model(tmp_path / "small", hidden_size=16) / "config.json").read_bytes()
     (write_model(tmp_path / "m") / "config.json").write_bytes(config)
     message = folder_problems(on_folder(tmp_path / "m"), tmp_path)["/model/path"]
-    assert "of another shape: model.embed_tokens.weight is [384, 32] and should be [384, 16], " in message
+    assert "wrong shape: model.embed_tokens.weight is [384, 32], expected [384, 16], " in message
 
 
 def test_text_needs_a_tokenizer_beside_the_model_or_a_name(tmp_path: Path) -> None:
     folder, other = write_model(tmp_path / "m"), tmp_path / "tokenizer"
     assert folder_problems(on_folder(folder), tmp_path) == {
-        "/model/tokenizer": f"{folder.as_uri()} holds no tokenizer.json; name one that does in model.tokenizer, or "
-        "give tokenised rows with columns.input_ids"
+        "/model/tokenizer": f"tokenizer.json not found in {folder.as_uri()}; set model.tokenizer to a folder with one, "
+        "or give tokenised rows with columns.input_ids"
     }
     assert folder_problems(on_folder(folder, columns="input_ids"), tmp_path) == {}
     write_tokenizer(other)
@@ -224,10 +224,10 @@ def test_a_tokenizer_that_is_broken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("written", "rule"),
     [
-        ({"num_hidden_layers": 20_000}, "num_hidden_layers=20000 is over 1024"),
-        ({"num_labels": 3_000_000}, "num_labels=3000000 is over 10000"),
-        ({"vocab_size": 1 << 33}, "vocab_size=8589934592 is over 16777216"),
-        ({"rope_scaling": {"factor": 1 << 62}}, "factor=4611686018427387904 is over 1099511627776"),
+        ({"num_hidden_layers": 20_000}, "invalid num_hidden_layers=20000; expected at most 1024"),
+        ({"num_labels": 3_000_000}, "invalid num_labels=3000000; expected at most 10000"),
+        ({"vocab_size": 1 << 33}, "invalid vocab_size=8589934592; expected at most 16777216"),
+        ({"rope_scaling": {"factor": 1 << 62}}, "invalid factor=4611686018427387904; expected at most 1099511627776"),
     ],
 )
 def test_numbers_larger_than_any_models_are_refused_before_it_is_built(written: dict[str, Any], rule: str) -> None:
@@ -251,7 +251,7 @@ def test_links_in_a_circle_are_a_problem_of_their_field(tmp_path: Path) -> None:
     ("file", "text", "pointer", "rule"),
     [
         ("config.json", "[" * 100_000, "/model/path", "config.json is nested too deeply"),
-        ("config.json", "[]", "/model/path", "names no model_type"),
+        ("config.json", "[]", "/model/path", "model_type not found"),
         ("tokenizer_config.json", "[" * 100_000, "/model/tokenizer", "tokenizer_config.json is nested too deeply"),
         ("tokenizer_config.json", "[]", "/model/tokenizer", "holds a JSON list, not an object"),
         ("tokenizer_config.json", '{"eos_token": {"lstrip": false}}', "/model/tokenizer", "has no eos_token"),

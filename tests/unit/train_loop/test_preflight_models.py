@@ -38,7 +38,7 @@ DYNAMIC |= {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_the
         (
             {"strategy": {"wrap_policy": {"transformer_layer_cls_to_wrap": ["Embedding"], "wrap_embeddings": True}}},
             "/strategy/wrap_policy/transformer_layer_cls_to_wrap",
-            "transformer_layer_cls_to_wrap=Embedding names no layer; choose wrap_embeddings: true instead",
+            "transformer_layer_cls_to_wrap=Embedding is not a layer; set wrap_embeddings: true instead",
         ),
         (
             {"model": {"config": OPT}, "strategy": {"apply_tiled_mlp": True}},
