@@ -1,4 +1,4 @@
-"""What a stream must deliver, and the plain reader that delivers it on machines without Ray."""
+"""Plan of a data stream, and a plain reader for machines without Ray."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from train_loop.plan import MeshPlan
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """What a run still has to read: `steps` optimizer steps from the position `start`."""
+    """The rows that a run still has to read: `steps` optimizer steps from the position `start`."""
 
     dataset: Dataset
     order: StepOrder
@@ -20,7 +20,7 @@ class StreamPlan:
 
 
 def local_stream(plan: StreamPlan, mesh: MeshPlan, rank: int) -> Iterator[Rows | None]:
-    """The same rows as Ray Data's stream, read by the first rank of every Ulysses group itself."""
+    """Yield the same rows as Ray Data's stream; the first rank of every Ulysses group reads them itself."""
     leads = mesh.sequence_rank(rank) == 0
     for step in range(plan.steps):
         ids = plan.order.step(plan.start + step * plan.order.global_batch)
