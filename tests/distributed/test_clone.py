@@ -170,10 +170,10 @@ def test_a_damaged_checkpoint_of_the_parent_is_told_and_nothing_is_trained(folde
     run_dir = go_on(folder, "damaged")
     try:
         shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-        with pytest.raises(Exception, match="step 3 of job-parent, from which this run goes on, is damaged") as caught:
+        with pytest.raises(Exception, match="step 3 of job-parent, from which this run starts, is damaged") as caught:
             on_ranks(1, goes_on_alone, folder, "damaged", {"model": DROPOUT})
     finally:
         shard.write_bytes(whole)
     assert UserError.__name__ in str(caught.value)
-    assert "has another SHA-256 than when it was committed; clone the job from another one" in str(caught.value)
+    assert "has another SHA-256 than when it was committed; clone the job from another checkpoint" in str(caught.value)
     assert not small_runs.lines(run_dir)

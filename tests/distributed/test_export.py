@@ -205,7 +205,7 @@ def test_whoever_says_nothing_for_a_minute_has_ended(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_exported_is_told(trained: Trained, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="there is no checkpoint of step 7; there are 3"):
+    with pytest.raises(UserError, match="checkpoint of step 7 not found; available steps: 3"):
         export(trained.run_dir, 7, FP32)
     damaged = RunDir(tmp_path / "damaged")
     shutil.copytree(trained.run_dir.root, damaged.root)

@@ -121,7 +121,7 @@ def test_files_that_are_read_as_they_are_must_not_change_under_a_run(tmp_path: P
     write_durably(run_dir.data, dataset.model_dump_json())
     assert pinned_dataset(job, run_dir.data) == dataset
     write_tokens(data, rows=41, length=32, vocab=TINY["vocab_size"])
-    with pytest.raises(DataError, match="have changed since the run began; put them back, or start a new run"):
+    with pytest.raises(DataError, match="have changed since the run began; restore them, or start a new run"):
         pinned_dataset(job, run_dir.data)
 
 

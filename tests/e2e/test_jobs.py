@@ -145,7 +145,7 @@ def test_conversations_on_s3_and_local_text_are_mixed_evaluated_and_end_by_token
     job = service.wait_for_state(job_id, JobState.SUCCEEDED)
     (skipped,) = service.events(job_id, "bad_rows_skipped")
     assert skipped["count"] == 40
-    assert skipped["rows"][0].startswith("s3://corpus/open/talks/a.jsonl.gz, line 2: no JSON")
+    assert skipped["rows"][0].startswith("s3://corpus/open/talks/a.jsonl.gz, line 2: invalid JSON")
     (prepared,) = service.events(job_id, "prepared")
     (conversations, texts) = prepared["sources"]
     assert (conversations["path"], texts["path"]) == ("s3://corpus/open/talks/", "stdlib://json/*.py")

@@ -1,4 +1,4 @@
-"""Resuming: the newest checkpoint that verifies, or another run's, loaded at any world size."""
+"""Resume from the newest checkpoint that verifies, or start from another run's checkpoint, at any world size."""
 
 import pickle
 from collections.abc import Mapping
@@ -23,10 +23,10 @@ Values = dict[str, Any]
 
 
 def restore(run: Run) -> None:
-    """Bring a fresh run to where it goes on, or leave it at its start; a collective call.
+    """Load the state of a fresh run from a checkpoint, or leave it at its start. A collective call.
 
-    That is its newest checkpoint that verifies, or else the one of another run that it was begun from. A newer one that
-    does not verify is reported and passed over. Nothing is unpickled before its hash was checked.
+    The checkpoint is the newest of this run that verifies, or else that of the parent run. Newer checkpoints that do
+    not verify are reported and skipped. Nothing is unpickled before its hash was checked.
     """
     manifest, parent = agree_on_newest(run), run.parent
     if manifest is not None:
@@ -39,11 +39,11 @@ def restore(run: Run) -> None:
 
 
 def _resume(run: Run, manifest: Manifest) -> None:
-    """Take over all of a checkpoint of this run."""
+    """Load the full state from a checkpoint of this run."""
     values, reader = tensors_of(run.state), _reader(run, run.session.run_dir.checkpoint(manifest.step))
     is_saved = partial(_is_saved, reader.read_metadata().state_dict_metadata)
     states = values["optimizer"]["state"]
-    # Nothing was saved of parameters that had no gradient before: their states stay new.
+    # Parameters without a gradient so far have no saved state: they keep their new state.
     unused = {name: states.pop(name) for name in list(states) if not is_saved(f"optimizer.state.{name}", states[name])}
     _read(run, manifest, reader, values)
     states |= unused
@@ -53,7 +53,7 @@ def _resume(run: Run, manifest: Manifest) -> None:
 
 
 def _continue(run: Run, parent: Parent) -> None:
-    """Take over what another run has learned. Hyperparameters are this run's, and new is what the other one had not."""
+    """Load the state of another run's checkpoint. This run keeps its hyperparameters and any state the other lacks."""
     state, values = run.state, tensors_of(run.state)
     reader = _reader(run, prove_parent(run, parent))
     is_saved = partial(_is_saved, reader.read_metadata().state_dict_metadata)
@@ -90,16 +90,16 @@ def _reader(run: Run, folder: Path) -> CheckpointReader:
 
 
 def _read(run: Run, manifest: Manifest, reader: CheckpointReader, values: Values) -> None:
-    """Read tensors and other values in the place of those that are given, and take over generators and counters."""
+    """Read values from a checkpoint in place, and load random generators and counters."""
     state, rank = run.state, run.mesh.rank
     seed_generators(run.spec.training.seed, step=manifest.step, rank=rank)
-    # Generators belong to ranks: with another number of them, they start anew from (seed, step, rank).
+    # Generators belong to ranks: at another world size, they restart from (seed, step, rank).
     generators = {rng_key(rank): b""} if manifest.world == dist.get_world_size() else {}
     whole = values | generators
     try:
         load(whole, storage_reader=reader)
-    except CheckpointException as error:  # no Exception, so that nobody would log it
-        raise RuntimeError(f"the checkpoint of step {manifest.step} verifies and does not load: {error}") from error
+    except CheckpointException as error:  # a BaseException, which callers would not log
+        raise RuntimeError(f"the checkpoint of step {manifest.step} verifies but does not load: {error}") from error
     for key in generators:
         set_rng_state(pickle.loads(whole[key]))
     values |= {name: whole[name] for name in values}
@@ -107,14 +107,14 @@ def _read(run: Run, manifest: Manifest, reader: CheckpointReader, values: Values
 
 
 def _is_saved(saved: Mapping[str, Any], place: str, values: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint holds something of these values."""
+    """Return whether a checkpoint contains any of these values."""
     return any(f"{place}.{name}" in saved for name in values)
 
 
 def _check_same_data(run: Run, manifest: Manifest) -> None:
     if manifest.dataset != run.dataset.fingerprint:
         raise DataError(
-            f"the checkpoint of step {manifest.step} was trained on dataset {manifest.dataset[:12]} and this run reads "
-            f"{run.dataset.fingerprint[:12]}; a position in one means nothing in the other, so put the files back or "
-            "start a new run"
+            f"the checkpoint of step {manifest.step} was trained on dataset {manifest.dataset[:12]}, but this run "
+            f"reads {run.dataset.fingerprint[:12]}, in which its position is meaningless; restore the files, or start "
+            "a new run"
         )

@@ -1,4 +1,4 @@
-"""Which checkpoint all ranks resume from: the newest that verifies, the hashing shared out over all of them."""
+"""Selection of the checkpoint to resume from: the newest that verifies. All ranks share the hashing."""
 
 import errno
 import itertools
@@ -21,10 +21,11 @@ T = TypeVar("T")
 
 
 def agree_on_newest(run: Run) -> Manifest | None:
-    """The newest checkpoint that verifies, the hashing shared out over all ranks; damaged ones are put aside.
+    """Return the newest checkpoint that verifies, the same on all ranks, which share the hashing.
 
-    Aside, because retention counts by step, and would keep one that is of no use instead of a good one. Raises OSError,
-    on every rank, where what cannot be read is all there is: it may be whole, and nobody should start anew beside it.
+    Damaged checkpoints are quarantined: retention counts by step, and would keep them instead of good ones. Raises
+    OSError on every rank if the only checkpoints left are unreadable: they may be intact, so the run must not start
+    from scratch.
     """
     rejected: dict[int, list[str]] = {}
     newest, unreadable = None, None
@@ -47,7 +48,7 @@ def agree_on_newest(run: Run) -> Manifest | None:
 
 
 def prove_newest(run: Run) -> None:
-    """Read the newest checkpoint once more, by all ranks. Raises CheckpointError on each where it is damaged."""
+    """Verify the newest checkpoint again, with all ranks. Raises CheckpointError on every rank if it is damaged."""
     newest = _ask_rank_0(run, lambda: next(reversed(run.session.run_dir.manifests().values()), None))
     if newest is None:
         return
@@ -58,9 +59,9 @@ def prove_newest(run: Run) -> None:
 
 
 def prove_parent(run: Run, parent: Parent) -> Path:
-    """The folder of the checkpoint of another run that this one goes on from, once all ranks have read it.
+    """Verify the parent run's checkpoint with all ranks, and return its folder.
 
-    Raises UserError on each where it is damaged or gone: this run has nothing else to go on from.
+    Raises UserError on every rank if it is damaged or missing: this run has no other checkpoint to start from.
     """
     step, run_dir = parent.manifest.step, RunDir.at(parent.run_dir)
     found = _faults(run, run_dir, parent.manifest)
@@ -70,21 +71,24 @@ def prove_parent(run: Run, parent: Parent) -> Path:
     faults = [fault for faults in found if not isinstance(faults, Exception) for fault in faults]
     if faults:
         raise UserError(
-            f"the checkpoint of step {step} of {parent.job}, from which this run goes on, is damaged: "
-            f"{'; '.join(faults)}; clone the job from another one"
+            f"the checkpoint of step {step} of {parent.job}, from which this run starts, is damaged: "
+            f"{'; '.join(faults)}; clone the job from another checkpoint"
         )
     return run_dir.checkpoint(step)
 
 
 def _faults(run: Run, run_dir: RunDir, manifest: Manifest) -> list[list[str] | Exception]:
-    """What each rank found; a collective call."""
+    """Return the result of `faults_of_share` of every rank. A collective call."""
     found: list[Any] = [None] * run.session.world
     dist.all_gather_object(found, faults_of_share(run, run_dir, manifest))
     return found
 
 
 def faults_of_share(run: Run, run_dir: RunDir, manifest: Manifest) -> list[str] | Exception:
-    """What is wrong with this rank's share of a checkpoint's files, or why it cannot be told: all ranks must hear."""
+    """Return the faults in this rank's share of a checkpoint's files, or the error that prevented the check.
+
+    The error is returned, not raised, so that all ranks learn of it.
+    """
     by_size = sorted(manifest.files, key=lambda name: manifest.files[name].size, reverse=True)
     mine = by_size[run.mesh.rank :: run.session.world]
     look = partial(verify, run_dir.checkpoint(manifest.step), manifest, mine)
@@ -95,7 +99,7 @@ def faults_of_share(run: Run, run_dir: RunDir, manifest: Manifest) -> list[str] 
 
 
 def _says_damage(run: Run, error: Exception) -> bool:
-    """Whether it is the word of a broken disk; fsspec's packages say the same of requests that went wrong."""
+    """Return whether a disk reports an I/O error; fsspec's packages use the same errno for failed requests."""
     return getattr(error, "errno", None) == errno.EIO and not is_remote(run.session.run_dir.root)
 
 
@@ -106,7 +110,7 @@ def _unread(error: Exception) -> list[str]:
 def _reject(run: Run, faults: dict[int, list[str]]) -> None:
     ledger = ledger_of(run.session.run_dir, run.session.token)
     while faults:
-        # Said before it is done, and perhaps again, rather than done and never said.
+        # Report first: a crash in between repeats the event, but cannot lose it.
         step, found = next(iter(faults.items()))
         run.journal.event("checkpoint_rejected", step=step, reason="; ".join(found))
         ledger.put_aside(step)
@@ -114,7 +118,7 @@ def _reject(run: Run, faults: dict[int, list[str]]) -> None:
 
 
 def _candidates(run: Run) -> list[Manifest]:
-    """What claims to be a checkpoint, newest first, after a look at the fence and a clean-up, in this order."""
+    """Check the fence, clean up, and return the manifests of all checkpoints, newest first."""
     run_dir, token = run.session.run_dir, run.session.token
     check_fence(run_dir, token)
     ledger = ledger_of(run_dir, token)
@@ -131,13 +135,13 @@ def _patiently(run: Run, call: Callable[[], T]) -> T:
 
 
 def _ask_rank_0(run: Run, question: Callable[[], T]) -> T:
-    """What rank 0 finds, or the error that it met, on every rank."""
+    """Call `question` on rank 0, and return its result or raise its error on every rank."""
     answer: list[Any] = [None]
     if run.mesh.rank == 0:
         try:
             answer[0] = _patiently(run, question)
         except Exception as error:
-            # Nobody may wait for rank 0 in vain.
+            # Send the error: the other ranks wait for an answer.
             answer[0] = error
     dist.broadcast_object_list(answer, src=0)
     if isinstance(answer[0], Exception):

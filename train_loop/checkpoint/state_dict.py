@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds: tensors in DCP files, counters in the manifest."""
+"""Contents of a checkpoint: tensors in DCP files, counters in the manifest."""
 
 import hashlib
 import math
@@ -19,18 +19,18 @@ from train_loop.spec import dump
 
 
 def tensors_to_save(run: Run) -> dict[str, Any]:
-    """Everything of a run that has a value per rank or is too big for a manifest."""
+    """Return all state of a run that has a value per rank or is too large for a manifest."""
     return tensors_of(run.state) | {rng_key(run.mesh.rank): pickle.dumps(rng_state())}
 
 
 def tensors_of(state: TrainState) -> dict[str, Any]:
-    """Model, optimizers, schedules and average, sharded as they are."""
+    """Return the state of model, optimizers, schedules, scaler and average, in its current sharding."""
     fresh = not any(optimizer.state for optimizer in state.optimizers)
-    # The helper, because a fresh optimizer's own state_dict is empty and would restore no moments.
+    # `get_state_dict`, because a fresh optimizer's own state_dict is empty: its moments would not be restored.
     model, optimizer = get_state_dict(state.model, state.optimizers)
     if fresh:
-        # It has filled them by a step without gradients and learning rate, which leaves a count and, by weight decay,
-        # momentum behind. Every state begins at zero.
+        # It has created the states by a step without gradients and learning rate. This leaves a step count and, by
+        # weight decay, momentum. Every state begins at zero.
         for values in (v for member in state.optimizers for v in member.state.values()):
             for value in values.values():
                 value.copy_(torch.zeros_like(value))
@@ -41,7 +41,7 @@ def tensors_of(state: TrainState) -> dict[str, Any]:
 
 
 def put_back(state: TrainState, values: dict[str, Any]) -> None:
-    """The inverse of `tensors_of`."""
+    """Load the result of `tensors_of` into a state."""
     set_state_dict(
         state.model, state.optimizers, model_state_dict=values["model"], optim_state_dict=values["optimizer"]
     )
@@ -53,7 +53,7 @@ def put_back(state: TrainState, values: dict[str, Any]) -> None:
 
 
 def draft_manifest(run: Run, measured: Mapping[str, float]) -> Manifest:
-    """The manifest of a checkpoint taken now, before its files exist, with what was measured of its step."""
+    """Return the manifest of a checkpoint taken now, before its files exist, with the metrics of its step."""
     return Manifest(
         step=run.state.step,
         tokens=run.state.tokens,
@@ -75,5 +75,5 @@ def draft_manifest(run: Run, measured: Mapping[str, float]) -> Manifest:
 
 
 def rng_key(rank: int) -> str:
-    """Where the generators of a rank are kept."""
+    """Return the key of a rank's random generators in a checkpoint."""
     return f"rng/rank-{rank:05d}"

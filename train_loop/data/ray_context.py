@@ -1,4 +1,4 @@
-"""Ray Data's context for every execution, and whether the cluster has room for its tasks."""
+"""Settings of all Ray Data executions, and the check for a free CPU."""
 
 import logging
 
@@ -7,19 +7,19 @@ from ray.data import DataContext
 
 
 def ordered_context(*, block_bytes: int | None = None) -> DataContext:
-    """The process's Ray Data context, set to keep order, to be quiet, and to raise what our functions raise.
+    """Return the process's Ray Data context: it keeps order, shows no progress, and raises the original errors.
 
-    What a task yields is cut into blocks of `block_bytes`, or stays whole: a block that Ray Data cut in two would break
-    the order in which blocks are dealt out.
+    `block_bytes`: size at which a task's output is cut into blocks. None keeps the output whole: if Ray Data split a
+    block, the blocks would be dealt out in another order.
     """
     context = DataContext.get_current()
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
-    # It would warn that they are off.
+    # Suppress the warning that progress bars are off.
     logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
     context.print_on_execution_start = False
     context.target_max_block_size = block_bytes
-    # What is wrong with somebody's data must arrive as what it is, and not as a function that failed.
+    # A DataError must reach the driver as itself, not wrapped in an error of Ray Data.
     context.raise_original_map_exception = True
     return context
 

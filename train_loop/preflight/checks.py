@@ -2,8 +2,8 @@
 
 `python -m train_loop.preflight.checks SOCKET` listens on SOCKET until its standard input closes. A request is
 {"spec": …, "read_policy": {…}, "parent": … or null, "seconds": …}, the answer {"problems": [{"pointer", "message"}],
-"shape": {…}, "preview": […], "count": {…}}. `shape` has the model's sizes, or is null if they are unknown. If storage is
-unavailable, the answer is {"unavailable": {"root", "error"}}. A separate process spares the service torch's memory
+"shape": {…}, "preview": […], "count": {…}}. `shape` has the model's sizes, or is null if they are unknown. If storage
+is unavailable, the answer is {"unavailable": {"root", "error"}}. A separate process spares the service torch's memory
 and import time. It forks for each request, because a damaged file may crash the library that opens it.
 """
 

@@ -1,4 +1,4 @@
-"""What preparing would do to the first rows of each source, counted before anything runs."""
+"""Preview of data preparation: counts for the first rows of each source, before the job runs."""
 
 from itertools import islice
 from typing import Any
@@ -17,9 +17,9 @@ _PIECE_BYTES = 2**20
 
 
 def preview_data(spec: JobSpec) -> list[Preview]:
-    """Return the counts of each source of text of which rows may be dropped or cut off, one after the other.
+    """Return the counts of each text source whose rows may be dropped or truncated.
 
-    A tokenizer that is yet to be trained gives none. Raises DataError and OSError for files that cannot be read.
+    Empty if the tokenizer is yet to be trained. Raises DataError and OSError for unreadable files.
     """
     folder = tokenizer_folder(spec)
     if folder is None:
@@ -43,7 +43,7 @@ def _preview(spec: JobSpec, source: SourceSpec, folder: str) -> Preview:
     fates = [fit(row)[1] for row in encoded if not isinstance(row, BadRow)]
     long = sum(len(row.input_ids) > fit.length for row in encoded if not isinstance(row, BadRow))
     name, looked_at = ", ".join(source.paths), f"of the first {len(rows)} rows"
-    fate = {"drop": "are dropped", "fail": "fail the job"}.get(fit.rule, "are cut to it")
+    fate = {"drop": "are dropped", "fail": "fail the job"}.get(fit.rule, "are truncated to it")
     notes = [
         *([f"{name}: {len(bad)} {looked_at} cannot be trained on, the first because {bad[0].reason}"] if bad else []),
         *(
@@ -62,7 +62,7 @@ def _preview(spec: JobSpec, source: SourceSpec, folder: str) -> Preview:
 
 
 def _first_rows(source: SourceSpec, columns: ColumnsSpec) -> Any:
-    """Yield rows of the first file that holds some, a text file being one."""
+    """Yield rows from the start of each file, file by file; a text file is one row."""
     for file in list_files(source):
         for piece in cut([file], _PIECE_BYTES)[:1]:
             for chunk in read_piece(piece, columns):

@@ -1,4 +1,4 @@
-"""How many samples the training data gives, as far as that is known before it is prepared."""
+"""Number of samples in the training data, if it is known before preparation."""
 
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -9,13 +9,13 @@ from train_loop.plan import SampleCount
 from train_loop.spec import ColumnsSpec, DataSpec, JobSpec
 
 _MOST_BYTES = 64 * 2**20
-"""Files that are larger together are not read for a count."""
+"""Maximum total size of the files that are read for a count."""
 
 
 def count_samples(spec: JobSpec) -> SampleCount | None:
-    """Return the samples of an epoch of tokenised Parquet, by the lengths of its rows; None for other data.
+    """Return the samples per epoch of Parquet with tokens, from the lengths of its rows; None for other data.
 
-    Of packed rows it is the most that there can be. Raises DataError and OSError for files that cannot be read.
+    For packed rows the number is an upper bound. Raises DataError and OSError for unreadable files.
     """
     data = spec.data
     columns = [data.columns_of(source) for source in data.sources]
@@ -29,7 +29,7 @@ def count_samples(spec: JobSpec) -> SampleCount | None:
 
 
 def _samples(file: SourceFile, columns: ColumnsSpec, data: DataSpec) -> int:
-    """Return the samples of a file, each row in samples of its own."""
+    """Return the samples of a file if no two rows share a sample."""
     assert columns.input_ids is not None
     with damage_told(file.uri, file.format), open_file(file, buffer=0) as opened:
         table = pq.ParquetFile(opened).read(columns=[columns.input_ids])

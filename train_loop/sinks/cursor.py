@@ -1,4 +1,4 @@
-"""Handing the metrics of a run to one sink, from where that was left."""
+"""Transfer of a run's metrics to one sink, from its last position on."""
 
 import time
 from collections import deque
@@ -20,9 +20,10 @@ from train_loop.sinks.sink import Point, Sink, points
 
 
 class Handover:
-    """What one sink has still to be given of a run's metrics, of all attempts up to `attempt` (None: of all).
+    """The transfer of metrics to one sink, from all attempts up to `attempt` (None: from all attempts).
 
-    The place is written once what is before it is safe in the sink: who is killed before that has it handed over again.
+    The position is written once all metrics before it are safe in the sink. If the process is killed earlier, its
+    successor sends those metrics again.
     """
 
     def __init__(
@@ -35,10 +36,10 @@ class Handover:
         self._sink: Sink | None = None
         self._place: SinkPlace | None = None
         self._given: deque[tuple[float, SinkPlace]] = deque()
-        """Places that are not written yet, and when the sink had what is before them."""
+        """Positions that are not written yet, each with the time at which the sink got the metrics before it."""
 
     def hand_over(self) -> None:
-        """Hand over all that is new. Raises FencedError where a newer attempt does it now, and what sinks raise."""
+        """Send all new metrics. Raises FencedError if a newer attempt has taken over, and the sink's errors."""
         while (found := self._next()) is not None:
             new, place = found
             if new:
@@ -50,12 +51,12 @@ class Handover:
         self._settle()
 
     def drop(self) -> None:
-        """Let go of a sink that failed; the next hand-over opens it anew, and gives it what may be lost again."""
+        """Discard a sink that failed. The next call opens it again and repeats the metrics that may be lost."""
         failed, self._sink = self._sink, None
         self._place = None
         self._given.clear()
         if failed is not None:
-            # It has failed, and was told.
+            # Its failure was already reported.
             with suppress(Exception):
                 failed.close(None)
 
@@ -67,7 +68,7 @@ class Handover:
         self._settle()
 
     def _settle(self) -> None:
-        """Write the newest place before which all is safe."""
+        """Write the newest position before which all metrics are safe in the sink."""
         settled = None
         until = time.monotonic() - (self._sink.settle_seconds if self._sink else 0.0)
         while self._given and self._given[0][0] <= until:
@@ -76,10 +77,10 @@ class Handover:
             write_place(self.run_dir.sink_file(self.name), settled)
 
     def _next(self) -> tuple[list[Point], SinkPlace] | None:
-        """The next points and the place behind them; None where there are none."""
+        """Return the next points and the position after them; None without new metrics."""
         place = self._place or read_place(self.run_dir.sink_file(self.name))
         self._place = place
-        # Attempts first: whoever sees the next one has seen all of this one.
+        # List attempts first: once a later attempt exists, all lines of the earlier one have been read.
         for attempt in self.run_dir.attempts():
             if attempt.number < place.attempt or attempt.number > (self._attempt or attempt.number):
                 continue

@@ -1,4 +1,4 @@
-"""Sinks by their names."""
+"""Opening of sinks by name."""
 
 from train_loop.run_dir import RunDir, SinkName
 from train_loop.sinks.describe import Description
@@ -9,7 +9,7 @@ from train_loop.sinks.wandb import WandB
 
 
 def open_sink(name: SinkName, run_dir: RunDir) -> Sink:
-    """The sink of a run. Raises UserError where its package is missing, and whatever fails in it."""
+    """Open a sink for a run. Raises UserError if its package is missing, and the sink's own errors."""
     match name:
         case "tensorboard":
             return TensorBoard(run_dir.tensorboard)

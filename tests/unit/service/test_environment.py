@@ -48,7 +48,7 @@ def test_every_problem_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
             "'NLP' is not a project's name; expected a-z, 0-9",
         ),
         ("STORAGE_ROOTS", '{"nlp"', "it is not valid JSON"),
-        ("SINKS", "tensorbored", "choose of tensorboard"),
+        ("SINKS", "tensorbored", "expected any of tensorboard"),
         ("QUOTAS", '{"nlp": {"jobs": "many"}}', "at nlp/jobs"),
         ("LEASE_SECONDS", "0", "greater than 0"),
     ],

@@ -98,5 +98,5 @@ def test_sinks_come_from_the_environment(
 
 def test_a_service_does_not_start_with_a_sink_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINSHED_SINKS", "tensorbored")
-    with pytest.raises(ValueError, match="names tensorbored; choose of tensorboard, mlflow, wandb, or none"):
+    with pytest.raises(ValueError, match="names tensorbored; expected any of tensorboard, mlflow, wandb, or none"):
         Settings()

@@ -154,7 +154,7 @@ def test_a_shard_that_is_cut_short_under_a_run_is_an_error_and_no_shorter_sample
     shard = Path(part.files[0].path)
     with shard.open("r+b") as file:
         file.truncate(part.files[0].columns["input_ids"] + 22)
-    with pytest.raises(OSError, match=r"part-00000.parquet ends at byte"):
+    with pytest.raises(OSError, match=r"part-00000.parquet is truncated: it ends at byte"):
         read_rows(dataset, np.array([1]))
 
 
@@ -214,7 +214,7 @@ def test_damage_to_files_that_are_read_as_they_are_is_told(tmp_path: Path) -> No
     content[800] = 7
     path.write_bytes(content)
     for read in (lambda: read_rows(dataset, np.arange(2)), lambda: find_dataset(job, tmp_path)):
-        with pytest.raises(DataError, match=rf"{path} is no readable Parquet file: .*CRC checksum"):
+        with pytest.raises(DataError, match=rf"{path} is not a readable Parquet file: .*CRC checksum"):
             read()
 
 
@@ -248,11 +248,11 @@ def test_a_run_whose_samples_were_lost_does_not_go_on_with_others(tmp_path: Path
     pin(one, tmp_path / "pointer.json")
     pin(one, tmp_path / "pointer.json")
     with pytest.raises(
-        DataError, match=r"lost the samples that the run began with \(one\), and its sources give others"
+        DataError, match=r"lost the samples that the run began with \(one\), and its sources have changed"
     ):
         pin(other, tmp_path / "pointer.json")
     short = one.model_copy(update={"parts": (one.parts[0].model_copy(update={"tokens": 14}),)})
-    with pytest.raises(DataError, match=r"the same files came out differently now \(samples and tokens \[\(3, 14\)\]"):
+    with pytest.raises(DataError, match=r"again gave other samples \(\(samples, tokens\) are \[\(3, 14\)\]"):
         pin(short, tmp_path / "pointer.json")
     assert Dataset.model_validate_json((tmp_path / "pointer.json").read_bytes()) == one
 

@@ -296,6 +296,6 @@ def test_checkpoints_of_other_versions_are_checkpoints(run_dir: RunDir) -> None:
 def test_a_format_that_is_not_known_is_told_and_nothing_is_put_aside(run_dir: RunDir) -> None:
     checkpoint(run_dir, 10, weights=b"abc")
     edit(run_dir, 10, format=2)
-    with pytest.raises(UnknownFormatError, match="step 10 has format 2, and this version of Trainshed knows format 1"):
+    with pytest.raises(UnknownFormatError, match="step 10 has format 2, but this version of Trainshed reads format 1"):
         ledger_of(run_dir, Fence(1)).clear()
     assert there(run_dir, 10)

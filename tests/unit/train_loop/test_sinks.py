@@ -193,7 +193,7 @@ def test_sinks_are_a_comma_list(text: str, sinks: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("text", ["", "none,mlflow", "mlflow,tensorbored"])
 def test_names_that_are_unknown_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"sinks='.*choose of tensorboard, mlflow, wandb, or none"):
+    with pytest.raises(ValueError, match=r"sinks='.*expected any of tensorboard, mlflow, wandb, or none"):
         parse_sinks(text)
 
 

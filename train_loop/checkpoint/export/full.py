@@ -1,8 +1,7 @@
-"""The whole state dict of a sharded model on rank 0, in two ways; and of a checkpoint, as a file for `torch.load`.
+"""Full state dict of a sharded model on rank 0, by two APIs; and of a checkpoint, as a file for `torch.load`.
 
-`torchrun --nproc-per-node N -m train_loop.checkpoint.export.full RUN_DIR --step N --out FILE [--api dtensor|dcp]`
-runs it, with any number of ranks that the spec's model can be sharded over. Each needs as much memory on rank 0 as the
-model has weights.
+`torchrun --nproc-per-node N -m train_loop.checkpoint.export.full RUN_DIR --step N --out FILE [--api dtensor|dcp]` runs
+at any number of ranks that the model can be sharded over. Rank 0 needs memory for all weights of the model.
 """
 
 import argparse
@@ -32,7 +31,7 @@ from train_loop.system.exit import leave
 
 
 def by_dtensor(model: nn.Module) -> dict[str, Tensor]:
-    """Gather one DTensor after the other: all of them in rank 0's host memory, elsewhere nothing. A collective call."""
+    """Gather DTensors one by one into rank 0's host memory; the other ranks get an empty dict. A collective call."""
     whole = dict[str, Tensor]()
     for name, value in model.state_dict().items():
         full = value.full_tensor() if isinstance(value, DTensor) else value
@@ -42,7 +41,7 @@ def by_dtensor(model: nn.Module) -> dict[str, Tensor]:
 
 
 def by_dcp(model: nn.Module) -> dict[str, Tensor]:
-    """The same by DCP's state-dict helper. A collective call."""
+    """Gather the state dict by DCP's helper, also on rank 0. A collective call."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     return dict[str, Tensor](get_model_state_dict(model, options=options))  # type: ignore[arg-type]
 
@@ -51,11 +50,11 @@ WAYS: dict[str, Callable[[nn.Module], dict[str, Tensor]]] = {"dtensor": by_dtens
 
 
 def main() -> None:
-    """Load the checkpoint into a model on these ranks, gather it and write it."""
+    """Load a checkpoint into a model that is sharded over these ranks, gather it and write it."""
     parser = argparse.ArgumentParser(prog="python -m train_loop.checkpoint.export.full", description=__doc__)
     parser.add_argument("run_dir", metavar="RUN_DIR")
-    parser.add_argument("--step", type=int, required=True, help="of the checkpoint")
-    parser.add_argument("--out", required=True, metavar="FILE", help="for torch.load")
+    parser.add_argument("--step", type=int, required=True, help="step of the checkpoint")
+    parser.add_argument("--out", required=True, metavar="FILE", help="output file for torch.load")
     parser.add_argument("--api", choices=sorted(WAYS), default="dtensor")
     arguments = parser.parse_args()
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
@@ -71,7 +70,7 @@ def main() -> None:
 
 
 def load_model(run_dir: RunDir, step: int) -> PreTrainedModel:
-    """The model of a checkpoint, sharded over the ranks that there are. Raises UserError, CheckpointError."""
+    """Return the model of a checkpoint, sharded over all ranks. Raises UserError, CheckpointError."""
     find_verified(run_dir, step)
     here = _at_this_size(run_dir.spec())
     plan = plan_job(here, model_shape(here.model))
@@ -83,7 +82,7 @@ def load_model(run_dir: RunDir, step: int) -> PreTrainedModel:
 
 
 def _at_this_size(spec: JobSpec) -> JobSpec:
-    """One fsdp group over all ranks; how a batch would be dealt out does not matter."""
+    """Return the spec for one FSDP group over all ranks; its batch sizes are irrelevant here."""
     world = dist.get_world_size()
     return spec.model_copy(
         update={

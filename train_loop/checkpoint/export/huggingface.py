@@ -1,6 +1,6 @@
-"""`python -m train_loop.checkpoint.export RUN_DIR --step N`: a checkpoint as a Hugging Face folder.
+"""`python -m train_loop.checkpoint.export RUN_DIR --step N`: export a checkpoint as a Hugging Face folder.
 
-It runs in a process of its own, beside the training or long after it, and holds some megabytes of weights at a time.
+It runs in a separate process, during or after training, and holds only some megabytes of weights at a time.
 """
 
 import argparse
@@ -49,7 +49,7 @@ from train_loop.spec import JobSpec
 log = logging.getLogger(__name__)
 
 SHARD_BYTES = 5 * 10**9
-"""Of a file, as in transformers."""
+"""Default maximum size of a weights file in bytes, as in transformers."""
 _TELL_SECONDS = 5.0
 _OF_TOKENIZERS = (
     "tokenizer*",
@@ -62,13 +62,18 @@ _OF_TOKENIZERS = (
 
 
 def main() -> int:
-    """Export; 1 where it cannot be done, with the reason."""
+    """Export a checkpoint. Return 0, or 1 after printing the reason for a failure."""
     parser = argparse.ArgumentParser(prog="python -m train_loop.checkpoint.export", description=__doc__)
     parser.add_argument("run_dir", metavar="RUN_DIR")
-    parser.add_argument("--step", type=int, required=True, help="of the checkpoint")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), help="default: model.dtype of the run")
-    parser.add_argument("--weights", choices=("model", "ema"), default="model", help="ema: the average of the weights")
-    parser.add_argument("--shard-bytes", type=int, default=SHARD_BYTES, help="of a file at most (%(default)s)")
+    parser.add_argument("--step", type=int, required=True, help="step of the checkpoint")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), help="dtype of the weights [model.dtype of the run]")
+    parser.add_argument(
+        "--weights",
+        choices=("model", "ema"),
+        default="model",
+        help="weights to export; ema: their average [%(default)s]",
+    )
+    parser.add_argument("--shard-bytes", type=int, default=SHARD_BYTES, help="maximum bytes per file [%(default)s]")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     run_dir = RunDir.at(arguments.run_dir)
@@ -84,17 +89,17 @@ def main() -> int:
 
 
 def export(run_dir: RunDir, step: int, wish: ExportWish, *, shard_bytes: int = SHARD_BYTES) -> Path:
-    """Make a Hugging Face folder of a checkpoint; its path. What is there already is not made again.
+    """Export a checkpoint as a Hugging Face folder and return its path; an existing export is reused.
 
-    Raises UserError where the run has no such checkpoint or weights, CheckpointError where it does not verify, OSError.
+    Raises UserError if the run has no such checkpoint or weights, CheckpointError if it does not verify, OSError.
     """
     folder = run_dir.exports.folder(step, wish)
     if run_dir.exports.status(step, wish, now=time.time()) is None and not folder.exists():
-        # Before anything of it is there.
+        # Check the step before the export creates any file.
         find(run_dir, step)
     with _alone(folder):
         if _is_done(run_dir, step, wish):
-            # Whoever made it may have had no time to say so.
+            # The process that made it may have died before it wrote the status.
             run_dir.exports.write(ExportStatus(step=step, wish=wish, state="done", progress=1.0, time=time.time()))
             return folder
         with _told(run_dir, step, wish) as progress, _kept(run_dir, step, wish), _workplace(folder) as work:
@@ -105,7 +110,10 @@ def export(run_dir: RunDir, step: int, wish: ExportWish, *, shard_bytes: int = S
 
 
 def _is_done(run_dir: RunDir, step: int, wish: ExportWish) -> bool:
-    """A folder gets its name when all is in it; on object storage, where there are no folders, the status says it."""
+    """Return whether an export is complete.
+
+    A folder gets its name when it is complete. On object storage, which has no folders, the status decides.
+    """
     folder = run_dir.exports.folder(step, wish)
     if not is_remote(folder):
         return folder.exists()
@@ -115,21 +123,21 @@ def _is_done(run_dir: RunDir, step: int, wish: ExportWish) -> bool:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Wait for whoever makes the same; on object storage both would write the same objects."""
+    """Wait for a concurrent export of the same weights; on object storage both would write the same objects."""
     if is_remote(folder):
         yield
         return
     make_folder(folder.parent)
     with folder.with_name(f".{folder.name}.lock").open("w") as lock:
         with suppress(OSError):
-            # Some network file systems know no locks: then two make the same beside each other.
+            # Some network file systems have no locks: then two processes make the same export concurrently.
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 @contextmanager
 def _workplace(folder: Path) -> Iterator[Path]:
-    """A local folder that becomes the one asked for; on object storage, by a copy."""
+    """Yield a local folder that becomes the requested one: by a rename, or by a copy on object storage."""
     if is_remote(folder):
         with tempfile.TemporaryDirectory() as work:
             yield Path(work)
@@ -147,24 +155,24 @@ def _workplace(folder: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Source:
-    """A verified checkpoint, and the model that it is of, without weights."""
+    """A verified checkpoint, and its model without weights."""
 
     spec: JobSpec
     model: PreTrainedModel
     saved: SavedTensors
     names: dict[str, str]
-    """Where each weight and buffer of the model lies in the checkpoint."""
+    """Key in the checkpoint of each weight and buffer of the model."""
     tokenizer: Path | None
-    """The folder of the tokenizer that the run was trained with; None where its data came tokenised."""
+    """Folder of the run's tokenizer; None if the run has none."""
 
 
 def _open(run_dir: RunDir, step: int, wish: ExportWish) -> Source:
     spec = run_dir.spec()
     find_verified(run_dir, step)
     if wish.weights == "ema" and spec.training.ema_decay is None:
-        raise UserError("the run keeps no average of its weights (training.ema_decay); export the model's own")
+        raise UserError("the run has no average of its weights (training.ema_decay is not set); export --weights model")
     model, saved = build_model(spec.model), SavedTensors(run_dir.checkpoint(step))
-    # One name for weights that are tied, the one by which transformers knows them; of buffers, those that it saves.
+    # Tied weights appear once, under transformers' name for them; of the buffers, only those that transformers saves.
     names = [name for name, _ in model.named_parameters()] + sorted(_buffers(model))
     return Source(spec, model, saved, {name: _place(saved, name, wish) for name in names}, _tokenizer(spec, run_dir))
 
@@ -174,7 +182,7 @@ def _buffers(model: PreTrainedModel) -> set[str]:
 
 
 def _place(saved: SavedTensors, name: str, wish: ExportWish) -> str:
-    # Weights that are not trained have no average, and are their own.
+    # Weights that are not trained have no average: export the weights themselves.
     prefixes = ("ema.", "model.") if wish.weights == "ema" else ("model.",)
     found = next((prefix + name for prefix in prefixes if saved.has(prefix + name)), None)
     if found is None:
@@ -184,7 +192,7 @@ def _place(saved: SavedTensors, name: str, wish: ExportWish) -> str:
 
 def _write_weights(source: Source, folder: Path, wish: ExportWish, *, progress: "Progress", shard_bytes: int) -> None:
     saved, buffers = source.saved, _buffers(source.model)
-    # A buffer may be a count, or what half precision is too coarse for: it stays what it is.
+    # Buffers keep their dtype: some are counts, for some half precision is too coarse.
     tensors = {
         name: Kind(saved.shape(place), saved.dtype(place) if name in buffers else DTYPES[wish.dtype])
         for name, place in source.names.items()
@@ -210,7 +218,7 @@ def _write_shard(source: Source, path: Path, shard: Shard, progress: "Progress")
 
 
 def _write_rest(source: Source, folder: Path, wish: ExportWish) -> None:
-    """Config, generation config and tokenizer, for whoever loads the folder without the run."""
+    """Write config, generation config and tokenizer, so that the folder can be loaded without the run."""
     model, tokenizer = source.model, source.tokenizer
     model.config.architectures = [type(model).__name__]
     model.config.dtype = DTYPES[wish.dtype]
@@ -233,33 +241,33 @@ def _tokenizer(spec: JobSpec, run_dir: RunDir) -> Path | None:
         return None
     if dataset.tokenizer is not None:
         return Path(dataset.tokenizer)
-    # Tokenised rows need none; what lies beside the model goes with it.
+    # Data of tokens needs no tokenizer; the model's own is exported.
     uri = spec.model.tokenizer or spec.model.path
     return None if uri is None else local_path(uri)
 
 
 class Progress:
-    """How much is written."""
+    """The progress of an export, in weights written."""
 
     def __init__(self) -> None:
         self.total = 0
         self._done = 0
 
     def counted(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
-        """The pieces, counted as they go by."""
+        """Yield the pieces, and count their values."""
         for piece in pieces:
             yield piece
             self._done += piece.values.numel()
 
     @property
     def share(self) -> float:
-        """Of the weights, from 0 to 1."""
+        """Fraction of the weights that is written, from 0 to 1."""
         return round(self._done / self.total, 4) if self.total else 0.0
 
 
 @contextmanager
 def _told(run_dir: RunDir, step: int, wish: ExportWish) -> Iterator[Progress]:
-    """Have the status say every few seconds that somebody is at work, and in the end how it went."""
+    """Write the status every few seconds while the export runs, and its result at the end."""
     progress, ended = Progress(), threading.Event()
 
     def tell(state: ExportState, reason: str | None = None) -> None:
@@ -270,7 +278,7 @@ def _told(run_dir: RunDir, step: int, wish: ExportWish) -> Iterator[Progress]:
 
     def keep_telling() -> None:
         while not ended.wait(_TELL_SECONDS):
-            with storage_may_fail(partial(log.warning, "how far the export is could not be written: %s")):
+            with storage_may_fail(partial(log.warning, "the progress of the export could not be written: %s")):
                 tell("running")
 
     tell("running")
@@ -293,7 +301,7 @@ def _end(thread: threading.Thread, ended: threading.Event) -> None:
 
 @contextmanager
 def _kept(run_dir: RunDir, step: int, wish: ExportWish) -> Iterator[None]:
-    """Keep the checkpoint from being removed meanwhile."""
+    """Pin the checkpoint in the body, so that it is not removed."""
     run_dir.pin(step, by=wish.pinned_by)
     try:
         yield

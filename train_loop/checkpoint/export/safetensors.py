@@ -1,6 +1,8 @@
-"""safetensors files written piece by piece, so that no tensor need be in memory whole.
+"""safetensors files that are written in pieces, so that no whole tensor must be in memory.
 
-The format: the length of a JSON header as 8 bytes, the header with dtype, shape and place of each tensor, the bytes.
+The format: 8 bytes with the length of a JSON header, the header with dtype, shape and location of each tensor, the
+data.
+
 https://huggingface.co/docs/safetensors
 """
 
@@ -31,14 +33,14 @@ _NAMES = {
 
 
 class Kind(NamedTuple):
-    """What a tensor is in a file."""
+    """The shape and dtype of a tensor in a file."""
 
     shape: torch.Size
     dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -47,7 +49,7 @@ Shard = Mapping[str, Kind]
 
 
 def plan_shards(tensors: Mapping[str, Kind], *, limit: int) -> list[Shard]:
-    """Deal tensors out to files of at most `limit` bytes, in their order; one that is larger has its own."""
+    """Assign tensors to files of at most `limit` bytes, in order; a larger tensor has its own file."""
     shards, size = list[dict[str, Kind]](), 0
     for name, kind in tensors.items():
         if not shards or size + kind.nbytes > limit:
@@ -59,7 +61,7 @@ def plan_shards(tensors: Mapping[str, Kind], *, limit: int) -> list[Shard]:
 
 
 class ShardFile:
-    """One file, while it is written."""
+    """A safetensors file during its creation."""
 
     def __init__(self, path: Path, shard: Shard) -> None:
         self._shard = shard
@@ -79,17 +81,17 @@ class ShardFile:
         self._file.truncate(self._base + end)
 
     def put(self, name: str, pieces: Iterable[Piece]) -> None:
-        """Write a tensor."""
+        """Write the pieces of a tensor."""
         shape, dtype = self._shard[name]
         for piece in pieces:
-            # FSDP2 cuts tensors along their first dimension, so that a piece is one run of the whole.
+            # FSDP2 shards tensors along their first dimension, so a piece is contiguous in the whole tensor.
             assert piece.values.shape[1:] == shape[1:], f"{name} was cut along another dimension than its first"
             start = (piece.offsets[0] if piece.offsets else 0) * math.prod(shape[1:])
             self._file.seek(self._base + self._starts[name] + start * dtype.itemsize)
             self._file.write(piece.values.to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def close(self) -> None:
-        """Make it durable."""
+        """Make the file durable and close it."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, read piece by piece by one process that holds no model."""
+"""Tensors of a checkpoint, read in pieces by a process without a model."""
 
 import io
 import math
@@ -25,19 +25,19 @@ _PIECE_BYTES = 16 * 2**20
 
 
 class Piece(NamedTuple):
-    """A box of a tensor."""
+    """A rectangular part of a tensor."""
 
     offsets: tuple[int, ...]
     values: Tensor
 
     @property
     def box(self) -> tuple[slice, ...]:
-        """Where it belongs."""
+        """Location in the tensor, as slices."""
         return tuple(slice(o, o + size) for o, size in zip(self.offsets, self.values.shape, strict=True))
 
 
 class SavedTensors:
-    """A checkpoint that has been verified: its description is unpickled."""
+    """The tensors of a verified checkpoint: its metadata is unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -47,19 +47,19 @@ class SavedTensors:
         self._tensors = {name: of for name, of in described.items() if isinstance(of, TensorStorageMetadata)}
 
     def has(self, name: str) -> bool:
-        """Whether there is such a tensor."""
+        """Return whether the checkpoint contains a tensor."""
         return name in self._tensors
 
     def shape(self, name: str) -> torch.Size:
-        """The shape of a whole tensor."""
+        """Return the shape of a whole tensor."""
         return self._tensors[name].size
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor."""
+        """Return the dtype of a tensor."""
         return self._tensors[name].properties.dtype
 
     def pieces(self, name: str) -> Iterator[Piece]:
-        """A tensor in boxes of some megabytes, each in memory only while it is looked at."""
+        """Yield a tensor in pieces of some megabytes, so that only one piece is in memory at a time."""
         tensor = self._tensors[name]
         for chunk in tensor.chunks:
             yield from self._pieces_of(name, chunk, tensor.properties.dtype)
@@ -70,7 +70,7 @@ class SavedTensors:
         with (self._folder / place.relative_path).open("rb") as file:
             file.seek(place.offset)
             if place.length != frame.size or file.read(len(frame.head)) != frame.head:
-                # Written by another version of torch: whole, then.
+                # Written by another version of torch: read the chunk as a whole.
                 file.seek(place.offset)
                 blob = io.BytesIO(file.read(place.length))
                 yield Piece(offsets, torch.load(blob, map_location="cpu", weights_only=True))
@@ -86,7 +86,7 @@ class SavedTensors:
 
 
 def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of a model's tensors in a checkpoint whose description has been verified, by their names there."""
+    """Return the shapes of a model's tensors in a checkpoint with verified metadata, by the model's names."""
     described = pickle.loads(metadata_file(folder).read_bytes()).state_dict_metadata
     tensors = {name: of for name, of in described.items() if isinstance(of, TensorStorageMetadata)}
     return {name.removeprefix("model."): tuple(of.size) for name, of in tensors.items() if name.startswith("model.")}
@@ -96,5 +96,5 @@ def _read(file: io.BufferedIOBase, shape: torch.Size, dtype: torch.dtype) -> Ten
     content = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
     view = content.numpy().data
     if file.readinto(view) != len(view):
-        raise CheckpointError("a file of the checkpoint has become shorter while it was read; choose another one")
+        raise CheckpointError("a file of the checkpoint was truncated while it was read; choose another checkpoint")
     return content.view(dtype).view(shape)

@@ -1,7 +1,7 @@
-"""A rank's files of a checkpoint: planned once with DCP's planner, laid out once, and filled for every save.
+"""A rank's files of a checkpoint: planned once with DCP's planner, laid out once, and filled at every save.
 
-They hold what DCP's own writer would put there, so that DCP's readers read them: each tensor as `torch.save` writes it.
-What is around a tensor's bytes depends on its shape and dtype alone, so that a save only copies the bytes.
+They have the format of DCP's own writer, so that DCP's readers can read them: each tensor as `torch.save` writes it.
+The bytes around a tensor's data depend only on its shape and dtype, so a save only copies the data.
 """
 
 import io
@@ -26,13 +26,13 @@ from train_loop.checkpoint.files.tensor_file import Frame, frame_of
 from train_loop.telemetry.timers import StepClock
 
 FILE_BYTES = 2**28
-"""What a file of a checkpoint holds at most, but for a tensor that is larger: files are hashed beside each other."""
+"""Maximum size of a checkpoint file in bytes, unless a tensor is larger: files are hashed concurrently."""
 _PAGE, _ALIGNMENT = 4096, 64
-"""Where files begin in memory, to be written straight from there, and where tensors begin in a file."""
+"""Alignment in bytes: of files in memory, for direct writes, and of tensors in a file."""
 
 
 class Extent(NamedTuple):
-    """Where something lies in a checkpoint, in bytes."""
+    """The location of an entry in a checkpoint, in bytes."""
 
     file: str
     start: int
@@ -44,61 +44,61 @@ Places = dict[MetadataIndex, Extent]
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor's place in the image."""
+    """The location of a tensor in the image."""
 
     item: WriteItem
     frame: Frame
     start: int
     file: int
-    """The number of its file."""
+    """Number of the file."""
 
     @property
     def data(self) -> int:
-        """Where its bytes begin."""
+        """Offset of the tensor's data."""
         return self.start + len(self.frame.head)
 
     @property
     def end(self) -> int:
-        """Behind its frame."""
+        """Offset after the tensor's frame."""
         return self.start + self.frame.size
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What one save writes into this rank's files: bytes that stay as they are until the next save begins."""
+    """The bytes that one save writes to this rank's files; they do not change until the next save begins."""
 
     files: dict[str, list[memoryview]]
     objects: Places
-    """Where what is no plain tensor lies; it has another length at every save."""
+    """Locations of entries that are not plain tensors; their lengths change at every save."""
 
 
 class Image:
-    """This rank's share of a run's state as the bytes of files. Made and used by all ranks of a group together.
+    """This rank's share of a run's state, as the bytes of files. All ranks of a group create and use it together.
 
-    With a staging buffer the bytes are copies, and training may go on; without, they are the tensors' own.
+    With a staging buffer the bytes are copies, and training may continue. Without it, they are the tensors' own memory.
     """
 
     def __init__(self, group: dist.ProcessGroup, staging: StagingBuffer | None) -> None:
-        # Nobody else writes to files of these names, not even a process that was thought dead.
+        # The names are unique: not even a process that was presumed dead writes to these files.
         self._stem = f"__{dist.get_rank(group)}_{uuid.uuid4().hex[:8]}"
         self._group = group
         self._staging = staging
         self._keys: list[str] = []
         self._slots: list[Slot] = []
         self._cuts = [0, 0]
-        """Where files begin and end."""
+        """Offsets at which files begin and end."""
         self._objects: list[WriteItem] = []
         self._copies: list[Tensor] = []
         self._metadata = Metadata({})
         self._tensors: list[Places] = []
 
     def take(self, values: dict[str, Any], clock: StepClock) -> Contents:
-        """The present values as bytes; a collective call."""
+        """Return the current values as bytes. A collective call."""
         planner = DefaultSavePlanner()
         planner.set_up_planner(values, is_coordinator=dist.get_rank(self._group) == 0)
         keys = list(planner.state_dict)
         with clock.waiting():
-            # An optimizer gets a state for a parameter with its first gradient, which may come late.
+            # An optimizer creates the state of a parameter at its first gradient, which may come after earlier saves.
             changed = self._anywhere(keys != self._keys)
         if changed:
             self._lay_out(planner)
@@ -116,7 +116,7 @@ class Image:
         return Contents(files, objects)
 
     def metadata(self, objects: Iterable[Places]) -> bytes:
-        """DCP's `.metadata` for where every rank has put its objects; on rank 0 alone."""
+        """Return DCP's `.metadata`, given the locations of every rank's objects. For rank 0 only."""
         placed = {
             index: _StorageInfo(*extent)
             for tensors, others in zip(self._tensors, objects, strict=True)
@@ -133,12 +133,12 @@ class Image:
         return bool(flags)
 
     def _lay_out(self, planner: DefaultSavePlanner) -> None:
-        """Agree with the other ranks on who writes what, and give everything of this rank its place in a file."""
+        """Agree with the other ranks on which rank writes which entry, and assign file locations to this rank's own."""
         plan, self._metadata = _agree_on_plan(planner, self._group)
         self._slots, self._objects, cuts, end = [], [], [0], 0
         for item in plan.items:
             tensor = None if item.type is WriteItemType.BYTE_IO else _local(planner, item)
-            # A subclass may hold several tensors, and pickles them its own way.
+            # A subclass may contain several tensors, and pickles them in its own way.
             if tensor is None or type(tensor) is not Tensor:
                 self._objects.append(item)
                 continue
@@ -159,7 +159,7 @@ class Image:
         return f"{self._stem}_{number}.distcp"
 
     def _places(self) -> Places:
-        """Where every tensor of this rank lies."""
+        """Return the locations of this rank's tensors."""
         return {
             slot.item.index: Extent(self._file(slot.file), slot.start - self._cuts[slot.file], slot.frame.size)
             for slot in self._slots
@@ -184,7 +184,7 @@ class Image:
         files: list[list[memoryview]] = [[] for _ in pairwise(self._cuts)]
         end = 0
         for slot, tensor in zip(self._slots, tensors, strict=True):
-            # Between files there is none.
+            # Padding before a tensor; there is none at the start of a file.
             gap = bytes(slot.start - max(end, self._cuts[slot.file]))
             flat = tensor.contiguous().reshape(-1).view(torch.uint8)
             files[slot.file] += [memoryview(gap + slot.frame.head), flat.numpy().data, memoryview(slot.frame.tail)]
@@ -197,7 +197,7 @@ def _aligned(place: int, to: int) -> int:
 
 
 def _agree_on_plan(planner: DefaultSavePlanner, group: dist.ProcessGroup) -> tuple[SavePlan, Metadata]:
-    """What this rank writes, and on rank 0 what all of it comes to; what several ranks hold is written by one."""
+    """Return this rank's plan, and on rank 0 the metadata of all ranks; one rank writes each replicated entry."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     plans: list[Any] | None = [None] * world if rank == 0 else None
     dist.gather_object(planner.create_local_plan(), plans, group=group, group_dst=0)
@@ -239,6 +239,6 @@ def _tensor_at(whole: Tensor, slot: Slot) -> Tensor:
 
 def _put(whole: Tensor, start: int, data: bytes) -> None:
     if not data:
-        # Of a tensor without elements all is in the head.
+        # A tensor without elements has only a head.
         return
     whole[start : start + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)

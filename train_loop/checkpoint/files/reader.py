@@ -1,4 +1,4 @@
-"""Reading a verified checkpoint: DCP's planning, and tensors straight from the file's pages into their places."""
+"""Reader of verified checkpoints: DCP's planning, with tensors copied from the file's pages to their targets."""
 
 import io
 import mmap
@@ -24,27 +24,27 @@ from train_loop.system.retry import patiently
 
 
 class CheckpointReader(FileSystemReader):
-    """DCP's reader, without unpickling where a tensor lies in the file as our writer puts it there."""
+    """DCP's reader, without unpickling of tensors that are stored in the layout of `Image`."""
 
     def __init__(self, folder: Path, *, patience: float = 0.0) -> None:
-        """`patience`: seconds for which storage may fail."""
+        """Create a reader. `patience`: seconds for which storage errors are retried."""
         super().__init__(str(folder))
         self._folder = folder
         self._patiently = partial(patiently, seconds=patience, may_pass=storage_failed)
         self._described: dict[str, Any] = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Called by DCP."""
+        """Return the unpickled metadata. Called by DCP."""
         metadata: Metadata = pickle.loads(self._patiently(lambda: read_whole(metadata_file(self._folder))))
         return metadata
 
     def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Called by DCP."""
+        """Keep the metadata. Called by DCP."""
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self._described = metadata.state_dict_metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what the plan asks for."""
+        """Read the entries of a plan into their targets. Called by DCP."""
         per_file = defaultdict[str, list[ReadItem]](list)
         for item in plan.items:
             per_file[self.storage_data[item.storage_index].relative_path].append(item)
@@ -73,7 +73,7 @@ class CheckpointReader(FileSystemReader):
         frame = frame_of(_chunk(described, index).sizes, described.properties.dtype)
         data = frame.data_in(blob)
         if data is None:
-            # Written by another version of torch, or of a subclass that pickles itself.
+            # Written by another version of torch, or a tensor subclass with its own pickling.
             data = torch.load(io.BytesIO(blob), map_location="cpu", weights_only=True)
         assert isinstance(data, Tensor), f"{index.fqn} was planned as a tensor"
         return data
@@ -92,5 +92,5 @@ def _mapped(path: Path) -> memoryview:
     with path.open("rb") as file:
         if not os.fstat(file.fileno()).st_size:
             return memoryview(b"")
-        # Pages of its own: torch takes no memory that cannot be written to.
+        # A private, writable mapping: torch accepts no read-only memory.
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))

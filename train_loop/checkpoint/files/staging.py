@@ -1,4 +1,4 @@
-"""Memory that a save copies a run's state into, so that training goes on while it is written."""
+"""Staging memory for saves: training continues while a copy of the run's state is written."""
 
 import mmap
 import os
@@ -8,18 +8,18 @@ from torch import Tensor
 
 
 class StagingBuffer:
-    """Host memory, kept from save to save; pinned where there is a GPU, and shared with another process if asked to."""
+    """Host memory that all saves reuse; pinned if there is a GPU, and optionally shared with another process."""
 
     def __init__(self, *, shared: bool) -> None:
         self._on_gpu = torch.cuda.is_available()
-        # No name that could outlive this process, and no limit of /dev/shm.
+        # A memfd: it has no name that could outlive this process, and no size limit as /dev/shm has.
         self.descriptor = os.memfd_create("checkpoint") if shared else None
-        """What another process maps; None where it is not shared."""
+        """File descriptor for another process to map; None if the memory is not shared."""
         self._memory: mmap.mmap | None = None
         self._whole = torch.empty(0, dtype=torch.uint8)
 
     def resize(self, size: int) -> Tensor:
-        """All of it as bytes, [size], from the start of a page on; what was in it is lost."""
+        """Return the whole buffer as page-aligned bytes, shape [size]. Its previous content is lost."""
         self._release()
         if self.descriptor is not None:
             os.ftruncate(self.descriptor, size)
@@ -32,13 +32,13 @@ class StagingBuffer:
         return self._whole
 
     def copied(self) -> memoryview:
-        """All of it, once the copies that were begun are there."""
+        """Wait for the copies in flight, and return the whole buffer."""
         if self._on_gpu:
             torch.cuda.synchronize()
         return self._whole.numpy().data
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._release()
         if self.descriptor is not None:
             os.close(self.descriptor)
@@ -47,7 +47,7 @@ class StagingBuffer:
     def _release(self) -> None:
         if self._memory is not None and self._on_gpu:
             _unpin(self._whole)
-        # Whoever still has a piece of it keeps it mapped.
+        # Remaining views keep it mapped.
         self._whole, self._memory = torch.empty(0, dtype=torch.uint8), None
 
 

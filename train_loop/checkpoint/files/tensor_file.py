@@ -1,4 +1,4 @@
-"""What `torch.save` writes around the bytes of a tensor: the same for every tensor of a shape and dtype."""
+"""Bytes that `torch.save` writes around a tensor's data: the same for all tensors of a shape and dtype."""
 
 import io
 import math
@@ -14,7 +14,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 @dataclass(frozen=True)
 class Frame:
-    """The bytes before and after a tensor's own."""
+    """The bytes before and after a tensor's data."""
 
     head: bytes
     tail: bytes
@@ -23,16 +23,16 @@ class Frame:
 
     @property
     def nbytes(self) -> int:
-        """Of the tensor alone."""
+        """Size of the tensor's data in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def size(self) -> int:
-        """Of all of it."""
+        """Total size in bytes, head and tail included."""
         return len(self.head) + self.nbytes + len(self.tail)
 
     def data_in(self, blob: memoryview) -> Tensor | None:
-        """The tensor in what `torch.save` has written, without a copy; None where the frame is another one."""
+        """Return the tensor in the output of `torch.save`, without a copy; None if the output has another frame."""
         start, end = len(self.head), len(self.head) + self.nbytes
         if blob.nbytes != self.size or blob[:start] != self.head or blob[end:] != self.tail:
             return None
@@ -43,11 +43,11 @@ class Frame:
 
 @cache
 def frame_of(shape: torch.Size, dtype: torch.dtype) -> Frame:
-    """The frame of contiguous tensors of a shape and dtype, by this version of torch."""
-    # Never written to and never read: it takes no memory.
+    """Return the frame of contiguous tensors of a shape and dtype, for this version of torch."""
+    # Its memory is never accessed, so it takes none.
     tensor, crc = torch.empty(shape, dtype=dtype), get_crc32_options()
     sink = _Sink(tensor)
-    # The manifest has a SHA-256 over all of it; a CRC would be another one for every content.
+    # No CRC, as it would depend on the data; the manifest has a SHA-256 of the whole file.
     set_crc32_options(False)
     try:
         torch.save(tensor, sink)  # type: ignore[arg-type]
@@ -57,7 +57,7 @@ def frame_of(shape: torch.Size, dtype: torch.dtype) -> Frame:
 
 
 class _Sink(io.RawIOBase):
-    """Takes what `torch.save` writes, but for the bytes of the tensor, which it hands over as they lie in memory."""
+    """A file for `torch.save` that keeps everything except the tensor's data, which torch passes without a copy."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._place = tensor.data_ptr()
@@ -65,7 +65,7 @@ class _Sink(io.RawIOBase):
         self._now = self.head
 
     def write(self, data: Any) -> int:
-        """Called by torch."""
+        """Keep or skip `data`. Called by torch."""
         array = np.frombuffer(data, dtype=np.uint8)
         if array.size and array.ctypes.data == self._place:
             self._now = self.tail

@@ -1,7 +1,7 @@
-"""Writing files of a checkpoint, durably, and hashed on the way. Torch-free.
+"""Durable writes of checkpoint files, which are hashed at the same time. Torch-free.
 
-`python -m train_loop.checkpoint.files.writer DESCRIPTOR` writes them in a separate process, concurrently with training.
-The process shares the memory behind the descriptor. It reads requests from stdin, answers on stdout, and exits at EOF.
+`python -m train_loop.checkpoint.files.writer DESCRIPTOR` writes files in a separate process, concurrently with training.
+It shares the memory behind the descriptor, reads requests from stdin, answers on stdout, and exits when stdin closes.
 """
 
 import errno
@@ -24,48 +24,48 @@ from train_loop.run_dir import CheckpointFile, is_remote, storage_path
 from train_loop.system.cpu import cores_of_rank
 
 _PART = 16 * 2**20
-"""Bytes handed to object storage at once."""
+"""Bytes per write call to object storage."""
 _BUFFERS = 512
-"""How many pieces are written by one call; the system's limit is 1024."""
+"""Maximum number of pieces per `writev` call; the system's limit is 1024."""
 _BLOCK = 4096
-"""Direct writes begin and end at multiples of it, in memory as in the file."""
+"""Alignment of direct writes in bytes, in memory and in the file."""
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _AT_ONCE = 4
-"""How many files a rank writes beside each other, if it has the cores: one hashes 1 to 2 GB/s."""
+"""Maximum number of files that a rank writes concurrently, if it has the cores: one core hashes 1 to 2 GB/s."""
 Files = Mapping[str, Sequence[memoryview]]
-"""What files hold, in pieces, by their names."""
+"""Contents of files in pieces, by file name."""
 
 
 class FileWriter(Protocol):
-    """Writes files of checkpoints."""
+    """A writer of checkpoint files."""
 
     def write(self, folder: Path, files: Files) -> dict[str, CheckpointFile]:
-        """Write files; their sizes and hashes once they are durable. Raises OSError."""
+        """Write files. Return their sizes and hashes once they are durable. Raises OSError."""
 
     def close(self) -> None:
-        """Nothing more is to be written."""
+        """Release all resources: no more files follow."""
 
 
 class OwnWriter:
-    """Writes in this process."""
+    """A writer in this process."""
 
     def write(self, folder: Path, files: Files) -> dict[str, CheckpointFile]:
         """Write files."""
         return write_files(folder, files)
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
 
 class ProcessWriter:
-    """Hands files to a process of its own; their first pieces are, one behind the other, the memory that both share."""
+    """A writer in a separate process. The first pieces of all files, in order, are the shared memory."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._process: subprocess.Popen[bytes] | None = None
 
     def write(self, folder: Path, files: Files) -> dict[str, CheckpointFile]:
-        """Have files written; a process that has died is replaced."""
+        """Write files in the process. Start the process, also if it has died."""
         lengths = {
             name: (shared.nbytes, sum(piece.nbytes for piece in rest)) for name, (shared, *rest) in files.items()
         }
@@ -82,14 +82,14 @@ class ProcessWriter:
         except BrokenPipeError:
             answer = b""
         if not answer.endswith(b"\n"):
-            raise OSError(f"the process that writes checkpoints has ended with {process.wait()}")
+            raise OSError(f"the process that writes checkpoints exited with code {process.wait()}")
         told = json.loads(answer)
         if "fault" in told:
             raise OSError(*told["fault"])
         return {name: CheckpointFile.model_validate(file) for name, file in told.items()}
 
     def close(self) -> None:
-        """End the process once it is done."""
+        """Wait for the process to finish."""
         if self._process is not None:
             self._process.communicate()
             self._process = None
@@ -102,14 +102,14 @@ class ProcessWriter:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 pass_fds=(self._descriptor,),
-                # Ctrl-C ends the training, which waits for the file that is being written.
+                # Ctrl-C must not reach this process: training waits for the file that is being written.
                 start_new_session=True,
             )
         return self._process
 
 
 def write_files(folder: Path, files: Files) -> dict[str, CheckpointFile]:
-    """Write files beside each other; their sizes and hashes once all of them are durable. Raises OSError."""
+    """Write files concurrently. Return their sizes and hashes once all are durable. Raises OSError."""
     with ThreadPoolExecutor(min(_AT_ONCE, cores_of_rank()), thread_name_prefix="file") as pool:
         written = pool.map(partial(_write_into, folder), files.items())
         return dict(zip(files, written, strict=True))
@@ -121,9 +121,9 @@ def _write_into(folder: Path, file: tuple[str, Sequence[memoryview]]) -> Checkpo
 
 
 def write_file(path: Path, pieces: Sequence[memoryview]) -> CheckpointFile:
-    """Write a file, hashing it meanwhile; its size and hash once its content is durable. Raises OSError.
+    """Write and hash a file. Return its size and hash once its content is durable. Raises OSError.
 
-    Its name is durable once its folder is.
+    Its name is durable only once its folder is.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="sha256") as beside:
         digest = beside.submit(_sha256, pieces)
@@ -156,10 +156,10 @@ def _sha256(pieces: Sequence[memoryview]) -> str:
 
 
 def _write_directly(descriptor: int, left: "deque[memoryview]") -> None:
-    """Write the whole blocks of the first piece straight from their memory to the disk.
+    """Write the whole blocks of the first piece with direct I/O, without the page cache.
 
-    The system's cache would take memory for a copy that nobody reads, and the time to make it. Where memory that begins
-    amid a page or the file system does not allow it, all is left for the cache.
+    The page cache would take memory and time for a copy that is never read. If the file system does not support direct
+    I/O, or the memory is not page-aligned, everything is left for the page cache.
     """
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
@@ -183,7 +183,7 @@ def _write_all(descriptor: int, left: "deque[memoryview]") -> None:
 
 
 def serve(requests: IO[bytes], answers: IO[bytes], descriptor: int) -> None:
-    """Write what is asked for, one checkpoint after another."""
+    """Write the requested files, checkpoint by checkpoint, until `requests` ends."""
     whole = memoryview(b"")
     while line := requests.readline():
         request = json.loads(line)
@@ -192,7 +192,7 @@ def serve(requests: IO[bytes], answers: IO[bytes], descriptor: int) -> None:
         ends = list(accumulate((shared for shared, _ in lengths.values()), initial=0))
         try:
             if whole.nbytes != ends[-1]:
-                # Else it stays mapped: its pages need not be found anew for every save.
+                # Otherwise keep the mapping, so that its pages are not mapped again at every save.
                 whole = _mapped(descriptor, ends[-1])
             shares = [[whole[start:end], rest] for (start, end), rest in zip(pairwise(ends), rests, strict=True)]
             written = write_files(storage_path(request["folder"]), dict(zip(lengths, shares, strict=True)))

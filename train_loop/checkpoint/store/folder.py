@@ -14,63 +14,66 @@ from train_loop.liveness.fencing import check_fence
 from train_loop.run_dir import Fence, Manifest, RunDir, list_folder, make_folder, replace_durably, sync
 
 _IN_PROGRESS = r"step-\d+\.tmp-(?P<attempt>\d+)(\.(?P<epoch>\d{1,9}))?(?P<gone>\..*)?"
-"""Older versions wrote no epoch."""
+"""Pattern of the folders of unfinished saves; older versions wrote no epoch."""
 _REJECTED = r"step-\d+\.rejected-.*"
 _RETIRED = r"step-\d+\.retired(-(?P<attempt>\d+)\.(?P<epoch>\d+))?"
-"""A checkpoint that a group is removing; older versions wrote no token."""
+"""Pattern of the folders of checkpoints that a group is removing; older versions wrote no token."""
 
 
 @dataclass(frozen=True)
 class FolderLedger:
-    """`checkpoints/` where folders can be renamed at one stroke.
+    """The checkpoints of a run on a file system with atomic renames of folders.
 
-    Groups share no name but that of a committed checkpoint. Each takes a folder over by renaming it to a name of its
-    own, which only one of several can do.
+    Groups share only the names of committed checkpoints. A group takes over any other folder by renaming it to its own
+    name. If several groups try, only one succeeds.
     """
 
     run_dir: RunDir
     token: Fence
 
     def workplace(self, step: int) -> Path:
-        """step-N.tmp-<attempt>.<epoch>."""
+        """Create and return the folder step-N.tmp-<attempt>.<epoch>."""
         folder = self._in_progress(step)
         make_folder(folder)
         return folder
 
     def metadata_name(self) -> str:
-        """The name that DCP expects: the folder belongs to this group alone."""
+        """Return the name that DCP expects: only this group writes to the folder."""
         return METADATA
 
     def commit(self, draft: Manifest) -> Manifest:
         """Write the manifest, then rename the folder to its final name. Raises FencedError.
 
-        A newer group raises the fence, then renames the folders of older ones, then selects its checkpoint. So a group
-        that is paused between its check and the rename finds nothing to rename.
+        A newer group raises the fence, then renames the folders of older groups, then selects its checkpoint. A group
+        that is paused between its check and the rename therefore finds no folder to rename.
         """
         manifest = draft.sealed()
         folder, final = self._in_progress(manifest.step), self.run_dir.checkpoint(manifest.step)
         if self.run_dir.manifests().get(manifest.step) != manifest:
             replace_durably(folder / NAME, manifest.model_dump_json(indent=2))
             check_fence(self.run_dir, self.token)
-            # Where this process was thought dead, those who took over may be writing the same step in the same place.
+            # If this process was presumed dead, its successors may be writing the same step to the same folder.
             if not has_its_files(folder, manifest):
                 raise FileNotFoundError(errno.ENOENT, "files of the checkpoint have been removed", str(folder))
-            # It fails where the name is taken, by whoever has trained this step meanwhile.
+            # The rename fails if another group has committed this step meanwhile.
             folder.rename(final)
         sync(final.parent)
         return manifest
 
     def discard(self, step: int) -> None:
-        """What is left of it may be what fills the disk."""
+        """Remove the files of a failed save: they may have filled the disk."""
         shutil.rmtree(self._in_progress(step), ignore_errors=True)
 
     def clear(self) -> list[int]:
-        """Take away what older groups and dead processes of this one are saving, at one stroke each."""
+        """Remove unfinished saves of older groups and of this group's dead processes. Return the damaged steps.
+
+        Each folder is first taken over by one rename.
+        """
         check_fence(self.run_dir, self.token)
         for folder, found in self._folders(_IN_PROGRESS):
             if _token(found) <= self.token:
                 gone = folder if found["gone"] else folder.with_name(f"{folder.name}.{uuid.uuid4().hex}")
-                # Its group may have committed it meanwhile, or another one may have taken it away.
+                # Its group may have committed it meanwhile, or another group may have taken it over.
                 with suppress(FileNotFoundError):
                     folder.rename(gone)
                 shutil.rmtree(gone, ignore_errors=True)
@@ -78,23 +81,23 @@ class FolderLedger:
         return sorted(set(self.run_dir.checkpoint_folders()) - self.run_dir.manifests().keys())
 
     def put_aside(self, step: int) -> None:
-        """Rename it. Raises FencedError."""
+        """Rename the folder of a rejected checkpoint. Raises FencedError."""
         check_fence(self.run_dir, self.token)
         folder = self.run_dir.checkpoint(step)
         aside = folder.with_name(f"{folder.name}.rejected-{self.token}")
         if aside.exists():
             # The same step may be rejected again by a later start of the same group.
             aside = aside.with_name(f"{aside.name}.{uuid.uuid4().hex}")
-        # Repeated after its answer was lost, it finds nothing to rename.
+        # A retry after a lost answer finds nothing to rename.
         with suppress(FileNotFoundError):
             folder.rename(aside)
         self._give_back(aside)
         sync(folder.parent)
 
     def retire(self, step: int) -> None:
-        """Out of the ledger at one stroke, then the manifest, then the rest.
+        """Remove a checkpoint: rename its folder, delete the manifest, then the other files.
 
-        Whoever pinned it and has seen its manifest after that keeps it.
+        If a client has pinned the checkpoint and afterwards still sees its manifest, the checkpoint is kept.
         """
         check_fence(self.run_dir, self.token)
         folder = self.run_dir.checkpoint(step)
@@ -104,7 +107,7 @@ class FolderLedger:
         self._remove_unless_pinned(retired)
 
     def sweep(self) -> None:
-        """Of what was rejected, the one of the newest step that was rejected last stays."""
+        """Finish removals. Remove rejected checkpoints, except pinned ones and the newest step's last rejection."""
         check_fence(self.run_dir, self.token)
         self._finish_removals()
         pins = self.run_dir.pins()
@@ -114,7 +117,7 @@ class FolderLedger:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _finish_removals(self) -> None:
-        """Take over what this group or older ones were removing. Of two groups that try it, one succeeds."""
+        """Finish the removals of this group and of older groups. If two groups try, one succeeds."""
         for folder, found in self._folders(_RETIRED):
             mine = self._retired(step_of(folder))
             if _token(found) <= self.token:
@@ -124,7 +127,7 @@ class FolderLedger:
                     self._remove_unless_pinned(mine)
 
     def _folders(self, pattern: str) -> list[tuple[Path, re.Match[str]]]:
-        """The folders whose whole names match, and how."""
+        """Return the folders whose whole names match a pattern, with the matches."""
         matches = ((name, re.fullmatch(pattern, name)) for name in list_folder(self.run_dir.checkpoints))
         return [(self.run_dir.checkpoints / name, match) for name, match in matches if match]
 

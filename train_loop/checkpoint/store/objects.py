@@ -1,4 +1,4 @@
-"""Checkpoints on object storage, which renames nothing: the manifest's existence is the commit. Torch-free."""
+"""Checkpoints on object storage, which cannot rename: creating the manifest is the commit. Torch-free."""
 
 import errno
 import uuid
@@ -12,40 +12,40 @@ from train_loop.liveness.fencing import check_fence
 from train_loop.run_dir import Fence, Manifest, RunDir, create_object, list_folder, read_whole, size_of
 
 _RETIRED = "retired.json"
-"""The manifest of one that is being removed."""
+"""Name of the manifest of a checkpoint that is being removed."""
 _TRIES = 3
-"""Late manifests of superseded groups that a commit removes before it gives up."""
+"""Maximum number of late manifests of superseded groups that a commit removes before it fails."""
 _REJECTED = "rejected.json"
-"""That of one that was put aside."""
+"""Name of the manifest of a rejected checkpoint."""
 _MARKS = (NAME, _RETIRED, _REJECTED)
 """The only names that two groups may both write."""
 
 
 @dataclass(frozen=True)
 class ObjectLedger:
-    """`checkpoints/` where an object appears whole or not at all, and under its final name.
+    """The checkpoints of a run on storage where an object appears complete or not at all, under its final name.
 
-    Every file of a checkpoint has a name that no other save uses. So a list of files that was made before the fence was
-    last checked names no file of a newer group, and may be removed at any later time.
+    Every file of a checkpoint has a name that no other save uses. A list of files from before the last fence check
+    therefore contains no file of a newer group. Its files can be removed at any later time.
     """
 
     run_dir: RunDir
     token: Fence
 
     def workplace(self, step: int) -> Path:
-        """Where the checkpoint will be: each process writes files of names that no other has."""
+        """Return the checkpoint's final folder: each process writes files with unique names."""
         return self.run_dir.checkpoint(step)
 
     def metadata_name(self) -> str:
-        """A name of its own for every save; readers find it in the manifest."""
+        """Return a unique name for every save; readers find it in the manifest."""
         return f"__{uuid.uuid4().hex[:8]}{METADATA}"
 
     def commit(self, draft: Manifest) -> Manifest:
         """Create the manifest. Raises FencedError.
 
-        A newer group raises the fence, then removes files without a manifest, then selects its checkpoint. So a group
-        that is paused between its check and its manifest has either committed before the newer one selects, or its
-        files are gone and the manifest does not verify.
+        A newer group raises the fence, then removes files without a manifest, then selects its checkpoint. Suppose that
+        this group is paused between its check and the manifest. Then either it has committed before the newer group
+        selects, or its files are gone and the manifest does not verify.
         """
         manifest = draft.sealed()
         folder = self.run_dir.checkpoint(manifest.step)
@@ -58,12 +58,12 @@ class ObjectLedger:
             try:
                 create_object(folder / NAME, manifest.model_dump_json(indent=2).encode())
             except FileExistsError:
-                # It may be our own, if the answer to an earlier request was lost; or that of a superseded group, which
-                # was paused before its request.
+                # It may be this group's own, if the answer to an earlier request was lost; or that of a superseded
+                # group, which was paused before its request.
                 tries += 1
                 if tries > _TRIES:
                     raise
-        # Not taken back: the newer group may have selected it, or have put its own in this place.
+        # Do not undo the commit: the newer group may have selected the checkpoint, or replaced its manifest.
         check_fence(self.run_dir, self.token)
         return manifest
 
@@ -71,20 +71,23 @@ class ObjectLedger:
         return self.run_dir.manifests().get(manifest.step) == manifest
 
     def _make_room(self, step: int) -> None:
-        """Remove a manifest that a superseded group created late, or one that has lost its files."""
+        """Remove a manifest that a superseded group created late, or whose files are missing."""
         folder, there = self.run_dir.checkpoint(step), self.run_dir.manifests().get(step)
         if there is not None and (there.token < self.token or not has_its_files(folder, there)):
             check_fence(self.run_dir, self.token)
             (folder / NAME).unlink(missing_ok=True)
 
     def discard(self, step: int) -> None:
-        """Whatever it has written, unless what was rejected lies there too. Raises FencedError."""
+        """Remove the files of a failed save, unless the step has a committed or rejected manifest.
+
+        Raises FencedError.
+        """
         names = list_folder(self.run_dir.checkpoint(step))
         if not {NAME, _REJECTED} & set(names):
             self._remove(step, names)
 
     def clear(self) -> list[int]:
-        """Remove what has no manifest: only this group may be saving. Raises FencedError."""
+        """Remove files without a manifest: only this group may be saving. Return damaged steps. Raises FencedError."""
         check_fence(self.run_dir, self.token)
         damaged = []
         self._finish_removals()
@@ -96,16 +99,16 @@ class ObjectLedger:
         return damaged
 
     def put_aside(self, step: int) -> None:
-        """Give its manifest another name. Raises FencedError."""
+        """Rename the manifest of a rejected checkpoint. Raises FencedError."""
         self._move(step, NAME, _REJECTED)
 
     def retire(self, step: int) -> None:
-        """Its manifest gets another name, and the old one again for whoever has pinned it meanwhile; then the rest."""
+        """Rename the manifest, then remove the files. Restore the manifest if the checkpoint was pinned meanwhile."""
         self._move(step, NAME, _RETIRED)
         self._remove_unless_pinned(step, self.run_dir.pins())
 
     def sweep(self) -> None:
-        """Of what was rejected, the newest stays."""
+        """Finish removals. Remove rejected checkpoints, except the newest and the pinned ones."""
         check_fence(self.run_dir, self.token)
         self._finish_removals()
         pins = self.run_dir.pins()
@@ -120,7 +123,7 @@ class ObjectLedger:
                 self._remove_unless_pinned(step, pins)
 
     def _without_manifest(self) -> list[tuple[int, list[str]]]:
-        """Steps of which something is there, but no manifest that is whole; and the names of what is."""
+        """Return the steps that have files but no valid manifest, and the names of their files."""
         known = self.run_dir.manifests()
         others = [step for step in self.run_dir.checkpoint_folders() if step not in known]
         return [(step, list_folder(self.run_dir.checkpoint(step))) for step in others]
@@ -132,13 +135,13 @@ class ObjectLedger:
             self._remove(step, list_folder(self.run_dir.checkpoint(step)))
 
     def _unfinished(self, step: int, names: Collection[str]) -> list[str]:
-        """Return those of the names that belong to a save without manifest, and not to what was rejected."""
+        """Return the names of files of a save without manifest; files of a rejected checkpoint are left out."""
         if _REJECTED not in names:
             return list(names)
         try:
             rejected = Manifest.parse(read_whole(self.run_dir.checkpoint(step) / _REJECTED).decode())
         except (FileNotFoundError, ValueError):
-            # Nobody can tell which files were its own.
+            # It is unknown which files belong to the rejected checkpoint.
             return []
         return [name for name in names if name not in rejected.files and name not in _MARKS]
 
@@ -146,13 +149,13 @@ class ObjectLedger:
         """Remove files by names that were listed before this call. Raises FencedError."""
         check_fence(self.run_dir, self.token)
         folder = self.run_dir.checkpoint(step)
-        # The marks last: what is left of the files can still be told.
+        # Manifests last: until then, the step's state is known.
         for name in sorted(names, key=lambda name: (name in _MARKS, name)):
             if name != NAME:
                 (folder / name).unlink(missing_ok=True)
 
     def _move(self, step: int, name: str, to: str) -> None:
-        """Give a mark another name; whatever happens in between, one of the two is there, and it can be repeated."""
+        """Rename a manifest by copy and delete: at any time one of the two exists, and a retry is safe."""
         check_fence(self.run_dir, self.token)
         path = self.run_dir.checkpoint(step) / name
         try:
@@ -162,6 +165,6 @@ class ObjectLedger:
                 return
             raise
         path.with_name(to).write_bytes(content)
-        # Nothing can be removed only if it is still the same: this leaves the time of one request.
+        # There is no conditional delete: this check limits the race to the time of one request.
         check_fence(self.run_dir, self.token)
         path.unlink(missing_ok=True)

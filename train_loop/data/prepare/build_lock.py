@@ -1,4 +1,4 @@
-"""Folders of the cache: built by one job at a time, and there whole or not at all."""
+"""Atomic creation of cache folders: one job builds a folder, the others wait, and it appears only when complete."""
 
 import errno
 import math
@@ -16,15 +16,15 @@ from train_loop.run_dir import make_folder, sync
 
 _LOOK_SECONDS = 0.5
 _ABANDONED_SECONDS = 6 * 3600.0
-"""After so long without a change, a half-built folder of another host is of a process that is gone."""
+"""Seconds without a change after which a temporary folder of another host counts as abandoned."""
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
 def build_once(folder: Path, build: Callable[[Path], None], *, is_whole: Callable[[], bool], report: Report) -> None:
-    """Have `build` fill a folder that gets its final name by one rename, unless it `is_whole` already.
+    """Fill a folder with `build` and give it its final name by one rename; do nothing if `is_whole` returns True.
 
-    Who comes second waits for the first. The lock dies with the process that holds it and only saves work: on storage
-    that has no locks both build, and one rename wins.
+    Concurrent callers wait for the first one. The lock ends with the process that holds it. It only avoids duplicate
+    work: on storage without locks several callers build, and one rename wins.
     """
     if is_whole():
         return
@@ -45,8 +45,8 @@ def build_once(folder: Path, build: Callable[[Path], None], *, is_whole: Callabl
 
 @contextmanager
 def _locked(folder: Path, report: Report) -> Iterator[bool]:
-    """Whether nobody else holds the lock; False where the storage has none."""
-    # Without its fallback to a file that would outlive a killed process.
+    """Hold the folder's lock in the body, and yield True; yield False if the storage has no file locks."""
+    # No fallback to a soft lock: its file would outlive a killed process.
     lock = FileLock(folder.with_name(f"{folder.name}.lock"), fallback_to_soft=False)
     try:
         try:
@@ -57,7 +57,7 @@ def _locked(folder: Path, report: Report) -> Iterator[bool]:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        report("warning", message=f"{folder.parent} has no file locks: jobs that prepare the same both do the work")
+        report("warning", message=f"{folder.parent} has no file locks: jobs that prepare the same data each build it")
     try:
         yield lock.is_locked
     finally:
@@ -66,7 +66,7 @@ def _locked(folder: Path, report: Report) -> Iterator[bool]:
 
 def _commit(work: Path, folder: Path, is_whole: Callable[[], bool]) -> None:
     if folder.exists() and not is_whole():
-        # Somebody has deleted or cut short what lies there: it is of no use to anyone.
+        # Some of its files were deleted or truncated, so it is unusable.
         shutil.rmtree(folder)
     try:
         work.rename(folder)
@@ -77,12 +77,12 @@ def _commit(work: Path, folder: Path, is_whole: Callable[[], bool]) -> None:
 
 
 def _remove_leftovers(work: Path, *, own: str | None) -> None:
-    """Remove what processes that were killed have left half-built.
+    """Remove temporary folders that killed processes left behind.
 
-    Those whose names begin with `own` at once: their builder held the lock that is ours now. Others after six hours
-    without a change, whatever they were to become: the host of a pod that is gone never comes back.
+    Folders whose names begin with `own` are removed at once: this process now holds their builder's lock. Other folders
+    are removed after six hours without a change: the host name of a deleted pod never returns.
     """
-    # Both times are the file server's.
+    # Both times come from the file server's clock.
     now = _newest(work)
     for left in work.parent.glob("*.tmp-*"):
         mine = own is not None and left.name.startswith(own)
@@ -91,7 +91,7 @@ def _remove_leftovers(work: Path, *, own: str | None) -> None:
 
 
 def _newest(folder: Path) -> float:
-    """Return when something in a folder last changed, in Unix seconds; infinity if it goes away meanwhile."""
+    """Return the latest modification time in a folder, in Unix seconds; infinity if the folder disappears meanwhile."""
     try:
         return max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
     except OSError:

@@ -1,4 +1,4 @@
-"""Which prepared datasets a spec means, and finding them, without Ray."""
+"""Lookup of the prepared datasets of a spec, without Ray."""
 
 import hashlib
 import json
@@ -24,15 +24,15 @@ from train_loop.spec import ColumnsSpec, JobSpec, SourceSpec
 from train_loop.system.input_files import read_input
 
 FORMAT = 3
-"""Raise it when the same input would be prepared differently, so that old caches are not taken for new ones."""
+"""Version of the preparation. Raise it when the same input is prepared differently: old caches are then not reused."""
 
 _AS_IT_IS_BYTES = 64 * 2**20
-"""Parquet is read as it is where all sources together are no larger unpacked: it is kept in memory whole."""
+"""Maximum uncompressed size of all sources for reading Parquet files without preparation: they stay in memory."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A source with the files that it has now."""
+    """A source of a spec and its current files."""
 
     spec: SourceSpec
     columns: ColumnsSpec
@@ -43,7 +43,7 @@ class Source:
 
 
 def list_sources(spec: JobSpec) -> list[Source]:
-    """The sources of a spec's training data. Raises DataError."""
+    """Return the sources of a spec's training data. Raises DataError."""
     return [_list_source(spec, source) for source in spec.data.sources]
 
 
@@ -52,7 +52,7 @@ def _list_source(spec: JobSpec, source: SourceSpec) -> Source:
 
 
 def find_dataset(spec: JobSpec, cache: Path) -> Dataset:
-    """The samples of a spec where no preparing is needed any more. Raises DataError."""
+    """Return the dataset of a spec. Raises DataError if a source must be prepared first."""
     sources = list_sources(spec)
     tokenizer = tokenizer_home(spec, sources, cache)
     parts = []
@@ -68,25 +68,25 @@ def find_dataset(spec: JobSpec, cache: Path) -> Dataset:
 
 
 def find_part(spec: JobSpec, source: Source, tokenizer: Path | None, cache: Path) -> Part | None:
-    """The samples of one source, taken as they are or prepared before; None where they must be prepared."""
+    """Return the samples of one source, read directly or prepared before; None if they must be prepared."""
     return _ready_made(spec, source) or load_part(cache / fingerprint(spec, source, tokenizer))
 
 
 def load_part(folder: Path) -> Part | None:
-    """The prepared samples in a folder of the cache, if they were committed and are whole."""
+    """Return the prepared samples in a cache folder; None if they are not committed or incomplete."""
     try:
         part = Part.model_validate_json(read_whole(folder / "dataset.json"))
     except (FileNotFoundError, ValidationError):
         return None
-    # Wherever it was written, and however others may reach the same storage.
+    # The recorded paths may be outdated: the same storage may be mounted elsewhere.
     part = part.in_folder(folder)
     return part if _is_whole(part) else None
 
 
 def join(spec: JobSpec, parts: Sequence[Part], tokenizer: Path | None) -> Dataset:
-    """The sources of a spec as one dataset. Raises DataError."""
+    """Combine the sources of a spec into one dataset. Raises DataError."""
     weights = [source.weight for source in spec.data.sources if source.weight is not None]
-    # One source is known by its own name, whatever its weight.
+    # A dataset of one source has that source's fingerprint, whatever its weight.
     names = [part.fingerprint for part in parts]
     return Dataset(
         fingerprint=names[0] if len(names) == 1 else _digest([names, weights]),
@@ -99,9 +99,9 @@ def join(spec: JobSpec, parts: Sequence[Part], tokenizer: Path | None) -> Datase
 
 
 def evaluation_spec(spec: JobSpec, train: Dataset) -> JobSpec | None:
-    """The spec that has the eval data of `spec` to train on, in the tokens of its training data; None without any.
+    """Return a spec that trains on the eval data of `spec`, with the tokenizer of `train`; None without eval data.
 
-    All that prepares, finds and pins training data does so for eval data through it.
+    The code that prepares, finds and pins training data thus handles eval data too.
     """
     if spec.data.eval is None:
         return None
@@ -114,9 +114,9 @@ def evaluation_spec(spec: JobSpec, train: Dataset) -> JobSpec | None:
 
 
 def pinned_dataset(spec: JobSpec, pointer: Path) -> Dataset | None:
-    """The samples that a run has begun with, by its pointer to them; None where it has none, or the cache lost them.
+    """Return the dataset that a run's pointer names; None without a pointer, or if the cache has lost the samples.
 
-    Raises DataError where files that are read as they are have changed since.
+    Raises DataError if files that are read without preparation have changed since, or for an invalid pointer.
     """
     try:
         dataset = Dataset.model_validate_json(read_whole(pointer))
@@ -127,39 +127,42 @@ def pinned_dataset(spec: JobSpec, pointer: Path) -> Dataset | None:
     if not all(_is_whole(part) for part in dataset.parts if part.index):
         return None
     for written, part in zip(spec.data.sources, dataset.parts, strict=True):
-        # Where the run has samples of its own, their source may have gone or changed.
+        # Prepared samples do not need their source files any longer.
         if part.index is None and fingerprint(spec, _list_source(spec, written), None) != part.fingerprint:
             raise DataError(
-                f"the files of {', '.join(written.paths)} have changed since the run began; put them back, or start a "
+                f"the files of {', '.join(written.paths)} have changed since the run began; restore them, or start a "
                 "new run"
             )
     return dataset
 
 
 def pin(dataset: Dataset, pointer: Path) -> None:
-    """Make a dataset the one that a run goes on with. Raises DataError where it began with another."""
+    """Write the pointer from a run to its dataset. Raises DataError if the run began with another dataset."""
     try:
         began = Dataset.model_validate_json(read_whole(pointer))
     except FileNotFoundError:
         began = dataset
     if began.fingerprint != dataset.fingerprint:
         raise DataError(
-            f"the cache has lost the samples that the run began with ({began.fingerprint[:12]}), and its sources give "
-            f"others now ({dataset.fingerprint[:12]}); put the files back, or start a new run"
+            f"the cache has lost the samples that the run began with ({began.fingerprint[:12]}), and its sources have "
+            f"changed since (now {dataset.fingerprint[:12]}); restore the files, or start a new run"
         )
     before, after = ([(part.samples, part.tokens) for part in found.parts] for found in (began, dataset))
     if before != after:
-        # Libraries may have changed, or a chat template that writes the date.
+        # Possible causes: other library versions, or a chat template that writes the date.
         raise DataError(
-            f"the cache has lost the samples that the run began with, and the same files came out differently now "
-            f"(samples and tokens {after}, and they were {before}); prepare them with the same versions as before, or "
-            "start a new run"
+            f"the cache has lost the samples that the run began with, and preparing the same files again gave other "
+            f"samples ((samples, tokens) are {after}, and were {before}); prepare them with the same library versions "
+            "as before, or start a new run"
         )
     write_durably(pointer, dataset.model_dump_json(indent=2))
 
 
 def tokenizer_home(spec: JobSpec, sources: Sequence[Source], cache: Path) -> Path | None:
-    """The folder of the tokenizer of a spec's text; of one that is trained on the data, where it lies or will lie."""
+    """Return the folder of the tokenizer for a spec's text; None if all sources contain tokens.
+
+    A tokenizer that is trained on the data has a cache folder, which may not exist yet.
+    """
     if all(source.columns.tokenised for source in sources):
         return None
     folder = tokenizer_folder(spec)
@@ -170,9 +173,9 @@ def tokenizer_home(spec: JobSpec, sources: Sequence[Source], cache: Path) -> Pat
 
 
 def fingerprint(spec: JobSpec, source: Source, tokenizer: Path | None) -> str:
-    """SHA-256 of all that decides what is prepared: files, shape of rows, vocabulary, length, packing, our format."""
+    """Return the SHA-256 of all that determines prepared data: files, columns, tokenizer, length, packing, format."""
     columns, data = source.columns, spec.data
-    # Fields that came later are there only if they change what is prepared: older runs find what they began with.
+    # Newer fields are included only if they change the result, so that older fingerprints stay valid.
     rule = data.long_rows_of(columns)
     later: dict[str, Any] = {"messages": 2} if columns.messages else {}
     later |= {"on_long_rows": rule} if rule != "split" else {}
@@ -194,9 +197,10 @@ def fingerprint(spec: JobSpec, source: Source, tokenizer: Path | None) -> str:
 
 
 def _ready_made(spec: JobSpec, source: Source) -> Part | None:
-    """Tokenised Parquet that is little and of which each row is a sample is taken as it is. Otherwise None.
+    """Return the samples of small Parquet files with tokens, which are read without preparation; otherwise None.
 
-    Raises DataError for files that cannot be read or hold no rows; what is wrong with a row, preparing will tell.
+    Each row must be one sample. Raises DataError for unreadable files and for files without rows. Preparation reports
+    invalid rows.
     """
     columns, data = source.columns, spec.data
     if columns.input_ids is None or data.packing or data.on_bad_rows == "skip" or source.files[0].format != "parquet":
@@ -226,7 +230,7 @@ def _ready_made(spec: JobSpec, source: Source) -> Part | None:
 
 
 def _is_whole(part: Part) -> bool:
-    """Whether nobody has deleted or cut short what was prepared."""
+    """Return whether all prepared files exist with their recorded sizes."""
     assert part.index is not None
     sizes = {file.path: file.size for file in part.files} | {part.index: part.samples * RECORD_BYTES}
     return all(Path(path).is_file() and Path(path).stat().st_size == size for path, size in sizes.items())
@@ -237,7 +241,7 @@ def _described(source: Source) -> list[list[Any]]:
 
 
 def _dumped(columns: ColumnsSpec) -> dict[str, Any]:
-    """Return the columns as a fingerprint has them: tools, which came later, only if there are some."""
+    """Return the columns for a fingerprint; the newer field `tools` is included only if set."""
     return columns.model_dump(exclude=set() if columns.tools else {"tools"})
 
 

@@ -1,4 +1,4 @@
-"""Chat messages → tokens and labels, through the tokenizer's own chat template; loss only on what the model says."""
+"""Chat messages → tokens and labels, with the tokenizer's chat template; only the assistant's output is trained."""
 
 import logging
 import re
@@ -23,19 +23,19 @@ log = logging.getLogger(__name__)
 Span = tuple[int, int]
 """Characters [start, stop) of a text."""
 
-# TypeError is what a template's own arithmetic raises, say on tool arguments that are a string and not an object.
+# A template's arithmetic raises TypeError, for example on tool arguments that are a string, not an object.
 _REFUSED = (TemplateError, TypeError)
 _LINKS = {"role", "content", "tool_call_id"}
-"""Keys of a message that no template need name: it may write a result in the place of its call, without the id."""
+"""Message keys that a template may ignore: for example, it can place a tool's result at its call, without the id."""
 _THOUGHTS = {"reasoning", "reasoning_content", "thinking"}
-"""Keys that transformers gives to templates under each other's names."""
+"""Equivalent keys for an assistant's reasoning: transformers makes the value available under each of them."""
 _LONGEST_TEXT = 1 << 20
-"""Characters that a template may add to a conversation."""
+"""Maximum characters of a rendered conversation, besides 100 times the characters of its messages."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as text, and the characters of it that the model has to produce."""
+    """A conversation as text, with the spans that the model has to produce."""
 
     text: str
     trained: list[Span]
@@ -43,18 +43,18 @@ class Rendered:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Hugging Face chat template, its variables, and what matches an end-of-turn marker."""
+    """A Hugging Face chat template, its variables, and the pattern of end-of-turn markers."""
 
     source: str
     variables: dict[str, str]
     marker: re.Pattern[str]
     tools: Tools | None = None
-    """What every conversation is rendered with."""
+    """Tools of the conversations to render."""
 
     def render(self, messages: list[Message], untrained: Collection[int] = ()) -> Rendered:
-        """Trained is what follows each generation prompt. Raises TemplateError or TypeError as the template does.
+        """Render messages; the text after each generation prompt is trained. Raises TemplateError or TypeError.
 
-        `untrained` are the indices of assistant messages that are not.
+        `untrained`: indices of assistant messages that are not trained.
         """
         if "endgeneration" in self.source:
             return self._render_marked(messages, untrained)
@@ -65,25 +65,25 @@ class ChatTemplate:
 
     @property
     def uses_tools(self) -> bool:
-        """Whether the template reads the tools of a conversation."""
+        """Return whether the template reads the tools of a conversation."""
         return "tools" in _names(self.source)
 
     def unused_key(self, messages: list[Message], text: str) -> tuple[int, str] | None:
-        """Return the first message's index and key of which nothing reaches the text, which is theirs; None if none."""
+        """Return the index and key of the first value that does not affect the rendered `text`; None if all do."""
         for number, message in enumerate(messages):
             strange = [key for key in message if key not in _names(self.source)]
             for key in [key for key in strange if message[key] not in ("", [], {})]:
-                # The results of tools may name them, in whose place they stand.
+                # A tool's result may name the tool, even if the template does not use the name.
                 if key == "name" and message["role"] not in ("system", "user", "assistant"):
                     continue
                 less = {name: value for name, value in message.items() if name != key}
-                with suppress(*_REFUSED):  # without the key: then the template uses it
+                with suppress(*_REFUSED):  # it fails without the key, so it uses the key
                     if self._text([*messages[:number], less, *messages[number + 1 :]]) == text:
                         return number, key
         return None
 
     def _render_marked(self, messages: list[Message], untrained: Collection[int]) -> Rendered:
-        """As the template itself marks it with {% generation %}."""
+        """Render messages with the spans that the template marks with {% generation %}."""
         texts, spans = render_jinja_template(
             [messages],
             self.tools,
@@ -107,12 +107,14 @@ class ChatTemplate:
         return min(self._takes_over(text, messages, turn, start), stop), stop
 
     def _own(self, text: str, messages: list[Message], turn: int) -> Span:
-        """What one message adds to the text, with its end-of-turn marker.
+        """Return the span that one message adds to the text, with its end-of-turn marker.
 
-        It is found by rendering another in its place: what is alike before and behind is not its own.
+        It is found by rendering another message in its place: the common prefix and suffix do not belong to the
+        message.
         """
-        # Best without what follows, as a tool's result may be written into its call, or refused without it. But some
-        # templates write the last message in another way than all others, with its thoughts; or want a question in it.
+        # Render without later messages first: a template may write a tool's result into its call, or reject a result
+        # without its call. But some templates render the last message differently, with its reasoning, or require a
+        # user message.
         try:
             alone = self._text(messages[: turn + 1])
         except _REFUSED:
@@ -127,7 +129,7 @@ class ChatTemplate:
     def _own_among_others(self, text: str, messages: list[Message], turn: int) -> Span:
         start, stop, shown = self._changes(text, messages[:turn], messages[turn], messages[turn + 1 :])
         if messages[turn].get("tool_calls") and turn + 1 < len(messages):
-            # The results of a call, should the template write them into its turn, are not the model's.
+            # A template may write the results of a call into the assistant's turn; the model does not produce them.
             stop = max(start, min(stop, self._own(text, messages, turn + 1)[0]))
         marker = self.marker.match(text, stop) if shown else None
         return start, marker.end() if marker else stop
@@ -135,8 +137,8 @@ class ChatTemplate:
     def _changes(
         self, text: str, before: list[Message], message: Message, after: list[Message]
     ) -> tuple[int, int, bool]:
-        """Where the text is another with another content of a message, and whether it shows the message at all."""
-        unseen = next(char for char in map(chr, range(0xE000, 0xF900)) if char not in text)  # for private use
+        """Return the span that changes with the content of a message, and whether the template shows the message."""
+        unseen = next(char for char in map(chr, range(0xE000, 0xF900)) if char not in text)  # private use area
         other = {key: message[key] for key in ("role", "name", "tool_call_id") if key in message} | {"content": unseen}
         changed = self._text([*before, other, *after])
         start = _shared(text, changed)
@@ -144,15 +146,15 @@ class ChatTemplate:
         return start, stop, stop > start or changed.startswith(unseen, start)
 
     def _takes_over(self, text: str, messages: list[Message], turn: int, start: int) -> int:
-        """Where the model takes over: right behind the generation prompt; at `start` where there is none."""
+        """Return the index after the generation prompt, from which the model writes; `start` without a prompt."""
         try:
             before, prompt = (self._text(messages[:turn], prompt=asked) for asked in (False, True))
             header = prompt.removeprefix(before)
             if header and text.startswith(prompt):
                 return len(prompt)
-            # What came before may read otherwise by now, its thoughts taken out: look behind the message before.
+            # Earlier messages may render differently here, without their reasoning: search after the previous message.
             floor = self._own(text, messages, turn - 1)[1] if header and turn else start
-        except _REFUSED:  # some templates refuse what no user has begun
+        except _REFUSED:  # some templates reject a conversation that no user message begins
             return start
         found = text.find(header, floor, start)
         return start if found < 0 else found + len(header)
@@ -160,14 +162,14 @@ class ChatTemplate:
 
 @lru_cache(maxsize=4)
 def _names(source: str) -> frozenset[str]:
-    """Return every name and text in a template's code, among them the keys of messages that it uses."""
+    """Return every name and string in a template's code, including the message keys that it uses."""
     code = {value.strip("'\"") for _, kind, value in Environment().lex(source) if kind in ("name", "string")}
     return frozenset(code | _LINKS | (_THOUGHTS if code & _THOUGHTS else set()))
 
 
 @lru_cache(maxsize=4)
 def load_chat_template(folder: str) -> ChatTemplate:
-    """The chat template of a tokenizer folder as Hugging Face writes it. Raises DataError where it has none."""
+    """Load the chat template of a tokenizer folder in Hugging Face's format. Raises DataError if it has none."""
     special = load_tokenizer(folder).special_tokens.values()
     config = _read(Path(folder, "special_tokens_map.json")) | _read(Path(folder, "tokenizer_config.json"))
     file = Path(folder, "chat_template.jinja")
@@ -178,9 +180,9 @@ def load_chat_template(folder: str) -> ChatTemplate:
             "model in model.tokenizer, or add a chat_template.jinja"
         )
     try:
-        render_jinja_template([], chat_template=source)  # of no conversation: this compiles it
+        render_jinja_template([], chat_template=source)  # without a conversation, this only compiles it
     except (TemplateError, TypeError, ValueError, ArithmeticError) as error:
-        raise DataError(f"the chat template in {folder} is no Jinja: {error}; copy it again") from error
+        raise DataError(f"the chat template in {folder} is not valid Jinja: {error}; copy it again") from error
     except (RecursionError, SyntaxError) as error:
         raise DataError(
             f"the chat template in {folder} is nested too deeply to be compiled; write it with fewer levels"
@@ -193,13 +195,13 @@ def load_chat_template(folder: str) -> ChatTemplate:
 
 
 def check_chat_template(folder: str) -> None:
-    """Render the chat template of a folder once, as preparation will. Raises DataError for one that cannot be used."""
+    """Render the chat template of a folder once, as preparation will. Raises DataError if it is unusable."""
     template = load_chat_template(folder)
     try:
         template.render([{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Yes."}])
     except _REFUSED as error:
-        # Some templates want other conversations, say with a system prompt: only rows can say.
-        log.debug("the chat template refuses a plain conversation: %s", error)
+        # Some templates need another conversation, for example a system prompt: only real rows can show an error.
+        log.debug("the chat template rejects a plain conversation: %s", error)
     except (AttributeError, ValueError, LookupError, ArithmeticError) as error:
         if isinstance(error, DataError):
             raise
@@ -209,9 +211,9 @@ def check_chat_template(folder: str) -> None:
 def encode_chat(
     tokenizer: TextTokenizer, template: ChatTemplate, messages: Any, system_prompt: str | None, tools: Any = None
 ) -> tuple[list[int], list[int]]:
-    """Token ids of a conversation, ending with EOS, and their labels, all IGNORE if it has nothing to train on.
+    """Return the token ids of a conversation, ending with EOS, and their labels; all IGNORE if nothing is trained.
 
-    `tools` is what its row holds of them. Raises DataError with the reason alone.
+    `tools`: the row's cell of tools. Raises DataError, whose message is the reason alone, without the row.
     """
     conversation, template = read_conversation(messages), replace(template, tools=read_tools(tools))
     if system_prompt is not None and conversation.messages[0]["role"] != "system":
@@ -220,18 +222,20 @@ def encode_chat(
     try:
         rendered = template.render(turns, untrained)
     except _REFUSED as error:
-        raise DataError(f"the chat template refuses it: {error}; change the messages or the template") from error
+        raise DataError(
+            f"the chat template rejects the messages: {error}; change the messages or the template"
+        ) from error
     if (unused := template.unused_key(turns, rendered.text)) is not None:
         number, key = unused
         raise DataError(
             f"messages[{number - (len(turns) - len(messages))}] has the key {key!r:.60}, which the chat template does "
             "not use; remove it from the data, or use a template that does"
         )
-    # Half of a character, which JSON can write, is told here; the tokenizer would only name a type.
+    # Raises for a lone surrogate, which JSON can contain: the tokenizer's error would only name a type.
     rendered.text.encode()
     ids, labels, ended = _encode(tokenizer, rendered)
     if not ended:
-        # To end is for the model to say after its own last words, where no end-of-turn marker says so already.
+        # The model learns to write EOS after its own last message, unless an end-of-turn marker ends that message.
         said = next((label for label in reversed(labels) if label != IGNORE), IGNORE)
         last = turns[-1]["role"] == "assistant" and len(turns) - 1 not in untrained
         last = last and said not in tokenizer.special_tokens
@@ -241,7 +245,7 @@ def encode_chat(
 
 
 def _encode(tokenizer: TextTokenizer, rendered: Rendered) -> tuple[list[int], list[int], bool]:
-    """Token ids and labels of a text, and whether it ends with EOS; a token is trained where any of it is."""
+    """Return token ids and labels of a text, and whether it ends with EOS; a token is trained if any of its text is."""
     trained = bytearray(len(rendered.text))
     for start, stop in rendered.trained:
         trained[start:stop] = b"\1" * (stop - start)
@@ -253,7 +257,7 @@ def _encode(tokenizer: TextTokenizer, rendered: Rendered) -> tuple[list[int], li
 
 
 def _within_bounds(text: str, messages: list[Message]) -> str:
-    # A template may multiply text: it stays within a multiple of what it was given.
+    # A template can multiply its input: limit its output to a multiple of that.
     most = _LONGEST_TEXT + 100 * sum(len(str(message)) for message in messages)
     if len(text) > most:
         raise DataError(
@@ -268,7 +272,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _default(template: Any) -> str | None:
-    """One template, or that of several which is named default."""
+    """Return the template, or the template named `default` if there are several; None without one."""
     if isinstance(template, list):
         named = [one for one in template if isinstance(one, dict)]
         template = next((one.get("template") for one in named if one.get("name") == "default"), None)
@@ -281,6 +285,6 @@ def _content(token: Any) -> str | None:
 
 
 def _shared(one: str, other: str) -> int:
-    """The length of the common prefix, by bisection: Python compares slices fast and characters slowly."""
+    """Return the length of the common prefix, by bisection: Python compares slices fast and characters slowly."""
     lengths = range(min(len(one), len(other)) + 1)
     return bisect_left(lengths, True, key=lambda length: one[:length] != other[:length]) - 1

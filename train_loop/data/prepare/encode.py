@@ -1,4 +1,4 @@
-"""Rows of every shape → documents of tokens, what is trained on marked, each ending with EOS."""
+"""Rows of every format → documents of tokens, with labels for the trained tokens; encoded text ends with EOS."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class BadRow:
     """A row that cannot be trained on."""
 
     place: int
-    """As in Row."""
+    """Position of the row, as in `Row.place`."""
     reason: str
 
 
@@ -31,7 +31,10 @@ Encoded = Document | BadRow
 def encode_rows(
     rows: list[Row], columns: ColumnsSpec, *, vocab: int, tokenizer: str | None = None, system_prompt: str | None = None
 ) -> list[Encoded]:
-    """A document for every row, or what is wrong with it; `tokenizer` is a folder, and rows of tokens need none."""
+    """Return a document for every row, or a BadRow with the reason against it.
+
+    `tokenizer` is a folder; rows of tokens do not need it.
+    """
     encoded: dict[int, Encoded] = {}
     good = []
     for number, row in enumerate(rows):
@@ -48,7 +51,7 @@ def encode_rows(
 
 
 def _wrong(values: dict[str, Any], columns: ColumnsSpec, vocab: int) -> str | None:
-    """What makes a row useless, before it is tokenised."""
+    """Return the reason why a row cannot be trained on; None if nothing is wrong before tokenisation."""
     for name in (columns.text, columns.prompt, columns.response):
         if name is not None and not is_text(values[name]):
             return f"column {name!r} holds {_kind(values[name])} where text is needed"
@@ -81,7 +84,7 @@ def _documents(
 def _token_lists(
     rows: list[Row], columns: ColumnsSpec, folder: str | None, system_prompt: str | None
 ) -> Iterable[tuple[Any, Any] | str]:
-    """Tokens and labels of each row, or what is wrong with it."""
+    """Return tokens and labels of each row, or the reason why it cannot be trained on."""
     if columns.input_ids is not None:
         return [(row.values[columns.input_ids], columns.labels and row.values[columns.labels]) for row in rows]
     assert folder is not None
@@ -108,11 +111,11 @@ def _or_reason(call: Callable[..., tuple[Any, Any]], *arguments: Any) -> tuple[A
 
 
 def is_text(value: Any) -> TypeGuard[str]:
-    """Whether a cell is text that can be written as UTF-8."""
+    """Return whether a cell is text that can be written as UTF-8."""
     try:
         return isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:
-        # JSON can write half of a character.
+        # JSON can contain lone surrogates.
         return False
 
 
@@ -129,7 +132,7 @@ def _wrong_tokens(name: str, value: Any, vocab: int, *, ignored: bool) -> str | 
         return None
     place = int(strange.argmax())
     token = f"{value[place]} at position {place}"
-    return f"column {name!r} holds {token}, which is no token of the model's vocabulary of {vocab}"
+    return f"column {name!r} holds {token}, which is not in the model's vocabulary of {vocab} tokens"
 
 
 def _is_weight(value: Any) -> bool:
@@ -137,14 +140,14 @@ def _is_weight(value: Any) -> bool:
 
 
 def _kind(value: Any) -> str:
-    """What a person would call it."""
+    """Return a short description of a cell's value for error messages."""
     if value is None:
         return "null"
     if isinstance(value, int | float):
         return str(value)
     words: dict[type, str] = {
-        str: "text that is no Unicode",
-        bytes: "bytes that are no UTF-8",
+        str: "text that is not Unicode",
+        bytes: "bytes that are not UTF-8",
         list: "a list",
         dict: "an object",
     }

@@ -1,4 +1,4 @@
-"""What happens to documents that are longer than a sample, or of which nothing is trained."""
+"""Rules for documents that are longer than a sample, or without a trained token."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -11,29 +11,29 @@ from train_loop.spec import ColumnsSpec, DataSpec
 from train_loop.spec.data import LongRows
 
 Fate = Literal["whole", "long", "dropped", "untrained"]
-"""long: it is split or truncated; dropped: it was too long; untrained: it is dropped because no token is trained."""
+"""whole: unchanged; long: split or truncated; dropped: too long; untrained: dropped because no token is trained."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The rule for documents of one source."""
+    """The rules for the documents of one source."""
 
     length: int
-    """Tokens of a sample."""
+    """Tokens per sample."""
     rule: LongRows
     drops_untrained: bool
 
     @classmethod
     def of(cls, data: DataSpec, columns: ColumnsSpec) -> "Fit":
-        """Return the rule for rows of these columns."""
+        """Return the rules for rows with these columns."""
         return cls(data.sequence_length, data.long_rows_of(columns), data.drops_untrained(columns))
 
     def refuses(self, document: Document) -> bool:
-        """Return whether a document ends the preparation because it is too long."""
+        """Return whether a document fails the preparation because it is too long."""
         return self.rule == "fail" and len(document.input_ids) > self.length
 
     def __call__(self, document: Document) -> tuple[Document, Fate]:
-        """Return a document as it is packed, and what happened to it; one that is dropped comes back empty."""
+        """Return the document to pack and its fate; a dropped document is empty."""
         long = len(document.input_ids) > self.length
         if long and self.rule == "drop":
             return _cut(document, slice(0)), "dropped"
@@ -45,7 +45,7 @@ class Fit:
 
 
 def _is_trained(document: Document) -> bool:
-    """Return whether a token is trained; nothing predicts the first one."""
+    """Return whether any token is trained; the first token is never predicted."""
     return document.labels is None or bool(np.any(document.labels[1:] != IGNORE))
 
 

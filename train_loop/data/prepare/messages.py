@@ -1,4 +1,4 @@
-"""Messages of a conversation as the data holds them: their form, and which of them are trained."""
+"""Chat messages in the data: their format, and the flags that exclude messages from training."""
 
 import json
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ Message = dict[str, Any]
 Tools = list[dict[str, Any]]
 _FORM = 'write {"role": "user", "content": "…"}'
 _SWITCHES: dict[str, tuple[type, ...]] = {"weight": (int, float), "train": (bool,)}
-"""Keys that say whether a message is trained: OpenAI's, of 0 or 1, and axolotl's, of false or true."""
+"""Keys that set whether a message is trained: OpenAI's `weight` (0 or 1) and axolotl's `train` (false or true)."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages without their own empty keys, which mean none, and without those that are for training alone."""
+    """The messages of a row, without null keys and without training flags."""
 
     messages: list[Message]
     untrained: frozenset[int]
     """Indices of assistant messages that are not trained."""
 
     def after(self, system_prompt: str) -> "Conversation":
-        """Return the conversation with a system message before it."""
+        """Return the conversation with a system message in front."""
         first = {"role": "system", "content": system_prompt}
         return Conversation([first, *self.messages], frozenset(number + 1 for number in self.untrained))
 
@@ -30,7 +30,7 @@ class Conversation:
 def read_conversation(messages: Any) -> Conversation:
     """Return the conversation of a row. Raises DataError."""
     if not isinstance(messages, list) or not messages:
-        raise DataError(f"messages must be a list of at least one, and is {messages!r:.60}; {_FORM}")
+        raise DataError(f"messages must be a non-empty list, not {messages!r:.60}; {_FORM}")
     kept, untrained = list[Message](), set[int]()
     for number, message in enumerate(messages):
         problem = _problem(message)
@@ -44,7 +44,7 @@ def read_conversation(messages: Any) -> Conversation:
 
 
 def read_tools(cell: Any) -> Tools | None:
-    """Return the tools of a row, from a list or its JSON; None if it has none. Raises DataError."""
+    """Return the tools of a row, from a list or its JSON; None without tools. Raises DataError."""
     tools = cell
     if isinstance(cell, str):
         try:
@@ -54,25 +54,25 @@ def read_tools(cell: Any) -> Tools | None:
     if tools is None or tools == []:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError(f"tools must be a list of objects, and is {tools!r:.60}")
+        raise DataError(f"tools must be a list of objects, not {tools!r:.60}")
     return tools
 
 
 def _problem(message: Any) -> str | None:
     if not isinstance(message, dict):
-        return f"must be an object, and is {message!r:.60}"
+        return f"must be an object, not {message!r:.60}"
     role, content = message.get("role"), message.get("content")
     if role is not None and not isinstance(role, str):
-        return f"must have a text as role, and has {role!r:.60}"
+        return f"must have text as role, not {role!r:.60}"
     if role is None:
-        return f"must have a role, and has {', '.join(message) or 'no keys'}"
+        return f"must have a role, but has {', '.join(message) or 'no keys'}"
     if content is None and role == "assistant" and message.get("tool_calls"):
         return None
-    return None if isinstance(content, str) else f"must have a text as content, and has {content!r:.60}"
+    return None if isinstance(content, str) else f"must have text as content, not {content!r:.60}"
 
 
 def _is_trained(message: Message, number: int) -> bool:
-    """Return whether a message is trained, if it is the assistant's. Raises DataError for a switch of another kind."""
+    """Return the training flag of a message; True without a flag. Raises DataError for an invalid flag."""
     switches = {key: message[key] for key in _SWITCHES if key in message}
     for key, value in switches.items():
         if type(value) not in _SWITCHES[key] or value not in (0, 1):
@@ -84,7 +84,7 @@ def _is_trained(message: Message, number: int) -> bool:
     if switches and on and message["role"] != "assistant":
         key = next(iter(switches))
         raise DataError(
-            f"messages[{number}] of role {message['role']!r:.60} has {key} {switches[key]!r}, and only messages of the "
+            f"messages[{number}] of role {message['role']!r:.60} has {key} {switches[key]!r}, but only messages of the "
             f"assistant are trained; remove {key}"
         )
     return on

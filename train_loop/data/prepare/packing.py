@@ -10,7 +10,7 @@ from train_loop.data.dataset import Tokens, Weights
 
 @dataclass(frozen=True)
 class Document:
-    """Tokens of one document and, where the data says so, their labels and how much they count."""
+    """The tokens of one document, with labels and a weight if the data contains them."""
 
     input_ids: Tokens
     labels: Tokens | None = None
@@ -19,25 +19,25 @@ class Document:
 
 @dataclass(frozen=True)
 class Sample:
-    """At most sequence_length tokens; `documents` are the lengths of the pieces that must not see each other."""
+    """At most sequence_length tokens; `documents` are the lengths of documents that must not attend to each other."""
 
     input_ids: Tokens
     labels: Tokens | None
-    weights: Weights | None  # of each document
+    weights: Weights | None  # one per document
     documents: list[int]
 
 
 WINDOW_SAMPLES = 1024
 WINDOW_TOKENS = 4 * 2**20
-"""Documents that are packed with each other: as many as fill the samples, or as many tokens if that is fewer."""
+"""Size of a window of documents that are packed together: WINDOW_SAMPLES full samples, at most WINDOW_TOKENS."""
 
 
 def pack(documents: Iterable[Document], length: int) -> Iterator[Sample]:
-    """Put documents together so that samples of `length` tokens are full, among documents that follow each other.
+    """Pack documents into full samples of `length` tokens, within windows of consecutive documents.
 
     Best-fit decreasing (Johnson, 1973; for training by Ding et al., "Fewer truncations improve language modeling",
-    2024): the longest document first, each into the fullest sample that still has room for it. Only a document longer
-    than `length` is split. Samples of a window come in the order of their first documents.
+    2024): starting with the longest, each document goes into the fullest sample with room for it. Only a document
+    longer than `length` is split. The samples of a window are in the order of their first documents.
     """
     room = max(min(WINDOW_SAMPLES * length, WINDOW_TOKENS), 8 * length)
     window: list[Document] = []
@@ -53,17 +53,17 @@ def pack(documents: Iterable[Document], length: int) -> Iterator[Sample]:
 
 
 def one_per_sample(documents: Iterable[Document], length: int) -> Iterator[Sample]:
-    """A sample for every document; a document longer than `length` goes on in samples of its own."""
+    """Yield one sample per document; a document longer than `length` is split into several samples."""
     for document in documents:
         for piece in _split(document, length):
             yield _join([piece])
 
 
 def best_fit(sizes: list[int], room: int) -> list[list[int]]:
-    """Which of the sizes, all at most `room`, share a bin: indices, rising within a bin, bins by their first index."""
+    """Return bins of sizes that fit into `room`: lists of ascending indices, ordered by their first index."""
     bins: list[list[int]] = []
     by_room: list[list[int]] = [[] for _ in range(room + 1)]
-    # Bit r is set where a bin has room for r more: the fullest bin that fits is the lowest bit from a size on.
+    # Bit r is set if a bin has room for r more. The lowest set bit from bit `size` on is the fullest bin that fits.
     open_rooms = 0
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         size = sizes[index]

@@ -1,7 +1,7 @@
 """Raw files → prepared samples in the cache: read and tokenise with Ray Data, pack, write shards, commit.
 
-A prepared source is keyed by a fingerprint of all that decides its content and shared by every job that asks for the
-same. It appears under its final name by one rename, so that it is whole or not there.
+A prepared source has a fingerprint of all that determines its content. All jobs with the same fingerprint share it. One
+rename gives the folder its final name, so a folder under that name is complete.
 """
 
 import atexit
@@ -39,15 +39,15 @@ from train_loop.spec import ColumnsSpec, JobSpec
 from train_loop.system.private_folder import make_private_folder
 
 _TASK_BYTES = (2**20, 32 * 2**20)
-"""A task reads at least and at most about as much."""
+"""Approximate minimum and maximum size that a task reads, in bytes."""
 _BLOCK_BYTES = 32 * 2**20
-"""What a task hands on at once, however much it reads."""
+"""Size of the blocks that a task returns, in bytes, however much it reads."""
 _TOKENIZER_TEXT = 64 * 2**20
-"""Characters that a tokenizer is trained on; more changes its merges little and its time much."""
+"""Maximum characters to train a tokenizer on: more takes much longer and hardly changes its merges."""
 
 
 def prepare(spec: JobSpec, cache: Path, report: Report) -> Dataset:
-    """The samples of a spec, prepared now or by an earlier job. Raises DataError."""
+    """Return the samples of a spec; prepare them unless an earlier job has. Raises DataError."""
     sources = list_sources(spec)
     tokenizer = _tokenizer(spec, sources, cache, report)
     for source in sources:
@@ -57,7 +57,7 @@ def prepare(spec: JobSpec, cache: Path, report: Report) -> Dataset:
 
 
 def _warn_of_tools(source: Source, tokenizer: Path | None, report: Report) -> None:
-    """Report a column of tools that the chat template does not use."""
+    """Report a warning if the chat template does not use the source's column of tools."""
     column = source.columns.tools
     if column is not None and tokenizer is not None and not load_chat_template(str(tokenizer)).uses_tools:
         report("warning", message=f"{source}: the chat template does not use the tools of column {column!r}")
@@ -74,9 +74,9 @@ def _part(spec: JobSpec, source: Source, tokenizer: Path | None, cache: Path, re
         made = _build(work, spec, source, tokenizer, report).model_copy(update={"fingerprint": folder.name})
         now = replace(source, files=tuple(list_files(source.spec)))
         if fingerprint(spec, now, tokenizer) != folder.name:
-            # What was made of files in between must not be found under the name of either.
+            # The samples may mix old and new files, so they must not get the fingerprint of either.
             raise DataError(
-                f"{source} or its tokenizer has changed while it was prepared; start again when nobody writes to it"
+                f"{source} or its tokenizer changed during preparation; restart when its files no longer change"
             )
         write_durably(work / "dataset.json", made.model_dump_json(indent=2))
 
@@ -99,7 +99,7 @@ def _build(work: Path, spec: JobSpec, source: Source, tokenizer: Path | None, re
 
 
 def _why_none(progress: Progress) -> str:
-    """Return which rows were dropped, as the middle of a sentence."""
+    """Return the reasons why rows were dropped, as the middle of a sentence."""
     dropped, untrained = progress.fates["dropped"], progress.fates["untrained"]
     reasons = [
         *([f"{dropped} were dropped as longer than sequence_length (data.on_long_rows)"] if dropped else []),
@@ -109,11 +109,11 @@ def _why_none(progress: Progress) -> str:
 
 
 def _tasks(source: Source) -> list[list[Piece]]:
-    """Pieces that are read by one task: many small files, or a part of a large one."""
+    """Return the pieces for each task: many small files, or a part of a large one."""
     _start_ray()
     least, most = _TASK_BYTES
     total, cpus = sum(file.size for file in source.files), int(ray.cluster_resources().get("CPU", 1))
-    # Some for each CPU, to end together; not many, as Ray Data takes 0.2 s to hand it the next one.
+    # Several tasks per CPU, so that all CPUs finish together; not many, as Ray Data takes 0.2 s to hand out the next.
     size = max(least, min(most, total // (4 * cpus)))
     tasks: list[list[Piece]] = []
     room = 0
@@ -129,13 +129,13 @@ def _tasks(source: Source) -> list[list[Piece]]:
 def _start_ray() -> None:
     if ray.is_initialized():
         return
-    # By itself, and not in a job: the cluster that RAY_ADDRESS names, or one for as long as this process lives.
+    # Outside a job, use the cluster that RAY_ADDRESS names, or start one for the lifetime of this process.
     if "RAY_ADDRESS" in os.environ:
         ray.init(logging_level=logging.WARNING)
         return
     folder = make_private_folder()
     atexit.register(_stop_ray, folder)
-    # "local", because Ray otherwise joins the cluster that a file in /tmp/ray names, which any user can write.
+    # "local": otherwise Ray joins the cluster that a file in /tmp/ray names, and any user can write that file.
     ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, _temp_dir=f"{folder}/r")
 
 
@@ -147,7 +147,7 @@ def _stop_ray(folder: str) -> None:
 def _documents(
     tasks: list[list[Piece]], spec: JobSpec, columns: ColumnsSpec, tokenizer: Path | None, progress: Progress
 ) -> Iterator[Document]:
-    """All documents in the order of the files, read and tokenised by Ray Data."""
+    """Yield all documents in the order of the files, read and tokenised by Ray Data."""
     if not tasks:
         return
     ordered_context(block_bytes=_BLOCK_BYTES)
@@ -175,11 +175,11 @@ def _encode_task(
     skip: bool,
     fit: Fit,
 ) -> Iterator[pa.Table]:
-    """The documents of a task's pieces, a table for some rows at a time."""
-    # The task has one CPU: more threads would take those of other tasks, and more time for the same.
+    """Yield the documents of a task's pieces, one table per chunk of rows."""
+    # The task has one CPU: more threads would use the CPUs of other tasks and take more time in total.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     for task in batch["id"].tolist():
-        # A task without any row has columns all the same.
+        # The result needs columns even if the task has no rows.
         yield _to_table([], fit, task=task, piece=0, read=0)
         before = 0
         for number, piece in enumerate(tasks[task]):
@@ -195,7 +195,7 @@ def _encode_task(
 
 
 def _check_lengths(encoded: list[Encoded], rows: list[Row], piece: Piece, fit: Fit) -> None:
-    """Raise DataError for the first row that is too long, if the spec says so."""
+    """Raise DataError for the first row that is too long, if on_long_rows is `fail`."""
     for row, document in zip(rows, encoded, strict=True):
         if isinstance(document, Document) and fit.refuses(document):
             (where,) = locate([(piece.file, row.place)])
@@ -206,7 +206,7 @@ def _check_lengths(encoded: list[Encoded], rows: list[Row], piece: Piece, fit: F
 
 
 def _to_table(encoded: Sequence[Encoded], fit: Fit, **numbers: int) -> pa.Table:
-    """A row for each document or bad row; the numbers are the same in all of them."""
+    """Return a table with a row per document or bad row; `numbers` are columns with one value."""
     nothing = np.empty(0, np.int32)
     fitted = [fit(row) if isinstance(row, Document) else (Document(nothing), None) for row in encoded]
     documents = [document for document, _ in fitted]
@@ -253,7 +253,7 @@ def _arrays(column: pa.ChunkedArray) -> list[NDArray[np.int32]]:
 
 
 def _tokenizer(spec: JobSpec, sources: list[Source], cache: Path, report: Report) -> Path | None:
-    """The folder of the tokenizer to use, which is trained on the data where the spec names none."""
+    """Return the folder of the tokenizer; train it on the data if the spec names none. None if it is not needed."""
     folder = tokenizer_home(spec, sources, cache)
     if folder is None:
         return None
@@ -270,7 +270,7 @@ def _tokenizer(spec: JobSpec, sources: list[Source], cache: Path, report: Report
 
 
 def _some_text(sources: list[Source]) -> Iterator[str]:
-    """Text of each source, at most as much of one as of another."""
+    """Yield text of each source, with the same maximum of characters per source."""
     for source in sources:
         left = _TOKENIZER_TEXT // len(sources)
         for text in _texts(source):
@@ -286,5 +286,5 @@ def _texts(source: Source) -> Iterator[str]:
         for chunk in read_piece(piece, columns):
             for row in chunk.rows:
                 cells = (row.values.get(name) for name in (columns.text, columns.prompt, columns.response) if name)
-                # What is no text is told of, with its place, when it is tokenised.
+                # Encoding reports cells that are not text, with their places.
                 yield from filter(is_text, cells)

@@ -1,4 +1,4 @@
-"""How far preparing has come, told in events."""
+"""Progress of data preparation, reported in events."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -10,15 +10,15 @@ from train_loop.data.prepare.rows import locate
 from train_loop.data.prepare.sources import SourceFile
 
 Report = Callable[..., None]
-"""Writes an event: its name, and its fields by keyword."""
+"""Function that writes an event: its name, and its fields by keyword."""
 
 _EVERY_SECONDS = 5.0
 _LISTED = 100
-"""Bad rows that are listed; all are counted."""
+"""Maximum number of bad rows to list; all are counted."""
 
 
 class Progress:
-    """Rows, tokens and bytes so far; `task_bytes` are what each task reads, in the order in which their rows come."""
+    """Rows, tokens and bytes so far; `task_bytes` are the bytes that each task reads, in the order of their rows."""
 
     def __init__(self, report: Report, task_bytes: list[int]) -> None:
         self.rows = self.tokens = self.bad_rows = 0
@@ -29,25 +29,25 @@ class Progress:
         self._started = self._told = monotonic()
 
     def advance(self, rows: int, *, tokens: int, task: int, read: int) -> None:
-        """Some rows of a task, which has read so many bytes by now; all earlier tasks are done."""
+        """Count rows of a task that has read `read` bytes so far; all earlier tasks have finished."""
         self.rows += rows
         self.tokens += tokens
         if monotonic() - self._told >= _EVERY_SECONDS:
             self._tell(self._before[task] + read)
 
     def skipped(self, file: SourceFile, place: int, reason: str) -> None:
-        """A row that cannot be trained on."""
+        """Count a row that cannot be trained on, and list it for `finish`."""
         self.bad_rows += 1
         if len(self._listed) < _LISTED:
             self._listed.append((file, place, reason))
 
     def fitted(self, fates: Iterable[Fate]) -> None:
-        """Count what happened to rows that are longer than a sample, or of which nothing is trained."""
+        """Count the fates of documents."""
         self.fates.update(fates)
 
     @property
     def counts(self) -> dict[str, int]:
-        """The counts of rows, as a Part has them."""
+        """Row counts, as the fields of a Part."""
         fates = self.fates
         return {
             "rows": self.rows,
@@ -58,7 +58,7 @@ class Progress:
         }
 
     def finish(self) -> None:
-        """Tell the end of it, and what was left out."""
+        """Report the end of preparation, and the rows that were skipped."""
         self._tell(self._before[-1])
         if self.bad_rows:
             places = locate([(file, place) for file, place, _ in self._listed])

@@ -1,7 +1,7 @@
-"""Raw files → rows: what every format has in common for whoever reads them.
+"""Raw files → rows, for all formats.
 
-A file is cut into pieces that can be read by themselves, so that one large file is work for many tasks. Rows keep their
-place, so that what is wrong with one can be said in the words of its file.
+A file is cut into pieces that can be read independently, so that many tasks can read one large file. Rows keep their
+place, so that errors can name it in terms of the file.
 """
 
 import io
@@ -20,14 +20,14 @@ from train_loop.errors import DataError
 from train_loop.spec import ColumnsSpec
 
 _CHUNK = 4 * 2**20
-"""Bytes of rows that are handed on together."""
+"""Bytes of rows per chunk."""
 _PARQUET_ROWS = 1024
 _FOOTERS_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a file: row groups of Parquet, bytes of anything else."""
+    """A part of a file: row groups of Parquet, bytes of other formats."""
 
     file: SourceFile
     start: int
@@ -37,27 +37,27 @@ class Piece:
 
 @dataclass(frozen=True)
 class Row:
-    """The columns asked for, by name; a row that cannot be read has a reason instead."""
+    """The requested columns by name, or the reason why the row cannot be read."""
 
     place: int
-    """Row of Parquet, byte at which a JSON line begins, 0 of a text."""
+    """Row number in Parquet, byte offset of a JSON line, 0 for a text file."""
     values: dict[str, Any]
     wrong: str | None = None
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some rows of a piece, and how many of its bytes have been read for them and those before."""
+    """Some rows of a piece, and the number of its bytes read so far."""
 
     rows: list[Row]
     read: int
 
 
 def cut(files: Sequence[SourceFile], size: int) -> list[Piece]:
-    """Pieces of about `size` bytes, in file order. Raises DataError for Parquet that is none."""
+    """Return pieces of about `size` bytes, in file order. Raises DataError for invalid Parquet."""
     files = [file for file in files if file.size]
     if files and files[0].format == "parquet":
-        # Footers can be large: of each, no more is kept than the sizes of its row groups.
+        # Footers can be large: keep only the sizes of their row groups.
         with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
             return [
                 Piece(file, number, number + 1, size)
@@ -75,7 +75,7 @@ def _cut(file: SourceFile, size: int) -> list[Piece]:
 
 
 def read_piece(piece: Piece, columns: ColumnsSpec) -> Iterator[Chunk]:
-    """The rows of a piece, some at a time. Raises DataError where the file itself cannot be read."""
+    """Yield the rows of a piece, chunk by chunk. Raises DataError if the file itself cannot be read."""
     with damage_told(piece.file.uri, piece.file.format):
         if piece.file.format == "parquet":
             yield from _parquet_rows(piece, columns)
@@ -87,7 +87,7 @@ def read_piece(piece: Piece, columns: ColumnsSpec) -> Iterator[Chunk]:
 
 
 def locate(places: Sequence[tuple[SourceFile, int]]) -> list[str]:
-    """Files and places of rows in the words of their formats, each file being read once at most."""
+    """Return the place of each row as text, such as `<file>, line 3`; reads each file at most once."""
     lines: dict[tuple[str, int], int] = {}
     for file in {file for file, _ in places if file.format == "jsonl"}:
         wanted = sorted({place for other, place in places if other == file})
@@ -99,7 +99,7 @@ def locate(places: Sequence[tuple[SourceFile, int]]) -> list[str]:
 
 
 def _line_numbers(file: SourceFile, places: list[int]) -> Iterator[int]:
-    """The number of the line that begins at each byte, of rising bytes."""
+    """Yield the number of the line that begins at each byte offset; the offsets must ascend."""
     line, seen, data, parts = 1, 0, b"", _plain_bytes(file)
     for place in places:
         while seen + len(data) < place:
@@ -112,7 +112,7 @@ def _line_numbers(file: SourceFile, places: list[int]) -> Iterator[int]:
 
 
 def _group_sizes(file: SourceFile) -> list[int]:
-    """Bytes of each row group, unpacked."""
+    """Return the uncompressed bytes of each row group."""
     footer = _footer(file)
     return [footer.row_group(number).total_byte_size for number in range(footer.num_row_groups)]
 
@@ -123,7 +123,7 @@ def _footer(file: SourceFile) -> Any:
 
 
 def is_empty(file: SourceFile) -> bool:
-    """Whether a file holds no rows at all. Raises DataError for a file that is not what its name says."""
+    """Return whether a file has no rows. Raises DataError if its content does not have its format."""
     if not file.size or file.format == "text":
         return not file.size
     if file.format == "parquet":
@@ -133,9 +133,9 @@ def is_empty(file: SourceFile) -> bool:
 
 
 def check_columns(file: SourceFile, columns: ColumnsSpec, *, skip: bool = False) -> None:
-    """Raise DataError where a file lacks a column that the spec names, going by its schema or its first rows.
+    """Raise DataError if a file lacks a column that the spec names, according to its schema or its first rows.
 
-    Where bad rows are skipped, one good row among the first is enough.
+    If bad rows are skipped, one good row among the first is enough.
     """
     if file.format == "text":
         _check_names(file, ["text"], columns)
@@ -179,14 +179,14 @@ def _parquet_rows(piece: Piece, columns: ColumnsSpec) -> Iterator[Chunk]:
 def _cells(column: pa.Array) -> list[Any]:
     kind = column.type
     if (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and pa.types.is_integer(kind.value_type):
-        # As arrays: a Python number for every token would cost more than all the rest.
+        # As arrays: a Python int per token would cost more than all other steps.
         return [_array(cell) for cell in column]
     try:
         cells: list[Any] = column.to_pylist()
     except UnicodeDecodeError:
         cells = [_decoded(cell) for cell in column]
     if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        # Text, by writers that do not say so.
+        # Some writers store text as binary.
         return [_text_of(cell) for cell in cells]
     return [_present(cell) for cell in cells] if pa.types.is_nested(kind) else cells
 
@@ -201,7 +201,7 @@ def _decoded(cell: Any) -> Any:
     try:
         return cell.as_py()
     except UnicodeDecodeError:
-        # Bytes are what no column may hold, so that its row is told of.
+        # No column may contain bytes, so encoding reports this row.
         return cell.as_buffer().to_pybytes() if isinstance(cell, pa.BinaryScalar) else b""
 
 
@@ -213,7 +213,7 @@ def _text_of(cell: Any) -> Any:
 
 
 def _present(value: Any) -> Any:
-    """A nested cell without its empty keys: those that any row has, Parquet gives to all."""
+    """Return a nested cell without its null keys: Parquet gives all rows the keys of any row."""
     if isinstance(value, dict):
         return {key: _present(item) for key, item in value.items() if item is not None}
     return [_present(item) for item in value] if isinstance(value, list) else value
@@ -224,7 +224,7 @@ def _text_row(file: SourceFile) -> Row:
     try:
         return Row(0, {"text": content.decode()})
     except UnicodeDecodeError as error:
-        return Row(0, {}, f"no UTF-8 text: {error}")
+        return Row(0, {}, f"not UTF-8 text: {error}")
 
 
 def _json_rows(piece: Piece, columns: ColumnsSpec) -> Iterator[Chunk]:
@@ -245,12 +245,12 @@ def _json_row(place: int, line: bytes, columns: ColumnsSpec) -> Row:
     try:
         values = json.loads(line)
     except json.JSONDecodeError as error:
-        # Its own text names a line, which is always the first.
-        return Row(place, {}, f"no JSON: {error.msg} at column {error.colno}")
+        # The error's own text contains a line number, which is always 1.
+        return Row(place, {}, f"invalid JSON: {error.msg} at column {error.colno}")
     except (ValueError, RecursionError) as error:
-        return Row(place, {}, f"no JSON: {error}")
+        return Row(place, {}, f"invalid JSON: {error}")
     if not isinstance(values, dict):
-        return Row(place, {}, "no JSON object")
+        return Row(place, {}, "not a JSON object")
     missing = next((name for name in columns.names if name not in values and name != columns.tools), None)
     if missing is not None:
         return Row(place, {}, f"no column {missing!r}; it has {', '.join(values)}")
@@ -258,13 +258,13 @@ def _json_row(place: int, line: bytes, columns: ColumnsSpec) -> Row:
 
 
 def _lines(piece: Piece) -> Iterator[tuple[int, bytes, int]]:
-    """The lines that begin in a piece, where each begins, and the bytes of the piece that have been read by then.
+    """Yield each line that begins in a piece, its offset, and the number of the piece's bytes read so far.
 
-    The last line is read to its end, which may lie behind the piece.
+    The last line is read to its end, which may lie after the piece.
     """
     with open_file(piece.file) as opened:
         if piece.file.codec:
-            # Positions are those in the text; what has been read is counted packed.
+            # Offsets refer to the uncompressed text, bytes read to the compressed file.
             lines = _unpacked_lines(opened, piece.file.codec)
             place = 0
             for line in lines:
@@ -273,7 +273,7 @@ def _lines(piece: Piece) -> Iterator[tuple[int, bytes, int]]:
             return
         place = piece.start
         if place:
-            # The line that goes on here began before, unless the byte before this one ended it.
+            # The current line began in the previous piece, unless the byte before ended it.
             opened.seek(place - 1)
             place += len(opened.readline()) - 1
         while place < piece.stop and (line := opened.readline()):

@@ -1,4 +1,4 @@
-"""URIs and globs → the files behind them, in name order, inside the roots that the operator allows."""
+"""Paths and globs of a spec → files in name order, within the storage roots that the operator allows."""
 
 import os
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from train_loop.spec import JobSpec, SourceSpec
 from train_loop.system.input_files import stdlib_root
 
 STDLIB = "stdlib://"
-"""Python's own sources: real text that every machine has."""
+"""Scheme of Python's own source files: real text that every machine has."""
 _PACKAGES = ("site-packages", "dist-packages")
 
 Format = Literal["parquet", "jsonl", "text"]
@@ -26,15 +26,15 @@ _CODECS = {".gz": "gzip", ".zst": "zstd"}
 
 @dataclass(frozen=True)
 class SourceFile(File):
-    """One file of training data, as it was when it was listed."""
+    """A listed file of training data, with its format."""
 
     format: Format
     codec: str | None
-    """What it is compressed with as a whole."""
+    """Compression of the whole file; None without compression."""
 
 
 def list_files(source: SourceSpec) -> list[SourceFile]:
-    """The files of a source in name order. Raises DataError for a path that matches nothing."""
+    """Return the files of a source in name order. Raises DataError for a path that matches nothing."""
     found = {file.uri: file for pattern in source.paths for file in _match(pattern)}
     files = [_describe(found[uri], source.format) for uri in sorted(found)]
     formats = sorted({file.format for file in files})
@@ -47,36 +47,36 @@ def list_files(source: SourceSpec) -> list[SourceFile]:
 
 
 def is_missing(uri: str) -> bool:
-    """Return whether a local path is gone; of a glob, the folder before its first wildcard counts. Raises DataError."""
+    """Return whether a local path is missing; for a glob, the folder before its first wildcard. Raises DataError."""
     return not uri.startswith(STDLIB) and is_local(_absolute(uri)) and is_gone(Path(_fixed_part(_absolute(uri))))
 
 
 def check_allowed(uri: str, policy: ReadPolicy) -> None:
-    """Check a path and all that it matches, links followed. Raises DataError for what the project may not read."""
+    """Check a path and all files that it matches, links resolved. Raises DataError if the project may not read one."""
     path = _absolute(uri)
     own = str(stdlib_root()) if uri.startswith(STDLIB) else None
 
     def check(place: str) -> None:
         if is_local(place):
-            # Not os.path.realpath, which takes links in a circle for a place.
+            # os.path.realpath would return a path for circular links.
             place = str(Path(place).resolve())
         if own is None:
             if refusal := policy.refusal(place, named=uri):
                 raise DataError(refusal)
         elif not Path(place).is_relative_to(own):
-            raise DataError(f"{uri} leads out of Python's standard library; name files of it")
+            raise DataError(f"{uri} lies outside Python's standard library; name files in it")
 
-    # Before anything is listed: what lies outside is not even counted for a stranger.
+    # Check before the listing: it must not reveal even the number of files outside.
     check(_fixed_part(path))
     for file in _match(uri):
         check(file.uri)
 
 
 def check_folder(uri: str, policy: ReadPolicy) -> None:
-    """Check a URI that must name a folder, no glob. Raises DataError as `check_allowed`."""
+    """Check a URI that must name a folder, without wildcards. Raises DataError as `check_allowed`."""
     path = _absolute(uri)
     if uri.startswith(STDLIB) or _fixed_part(path) != path:
-        raise DataError(f"{uri} is no plain folder; give the file:// URI of one folder, without wildcards")
+        raise DataError(f"{uri} is not a plain folder; give the file:// URI of one folder, without wildcards")
     try:
         local_path(uri)
     except ValueError as error:
@@ -96,9 +96,9 @@ def _match(pattern: str) -> list[File]:
     try:
         found = _find(path) if pattern != STDLIB else [file for part in _stdlib_parts() for file in _find(part)]
     except ValueError as error:
-        raise error if isinstance(error, DataError) else DataError(f"{pattern} is no pattern: {error}") from error
+        raise error if isinstance(error, DataError) else DataError(f"invalid pattern {pattern}: {error}") from error
     if pattern.startswith(STDLIB):
-        # Installed packages lie in the same folder, and are no part of the standard library.
+        # Installed packages lie in the same folder but do not belong to the standard library.
         packages = tuple(f"/{name}/" for name in _PACKAGES)
         found = [file for file in found if file.name.endswith(".py") and not any(p in file.uri for p in packages)]
     if not found:
@@ -113,7 +113,7 @@ def _find(path: str) -> list[File]:
         # A file, even if its name looks like a pattern.
         return below
     if below:
-        # Of a folder, what is hidden or begins with _ is no data: _SUCCESS, _temporary …
+        # In a folder, hidden files and names with a leading _ are not data: _SUCCESS, _temporary …
         return [file for file in below if not _hides(file.uri.removeprefix(path), (".", "_"))]
     fixed = _fixed_part(path)
     found = system.glob(path) if fixed != path else []
@@ -125,18 +125,16 @@ def _hides(below: str, marks: tuple[str, ...]) -> bool:
 
 
 def _absolute(uri: str) -> str:
-    """A URI of remote storage as it is, anything else as an absolute path."""
+    """Return a remote URI without its trailing slash, or a local path as an absolute path. Raises DataError."""
     if ".." in Path(uri).parts:
-        raise DataError(f"{uri} goes up by '..'; write the path that it comes to")
+        raise DataError(f"{uri} contains '..'; write the resolved path")
     if "::" in uri:
-        raise DataError(
-            f"{uri} chains file systems by '::', which could lead anywhere; give the URI of the data itself"
-        )
+        raise DataError(f"{uri} chains file systems with '::', which is not allowed; give the URI of the data itself")
     if uri.startswith(STDLIB):
         return str(stdlib_root() / uri.removeprefix(STDLIB))
     if "://" not in uri and not os.path.isabs(uri):
         raise DataError(
-            f"{uri} is a relative path, and service and workers have different folders; use an absolute one"
+            f"{uri} is a relative path, but service and workers have different folders; use an absolute path"
         )
     try:
         return str(local_path(uri)) if is_local(uri) else uri.rstrip("/")
@@ -145,13 +143,13 @@ def _absolute(uri: str) -> str:
 
 
 def _stdlib_parts() -> list[str]:
-    """What lies in its folder, as in any other, but for the many thousand files of installed packages."""
+    """Return the entries of the standard library's folder, without hidden entries and installed packages."""
     parts = (str(part) for part in stdlib_root().iterdir() if part.name not in _PACKAGES)
     return [part for part in parts if not _hides(Path(part).name, (".", "_"))]
 
 
 def _fixed_part(path: str) -> str:
-    """The part of a glob before its first wildcard."""
+    """Return the part of a glob before its first wildcard."""
     steps = path.split("/")
     wild = next((place for place, step in enumerate(steps) if any(w in step for w in "*?[")), len(steps))
     return "/".join(steps[:wild]) or "/"
@@ -163,9 +161,9 @@ def _describe(file: File, wanted: str) -> SourceFile:
     kind: Any = _ENDINGS.get(os.path.splitext(stem)[1] if codec else ending) if wanted == "auto" else wanted
     if kind is None:
         raise DataError(
-            f"{file.uri} has none of the endings that say what it is ({', '.join(_ENDINGS)}; {', '.join(_CODECS)} "
-            "after one of them); set its format field, or name the others by a glob, such as /data/*.jsonl"
+            f"{file.uri} has an unknown ending; expected one of {', '.join(_ENDINGS)}, optionally followed by "
+            f"{', '.join(_CODECS)}; set its format field, or select other files by a glob, such as /data/*.jsonl"
         )
     if codec and kind == "parquet":
-        raise DataError(f"{file.uri} is Parquet inside {codec}; unpack it, Parquet is compressed by itself")
+        raise DataError(f"{file.uri} is Parquet inside {codec}; decompress it, as Parquet has its own compression")
     return SourceFile(file.uri, file.size, file.version, kind, codec)

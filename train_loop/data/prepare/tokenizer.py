@@ -1,4 +1,4 @@
-"""Hugging Face fast tokenizers, used without transformers; and one trained on the data itself."""
+"""Hugging Face fast tokenizers, used without transformers; and the training of new ones."""
 
 import json
 from collections.abc import Iterator
@@ -19,20 +19,20 @@ END_OF_TEXT = "<|endoftext|>"
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """Text → token ids, every document ending with EOS."""
+    """A tokenizer of text, with the EOS token that ends every document."""
 
     tokenizer: Tokenizer
     eos: int
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of each text."""
+        """Return the token ids of each text, with EOS."""
         encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [[*encoding.ids, self.eos] for encoding in encodings]
 
     def encode_responses(self, pairs: list[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
-        """Token ids and labels of prompts with their responses, of which only the response and EOS are trained.
+        """Return token ids and labels of prompts with their responses; only response and EOS are trained.
 
-        The two are tokenised as one text; a token that reaches into the response belongs to it.
+        Prompt and response are tokenised as one text. A token that spans both belongs to the response.
         """
         encodings = self.tokenizer.encode_batch(
             [prompt + response for prompt, response in pairs], add_special_tokens=False
@@ -45,18 +45,18 @@ class TextTokenizer:
         return rows
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Token ids of one text, without EOS, and the characters [start, stop) that each stands for."""
+        """Return the token ids of one text, without EOS, and the characters [start, stop) of each token."""
         encoding = self.tokenizer.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     @cached_property
     def special_tokens(self) -> dict[int, str]:
-        """The texts of the special tokens, by id."""
+        """Texts of the special tokens, by id."""
         added = self.tokenizer.get_added_tokens_decoder()
         return {number: token.content for number, token in added.items() if token.special}
 
     def check_fits(self, vocab: int) -> None:
-        """Raise DataError for a tokenizer with words that a model of `vocab` words does not know."""
+        """Raise DataError if the tokenizer has more tokens than a model with `vocab` tokens."""
         size = self.tokenizer.get_vocab_size()
         if size > vocab:
             raise DataError(
@@ -67,7 +67,7 @@ class TextTokenizer:
 
 @lru_cache(maxsize=4)
 def load_tokenizer(folder: str) -> TextTokenizer:
-    """A tokenizer folder as Hugging Face writes it. Raises DataError where it is none, or has no EOS."""
+    """Load a tokenizer folder in Hugging Face's format. Raises DataError if it is invalid or has no EOS."""
     try:
         tokenizer = Tokenizer.from_buffer(read_input(Path(folder, "tokenizer.json")))
         config = read_object(Path(folder, "tokenizer_config.json"))
@@ -79,7 +79,7 @@ def load_tokenizer(folder: str) -> TextTokenizer:
         ) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    # Special tokens are never asked of it, and all else that it does is to take spaces out of the tokens' offsets.
+    # Special tokens are never requested; the only other effect would be to remove spaces from the offsets of tokens.
     tokenizer.post_processor = None
     named = config.get("eos_token")
     word = named.get("content") if isinstance(named, dict) else named
@@ -90,7 +90,7 @@ def load_tokenizer(folder: str) -> TextTokenizer:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file of a tokenizer. Raises DataError for one that is none."""
+    """Return the JSON object in a file of a tokenizer. Raises DataError for other content."""
     try:
         found = json.loads(read_input(file))
     except DataError:
@@ -105,9 +105,9 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def train_tokenizer(texts: Iterator[str], *, vocab_size: int, folder: Path) -> None:
-    """Train a byte-level BPE of exactly the model's vocabulary and save it as Hugging Face does.
+    """Train a byte-level BPE with exactly the model's vocabulary size and save it in Hugging Face's format.
 
-    Sennrich et al. (2016), on bytes as in GPT-2. Raises DataError where the vocabulary cannot hold the 256 bytes.
+    Sennrich et al. (2016), on bytes as in GPT-2. Raises DataError if the vocabulary cannot hold the 256 bytes.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size <= len(alphabet):

@@ -1,4 +1,4 @@
-"""Reading samples of a dataset by index, and the stream of a rank without Ray. Needs pyarrow only."""
+"""Random access to the samples of a dataset by index, and the stream of a rank without Ray. Needs only pyarrow."""
 
 import os
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ _INT32 = np.iinfo(np.int32)
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """What a run still has to read: `steps` optimizer steps from the position `start`."""
+    """The rows that a run still has to read: `steps` optimizer steps from the position `start`."""
 
     dataset: Dataset
     order: StepOrder
@@ -36,7 +36,7 @@ class StreamPlan:
 
 
 def local_stream(plan: StreamPlan, mesh: MeshPlan, rank: int) -> Iterator[Rows | None]:
-    """The same rows as Ray Data's stream, read by the first rank of every Ulysses group itself."""
+    """Yield the same rows as Ray Data's stream; the first rank of every Ulysses group reads them itself."""
     leads = mesh.sequence_rank(rank) == 0
     for step in range(plan.steps):
         ids = plan.order.step(plan.start + step * plan.order.global_batch)
@@ -44,7 +44,7 @@ def local_stream(plan: StreamPlan, mesh: MeshPlan, rank: int) -> Iterator[Rows |
 
 
 def read_rows(dataset: Dataset, samples: Ids) -> Rows:
-    """Read samples by index, in the given order; PADDING gives rows without a token to train on.
+    """Return samples by index, in the given order; PADDING gives rows without a trained token.
 
     Raises DataError for a row that does not fit the sequence length.
     """
@@ -59,7 +59,7 @@ def read_rows(dataset: Dataset, samples: Ids) -> Rows:
     )
     ends = list(accumulate(part.samples for part in dataset.parts))
     if n and samples.max(initial=PADDING) >= ends[-1]:
-        raise IndexError(f"sample {samples.max()} of a dataset of {ends[-1]}")
+        raise IndexError(f"sample {samples.max()} is out of range; the dataset has {ends[-1]} samples")
     part_of = np.searchsorted(ends, samples, side="right")
     for number in np.unique(part_of[samples != PADDING]):
         part = dataset.parts[number]
@@ -76,7 +76,7 @@ def read_rows(dataset: Dataset, samples: Ids) -> Rows:
 
 
 def _fill(rows: Rows, place: Any, cells: Cells) -> None:
-    """Put a sample into its row. Raises ValueError with what is wrong with it."""
+    """Put a sample into its row. Raises ValueError with the reason if it is invalid."""
     ids, length = cells.input_ids, rows.input_ids.shape[1]
     if len(ids) > length:
         raise ValueError(f"has {len(ids)} tokens, more than sequence_length={length}; raise it, or set packing: true")
@@ -90,15 +90,15 @@ def _fill(rows: Rows, place: Any, cells: Cells) -> None:
     rows.position_ids[place] = _positions(documents, length)
     if rows.weights is not None and cells.weights is not None:
         if not (np.isfinite(cells.weights) & (cells.weights >= 0)).all():
-            raise ValueError(f"has weight {cells.weights[0]}; weights are 0 or more")
+            raise ValueError(f"has weight {cells.weights[0]}; expected 0 or more")
         rows.weights[place, : len(ids)] = np.repeat(cells.weights, documents)
 
 
 def _positions(documents: NDArray[Any], length: int) -> Tokens:
-    """Positions that restart with every document.
+    """Return positions that restart with every document.
 
-    Padding goes on where the last one ends, which sees nothing of what follows it: a row of one document then needs no
-    mask to be kept from its padding.
+    Padding continues the positions of the last document, which does not attend to later tokens. A row of one document
+    therefore needs no mask for its padding.
     """
     starts = (np.cumsum(documents) - documents).astype(np.int64)
     starts = starts[starts < length]
@@ -108,13 +108,13 @@ def _positions(documents: NDArray[Any], length: int) -> Tokens:
 
 
 def _read_as_it_is(part: Part, local: Ids) -> Iterator[Cells]:
-    """Rows of somebody's own Parquet files."""
+    """Yield rows of Parquet files that are read without preparation."""
     for file, row in _places(part, local):
         yield _cells(part, _table(file.file, _columns(part)), row)
 
 
 def _places(part: Part, local: Ids) -> Iterator[tuple[ShardFile, int]]:
-    """The file of each sample and its row there."""
+    """Yield the file of each sample and its row in that file."""
     ends = np.cumsum([file.rows for file in part.files])
     for number, sample in zip(np.searchsorted(ends, local, side="right"), local, strict=True):
         file = part.files[number]
@@ -122,7 +122,7 @@ def _places(part: Part, local: Ids) -> Iterator[tuple[ShardFile, int]]:
 
 
 def _cells(part: Part, table: pa.Table, row: int) -> Cells:
-    """Raises ValueError for a row that cannot be trained on."""
+    """Return a sample's cells. Raises ValueError for a row that cannot be trained on."""
 
     def values(name: str | None) -> Any:
         return None if name is None else _tokens(table[name][row], name)
@@ -149,12 +149,12 @@ def _columns(part: Part) -> tuple[str, ...]:
 
 
 def _table(file: File, columns: tuple[str, ...]) -> pa.Table:
-    """Return a file's columns; storage that is away on this host is waited for, as with all that a run reads."""
+    """Return a file's columns. Waits while this host cannot reach the storage, as for all files that a run reads."""
     return retry_storage(partial(_whole, file, columns), may_pass=partial(_may_pass, file))
 
 
 def _may_pass(file: File, error: BaseException) -> bool:
-    """Return whether storage is away. The file was there when the run began; of an unmounted folder nothing is left."""
+    """Return whether an error means that the storage is unavailable; an unmounted folder is missing or empty."""
     if not isinstance(error, FileNotFoundError):
         return is_transient(error)
     folder = os.path.dirname(file.uri)
