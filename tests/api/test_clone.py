@@ -140,7 +140,7 @@ def test_a_key_stands_for_one_clone(client: TestClient, parent: str) -> None:
 @pytest.mark.parametrize(
     ("wish", "status", "code", "pointer", "message"),
     [
-        ({"from_checkpoint": 15}, 404, "checkpoint_not_found", None, "has no checkpoint of step 15"),
+        ({"from_checkpoint": 15}, 404, "checkpoint_not_found", None, "checkpoint of step 15 of"),
         ({"from_checkpoint": -1}, 422, "invalid_request", "/from_checkpoint", "greater than or equal to 0"),
         ({"overides": {}}, 422, "invalid_request", "/overides", "Extra inputs are not permitted"),
         (

@@ -197,7 +197,7 @@ def test_head_that_does_not_answer_is_named_while_training_goes_on(cluster: Host
     try:
         message = wait_for(lambda: cluster.waits_for(job_id, "cluster_unreachable"), "a reason", seconds=20)
         assert time.time() - stopped < 15
-        assert re.search(r"Ray at http://\S+ does not answer since \d\d:\d\d:\d\d UTC", message)
+        assert re.search(r"Ray at http://\S+ has not answered since \d\d:\d\d:\d\d UTC", message)
         assert cluster.client.job(job_id).state is JobState.RUNNING
         assert cluster.newest_step(job_id) > before
     finally:

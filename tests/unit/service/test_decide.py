@@ -157,7 +157,7 @@ def test_lost_workers_say_what_was_said_of_them() -> None:
     assert lost.reason == Reason(Code.HOST_LOST, "host node3 was lost")
 
 
-SILENT = Reason(Code.CLUSTER_UNREACHABLE, "Ray does not answer since 10:00:00 UTC")
+SILENT = Reason(Code.CLUSTER_UNREACHABLE, "Ray has not answered since 10:00:00 UTC")
 STALLED = Reason(Code.STALLED, "step 7 has made no progress for 12 s")
 
 
@@ -165,7 +165,7 @@ STALLED = Reason(Code.STALLED, "step 7 has made no progress for 12 s")
 def test_silent_cluster_changes_the_reason_once_and_nothing_else(job: Job) -> None:
     silent = step(job, Seen(Submission.UNKNOWN, stop=_stop(job), unreachable=SILENT))
     assert silent == Decision(replace(job, reason=SILENT))
-    later = replace(SILENT, message="Ray does not answer since 11:00:00 UTC")
+    later = replace(SILENT, message="Ray has not answered since 11:00:00 UTC")
     assert step(silent.job, Seen(Submission.UNKNOWN, stop=_stop(job), unreachable=later)).job == silent.job
     answered = step(silent.job, Seen(ALIVE, Training.YES, stop=_stop(job))).job
     assert answered.reason != SILENT

@@ -62,7 +62,7 @@ def test_unreachable_cluster_changes_only_the_reason_and_only_after_ten_seconds(
     service.clock.now += 1
     reconciler.run_once()
     silent = service.get(job.id)
-    message = "Ray does not answer since 00:16:40 UTC"
+    message = "Ray has not answered since 00:16:40 UTC"
     assert silent.reason is not None
     assert (silent.state, silent.reason.code, silent.reason.message) == (
         before.state,
