@@ -185,7 +185,7 @@ def test_keys_from_create_to_revoke(home: Path, service: FakeService, monkeypatc
     refused = run("cancel", "job-0001")
     assert (refused.exit_code, refused.stderr) == (
         1,
-        "trainshed: key 'alice' is no editor of project 'default'; ask an admin of it for one\n",
+        "trainshed: key 'alice' lacks the role editor in project 'default'; ask an admin of the project for it\n",
     )
     monkeypatch.delenv("TRAINSHED_KEY")
     assert run("keys", "revoke", "key-0001").stdout == "revoked key-0001\n"

@@ -230,8 +230,8 @@ def test_size_that_would_change_a_step_is_refused(client: TestClient) -> None:
     assert answer.json()["errors"] == [
         {
             "pointer": "/scaling/num_workers",
-            "message": "num_workers=4 is not the 2 of the spec, and a step would take another number of sequences; "
-            "a job is resized where its spec gives training.global_batch_size",
+            "message": "num_workers=4 differs from 2 in the spec and would change the number of sequences per step; "
+            "only a job whose spec sets training.global_batch_size can be resized",
         }
     ]
 

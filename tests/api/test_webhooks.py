@@ -52,9 +52,9 @@ def test_a_webhook_is_made_and_its_secret_is_shown_once(client: TestClient, made
 @pytest.mark.parametrize(
     ("change", "pointer", "word"),
     [
-        ({"url": "http://hooks.example/"}, "/url", "http is not allowed to hooks.example; write https"),
-        ({"url": "https://127.0.0.1/"}, "/url", "not on the open internet"),
-        ({"url": "https://[::ffff:1.1.1.1]/"}, "/url", "not on the open internet"),
+        ({"url": "http://hooks.example/"}, "/url", "http is not allowed for hooks.example; use https"),
+        ({"url": "https://127.0.0.1/"}, "/url", "not on the public internet"),
+        ({"url": "https://[::ffff:1.1.1.1]/"}, "/url", "not on the public internet"),
         ({"url": "https://169.254.169.254/latest"}, "/url", "TRAINSHED_WEBHOOK_ALLOWED"),
         ({"url": "https://me:secret@hooks.example/"}, "/url", "leave them out"),
         ({"url": ""}, "/url", "at least 1"),

@@ -29,7 +29,7 @@ def test_every_problem_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     found = problems(monkeypatch, PORT="99999", QUOTAS="{nlp", BACKFILL="perhaps", HOST="127.0.0.1")
     assert [line.split("=")[0] for line in found] == ["TRAINSHED_PORT", "TRAINSHED_QUOTAS", "TRAINSHED_BACKFILL"]
     assert found[0] == (
-        "TRAINSHED_PORT='99999': Input should be less than or equal to 65535; 0: the system chooses; "
+        "TRAINSHED_PORT='99999': Input should be less than or equal to 65535; 0: any free port; "
         "unset it for the default, 8000"
     )
 
