@@ -31,7 +31,7 @@ class Tokens:
         try:
             return self.rules.caller_of(self.verifier.verify(token))
         except NoSubject as error:
-            raise Unauthorized(f"invalid token: {error}; configure its issuer to name the user") from error
+            raise Unauthorized(f"invalid token: {error}; check the configuration of its issuer") from error
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ class ClusterView:
         alive = {node.host for node in nodes if node.alive}
         # Ray may list a dead host by its address only, so names from the run and from Ray are never mixed.
         left = [host for host in sighting.left if host not in alive] or [host for host in dead if host not in alive]
-        return capacity_reason(f"room: {missing.partition('; ')[0]}", list(dict.fromkeys(left)))
+        return capacity_reason(f"capacity: {missing.partition('; ')[0]}", list(dict.fromkeys(left)))
 
     def _drains(self, node: Node) -> bool:
         """Return whether a node is draining. A node that joined after the notice is a new one."""

@@ -107,7 +107,7 @@ CASES = {
         "{other} is ",
         "state",
         "resume {ended}",
-        "{ended} is CANCELLED and cannot be resumed; clone it to train on from a checkpoint",
+        "{ended} is CANCELLED and cannot be resumed; clone it to train from a checkpoint",
     ),
     "cancel": Case("cancel {ended}", "{ended} is CANCELLED", "state", f"cancel {UNKNOWN}", _NO_JOB),
     "rm": Case(

@@ -243,9 +243,7 @@ def test_finished_job_cannot_be_cancelled(client: TestClient, service: FakeServi
     service.reconciler().run_once()
     answer = client.post(f"/jobs/{job_id}/cancel")
     assert (answer.status_code, answer.json()["code"]) == (409, "illegal_state")
-    assert (
-        answer.json()["detail"] == f"{job_id} is SUCCEEDED and cannot be cancelled any more; nothing needs to be done"
-    )
+    assert answer.json()["detail"] == f"{job_id} is already SUCCEEDED and cannot be cancelled; nothing needs to be done"
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/readyz"])

@@ -288,8 +288,8 @@ def test_elastic_job_that_can_never_shrink_is_reported_with_numbers(cluster: Hos
     job = cluster.client.submit(yaml.safe_dump(host_job(cluster.lab.shared, scaling=scaling)))
     (warning,) = [one for one in job.warnings if "shrink" in one]
     assert warning == (
-        "the job cannot shrink when a node is lost: its smallest size needs 4 x 1 CPU + 1 CPU for Ray Data > 4 CPU of "
-        "the others; ask for fewer or smaller workers, or add a node"
+        "the job cannot shrink when a node is lost: its smallest size needs 4 x 1 CPU + 1 CPU for Ray Data > 4 CPU on "
+        "the other nodes; ask for fewer or smaller workers, or add a node"
     )
     cluster.client.cancel(job.id)
     cluster.wait_for_state(job.id, JobState.CANCELLED)

@@ -97,7 +97,7 @@ def test_recovering_job_without_room_names_what_is_missing_and_which_node_left(s
     waits = service.jobs.get(job.id).waits_for
     assert waits is not None
     assert waits.code is Code.CAPACITY
-    assert waits.message.startswith("waits for room: 2 workers need 2 CPU where the cluster has 1")
+    assert waits.message.startswith("waits for capacity: 2 workers need 2 CPU where the cluster has 1")
     assert waits.message.endswith("; node3 left the cluster")
     service.cluster.total, service.cluster.nodes_total = {"CPU": 4.0}, ()
     reconciler.run_once()
@@ -197,7 +197,7 @@ def test_higher_priority_makes_a_lower_one_pause_and_it_goes_on_by_itself(servic
     high = service.submit(priority=5)
     service.reconciler().run_once()
     assert service.get(low.id).state is JobState.PAUSING
-    assert "job-0001 of lower priority will make room" in service.board.admission.waits[high.id].message
+    assert "preempting job-0001 of lower priority" in service.board.admission.waits[high.id].message
     service.reconciler().run_once()
     stop = service.run_dir(low.id).stop(attempt=1)
     assert stop is not None
