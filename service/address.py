@@ -1,4 +1,4 @@
-"""Where callers find a service and its key: TRAINSHED_URL and TRAINSHED_KEY, or what a running one left in its home."""
+"""URL and key for clients: TRAINSHED_URL and TRAINSHED_KEY, or the files in the home of the service."""
 
 import httpx
 from pydantic import BaseModel, ValidationError
@@ -8,18 +8,18 @@ from service.environment import BadSettings, read_settings
 
 
 class ServiceAddress(BaseModel):
-    """home/service.json: where the running service listens."""
+    """Content of home/service.json: the address of the running service."""
 
     url: str
     pid: int
 
 
 class NoKeyError(LookupError):
-    """There is no key to call with; `str(error)` says where one was looked for."""
+    """A missing or unusable key; `str(error)` contains the file that was tried."""
 
 
 class _Told(BaseSettings):
-    """What overrides the home."""
+    """Variables that override the files in the home."""
 
     model_config = SettingsConfigDict(env_prefix="TRAINSHED_", env_ignore_empty=True)
 
@@ -28,19 +28,19 @@ class _Told(BaseSettings):
 
 
 def find_url() -> str:
-    """The service's URL. Raises BadSettings."""
+    """Return the service's URL. Raises BadSettings."""
     told = _Told().url
     if told is not None and not _is_url(told):
-        # What is before an @ may be a password.
-        raise BadSettings((f"TRAINSHED_URL={told.rpartition('@')[2]!r} is no URL; write http://HOST:PORT",))
+        # The part before an @ may contain a password.
+        raise BadSettings((f"TRAINSHED_URL={told.rpartition('@')[2]!r} is not a URL; expected http://HOST:PORT",))
     return told or _found_url()
 
 
 def find_key() -> str:
-    """The key to call it with. Raises NoKeyError, BadSettings."""
+    """Return the key for the service. Raises NoKeyError, BadSettings."""
     key = (_Told().key or _found_key()).strip()
     if not (key.isascii() and key.isprintable()):
-        raise NoKeyError("the key holds characters that no key has; copy it anew into TRAINSHED_KEY, or unset that")
+        raise NoKeyError("the key contains invalid characters; copy it into TRAINSHED_KEY again, or unset the variable")
     return key
 
 
@@ -57,7 +57,7 @@ def _found_url() -> str:
     try:
         return ServiceAddress.model_validate_json(settings.address_file.read_bytes()).url
     except (OSError, ValidationError):
-        # None runs on this home; whoever starts one makes it listen here.
+        # No service runs on this home; a service that starts on it listens here.
         return f"http://{settings.host}:{settings.port}"
 
 
@@ -67,7 +67,7 @@ def _found_key() -> str:
         return file.read_text()
     except FileNotFoundError as error:
         raise NoKeyError(
-            f"there is no key: {file} does not exist; start the service first, or set TRAINSHED_KEY"
+            f"key not found: {file} does not exist; start the service first, or set TRAINSHED_KEY"
         ) from error
     except PermissionError as error:
-        raise NoKeyError(f"there is no key: {file} may not be read; set TRAINSHED_KEY to one of your own") from error
+        raise NoKeyError(f"no permission to read the key {file}; set TRAINSHED_KEY to your key") from error

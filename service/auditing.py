@@ -16,7 +16,7 @@ from train_loop.plan import plan_samples
 
 @dataclass
 class _Facts:
-    """What the events of a run say about its schedule."""
+    """Facts about a run's schedule, from its events."""
 
     starts: list[GroupStart]
     samples: int = 0
@@ -53,7 +53,7 @@ def _schedule(run_dirs: RunDirs, job: Job, facts: _Facts) -> Schedule:
 
 
 def _consumed(run_dirs: RunDirs, job: Job, samples: int, *, mixed: bool) -> int | None:
-    """Return how many positions in the data the job's parent took; None if that is not known."""
+    """Return the number of data positions that the parent's checkpoint consumed; None if unknown."""
     if job.parent is None:
         return 0
     parent = run_dirs.parent(job.run_dir)
@@ -91,7 +91,7 @@ def _source_sizes(line: Line) -> tuple[int, ...]:
 
 
 def _step_lines(run_dirs: RunDirs, run_dir: str) -> Iterator[StepLine]:
-    """Read the metrics lines that have samples; others count as missing."""
+    """Read the metrics lines that have samples; steps without such a line count as missing."""
     for found in read_lines(Reader(run_dirs, run_dir, Written("metrics")), Cursor()):
         line = found.line
         step, samples = _whole(line, "step"), line.get("samples")

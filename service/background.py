@@ -1,4 +1,4 @@
-"""What goes on beside the answers, for as long as the app runs: started and ended in order, each in its time."""
+"""Background parts of the app: started in order, stopped in reverse order, each with a timeout."""
 
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -17,7 +17,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Part:
-    """One of them: how it starts and ends, and for how many seconds its end is waited for."""
+    """A background part: its start and stop functions, and the timeout of its stop in seconds."""
 
     name: str
     start: Callable[[], object]
@@ -26,13 +26,13 @@ class Part:
 
 
 def looping(name: str, loop: Callable[[threading.Event], object], leaving: Leaving, *, seconds: float) -> Part:
-    """A part that is one thread, which ends by itself once the service is to end."""
+    """Return a part that runs a loop in a thread; the loop returns once `leaving` is set."""
     thread = threading.Thread(target=loop, args=(leaving,), name=name, daemon=True)
     return Part(name, thread.start, thread.join, seconds)
 
 
 class Background:
-    """Starts parts in order, some of them once the database is open; ends those that were started, the last first."""
+    """Background parts: starts them in order, some once the database is open, and stops the started ones in reverse."""
 
     def __init__(self, parts: Sequence[Part], once_open: Sequence[Part], opening: Opening, leaving: Leaving) -> None:
         self._parts = parts
@@ -44,7 +44,7 @@ class Background:
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        """Start all of it, and end it."""
+        """Start the parts, and stop them when the app shuts down."""
         self.start()
         try:
             yield
@@ -52,21 +52,21 @@ class Background:
             await run_in_threadpool(self.end)
 
     def start(self) -> None:
-        """Start what needs no database, and begin to open that."""
+        """Start the parts that need no database, and a thread that opens the database."""
         for part in self._parts:
             self._start(part)
-        # A daemon: a migration that is cut off has changed nothing.
+        # A daemon thread: an interrupted migration changes nothing.
         threading.Thread(target=self._open, name="opening", daemon=True).start()
 
     def end(self) -> None:
-        """End all of it, each part in its time."""
+        """Stop the started parts, each within its timeout."""
         self._leaving.set()
         with self._lock:
             started = self._started[::-1]
         for part in started:
             self._leaving.waits_for = part.name
             _end_in_time(part)
-        self._leaving.waits_for = "the end of the process"
+        self._leaving.waits_for = "process exit"
 
     def _open(self) -> None:
         if self._opening.run(self._leaving):
@@ -81,7 +81,7 @@ class Background:
 
 
 def _end_in_time(part: Part) -> None:
-    """End a part, or leave it to the end of the process where that takes too long."""
+    """Stop a part. After its timeout, leave it running until the process exits."""
 
     def stop() -> None:
         try:

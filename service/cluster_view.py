@@ -1,4 +1,4 @@
-"""What a reconciler knows of the cluster over time: since when it is silent, which hosts drain, what has no room."""
+"""State that a reconciler keeps about the cluster: the start of an outage, draining hosts, missing capacity."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,32 +11,32 @@ from service.ports import Cluster, Node, Sighting
 from train_loop.plan import Capacity, no_place, too_big
 
 _SILENT_SECONDS = 10.0
-"""How long the cluster may be silent before jobs say so."""
+"""Duration of an outage of the cluster before jobs report it."""
 _HOUR = 3600.0
 
 
 @dataclass
 class ClusterView:
-    """A cluster, with what was observed of it before."""
+    """A cluster with earlier observations of it."""
 
     cluster: Cluster
     clock: Callable[[], float]
     silent_since: float | None = None
-    """Since when the cluster does not answer (Unix seconds); None if it does."""
+    """Start of the outage (Unix seconds); None if the cluster answers."""
     _asked: float = 0.0
     """Time of the last request (Unix seconds)."""
     _draining: dict[str, dict[str, float]] = field(default_factory=dict)
-    """By job: hosts that will be taken away, and when the notice came."""
+    """Draining hosts of each job, with the time of the notice (Unix seconds)."""
 
     def status(self, submission_id: str) -> Submission:
-        """Return what became of a driver, and note whether the cluster answers."""
+        """Return the status of a driver, and record whether the cluster answers."""
         asked = self.clock()
         found = self.cluster.status(submission_id)
         self._note_answer(asked, answered=found is not Submission.UNKNOWN)
         return found
 
     def look(self) -> None:
-        """Check that the cluster answers, if it was not asked in the last ten seconds."""
+        """Check that the cluster answers, unless a request was sent in the last ten seconds."""
         if abs(self.clock() - self._asked) >= _SILENT_SECONDS:
             self.capacity()
 
@@ -45,30 +45,30 @@ class ClusterView:
         if answered:
             self.silent_since = None
         elif self.silent_since is None:
-            # It was silent when it was asked, not only when the answer was given up.
+            # The outage begins when the request is sent, not when it times out.
             self.silent_since = asked
 
     def unreachable(self) -> Reason | None:
-        """Return the reason of jobs whose cluster has been silent for ten seconds."""
+        """Return the reason for jobs if the cluster has not answered for ten seconds."""
         since = self.silent_since
         if since is None or self.clock() - since < _SILENT_SECONDS:
             return None
         url = self.cluster.dashboard(None)
-        message = f"Ray{f' at {url}' if url else ''} does not answer since {clock_time(since)}"
-        remedy = "workers that still run go on; check the head node and its network"
+        message = f"Ray{f' at {url}' if url else ''} has not answered since {clock_time(since)}"
+        remedy = "running workers continue; check the head node and its network"
         return Reason(Code.CLUSTER_UNREACHABLE, message, remedy)
 
     def note(self, job_id: str, sighting: Sighting) -> None:
-        """Note the hosts that a job expects to lose. Its next attempt does not report the notices of this one."""
+        """Record the draining hosts of a job; its next attempt does not report them again."""
         if sighting.draining:
             self._draining.setdefault(job_id, {}).update(sighting.draining)
 
     def forget(self, job_id: str) -> None:
-        """Forget a job that has ended."""
+        """Drop the state of a finished job."""
         self._draining.pop(job_id, None)
 
     def capacity(self) -> Capacity | None:
-        """Return what the nodes have that stay. A node that drains must get no new workers."""
+        """Return the capacity without draining nodes, which must get no new workers."""
         asked = self.clock()
         found = self.cluster.capacity()
         self._note_answer(asked, answered=found is not None)
@@ -83,7 +83,7 @@ class ClusterView:
         return Capacity({name: max(amount - less[name], 0.0) for name, amount in found.total.items()}, staying)
 
     def no_room(self, job: Job, sighting: Sighting) -> Reason | None:
-        """Return why a job without workers finds no room for them any more; None if it does, or if nobody knows."""
+        """Return the reason if a job without workers no longer fits the cluster; None if it fits, or if unknown."""
         if job.state not in (JobState.STARTING, JobState.RECOVERING) or sighting.ready:
             return None
         capacity = self.cluster.capacity()
@@ -96,11 +96,11 @@ class ClusterView:
         now, nodes = self.clock(), self.cluster.nodes() or ()
         dead = [node.host for node in nodes if node.ended_at and now - node.ended_at < _HOUR]
         alive = {node.host for node in nodes if node.alive}
-        # The run names its own hosts. Ray may know a dead one by its address alone, so the two are never mixed.
+        # Ray may list a dead host by its address only, so names from the run and from Ray are never mixed.
         left = [host for host in sighting.left if host not in alive] or [host for host in dead if host not in alive]
-        return capacity_reason(f"room: {missing.partition('; ')[0]}", list(dict.fromkeys(left)))
+        return capacity_reason(f"capacity: {missing.partition('; ')[0]}", list(dict.fromkeys(left)))
 
     def _drains(self, node: Node) -> bool:
-        """Return whether a node was to be taken away. One that joined after the notice is another node."""
+        """Return whether a node is draining. A node that joined after the notice is a new one."""
         notices = (hosts.get(node.host) for hosts in self._draining.values())
         return node.alive and any(notice is not None and node.started_at <= notice for notice in notices)

@@ -1,6 +1,6 @@
-"""claim → send → record for every webhook that has something due, again and again.
+"""Delivery loop of webhooks: claim → send → record for every webhook with due messages.
 
-No transaction is open while something is sent. After a crash at any line a message is sent again, with its id.
+No transaction is open during a send. After a crash at any line, the message is sent again with the same id.
 """
 
 import threading
@@ -16,22 +16,22 @@ from service.ports import Lease, Outbox, Sender
 
 log = structlog.get_logger(__name__)
 LEASE = 60.0
-"""Seconds: more than a batch takes, with its last attempt."""
+"""Lease of a webhook in seconds: longer than a batch and its last send."""
 _BATCH = 30.0
-"""Seconds after which another webhook has its turn."""
+"""Seconds after which a batch ends, so that other webhooks get their turn."""
 _THREADS = 8
 _HOUSEKEEPING = 3600.0
 
 
 @dataclass(frozen=True)
 class Deliverer:
-    """Empties the outbox, in some threads."""
+    """Sender of the messages in the outbox, with a pool of threads."""
 
     outbox: Outbox
     sender: Sender
     clock: Callable[[], float]
     jitter: Callable[[], float]
-    """Anything from 0 to 1, another one each time."""
+    """Function that returns a random number from 0 to 1."""
     owner: str
     interval: float = 2.0
     stopped: threading.Event = field(default_factory=threading.Event)
@@ -39,18 +39,18 @@ class Deliverer:
     faults: FaultLog = field(default_factory=FaultLog)
 
     def start(self) -> None:
-        """Begin, once the database answers."""
+        """Start the threads; sending begins once the database answers."""
         self._begin(self._keep_house)
 
     def stop(self) -> None:
-        """Let go of what is on its way, and give every webhook back."""
+        """Abort the in-flight sends, and release every claimed webhook."""
         self.stopped.set()
         self.sender.close()
         for thread in self.threads:
             thread.join()
 
     def run_once(self) -> bool:
-        """Tell one webhook what is due; whether there was anything."""
+        """Send the due messages of one webhook; return False if there were none."""
         began = self.clock()
         batch = self.outbox.claim(Lease(self.owner, began, began + LEASE))
         if batch is None:
@@ -58,7 +58,7 @@ class Deliverer:
         try:
             for delivery in batch.deliveries:
                 late = self.clock() - began >= _BATCH
-                # A receiver that does not answer would hold up those that do, once for every job.
+                # Stop at the first message without an answer: a dead receiver must not delay the others.
                 if late or self.stopped.is_set() or not self._tell(batch.webhook, delivery):
                     break
         finally:
@@ -66,7 +66,7 @@ class Deliverer:
         return True
 
     def _tell(self, webhook: Webhook, before: Delivery) -> bool:
-        """One attempt; whether the receiver may be told more."""
+        """Try to send one message; return whether the batch may continue."""
         answer = self.sender.send(webhook, before.message, now=self.clock())
         if answer is None:
             return False
@@ -91,7 +91,7 @@ class Deliverer:
         thread.start()
 
     def _keep_house(self) -> None:
-        """Take back what a predecessor of the same name has left; clear away what is over, once in a while."""
+        """Release leases that an earlier process of this owner left, start the senders, then prune once an hour."""
         while not self._tried(self._take_back):
             if self.stopped.wait(self.interval):
                 return
@@ -103,7 +103,7 @@ class Deliverer:
     def _deliver(self) -> None:
         while not self.stopped.is_set():
             if not self._tried(self.run_once):
-                # No two of them in step: something that is due is seen by the first that comes along.
+                # Jitter keeps the threads from polling at the same moment.
                 self.stopped.wait(self.interval * (0.5 + self.jitter()))
 
     def _take_back(self) -> bool:
@@ -115,7 +115,7 @@ class Deliverer:
         return True
 
     def _tried(self, step: Callable[[], bool]) -> bool:
-        """What a step says; one that fails is logged, and tried again later."""
+        """Return the result of a step; log an error and return False, so that the caller retries later."""
         try:
             return step()
         except NotReady as error:

@@ -1,4 +1,4 @@
-"""Examines cluster and storage: every check for itself, with a time limit, so that none hides another."""
+"""Doctor: independent checks of cluster and storage, each with a timeout."""
 
 import os
 import secrets
@@ -16,28 +16,28 @@ from train_loop.run_dir import ClusterVisit
 
 T = TypeVar("T")
 _START, _QUESTION, _TOKEN, _VISIT, _ENDING, _ARRIVAL = 30.0, 8.0, 3.0, 31.0, 2.0, 5.0
-"""Seconds of a Ray that is starting, of a question to it, to write or remove a token, of the visit to the nodes and the
-end of its job, and for what they have written to be seen: a minute in all, or two where Ray is starting."""
+"""Timeouts in seconds: Ray's start, a request to it, writing or removing the token, the node visit, the end of the
+visit's job, and the arrival of the nodes' files. Together one minute, or two if Ray is starting."""
 _TRIAL = 20.0
-"""Seconds of each trial of the storage, which go on beside all that."""
-_NOT_ASKED = Trouble("it was not asked")
+"""Timeout of each storage check in seconds; these run concurrently with the others."""
+_NOT_ASKED = Trouble("not checked")
 
 
 @dataclass(frozen=True)
 class Examination:
-    """All findings, and how many seconds it took."""
+    """All findings, and the duration in seconds."""
 
     findings: tuple[Finding, ...]
     seconds: float
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing failed."""
+        """Return whether no check failed."""
         return all(finding.verdict is not Verdict.FAILED for finding in self.findings)
 
 
 class Doctor:
-    """Examines in two minutes at most; who asks meanwhile gets the same answer. `limit` shortens it."""
+    """Runner of all checks, in at most two minutes. Concurrent callers share one run. `limit` scales the timeouts."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Doctor:
         self._running: Future[Examination] | None = None
 
     def examine(self) -> Examination:
-        """All checks, now."""
+        """Run all checks, or wait for the run in progress."""
         mine = Future[Examination]()
         with self._lock:
             running = self._running = self._running or mine
@@ -102,7 +102,7 @@ class Doctor:
         )
 
     def _visit(self) -> "_Visited":
-        """Leave a token, let the nodes look, look for what they have left, and tidy up."""
+        """Write a token, let the nodes read it and answer on the storage, read their answers, and clean up."""
         folder = f"{self._storage.runs.rstrip('/')}/_doctor-{secrets.token_hex(8)}"
         token = self._told(_ask(lambda: self._storage.leave_token(folder)), _TOKEN)
         left = None if isinstance(token, Trouble) else folder
@@ -116,7 +116,7 @@ class Doctor:
         return _Visited(visit, token, arrived)
 
     def _told(self, answer: "Future[T]", seconds: float, *, since: float | None = None) -> T | Trouble:
-        """The answer, or why there is none within so many seconds of now or of a moment before."""
+        """Wait for a result until `seconds` after `since` (default: now); return Trouble on a timeout."""
         limit, now = seconds * self._limit, time.monotonic()
         try:
             return answer.result(timeout=max(0.0, (now if since is None else since) + limit - now))
@@ -132,7 +132,7 @@ class _Visited:
 
 
 def _ask(question: Callable[[], T]) -> "Future[T | Trouble]":
-    """Ask in a thread that nobody need wait for: storage that hangs does so for ever. What is raised is Trouble."""
+    """Call in a daemon thread, because storage may hang forever. An exception becomes Trouble."""
     answer = Future[T | Trouble]()
 
     def run() -> None:

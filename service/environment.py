@@ -1,4 +1,4 @@
-"""Reads the settings, and says of each TRAINSHED_ variable what is wrong with it, in a line, without its secrets."""
+"""Settings from the environment, with one error line per invalid TRAINSHED_ variable. Secrets are masked."""
 
 import os
 import re
@@ -12,15 +12,15 @@ from service.settings import Settings
 
 _PREFIX = "TRAINSHED_"
 _OTHERS = ("URL", "KEY", "EMBEDDED_RAY", "AHEAD_UNTIL")
-"""What callers are told, and what our own processes tell each other."""
+"""Variables of clients, and internal variables between the service's own processes."""
 _TESTS = _PREFIX + "TEST_"
-"""Begins the variables that only tests read."""
+"""Prefix of the variables that only tests read."""
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL")
 _USER_INFO = re.compile(r"://[^/@\s]*@")
 
 
 class BadSettings(ValueError):
-    """The environment says what cannot be; `problems` has a line for each variable."""
+    """Invalid configuration; `problems` has one line per variable."""
 
     def __init__(self, problems: tuple[str, ...]) -> None:
         super().__init__("\n".join(problems))
@@ -28,7 +28,7 @@ class BadSettings(ValueError):
 
 
 def read_settings(environment: Mapping[str, str] = os.environ) -> Settings:
-    """What the environment of this process says. Raises BadSettings."""
+    """Return the settings in the environment of this process. Raises BadSettings."""
     try:
         return Settings()
     except ValidationError as error:
@@ -36,11 +36,11 @@ def read_settings(environment: Mapping[str, str] = os.environ) -> Settings:
 
 
 def strangers(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """A line for each TRAINSHED_ variable that nobody reads, with the nearest one that somebody does."""
+    """Return one warning per unknown TRAINSHED_ variable, with the closest known name."""
     known = [*(_PREFIX + name.upper() for name in Settings.model_fields), *(_PREFIX + name for name in _OTHERS)]
     ours = (name for name in sorted(environment) if name.upper().startswith(_PREFIX))
     found = [name for name in ours if name.upper() not in known and not name.upper().startswith(_TESTS)]
-    return [f"{name} is no setting and does nothing; {_remedy(name, known)}" for name in found]
+    return [f"unknown setting {name} has no effect; {_remedy(name, known)}" for name in found]
 
 
 def _remedy(name: str, known: list[str]) -> str:
@@ -49,10 +49,10 @@ def _remedy(name: str, known: list[str]) -> str:
 
 
 def _problem(error: ErrorDetails, environment: Mapping[str, str]) -> str:
-    """Name, value, rule and remedy."""
+    """Return an error line: name, value, rule and remedy."""
     rule = error["msg"].removeprefix("Value error, ")
     if not error["loc"]:
-        # It is about several of them, and names them itself.
+        # The rule is about several variables, and its text names them.
         return _USER_INFO.sub("://***@", rule)
     field, *inside = (str(part) for part in error["loc"])
     name = _PREFIX + field.upper()
@@ -64,6 +64,6 @@ def _problem(error: ErrorDetails, environment: Mapping[str, str]) -> str:
 
 def _meaning(name: str) -> str:
     field = Settings.model_fields[name]
-    default = "leave it out for the default" + (f", {field.default}" if field.default not in (None, (), {}) else "")
+    default = "unset it for the default" + (f", {field.default}" if field.default not in (None, (), {}) else "")
     plain = field.default_factory is None
-    return "; ".join(filter(None, (field.description, default if plain else "leave it out for the default")))
+    return "; ".join(filter(None, (field.description, default if plain else "unset it for the default")))

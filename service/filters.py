@@ -1,4 +1,4 @@
-"""Which lines of a log, or of metrics, somebody wants to see."""
+"""Filters of log lines, and downsampling of metrics lines."""
 
 import math
 import re
@@ -14,22 +14,22 @@ _LEVELS = get_args(Level)
 _LEVEL = re.compile(
     r"^(?:\x1b\[[\d;]*m)*(?:\(\w[\w ]* pid=\d+[^()]*\)(?:\x1b\[[\d;]*m)* )?\S+ \S+\s" rf"({'|'.join(_LEVELS)}) "
 )
-"""As train_loop.telemetry.logs writes it; logs of older versions may have what Ray put before it."""
+"""Line format of train_loop.telemetry.logs; logs of older versions may have Ray's prefix before it."""
 Filter = Callable[[str], bool]
 
 
 def contains(text: str) -> Filter:
-    """Lines that hold a text, as it is written."""
+    """Return a filter for lines that contain a text; case-sensitive."""
     return lambda line: text in line
 
 
 @dataclass
 class AtLeast:
-    """Lines of a level or a higher one, with those that belong to them: a traceback has its error's."""
+    """Filter for lines of a level or a higher one. Lines without a level, as in a traceback, follow the line before."""
 
     level: Level
     _shown: bool = True
-    """Of the lines before the first that has a level: whoever begins amid a traceback misses nothing of it."""
+    """Initially True: a stream that starts inside a traceback shows the rest of it."""
 
     def __call__(self, line: str) -> bool:
         found = _LEVEL.match(line)
@@ -39,25 +39,25 @@ class AtLeast:
 
 
 class _Part:
-    """Lines in a row, of which the two of least and of most loss are held, with their places among them."""
+    """A run of consecutive lines that keeps only the lines of minimum and maximum loss, with their positions."""
 
     def __init__(self, line: Line) -> None:
         self.count = 1
         self.least = self.most = (0, line)
 
     def add(self, line: Line) -> None:
-        """One more, behind the others."""
+        """Append a line."""
         self._hold((self.count, line), (self.count, line))
         self.count += 1
 
     def join(self, other: "_Part") -> "_Part":
-        """Both in one, the other behind this one."""
+        """Append the run that follows this one, and return the result."""
         self._hold(*((self.count + place, line) for place, line in (other.least, other.most)))
         self.count += other.count
         return self
 
     def lines(self) -> list[Line]:
-        """What is held, in its order."""
+        """Return the kept lines in their order."""
         return [line for _, line in sorted(dict((self.least, self.most)).items())]
 
     def _hold(self, least: tuple[int, Line], most: tuple[int, Line]) -> None:
@@ -66,9 +66,9 @@ class _Part:
 
 
 def thin_out(lines: Iterable[Line], *, points: int) -> list[Line]:
-    """At most so many lines: all, or of each of equal parts the two of least and of most loss, in their order.
+    """Downsample lines to at most `points`: all, or the minimum and maximum loss of each of equal parts.
 
-    It goes over them once and holds no more of them than that: parts that become too many are joined, two by two.
+    One pass, and memory for at most `points` lines: if there are too many parts, neighbours are joined in pairs.
     """
     most, size, parts = points // 2, 1, list[_Part]()
     for line in lines:
@@ -83,6 +83,6 @@ def thin_out(lines: Iterable[Line], *, points: int) -> list[Line]:
 
 
 def _loss(line: Line) -> float:
-    """Its loss; one that was not finite is null there, and stands out at the top."""
+    """Return the loss of a line; infinity for null, which stands for a loss that is not finite."""
     loss = line.get("loss")
     return float(loss) if isinstance(loss, int | float) else math.inf

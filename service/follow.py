@@ -1,4 +1,4 @@
-"""Reading what a run writes, line by line, from any place on, over all attempts; and following it to the job's end."""
+"""Reading and following the files of a run line by line, from any position, over all attempts, to the job's end."""
 
 import math
 import threading
@@ -21,16 +21,17 @@ T = TypeVar("T")
 
 
 class Signal(Enum):
-    """What is said beside lines."""
+    """An item of a stream that is not a line."""
 
     STILL_HERE = auto()
+    """Heartbeat: the stream is open, and there are no new lines."""
     END = auto()
-    """The job has ended, and all of it was read."""
+    """End of stream: the job has finished, and all lines were read."""
 
 
 _LOOK_SECONDS = 0.5
 _WINDOWS = 64
-"""Parts of a file that are looked at before an answer, however few lines pass."""
+"""Maximum number of file windows that one read scans for matching lines."""
 _END_SECONDS = 2.0
 _LISTENER_SECONDS = 2.0
 _MOST_ANSWERS = 10_000
@@ -39,7 +40,7 @@ _BEAT_SECONDS = 15.0
 
 @dataclass(frozen=True)
 class Batch:
-    """Lines, the place behind them, and whether there is more to read at once."""
+    """Lines, the position after them, and True if more can be read at once."""
 
     entries: tuple[Entry, ...]
     place: Place
@@ -48,7 +49,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Reader:
-    """One kind of what a run writes; of one attempt where `stays`, otherwise of it and all after it."""
+    """A reader of one kind of a run's files: of one attempt if `stays`, otherwise also of the later ones."""
 
     run_dirs: RunDirs
     run_dir: str
@@ -57,11 +58,11 @@ class Reader:
     filters: tuple[Filter, ...] = ()
 
     def mark(self) -> Hashable:
-        """Another value whenever there may be more to read; much quicker than reading."""
+        """Return a value that changes whenever there may be more to read; much faster than reading."""
         return self.run_dirs.mark(self.run_dir, self.what)
 
     def read(self, place: Place, *, limit: int = 1000) -> Batch:
-        """The next lines from a place on that pass every filter; it looks at a bounded part of what there is."""
+        """Return the next lines from a position that pass every filter. Reads a bounded part of the file."""
         found = list[Entry]()
         for _ in range(_WINDOWS):
             tail = self.run_dirs.tail(self.run_dir, self.what, place)
@@ -74,7 +75,7 @@ class Reader:
             if found or (tail.entries and not self.filters):
                 return Batch(tuple(found), place, tail.more)
             if not tail.entries:
-                # What an attempt writes is all there before the next one begins.
+                # An attempt has written all its lines before the next one begins.
                 if tail.next_attempt is None or self.stays:
                     return Batch((), place, more=False)
                 place = Place(tail.next_attempt)
@@ -83,7 +84,7 @@ class Reader:
 
 @dataclass(frozen=True)
 class Numbered:
-    """A line of JSON, and the cursor behind it."""
+    """A line of JSON, and the cursor after it."""
 
     line: Line
     text: str
@@ -91,7 +92,7 @@ class Numbered:
 
 
 def numbered(entry: Entry, after: Cursor) -> Numbered | None:
-    """An entry that lies behind a cursor; None for one that does not, or is no line of ours."""
+    """Parse an entry; return None if it is not after the cursor, or is not a numbered line of JSON."""
     line = parse(entry.text)
     seq = number(line, "seq") if line is not None else None
     if line is None or seq is None:
@@ -101,31 +102,31 @@ def numbered(entry: Entry, after: Cursor) -> Numbered | None:
 
 
 def read_lines(reader: Reader, after: Cursor) -> Iterator[Numbered]:
-    """The lines of JSON behind a cursor that are there now, of which a bounded part is held at once."""
+    """Yield the existing lines of JSON after a cursor, with bounded memory."""
     place = Place(after.attempt)
     while True:
         batch = reader.read(place)
         yield from (line for line in (numbered(entry, after) for entry in batch.entries) if line is not None)
-        # Where an attempt ends the next one begins, if there is one.
+        # An empty batch means the end: at the end of an attempt, the reader continues with the next one.
         if not batch.more and not batch.entries:
             return
         place = batch.place
 
 
 def read_page(reader: Reader, after: Cursor, limit: int) -> tuple[list[Numbered], bool]:
-    """The next lines of JSON behind a cursor, and whether there are more."""
+    """Return the next lines of JSON after a cursor, and True if there are more."""
     found = list(islice(read_lines(reader, after), limit + 1))
     return found[:limit], len(found) > limit
 
 
 class Recent:
-    """Answers that many who follow share for a moment, so that a thousand of them cost little more than one."""
+    """A short-lived cache that streams share, so that a thousand streams cost little more than one."""
 
     def __init__(self) -> None:
         self._answers: dict[Hashable, tuple[float, Any]] = {}
 
     async def ask(self, key: Hashable, call: Callable[[], T], *, seconds: float) -> T:
-        """The answer of a call, at most so many seconds old, and while it is asked again the one before."""
+        """Return the result of a call, cached for `seconds`. While it is refreshed, others get the previous result."""
         if len(self._answers) > _MOST_ANSWERS:
             self._answers.clear()
         now = anyio.current_time()
@@ -141,7 +142,7 @@ class Recent:
 
 @dataclass(frozen=True)
 class Listener:
-    """Who follows: what all streams of one have in common, and whether they may go on."""
+    """A subscriber of streams, and the check that its access is still valid."""
 
     id: Hashable
     may_stay: Callable[[], bool] = field(compare=False)
@@ -149,7 +150,7 @@ class Listener:
 
 @dataclass(frozen=True)
 class Follower:
-    """Follows a reader until the job has ended, the listener may not stay, or the service leaves."""
+    """A stream of a reader's lines until the job has finished, access ends, or the service shuts down."""
 
     reader: Reader
     ended: Callable[[], bool]
@@ -158,11 +159,11 @@ class Follower:
     recent: Recent = field(default_factory=Recent)
 
     async def follow(self, place: Place) -> AsyncIterator[Entry | Signal]:
-        """Every line from a place on, as it comes, and now and then a word that somebody is there.
+        """Yield every line from a position as it is written, and STILL_HERE every 15 s without one.
 
-        It ends in order, without END, if the database goes away: the caller resumes by the id of the last line.
+        If the database is lost, the stream ends without END: the caller resumes with the id of the last line.
         """
-        # The answer has begun, and its status can no longer be changed.
+        # The response has started, so its status can no longer change.
         with suppress(NotReady):
             async for found in self._follow(place):
                 yield found
@@ -173,12 +174,12 @@ class Follower:
         while not self.leaving.is_set() and await self._may_stay():
             batch = Batch((), place, more=False)
             try:
-                # Taken before it is read: what comes in between makes it another one.
+                # Taken before the read, so that a line written meanwhile changes it.
                 mark = await self.recent.ask((run_dir, what), self.reader.mark, seconds=_LOOK_SECONDS / 2)
                 if mark != read or over:
                     batch = await run_in_threadpool(self.reader.read, place)
             except StorageAway:
-                # The stream goes on once storage is back; a job that has ended meanwhile is read to its end then.
+                # The stream continues once storage is back, also to the end of a job that has finished meanwhile.
                 mark, over = read, False
             place = batch.place
             for entry in batch.entries:
@@ -194,7 +195,7 @@ class Follower:
             if now - told >= _BEAT_SECONDS:
                 yield Signal.STILL_HERE
                 told = now
-            # What was written before it ended is read once more.
+            # After the job has finished, one more read gets its last lines.
             over = await self.recent.ask(run_dir, self.ended, seconds=_END_SECONDS)
             if not over:
                 await anyio.sleep(_LOOK_SECONDS)

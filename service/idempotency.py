@@ -9,7 +9,7 @@ from service.ports import Once
 
 
 class KeysInFlight:
-    """Keys in memory: a request that fails, or a process that dies, leaves none behind. Threads share it."""
+    """In-memory set of keys in use, so that a failed request or a crash leaves none locked. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""How long each attempt has written nothing, and whether that is unusual for it."""
+"""Idle time of each attempt, and detection of unusually long pauses."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,17 +9,17 @@ from service.domain.reason import Code, Reason
 from service.ports import Sighting
 
 _LONGEST_LOOK = 60.0
-"""Seconds between two passes that count as silence of an attempt."""
+"""Maximum idle seconds that one reconcile pass adds."""
 _STALL_SECONDS = 10.0
 _UNUSUAL = 3.0
-"""A pause this many times longer than any before is unusual."""
+"""Ratio to the longest earlier pause from which a pause is unusual."""
 _ENOUGH = 3
-"""Pauses that an attempt must have had before one of them can be unusual."""
+"""Number of pauses that an attempt must have had before a pause can be unusual."""
 
 
 @dataclass(frozen=True)
 class _Idle:
-    """An attempt and how much it has written; for how long that has not grown; the pauses before."""
+    """State of an attempt: number and size of its output, current idle time, and its earlier pauses."""
 
     size: tuple[int, int]
     seen: float
@@ -31,13 +31,13 @@ class _Idle:
 
 @dataclass
 class IdleTimers:
-    """Idle times by the reconciler's clock: those of hosts may differ."""
+    """Idle times, measured with the reconciler's clock because the clocks of hosts may differ."""
 
     clock: Callable[[], float]
     _known: dict[str, _Idle] = field(default_factory=dict)
 
     def seconds(self, job: Job, sighting: Sighting) -> float:
-        """Return for how long an attempt that has workers has written nothing."""
+        """Return the idle time of an attempt in seconds; 0 before its workers are ready."""
         now, size = self.clock(), (len(job.attempts), sighting.size)
         before = self._known.get(job.id, _Idle(size, now, now))
         if not sighting.ready or before.size[0] != size[0]:
@@ -46,14 +46,14 @@ class IdleTimers:
             longest = max(before.longest, before.seconds)
             found = _Idle(size, now, now, longest=longest, pauses=before.pauses + 1)
         else:
-            # A machine that slept, or a clock that was set, is not a sign of a hang.
+            # Bounded, because a suspended machine or a changed clock does not mean a hang.
             seconds = before.seconds + min(max(now - before.seen, 0.0), _LONGEST_LOOK)
             found = _Idle(size, now, before.since, seconds, before.longest, before.pauses)
         self._known[job.id] = found
         return found.seconds
 
     def stalled(self, job: Job) -> Reason | None:
-        """Return the reason of an attempt that has written nothing for unusually long, without saying why."""
+        """Return the reason if an attempt has been idle for unusually long; None otherwise."""
         idle = self._known.get(job.id)
         if idle is None or idle.pauses < _ENOUGH or idle.seconds < max(_STALL_SECONDS, _UNUSUAL * idle.longest):
             return None
@@ -63,5 +63,5 @@ class IdleTimers:
         return Reason(Code.STALLED, message, remedy)
 
     def forget(self, job_id: str) -> None:
-        """Forget a job that has ended."""
+        """Drop the state of a finished job."""
         self._known.pop(job_id, None)

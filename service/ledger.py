@@ -1,4 +1,4 @@
-"""What a user can ask of the checkpoints of a job: list, verify, pin, export."""
+"""Use cases of a job's checkpoints: list, verify, pin, export."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from train_loop.spec import Problem
 
 @dataclass(frozen=True)
 class Ledger:
-    """The use cases of checkpoints, over the ports they need. Each raises JobNotFound and CheckpointNotFound."""
+    """Use cases of checkpoints. Each raises JobNotFound and CheckpointNotFound."""
 
     jobs: Jobs
     run_dirs: RunDirs
@@ -23,29 +23,29 @@ class Ledger:
     clock: Callable[[], float]
 
     def of(self, caller: Caller) -> "Ledger":
-        """The same for another caller."""
+        """Return these use cases for another caller."""
         return replace(self, jobs=self.jobs.of(caller))
 
     def checkpoints(self, job_id: str) -> list[Checkpoint]:
-        """The committed checkpoints, oldest first."""
+        """Return the committed checkpoints, oldest first."""
         return self.run_dirs.checkpoints(self.jobs.find(job_id).run_dir)
 
     def verify(self, job_id: str, step: int) -> list[str]:
-        """What is wrong with a checkpoint, after all of it was read."""
+        """Read a whole checkpoint, and return its faults."""
         faults = self.tools.verify(self.jobs.find(job_id, Role.EDITOR).run_dir, step)
         if faults is None:
             raise CheckpointNotFound(job_id, step)
         return faults
 
     def pin(self, job_id: str, step: int) -> Checkpoint:
-        """Keep a checkpoint whatever retention says."""
+        """Exempt a checkpoint from retention."""
         job = self._to_pin(job_id, step, pinned=True)
         if not self.run_dirs.pin(job.run_dir, step):
             raise CheckpointNotFound(job_id, step)
         return self._find(job_id, step)
 
     def unpin(self, job_id: str, step: int) -> Checkpoint:
-        """Leave a checkpoint to retention again."""
+        """Make a checkpoint subject to retention again."""
         job = self._to_pin(job_id, step, pinned=False)
         self.run_dirs.unpin(job.run_dir, step)
         return self._find(job_id, step)
@@ -53,13 +53,16 @@ class Ledger:
     def _to_pin(self, job_id: str, step: int, *, pinned: bool) -> Job:
         job = self.jobs.find(job_id, Role.EDITOR)
         if self._find(job_id, step).pinned != pinned:
-            # First: the log may tell of what a crash has kept from being done, but not leave out what was.
+            # Recorded first: after a crash, the audit log may contain an undone change, but never lacks a done one.
             before, after = ({"step": step, "pinned": is_so} for is_so in (not pinned, pinned))
             self.audit.record(self.jobs.deed("pin" if pinned else "unpin", job, before, after))
         return job
 
     def export(self, job_id: str, step: int, wish: ExportWish) -> ExportStatus:
-        """Make a Hugging Face folder of a checkpoint, once; how far it is. Raises InvalidRequest, Busy."""
+        """Start the export of a checkpoint as a Hugging Face folder, once; return its status.
+
+        Raises InvalidRequest, Busy.
+        """
         job = self.jobs.find(job_id, Role.EDITOR)
         status = self.run_dirs.exported(job.run_dir, step, wish, now=self.clock())
         if status is not None and status.state != "failed":
@@ -70,23 +73,23 @@ class Ledger:
                 [
                     Problem(
                         "/weights",
-                        "the job keeps no average of its weights (training.ema_decay); export its weights",
+                        "the job has no EMA weights (training.ema_decay is not set); export its weights",
                     )
                 ]
             )
-        # It may be refused: nobody should be told that it runs before it does.
+        # Started before it is recorded, because the start may be refused.
         self.tools.export(job.run_dir, step, wish)
         self.audit.record(
             self.jobs.deed("export", job, {}, {"step": step, "dtype": wish.dtype, "weights": wish.weights})
         )
         begun = ExportStatus(step=step, wish=wish, state="running", time=self.clock())
         if self.run_dirs.exported(job.run_dir, step, wish, now=self.clock()) == status:
-            # It has not said anything yet.
+            # The export has not written its status yet.
             self.run_dirs.write_export(job.run_dir, begun)
         return begun
 
     def exported(self, job_id: str, step: int, wish: ExportWish) -> ExportStatus:
-        """How far an export is. Raises ExportNotFound where nobody asked for it."""
+        """Return the status of an export. Raises ExportNotFound."""
         status = self.run_dirs.exported(self.jobs.find(job_id).run_dir, step, wish, now=self.clock())
         if status is None:
             raise ExportNotFound(step)

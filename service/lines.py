@@ -1,4 +1,4 @@
-"""Lines of JSON as runs write them: any writer may add fields, and none of them is to be trusted."""
+"""Lines of JSON that runs write: writers may add fields, and every value is untrusted."""
 
 import json
 
@@ -6,7 +6,7 @@ from service.ports import Line
 
 
 def parse(line: str) -> Line | None:
-    """A line of JSON; None for what is no object."""
+    """Parse a line of JSON; return None if it is not an object."""
     try:
         value = json.loads(line)
     except ValueError:
@@ -15,6 +15,6 @@ def parse(line: str) -> Line | None:
 
 
 def number(line: Line, name: str) -> float | None:
-    """A number of a line, if it is one."""
+    """Return a field of a line if it is a number; None otherwise."""
     value = line.get(name)
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

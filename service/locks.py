@@ -1,4 +1,4 @@
-"""What one process at a time may have: a home, and a SQLite database."""
+"""Locks on the home and on a SQLite database, so that one process at a time uses them."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -13,7 +13,7 @@ from service.settings import Settings
 
 @contextmanager
 def locked(settings: Settings) -> Iterator[None]:
-    """Have the home and the database to oneself. Raises HomeInUse, HomeUnusable, DatabaseUnusable."""
+    """Lock the home and the SQLite database. Raises HomeInUse, HomeUnusable, DatabaseUnusable."""
     with ExitStack() as stack:
         try:
             settings.make_home()
@@ -21,7 +21,7 @@ def locked(settings: Settings) -> Iterator[None]:
                 stack.enter_context(_lock(path, refusal))
         except OSError as error:
             what = f"{error.filename}: {error.strerror}; set TRAINSHED_HOME, and TRAINSHED_DATABASE_URL if it is set, "
-            raise HomeUnusable(f"{what}to folders that may be written to") from error
+            raise HomeUnusable(f"{what}to writable folders") from error
         yield
 
 
@@ -43,16 +43,16 @@ def _refuse_second_names(database: Path) -> None:
 
 
 def _locks(settings: Settings) -> Iterator[tuple[Path, str]]:
-    """What one service at a time may have, and what the next one is told."""
+    """Yield the lock files, each with the error message of a second service."""
     yield settings.home / "service.lock", f"Another service uses {settings.home}; stop it, or set TRAINSHED_HOME"
     database = sqlite_file(settings.database)
     if database is not None:
-        # The lock lies beside the file, and not beside a symbolic link to it.
+        # The lock file is next to the database file, not next to a symbolic link to it.
         database = database.resolve()
         _refuse_second_names(database)
-        # Its writers would wait for each other, and for nobody's leases.
+        # Writers of SQLite block each other, so leases would not separate two services.
         yield (
             database.with_name(f"{database.name}.lock"),
-            f"Another service uses the SQLite database {database}; several services share a Postgres one, "
-            "which TRAINSHED_DATABASE_URL names",
+            f"Another service uses the SQLite database {database}; to run several services, set "
+            "TRAINSHED_DATABASE_URL to a Postgres database",
         )

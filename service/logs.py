@@ -1,4 +1,4 @@
-"""What the process says on stderr: a line for people, or a JSON object for machines; libraries' words among them."""
+"""Logging of the process and of its libraries to stderr: a text line or a JSON object per entry."""
 
 import io
 import logging
@@ -18,7 +18,7 @@ LogFormat = Literal["console", "json"]
 
 
 def configure_logs(kind: LogFormat, stream: TextIO = sys.stderr) -> None:
-    """Say everything from here on to a stream; stdout is for the one line that says where we listen."""
+    """Log to a stream from now on; stdout has only the line with the service's URL."""
     stream = cast("TextIO", _Unfailing(stream))
     common: list[Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -30,7 +30,7 @@ def configure_logs(kind: LogFormat, stream: TextIO = sys.stderr) -> None:
         processors=[*common, *last],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.WriteLoggerFactory(stream),
-        # What is looked up once is quicker: there is a line for every request.
+        # Caching matters because every request writes a line.
         cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(stream)
@@ -43,29 +43,29 @@ def configure_logs(kind: LogFormat, stream: TextIO = sys.stderr) -> None:
 
 
 class _Unfailing:
-    """A stream whose writes never raise: a log on a full disk must not fail the request that it is about."""
+    """A stream whose writes never raise: a full disk under the log must not fail requests."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write a text, or lose it."""
+        """Write a text, or drop it on an error."""
         with suppress(OSError):
             return self._stream.write(text)
         return 0
 
     def flush(self) -> None:
-        """Flush, or lose what is in the buffer."""
+        """Flush the buffer, or drop it on an error."""
         with suppress(OSError):
             self._stream.flush()
 
     def isatty(self) -> bool:
-        """Return whether a person reads it."""
+        """Return whether the stream is a terminal."""
         return self._stream.isatty()
 
 
 def _renderers(kind: LogFormat, *, colors: bool) -> list[Processor]:
-    # Tracebacks without local variables: some of those are keys.
+    # Tracebacks without local variables, which may contain keys.
     if kind == "json":
         tracebacks = structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False))
         return [tracebacks, structlog.processors.JSONRenderer()]
@@ -84,7 +84,7 @@ def _traceback(stream: TextIO, exc_info: ExcInfo) -> None:
 
 
 def _escaped(logger: object, method: str, said: EventDict) -> EventDict:
-    """Return the fields without characters that control a terminal; only events and tracebacks have several lines."""
+    """Escape control characters in the fields; only events and tracebacks may have several lines."""
     for name, value in said.items():
         if isinstance(value, str) and not isinstance(value, Enum):
             said[name] = show(value, lines=name in ("event", "exception"))
@@ -92,10 +92,10 @@ def _escaped(logger: object, method: str, said: EventDict) -> EventDict:
 
 
 def _line(logger: object, method: str, said: EventDict) -> str:
-    """What goes to a file: in a tenth of the time that colors take, and nothing in it that looks like another line."""
+    """Format a line without colors, ten times as fast as with them; no value can forge another log line."""
     time, level, event, exception = (said.pop(name, "") for name in ("time", "level", "event", "exception"))
     told = "".join(f" {name}={_plain(value)!r}" for name, value in said.items())
-    # What `repr` shows is escaped already; a library's words and a traceback are not.
+    # `repr` escapes values; messages of libraries and tracebacks need `show`.
     return f"{time} [{level}] {show(str(event))}{told}" + (f"\n{show(exception)}" if exception else "")
 
 

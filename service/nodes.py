@@ -1,4 +1,4 @@
-"""Nodes of the cluster with the jobs on them: which host lives, drains or died, and what it lost last."""
+"""Nodes of the cluster with their state (alive, draining or dead), their jobs and their last failure."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,19 +22,19 @@ _TOLD_WITHIN = 60.0
 
 @dataclass(frozen=True)
 class NodeView:
-    """A node with what jobs report about its host. Times are Unix seconds."""
+    """A node with the facts that jobs report about its host. Times are Unix seconds."""
 
     node: Node
     state: NodeState
     since: float
     jobs: tuple[str, ...]
-    """Jobs that have workers there, as far as the caller may see them."""
+    """Jobs with workers on the node that the caller may see."""
     last_failure: Loss | None
 
 
 @dataclass(frozen=True)
 class _Running:
-    """A job that holds resources, and what its run directory reports."""
+    """A job that holds resources, with the summary of its run directory."""
 
     job: Job
     story: Story
@@ -62,7 +62,7 @@ def _running(jobs: Jobs) -> Iterator[_Running]:
 
 
 def _story(jobs: Jobs, job: Job) -> Story:
-    """Return what a run directory reports; nothing while its storage is unavailable."""
+    """Return the summary of a run directory; an empty one while its storage is unavailable."""
     try:
         return jobs.run_dirs.story(job.run_dir)
     except Exception as error:
@@ -77,7 +77,7 @@ def _view(node: Node, running: Sequence[_Running], died: Iterable[Node]) -> Node
     losses = [one.story.losses[node.host] for one in visible if node.host in one.story.losses]
     losses += [Loss(one.ended_at or 0.0, one.message or "the node died") for one in died]
     if node.ended_at is not None:
-        # A host may have died more than once in the hour: each row tells its own end.
+        # A host may have died more than once in the hour: each row shows its own failure.
         losses = [loss for loss in losses if loss.time <= node.ended_at + _TOLD_WITHIN]
     last = max(losses, key=lambda loss: loss.time, default=None)
     notices = (one.story.draining.get(node.host) for one in running)

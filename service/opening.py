@@ -1,4 +1,4 @@
-"""Opens the database while the service listens already; one that does not answer is asked again and again."""
+"""Opening of the database, with retries, while the service already listens."""
 
 import threading
 from collections.abc import Callable
@@ -21,16 +21,19 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.5, 10.0
 
 
 class Opening:
-    """How far the database is: `trouble` is what callers are told until it is open, `hopeless` why it never will be."""
+    """State of the database startup.
+
+    `trouble` is the error returned to callers until the database is open. `hopeless` is set if it can never be opened.
+    """
 
     def __init__(self, prepare: Callable[[], object], *, patience: float) -> None:
         self._prepare = prepare
         self._patience = patience
-        self.trouble: ServiceError | None = Migrating("the database is being migrated; ask again in a moment")
+        self.trouble: ServiceError | None = Migrating("the database is being migrated; retry in a few seconds")
         self.hopeless: ServiceError | None = None
 
     def run(self, leaving: threading.Event) -> bool:
-        """Open it, in the caller's thread; whether it is open."""
+        """Open the database in the caller's thread; return whether it is open."""
         tries = Retrying(
             retry=retry_if_exception_type((DatabaseUnreachable, DatabaseFull)),
             wait=wait_exponential(_SHORTEST_PAUSE, max=_LONGEST_PAUSE),
@@ -61,7 +64,7 @@ class Opening:
 
 
 def opened() -> Opening:
-    """Of a store that needs no opening."""
+    """Return the state of a store that needs no startup."""
     opening = Opening(lambda: None, patience=0.0)
     opening.run(threading.Event())
     return opening

@@ -1,4 +1,4 @@
-"""What a spec comes to on the cluster that there is: its plans, or every rule that it breaks."""
+"""Checking and planning of a spec on the current cluster: its plans, or all rules that it breaks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,42 +24,42 @@ from train_loop.run_dir import Parent
 from train_loop.spec import JobSpec, Problem, SpecError
 
 Plans = dict[int, Plan]
-"""By each number of workers that a job can have; at least one."""
+"""Plan for each possible number of workers of a job; at least one."""
 
 
 @dataclass(frozen=True)
 class PlanView:
-    """A plan with what the cluster adds."""
+    """A plan, its layout on the cluster, and warnings."""
 
     spec: JobSpec
     plan: Plan
-    """At the most workers that it can have."""
+    """The plan for the largest number of workers."""
     sizes: tuple[int, ...]
-    """Of an elastic job: the numbers of workers that it can run with."""
+    """Possible numbers of workers of an elastic job; empty otherwise."""
     nodes: tuple[range, ...] | None
-    """The ranks that would share a node; None where that is not known, or where they have no place."""
+    """Ranks of each node; None if the cluster is unknown or too small."""
     warnings: tuple[str, ...]
     preview: tuple[Preview, ...] = ()
-    """Counts of the first rows of each source of text."""
+    """Counts of the first rows of each text source."""
     steps: int | None = None
-    """Optimizer steps of the run, if they are known before the data is prepared."""
+    """Optimizer steps of the run, if known before the data is prepared."""
 
 
 @dataclass(frozen=True)
 class Planner:
-    """Checks specs, over the ports that it needs."""
+    """Use case of checking and planning specs."""
 
     preflight: Preflight
     cluster: Cluster
 
     def check(self, spec: JobSpec, parent: Parent | None = None) -> Plans:
-        """The plans, after a look at data and model. Raises InvalidSpec, PreflightFailed."""
+        """Check data and model, and return the plans. Raises InvalidSpec, PreflightFailed."""
         found = self.preflight.check(spec, parent)
-        # A clone's steps depend on where its parent stands.
+        # The remaining steps of a clone depend on its parent's checkpoint.
         return self._plans(spec, found if parent is None else replace(found, count=None))
 
     def known(self, spec: JobSpec) -> Plans | None:
-        """The plans, if data and model were found in order a moment ago. Raises InvalidSpec."""
+        """Return the plans if a recent, cached check of data and model passed; None otherwise. Raises InvalidSpec."""
         found = self.preflight.known(spec)
         return None if found is None else self._plans(spec, found)
 
@@ -75,7 +75,7 @@ class Planner:
         return plans
 
     def view(self, spec: JobSpec) -> PlanView:
-        """The largest plan, laid out over the nodes that there are. Raises as `check`."""
+        """Return the largest plan, laid out on the cluster's nodes. Raises InvalidSpec, PreflightFailed."""
         found = self.preflight.check(spec, None)
         plans = self._plans(spec, found)
         plan, cluster, group = plans[max(plans)], self.cluster.capacity(), spec.strategy.ulysses_size
@@ -87,10 +87,10 @@ class Planner:
         return PlanView(spec, plan, sizes_of(spec, plans), nodes, tuple(warnings), found.preview, steps)
 
     def warnings(self, spec: JobSpec, sizes: Sequence[int]) -> list[str]:
-        """Return what the nodes of the cluster mean for a job.
+        """Return the warnings about a job on the nodes of the cluster.
 
-        It never starts, its Ulysses groups cross nodes, it asks for none of their GPUs, or it is elastic and cannot
-        shrink. `sizes` are the numbers of workers that an elastic job can run with.
+        Such a job never starts, has Ulysses groups that cross nodes, uses none of the GPUs, lacks CPUs for its data, or
+        is elastic and cannot shrink. `sizes` are the possible numbers of workers of an elastic job.
         """
         fewest, most = (min(sizes), max(sizes)) if sizes else spec.scaling.bounds
         cluster, group = self.cluster.capacity(), spec.strategy.ulysses_size
@@ -106,19 +106,19 @@ class Planner:
 
 
 def sizes_of(spec: JobSpec, plans: Plans) -> tuple[int, ...]:
-    """The numbers of workers that an elastic job can run with."""
+    """Return the possible numbers of workers of an elastic job; empty otherwise."""
     return tuple(plans) if spec.scaling.elastic else ()
 
 
 def _schedule(spec: JobSpec, plans: Plans, found: Findings) -> tuple[int | None, list[Problem]]:
-    """Return the steps of a job, as far as its data tells, and what is wrong with its schedule then."""
+    """Return the steps of a job, None if unknown, and the problems of its schedule."""
     if not plans or found.count is None:
         return spec.training.max_steps, []
     return check_schedule(spec.training, found.count, global_batch=plans[max(plans)].batch.global_batch)
 
 
 def _planned(spec: JobSpec, shape: ModelShape | None) -> tuple[Plans, list[Problem]]:
-    """The plans for a model of known sizes, or the rules that the spec breaks."""
+    """Return the plans for a model of known shape, or the broken rules."""
     try:
         return (plan_sizes(spec, shape) if shape else {}), []
     except SpecError as error:

@@ -1,4 +1,4 @@
-"""How often callers may call: whoever does so too often is refused before anybody has looked who it is."""
+"""Rate limits of callers, enforced before authentication."""
 
 import hashlib
 import math
@@ -16,13 +16,13 @@ from service.errors import RateLimited
 K = TypeVar("K")
 V = TypeVar("V")
 _MOST_NAMES = 10_000
-"""Keys and addresses of which something is remembered; beyond, whoever was silent longest is forgotten."""
+"""Maximum number of tracked keys and addresses; the least recently used are evicted."""
 _STREAM_SECONDS = 5
-"""After which one may ask again for a stream: nobody knows when one ends."""
+"""Retry-After of a refused stream: the end of the open ones is unknown."""
 
 
 class Kind(StrEnum):
-    """What is counted; the name of its setting."""
+    """A kind of call that is limited; the value is the name of its setting."""
 
     READS = "reads_per_key"
     WRITES = "writes_per_key"
@@ -31,7 +31,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Limits:
-    """How much of each is too much; what is not named is not counted."""
+    """Limits of each kind of call; a kind without an entry is unlimited."""
 
     rates: Mapping[Kind, Rate] = field(default_factory=dict)
     streams_per_key: int | None = None
@@ -39,7 +39,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Attempt:
-    """Somebody asks to be let in."""
+    """An authentication attempt."""
 
     secret: str
     address: str
@@ -47,12 +47,12 @@ class Attempt:
 
     @property
     def digest(self) -> bytes:
-        """What is remembered in place of the secret."""
+        """The SHA-256 digest that is stored instead of the secret."""
         return hashlib.sha256(self.secret.encode()).digest()
 
 
 class Rates:
-    """Counts what callers do, in this process alone; to be asked from the event loop alone, so it needs no lock."""
+    """Call counters of this process. Call it from the event loop only: it has no lock."""
 
     def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
         self._limits, self._clock = limits, clock
@@ -61,36 +61,36 @@ class Rates:
         self._streams = Counter[str]()
 
     def admit(self, attempt: Attempt) -> bool:
-        """Let somebody ask who has not asked too often; whether it is counted already. Raises RateLimited."""
-        # Who was let in before is not shut out by strangers that come from the same address.
+        """Check the rate limit before authentication; return True if the call was counted. Raises RateLimited."""
+        # A known key is not limited by unauthenticated calls from the same address.
         known = self._known.get(attempt.digest)
         if known is None:
             self._must_have_room(Kind.STRANGERS, neighbourhood(attempt.address))
             return False
-        # At once: of many who come together, none knows yet what becomes of the others.
+        # Counted now, because concurrent calls are not authenticated yet.
         self._known.move_to_end(attempt.digest)
         self._take(attempt.kind, known)
         return True
 
     def let_in(self, attempt: Attempt, caller: Caller) -> None:
-        """Remember a caller, and count what was not counted before. Raises RateLimited."""
+        """Record an authenticated caller, and count the call. Raises RateLimited."""
         self._known[attempt.digest] = caller.id
         _keep_newest(self._known, attempt.digest)
         self._take(attempt.kind, caller.id)
 
     def turned_away(self, attempt: Attempt) -> None:
-        """Count a stranger."""
+        """Count a failed authentication."""
         self._known.pop(attempt.digest, None)
         self._count(Kind.STRANGERS, neighbourhood(attempt.address))
 
     @contextmanager
     def stream(self, caller: Caller) -> Iterator[None]:
-        """While it lasts, the caller has one stream more. Raises RateLimited."""
+        """Count an open stream of the caller until the block ends. Raises RateLimited."""
         most = self._limits.streams_per_key
         if most is not None and caller.id != OPERATOR.id and self._streams[caller.id] >= most:
             raise RateLimited(
-                f"{most} streams are open with this key, and no more may be (TRAINSHED_STREAMS_PER_KEY={most}); close "
-                "one, or ask the operator for more",
+                f"stream limit of this key exceeded: {most} open streams (TRAINSHED_STREAMS_PER_KEY={most}); close a "
+                "stream, or ask the operator for a higher limit",
                 _STREAM_SECONDS,
             )
         self._streams[caller.id] += 1
@@ -129,9 +129,9 @@ def _keep_newest(names: OrderedDict[K, V], used: K) -> None:
 
 def _told(kind: Kind, rate: Rate, wait: float) -> str:
     who, remedy = {
-        Kind.READS: ("reads with one key", "ask less often"),
-        Kind.WRITES: ("writes with one key", "ask less often"),
-        Kind.STRANGERS: ("calls with keys that open nothing, from one address", "send a key that opens"),
+        Kind.READS: ("reads per key", "send fewer requests"),
+        Kind.WRITES: ("writes per key", "send fewer requests"),
+        Kind.STRANGERS: ("unauthenticated calls per address", "send a valid key"),
     }[kind]
-    rule = f"{rate} is the most {who} (TRAINSHED_{kind.upper()}={rate})"
-    return f"{rule}; wait {math.ceil(wait)} s and {remedy}, or ask the operator for more"
+    rule = f"rate limit exceeded: {rate} {who} (TRAINSHED_{kind.upper()}={rate})"
+    return f"{rule}; wait {math.ceil(wait)} s and {remedy}, or ask the operator for a higher limit"

@@ -1,7 +1,7 @@
-"""admit, then claim → observe → decide → apply for every job that somebody has to look after, again and again.
+"""The reconcile loop: admit queued jobs, then claim → observe → decide → apply for each active job.
 
-No transaction is open while the world is looked at or changed. A crash after any line is repaired by the next pass.
-Several of these may run: a job is its claimant's, and one of them at a time decides who starts.
+No transaction is open during calls to the cluster or storage. After a crash at any line, the next pass repairs the
+state. Several reconcilers may run: each job belongs to the holder of its lease, and one leader decides about the queue.
 """
 
 import threading
@@ -41,16 +41,16 @@ from train_loop.plan import Capacity
 from train_loop.run_dir import is_transient, storage_failed
 
 log = structlog.get_logger(__name__)
-# More than the steps from a first attempt to one that is submitted; what is left waits for the next pass.
+# More than the steps from the first attempt to its submission; further steps wait for the next pass.
 _STEPS_PER_PASS = 5
 _TRIES, _STOP_PAUSE_SECONDS = 5, 0.2
 _REST = 9.0
-"""Times the CPU seconds of a pass until the next: with any number of jobs, nine tenths of a core are for requests."""
+"""Pause after a pass, as a multiple of its CPU time: 90% of a core stays free for requests with any number of jobs."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How long a lease lasts, how attempts are retried, and how long one that makes room may take, in seconds."""
+    """Timings of the reconciler in seconds: lease, retries of attempts, and the timeout of a preemption or resize."""
 
     lease: float
     retry: Retry
@@ -59,7 +59,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Reconciler:
-    """Moves jobs from what was observed to what was asked for."""
+    """Loop that moves jobs from their observed state to the requested one."""
 
     store: JobStore
     cluster: Cluster
@@ -75,16 +75,16 @@ class Reconciler:
 
     @cached_property
     def view(self) -> ClusterView:
-        """The cluster, with what this reconciler has observed of it."""
+        """The cluster, with this reconciler's observations of it."""
         return ClusterView(self.cluster, self.clock)
 
     @cached_property
     def idle(self) -> IdleTimers:
-        """How long each attempt has written nothing."""
+        """The idle time of each attempt."""
         return IdleTimers(self.clock)
 
     def run(self, stopped: threading.Event, *, interval: float) -> None:
-        """Pass after pass until stopped. A pass that fails is logged, and the next one tries again."""
+        """Run passes until stopped. An error in a pass is logged, and the next pass retries."""
         while not stopped.is_set():
             began, at = time.thread_time(), time.monotonic()
             try:
@@ -98,9 +98,9 @@ class Reconciler:
             stopped.wait(max(interval, _REST * (time.thread_time() - began)))
 
     def run_once(self, stopped: threading.Event | None = None) -> None:
-        """Let every job take the steps that are due. One job's trouble does not hold up the others."""
+        """Run one pass: take the due steps of every job. An error of one job does not delay the others."""
         try:
-            # Who has ended makes room for who waits.
+            # Finished jobs first: they free capacity for queued ones.
             self._look_after(self.store.active(), stopped)
             self._look_after(self._admit(stopped), stopped)
         finally:
@@ -148,7 +148,7 @@ class Reconciler:
                 self.faults.report("reconcile_failed", error, job=job_id)
 
     def _admit(self, stopped: threading.Event | None) -> list[str]:
-        """Decide about the queue, as far as that is ours; the jobs that start."""
+        """Decide about the queue if this reconciler leads; return the jobs that start."""
         if _is_over(stopped):
             return []
         leads, now = self.store.lead(self._lease()), self.clock()
@@ -167,13 +167,13 @@ class Reconciler:
         ]
 
     def _look_at_queue(self, now: float) -> Admission:
-        """What is to be done about it; as before where nothing has changed that it follows from."""
+        """Return the decisions about the queue; the previous ones if their inputs are unchanged."""
         board, mark = self.board, self.store.queue_mark()
         if changed := mark != board.mark:
             board.read(mark, self.store.tickets())
-        # Asked only where it matters: each question costs Ray's dashboard what the training could use.
+        # Requested only if needed: each request takes CPU time of the head node from training.
         cluster = self.view.capacity() if board.waits or board.elastic else Capacity({})
-        # What is elastic may grow by time alone.
+        # Elastic jobs may grow as time passes, without any other change.
         if changed or cluster is None or cluster != board.cluster or board.elastic or board.admission.acts:
             silent = self.view.unreachable()
             admission = admit(board.tickets.values(), cluster, self.rules, now=now, unreachable=silent)
@@ -181,9 +181,9 @@ class Reconciler:
         return board.admission
 
     def _change(self, ticket: Ticket, change: Callable[[Job], Job]) -> bool:
-        """Change a job as the one who decides about the queue, unless it is no longer what was decided about.
+        """Change a job as the leader of the queue, unless it has changed since the decision.
 
-        Like a user's wish, it needs no lease of the job: whoever looks after that may be another one for ever.
+        Like a user's request, this needs no lease of the job, which another reconciler may hold.
         """
         job = self.store.get(ticket.id)
         if job is None or Ticket.of(job) != ticket:
@@ -192,7 +192,7 @@ class Reconciler:
 
     def _steps(self, job_id: str, stopped: threading.Event | None) -> None:
         for _ in range(_STEPS_PER_PASS):
-            # Whoever leaves gives its leases up, and must not take one again.
+            # A service that shuts down has released its leases, and must not acquire new ones.
             if _is_over(stopped):
                 return
             job = self.store.claim(job_id, self._lease())
@@ -210,7 +210,7 @@ class Reconciler:
     def _observe(self, job: Job) -> Seen:
         if job.attempt is None:
             return Seen()
-        # The cluster first: an outcome is written before its driver ends, so a dead driver without one left none.
+        # The cluster first: a driver writes its outcome before it exits, so a dead driver without one left none.
         submission = self.view.status(job.attempt.submission_id)
         try:
             sighting = self.run_dirs.observe(job.run_dir, job.attempt.number)
@@ -219,7 +219,7 @@ class Reconciler:
             if not _storage_failed(error):
                 raise
             self._explain(job, error)
-            # What an attempt says may be there; but a disk that is gone must not keep a job alive for ever.
+            # The attempt may have written an outcome, but lost storage must not keep a job alive forever.
             late = job.wish is not None and self.clock() >= job.wish.deadline
             return Seen(submission if late else Submission.UNKNOWN, unreachable=self.view.unreachable())
         self.view.note(job.id, sighting)
@@ -246,17 +246,17 @@ class Reconciler:
         )
 
     def _silent_condition(self, job: Job, sighting: Sighting) -> Reason | None:
-        """Return why an attempt makes no progress that does not report it."""
+        """Return the reason why an attempt makes no progress if it reports none itself."""
         return self.view.no_room(job, sighting) or self.idle.stalled(job)
 
     def _previous(self, job: Job, attempt: Attempt) -> Submission:
-        """What became of the attempt before one that is not submitted yet."""
+        """Return the status of the previous attempt, as long as the newest one is not submitted."""
         if attempt.submitted_at is not None or attempt.number == 1:
             return Submission.MISSING
         return self.view.status(job.attempts[-2].submission_id)
 
     def _apply(self, job: Job, decision: Decision) -> bool:
-        """Carry the decision out; whether it was stored, so that there may be a next step at once."""
+        """Apply a decision; return True if it changed the stored job, which may then have a next step."""
         for effect in decision.effects:
             try:
                 self._do(effect, job)
@@ -292,7 +292,7 @@ class Reconciler:
             self.watch.waited(seconds)
 
     def _explain(self, job: Job, error: Exception, **told: str) -> None:
-        """Store and log why nothing moves, once per reason; the next pass tries again."""
+        """Store and log the error that blocks a job, once per reason; the next pass retries."""
         reason = _reason(error)
         if job.reason != reason and self.store.save(replace(job, reason=reason), owner=self.owner):
             log.warning("job_cannot_move", job=job.id, code=reason.code, error=str(error), **told)
@@ -338,7 +338,7 @@ def _reason(error: Exception) -> Reason:
         return storage_unavailable(error.error, error.since, root=error.root)
     if is_transient(error):
         return storage_unavailable(str(error))
-    return Reason(Code.EFFECT_FAILED, str(error), "it is tried again until it works")
+    return Reason(Code.EFFECT_FAILED, str(error), "the service retries until it succeeds")
 
 
 def _without_outage(job: Job, seen: Seen) -> Job:

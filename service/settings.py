@@ -1,4 +1,4 @@
-"""What the process is told by its environment: one Settings, prefix TRAINSHED_."""
+"""Settings of the service, read from environment variables with the prefix TRAINSHED_."""
 
 import json
 import os
@@ -28,10 +28,10 @@ _DATABASES = ("sqlite:///", "postgresql://", "postgresql+psycopg://")
 
 
 class _Environment(EnvSettingsSource):
-    """The environment, in which what is no JSON is one problem among others and does not hide them."""
+    """Environment source that reports invalid JSON as a validation error, together with all other errors."""
 
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: str) -> JsonValue:
-        """What the text says, or the text."""
+        """Decode JSON; return the text itself if it is invalid."""
         try:
             decoded: JsonValue = super().decode_complex_value(field_name, field, value)
         except ValueError:
@@ -40,7 +40,7 @@ class _Environment(EnvSettingsSource):
 
 
 def _none(value: object) -> object:
-    """Nothing, where it says so."""
+    """Convert the text `none` to None."""
     return None if value == "none" else value
 
 
@@ -52,7 +52,7 @@ Limit = Annotated[Rate | None, NoDecode, BeforeValidator(_rate)]
 
 
 class Settings(BaseSettings):
-    """Every knob of the service, with a default that runs on a laptop."""
+    """All settings of the service; the defaults run on a laptop."""
 
     model_config = SettingsConfigDict(env_prefix="TRAINSHED_", env_ignore_empty=True, frozen=True)
 
@@ -61,101 +61,109 @@ class Settings(BaseSettings):
         default=None, description="file with the operator's key; default: admin.key in home, created at the first start"
     )
     metrics_key_file: Path | None = Field(
-        default=None, description="file with a key that opens GET /metrics and nothing else"
+        default=None, description="file with a key that is valid for GET /metrics only"
     )
     secret_key: Annotated[tuple[SecretStr, ...], NoDecode] = Field(
         default=(),
-        description="keys of ≥ 32 characters for webhook secrets; the first encrypts, all decrypt",
+        description="keys of ≥ 32 characters that encrypt webhook secrets: the first encrypts, all decrypt",
     )
     secret_key_file: Path | None = Field(
-        default=None, description="file with such keys, one a line; default: DATABASE.key beside a SQLite database"
+        default=None, description="file with these keys, one per line; default: DATABASE.key next to a SQLite database"
     )
     host: str = "127.0.0.1"
-    port: int = Field(default=8000, ge=0, le=65535, description="0: the system chooses")
+    port: int = Field(default=8000, ge=0, le=65535, description="0: any free port")
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
-        default=(), description="names besides localhost and `host` by which callers may address the service"
+        default=(), description="accepted names in the Host header, in addition to localhost and `host`"
     )
     database_url: str | None = Field(default=None, description="SQLAlchemy URL; default: SQLite in home")
-    database_seconds: float = Field(default=600.0, gt=0, description="to wait at start for a database to answer")
+    database_seconds: float = Field(default=600.0, gt=0, description="timeout of the database at startup")
     database_call_seconds: float = Field(
-        default=10.0, gt=0, description="time limit of a statement, and of the wait for a connection or a lock"
+        default=10.0, gt=0, description="timeout of a statement, and of the wait for a connection or a lock"
     )
     storage_roots: Annotated[dict[str, tuple[str, ...]], NoDecode] = Field(
         default={},
-        description="URIs below which specs may read, besides run directories of their project: a comma list, or by "
-        'project, as JSON: {"nlp": ["s3://nlp/"], "*": ["file:///shared"]}',
+        description="URIs below which specs may read, in addition to run directories of their project: a comma list, "
+        'or by project, as JSON: {"nlp": ["s3://nlp/"], "*": ["file:///shared"]}',
     )
-    runs: str | None = Field(default=None, description="URI below which run directories go; default: home/runs")
+    runs: str | None = Field(default=None, description="URI of the folder of run directories; default: home/runs")
     cache: str | None = Field(
         default=None,
-        description="folder for prepared data that all hosts see; default: _cache beside the run directories, or in "
-        "home if these are on object storage",
+        description="shared folder for prepared data, visible to all hosts; default: _cache next to the run "
+        "directories, or in home if these are on object storage",
     )
     storage_seconds: float = Field(
-        default=300.0, ge=0, description="to retry storage that is unavailable before an attempt or a save fails"
+        default=300.0, ge=0, description="how long to retry unavailable storage before an attempt or a save fails"
     )
     sinks: Annotated[tuple[SinkName, ...], NoDecode] = Field(
-        default=DEFAULT_SINKS, description=f"who shows metrics: {', '.join(SINKS)}, or none"
+        default=DEFAULT_SINKS, description=f"metrics sinks: {', '.join(SINKS)}, or none"
     )
     ray_address: str | None = Field(default=None, description="dashboard URL of a cluster; default: embedded Ray")
     dashboard_url: str | None = Field(
-        default=None, description="where users open Ray's dashboard, if not at ray_address"
+        default=None, description="URL of Ray's dashboard for users, if it differs from ray_address"
     )
-    ray_cpus: int = Field(default_factory=lambda: max(2, os.cpu_count() or 1), ge=1, description="of embedded Ray")
-    ray_object_store_bytes: int = Field(default=500_000_000, ge=80_000_000, description="of embedded Ray")
+    ray_cpus: int = Field(
+        default_factory=lambda: max(2, os.cpu_count() or 1), ge=1, description="number of CPUs of embedded Ray"
+    )
+    ray_object_store_bytes: int = Field(
+        default=500_000_000, ge=80_000_000, description="object store size of embedded Ray"
+    )
     reconcile_seconds: float = Field(default=0.5, gt=0)
     lease_seconds: float = Field(default=30.0, gt=0)
-    retry_seconds: float = Field(default=5.0, ge=0, description="pause before attempt 2; doubles each time")
+    retry_seconds: float = Field(default=5.0, ge=0, description="delay before attempt 2; doubles each time")
     retry_cap_seconds: float = Field(default=300.0, ge=0)
     cancel_grace_seconds: float = Field(default=60.0, ge=0)
     stop_seconds: float = Field(
-        default=30.0, ge=0, description="for jobs of embedded Ray to save when the service is stopped"
+        default=30.0, ge=0, description="time for jobs of embedded Ray to save when the service stops"
     )
-    pause_grace_seconds: float = Field(default=600.0, ge=0, description="to commit a checkpoint and to leave")
+    pause_grace_seconds: float = Field(default=600.0, ge=0, description="time to commit a checkpoint and stop")
     quotas: dict[str, Quota] = Field(
         default={}, description='by project, as JSON: {"nlp": {"jobs": 4, "workers": 32, "gpus": 16}, "*": {"jobs": 1}}'
     )
-    backfill: bool = Field(default=True, description="a job may pass one that waits for room, if it does not delay it")
-    preemption: bool = Field(default=True, description="jobs make room for those of higher priority, and go on later")
-    resize_seconds: float = Field(default=600.0, ge=0, description="an elastic job grows no more often")
+    backfill: bool = Field(default=True, description="let a job start before a blocked job that it does not delay")
+    preemption: bool = Field(default=True, description="pause jobs of lower priority for others, and resume them later")
+    resize_seconds: float = Field(default=600.0, ge=0, description="minimum time before an elastic job grows")
     cluster_limit: dict[str, float] = Field(
-        default={}, description='what an autoscaler may grow the cluster to, as JSON: {"GPU": 64, "CPU": 512}'
+        default={}, description='maximum resources of an autoscaled cluster, as JSON: {"GPU": 64, "CPU": 512}'
     )
-    preflight_seconds: float = Field(default=120.0, gt=0, description="to check data and model of one spec")
-    preflight_cpu_seconds: float = Field(default=30.0, ge=1, description="of CPU time that one check may use")
-    preflight_memory_bytes: int = Field(default=2 << 30, ge=64 << 20, description="of memory that one check may take")
+    preflight_seconds: float = Field(default=120.0, gt=0, description="timeout of the check of one spec")
+    preflight_cpu_seconds: float = Field(default=30.0, ge=1, description="maximum CPU time of one check")
+    preflight_memory_bytes: int = Field(default=2 << 30, ge=64 << 20, description="maximum memory of one check")
     preflight_checks: int = Field(
-        default=32, ge=4, description="specs checked at once; a key gets a quarter of them, a project half"
+        default=32, ge=4, description="maximum concurrent checks of specs; a quarter per key, half per project"
     )
-    verify_seconds: float = Field(default=600.0, gt=0, description="to read all of a checkpoint")
+    verify_seconds: float = Field(default=600.0, gt=0, description="timeout of verifying a checkpoint")
     webhook_allowed: Annotated[tuple[str, ...], NoDecode] = Field(
-        default=(), description="CIDRs and host names of receivers that are not on the open internet"
+        default=(), description="CIDRs and host names of receivers that are not on the public internet"
     )
     max_body_bytes: int = Field(default=1 << 20, ge=1)
-    connections: int = Field(default=2048, ge=16, description="open at once, as far as the system lets it open files")
-    connections_per_address: int = Field(
-        default=512, ge=1, description="open at once from one address, unless FORWARDED_ALLOW_IPS names it as a proxy"
+    connections: int = Field(
+        default=2048, ge=16, description="maximum open connections, within the system's limit of open files"
     )
-    head_seconds: float = Field(default=10.0, gt=0, description="for the head of a request to arrive")
+    connections_per_address: int = Field(
+        default=512,
+        ge=1,
+        description="maximum open connections from one address; proxies in FORWARDED_ALLOW_IPS are exempt",
+    )
+    head_seconds: float = Field(default=10.0, gt=0, description="timeout of a request's head")
     body_bytes_per_second: float = Field(
         default=4096.0,
         gt=0,
-        description="a body that arrives more slowly is cut off, after 10 s at the earliest",
+        description="minimum rate of a request body; slower connections are closed after 10 s or more",
     )
-    logs: LogFormat = Field(default="console", description="lines for people, or JSON for machines; on stderr")
-    reads_per_key: Limit = Field(
-        default=Rate(6000, "minute"), description="calls that change nothing; none: any number"
-    )
-    writes_per_key: Limit = Field(default=Rate(600, "minute"), description="all others")
-    strangers_per_address: Limit = Field(default=Rate(600, "minute"), description="calls that no key comes with")
+    logs: LogFormat = Field(default="console", description="log format on stderr: text lines, or JSON")
+    reads_per_key: Limit = Field(default=Rate(6000, "minute"), description="rate limit of reads; none: unlimited")
+    writes_per_key: Limit = Field(default=Rate(600, "minute"), description="rate limit of all other calls")
+    strangers_per_address: Limit = Field(default=Rate(600, "minute"), description="rate limit of unauthenticated calls")
     streams_per_key: Annotated[int | None, BeforeValidator(_none)] = Field(
-        default=200, ge=1, description="open at once; none: any number"
+        default=200, ge=1, description="maximum open streams; none: unlimited"
     )
-    oidc_issuer: str | None = Field(default=None, description="URL of an OpenID Connect issuer whose tokens open, too")
-    oidc_audience: str | None = Field(default=None, description="what its tokens must be issued for")
-    oidc_groups_claim: str = Field(default="groups", description="claim with the names of the groups of a caller")
+    oidc_issuer: str | None = Field(
+        default=None, description="URL of an OpenID Connect issuer whose tokens are accepted"
+    )
+    oidc_audience: str | None = Field(default=None, description="required audience of its tokens")
+    oidc_groups_claim: str = Field(default="groups", description="claim with the group names of a caller")
     oidc_groups: dict[str, dict[str, Role]] = Field(
-        default={}, description='by group, roles by project, as JSON: {"nlp-team": {"nlp": "editor"}}'
+        default={}, description='roles per project for each group, as JSON: {"nlp-team": {"nlp": "editor"}}'
     )
 
     @field_validator("storage_roots", mode="before")
@@ -191,7 +199,7 @@ class Settings(BaseSettings):
     def settings_customise_sources(
         cls, settings_cls: type[BaseSettings], *sources: PydanticBaseSettingsSource, **named: PydanticBaseSettingsSource
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """What the caller says, then the environment; no files."""
+        """Return the sources: arguments, then the environment; no files."""
         return named["init_settings"], _Environment(settings_cls)
 
     @field_validator("database_url")
@@ -211,11 +219,11 @@ class Settings(BaseSettings):
     @field_validator("cache")
     @classmethod
     def _folder(cls, value: str | None) -> str | None:
-        # Samples are read from it by their place in a file.
+        # Samples are read by their offset in a file, which object storage does not support well.
         if value is None or value.startswith("/"):
             return value
         if not value.startswith("file:"):
-            raise ValueError("must be a folder that all hosts see, /PATH or file:///PATH: no object storage")
+            raise ValueError("must be a folder visible to all hosts, /PATH or file:///PATH, not object storage")
         return str(local_path(value))
 
     @field_validator("runs")
@@ -234,14 +242,14 @@ class Settings(BaseSettings):
     @classmethod
     def _issuer(cls, value: str | None) -> str | None:
         if value is not None and not tamper_proof(value):
-            raise ValueError(f"{value!r} does not begin with https://; only an issuer on this machine may do without")
+            raise ValueError(f"{value!r} does not begin with https://, which only an issuer on this machine may omit")
         return value
 
     @model_validator(mode="after")
     def _whole_oidc(self) -> "Settings":
         if self.oidc_issuer is not None and (self.oidc_audience is None or not self.oidc_groups):
             raise ValueError(
-                "TRAINSHED_OIDC_ISSUER alone lets nobody in; set TRAINSHED_OIDC_AUDIENCE and TRAINSHED_OIDC_GROUPS, too"
+                "TRAINSHED_OIDC_ISSUER alone grants no access; set TRAINSHED_OIDC_AUDIENCE and TRAINSHED_OIDC_GROUPS"
             )
         return self
 
@@ -250,7 +258,7 @@ class Settings(BaseSettings):
     def _secret_keys(cls, value: str | tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
         keys = tuple(SecretStr(key) for key in value.split(",")) if isinstance(value, str) else value
         if any(len(key.get_secret_value().strip()) < 32 for key in keys):
-            raise ValueError("a key must have at least 32 characters; `openssl rand -hex 32` writes one")
+            raise ValueError("a key must have at least 32 characters; create one with `openssl rand -hex 32`")
         return tuple(SecretStr(key.get_secret_value().strip()) for key in keys)
 
     @field_validator("webhook_allowed")
@@ -265,27 +273,27 @@ class Settings(BaseSettings):
         return None if value is None else Path(os.path.abspath(value.expanduser()))
 
     def make_home(self) -> None:
-        """Create home, open to its owner alone; one that is there stays as it is."""
+        """Create the home, accessible to its owner only; leave an existing one unchanged."""
         self.home.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     @property
     def rules(self) -> Rules:
-        """How the queue is gone through."""
+        """The queue policy."""
         return Rules(self.quotas, self.backfill, self.preemption, self.resize_seconds)
 
     @property
     def receivers(self) -> Allowed:
-        """Where webhooks may go besides the open internet."""
+        """The allowed webhook receivers that are not on the public internet."""
         return Allowed.parse(self.webhook_allowed)
 
     @property
     def default_root(self) -> str:
-        """Where run directories go."""
+        """The storage root of run directories."""
         return self.runs or self.own_root
 
     @property
     def own_root(self) -> str:
-        """The storage root that is always there."""
+        """The default storage root, in the home."""
         return (self.home / "runs").as_uri()
 
     @property
@@ -295,11 +303,11 @@ class Settings(BaseSettings):
 
     @property
     def all_roots(self) -> tuple[str, ...]:
-        """Return the storage roots of all projects, without those of run directories."""
+        """Return the storage roots of all projects, without the roots of run directories."""
         return tuple(dict.fromkeys(root for roots in self.storage_roots.values() for root in roots))
 
     def read_policy(self, project: str) -> ReadPolicy:
-        """Return what the jobs of a project may read."""
+        """Return the paths that the jobs of a project may read."""
         runs = tuple(dict.fromkeys((self.default_root, self.own_root)))
         roots = (*self.storage_roots.get(project, ()), *self.storage_roots.get(ANY, ()))
         caches = [f"{root.rstrip('/')}/_cache" for root in runs if root.startswith(("file:", "/"))]
@@ -319,5 +327,5 @@ class Settings(BaseSettings):
 
     @property
     def address_file(self) -> Path:
-        """The file that says where the running service listens."""
+        """The file with the URL of the running service."""
         return self.home / "service.json"

@@ -1,4 +1,4 @@
-"""Specs as users send and change them; what cannot be is InvalidSpec."""
+"""Parsing, overriding and resizing of specs. Each function raises InvalidSpec."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -23,9 +23,9 @@ from train_loop.spec import (
 
 
 def parsed(body: bytes, authorise: Callable[[str], None]) -> JobSpec:
-    """Parse a spec that a caller sent; `authorise` is asked for its project before the rest is checked.
+    """Parse a spec that a caller sent; `authorise` is called with its project before the rest is checked.
 
-    Raises InvalidSpec, and what `authorise` raises.
+    Raises InvalidSpec, and the errors of `authorise`.
     """
     try:
         raw = read_yaml(body)
@@ -40,10 +40,10 @@ def parsed(body: bytes, authorise: Callable[[str], None]) -> JobSpec:
 
 
 def overridden(job: Job, overrides: Mapping[str, JsonValue]) -> JobSpec:
-    """The spec of a job at the size that it has now, with some of it different. Raises InvalidSpec."""
+    """Return the spec of a job at its current size with overrides. Raises InvalidSpec."""
     try:
         spec = override(job.spec.model_copy(update={"scaling": job.asked}), overrides)
-        # What the job has already was taken under the rules of its time.
+        # Only new labels: older jobs may have labels from before the rule.
         _check_labels(spec.labels.items() - job.spec.labels.items())
         return spec
     except SpecError as error:
@@ -51,7 +51,7 @@ def overridden(job: Job, overrides: Mapping[str, JsonValue]) -> JobSpec:
 
 
 def _check_labels(labels: Iterable[tuple[str, str]]) -> None:
-    """Raise SpecError for labels that would not be shown as they are; stored specs may have some."""
+    """Raise SpecError for labels with hidden or control characters; stored specs may have some."""
     problems = []
     for key, value in labels:
         for text in (key, value):
@@ -64,16 +64,16 @@ def _check_labels(labels: Iterable[tuple[str, str]]) -> None:
 
 
 def sized(spec: JobSpec, scaling: ScalingSpec) -> JobSpec:
-    """A run's spec at another size. Raises InvalidSpec where the size would change what is trained."""
+    """Return a run's spec at another size. Raises InvalidSpec if the size would change the training."""
     resized = spec.model_copy(update={"scaling": scaling})
     if scaling.bounds != spec.scaling.bounds and spec.training.global_batch_size is None:
         raise InvalidSpec(
             [
                 Problem(
                     "/scaling/num_workers",
-                    f"num_workers={scaling.bounds[1]} is not the {spec.scaling.world} of the spec, and a step would "
-                    "take another number of sequences; a job is resized where its spec gives "
-                    "training.global_batch_size",
+                    f"num_workers={scaling.bounds[1]} differs from {spec.scaling.world} in the spec and would change "
+                    "the number of sequences per step; only a job whose spec sets training.global_batch_size can be "
+                    "resized",
                 )
             ]
         )

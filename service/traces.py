@@ -1,4 +1,4 @@
-"""Whether spans are sent: where the environment names a collector, as OpenTelemetry has it."""
+"""Tracing with OpenTelemetry, enabled if the environment contains the URL of a collector."""
 
 import pkgutil
 from collections.abc import Mapping
@@ -14,27 +14,27 @@ _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT
 
 
 class AppTraces(Traces, Protocol):
-    """Those of an app, from its start to its end."""
+    """Tracer of an app, for its whole lifetime."""
 
     def instrument(self, app: FastAPI) -> None:
-        """Let every request be a span."""
+        """Record a span for every request."""
 
     def close(self) -> None:
-        """Send what is left; a collector that does not answer may keep it from ending."""
+        """Send the remaining spans; may hang if the collector does not answer."""
 
 
 class Off(Untraced):
-    """An app without any."""
+    """Tracer that records nothing."""
 
     def instrument(self, app: FastAPI) -> None:
-        """Leave it as it is."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """There is nothing to send."""
+        """Do nothing."""
 
 
 def open_traces(environment: Mapping[str, str]) -> AppTraces:
-    """Spans to the collector that is named; none where none is, or where the packages for it are missing."""
+    """Return a tracer for the collector in the environment; `Off` without one, or if its packages are missing."""
     if not any(environment.get(name) for name in _ENDPOINTS):
         return Off()
     try:

@@ -1,6 +1,6 @@
-"""What a user can ask for: submit, clone, plan, get, page, pause, resume, cancel, delete.
+"""Use cases of jobs: submit, clone, plan, get, page, pause, resume, cancel, delete.
 
-Answers come from the store, the run directory and the last look at the queue.
+Responses combine the store, the run directory and the latest snapshot of the queue.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,29 +38,29 @@ from train_loop.spec import JobSpec, ScalingSpec
 
 _TRIES = 20
 _SMALL = 8192
-"""Bytes of a spec that are parsed while others wait for it: at most 5 ms."""
+"""Maximum size in bytes of a spec that is parsed in a group submit: parsing, at most 5 ms, delays the others."""
 
 
 @dataclass(frozen=True)
 class JobView:
-    """A job with what its run directory and the cluster add."""
+    """A job with data from its run directory and the cluster."""
 
     job: Job
     story: Story
     dashboard_url: str | None
     waits_for: Reason | None = None
-    """What a job lacks that would start, or what an attempt waits for that makes no progress."""
+    """Reason why a queued job does not start, or why its attempt makes no progress."""
     place: int | None = None
-    """Its place in the queue, from 1."""
+    """Position in the queue, from 1."""
     read_at: float | None = None
-    """Unix seconds when the story was read from storage; None if it never was."""
+    """Time at which the story was read from storage (Unix seconds); None if it never was."""
     warnings: tuple[str, ...] = ()
-    """Of a job that was just submitted: what the nodes of the cluster mean for it."""
+    """Warnings about the cluster's nodes, only for a job that was just submitted."""
 
 
 @dataclass(frozen=True)
 class Grace:
-    """How long a driver may take to stop by itself, in seconds, unless the caller says."""
+    """Default grace periods in seconds, after which a stopping driver is killed."""
 
     cancel: float
     pause: float
@@ -68,7 +68,7 @@ class Grace:
 
 @dataclass(frozen=True)
 class Jobs:
-    """The use cases, over the ports they need."""
+    """Use cases of jobs."""
 
     store: JobStore
     cluster: Cluster
@@ -80,20 +80,20 @@ class Jobs:
     clock: Callable[[], float]
     new_id: Callable[[], str]
     caller: Caller = OPERATOR
-    """Who asks: what may not be seen is not there."""
+    """The caller; jobs that it may not see are reported as not found."""
     in_flight: KeysInFlight = field(default_factory=KeysInFlight)
 
     def of(self, caller: Caller) -> "Jobs":
-        """The same for another caller."""
+        """Return these use cases for another caller."""
         return replace(self, caller=caller)
 
     @property
     def planner(self) -> Planner:
-        """What checks specs."""
+        """The planner, which checks specs."""
         return Planner(self.preflight, self.cluster)
 
     def submit(self, body: bytes, once: Once | None) -> tuple[JobView, bool]:
-        """Store a job durably; False beside it says that the key stood for it already. Raises ServiceError."""
+        """Store a job durably. Return False with it if its Idempotency-Key was used before. Raises ServiceError."""
 
         def begin() -> NewJob:
             spec = self._parsed(body)
@@ -102,14 +102,14 @@ class Jobs:
         return self._once(once, begin)
 
     def submit_known(self, asked: Sequence[tuple[Caller, bytes, Once | None]]) -> list[JobView | None]:
-        """Store those jobs at once, durably, whose data and model need no look; None: `submit` has more to do there."""
+        """Store the jobs whose checks are cached in one durable commit; None for each job that needs `submit`."""
         found = [self.of(caller)._known(body, once) for caller, body, once in asked]
         if (added := [new for new in found if new is not None]) and not self.store.add_all(added, now=self.clock()):
             return [None] * len(asked)
         return [None if new is None else self._new_view(new.job) for new in found]
 
     def _known(self, body: bytes, once: Once | None) -> NewJob | None:
-        """A job whose checks take no time, if nothing is wrong with it."""
+        """Return the new job if all its checks are cached and pass, else None."""
         if len(body) > _SMALL:
             return None
         try:
@@ -117,17 +117,17 @@ class Jobs:
             plans = self.planner.known(spec)
             return None if plans is None else self._new(self._begin(spec, plans), once)
         except (InvalidSpec, Forbidden):
-            # Whoever sends it under a key that was used is told of that instead.
+            # `submit` reports the error, because an idempotency conflict takes precedence.
             return None
 
     def clone(
         self, job_id: str, step: int | None, overrides: Mapping[str, JsonValue], once: Once | None
     ) -> tuple[JobView, bool]:
-        """Store a job with another one's spec, changed, that goes on from one of its checkpoints; else as `submit`.
+        """Store a clone of a job: its spec with overrides, starting from one of its checkpoints. Returns as `submit`.
 
-        From the newest where no step is named, and from the start for step 0, or where there is no checkpoint. Raises
-        CheckpointNotFound, too. A clone in another project needs the editor's role in both, and is in the audit log of
-        both.
+        `step` None means the newest checkpoint, or a start from scratch if there is none; 0 means from scratch. Raises
+        ServiceError, e.g. CheckpointNotFound. A clone into another project needs the role editor in both, and is
+        recorded in the audit log of both.
         """
 
         def begin() -> NewJob:
@@ -152,14 +152,14 @@ class Jobs:
         return self._begin(spec, self.planner.check(spec, parent), parent)
 
     def _manifest(self, job: Job, step: int | None) -> Manifest | None:
-        """The checkpoint that a clone of a job goes on from; None: it begins anew."""
+        """Return the checkpoint from which a clone starts; None for a start from scratch."""
         if step == 0:
             return None
         manifests = {found.manifest.step: found.manifest for found in self.run_dirs.checkpoints(job.run_dir)}
         if step is None and not manifests and job.parent is not None:
             raise IllegalState(
-                f"{job.id} has no checkpoint of its own yet; clone {job.parent.job} from step {job.parent.step}, from "
-                "which it goes on itself, or ask with from_checkpoint 0 for a clone that begins anew"
+                f"{job.id} has no checkpoint yet; clone its parent {job.parent.job} from step {job.parent.step}, or "
+                "set from_checkpoint to 0 for a clone that starts from scratch"
             )
         wanted = max(manifests, default=None) if step is None else step
         if wanted is not None and wanted not in manifests:
@@ -167,25 +167,25 @@ class Jobs:
         return None if wanted is None else manifests[wanted]
 
     def _once(self, once: Once | None, begin: Callable[[], NewJob]) -> tuple[JobView, bool]:
-        """Store a job under a key, if there is one; False beside it says that the key stood for it already."""
+        """Store a job, under its Idempotency-Key if it has one. Return False with it if the key was used before."""
         if once is None:
             new = begin()
             self._add(new)
             return self._new_view(new.job), True
         with self.in_flight.hold(once):
-            # Before any check: the data of a job that was stored may have moved since.
+            # Before any check: the data of the stored job may have changed since.
             if (known := self._job_of(once)) is not None:
                 return self._new_view(known), False
             new = begin()
             if self._add(new):
                 return self._new_view(new.job), True
-            # Another replica stored a job under the key meanwhile.
+            # Another replica has stored a job under the key meanwhile.
             if (known := self._job_of(once)) is None:
                 raise KeyInFlight(once.key)
             return self._new_view(known), False
 
     def _job_of(self, once: Once) -> Job | None:
-        """Return the job that a key stands for. Raises IdempotencyMismatch, Forbidden."""
+        """Return the job that was stored under a key. Raises IdempotencyMismatch, Forbidden."""
         known = self.store.job_of(once, now=self.clock())
         if known is not None:
             # The groups of a token may have changed since.
@@ -193,11 +193,11 @@ class Jobs:
         return known
 
     def _add(self, new: NewJob) -> bool:
-        """Store a job with its key in one transaction; return False if the key stands for another job."""
+        """Store a job with its key in one transaction; return False if the key was used for another job."""
         try:
             added = self.store.add(new)
         except NotReady:
-            # The connection may have broken after the commit: then the job needs its parent's checkpoint.
+            # The connection may have broken after the commit. In that case the job needs its parent's checkpoint.
             with suppress(NotReady):
                 if new.job.parent is not None and self.store.get(new.job.id) is None:
                     self.run_dirs.let_go(new.job.run_dir)
@@ -213,7 +213,7 @@ class Jobs:
         return NewJob(job, once, (self._deed("submit", None, job), *more))
 
     def _begin(self, spec: JobSpec, plans: Plans, parent: Parent | None = None) -> Job:
-        """A job that was checked, with the checkpoint that it goes on from kept for it."""
+        """Build a checked job, and pin the checkpoint from which it starts."""
         job_id, now = self.new_id(), self.clock()
         run_dir, times = f"{self.default_root}/{spec.project}/{job_id}", {JobState.QUEUED: now}
         job = Job(job_id, spec, run_dir, created_at=now, updated_at=now, times=times, sizes=sizes_of(spec, plans))
@@ -224,15 +224,15 @@ class Jobs:
         return replace(job, parent=Lineage(parent.job, parent.manifest.step))
 
     def plan(self, body: bytes) -> PlanView:
-        """What a spec comes to, by the same checks as submit; nothing is stored. Raises ServiceError."""
+        """Return the plan of a spec after the same checks as `submit`, without storing it. Raises ServiceError."""
         return self.planner.view(self._parsed(body))
 
     def get(self, job_id: str) -> JobView:
-        """One job. Raises JobNotFound."""
+        """Return a job. Raises JobNotFound."""
         return self._view(self.find(job_id))
 
     def find(self, job_id: str, role: Role = Role.VIEWER) -> Job:
-        """One job as it is stored, for one who has this role. Raises JobNotFound, Forbidden."""
+        """Return the stored job if the caller has this role. Raises JobNotFound, Forbidden."""
         job = self.store.get(job_id)
         if job is None or not self.caller.may(Role.VIEWER, job.spec.project):
             raise JobNotFound(job_id)
@@ -240,19 +240,20 @@ class Jobs:
         return job
 
     def must_edit(self) -> None:
-        """Raise Forbidden unless the caller is an editor of some project; asked before a body is read."""
+        """Raise Forbidden unless the caller is an editor of some project; called before a body is read."""
         if not self.caller.edits:
-            raise Forbidden(f"key {self.caller.name!r} is an editor of no project; ask an admin of one for the role")
+            raise Forbidden(f"key {self.caller.name!r} is not an editor of any project; ask an admin for the role")
 
     def must(self, role: Role, project: str) -> None:
         """Raise Forbidden unless the caller has this role."""
         if not self.caller.may(role, project):
             raise Forbidden(
-                f"key {self.caller.name!r} is no {role} of project {project[:64]!r}; ask an admin of it for one"
+                f"key {self.caller.name!r} lacks the role {role} in project {project[:64]!r}; ask an admin of the "
+                "project for it"
             )
 
     def deed(self, action: str, job: Job, before: Mapping[str, JsonValue], after: Mapping[str, JsonValue]) -> Deed:
-        """What the audit log says of something that the caller does to a job."""
+        """Build the audit log entry of an action of the caller on a job."""
         return Deed(self.clock(), self.caller, f"job.{action}", job.spec.project, job.id, before, after)
 
     def _deed(self, action: str, before: Job | None, after: Job | None) -> Deed:
@@ -263,24 +264,24 @@ class Jobs:
         return self.deed(action, job, was, is_now)
 
     def page(self, query: JobQuery) -> tuple[list[JobView], bool]:
-        """The jobs that match, newest first, and whether there are more behind them."""
+        """Return the matching jobs, newest first, and True if there are more after them."""
         found = self.store.page(replace(query, projects=self._among(query.projects), limit=query.limit + 1))
         return [self._view(job) for job in found[: query.limit]], len(found) > query.limit
 
     def cancel(self, job_id: str, *, grace_seconds: float | None, checkpoint: bool) -> JobView:
-        """Ask for the end of a job; asking again can only shorten the grace. Raises IllegalState, JobNotFound."""
+        """Cancel a job; a repeated request can only shorten the grace period. Raises IllegalState, JobNotFound."""
         grace = self.grace.cancel if grace_seconds is None else grace_seconds
         return self._change(
             job_id, "cancel", lambda job, now: cancelled(job, deadline=now + grace, checkpoint=checkpoint, now=now)
         )
 
     def pause(self, job_id: str, *, grace_seconds: float | None) -> JobView:
-        """Ask a job to save and to leave the cluster until it is resumed. Raises IllegalState, JobNotFound."""
+        """Pause a job: it saves, and leaves the cluster until it is resumed. Raises IllegalState, JobNotFound."""
         grace = self.grace.pause if grace_seconds is None else grace_seconds
         return self._change(job_id, "pause", lambda job, now: paused(job, deadline=now + grace, now=now))
 
     def resume(self, job_id: str, scaling: ScalingSpec | None) -> JobView:
-        """Let a job go on, at another size if one is given. Raises IllegalState, InvalidSpec, JobNotFound."""
+        """Resume a job, at another size if `scaling` is given. Raises IllegalState, InvalidSpec, JobNotFound."""
         sizes: tuple[int, ...] = ()
         if scaling is not None:
             spec = sized(self.find(job_id, Role.EDITOR).spec, scaling)
@@ -291,18 +292,18 @@ class Jobs:
         )
 
     def delete(self, job_id: str) -> None:
-        """Forget a job that has ended; its run directory and its hours stay. Raises IllegalState, JobNotFound."""
+        """Delete a finished job; its run directory and its usage are kept. Raises IllegalState, JobNotFound."""
         job = self.find(job_id, Role.EDITOR)
         if not job.state.terminal:
             raise IllegalState(f"{job_id} is {job.state}; cancel it first, then delete it")
         used = usage_by_day([job], since=0.0, until=self.clock())
-        # Nothing changes a job that has ended, but somebody else who deletes it.
+        # A finished job cannot change, except that another caller deletes it.
         self.store.delete(job, {day: hours for (_, day), hours in used.items()}, self._deed("delete", job, None))
 
     def usage(self, first: date, last: date, *, projects: frozenset[str] | None = None) -> UsageByDay:
-        """What jobs, deleted ones as well, have used from one day to another, up to now."""
+        """Return the usage of jobs, including deleted ones, from one day to another, both inclusive, up to now."""
         now, projects = self.clock(), self._among(projects)
-        # There may be no day after the last one.
+        # `last` may be the last date of the calendar, which has no day after it.
         since, until = begin_of(first), now if last >= day_of(now) else begin_of(last + timedelta(days=1))
         deleted = self.store.used_by_deleted(first, last, projects=projects)
         return together(
@@ -310,7 +311,7 @@ class Jobs:
         )
 
     def _among(self, projects: frozenset[str] | None) -> frozenset[str] | None:
-        """Those of some projects, or of all, that the caller may see; None: any."""
+        """Return the projects, out of `projects` or all, that the caller may see; None means all."""
         seen = self.caller.projects(Role.VIEWER)
         return seen if projects is None else projects if seen is None else projects & seen
 
@@ -323,7 +324,7 @@ class Jobs:
         raise Busy(f"{job_id} changed {_TRIES} times while it was being changed; send the request again")
 
     def _parsed(self, body: bytes) -> JobSpec:
-        """A spec that the caller may submit. Raises InvalidSpec, Forbidden."""
+        """Parse a spec that the caller may submit. Raises InvalidSpec, Forbidden."""
         self.must_edit()
         return parsed(body, lambda project: self.must(Role.EDITOR, project))
 
@@ -332,7 +333,7 @@ class Jobs:
 
     def _view(self, job: Job) -> JobView:
         submission = job.attempt.submission_id if job.attempt else None
-        # A queue of ten thousand is listed without a look at ten thousand folders.
+        # The cached story: listing ten thousand jobs must not read ten thousand folders.
         read = self.run_dirs.known_story(job.run_dir) if job.attempts else Reading(NO_STORY, self.clock())
         dashboard = self.cluster.dashboard(submission)
         if not Ticket.of(job).waits:
@@ -342,14 +343,14 @@ class Jobs:
 
 
 def _missing(job: Job, read: Reading) -> Reason | None:
-    """Return why nothing newer is known of a job that has not ended."""
+    """Return the storage outage that makes the story of an unfinished job stale; None if there is none."""
     if read.error is None or job.state.terminal:
         return None
     return storage_unavailable(read.error, read.since, root=read.root)
 
 
 def _facts(job: Job | None) -> dict[str, JsonValue]:
-    """What the audit log tells of a job."""
+    """Return the facts about a job that the audit log records."""
     if job is None:
         return {}
     facts = {"name": job.spec.name, "state": job.state, "wish": job.wish, "scaling": job.size, "parent": job.parent}

@@ -1,4 +1,4 @@
-"""What those are told who watch the service: what is true of all of it, asked of the database, and of this process."""
+"""Service metrics: totals from the database and counters of this process."""
 
 import threading
 from collections import Counter, defaultdict
@@ -12,16 +12,16 @@ from service.errors import Forbidden
 from service.ports import Counts, JobCounts, JobQuery, JobStore, RunDirs, RunTotals, Story, Totals, Watch
 
 _KEPT_SECONDS = 5.0
-"""Several may scrape; the database is asked for one of them."""
+"""Cache time of the totals, so that several scrapers cause one database query."""
 _MOST_PROJECTS = 100
 _MOST_RUNS = 200
 OTHERS = "(others)"
-"""No project is called so: where there are more than a hundred, those with the fewest jobs."""
+"""Label of the projects with the fewest jobs beyond the first hundred; not a valid project name."""
 
 
 @dataclass
 class Last:
-    """What the database was last asked for, and when."""
+    """The cached totals, and their expiry time."""
 
     totals: Totals = field(default_factory=Totals)
     until: float = float("-inf")
@@ -30,7 +30,7 @@ class Last:
 
 @dataclass(frozen=True)
 class Watching:
-    """The use case of those who watch, over the ports that it needs."""
+    """Use case of scraping metrics."""
 
     counts: JobCounts
     store: JobStore
@@ -42,15 +42,18 @@ class Watching:
     caller: Caller = OPERATOR
 
     def of(self, caller: Caller) -> "Watching":
-        """The same for another caller."""
+        """Return this use case for another caller."""
         return replace(self, caller=caller)
 
     def text(self, *, database_up: bool = True) -> bytes:
-        """Every series, as Prometheus reads it; without a database, those of this process. Raises Forbidden."""
+        """Return all series in Prometheus format; without a database, only the series of this process.
+
+        Raises Forbidden.
+        """
         if not self.caller.may(Role.VIEWER, ANY):
             raise Forbidden(
-                f"key {self.caller.name!r} is no viewer of all projects, of which the metrics tell; ask the operator "
-                "for one that is (trainshed keys create NAME --role '*=viewer')"
+                f"key {self.caller.name!r} is not a viewer of all projects, which metrics require; ask the operator "
+                "for a key with this role (trainshed keys create NAME --role '*=viewer')"
             )
         totals = self._totals() if database_up else Totals(database_up=False)
         return self.watch.text(replace(totals, cluster_up=not self.board.unreachable))
@@ -63,7 +66,7 @@ class Watching:
             return self.last.totals
 
     def _ask(self, now: float) -> Totals:
-        # Where more runs are at work than can be looked at in an instant, the newest of them.
+        # At most the newest 200 runs: reading more would take too long.
         running = self.store.page(JobQuery(states=(JobState.RUNNING, JobState.RECOVERING), limit=_MOST_RUNS))
         runs = [(job, self.run_dirs.known_story(job.run_dir).story) for job in running]
         waits = bounded_oldest(self.counts.queued_since(), _MOST_PROJECTS)
@@ -77,7 +80,7 @@ class Watching:
 
 
 def _goodput(runs: Sequence[tuple[Job, Story]], now: float) -> Mapping[str, float]:
-    """By project."""
+    """Return the goodput of the running jobs by project: time of new steps / time since the start."""
     new, wall = defaultdict[str, float](float), defaultdict[str, float](float)
     for job, story in runs:
         if job.started_at is not None:
@@ -87,7 +90,7 @@ def _goodput(runs: Sequence[tuple[Job, Story]], now: float) -> Mapping[str, floa
 
 
 def _run_totals(job: Job, story: Story, now: float) -> RunTotals:
-    # Before its newest attempt it made no progress because nobody let it.
+    # Time before the newest attempt does not count as missing progress.
     began, done = job.attempt.started_at if job.attempt else now, story.progress
     waits_for = job.waits_for
     return RunTotals(
@@ -107,14 +110,14 @@ def _run_totals(job: Job, story: Story, now: float) -> RunTotals:
 
 
 def bounded_oldest(since: Mapping[str, float], most: int) -> Mapping[str, float]:
-    """The same with so many projects at most: of those whose jobs have waited least, the oldest is told as one."""
+    """Limit to `most` projects, longest wait first; the others are one entry with their oldest time."""
     oldest = sorted(since, key=since.__getitem__)
     own, others = oldest[:most], oldest[most:]
     return {project: since[project] for project in own} | ({OTHERS: since[others[0]]} if others else {})
 
 
 def bounded(counts: Counts, most: int) -> Counts:
-    """The same with so many projects at most: those with the fewest jobs are told as one."""
+    """Limit to `most` projects, most jobs first; the others are added up as one entry."""
     sizes = Counter[str]()
     for (_, project), jobs in counts.items():
         sizes[project] += jobs

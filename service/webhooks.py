@@ -1,4 +1,4 @@
-"""What a user can ask of webhooks: create, list, delete, test, rotate, see what was delivered, have it sent again."""
+"""Use cases of webhooks: create, list, delete, test, rotate, list deliveries, redeliver."""
 
 import base64
 import secrets
@@ -18,7 +18,7 @@ from train_loop.spec import Problem
 
 @dataclass(frozen=True)
 class Webhooks:
-    """The use cases, over the ports they need. What takes an id raises WebhookNotFound and Forbidden."""
+    """Use cases of webhooks. Each method with an id raises WebhookNotFound and Forbidden."""
 
     store: WebhookStore
     sender: Sender
@@ -28,11 +28,14 @@ class Webhooks:
     caller: Caller = OPERATOR
 
     def of(self, caller: Caller) -> "Webhooks":
-        """The same for another caller."""
+        """Return these use cases for another caller."""
         return replace(self, caller=caller)
 
     def create(self, project: str, url: str, states: Sequence[JobState]) -> Webhook:
-        """A new one, with its secret, which nobody can be told again. Raises InvalidRequest, WebhookLimit."""
+        """Create a webhook; return it with its secret, which later reads omit.
+
+        Raises Forbidden, InvalidRequest, WebhookLimit.
+        """
         self._must_admin(project)
         self._check(url)
         told = tuple(state for state in JobState if not states or state in states)
@@ -41,14 +44,14 @@ class Webhooks:
         return webhook
 
     def visible(self, project: str | None) -> list[Webhook]:
-        """Those of a project, or of all of which the caller is an admin, newest first."""
+        """Return the webhooks of a project, or of all projects that the caller administers, newest first."""
         mine = self.caller.projects(Role.ADMIN)
         if project is not None:
             mine = frozenset({project}) if mine is None else mine & {project}
         return self.store.among(mine)
 
     def find(self, webhook_id: str) -> Webhook:
-        """One of them."""
+        """Return a webhook."""
         webhook = self.store.get(webhook_id)
         if webhook is None or not self.caller.may(Role.VIEWER, webhook.project):
             raise WebhookNotFound(webhook_id)
@@ -56,22 +59,22 @@ class Webhooks:
         return webhook
 
     def delete(self, webhook_id: str) -> None:
-        """Tell it nothing any more, and forget what it was still to be told."""
+        """Delete a webhook and its pending deliveries."""
         webhook = self.find(webhook_id)
         self.store.delete(webhook_id, self._deed("delete", webhook, before=webhook.facts))
 
     def test(self, webhook_id: str) -> Answer:
-        """Send something at once, and say what came of it; one that is disabled and receives it is enabled."""
+        """Send a test message now, and return the answer; a disabled webhook that receives it is enabled again."""
         webhook, now = self.find(webhook_id), self.clock()
         answer = self.sender.send(webhook, trial_message(webhook, number=self.new_id(), now=now), now=now)
         if answer is None:
-            raise Busy("the service is about to end, and nothing was sent; send the request again in a few seconds")
+            raise Busy("the service is shutting down, and nothing was sent; retry in a few seconds")
         if answer.received and webhook.disabled_at is not None:
             self.store.enable(webhook_id, self._deed("enable", webhook))
         return answer
 
     def rotate(self, webhook_id: str) -> Webhook:
-        """Another secret; the one before it signs as well for a day."""
+        """Rotate the signing secret; the previous one also signs for 24 hours."""
         webhook = self.find(webhook_id)
         until, deed = self.clock() + OVERLAP, self._deed("rotate", webhook)
         rotated = self.store.rotate(webhook_id, _secret(), until=until, deed=deed)
@@ -80,12 +83,12 @@ class Webhooks:
         return rotated
 
     def deliveries(self, webhook_id: str, *, after: int | None, limit: int) -> tuple[list[Delivery], bool]:
-        """What it was told or is to be told, newest first, and whether there is more behind it."""
+        """Return the deliveries of a webhook, newest first, and True if there are more after them."""
         found = self.store.deliveries(self.find(webhook_id).id, after=after, limit=limit + 1)
         return found[:limit], len(found) > limit
 
     def redeliver(self, webhook_id: str, number: int) -> Delivery:
-        """Have a message sent again, at once. Raises DeliveryNotFound, IllegalState."""
+        """Send a message again now. Raises DeliveryNotFound, IllegalState."""
         webhook = self.find(webhook_id)
         if webhook.disabled_at is not None:
             raise IllegalState(f"{webhook_id} is disabled; POST /webhooks/{webhook_id}/test enables it once it answers")
@@ -98,24 +101,24 @@ class Webhooks:
     def _must_admin(self, project: str) -> None:
         if not self.caller.may(Role.ADMIN, project):
             what = "all projects" if project == ANY else f"project {project!r}"
-            raise Forbidden(f"key {self.caller.name!r} is no admin of {what}; ask one who is")
+            raise Forbidden(f"key {self.caller.name!r} is not an admin of {what}; ask an admin for a key")
 
     def _check(self, url: str) -> None:
-        """Raise InvalidRequest unless something may be sent there; what its name stands for is checked each time."""
+        """Raise InvalidRequest unless messages may be sent to the URL; addresses of names are checked at each send."""
         try:
             target = parse_target(url)
         except ValueError as error:
             raise InvalidRequest([Problem("/url", str(error))]) from error
         if target.scheme != "https" and not self.allowed.names(target):
             message = (
-                f"{target.scheme} is not allowed to {target.host}; write https://, or have the operator name the host"
+                f"{target.scheme} is not allowed for {target.host}; use https://, or ask the operator to add the host"
             )
-            raise InvalidRequest([Problem("/url", f"{message} in TRAINSHED_WEBHOOK_ALLOWED")])
+            raise InvalidRequest([Problem("/url", f"{message} to TRAINSHED_WEBHOOK_ALLOWED")])
         if target.literal is not None and not self.allowed.opens(target, target.host):
             message = (
-                f"{target.host} is not on the open internet; choose another receiver, or have the operator name it"
+                f"{target.host} is not on the public internet; choose another receiver, or ask the operator to add it"
             )
-            raise InvalidRequest([Problem("/url", f"{message} in TRAINSHED_WEBHOOK_ALLOWED")])
+            raise InvalidRequest([Problem("/url", f"{message} to TRAINSHED_WEBHOOK_ALLOWED")])
 
     def _deed(
         self,

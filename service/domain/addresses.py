@@ -66,7 +66,7 @@ class Allowed:
             except ValueError:
                 if "/" in entry or not _HOST.fullmatch(entry.lower()):
                     raise ValueError(
-                        f"{entry!r} is no CIDR and no host name; write 10.1.0.0/16 or hooks.internal"
+                        f"{entry!r} is not a CIDR or host name; expected e.g. 10.1.0.0/16 or hooks.internal"
                     ) from None
                 hosts.add(entry.lower())
         return cls(tuple(networks), frozenset(hosts))
@@ -94,22 +94,22 @@ def is_public(address: IPv4Address | IPv6Address) -> bool:
 def parse_target(url: str) -> Target:
     """Parse an http or https URL. Raises ValueError, with the problem in its message."""
     if not url.isascii() or not url.isprintable() or " " in url or "\\" in url:
-        raise ValueError(
-            "the URL holds a character that none may hold; write it percent-encoded, and hosts in punycode"
-        )
+        raise ValueError("the URL contains an invalid character; percent-encode it, or write the host in punycode")
     try:
         parts = urlsplit(url)
         host, port = (parts.hostname or "").lower(), parts.port
     except ValueError as error:
-        raise ValueError(f"{url!r} is no URL ({error}); write https://host/path or https://host:port/path") from None
+        raise ValueError(
+            f"invalid URL {url!r} ({error}); expected https://host/path or https://host:port/path"
+        ) from None
     if parts.scheme not in _PORTS:
-        raise ValueError(f"{parts.scheme or 'no scheme'} is not supported; begin the URL with https://")
+        raise ValueError(f"invalid scheme {parts.scheme!r}; the URL must begin with https://")
     if "@" in parts.netloc:
-        raise ValueError("the URL holds a user or password; leave them out, each request is signed instead")
+        raise ValueError("the URL contains a user or password; remove them, each request is signed instead")
     if "#" in url:
-        raise ValueError("the URL holds a fragment, which is never sent; leave out what follows #")
+        raise ValueError("the URL contains a fragment, which is never sent; remove the part from # on")
     if port == 0 or (_address(host) is None and not _HOST.fullmatch(host)):
-        raise ValueError(f"{parts.netloc!r} is no host and port; write https://host/path or https://host:port/path")
+        raise ValueError(f"invalid host or port {parts.netloc!r}; expected https://host/path or https://host:port/path")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     return Target(parts.scheme, host, port or _PORTS[parts.scheme], path)
 

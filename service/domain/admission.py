@@ -169,7 +169,8 @@ class _Books:
             what, _, remedy = never.partition("; ")
             return Reason(Code.UNSCHEDULABLE, what, remedy)
         if never := self._over(ticket, Use().plus(ticket)):
-            return Reason(Code.UNSCHEDULABLE, never, "raise the quota, or cancel and submit fewer or smaller workers")
+            remedy = "raise the quota, or cancel the job and submit one with fewer or smaller workers"
+            return Reason(Code.UNSCHEDULABLE, never, remedy)
         self._place += 1
         if ticket.project in self._over_quota:
             before = f"number {self._place} in the queue; another job of project {ticket.project} is before it"
@@ -183,14 +184,14 @@ class _Books:
         if first is None:
             return None
         self._blocked.append(ticket)
-        return Reason(Code.QUEUE, f"number {self._place} in the queue; {first.id} is before it and waits for more room")
+        return Reason(Code.QUEUE, f"number {self._place} in the queue; {first.id} is before it and waits for capacity")
 
     def _block(self, ticket: Ticket, shortage: str) -> Reason:
         if self._rules.preemption and not self._blocked:
             self.preempts = {victim.id: ticket.id for victim in self._victims(ticket)}
         self._blocked.append(ticket)
         if self.preempts and ticket.id in self.preempts.values():
-            shortage += f"; {', '.join(self.preempts)} of lower priority will make room"
+            shortage += f"; preempting {', '.join(self.preempts)} of lower priority"
         place = "next in the queue" if self._place == 1 else f"number {self._place} in the queue"
         return Reason(Code.CAPACITY, f"{place}; waits for {shortage}")
 
@@ -204,7 +205,7 @@ class _Books:
             ("GPUs", quota.gpus, after.gpus),
         ):
             if most is not None and then > most + _NOISE:
-                return f"project {ticket.project} may have {most:g} {name} at once, and with this job it has {then:g}"
+                return f"the quota of project {ticket.project} is {most:g} {name}; with this job it would use {then:g}"
         return None
 
     def _who_holds_back(self, ticket: Ticket) -> Ticket | None:
@@ -267,7 +268,7 @@ def _needed_victims(chosen: Sequence[Ticket], needs: Resources, total: Resources
 
 def _shortage(needs: Resources, total: Resources, held: Resources) -> str | None:
     short = [
-        f"{amount:g} {name} ({held.get(name, 0):g} of the cluster's {total.get(name, 0):g} are taken)"
+        f"{amount:g} {name} ({held.get(name, 0):g} of the cluster's {total.get(name, 0):g} are in use)"
         for name, amount in needs.items()
         if amount > total.get(name, 0) - held.get(name, 0) + _NOISE
     ]

@@ -81,35 +81,37 @@ def _ray(seen: Measured) -> tuple[Finding, ...]:
         return (reachable, authenticated, *behind)
     nodes = _nodes(seen.nodes)
     if nodes.verdict == "failed":
-        return reachable, authenticated, nodes, skipped("ray.tasks", "there is no node to run one on")
+        return reachable, authenticated, nodes, skipped("ray.tasks", "no live node to run a task")
     return reachable, authenticated, nodes, _tasks(seen.visit)
 
 
 def _greeting(greeting: Greeting | Trouble) -> tuple[Finding, Finding]:
     unknown = skipped("ray.authenticated", "Ray does not answer")
     if isinstance(greeting, Trouble):
-        remedy = "the dashboard is overloaded, or a firewall swallows what is sent to TRAINSHED_RAY_ADDRESS"
+        remedy = (
+            "check that the dashboard is not overloaded, and that no firewall drops traffic to TRAINSHED_RAY_ADDRESS"
+        )
         return failed("ray.reachable", greeting.what, remedy), unknown
     where = f"{greeting.url}: {greeting.said}" if greeting.url else greeting.said
     remedies = {
         Reach.NOBODY: "start the cluster, or correct TRAINSHED_RAY_ADDRESS: the URL of its dashboard, http://HEAD:8265",
-        Reach.STRANGE: "TRAINSHED_RAY_ADDRESS must be the URL of Ray's dashboard, with no log-in page before it",
-        Reach.STARTING: "wait half a minute; if it stays so, ray.log in TRAINSHED_HOME says why",
+        Reach.STRANGE: "TRAINSHED_RAY_ADDRESS must be the URL of Ray's dashboard, without a login page in front of it",
+        Reach.STARTING: "wait 30 s; if Ray still does not start, see ray.log in TRAINSHED_HOME",
     }
     if greeting.reach in remedies:
         return failed("ray.reachable", where, remedies[greeting.reach]), unknown
     if greeting.reach is Reach.REFUSED:
         remedy = "give the service the cluster's token: RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
         return ok("ray.reachable", f"{greeting.url} answers"), failed("ray.authenticated", where, remedy)
-    return ok("ray.reachable", where), ok("ray.authenticated", "Ray takes what the service sends")
+    return ok("ray.reachable", where), ok("ray.authenticated", "Ray accepts the service's requests")
 
 
 def _nodes(nodes: int | Trouble) -> Finding:
     if isinstance(nodes, Trouble):
-        return failed("ray.nodes", nodes.what, "look at the head's dashboard and at gcs_server.out in its log folder")
+        return failed("ray.nodes", nodes.what, "check the head's dashboard, and gcs_server.out in its log folder")
     if nodes == 0:
-        remedy = "a head alone that has just started has one within seconds; otherwise start nodes, or the autoscaler"
-        return failed("ray.nodes", "Ray answers, and has no node that is alive", remedy)
+        remedy = "if the head has just started, wait some seconds; otherwise start nodes or the autoscaler"
+        return failed("ray.nodes", "Ray answers, but has no live node", remedy)
     return ok("ray.nodes", f"{nodes} alive")
 
 
@@ -121,24 +123,28 @@ def _tasks(visit: ClusterVisit | Trouble) -> Finding:
     if troubled:
         return failed("ray.tasks", _list(troubled), remedy)
     if visit.left_out:
-        seen = f"{len(visit.nodes)} nodes ran one; {visit.left_out} more were not asked"
-        return warning("ray.tasks", seen, "of very large clusters the first nodes alone are asked")
-    return ok("ray.tasks", f"{len(visit.nodes)} of {len(visit.nodes)} nodes ran one")
+        seen = f"{len(visit.nodes)} nodes ran a task; {visit.left_out} more were not checked"
+        return warning("ray.tasks", seen, "in a very large cluster, only the first nodes are checked")
+    return ok("ray.tasks", f"{len(visit.nodes)} of {len(visit.nodes)} nodes ran a task")
 
 
 def _storage(seen: Measured) -> tuple[Finding, ...]:
     where = seen.runs
     return (
         _step(
-            "storage.readable", seen.read, "let the service list these folders: TRAINSHED_RUNS, TRAINSHED_STORAGE_ROOTS"
+            "storage.readable",
+            seen.read,
+            "give the service permission to list these folders: TRAINSHED_RUNS, TRAINSHED_STORAGE_ROOTS",
         ),
         _step(
-            "storage.writable", seen.write, f"let the service write to {where}, or set TRAINSHED_RUNS to another place"
+            "storage.writable",
+            seen.write,
+            f"give the service permission to write to {where}, or set TRAINSHED_RUNS to another folder",
         ),
         _step(
             "storage.atomic",
             seen.replace,
-            f"checkpoints need storage that replaces a file at once: mount {where} with another file system "
+            f"checkpoints need storage that replaces files atomically: mount {where} with another file system "
             "(NFS, a local disk, Lustre), or choose object storage with conditional writes",
         ),
         _shared(seen),
@@ -154,17 +160,17 @@ def _shared(seen: Measured) -> Finding:
     check = "storage.shared"
     looked = [node for node in _visited(seen) if node.sight is not None]
     if not looked:
-        return skipped(check, "no node has looked")
+        return skipped(check, "no node has checked the storage")
     if isinstance(seen.token, Trouble):
-        return skipped(check, f"nothing could be left for the nodes to see: {seen.token.what}")
+        return skipped(check, f"the service could not write a file for the nodes: {seen.token.what}")
     faults = _sight_faults(looked, seen.token, seen.arrived)
     if faults:
         remedy = (
             f"mount the same storage at the same path on service and nodes, writable for the user that Ray runs as "
-            f"({seen.runs}), or set TRAINSHED_RUNS to storage that all of them see"
+            f"({seen.runs}), or set TRAINSHED_RUNS to shared storage"
         )
         return failed(check, _list(faults), remedy)
-    return ok(check, f"{len(looked)} nodes see what the service writes, and it sees what they write")
+    return ok(check, f"{len(looked)} nodes see the service's writes, and it sees theirs")
 
 
 def _sight_faults(looked: Sequence[NodeVisit], token: str, arrived: frozenset[str] | Trouble) -> dict[str, str]:
@@ -176,11 +182,11 @@ def _sight_faults(looked: Sequence[NodeVisit], token: str, arrived: frozenset[st
         if sight.fault:
             faults[_name(node)] = sight.fault
         elif sight.token != token:
-            faults[_name(node)] = "does not see what the service has written"
+            faults[_name(node)] = "does not see the service's writes"
         elif isinstance(arrived, Trouble):
             faults[_name(node)] = arrived.what
         elif node.node not in arrived:
-            faults[_name(node)] = "the service does not see what it has written"
+            faults[_name(node)] = "the service does not see its writes"
         elif sight.unreadable:
             faults[_name(node)] = "; ".join(f"{root}: {why}" for root, why in sight.unreadable.items())
     return faults
@@ -190,7 +196,7 @@ def _of_nodes(seen: Measured) -> tuple[Finding, ...]:
     nodes = _visited(seen)
     if not nodes or isinstance(seen.visit, Trouble):
         checks = ("network", "versions", "user", "clock", "data_cpus")
-        return tuple(skipped(check, "no node was visited") for check in checks)
+        return tuple(skipped(check, "no node was checked") for check in checks)
     head = None if isinstance(seen.greeting, Trouble) else seen.greeting.ahead
     versions, user = _versions(seen.versions, nodes), _user(seen, nodes)
     return _network(seen.visit), versions, user, _clock(head, nodes), _data_cpus(seen.visit)
@@ -199,16 +205,16 @@ def _of_nodes(seen: Measured) -> tuple[Finding, ...]:
 def _network(visit: ClusterVisit) -> Finding:
     check, network = "network", visit.network
     if len(visit.nodes) < 2:
-        return ok(check, "there is only one node")
+        return ok(check, "the cluster has only one node")
     if network is None:
-        return skipped(check, "no time was left to try it")
+        return skipped(check, "no time was left for this check")
     if not network.failed:
         return ok(check, f"an all-reduce over {network.nodes} nodes succeeded")
     remedy = (
         "open all TCP ports between the hosts; if a host has several networks, give `ray start` the address of the one "
         "that connects them (--node-ip-address), or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
     )
-    what = "an all-reduce fails over" if ALL_NODES in network.failed else "there is no connection between"
+    what = "an all-reduce fails over" if ALL_NODES in network.failed else "no connection between"
     return failed(check, f"{what} {_list(network.failed)}", remedy)
 
 
@@ -216,7 +222,7 @@ def _versions(own: Mapping[str, str], nodes: Sequence[NodeVisit]) -> Finding:
     check = "versions"
     told = {_name(node): node.versions for node in nodes if node.versions is not None}
     if not told:
-        return skipped(check, "no node has told its versions")
+        return skipped(check, "no node has reported its versions")
     among = _differing(told)
     if among:
         return failed(check, f"nodes differ: {among}", "use one image for all nodes of the cluster")
@@ -224,7 +230,7 @@ def _versions(own: Mapping[str, str], nodes: Sequence[NodeVisit]) -> Finding:
     others = {name: (mine, cluster[name]) for name, mine in own.items() if name in cluster and cluster[name] != mine}
     said = ", ".join(f"{name} {mine} here and {theirs} on the cluster" for name, (mine, theirs) in others.items())
     remedy = (
-        "install the same versions for the service and in the cluster's image; constraints.txt names the tested ones"
+        "install the same versions for the service and in the cluster's image; constraints.txt lists the tested ones"
     )
     if any(name in _MUST_EQUAL for name in others):
         return failed(check, said, remedy)
@@ -238,13 +244,13 @@ def _user(seen: Measured, nodes: Sequence[NodeVisit]) -> Finding:
     check = "user"
     told = {_name(node): node.uid for node in nodes if node.uid is not None}
     if seen.uid is None or not told:
-        return skipped(check, "no node has told its user")
+        return skipped(check, "no node has reported its user")
     others = {name: f"uid {uid}" for name, uid in told.items() if uid != seen.uid}
     if not others:
         return ok(check, f"service and nodes run as uid {seen.uid}")
     if "://" in seen.runs and not seen.runs.startswith("file:"):
-        return ok(check, f"the service runs as uid {seen.uid}, nodes as others; object storage knows no users")
-    remedy = "run the service and Ray as the same user: run directories are open to their owner alone for writing"
+        return ok(check, f"the service runs as uid {seen.uid}, nodes as others; object storage has no file owners")
+    remedy = "run the service and Ray as the same user: only the owner of a run directory may write to it"
     return failed(check, f"the service runs as uid {seen.uid}, but {_list(others)}", remedy)
 
 
@@ -270,9 +276,9 @@ def _clock(head: tuple[float, float] | None, nodes: Sequence[NodeVisit]) -> Find
     # The bounds of nodes are relative to the driver, which Ray runs on the head by default.
     bounds = [add(head, node.ahead) for node in nodes if node.ahead is not None] if head is not None else []
     if not bounds:
-        return skipped(check, "neither the head nor the nodes have told their time")
+        return skipped(check, "neither the head nor the nodes have reported their time")
     worst = max(map(least, bounds))
-    seen = f"{worst:.1f} s apart at least" if worst else "none is certainly apart"
+    seen = f"clock skew of at least {worst:.1f} s" if worst else "no clock skew found"
     remedy = "run chrony or another NTP client on all machines"
     if worst >= _SKEW_FAILED:
         return failed(check, seen, remedy)
@@ -292,10 +298,10 @@ def least(bounds: tuple[float, float]) -> float:
 def _data_cpus(visit: ClusterVisit) -> Finding:
     check, seen = "data_cpus", f"{visit.free_cpus:g} of {visit.cpus:g} CPUs are free"
     if visit.cpus <= DATA_CPUS:
-        remedy = f"a job needs {DATA_CPUS:g} CPU for Ray Data beside its workers: add nodes with CPUs (--num-cpus)"
+        remedy = f"a job needs {DATA_CPUS:g} CPU for Ray Data besides its workers: add nodes with CPUs (--num-cpus)"
         return failed(check, seen, remedy)
     if visit.free_cpus < DATA_CPUS:
-        remedy = f"jobs that run may have them all; another one waits until {DATA_CPUS:g} is free for its data"
+        remedy = f"running jobs may use all CPUs; the next job waits until {DATA_CPUS:g} CPU is free for Ray Data"
         return warning(check, seen, remedy)
     return ok(check, seen)
 

@@ -82,7 +82,7 @@ def loss_of(event: Event) -> Reason | None:
         return None
     codes = {"host_lost": Code.HOST_LOST, "out_of_memory": Code.OUT_OF_MEMORY}
     if "cause" not in event and "hosts" not in event:
-        message = f"workers were lost ({event['error']}); the run goes on from its latest checkpoint"
+        message = f"workers were lost ({event['error']}); the run resumes from its newest checkpoint"
         return Reason(Code.WORKERS_LOST, message)
     survivors = f" ({_sentence(event['survivors'])})" if event.get("survivors") else ""
     message = f"{_sentence(event['error'])}{survivors}; the run resumes from its newest checkpoint"
@@ -97,7 +97,7 @@ def clock_time(seconds: float) -> str:
 def capacity_reason(missing: str, left: Sequence[str]) -> Reason:
     """Return the reason of a job whose workers no longer fit."""
     gone = f"; {' and '.join(left)} left the cluster" if left else ""
-    remedy = "start the node again or add another one; an elastic job (num_workers: {min, max}) shrinks by itself"
+    remedy = "restart the node or add another one; an elastic job (num_workers: {min, max}) shrinks automatically"
     return Reason(Code.CAPACITY, f"waits for {missing}{gone}", remedy)
 
 
@@ -111,7 +111,7 @@ def _waiting(event: Event) -> Reason:
     missing, left = event.get("missing"), event.get("left")
     since = f" since {clock_time(_number(event, 'since'))}" if _number(event, "since") else ""
     names = [str(host) for host in left] if isinstance(left, list) else []
-    return capacity_reason(f"{missing or 'room for its workers'}{since}", names)
+    return capacity_reason(f"{missing or 'capacity for its workers'}{since}", names)
 
 
 def _stalled(event: Event) -> Reason:
@@ -127,9 +127,7 @@ def _stalled(event: Event) -> Reason:
 def _moving(event: Event) -> Reason:
     hosts = event.get("hosts")
     names = ", ".join(map(str, hosts)) if isinstance(hosts, list) else "its host"
-    return Reason(
-        Code.MOVING, f"moving {list_ranks(_ranks(event, 'ranks'))} away from {names}, which will be taken away"
-    )
+    return Reason(Code.MOVING, f"moving {list_ranks(_ranks(event, 'ranks'))} away from {names}, which will be removed")
 
 
 def _storage(event: Event) -> Reason:

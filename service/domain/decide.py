@@ -165,7 +165,7 @@ def _active(job: Job, seen: Seen, now: float, retry: Retry) -> Decision:
     if not seen.submission.alive:
         return Decision(_failed(job, _driver_lost(seen), seen.committed, now, retry))
     if hangs(job, seen.quiet):
-        told = f"nothing was written for {seen.quiet:.0f} s; where the ranks stood is in stacks/ of the attempt"
+        told = f"nothing was written for {seen.quiet:.0f} s; stack traces of the ranks are in stacks/ of the attempt"
         reason = Reason(Code.HUNG, told)
         return Decision(_failed(job, reason, seen.committed, now, retry), (Effect.STOP_NOW,))
     return Decision(_follow(job if attempt.submitted_at else job.mark_submitted(now=now), seen, now))
@@ -201,7 +201,7 @@ def _standing(job: Job, seen: Seen) -> Reason | None:
     if job.state is JobState.RUNNING:
         return None
     if seen.training is Training.LOST:
-        return seen.lost or Reason(Code.WORKERS_LOST, "workers were lost; the run goes on from its latest checkpoint")
+        return seen.lost or Reason(Code.WORKERS_LOST, "workers were lost; the run resumes from its newest checkpoint")
     return _last_failure(job)
 
 
@@ -219,11 +219,11 @@ def _ended(job: Job, outcome: Outcome, committed: int | None, now: float, retry:
     if outcome.result == "moved":
         # The next attempt starts at once, and this one does not count as a failure.
         job = job.end_attempt("moved", now=now, step=committed)
-        moved = Reason(Code.MOVING, f"moves to other hosts: {outcome.reason or 'hosts are taken away'}")
+        moved = Reason(Code.MOVING, f"moves to other hosts: {outcome.reason or 'hosts will be removed'}")
         job = job.move(JobState.RECOVERING, now=now) if job.state is JobState.RUNNING else job
         return replace(job, reason=moved, next_attempt_at=now)
     if outcome.result != "failed":
-        unasked = Reason(Code.INTERRUPTED, f"the driver ended as {outcome.result}, which nobody had asked for")
+        unasked = Reason(Code.INTERRUPTED, f"the driver ended as {outcome.result} without a request")
         return _failed(job, unasked, committed, now, retry)
     reason = _failure(outcome)
     if outcome.retryable:
@@ -245,8 +245,8 @@ def _failed(job: Job, reason: Reason, committed: int | None, now: float, retry: 
 def _crash_loop(failures: tuple[Attempt, ...]) -> Reason:
     """Return why the job is not retried, with the message of each failure."""
     told = "; ".join(f"attempt {one.number}: {one.reason.message}" for one in failures if one.reason)
-    said = f"{len(failures)} of {len(failures)} attempts failed without getting further: {told}"
-    return Reason(Code.CRASH_LOOP, said, "mend what the logs name and clone the job, or raise failure.max_attempts")
+    said = f"{len(failures)} of {len(failures)} attempts failed without progress: {told}"
+    return Reason(Code.CRASH_LOOP, said, "fix the error in the logs and clone the job, or raise failure.max_attempts")
 
 
 def _last_failure(job: Job) -> Reason | None:
@@ -302,11 +302,11 @@ def _gone(job: Job, seen: Seen, now: float) -> Job:
     if seen.submission is Submission.STOPPED and job.wish is not None:
         # The service stopped the driver before it could write an outcome.
         result = "service_stopped" if _service_stops(job) else wanted_stop(job.wish, job.attempts[-1]).result
-        told = _told(job, "ended without a last checkpoint, because its time was up")
+        told = _told(job, "stopped without a final checkpoint after the grace period")
         return _stopped(_because(job.end_attempt(result, now=now, step=seen.committed), told), now)
     lost = _driver_lost(seen)
     since = f"step {seen.committed}" if seen.committed is not None else "its newest checkpoint, if it has one"
-    told = _told(job, f"{lost.message} before it had saved; the run goes on from {since}")
+    told = _told(job, f"{lost.message} before it saved; the run resumes from {since}")
     if _service_stops(job):
         # The deadline passed and Ray was stopped: not a failure of the job.
         return _stopped(_because(job.end_attempt("service_stopped", now=now, step=seen.committed), told), now)
@@ -337,7 +337,7 @@ def _failure(outcome: Outcome) -> Reason:
 
 
 def _driver_lost(seen: Seen) -> Reason:
-    return Reason(Code.DRIVER_LOST, f"the driver was lost (its submission is {seen.submission})")
+    return Reason(Code.DRIVER_LOST, f"the driver was lost (status of its submission: {seen.submission})")
 
 
 def _because(job: Job, reason: Reason | None) -> Job:

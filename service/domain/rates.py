@@ -20,7 +20,9 @@ class Rate:
         """Parse a rate such as `600/minute`. Raises ValueError if it is invalid."""
         match = re.fullmatch(rf"([1-9]\d{{0,4}})/({'|'.join(_SECONDS)})", text.strip())
         if match is None:
-            raise ValueError(f"{text!r} is no rate; write 1 to 99999 per second, minute or hour: 600/minute, or none")
+            raise ValueError(
+                f"invalid rate {text!r}; expected e.g. 600/minute (1 to 99999 per second, minute or hour) or none"
+            )
         return cls(int(match[1]), match[2])
 
     @property

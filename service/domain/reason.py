@@ -67,7 +67,7 @@ def storage_unavailable(error: str, since: float | None = None, *, root: str | N
     return Reason(
         Code.STORAGE_UNAVAILABLE,
         f"{storage} has been unavailable{when}: {error}",
-        "mount it again on every host; workers train on until their next save, which waits for it",
+        "mount it again on every host; workers train until their next save, which waits for the storage",
     )
 
 

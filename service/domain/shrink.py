@@ -59,5 +59,6 @@ def _arithmetic(scaling: ScalingSpec, rest: Capacity) -> str:
         data, have = (DATA_CPUS if name == "CPU" else 0.0), rest.total.get(name, 0.0)
         if amount and scaling.world * amount + data > have + _NOISE:
             extra = f" + {data:g} CPU for Ray Data" if data else ""
-            return f"its smallest size needs {scaling.world} x {amount:g} {name}{extra} > {have:g} {name} of the others"
+            need = f"{scaling.world} x {amount:g} {name}{extra}"
+            return f"its smallest size needs {need} > {have:g} {name} on the other nodes"
     return (never_fits(scaling, rest) or "").partition("; ")[0]

@@ -123,11 +123,11 @@ def answered(status: int, headers: Mapping[str, str], *, now: float) -> Answer:
         return Answer(status)
     if 300 <= status < 400:
         # The error does not contain the redirect's target: readers of the log may not be allowed to know it.
-        error = f"answered {status}, a redirect, and none is followed; give the webhook the address that it leads to"
+        error = f"answered {status}; redirects are not followed, so create the webhook with the URL of the redirect"
     elif status == 410:
-        error = "answered 410 Gone, so that the webhook is disabled; a test call that is received enables it again"
+        error = "answered 410 Gone, so the webhook was disabled; a successful test call enables it again"
     else:
-        error = f"answered {status}; any status from 200 to 299 says that a message was received"
+        error = f"answered {status}; expected a status from 200 to 299"
     asked = _seconds(headers.get("retry-after"), now=now) if status in (429, 503) else None
     return Answer(status, error, asked)
 

@@ -9,8 +9,8 @@ from service.errors import IllegalState
 from train_loop.spec import ScalingSpec
 
 _CANCELLED = Reason(Code.USER, "cancelled by a user")
-_RESIZED = Reason(Code.RESIZED, "goes on at the size that a user asked for, once there is room")
-_PAUSED = Reason(Code.USER, "paused by a user", "resume it when it is to go on")
+_RESIZED = Reason(Code.RESIZED, "resumes at the size that a user requested, once there is capacity")
+_PAUSED = Reason(Code.USER, "paused by a user", "resume the job to continue")
 
 
 def cancelled(job: Job, *, deadline: float, checkpoint: bool, now: float) -> Job:
@@ -18,7 +18,7 @@ def cancelled(job: Job, *, deadline: float, checkpoint: bool, now: float) -> Job
     if job.state is JobState.CANCELLED:
         return job
     if job.state.terminal:
-        raise IllegalState(f"{job.id} is {job.state} and cannot be cancelled any more; nothing needs to be done")
+        raise IllegalState(f"{job.id} is already {job.state} and cannot be cancelled; nothing needs to be done")
     if job.state is JobState.CANCELLING and job.wish is not None:
         return _sooner(job, job.wish, deadline)
     wish = Wish("cancel", checkpoint=checkpoint, deadline=deadline, reason=_CANCELLED)
@@ -28,7 +28,7 @@ def cancelled(job: Job, *, deadline: float, checkpoint: bool, now: float) -> Job
 def paused(job: Job, *, deadline: float, now: float) -> Job:
     """Return the job after a pause request. Only a user can resume it, even if it was preempted before."""
     if job.state.terminal or job.state is JobState.CANCELLING:
-        raise IllegalState(f"{job.id} is {job.state} and cannot be paused any more; clone it to train on")
+        raise IllegalState(f"{job.id} is {job.state} and cannot be paused; clone it to train further")
     wish = Wish("pause", checkpoint=True, deadline=deadline, reason=_PAUSED)
     if job.state is JobState.PAUSED:
         kept = job.wish if job.wish is not None and job.wish.reason.code is Code.USER else wish
@@ -47,7 +47,7 @@ def resumed(job: Job, scaling: ScalingSpec | None, sizes: tuple[int, ...] = (), 
     that gets another size saves, and is queued again.
     """
     if job.state.terminal or job.state is JobState.CANCELLING:
-        raise IllegalState(f"{job.id} is {job.state} and cannot be resumed; clone it to train on from a checkpoint")
+        raise IllegalState(f"{job.id} is {job.state} and cannot be resumed; clone it to train from a checkpoint")
     sized = job
     if scaling is not None and scaling != job.asked:
         # The attempt has the size that the job holds now. `granted` belongs to the previous size.

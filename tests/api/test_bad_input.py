@@ -213,7 +213,7 @@ def test_no_key_or_a_wrong_one(service: FakeService, path: str, given: str) -> N
 
 @pytest.mark.parametrize("path", ["", "/events", "/metrics", "/logs", "/checkpoints"])
 def test_unknown_job(client: TestClient, path: str) -> None:
-    expected = (404, "job_not_found", "there is no job job-x; GET /jobs lists the jobs there are")
+    expected = (404, "job_not_found", "job job-x not found; list jobs with GET /jobs")
     assert refusal(client, "GET", f"/jobs/job-x{path}") == expected
     assert refusal(client, "POST", "/jobs/job-x/cancel") == expected
 

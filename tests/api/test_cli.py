@@ -125,7 +125,7 @@ def test_refusal_ends_with_the_reason_and_code_1(home: Path) -> None:
 
 def test_environment_overrides_the_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINSHED_KEY", "wrong")
-    assert "this key opens nothing" in run("ps").stderr
+    assert "unknown, expired or revoked key" in run("ps").stderr
     monkeypatch.setenv("TRAINSHED_URL", "http://127.0.0.1:9")
     assert "the service does not answer" in run("ps").stderr
 
@@ -137,14 +137,14 @@ def test_an_address_that_is_none_is_told(home: Path, monkeypatch: pytest.MonkeyP
     told = run(command)
     assert (told.exit_code, told.stdout) == (1, "")
     assert told.stderr.startswith("trainshed: invalid configuration\n  TRAINSHED_URL=")
-    assert "write http://HOST:PORT" in told.stderr
+    assert "expected http://HOST:PORT" in told.stderr
     assert "hush" not in told.stderr
 
 
 def test_a_key_that_is_none_is_told(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINSHED_KEY", "café")
     told = run("ps")
-    assert (told.exit_code, told.stderr.startswith("trainshed: the key holds characters that no key has")) == (1, True)
+    assert (told.exit_code, told.stderr.startswith("trainshed: the key contains invalid characters")) == (1, True)
     monkeypatch.setenv("TRAINSHED_KEY", f"{KEY}\n")
     assert run("ps").exit_code == 0
 
@@ -185,12 +185,12 @@ def test_keys_from_create_to_revoke(home: Path, service: FakeService, monkeypatc
     refused = run("cancel", "job-0001")
     assert (refused.exit_code, refused.stderr) == (
         1,
-        "trainshed: key 'alice' is no editor of project 'default'; ask an admin of it for one\n",
+        "trainshed: key 'alice' lacks the role editor in project 'default'; ask an admin of the project for it\n",
     )
     monkeypatch.delenv("TRAINSHED_KEY")
     assert run("keys", "revoke", "key-0001").stdout == "revoked key-0001\n"
     monkeypatch.setenv("TRAINSHED_KEY", made.stdout.strip())
-    assert "opens nothing, or not any more" in run("whoami").stderr
+    assert "unknown, expired or revoked key" in run("whoami").stderr
 
 
 @pytest.mark.parametrize("role", ["nlp", "nlp=owner", "=viewer", "N!=viewer"])

@@ -46,10 +46,12 @@ class Case:
     bad_code: int = 1
 
 
-_NO_JOB = f"there is no job {UNKNOWN}; GET /jobs lists the jobs there are"
+_NO_JOB = f"job {UNKNOWN} not found; list jobs with GET /jobs"
 _NO_HOOK = "hook-zz not found; list ids with `trainshed webhooks ls`"
 _NOTHING_BEGINS = "job-zz not found; list ids with `trainshed ps`"
-_NO_STEP = "{trained} has no checkpoint of step 7, or not any more; GET /jobs/{trained}/checkpoints lists them"
+_NO_STEP = (
+    "checkpoint of step 7 of {trained} not found, or deleted; list checkpoints with GET /jobs/{trained}/checkpoints"
+)
 CASES = {
     "up": Case(
         "up",
@@ -64,7 +66,7 @@ CASES = {
         "{home}/{ended}.tar",
         "trainshed sha256",
         "backup {spec}",
-        "{spec} exists; name a new file",
+        "{spec} already exists; choose another file name",
     ),
     "submit": Case(
         "submit {spec} --set name=another --set training.max_steps=7",
@@ -105,7 +107,7 @@ CASES = {
         "{other} is ",
         "state",
         "resume {ended}",
-        "{ended} is CANCELLED and cannot be resumed; clone it to train on from a checkpoint",
+        "{ended} is CANCELLED and cannot be resumed; clone it to train from a checkpoint",
     ),
     "cancel": Case("cancel {ended}", "{ended} is CANCELLED", "state", f"cancel {UNKNOWN}", _NO_JOB),
     "rm": Case(
@@ -194,7 +196,7 @@ CASES = {
         "{number} of {hook} is sent again",
         "number settled",
         "webhooks redeliver {hook} 999",
-        "{hook} has no delivery 999, or not any more; GET /webhooks/{hook}/deliveries lists them",
+        "delivery 999 of {hook} not found, or deleted; list deliveries with GET /webhooks/{hook}/deliveries",
     ),
     "webhooks rm": Case("webhooks rm {ended_hook}", "deleted {ended_hook}", "id gone", "webhooks rm zz", _NO_HOOK),
     "whoami": Case(

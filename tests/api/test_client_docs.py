@@ -77,4 +77,4 @@ def test_examples_run(
     assert names["losses"] == [1.0, 0.5]
     assert "begin\nend\njob-0001 SUCCEEDED" in said
     assert "['key.revoke', 'key.create', 'job.delete'" in said
-    assert "404 job_not_found there is no job job-none" in said
+    assert "404 job_not_found job job-none not found" in said

@@ -232,8 +232,8 @@ def test_size_that_would_change_a_step_is_refused(client: TestClient) -> None:
     assert answer.json()["errors"] == [
         {
             "pointer": "/scaling/num_workers",
-            "message": "num_workers=4 is not the 2 of the spec, and a step would take another number of sequences; "
-            "a job is resized where its spec gives training.global_batch_size",
+            "message": "num_workers=4 differs from 2 in the spec and would change the number of sequences per step; "
+            "only a job whose spec sets training.global_batch_size can be resized",
         }
     ]
 
@@ -245,9 +245,7 @@ def test_finished_job_cannot_be_cancelled(client: TestClient, service: FakeServi
     service.reconciler().run_once()
     answer = client.post(f"/jobs/{job_id}/cancel")
     assert (answer.status_code, answer.json()["code"]) == (409, "illegal_state")
-    assert (
-        answer.json()["detail"] == f"{job_id} is SUCCEEDED and cannot be cancelled any more; nothing needs to be done"
-    )
+    assert answer.json()["detail"] == f"{job_id} is already SUCCEEDED and cannot be cancelled; nothing needs to be done"
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/readyz"])

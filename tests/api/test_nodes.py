@@ -109,7 +109,7 @@ def test_unreachable_cluster_is_a_problem_that_names_since_when(client: TestClie
     service.cluster.total, service.board.silent_since = None, 990.0
     answer = client.get("/nodes")
     assert (answer.status_code, answer.json()["code"]) == (503, "cluster_unreachable")
-    assert "does not answer since 00:16:30 UTC" in answer.json()["detail"]
+    assert "has not answered since 00:16:30 UTC" in answer.json()["detail"]
 
 
 @pytest.mark.usefixtures("home")

@@ -16,8 +16,10 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from tests.support.own_ray import own_ray
 from tests.support.waiting import wait_for
 from train_loop.ray_train import prestart, raylet
-from train_loop.ray_train.prestart import Environment, Spares, start_ahead, task_environment, worker_environment
+from train_loop.ray_train.prestart import Spares, start_ahead
 from train_loop.spec import ScalingSpec
+from train_loop.system import ray_env
+from train_loop.system.ray_env import Environment, task_environment, worker_environment
 
 SLOWEST_IMPORT = "train_loop.ray_train.worker"
 
@@ -28,7 +30,8 @@ def cluster() -> Iterator[None]:
         # Set for all tests, it would hide what a spare has read of it before its time.
         patch.delenv("OMP_NUM_THREADS", raising=False)
         # Each test begins when the workers of its driver would have been started.
-        patch.setattr(prestart, "_AHEAD_WITHIN", -1.0)
+        for module in (ray_env, prestart):
+            patch.setattr(module, "AHEAD_SECONDS", -1.0)
         with own_ray(store_bytes=100_000_000):
             yield
 
@@ -120,7 +123,8 @@ def test_where_ray_knows_no_such_call_a_run_goes_on(
 def test_workers_of_a_trainer_take_the_processes_that_its_driver_had_started(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(prestart, "_AHEAD_WITHIN", 60.0)
+    for module in (ray_env, prestart):
+        monkeypatch.setattr(module, "AHEAD_SECONDS", 60.0)
     monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "1")
     environment = worker_environment(cpus=1)
     start_ahead(scaling(2), environment)
@@ -148,7 +152,7 @@ def test_nothing_is_started_ahead_before_there_is_room(monkeypatch: pytest.Monke
     prestart._start_ahead(scaling(1, cpus=100_000.0), worker_environment(cpus=1))
     assert asked == [], "there is no room at all"
     monkeypatch.setattr(raylet, "usable", look)
-    monkeypatch.setattr(prestart, "_AHEAD_WITHIN", 60.0)
+    monkeypatch.setattr(prestart, "AHEAD_SECONDS", 60.0)
     prestart._start_ahead(scaling(1), worker_environment(cpus=1))
     assert [list(counts.values()) for counts in asked] == [[1]]
     assert len(looks) == 3

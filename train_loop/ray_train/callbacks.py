@@ -29,8 +29,8 @@ from train_loop.liveness.fencing import EPOCH_VARIABLE, NewestEpoch, begin_group
 from train_loop.liveness.heartbeat import Target
 from train_loop.ray_train.monitor import GroupMonitor
 from train_loop.ray_train.placement import Placement
-from train_loop.ray_train.prestart import wait_until_ready
 from train_loop.ray_train.raylet import unregister_node
+from train_loop.ray_train.warm_up import wait_until_ready
 from train_loop.run_dir import RunDir, expect_run_dir, list_folder, size_of, storage_may_fail
 from train_loop.spec import JobSpec
 from train_loop.system.gc import no_automatic_collection

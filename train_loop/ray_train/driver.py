@@ -21,7 +21,7 @@ import ray
 from train_loop.errors import FencedError, MemoryRanOutError, RunEndedError, VersionSkewError
 from train_loop.faults.failure import failed, from_ranks, reason
 from train_loop.liveness.fencing import NewestEpoch
-from train_loop.ray_train.prestart import Environment, start_ahead, worker_environment
+from train_loop.ray_train.prestart import start_ahead
 from train_loop.run_dir import (
     SERVICE_VERSION_VARIABLE,
     AttemptDir,
@@ -37,6 +37,7 @@ from train_loop.sinks.forward import forward
 from train_loop.spec import JobSpec
 from train_loop.system.exit import leave
 from train_loop.system.gc import no_automatic_collection
+from train_loop.system.ray_env import Environment, worker_environment
 from train_loop.system.retry import retry_storage
 from train_loop.telemetry.event_log import Journal, last_loss, last_word, moves, newest_hosts, preempted_ranks
 from train_loop.telemetry.logs import log_to

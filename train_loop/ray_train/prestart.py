@@ -8,84 +8,29 @@ preparation. Each worker keeps a spare for a restart of the group.
 
 import importlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
-
-import psutil
-import ray
 
 from train_loop.plan import lay_out
 from train_loop.spec import ScalingSpec
-from train_loop.system.gc import no_automatic_collection
+from train_loop.system.ray_env import AHEAD_SECONDS, Environment
 
 log = logging.getLogger(__name__)
 
-_HOOK = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
-"""Variable that Ray sets for `worker_process_setup_hook`, which it supports only for whole jobs."""
 _WORTH_IT = 20.0
 """Seconds after its start at which a run starts spares."""
 _LOOK_AGAIN = 30.0
 """Seconds between two checks for idle nodes."""
-_TAKEN_WITHIN = 2.0
-"""Seconds within which Ray assigns a process that it started for an actor."""
-_UNTIL, _AHEAD_WITHIN = "TRAINSHED_AHEAD_UNTIL", 30.0
-"""Variable with a Unix time; processes that start before it are for workers and import at once. Seconds until it.
-
-A driver also waits this long for nodes with room: after the loss of a head node, they join a few seconds later.
-"""
-_SUPERVISOR = "ray::JobSupervisor"
-"""Ray's name of the process that starts the driver of a submitted job."""
 _LOOK_FOR_ROOM = 0.5
 """Seconds between two checks for room."""
 _ASKING = 30.0
 """Timeout in seconds of a raylet's answer; without it there is no spare."""
 _KEPT_AHEAD, _KEPT = 60, 365 * 86_400
 """Seconds for which nodes keep unused processes: a driver's, and a run's spares (until the run ends)."""
-_ACTOR_MODULE = "ray.train.v2._internal.execution.worker_group.worker"
-"""Module of Ray Train's worker class."""
-_getting_ready: list[threading.Thread] = []
-"""Import thread of this process, if it is a prestarted one."""
 _logged: set[str] = set()
 """Errors that are already logged: later attempts may fail in the same way."""
-_taken = threading.Event()
-"""Set once this process belongs to a worker."""
-
-Environment = dict[str, dict[str, str]]
-
-
-def worker_environment(*, cpus: float) -> Environment:
-    """Return the runtime environment of workers that may use a spare; a driver calls it just before its request."""
-    return {
-        "env_vars": {
-            _HOOK: "train_loop.ray_train.prestart.get_ready",
-            _UNTIL: f"{time.time() + _AHEAD_WITHIN:.1f}",
-            # The same value as Ray's, which would reach a spare only after torch has read the variable.
-            "OMP_NUM_THREADS": threads_of_operator() or str(max(int(cpus), 1)),
-            # A CUDA query would fix a process's visible devices, and a spare gets its devices only when it is assigned.
-            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-        }
-    }
-
-
-def threads_of_operator() -> str | None:
-    """Return the operator's OMP_NUM_THREADS on this node; None if it is not set.
-
-    Ray's job supervisor sets the variable to 1 for itself and its driver, but its initial environment has the value.
-    """
-    for parent in psutil.Process().parents():
-        with suppress(psutil.Error):
-            if parent.cmdline()[:1] == [_SUPERVISOR]:
-                return parent.environ().get("OMP_NUM_THREADS")
-    return os.environ.get("OMP_NUM_THREADS")
-
-
-def task_environment() -> Environment | None:
-    """Return a runtime environment with which a worker's tasks do not use its spare; None outside such workers."""
-    return {"env_vars": {_HOOK: "", "OMP_NUM_THREADS": "1"}} if os.environ.get(_HOOK) else None
 
 
 class Spares:
@@ -145,7 +90,7 @@ def _start_elsewhere(scaling: ScalingSpec, held: Mapping[str, int], ready: set[s
 
 def _start_ahead(scaling: ScalingSpec, environment: Environment, group: int = 1) -> None:
     raylet = importlib.import_module("train_loop.ray_train.raylet")
-    give_up, ranks = time.monotonic() + _AHEAD_WITHIN, None
+    give_up, ranks = time.monotonic() + AHEAD_SECONDS, None
     while ranks is None:
         _, found = raylet.usable()
         nodes, free = list(found), list(found.values())
@@ -170,37 +115,3 @@ def _in_background(start: Callable[[], None]) -> None:
                 log.warning("spare processes could not be started; workers will wait for imports", exc_info=True)
 
     threading.Thread(target=run, name="spares", daemon=True).start()
-
-
-def get_ready() -> None:
-    """Import a worker's modules in a new process of Ray, unless Ray assigns it to an actor at once.
-
-    A process that a driver has requested imports without this wait.
-    """
-    _getting_ready.append(threading.Thread(target=_import_unless_taken, name="get-ready", daemon=True))
-    _getting_ready[-1].start()
-
-
-def wait_until_ready() -> None:
-    """Wait for the imports that `get_ready` has started in this worker's process, if any.
-
-    Imports in two threads can deadlock; Python then gives one thread a partially initialized module.
-    """
-    _taken.set()
-    for thread in _getting_ready:
-        thread.join()
-
-
-def _import_unless_taken() -> None:
-    if time.time() > float(os.environ[_UNTIL]) and _is_taken():
-        return
-    # First the module that Ray imports for the actor in another thread: both then start with the same import lock, and
-    # one thread waits for the other. Otherwise this import can fail midway and leave `ray.train` incomplete.
-    with no_automatic_collection():
-        importlib.import_module(_ACTOR_MODULE)
-        importlib.import_module("train_loop.ray_train.worker")
-
-
-def _is_taken() -> bool:
-    """Wait up to 2 s and return whether Ray has assigned this process to an actor."""
-    return _taken.wait(_TAKEN_WITHIN) or ray.get_runtime_context().get_actor_id() is not None

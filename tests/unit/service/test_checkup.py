@@ -148,7 +148,7 @@ def test_network_that_fails_between_two_nodes_names_the_pair() -> None:
     visit = a_visit(a_node(), a_node("n2"), failed={"10.0.0.1 and 10.0.0.2": "Connection refused"})
     (finding,) = [one for one in check_up(replace(WELL, nodes=2, visit=visit)) if one.check == "network"]
     assert finding.verdict is Verdict.FAILED
-    assert finding.seen == "there is no connection between 10.0.0.1 and 10.0.0.2: Connection refused"
+    assert finding.seen == "no connection between 10.0.0.1 and 10.0.0.2: Connection refused"
 
 
 def test_network_of_two_nodes_that_was_not_tried_is_skipped() -> None:

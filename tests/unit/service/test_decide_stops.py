@@ -61,7 +61,7 @@ def test_pause_is_over_only_when_the_driver_has_said_so() -> None:
 def test_pause_whose_driver_died_says_where_the_run_goes_on() -> None:
     done = step(pausing(), Seen(Submission.FAILED, stop=asked(pausing()), committed=10)).job
     assert done.state is JobState.PAUSED
-    assert said(done).endswith("before it had saved; the run goes on from step 10)")
+    assert said(done).endswith("before it saved; the run resumes from step 10)")
 
 
 def test_pause_of_what_never_ran_is_over_at_once() -> None:

@@ -29,8 +29,8 @@ def test_every_problem_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     found = problems(monkeypatch, PORT="99999", QUOTAS="{nlp", BACKFILL="perhaps", HOST="127.0.0.1")
     assert [line.split("=")[0] for line in found] == ["TRAINSHED_PORT", "TRAINSHED_QUOTAS", "TRAINSHED_BACKFILL"]
     assert found[0] == (
-        "TRAINSHED_PORT='99999': Input should be less than or equal to 65535; 0: the system chooses; "
-        "leave it out for the default, 8000"
+        "TRAINSHED_PORT='99999': Input should be less than or equal to 65535; 0: any free port; "
+        "unset it for the default, 8000"
     )
 
 
@@ -84,6 +84,6 @@ def test_what_nobody_reads_is_told_with_the_nearest_name() -> None:
     # What tests are told is no setting of theirs, and no mistake.
     told["TRAINSHED_TEST_CRDS"] = "/folder"
     assert strangers(told) == [
-        "TRAINSHED_PROT is no setting and does nothing; did you mean TRAINSHED_PORT?",
-        "TRAINSHED_XYZZY is no setting and does nothing; unset it",
+        "unknown setting TRAINSHED_PROT has no effect; did you mean TRAINSHED_PORT?",
+        "unknown setting TRAINSHED_XYZZY has no effect; unset it",
     ]

@@ -94,7 +94,7 @@ def test_a_redirect_is_told_and_not_followed(status: int) -> None:
         found = send(receiver)
     assert found is not None
     assert found.status == status
-    assert "a redirect, and none is followed" in (found.error or "")
+    assert "redirects are not followed" in (found.error or "")
     assert inside.got == []
     assert str(inside.port) not in (found.error or ""), "where it leads is nobody's business"
 

@@ -117,7 +117,7 @@ def test_parts_are_started_once_they_can_and_ended_the_last_first_though_some_ha
     background.end()
     assert said == ["+one", "+two", "+three", "-three", "-two", "-one"]
     assert leaving.is_set()
-    assert leaving.waits_for == "the end of the process"
+    assert leaving.waits_for == "process exit"
 
 
 def test_nothing_starts_any_more_once_the_service_leaves() -> None:

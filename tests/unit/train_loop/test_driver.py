@@ -10,10 +10,11 @@ from ray.train.torch import TorchTrainer
 
 from tests.support.specs import spec
 from train_loop.liveness.fencing import begin_group
-from train_loop.ray_train import driver, prestart, worker
-from train_loop.ray_train.prestart import task_environment
+from train_loop.ray_train import driver, worker
 from train_loop.ray_train.trainer import Trainer, _storage
 from train_loop.run_dir import SERVICE_VERSION_VARIABLE, Outcome, RunDir, StorageUnavailable, own_version
+from train_loop.system import ray_env
+from train_loop.system.ray_env import task_environment
 from train_loop.telemetry.event_log import Journal, group_journal
 
 
@@ -22,12 +23,12 @@ def test_a_run_says_whether_it_wants_them(monkeypatch: pytest.MonkeyPatch, wante
     job = spec(failure={"spare_workers": wanted})
     assert [worker._spares(job, number, {"node": 2}).count for number in (0, 1)] == counts
     variables = driver._environment(job).get("env_vars", {})
-    assert (prestart._HOOK in variables) == wanted
+    assert (ray_env.HOOK_VARIABLE in variables) == wanted
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     environment = task_environment()
     # Its tasks run in another environment, without the hook.
-    assert (environment["env_vars"][prestart._HOOK] if environment else None) == ("" if wanted else None)
+    assert (environment["env_vars"][ray_env.HOOK_VARIABLE] if environment else None) == ("" if wanted else None)
 
 
 def fit_and_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, end: str) -> Outcome:

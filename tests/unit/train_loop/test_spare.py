@@ -13,15 +13,15 @@ from train_loop.spec import ScalingSpec
 TAKEN_MEANWHILE = """
 import importlib, os, sys, threading, time
 os.environ["TRAINSHED_AHEAD_UNTIL"] = str(time.time() + 600)
-from train_loop import spare
+from train_loop.ray_train import warm_up
 
 failed = []
 threading.excepthook = lambda found: failed.append(found.exc_value)
-spare.get_ready()
+warm_up.get_ready()
 while "ray.train" not in sys.modules:
     time.sleep(0.001)
 importlib.import_module("ray.train.v2._internal.execution.worker_group.worker")
-spare.wait_until_ready()
+warm_up.wait_until_ready()
 import ray.train
 assert not failed, failed
 assert hasattr(ray.train, "v2")

@@ -1,6 +1,6 @@
 """Durable writes of checkpoint files, which are hashed at the same time. Torch-free.
 
-`python -m train_loop.checkpoint.files.writer DESCRIPTOR` writes files in a separate process, concurrently with training.
+`python -m train_loop.checkpoint.files.writer DESCRIPTOR` writes files in a separate process, during training.
 It shares the memory behind the descriptor, reads requests from stdin, answers on stdout, and exits when stdin closes.
 """
 

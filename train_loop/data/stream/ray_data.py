@@ -26,10 +26,10 @@ from ray.data.block import BlockMetadata
 from ray.exceptions import ActorUnschedulableError
 
 from train_loop.data.dataset import Rows
-from train_loop.data.ray_context import ordered_context
+from train_loop.data.ray_context import has_whole_cpu, ordered_context
 from train_loop.data.stream.local import StreamPlan, local_stream, read_rows
 from train_loop.plan import MeshPlan
-from train_loop.ray_train.prestart import task_environment
+from train_loop.system.ray_env import task_environment
 
 log = logging.getLogger(__name__)
 
