@@ -36,7 +36,7 @@ from benchmarks.recover import Line, first, wait
 from benchmarks.workload import TOY, Workload
 from examples.demo import service
 from service.client import Api
-from service.domain.job import JobState
+from service.domain.jobs.job import JobState
 from train_loop.run_dir import RunDir, read_lines
 
 CLI, CLIENT, OURS = "ray job submit", "Ray JobSubmissionClient.submit_job", "Trainshed, POST /jobs"

@@ -28,14 +28,14 @@ from benchmarks.harness import (
     write_result,
 )
 from benchmarks.launch import ask_module
-from service.adapters.memory import MemoryCluster
-from service.adapters.run_dirs import LocalRunDirs
 from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
-from service.domain.decide import Retry
-from service.domain.job import Job
+from service.adapters.storage.run_dirs import LocalRunDirs
+from service.domain.jobs.decide import Retry
+from service.domain.jobs.job import Job
 from service.ports import JobQuery, NewJob
-from service.reconcile import Pace, Reconciler
+from service.use_cases.jobs.reconcile import Pace, Reconciler
+from tests.support.fakes.stores import MemoryCluster
 from train_loop.spec import parse_text
 
 FEW = "100 jobs"

@@ -22,7 +22,7 @@ import yaml
 from benchmarks.harness import Sample, command_line, compare, markdown_table, parse, write_result
 from benchmarks.hosts_run import EVERY, WORKER
 from benchmarks.workload import TOY, Workload
-from service.domain.job import JobState
+from service.domain.jobs.job import JobState
 from tests.support.host_cluster import HostCluster
 from tests.support.hosts import SHARED, Host, lab, why_no_hosts
 from tests.support.waiting import wait_for

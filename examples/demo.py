@@ -21,9 +21,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from service.address import ServiceAddress
 from service.api.schemas import JobOut, LinePage
 from service.client import Api, Client
+from service.config.address import ServiceAddress
 from train_loop.checkpoint.manifest import newest_verified
 from train_loop.run_dir import RunDir
 

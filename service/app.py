@@ -15,20 +15,16 @@ import structlog
 from fastapi import FastAPI
 from ulid import ULID
 
-from service.access import Access, Tokens
-from service.adapters.checkpoint_tools import HelperTools
-from service.adapters.embedded_ray import EmbeddedRay
-from service.adapters.guarded_run_dirs import GuardedRunDirs
+from service.adapters.helpers.checkpoints import HelperTools
+from service.adapters.helpers.preflight import HelperPreflight
+from service.adapters.helpers.preflight import Limits as PreflightLimits
 from service.adapters.http_sender import HttpSender
 from service.adapters.keys import ensure_key, read_key
 from service.adapters.oidc import OidcVerifier
-from service.adapters.preflight import HelperPreflight
-from service.adapters.preflight import Limits as PreflightLimits
 from service.adapters.prometheus import PrometheusWatch
-from service.adapters.ray_jobs import RayAddress, RayJobs
-from service.adapters.ray_probe import RayProbe
-from service.adapters.roots import StorageRoots
-from service.adapters.run_dirs import LocalRunDirs
+from service.adapters.ray.embedded import EmbeddedRay
+from service.adapters.ray.jobs import RayAddress, RayJobs
+from service.adapters.ray.probe import RayProbe
 from service.adapters.secret_box import SecretBox
 from service.adapters.sql.access import SqlKeyStore
 from service.adapters.sql.counts import SqlJobCounts
@@ -37,28 +33,32 @@ from service.adapters.sql.outbox import SqlOutbox
 from service.adapters.sql.sealing import seal_secrets
 from service.adapters.sql.store import SqlJobStore
 from service.adapters.sql.webhooks import SqlWebhookStore
-from service.adapters.storage_guard import StorageGuard
-from service.adapters.storage_probe import RunsProbe
+from service.adapters.storage.guard import StorageGuard
+from service.adapters.storage.guarded import GuardedRunDirs
+from service.adapters.storage.probe import RunsProbe
+from service.adapters.storage.roots import StorageRoots
+from service.adapters.storage.run_dirs import LocalRunDirs
+from service.adapters.traces import AppTraces, open_traces
 from service.api.build import Parts, build_api
 from service.api.guard import Guard
-from service.background import Background, Part, looping
-from service.connections import max_connections
-from service.deliver import Deliverer
-from service.doctor import Doctor
-from service.domain.board import Board
-from service.domain.decide import Retry
-from service.domain.token import TokenRules
-from service.leaving import Leaving
-from service.ledger import Ledger
-from service.opening import Opening
+from service.config.settings import Settings
+from service.domain.access.oidc_claims import TokenRules
+from service.domain.jobs.decide import Retry
+from service.domain.queue.snapshot import Board
+from service.lifecycle.connections import max_connections
+from service.lifecycle.lifespan import Background, Part, looping
+from service.lifecycle.shutdown import Leaving
+from service.lifecycle.startup import Opening
 from service.ports import JobQuery, KeyStore
-from service.rates import Kind, Limits, Rates
-from service.reconcile import Pace, Reconciler
-from service.settings import Settings
-from service.traces import AppTraces, open_traces
-from service.use_cases import Grace, Jobs
-from service.watch import Watching
-from service.webhooks import Webhooks
+from service.use_cases.access.access import Access, Tokens
+from service.use_cases.access.rate_limits import Kind, Limits, Rates
+from service.use_cases.checkpoints import Ledger
+from service.use_cases.doctor.doctor import Doctor
+from service.use_cases.jobs.jobs import Grace, Jobs
+from service.use_cases.jobs.reconcile import Pace, Reconciler
+from service.use_cases.metrics import Watching
+from service.use_cases.webhooks.deliver import Deliverer
+from service.use_cases.webhooks.webhooks import Webhooks
 from train_loop.plan import AUTOSCALED_VARIABLE
 from train_loop.run_dir import (
     CACHE_VARIABLE,

@@ -19,9 +19,9 @@ from pydantic import BaseModel, ValidationError, computed_field
 
 from service.adapters.sql.backup import check_database, copy_database, dump_command, restore_command, settle
 from service.adapters.sql.database import secret_key_beside, sqlite_file
+from service.config.settings import Settings
 from service.errors import BackupFailed
-from service.locks import locked
-from service.settings import Settings
+from service.lifecycle.locks import locked
 from train_loop.run_dir import make_folder, sync
 
 _MANIFEST, _DATABASE, _KEY = "manifest.json", "trainshed.db", "admin.key"

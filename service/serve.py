@@ -11,16 +11,16 @@ import structlog
 import uvicorn
 from fastapi import FastAPI
 
-from service.address import ServiceAddress
 from service.app import create_app
-from service.connections import BACKLOG, Limits, bounded, max_connections, parse_proxies, raise_open_files
-from service.environment import BadSettings, read_settings, strangers
+from service.config.address import ServiceAddress
+from service.config.environment import BadSettings, read_settings, strangers
+from service.config.logs import configure_logs
+from service.config.settings import Settings
 from service.errors import DatabaseUnusable, HomeInUse, HomeUnusable, KeyUnusable, NotReady
-from service.leaving import Leaving
-from service.locks import locked
-from service.logs import configure_logs
-from service.opening import Opening
-from service.settings import Settings
+from service.lifecycle.connections import BACKLOG, Limits, bounded, max_connections, parse_proxies, raise_open_files
+from service.lifecycle.locks import locked
+from service.lifecycle.shutdown import Leaving
+from service.lifecycle.startup import Opening
 from train_loop.run_dir import write_durably
 
 log = structlog.get_logger(__name__)

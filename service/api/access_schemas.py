@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, JsonValue
 
 from service.api.schemas import Time, as_time
-from service.domain.access import ANY, PROJECT_OR_ANY, Caller, Deed, Key, Role
+from service.domain.access.roles import ANY, PROJECT_OR_ANY, Caller, Deed, Key, Role
 from train_loop.spec import refuse_hidden
 
 Project = Annotated[str, Field(pattern=PROJECT_OR_ANY, max_length=40)]

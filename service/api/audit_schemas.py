@@ -4,7 +4,17 @@ from typing import Generic, TypeVar
 
 from pydantic import BaseModel, Field
 
-from service.domain.audit_report import LISTED, Difference, Duplicate, Found, Gap, LossChange, Repeat, RunAudit, Unseen
+from service.domain.runs.audit_report import (
+    LISTED,
+    Difference,
+    Duplicate,
+    Found,
+    Gap,
+    LossChange,
+    Repeat,
+    RunAudit,
+    Unseen,
+)
 
 T = TypeVar("T")
 

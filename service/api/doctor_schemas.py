@@ -2,8 +2,8 @@
 
 from pydantic import BaseModel, Field
 
-from service.doctor import Examination
-from service.domain.finding import Verdict
+from service.domain.doctor.finding import Verdict
+from service.use_cases.doctor.doctor import Examination
 
 
 class FindingOut(BaseModel):

@@ -3,7 +3,7 @@
 from pydantic import BaseModel, Field
 
 from service.api.schemas import Time, as_time
-from service.nodes import NodeState, NodeView
+from service.use_cases.doctor.nodes import NodeState, NodeView
 
 
 class NodeFailure(BaseModel):

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from service.planning import PlanView
+from service.use_cases.jobs.planning import PlanView
 from train_loop.plan import MeshPlan
 
 

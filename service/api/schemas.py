@@ -5,11 +5,11 @@ from typing import Annotated, Generic, TypeVar
 
 from pydantic import BaseModel, Field, JsonValue, PlainSerializer
 
-from service.domain.job import Attempt, JobState
-from service.domain.reason import Code, Reason
-from service.domain.usage import usage_of
+from service.domain.jobs.job import Attempt, JobState
+from service.domain.jobs.reason import Code, Reason
+from service.domain.jobs.usage import usage_of
 from service.ports import Progress
-from service.use_cases import JobView
+from service.use_cases.jobs.jobs import JobView
 from train_loop.spec import JobSpec, ScalingSpec
 
 T = TypeVar("T")

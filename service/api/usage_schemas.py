@@ -5,7 +5,7 @@ from datetime import date
 
 from pydantic import BaseModel, Field
 
-from service.domain.usage import UsageByDay
+from service.domain.jobs.usage import UsageByDay
 
 
 class UsageOut(BaseModel):

@@ -4,8 +4,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from service.api.access_schemas import Project
 from service.api.schemas import Time, as_time, time_or_none
-from service.domain.job import JobState
-from service.domain.webhook import Answer, Delivery, Settled, Webhook
+from service.domain.jobs.job import JobState
+from service.domain.webhooks.delivery import Answer, Delivery, Settled, Webhook
 
 
 class WebhookIn(BaseModel):

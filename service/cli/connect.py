@@ -6,12 +6,12 @@ from typing import NoReturn
 
 import httpx
 
-from service.address import NoKeyError
 from service.api.schemas import ProblemDetails, ProblemOut
 from service.cli.changes import made_by
 from service.cli.ends import fail
 from service.cli.told import settings
 from service.client import Api, ApiError, Client
+from service.config.address import NoKeyError
 
 SHORT_SECONDS = 3.0
 """Retry timeout of a command that a user waits for."""

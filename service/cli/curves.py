@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from service.cli.show import console, show_text
 from service.client import Line
-from service.lines import number
+from service.ports.json_lines import number
 
 _CURVES = {"loss": "loss", "tokens/s": "tokens_per_second", "gradient norm": "grad_norm", "learning rate": "lr"}
 _NAMES = max(map(len, _CURVES))

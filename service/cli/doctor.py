@@ -7,7 +7,6 @@ import typer
 from pydantic import BaseModel
 from rich.text import Text
 
-from service.address import NoKeyError, find_url
 from service.api.doctor_schemas import FindingOut
 from service.cli.common import AsJson
 from service.cli.connect import SHORT_SECONDS
@@ -17,8 +16,9 @@ from service.cli.process import find_running
 from service.cli.show import console, notes, show_json, show_next, show_text
 from service.cli.told import settings
 from service.client import ApiError, Client
-from service.domain.finding import Finding, Verdict, failed, ok
-from service.settings import Settings
+from service.config.address import NoKeyError, find_url
+from service.config.settings import Settings
+from service.domain.doctor.finding import Finding, Verdict, failed, ok
 from train_loop.spec import show
 
 _COLOURS = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILED: "red", Verdict.SKIPPED: "dim"}

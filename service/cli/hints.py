@@ -1,7 +1,7 @@
 """Suggested next commands, printed at the end of every output."""
 
 from service.api.schemas import JobOut
-from service.domain.job import JobState
+from service.domain.jobs.job import JobState
 
 _NEXT = {
     JobState.QUEUED: "watch {}",

@@ -8,8 +8,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from service.domain.finding import Finding, failed, ok, skipped, warning
-from service.settings import Settings
+from service.config.settings import Settings
+from service.domain.doctor.finding import Finding, failed, ok, skipped, warning
 
 _SHORT_KEY = 32
 _LITTLE, _TOO_LITTLE = 10.0, 1.0

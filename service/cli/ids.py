@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import httpx
 
-from service.address import NoKeyError, find_key, find_url
 from service.cli.ends import fail
 from service.client import Api
+from service.config.address import NoKeyError, find_key, find_url
 
 LAST = "last"
 _WHOLE = re.compile(r"[a-z]+-[0-9a-z]{26}")

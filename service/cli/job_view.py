@@ -8,7 +8,7 @@ from rich.text import Text
 from service.api.schemas import JobOut
 from service.cli.ids import shorten
 from service.cli.show import show_facts, show_table
-from service.domain.job import JobState
+from service.domain.jobs.job import JobState
 
 _STYLES = {
     JobState.QUEUED: "cyan",

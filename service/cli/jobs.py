@@ -14,7 +14,7 @@ from service.cli.job_view import show_job, show_jobs
 from service.cli.show import Gone, show_json, show_next, show_note, show_text
 from service.cli.tables import show_plan
 from service.cli.watch import wait_for_end
-from service.domain.job import JobState
+from service.domain.jobs.job import JobState
 
 
 def submit(

@@ -11,7 +11,7 @@ from service.cli.connect import connect
 from service.cli.ids import complete_key, find_key_id
 from service.cli.show import Gone, show_json, show_next, show_note, show_text
 from service.cli.tables import show_keys, show_me
-from service.domain.access import Role
+from service.domain.access.roles import Role
 
 app = typer.Typer(no_args_is_help=True, help="Manage API keys and their roles in projects.")
 

@@ -15,7 +15,7 @@ from service.cli.ends import fail
 from service.cli.process import Log, Running, find_running, start
 from service.cli.show import notes, show_json, show_next, show_note, show_text
 from service.cli.told import settings
-from service.settings import Settings
+from service.config.settings import Settings
 
 _LOOK_SECONDS = 0.1
 _DOWN_SECONDS = 15.0

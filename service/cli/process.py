@@ -10,8 +10,8 @@ import httpx
 import psutil
 from pydantic import ValidationError
 
-from service.address import ServiceAddress
-from service.settings import Settings
+from service.config.address import ServiceAddress
+from service.config.settings import Settings
 
 _COMMAND = ("-m", "service.serve")
 _LAST_LINES = 15

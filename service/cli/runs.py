@@ -16,7 +16,7 @@ from service.cli.hints import next_of
 from service.cli.ids import find_job
 from service.cli.show import show_json, show_line, show_next, show_text
 from service.client import Api, Line
-from service.filters import Level
+from service.use_cases.runs.filters import Level
 
 _POINTS = 1000
 Contains = Annotated[str | None, typer.Option(metavar="TEXT", help="only lines that contain this text")]

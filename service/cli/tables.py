@@ -7,7 +7,7 @@ from service.api.ledger_schemas import Checkpoints
 from service.api.plan_schemas import PlanOut
 from service.api.usage_schemas import UsageOut
 from service.cli.show import show_facts, show_table, show_text
-from service.domain.access import Role
+from service.domain.access.roles import Role
 
 
 def show_plan(plan: PlanOut) -> None:

@@ -2,10 +2,10 @@
 
 import sys
 
-from service.address import find_url
 from service.cli.ends import fail
-from service.environment import BadSettings, read_settings, strangers
-from service.settings import Settings
+from service.config.address import find_url
+from service.config.environment import BadSettings, read_settings, strangers
+from service.config.settings import Settings
 from train_loop.spec import show
 
 

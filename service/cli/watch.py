@@ -17,7 +17,7 @@ from service.cli.ids import find_job
 from service.cli.live import Look, looking
 from service.cli.show import console, notes, show_json, show_next
 from service.client import Api
-from service.domain.job import LIVE, JobState
+from service.domain.jobs.job import LIVE, JobState
 
 _LOOK_SECONDS = 1.0
 _MOST_JOBS = 200

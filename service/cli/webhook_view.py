@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from service.api.webhook_schemas import DeliveryOut, TrialOut, WebhookOut
 from service.cli.show import show_facts, show_table, show_text
-from service.domain.job import JobState
+from service.domain.jobs.job import JobState
 
 
 def show_webhooks(webhooks: Iterable[WebhookOut]) -> None:

@@ -11,7 +11,7 @@ from service.cli.ends import Exit
 from service.cli.ids import complete_webhook, find_webhook
 from service.cli.show import Gone, show_json, show_next, show_note, show_text
 from service.cli.webhook_view import show_deliveries, show_trial, show_webhook, show_webhooks
-from service.domain.job import JobState
+from service.domain.jobs.job import JobState
 
 app = typer.Typer(no_args_is_help=True, help="Manage webhooks for state changes of jobs.")
 

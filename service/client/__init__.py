@@ -1,6 +1,5 @@
 """The typed Python client; docs/client.md shows its use."""
 
-from service.address import NoKeyError
 from service.client.api import Api, AsyncApi
 from service.client.async_client import AsyncClient
 from service.client.async_job import AsyncJob
@@ -9,7 +8,8 @@ from service.client.errors import ApiError
 from service.client.job import Job
 from service.client.run_calls import Line
 from service.client.seen import AmbiguousId, ExportFailed, JobCancelled, JobEnded, JobFailed
-from service.domain.job import JobState
+from service.config.address import NoKeyError
+from service.domain.jobs.job import JobState
 
 __all__ = [
     "AmbiguousId",

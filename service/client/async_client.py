@@ -6,12 +6,12 @@ from typing import Self
 
 import httpx
 
-from service.address import find_key, find_url
 from service.api.plan_schemas import PlanOut
 from service.client.api import AsyncApi
 from service.client.async_job import AsyncJob, pages
 from service.client.client import PATIENCE_SECONDS
 from service.client.seen import Spec, States, is_whole, meant, spec_text, states_of
+from service.config.address import find_key, find_url
 
 _PAGE = 100
 

@@ -12,8 +12,8 @@ from service.api.schemas import Page
 from service.client.api import Api
 from service.client.run_calls import Line
 from service.client.seen import LOOK_SECONDS, Seen, States, has_come, is_exported, newest_step, states_of
-from service.domain.job import JobState
-from service.filters import Level
+from service.domain.jobs.job import JobState
+from service.use_cases.runs.filters import Level
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from service.api.plan_schemas import PlanOut
 from service.api.schemas import CancelIn, CloneIn, JobOut, JobPage, PauseIn, ResumeIn
 from service.api.usage_schemas import UsageDays
 from service.client.call import Query, Sent, operation
-from service.domain.job import JobState
+from service.domain.jobs.job import JobState
 from train_loop.spec import ScalingSpec
 
 _CHECKPOINT = "/jobs/{job_id}/checkpoints/{step}"

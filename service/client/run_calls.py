@@ -5,7 +5,7 @@ from pydantic import JsonValue
 from service.api.audit_schemas import RunAuditOut
 from service.api.schemas import LinePage, TextPage
 from service.client.call import Sent, operation, stream
-from service.filters import Level
+from service.use_cases.runs.filters import Level
 
 Line = dict[str, JsonValue]
 """An event, or the metrics of a logged step."""

@@ -10,7 +10,7 @@ from pydantic import JsonValue
 
 from service.api.ledger_schemas import CheckpointOut, ExportOut
 from service.api.schemas import JobOut, ProgressOut, ReasonOut
-from service.domain.job import JobState
+from service.domain.jobs.job import JobState
 from train_loop.spec import JobSpec, dump
 
 A = TypeVar("A")

@@ -8,8 +8,8 @@ from fastapi.testclient import TestClient
 from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 
-from service.adapters.memory import MemoryPreflight
 from service.ports import Findings, NewJob
+from tests.support.fakes.stores import MemoryPreflight
 from tests.support.service import KEY, FakeService, a_job, raw_spec, spec_body
 from train_loop.run_dir import Parent
 from train_loop.spec import JobSpec, Problem

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from service.adapters.checkpoint_tools import HelperTools
+from service.adapters.helpers.checkpoints import HelperTools
 from service.errors import Busy
 from tests.support.checkpoints import checkpoint
 from tests.support.service import FakeService, spec_body

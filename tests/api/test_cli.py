@@ -10,8 +10,8 @@ import pytest
 from service.cli.hints import next_of
 from service.cli.job_view import span
 from service.client import Client
-from service.domain.access import OPERATOR, Deed, Key, Role
-from service.domain.job import JobState
+from service.domain.access.roles import OPERATOR, Deed, Key, Role
+from service.domain.jobs.job import JobState
 from tests.support.checkpoints import checkpoint
 from tests.support.command import run
 from tests.support.service import KEY, FakeService, spec_body

@@ -21,7 +21,7 @@ from service.api.webhook_schemas import WebhookIn
 from service.cli.ends import Exit
 from service.cli.main import app
 from service.client import Api, Client
-from service.domain.job import JobState
+from service.domain.jobs.job import JobState
 from tests.support.checkpoints import checkpoint
 from tests.support.receivers import receiving
 from tests.support.service import spec_body

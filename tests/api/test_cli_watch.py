@@ -12,7 +12,7 @@ from rich.console import Console
 
 from service.cli.live import looking
 from service.client import Client
-from service.domain.decide import Submission
+from service.domain.jobs.decide import Submission
 from tests.support.command import run, running
 from tests.support.service import KEY, FakeService
 from train_loop.run_dir import Outcome

@@ -28,7 +28,7 @@ from service.client import (
     NoKeyError,
 )
 from service.client.seen import is_exported
-from service.domain.access import Role
+from service.domain.access.roles import Role
 from service.errors import DatabaseFull, KeyInFlight, ServiceError
 from tests.support.blocking import Blocking
 from tests.support.checkpoints import checkpoint

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from service.domain.job import Job, JobState
+from service.domain.jobs.job import Job, JobState
 from tests.support.checkpoints import checkpoint
 from tests.support.service import KEY, FakeService
 from tests.support.serving import serving

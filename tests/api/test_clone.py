@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from service.domain.decide import Submission
+from service.domain.jobs.decide import Submission
 from tests.support.checkpoints import checkpoint
 from tests.support.service import FakeService, spec_body
 from train_loop.checkpoint.retention import retire_others

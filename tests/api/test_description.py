@@ -12,11 +12,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.adapters.run_dirs import LocalRunDirs
+from service.adapters.storage.run_dirs import LocalRunDirs
 from service.api.access_schemas import KeyIn
 from service.client import Api
-from service.domain.access import Role
-from service.domain.job import JobState
+from service.domain.access.roles import Role
+from service.domain.jobs.job import JobState
 from tests.support.checkpoints import checkpoint
 from tests.support.described import ANSWERS, EXAMPLES, Examples
 from tests.support.live import LiveService

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 import pytest
 from fastapi.testclient import TestClient
 
-from service.domain.decide import Submission
+from service.domain.jobs.decide import Submission
 from tests.support.service import FakeService, spec_body
 from train_loop.plan import SampleCount
 from train_loop.run_dir import Outcome

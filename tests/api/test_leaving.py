@@ -18,8 +18,8 @@ import pytest
 
 from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
-from service.domain.moves import start
-from service.leaving import FORCED
+from service.domain.jobs.transitions import start
+from service.lifecycle.shutdown import FORCED
 from service.ports import NewJob
 from tests.support.postgres import postgres_server
 from tests.support.served import Served, served

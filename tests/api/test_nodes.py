@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from service.access import Access
-from service.domain.access import Role
-from service.domain.job import Job
+from service.domain.access.roles import Role
+from service.domain.jobs.job import Job
 from service.ports import Node
+from service.use_cases.access.access import Access
 from tests.support.command import run
 from tests.support.service import FakeService
 

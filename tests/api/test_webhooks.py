@@ -13,9 +13,9 @@ import pytest
 import standardwebhooks
 from fastapi.testclient import TestClient
 
-from service.domain.job import JobState
-from service.domain.webhook import Answer, Delivery, Message
-from service.settings import Settings
+from service.config.settings import Settings
+from service.domain.jobs.job import JobState
+from service.domain.webhooks.delivery import Answer, Delivery, Message
 from tests.support.receivers import Receiver, answer, receiving, say_nothing
 from tests.support.served import served
 from tests.support.service import FakeService, spec_body

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from service import ports
-from service.adapters.run_dirs import LocalRunDirs
-from service.follow import Reader, read_page
+from service.adapters.storage.run_dirs import LocalRunDirs
 from service.ports import Cursor, Written
+from service.use_cases.runs.streams import Reader, read_page
 from tests.support.nfs import act_like_nfs
 from tests.support.ranks import on_ranks, ranks_to_kill
 from tests.support.s3 import S3Server

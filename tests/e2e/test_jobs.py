@@ -16,12 +16,12 @@ import pytest
 import torch
 from pydantic import JsonValue
 
-from service.adapters.ray_head import read_head
-from service.adapters.ray_jobs import RayAddress, RayJobs
+from service.adapters.ray.head import read_head
+from service.adapters.ray.jobs import RayAddress, RayJobs
 from service.api.doctor_schemas import ExaminationOut
 from service.client import ApiError
-from service.domain.checkup import Reach
-from service.domain.job import JobState
+from service.domain.doctor.checks import Reach
+from service.domain.jobs.job import JobState
 from tests.support.folders import write_tokenizer
 from tests.support.live import LiveService
 from tests.support.memory import memory_group

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from service.domain.job import JobState
+from service.domain.jobs.job import JobState
 from tests.support.live import LiveService, small_job
 from train_loop.run_dir import RunDir, read_lines
 

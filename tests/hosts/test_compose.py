@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from service.client import Client
-from service.domain.job import JobState
+from service.domain.jobs.job import JobState
 from tests.support.compose import OURS, Service, ports, read, why_not
 from tests.support.containers import run
 from tests.support.host_cluster import host_job

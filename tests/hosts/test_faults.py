@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from service.api.schemas import JobOut
-from service.domain.finding import Verdict
-from service.domain.job import JobState
+from service.domain.doctor.finding import Verdict
+from service.domain.jobs.job import JobState
 from tests.support.host_cluster import HostCluster, host_cluster, host_job
 from tests.support.hosts import Host
 from tests.support.waiting import wait_for

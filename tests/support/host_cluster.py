@@ -13,7 +13,7 @@ from s3fs import S3FileSystem
 
 from service.api.schemas import JobOut
 from service.client import Api, Client
-from service.domain.job import JobState
+from service.domain.jobs.job import JobState
 from tests.support.hosts import REPOSITORY, SHARED, Host, HostsFile, Lab, lab
 from tests.support.s3 import s3_environment
 from tests.support.specs import TINY, raw_spec

@@ -10,10 +10,10 @@ from typing import Any
 import psutil
 import yaml
 
-from service.address import ServiceAddress
 from service.api.schemas import JobOut
 from service.client import Api, Client
-from service.domain.job import JobState
+from service.config.address import ServiceAddress
+from service.domain.jobs.job import JobState
 from tests.support.specs import TINY, raw_spec
 from tests.support.torchrun import write_tokens
 from tests.support.waiting import wait_for

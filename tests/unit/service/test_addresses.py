@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.domain.addresses import Allowed, Target, is_public, parse_target
+from service.domain.webhooks.ssrf import Allowed, Target, is_public, parse_target
 
 PUBLIC = ["1.1.1.1", "93.184.216.34", "172.32.0.1", "2606:4700::1111", "2a00:1450:4001::200e"]
 # fmt: off

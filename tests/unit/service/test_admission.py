@@ -7,13 +7,13 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.domain.admission import admit
-from service.domain.board import Admission
-from service.domain.job import Job, JobState
-from service.domain.moves import make_room
-from service.domain.reason import Code, Reason
-from service.domain.rules import Quota, Rules
-from service.domain.ticket import Ticket
+from service.domain.jobs.job import Job, JobState
+from service.domain.jobs.reason import Code, Reason
+from service.domain.jobs.transitions import make_room
+from service.domain.queue.admission import admit
+from service.domain.queue.entry import Ticket
+from service.domain.queue.policy import Quota, Rules
+from service.domain.queue.snapshot import Admission
 from tests.support.service import a_job
 from train_loop.plan import Capacity
 

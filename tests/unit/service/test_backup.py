@@ -19,9 +19,9 @@ from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
 from service.backup import back_up, restore
 from service.cli.main import app
+from service.config.settings import Settings
 from service.errors import BackupFailed, HomeInUse
 from service.ports import JobQuery, Lease, NewJob
-from service.settings import Settings
 from tests.support.service import a_job
 
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.doctor import Doctor
-from service.domain.checkup import Greeting, Measured, Reach, Trouble, add, check_up, least
-from service.domain.finding import Verdict
+from service.domain.doctor.checks import Greeting, Measured, Reach, Trouble, add, check_up, least
+from service.domain.doctor.finding import Verdict
 from service.errors import ClusterError, StorageFault
+from service.use_cases.doctor.doctor import Doctor
 from tests.support.doctor import TOKEN, VERSIONS, FakeClusterProbe, FakeStorageProbe, a_node, a_visit
 from tests.support.waiting import wait_for
 from train_loop.run_dir import ClusterVisit, Sight

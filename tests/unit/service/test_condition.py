@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from service.domain.condition import Conditions
-from service.domain.reason import Code
+from service.domain.jobs.condition import Conditions
+from service.domain.jobs.reason import Code
 
 STARTED = {"event": "group_started", "epoch": 1, "hosts": {"0": "node2", "1": "node3"}}
 SILENT = {"event": "host_silent", "host": "node3", "seconds": 8.0}

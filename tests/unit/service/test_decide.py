@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.domain.decide import Decision, Effect, Seen, Submission, Training
-from service.domain.job import TRANSITIONS, Job, JobState
-from service.domain.moves import start
-from service.domain.reason import Code, Reason
+from service.domain.jobs.decide import Decision, Effect, Seen, Submission, Training
+from service.domain.jobs.job import TRANSITIONS, Job, JobState
+from service.domain.jobs.reason import Code, Reason
+from service.domain.jobs.transitions import start
 from tests.support.attempts import ALIVE, NOW, asked, cancelling, failed, live, pausing, said, step
 from tests.support.service import a_job
 from train_loop.run_dir import Outcome, Stop

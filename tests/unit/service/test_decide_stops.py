@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from service.domain.decide import Decision, Effect, Seen, Submission
-from service.domain.job import Job, JobState, Wish
-from service.domain.moves import make_room, start, stop_with_service
-from service.domain.reason import Code, Reason
+from service.domain.jobs.decide import Decision, Effect, Seen, Submission
+from service.domain.jobs.job import Job, JobState, Wish
+from service.domain.jobs.reason import Code, Reason
+from service.domain.jobs.transitions import make_room, start, stop_with_service
 from tests.support.attempts import ALIVE, NOW, asked, cancelling, live, pausing, said, step
 from tests.support.service import a_job
 from train_loop.run_dir import Outcome, Stop

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.domain.admission import admit
-from service.domain.board import Admission
-from service.domain.decide import Retry, Seen, Submission, decide
-from service.domain.job import Job, JobState
-from service.domain.moves import resize, start
-from service.domain.reason import Code, Reason
-from service.domain.rules import Quota, Rules
-from service.domain.ticket import Ticket
-from service.domain.wishes import paused, resumed
+from service.domain.jobs.commands import paused, resumed
+from service.domain.jobs.decide import Retry, Seen, Submission, decide
+from service.domain.jobs.job import Job, JobState
+from service.domain.jobs.reason import Code, Reason
+from service.domain.jobs.transitions import resize, start
+from service.domain.queue.admission import admit
+from service.domain.queue.entry import Ticket
+from service.domain.queue.policy import Quota, Rules
+from service.domain.queue.snapshot import Admission
 from tests.support.service import a_job
 from train_loop.plan import Capacity
 from train_loop.run_dir import Outcome

@@ -5,9 +5,9 @@ import os
 import pytest
 from pydantic import model_validator
 
-from service import environment
-from service.environment import BadSettings, read_settings, strangers
-from service.settings import Settings
+from service.config import environment
+from service.config.environment import BadSettings, read_settings, strangers
+from service.config.settings import Settings
 
 
 @pytest.fixture(autouse=True)

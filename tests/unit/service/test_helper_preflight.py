@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from service.adapters.preflight import _FRESH_SECONDS, HelperPreflight, Limits
+from service.adapters.helpers.preflight import _FRESH_SECONDS, HelperPreflight, Limits
 from service.errors import PreflightFailed, StorageAway
 from service.ports import Findings
 from tests.support.folders import write_model, write_tokenizer

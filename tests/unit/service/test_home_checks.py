@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from service.cli.home_checks import check_home
-from service.settings import Settings
+from service.config.settings import Settings
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import pytest
 import standardwebhooks
 
 from service.adapters.http_sender import HttpSender, look_up
-from service.domain.addresses import Allowed
-from service.domain.job import JobState
-from service.domain.webhook import Answer, Message, Webhook
+from service.domain.jobs.job import JobState
+from service.domain.webhooks.delivery import Answer, Message, Webhook
+from service.domain.webhooks.ssrf import Allowed
 from tests.support.receivers import (
     Act,
     Receiver,

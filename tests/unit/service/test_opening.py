@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from service.adapters.sql.database import Database, open_database
-from service.background import Background, Part
 from service.errors import DatabaseUnreachable, DatabaseUnusable, ServiceError
-from service.leaving import Leaving
-from service.opening import Opening, opened
+from service.lifecycle.lifespan import Background, Part
+from service.lifecycle.shutdown import Leaving
+from service.lifecycle.startup import Opening, opened
 from tests.support.waiting import wait_for
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from service.adapters.memory import MemoryCluster
-from service.domain.decide import Submission
-from service.domain.job import Job, JobState
-from service.domain.reason import Code
+from service.domain.jobs.decide import Submission
+from service.domain.jobs.job import Job, JobState
+from service.domain.jobs.reason import Code
 from service.ports import Launch, Lease, Node
-from service.reconcile import Reconciler
+from service.use_cases.jobs.reconcile import Reconciler
+from tests.support.fakes.stores import MemoryCluster
 from tests.support.service import FakeService, started
 from train_loop.plan import Capacity
 from train_loop.run_dir import Fence, Outcome

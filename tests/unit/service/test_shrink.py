@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from service.domain.shrink import cannot_shrink
+from service.domain.queue.shrink import cannot_shrink
 from train_loop.plan import Capacity
 from train_loop.spec import ScalingSpec
 

@@ -9,8 +9,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from service.adapters.keys import ensure_key, read_key
+from service.config.settings import Settings
 from service.errors import KeyUnusable
-from service.settings import Settings
 from train_loop.run_dir import SinkName
 
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from service.filters import AtLeast
+from service.use_cases.runs.filters import AtLeast
 from train_loop.telemetry.logs import plain
 
 TIME = "2026-11-24 03:24:26,932"
