@@ -1,4 +1,4 @@
-"""The memory of the mask that keeps documents in a shared sequence apart."""
+"""Memory of the attention mask that separates documents in a packed sequence."""
 
 from train_loop.spec import JobSpec
 

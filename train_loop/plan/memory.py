@@ -1,4 +1,4 @@
-"""Parameters → bytes per worker, each term with its formula."""
+"""Memory estimate in bytes per worker, each term with its formula."""
 
 from dataclasses import dataclass
 from typing import Literal
