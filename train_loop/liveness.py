@@ -1,4 +1,4 @@
-"""Evaluation of a worker group's heartbeats: silent hosts, ended ranks and stalls. Pure functions."""
+"""Evaluation of a worker group's heartbeats: silent hosts, ended ranks and stalls. It does no I/O."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
