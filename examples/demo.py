@@ -228,7 +228,7 @@ def check(story: Story) -> list[str]:
         faults.append(f"the loss went from {first:.3f} to {last:.3f}; expected a decrease of more than 10 %")
     newest, rejected = newest_verified(RunDir.at(story.job.run_dir))
     if newest is None or rejected:
-        faults.append(f"the newest checkpoint does not verify: {rejected or 'not found'}")
+        faults.append(f"the newest checkpoint is invalid: {rejected or 'not found'}")
     return faults + check_samples(story, steps)
 
 
@@ -257,7 +257,7 @@ def summarise(story: Story, url: str) -> None:
     """Print a table of the run's results."""
     start, steps = story.named("training_started"), _surviving(story.metrics)
     speeds = sorted(line["tokens_per_second"] for line in steps.values())
-    table = Table(title="What happened", show_header=False, title_justify="left")
+    table = Table(title="Results", show_header=False, title_justify="left")
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in {

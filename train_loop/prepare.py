@@ -16,7 +16,7 @@ def main() -> None:
     """Prepare the data, report progress on standard error, and print the folders of the samples."""
     parser = argparse.ArgumentParser(prog="python -m train_loop.prepare", description=__doc__)
     parser.add_argument("spec", type=Path, metavar="SPEC.yaml")
-    parser.add_argument("--cache", type=Path, default=default_cache(), help="folder of prepared data (%(default)s)")
+    parser.add_argument("--cache", type=Path, default=default_cache(), help="folder of prepared data [%(default)s]")
     arguments = parser.parse_args()
     try:
         spec = parse_text(arguments.spec.read_bytes())

@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m train_loop.run", description=__doc__)
     parser.add_argument("spec", type=Path, metavar="SPEC.yaml")
     parser.add_argument("--run-dir", required=True, metavar="DIR")
-    parser.add_argument("--cache", type=Path, default=default_cache(), help="folder of prepared data (%(default)s)")
+    parser.add_argument("--cache", type=Path, default=default_cache(), help="folder of prepared data [%(default)s]")
     arguments = parser.parse_args()
     try:
         spec = parse_text(arguments.spec.read_bytes())

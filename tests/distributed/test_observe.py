@@ -188,7 +188,7 @@ def test_profiled_steps_leave_trace_and_memory_of_every_rank_and_change_no_loss(
 
 def test_a_step_to_profile_that_will_not_come_is_warned_of(runs: Path) -> None:
     (warning,) = events(runs / "profiled", "warning")
-    assert warning["message"] == "profile_steps=[7] lie beyond the 6 steps of the run; later steps are not profiled"
+    assert warning["message"] == "profile_steps=[7] are beyond the 6 steps of the run; later steps are not profiled"
 
 
 def stalled_stream(left: StreamPlan, mesh: MeshPlan, rank: int) -> Iterator[Rows | None]:

@@ -234,7 +234,7 @@ def test_of_two_attempts_alive_at_once_only_the_newer_commits(tmp_path: Path) ->
         fenced = time.time()
         resumed = max(run_dir.manifests()) + 2
         assert on_ranks(2, endless, tmp_path, 2, resumed + 5) == ["", ""]
-        assert older.result(timeout=60) == ["attempt 2 has taken over from attempt 1, which ends here"] * 2
+        assert older.result(timeout=60) == ["attempt 2 has taken over from attempt 1, which stops"] * 2
     committed = [e for e in read_lines(run_dir.attempt(1).events) if e["event"] == "checkpoint_committed"]
     # A commit that had looked at the fence before it was written may still be told of.
     assert sum(event["time"] > fenced for event in committed) <= 1

@@ -41,7 +41,7 @@ class PreemptionWatch:
 
     def sees_news(self, journal: Journal) -> bool:
         """Return whether there is a new preemption notice, identical on all ranks. A collective call."""
-        assert self._ask is not None, "only ranks that can be preempted ask"
+        assert self._ask is not None, "only ranks with a preemption source check for it"
         self._asked, found = self._clock(), self._ask()
         if found is None or found == self._known:
             return False

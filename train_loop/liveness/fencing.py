@@ -161,6 +161,6 @@ def _read(run_dir: RunDir) -> Fence:
 
 def _superseded(fence: Fence, token: Fence) -> str:
     if fence.attempt > token.attempt:
-        return f"attempt {fence.attempt} has taken over from attempt {token.attempt}, which ends here"
+        return f"attempt {fence.attempt} has taken over from attempt {token.attempt}, which stops"
     groups = f"worker group {fence.epoch} of attempt {fence.attempt} has taken over from group {token.epoch}"
-    return f"{groups}, which ends here"
+    return f"{groups}, which stops"

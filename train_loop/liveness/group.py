@@ -1,4 +1,4 @@
-"""Evaluation of a worker group's heartbeats: silent hosts, ended ranks and stalls. Pure functions."""
+"""Evaluation of a worker group's heartbeats: silent hosts, ended ranks and stalls. It does no I/O."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ _LATE_SECONDS = 3.0
 _DOING = {
     Phase.START: "is starting",
     Phase.DATA: "is reading data",
-    Phase.AGREE: "waits for the others",
+    Phase.AGREE: "waits for other ranks",
     Phase.TRAIN: "is computing",
     Phase.AFTER: "is recording or evaluating",
     Phase.SAVE: "is saving",

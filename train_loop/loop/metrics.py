@@ -40,7 +40,7 @@ def record_start(run: Run, workers: list[dict[str, Any]]) -> None:
     if late:
         about = "about " if run.spec.training.max_tokens else ""
         run.journal.warn(
-            f"profile_steps={late} lie beyond the {about}{run.steps} steps of the run; later steps are not profiled"
+            f"profile_steps={late} are beyond the {about}{run.steps} steps of the run; later steps are not profiled"
         )
 
 

@@ -1,4 +1,4 @@
-"""Pure arithmetic: degrees → mesh, batches → steps, parameters → memory, workers → resources. Torch-free."""
+"""Planning by pure arithmetic: mesh, batches and steps, memory, and placement on nodes. Torch-free."""
 
 from train_loop.plan.batch import START, BatchPlan, Origin, check_schedule, plan_batch, plan_samples, plan_steps
 from train_loop.plan.devices import device_problems, forgotten_gpu

@@ -1,4 +1,4 @@
-"""Parameters → bytes per worker, each term with its formula."""
+"""Memory estimate in bytes per worker, each term with its formula."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -132,7 +132,7 @@ def logits_row_bytes(spec: JobSpec, shape: ModelShape) -> int:
 
 
 def chunk_rows(spec: JobSpec, shape: ModelShape, *, tokens: int) -> int | None:
-    """Return the tokens in a chunk of logits; None if whole logits take less, or if the spec wants them whole.
+    """Return the tokens in a chunk of logits; None if whole logits need less memory, or if the spec disables chunks.
 
     `tokens` counts one rank's part of a micro-batch. Chunks keep the head's gradient in fp32 until backward.
     """

@@ -21,19 +21,19 @@ class Plan:
 
     @property
     def memory_bytes(self) -> int:
-        """Estimated bytes per worker in the memory in which the model computes."""
+        """Return the estimated bytes per worker in the memory in which the model computes."""
         return sum(term.bytes for term in self.memory if term.place == "device")
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Estimated bytes of a checkpoint over all ranks."""
+        """Return the estimated bytes of a checkpoint over all ranks."""
         return self.mesh.fsdp * sum(
             term.bytes for term in self.memory if term.name in ("parameters", "optimizer", "ema")
         )
 
     @property
     def host_memory_bytes(self) -> int:
-        """Estimated bytes per worker in host memory, next to a GPU."""
+        """Return the estimated bytes per worker in host memory, in addition to a GPU."""
         return sum(term.bytes for term in self.memory if term.place == "host")
 
 

@@ -1,11 +1,11 @@
-"""Workers → cluster: the resources that a job takes, and the check that the cluster can hold them."""
+"""Resources that a job reserves, and the check that the cluster has them."""
 
 from collections.abc import Mapping
 
 from train_loop.spec import Problem, ScalingSpec
 
 DATA_CPUS = 1.0
-"""CPUs that Ray Data needs besides the workers: with one, tasks are slow; with none, the job hangs silently."""
+"""CPUs that Ray Data needs in addition to the workers: with one, tasks are slow; with none, the job hangs silently."""
 
 
 def needed(scaling: ScalingSpec) -> dict[str, float]:

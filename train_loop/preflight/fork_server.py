@@ -145,7 +145,7 @@ def _timed_out(question: dict[str, Any], subject: str) -> str:
 
 
 def _exceeded(subject: str, limit: str) -> dict[str, Any]:
-    return {"problems": [{"pointer": subject, "message": f"the check of it {limit}"}], "shape": None}
+    return {"problems": [{"pointer": subject, "message": f"its check {limit}"}], "shape": None}
 
 
 def _write(file: int, data: bytes) -> None:

@@ -175,7 +175,7 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
         """Report a group that Ray Train stops at the deadline of a preemption."""
         if self._preempted and not self._failed and self._monitor is not None:
             self._failed = True
-            self._monitor.failed({}, dict.fromkeys(self._preempted, "its host was taken away, as announced"))
+            self._monitor.failed({}, dict.fromkeys(self._preempted, "its host was preempted"))
 
     @contextmanager
     def on_worker_group_shutdown(self) -> Iterator[None]:

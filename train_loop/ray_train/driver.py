@@ -100,7 +100,7 @@ def a_home() -> dict[str, str]:
 
 
 def acknowledge(attempt: AttemptDir, journal: Journal, outcome: Outcome) -> None:
-    """Write all events, then the outcome, retrying while storage is away. Log the outcome if it cannot be written."""
+    """Write all events, then the outcome, with retries for storage. Log the outcome if it cannot be written."""
     try:
         with storage_may_fail(partial(log.warning, "the last events could not be written: %s")):
             retry_storage(journal.flush)

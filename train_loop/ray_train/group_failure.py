@@ -55,7 +55,7 @@ def explain(evidence: Evidence) -> Loss:
     """Return the dead ranks and the cause, or the failed ranks if none died."""
     if evidence.cut_off is not None:
         others = ", ".join(sorted(set(evidence.hosts.values()) - {evidence.cut_off}))
-        cause = f"host {evidence.cut_off} was cut off from {others}"
+        cause = f"host {evidence.cut_off} was disconnected from {others}"
         return Loss(tuple(sorted(evidence.hosts)), (evidence.cut_off,), "host_lost", cause, None)
     dead = evidence.dead or set(evidence.errors)
     ranks = tuple(sorted(dead))

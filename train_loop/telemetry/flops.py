@@ -57,7 +57,7 @@ class Flops:
     parameters: int
     layers: int
     attention_width: int
-    """Heads x head_dim."""
+    """Number of heads x head_dim."""
     sequence_length: int
     device: str
     dtype: str

@@ -43,7 +43,7 @@ DYNAMIC |= {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_the
         (
             {"model": {"config": OPT}, "strategy": {"apply_tiled_mlp": True}},
             "/strategy/apply_tiled_mlp",
-            "OPTDecoderLayer has no child whose class ends with MLP",
+            "OPTDecoderLayer has no child module of a class named *MLP",
         ),
         (
             {"model": {"config": TINY | {"model_type": "granite"}}, "training": {"chunked_loss": True}},
