@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from service.api.audit_schemas import RunAuditOut
+from service.api.schemas import RunAuditOut
 from service.cli.common import JOB_HELP, AsJson
 from service.cli.connect import connect
 from service.cli.ends import Exit, fail

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 from rich.progress import Progress
 
-from service.api.ledger_schemas import ExportIn, ExportOut
+from service.api.schemas import ExportIn, ExportOut
 from service.cli.common import AsJson, JobRef, Step
 from service.cli.connect import LONG_SECONDS, connect
 from service.cli.ends import Exit, fail

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from rich.text import Text
 
 from service.address import NoKeyError, find_url
-from service.api.doctor_schemas import FindingOut
+from service.api.schemas import FindingOut
 from service.cli.common import AsJson
 from service.cli.connect import SHORT_SECONDS
 from service.cli.ends import Exit

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from service.api.access_schemas import KeyIn
+from service.api.schemas import KeyIn
 from service.cli.common import AsJson, checked
 from service.cli.connect import connect
 from service.cli.ids import complete_key, find_key_id

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from service.api.node_schemas import NodeOut
+from service.api.schemas import NodeOut
 from service.cli.common import AsJson
 from service.cli.connect import connect
 from service.cli.ids import shorten

@@ -2,10 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from service.api.access_schemas import DeedOut, KeyOut, Me
-from service.api.ledger_schemas import Checkpoints
-from service.api.plan_schemas import PlanOut
-from service.api.usage_schemas import UsageOut
+from service.api.schemas import Checkpoints, DeedOut, KeyOut, Me, PlanOut, UsageOut
 from service.cli.show import show_facts, show_table, show_text
 from service.domain.access import Role
 

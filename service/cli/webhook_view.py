@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from service.api.webhook_schemas import DeliveryOut, TrialOut, WebhookOut
+from service.api.schemas import DeliveryOut, TrialOut, WebhookOut
 from service.cli.show import show_facts, show_table, show_text
 from service.domain.job import JobState
 

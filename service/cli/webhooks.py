@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from service.api.webhook_schemas import NewWebhook, WebhookIn
+from service.api.schemas import NewWebhook, WebhookIn
 from service.cli.common import AsJson, checked
 from service.cli.connect import connect
 from service.cli.ends import Exit

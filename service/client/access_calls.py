@@ -2,8 +2,7 @@
 
 from types import NoneType
 
-from service.api.access_schemas import DeedOut, KeyIn, Keys, Me, NewKey
-from service.api.schemas import Page
+from service.api.schemas import DeedOut, KeyIn, Keys, Me, NewKey, Page
 from service.client.call import Sent, operation
 
 

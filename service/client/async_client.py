@@ -7,7 +7,7 @@ from typing import Self
 import httpx
 
 from service.address import find_key, find_url
-from service.api.plan_schemas import PlanOut
+from service.api.schemas import PlanOut
 from service.client.api import AsyncApi
 from service.client.async_job import AsyncJob, pages
 from service.client.client import PATIENCE_SECONDS

@@ -7,7 +7,7 @@ from typing import Self
 import httpx
 
 from service.address import find_key, find_url
-from service.api.plan_schemas import PlanOut
+from service.api.schemas import PlanOut
 from service.client.api import Api
 from service.client.job import Job, pages
 from service.client.seen import Spec, States, is_whole, meant, spec_text, states_of

@@ -6,9 +6,7 @@ from typing import Literal, Self, TypeVar
 
 from pydantic import JsonValue
 
-from service.api.audit_schemas import RunAuditOut
-from service.api.ledger_schemas import CheckpointOut, ExportIn, ExportOut
-from service.api.schemas import Page
+from service.api.schemas import CheckpointOut, ExportIn, ExportOut, Page, RunAuditOut
 from service.client.api import Api
 from service.client.run_calls import Line
 from service.client.seen import LOOK_SECONDS, Seen, States, has_come, is_exported, newest_step, states_of

@@ -7,10 +7,21 @@ from uuid import uuid4
 
 from pydantic import JsonValue
 
-from service.api.ledger_schemas import CheckpointOut, Checkpoints, ExportIn, ExportOut, Verified
-from service.api.plan_schemas import PlanOut
-from service.api.schemas import CancelIn, CloneIn, JobOut, JobPage, PauseIn, ResumeIn
-from service.api.usage_schemas import UsageDays
+from service.api.schemas import (
+    CancelIn,
+    CheckpointOut,
+    Checkpoints,
+    CloneIn,
+    ExportIn,
+    ExportOut,
+    JobOut,
+    JobPage,
+    PauseIn,
+    PlanOut,
+    ResumeIn,
+    UsageDays,
+    Verified,
+)
 from service.client.call import Query, Sent, operation
 from service.domain.job import JobState
 from train_loop.spec import ScalingSpec

@@ -2,8 +2,7 @@
 
 from pydantic import JsonValue
 
-from service.api.audit_schemas import RunAuditOut
-from service.api.schemas import LinePage, TextPage
+from service.api.schemas import LinePage, RunAuditOut, TextPage
 from service.client.call import Sent, operation, stream
 from service.filters import Level
 

@@ -8,8 +8,7 @@ from typing import Generic, TypeVar
 
 from pydantic import JsonValue
 
-from service.api.ledger_schemas import CheckpointOut, ExportOut
-from service.api.schemas import JobOut, ProgressOut, ReasonOut
+from service.api.schemas import CheckpointOut, ExportOut, JobOut, ProgressOut, ReasonOut
 from service.domain.job import JobState
 from train_loop.spec import JobSpec, dump
 

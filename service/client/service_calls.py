@@ -1,7 +1,6 @@
 """API calls for checks and nodes."""
 
-from service.api.doctor_schemas import ExaminationOut
-from service.api.node_schemas import NodesOut
+from service.api.schemas import ExaminationOut, NodesOut
 from service.client.call import Sent, operation
 
 

@@ -2,8 +2,7 @@
 
 from types import NoneType
 
-from service.api.schemas import Page
-from service.api.webhook_schemas import DeliveryOut, NewWebhook, TrialOut, WebhookIn, WebhookOut, WebhooksOut
+from service.api.schemas import DeliveryOut, NewWebhook, Page, TrialOut, WebhookIn, WebhookOut, WebhooksOut
 from service.client.call import Sent, operation
 
 _WEBHOOK = "/webhooks/{webhook_id}"

@@ -16,8 +16,7 @@ import typer.main
 from typer.core import TyperGroup
 from typer.testing import CliRunner, Result
 
-from service.api.access_schemas import KeyIn
-from service.api.webhook_schemas import WebhookIn
+from service.api.schemas import KeyIn, WebhookIn
 from service.cli.ends import Exit
 from service.cli.main import app
 from service.client import Api, Client

@@ -12,9 +12,8 @@ import httpx
 import pytest
 from anyio.from_thread import start_blocking_portal
 
-from service.api.access_schemas import KeyIn
-from service.api.ledger_schemas import ExportIn
 from service.api.problems import problem
+from service.api.schemas import ExportIn, KeyIn
 from service.client import (
     AmbiguousId,
     ApiError,

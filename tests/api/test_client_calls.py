@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from service.api.ledger_schemas import ExportIn
+from service.api.schemas import ExportIn
 from service.client import Api
 from service.client.call import Operation, Stream
 from tests.support.service import FakeService

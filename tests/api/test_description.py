@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from service.adapters.run_dirs import LocalRunDirs
-from service.api.access_schemas import KeyIn
+from service.api.schemas import KeyIn
 from service.client import Api
 from service.domain.access import Role
 from service.domain.job import JobState

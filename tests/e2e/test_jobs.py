@@ -18,7 +18,7 @@ from pydantic import JsonValue
 
 from service.adapters.ray_head import read_head
 from service.adapters.ray_jobs import RayAddress, RayJobs
-from service.api.doctor_schemas import ExaminationOut
+from service.api.schemas import ExaminationOut
 from service.client import ApiError
 from service.domain.checkup import Reach
 from service.domain.job import JobState

@@ -3,8 +3,7 @@
 from collections.abc import AsyncIterator, Iterator
 from typing import assert_type
 
-from service.api.access_schemas import DeedOut
-from service.api.schemas import JobOut, Page
+from service.api.schemas import DeedOut, JobOut, Page
 from service.client import Api, AsyncApi, AsyncClient, AsyncJob, Client, Job, Line
 
 

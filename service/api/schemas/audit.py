@@ -4,7 +4,7 @@ from typing import Generic, TypeVar
 
 from pydantic import BaseModel, Field
 
-from service.domain.audit_report import LISTED, Difference, Duplicate, Found, Gap, LossChange, Repeat, RunAudit, Unseen
+from service.domain.audit_report import LISTED, Difference, Duplicate, Gap, LossChange, Repeat, Unseen
 
 T = TypeVar("T")
 
@@ -14,11 +14,6 @@ class Findings(BaseModel, Generic[T]):
 
     total: int
     listed: list[T] = Field(description=f"the first {LISTED} of them")
-
-    @classmethod
-    def of(cls, found: Found[T]) -> "Findings[T]":
-        """Build from the domain."""
-        return cls(total=found.total, listed=found.listed)
 
 
 class RunAuditOut(BaseModel):
@@ -43,23 +38,3 @@ class RunAuditOut(BaseModel):
         description="steps whose loss differs from an earlier training of them with as many workers; not a fault"
     )
     notes: list[str] = Field(description="checks that were not possible, with reasons")
-
-    @classmethod
-    def of(cls, audit: RunAudit) -> "RunAuditOut":
-        """Build from the domain."""
-        return cls(
-            clean=audit.clean,
-            steps=audit.steps,
-            samples=audit.samples,
-            first_step=audit.first_step,
-            last_step=audit.last_step,
-            lines=audit.lines,
-            superseded_lines=audit.superseded,
-            repeated=Findings[Repeat].of(audit.repeated),
-            duplicated=Findings[Duplicate].of(audit.duplicated),
-            missing_steps=Findings[Gap].of(audit.missing_steps),
-            missing_samples=Findings[Unseen].of(audit.missing_samples),
-            out_of_order=Findings[Difference].of(audit.out_of_order),
-            changed_losses=Findings[LossChange].of(audit.changed_losses),
-            notes=audit.notes,
-        )

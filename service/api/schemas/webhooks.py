@@ -2,10 +2,10 @@
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from service.api.access_schemas import Project
-from service.api.schemas import Time, as_time, time_or_none
+from service.api.schemas.access import Project
+from service.api.schemas.common import Time
 from service.domain.job import JobState
-from service.domain.webhook import Answer, Delivery, Settled, Webhook
+from service.domain.webhook import Settled
 
 
 class WebhookIn(BaseModel):
@@ -33,32 +33,12 @@ class WebhookOut(BaseModel):
     disabled_at: Time | None
     disabled_because: str | None
 
-    @classmethod
-    def of(cls, webhook: Webhook) -> "WebhookOut":
-        """Build from the domain."""
-        return cls(
-            id=webhook.id,
-            project=webhook.project,
-            url=webhook.url,
-            states=webhook.states,
-            created_at=as_time(webhook.created_at),
-            created_by=webhook.created_by,
-            previous_secret_until=time_or_none(webhook.previous_until),
-            disabled_at=time_or_none(webhook.disabled_at),
-            disabled_because=webhook.disabled_because,
-        )
-
 
 class NewWebhook(BaseModel):
     """A webhook and its new secret."""
 
     webhook: WebhookOut
     secret: str = Field(description="key to verify signatures; it is not shown again")
-
-    @classmethod
-    def of(cls, webhook: Webhook) -> "NewWebhook":
-        """Build from the domain."""
-        return cls(webhook=WebhookOut.of(webhook), secret=webhook.secret)
 
 
 class WebhooksOut(BaseModel):
@@ -73,11 +53,6 @@ class TrialOut(BaseModel):
     received: bool
     status: int | None = Field(description="HTTP status of the response; null if there was none")
     error: str | None
-
-    @classmethod
-    def of(cls, answer: Answer) -> "TrialOut":
-        """Build from the domain."""
-        return cls(received=answer.received, status=answer.status, error=answer.error)
 
 
 class DeliveryOut(BaseModel):
@@ -94,20 +69,3 @@ class DeliveryOut(BaseModel):
     error: str | None = Field(description="why the last attempt failed")
     next_try_at: Time | None
     delivered_at: Time | None
-
-    @classmethod
-    def of(cls, delivery: Delivery) -> "DeliveryOut":
-        """Build from the domain."""
-        return cls(
-            number=delivery.number,
-            message_id=delivery.message.id,
-            event=delivery.message.event,
-            job_id=delivery.message.job_id,
-            created_at=as_time(delivery.message.time),
-            settled=delivery.settled,
-            attempts=delivery.attempts,
-            status=delivery.status,
-            error=delivery.error,
-            next_try_at=time_or_none(delivery.next_at),
-            delivered_at=time_or_none(delivery.delivered_at),
-        )

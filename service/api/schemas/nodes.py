@@ -1,9 +1,13 @@
 """Response models of `GET /nodes`."""
 
+from typing import Literal
+
 from pydantic import BaseModel, Field
 
-from service.api.schemas import Time, as_time
-from service.nodes import NodeState, NodeView
+from service.api.schemas.common import Time
+
+NodeState = Literal["alive", "draining", "dead"]
+"""As in service.nodes, which the client must not import."""
 
 
 class NodeFailure(BaseModel):
@@ -29,23 +33,6 @@ class NodeOut(BaseModel):
     free: dict[str, float] | None = Field(description="unreserved resources, up to 5 s old; null if unknown or dead")
     jobs: list[str] = Field(description="jobs with workers there that the caller may see")
     last_failure: NodeFailure | None = Field(description="the newest loss of the host or of workers on it")
-
-    @classmethod
-    def of(cls, view: NodeView) -> "NodeOut":
-        """Build from the use case."""
-        node, last = view.node, view.last_failure
-        return cls(
-            id=node.id,
-            host=node.host,
-            address=node.address,
-            is_head=node.is_head,
-            state=view.state,
-            since=as_time(view.since),
-            total=dict(node.total),
-            free=None if node.free is None else dict(node.free),
-            jobs=list(view.jobs),
-            last_failure=None if last is None else NodeFailure(time=as_time(last.time), message=last.message),
-        )
 
 
 class NodesOut(BaseModel):

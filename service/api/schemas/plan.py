@@ -1,12 +1,8 @@
 """Response models of a plan."""
 
-from dataclasses import asdict
 from typing import Literal
 
 from pydantic import BaseModel, Field
-
-from service.planning import PlanView
-from train_loop.plan import MeshPlan
 
 
 class MeshOut(BaseModel):
@@ -17,11 +13,6 @@ class MeshOut(BaseModel):
     sp: int
     shape: tuple[int, ...]
     names: tuple[str, ...]
-
-    @classmethod
-    def of(cls, mesh: MeshPlan) -> "MeshOut":
-        """Build from the plan."""
-        return cls(ddp=mesh.ddp, fsdp=mesh.fsdp, sp=mesh.sp, shape=mesh.shape, names=mesh.names)
 
 
 class MemoryTermOut(BaseModel):
@@ -75,27 +66,3 @@ class PlanOut(BaseModel):
     checkpoint_bytes: int = Field(description="estimated size of one checkpoint; keep_last of them are kept")
     preview: list[PreviewOut] = Field(description="counts of the first rows of each source of text")
     warnings: list[str]
-
-    @classmethod
-    def of(cls, view: PlanView) -> "PlanOut":
-        """Build from the use case."""
-        spec, plan = view.spec, view.plan
-        terms = [MemoryTermOut(**asdict(term)) for term in plan.memory]
-        return cls(
-            name=spec.name,
-            world=plan.mesh.world,
-            sizes=list(view.sizes),
-            mesh=MeshOut.of(plan.mesh),
-            nodes=None if view.nodes is None else [list(ranks) for ranks in view.nodes],
-            data_parallel_size=plan.mesh.dp,
-            global_batch_size=plan.batch.global_batch,
-            micro_batch_size=plan.batch.per_device,
-            gradient_accumulation_steps=plan.batch.accumulation,
-            tokens_per_step=plan.batch.global_batch * spec.data.sequence_length,
-            steps=view.steps,
-            parameters=plan.shape.parameters,
-            memory=MemoryOut(total_bytes=plan.memory_bytes, host_bytes=plan.host_memory_bytes, terms=terms),
-            checkpoint_bytes=plan.checkpoint_bytes,
-            preview=[PreviewOut.model_validate(source, from_attributes=True) for source in view.preview],
-            warnings=list(view.warnings),
-        )

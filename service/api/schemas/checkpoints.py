@@ -4,9 +4,10 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from service.api.schemas import Time, as_time
-from service.ports import Checkpoint
-from train_loop.run_dir import ExportState, ExportStatus
+from service.api.schemas.common import Time
+
+ExportState = Literal["running", "done", "failed"]
+"""As in train_loop.run_dir, which needs libraries that the client does not have."""
 
 
 class CheckpointOut(BaseModel):
@@ -21,22 +22,6 @@ class CheckpointOut(BaseModel):
     mesh: dict[str, int]
     metrics: dict[str, float] = Field(description="metrics of its step")
     pinned: bool
-
-    @classmethod
-    def of(cls, checkpoint: Checkpoint) -> "CheckpointOut":
-        """Build from the run directory."""
-        manifest = checkpoint.manifest
-        return cls(
-            step=manifest.step,
-            tokens=manifest.tokens,
-            bytes=manifest.bytes,
-            time=as_time(manifest.time),
-            attempt=manifest.attempt,
-            world=manifest.world,
-            mesh=manifest.mesh,
-            metrics=manifest.metrics,
-            pinned=checkpoint.pinned,
-        )
 
 
 class Checkpoints(BaseModel):
@@ -72,17 +57,3 @@ class ExportOut(BaseModel):
     progress: float = Field(description="share of the weights written so far")
     reason: str | None
     path: str = Field(description="path of the Hugging Face folder when the state is done")
-
-    @classmethod
-    def of(cls, status: ExportStatus, *, run_dir: str) -> "ExportOut":
-        """Build from the run directory."""
-        wish = status.wish
-        return cls(
-            step=status.step,
-            dtype=wish.dtype,
-            weights=wish.weights,
-            state=status.state,
-            progress=status.progress,
-            reason=status.reason,
-            path=f"{run_dir}/export/{wish.name(status.step)}",
-        )

@@ -5,8 +5,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, JsonValue
 
-from service.api.schemas import Time, as_time
-from service.domain.access import ANY, PROJECT_OR_ANY, Caller, Deed, Key, Role
+from service.api.schemas.common import Time
+from service.domain.access import ANY, PROJECT_OR_ANY, Role
 from train_loop.spec import refuse_hidden
 
 Project = Annotated[str, Field(pattern=PROJECT_OR_ANY, max_length=40)]
@@ -39,21 +39,6 @@ class KeyOut(BaseModel):
     expires_at: Time | None
     revoked_at: Time | None
 
-    @classmethod
-    def of(cls, key: Key, caller: Caller) -> "KeyOut":
-        """Build from the domain, with the roles that this caller may see."""
-        roles = dict(key.roles_shown_to(caller))
-        return cls(
-            id=key.id,
-            name=key.name,
-            roles=roles,
-            shared=roles != key.roles,
-            created_at=as_time(key.created_at),
-            created_by=key.created_by,
-            expires_at=None if key.expires_at is None else as_time(key.expires_at),
-            revoked_at=None if key.revoked_at is None else as_time(key.revoked_at),
-        )
-
 
 class NewKey(BaseModel):
     """A new key and its secret."""
@@ -81,22 +66,6 @@ class DeedOut(BaseModel):
     target: str
     before: dict[str, JsonValue]
     after: dict[str, JsonValue]
-
-    @classmethod
-    def of(cls, number: int, deed: Deed) -> "DeedOut":
-        """Build from the domain."""
-        return cls(
-            number=number,
-            time=as_time(deed.time),
-            key_id=deed.caller.id,
-            key_name=deed.caller.name,
-            request_id=deed.caller.request_id,
-            action=deed.action,
-            project=deed.project,
-            target=deed.target,
-            before=dict(deed.before),
-            after=dict(deed.after),
-        )
 
 
 class Me(BaseModel):

@@ -2,7 +2,6 @@
 
 from pydantic import BaseModel, Field
 
-from service.doctor import Examination
 from service.domain.finding import Verdict
 
 
@@ -21,9 +20,3 @@ class ExaminationOut(BaseModel):
     ok: bool
     seconds: float
     findings: list[FindingOut]
-
-    @classmethod
-    def of(cls, found: Examination) -> "ExaminationOut":
-        """Build from the domain."""
-        findings = [FindingOut.model_validate(finding, from_attributes=True) for finding in found.findings]
-        return cls(ok=found.healthy, seconds=found.seconds, findings=findings)
