@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import assert_type
 
 from service.api.schemas import DeedOut, JobOut, Page
-from service.client import Api, AsyncApi, AsyncClient, AsyncJob, Client, Job, Line
+from trainshed import Api, AsyncApi, AsyncClient, AsyncJob, Client, Job, Line
 
 
 def calls(api: Api) -> None:

@@ -12,12 +12,12 @@ import yaml
 
 from service.address import ServiceAddress
 from service.api.schemas import JobOut
-from service.client import Api, Client
 from service.domain.job import JobState
 from tests.support.specs import TINY, raw_spec
 from tests.support.torchrun import write_tokens
 from tests.support.waiting import wait_for
 from train_loop.run_dir import RunDir, read_lines
+from trainshed import Api, Client
 
 
 class LiveService:
