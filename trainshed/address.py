@@ -50,7 +50,9 @@ def _local_service() -> "LocalService | None":
     try:
         # Imported only here: without the extra `service`, pydantic-settings is missing.
         from service.address import local_service  # noqa: PLC0415
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.startswith("service"):
+            raise
         return None
     return local_service()
 
