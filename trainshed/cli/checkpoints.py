@@ -16,7 +16,7 @@ from trainshed.cli.ids import find_job
 from trainshed.cli.show import notes, show_json, show_next, show_note, show_text
 from trainshed.cli.tables import show_checkpoints
 
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 Dtype = Literal["bf16", "fp16", "fp32"]
 
 
@@ -71,10 +71,10 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Export a checkpoint as a Hugging Face folder, wait until it is done, and print its path."""
-    wish = ExportIn.model_validate({"dtype": dtype, "weights": "ema" if ema else "model"})
-    with connect(patience=LONG_SECONDS) as api:
+    request = ExportIn.model_validate({"dtype": dtype, "weights": "ema" if ema else "model"})
+    with connect(retry_seconds=LONG_SECONDS) as api:
         job_id = find_job(api, job)
-        status = _exported(api, job_id, step, wish)
+        status = _exported(api, job_id, step, request)
     if as_json:
         show_json(status)
         raise typer.Exit(Exit.DONE if status.state == "done" else Exit.FAILED)
@@ -85,15 +85,15 @@ def export(
     show_next(f"pin {job_id} {step}")
 
 
-def _exported(api: Api, job_id: str, step: int, wish: ExportIn) -> ExportOut:
+def _exported(api: Api, job_id: str, step: int, request: ExportIn) -> ExportOut:
     """Start an export, show its progress until it finishes, and return its final status."""
-    status, shown = api.export(job_id, step, wish), ""
+    status, shown = api.export(job_id, step, request), ""
     with Progress(console=notes, transient=True, disable=not notes.is_terminal) as bar:
         row = bar.add_task("exporting", total=1.0)
         while status.state == "running":
             bar.update(row, completed=status.progress)
             if not notes.is_terminal and shown != (shown := f"exporting: {status.progress:.0%}"):
                 show_note(shown)
-            time.sleep(_LOOK_SECONDS)
-            status = api.exported(job_id, step, wish)
+            time.sleep(_POLL_SECONDS)
+            status = api.exported(job_id, step, request)
     return status

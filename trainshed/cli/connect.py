@@ -37,11 +37,11 @@ def load_settings() -> Settings:
 
 
 @contextmanager
-def connect(overrides: Sequence[str] = (), *, patience: float = SHORT_SECONDS) -> Iterator[Api]:
+def connect(overrides: Sequence[str] = (), *, retry_seconds: float = SHORT_SECONDS) -> Iterator[Api]:
     """Yield the API of the service. On an error, print a readable line, name the --set at fault, and exit with 1."""
     load_settings()
     try:
-        with Client(patience=patience) as client:
+        with Client(patience=retry_seconds) as client:
             yield client.api
     except NoKeyError as error:
         fail(str(error))

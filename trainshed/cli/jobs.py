@@ -114,7 +114,7 @@ def show(job: JobRef, as_json: AsJson = False) -> None:
 def pause(job: JobRef, grace: Grace = None, as_json: AsJson = False) -> None:
     """Pause a job: commit a checkpoint and leave the cluster until it is resumed."""
     with connect() as api:
-        _asked(api.pause(find_job(api, job), grace_seconds=grace), as_json=as_json)
+        _show_requested(api.pause(find_job(api, job), grace_seconds=grace), as_json=as_json)
 
 
 def resume(
@@ -126,7 +126,7 @@ def resume(
     with connect() as api:
         job_id = find_job(api, job)
         scaling = api.job(job_id).scaling.at(workers) if workers else None
-        _asked(api.resume(job_id, scaling=scaling), as_json=as_json)
+        _show_requested(api.resume(job_id, scaling=scaling), as_json=as_json)
 
 
 def cancel(
@@ -137,7 +137,7 @@ def cancel(
 ) -> None:
     """Cancel a job. It cannot be resumed afterwards."""
     with connect() as api:
-        _asked(api.cancel(find_job(api, job), grace_seconds=grace, checkpoint=checkpoint), as_json=as_json)
+        _show_requested(api.cancel(find_job(api, job), grace_seconds=grace, checkpoint=checkpoint), as_json=as_json)
 
 
 def rm(job: JobRef, as_json: AsJson = False) -> None:
@@ -166,7 +166,7 @@ def _started(job: JobOut, *, wait: bool, as_json: bool) -> None:
         show_next(next_command(job))
 
 
-def _asked(job: JobOut, *, as_json: bool) -> None:
+def _show_requested(job: JobOut, *, as_json: bool) -> None:
     """Print a job after a request to change its state."""
     if as_json:
         show_json(job)

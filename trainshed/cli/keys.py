@@ -27,9 +27,9 @@ def create(
     as_json: AsJson = False,
 ) -> None:
     """Create a key and print its secret, which is not shown again."""
-    wish = _wish(name, role, None if days is None else datetime.now(UTC) + timedelta(days=days))
+    request = _key_request(name, role, None if days is None else datetime.now(UTC) + timedelta(days=days))
     with connect() as api:
-        made = api.create_key(wish)
+        made = api.create_key(request)
     if as_json:
         show_json(made)
         return
@@ -80,7 +80,7 @@ def whoami(as_json: AsJson = False) -> None:
     show_next("ps")
 
 
-def _wish(name: str, roles: list[str], expires_at: datetime | None) -> KeyIn:
+def _key_request(name: str, roles: list[str], expires_at: datetime | None) -> KeyIn:
     """Build the request. Exits with a one-line error and code 2 if the options are invalid."""
     given = {project: role for project, _, role in (one.partition("=") for one in roles)}
     return checked(KeyIn, {"name": name, "roles": given, "expires_at": expires_at}, "write --role nlp=editor")

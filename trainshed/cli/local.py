@@ -17,7 +17,7 @@ from trainshed.cli.exit_codes import fail
 from trainshed.cli.process import Log, Running, find_running, start
 from trainshed.cli.show import notes, show_json, show_next, show_note, show_text
 
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _DOWN_SECONDS = 15.0
 """Time limit for the service to exit, in addition to the time that its jobs may take to save."""
 
@@ -104,7 +104,7 @@ def _start(config: Settings, wait: float) -> Running:
                 fail(
                     f"the service (pid {child.pid}) is not ready after {wait:g} s and is still starting; see {log.path}"
                 )
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
     return running
 
 

@@ -92,7 +92,7 @@ def metrics(
 @contextmanager
 def _run(job: str, *, follow: bool) -> Iterator[tuple[Api, str]]:
     """Yield the API and the job id. With `follow`, retry longer. Exit on Ctrl-C without affecting the job."""
-    with connect(patience=LONG_SECONDS if follow else SHORT_SECONDS) as api:
+    with connect(retry_seconds=LONG_SECONDS if follow else SHORT_SECONDS) as api:
         job_id = find_job(api, job)
         with detach_on_interrupt(job_id):
             yield api, job_id

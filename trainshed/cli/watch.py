@@ -18,7 +18,7 @@ from trainshed.cli.ids import find_job
 from trainshed.cli.progress import Display, display
 from trainshed.cli.show import console, next_command, notes, show_json, show_next
 
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 _MOST_JOBS = 200
 
 
@@ -33,11 +33,11 @@ def watch(
 
     Exits with 3 if a given job ends as FAILED or CANCELLED; with --until, if it never reached that state.
     """
-    with connect(patience=LONG_SECONDS) as api:
+    with connect(retry_seconds=LONG_SECONDS) as api:
         named = [find_job(api, job) for job in jobs or ()]
         watched = Watched(api, named)
-        with detach_on_interrupt(*named), display(console, as_json=as_json) as look:
-            last = follow(watched, until, look)
+        with detach_on_interrupt(*named), display(console, as_json=as_json) as show:
+            last = follow(watched, until, show)
     if not as_json:
         show_next(next_command(last[0]) if last else "ps")
     raise typer.Exit(Exit.ENDED_BADLY if named and not all(succeeded(job, until) for job in last) else Exit.DONE)
@@ -45,9 +45,9 @@ def watch(
 
 def wait_for_end(job_id: str, *, as_json: bool) -> None:
     """Follow a job until it finishes, on stderr, or silently with `as_json`. Exits with 3 if it did not succeed."""
-    view = nullcontext(_unseen) if as_json else display(notes, as_json=False)
-    with connect(patience=LONG_SECONDS) as api, detach_on_interrupt(job_id), view as look:
-        job = follow(Watched(api, [job_id]), None, look)[0]
+    view = nullcontext(_show_nothing) if as_json else display(notes, as_json=False)
+    with connect(retry_seconds=LONG_SECONDS) as api, detach_on_interrupt(job_id), view as show:
+        job = follow(Watched(api, [job_id]), None, show)[0]
     if as_json:
         show_json(job)
     else:
@@ -55,7 +55,7 @@ def wait_for_end(job_id: str, *, as_json: bool) -> None:
     raise typer.Exit(Exit.DONE if succeeded(job, None) else Exit.ENDED_BADLY)
 
 
-def _unseen(jobs: Sequence[JobOut]) -> None:
+def _show_nothing(jobs: Sequence[JobOut]) -> None:
     """Show nothing: the caller needs only the final state."""
 
 
@@ -67,7 +67,7 @@ class Watched:
     ids: list[str]
     _known: list[str] = field(default_factory=list)
 
-    def look(self) -> list[JobOut]:
+    def poll(self) -> list[JobOut]:
         """Return the current state of the jobs."""
         if self.ids:
             return [self.api.job(job_id) for job_id in self.ids]
@@ -82,12 +82,12 @@ def follow(watched: Watched, until: JobState | None, show: Display) -> list[JobO
     """Show jobs until each has finished or reached a state. Returns their last state."""
     first = dict[str, JobOut]()
     while True:
-        jobs = watched.look()
+        jobs = watched.poll()
         show(jobs)
         first = {job.id: job for job in jobs} | first
         if all(job.state.terminal or reached(job, until, since=first[job.id]) for job in jobs):
             return jobs
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
 def reached(job: JobOut, state: JobState | None, *, since: JobOut) -> bool:

@@ -30,9 +30,9 @@ def create(
 ) -> None:
     """Create a webhook and print its secret, which is not shown again."""
     given = {"url": url, "project": project, "states": state or []}
-    wish = checked(WebhookIn, given, "see `trainshed webhooks create --help`")
+    request = checked(WebhookIn, given, "see `trainshed webhooks create --help`")
     with connect() as api:
-        made = api.create_webhook(wish)
+        made = api.create_webhook(request)
     _show_secret(made, as_json)
 
 
