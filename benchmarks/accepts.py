@@ -31,7 +31,7 @@ from benchmarks.harness import (
 from benchmarks.launch import ProgramError, ask_module, end, last_words, start_module
 from benchmarks.workload import TOY, Workload
 from examples.demo import service
-from service.client import Api, ApiError
+from trainshed import Api, ApiError
 
 BARE, OURS, RAY = "bare FastAPI route, SQLite commit", "Trainshed, POST /jobs", "Ray JobSubmissionClient"
 NOBODY = "http://127.0.0.1:9"

@@ -34,8 +34,8 @@ from benchmarks.prepare import OFFLINE
 from benchmarks.step_overhead import POLL_SECONDS
 from benchmarks.streams import write_samples
 from examples.demo import SPEC, service
-from service.client import Api
 from train_loop.run_dir import RunDir
+from trainshed import Api
 
 TENTH = {"hidden_size": 40, "intermediate_size": 112, "head_dim": 8}
 """Sizes for a model of a tenth of the quickstart's: 240 thousand parameters, two thirds of them embeddings."""

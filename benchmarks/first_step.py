@@ -35,9 +35,9 @@ from benchmarks.launch import ProgramError, environment
 from benchmarks.recover import Line, first, wait
 from benchmarks.workload import TOY, Workload
 from examples.demo import service
-from service.client import Api
 from service.domain.jobs.job import JobState
 from train_loop.run_dir import RunDir, read_lines
+from trainshed import Api
 
 CLI, CLIENT, OURS = "ray job submit", "Ray JobSubmissionClient.submit_job", "Trainshed, POST /jobs"
 PARTS = ("answer", "driver", "workers", "build", "step")

@@ -22,10 +22,10 @@ from rich.table import Table
 from rich.text import Text
 
 from service.api.schemas import JobOut, LinePage
-from service.client import Api, Client
 from service.config.address import ServiceAddress
 from train_loop.checkpoint.manifest import newest_verified
 from train_loop.run_dir import RunDir
+from trainshed import Api, Client
 
 SPEC = Path(__file__).with_name("quickstart.yaml")
 START_LIMIT, RUN_LIMIT, STOP_LIMIT = 60.0, 600.0, 60.0

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from service.cli.hints import next_of
-from service.cli.job_view import span
-from service.client import Client
 from service.domain.access.roles import OPERATOR, Deed, Key, Role
 from service.domain.jobs.job import JobState
 from tests.support.checkpoints import checkpoint
 from tests.support.command import run
 from tests.support.service import KEY, FakeService, spec_body
 from train_loop.run_dir import ExportStatus, ExportWish
+from trainshed import Client
+from trainshed.cli.job_view import span
+from trainshed.cli.show import next_command
 
 
 def test_a_clone_is_submitted_with_changes(home: Path, service: FakeService) -> None:
@@ -253,6 +253,6 @@ def test_every_state_has_a_next_command(home: Path, service: FakeService) -> Non
     job = service.submit()
     with Client() as client:
         found = client.api.job(job.id)
-    said = {state: next_of(found.model_copy(update={"state": state})) for state in JobState}
+    said = {state: next_command(found.model_copy(update={"state": state})) for state in JobState}
     assert said[JobState.PAUSED] == f"resume {job.id}"
     assert all(job.id in command for command in said.values())

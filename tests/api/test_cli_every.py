@@ -16,17 +16,16 @@ import typer.main
 from typer.core import TyperGroup
 from typer.testing import CliRunner, Result
 
-from service.api.access_schemas import KeyIn
-from service.api.webhook_schemas import WebhookIn
-from service.cli.ends import Exit
-from service.cli.main import app
-from service.client import Api, Client
+from service.api.schemas import KeyIn, WebhookIn
 from service.domain.jobs.job import JobState
 from tests.support.checkpoints import checkpoint
 from tests.support.receivers import receiving
 from tests.support.service import spec_body
 from tests.support.waiting import wait_for
 from train_loop.run_dir import ExportStatus, ExportWish, JsonLines, RunDir
+from trainshed import Api, Client
+from trainshed.cli.exit_codes import Exit
+from trainshed.cli.main import app
 
 UNKNOWN = "job-00000000000000000000000000"
 
@@ -243,7 +242,7 @@ class World:
 
     def type(self, line: str) -> subprocess.CompletedProcess[str]:
         """A command line in a process of its own."""
-        command = [sys.executable, "-m", "service.cli.main", *shlex.split(self.fill(line))]
+        command = [sys.executable, "-m", "trainshed.cli.main", *shlex.split(self.fill(line))]
         return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=120)
 
     def invoke(self, line: str) -> Result:

@@ -12,10 +12,16 @@ import httpx
 import pytest
 from anyio.from_thread import start_blocking_portal
 
-from service.api.access_schemas import KeyIn
-from service.api.ledger_schemas import ExportIn
 from service.api.problems import problem
-from service.client import (
+from service.api.schemas import ExportIn, KeyIn
+from service.domain.access.roles import Role
+from service.errors import DatabaseFull, KeyInFlight, ServiceError
+from tests.support.blocking import Blocking
+from tests.support.checkpoints import checkpoint
+from tests.support.service import KEY, FakeService, a_spec, raw_spec, spec_body
+from tests.support.serving import Proxy, cut, drop, lose, say, serving
+from train_loop.run_dir import ExportStatus, ExportWish, Outcome
+from trainshed import (
     AmbiguousId,
     ApiError,
     AsyncClient,
@@ -27,14 +33,7 @@ from service.client import (
     JobState,
     NoKeyError,
 )
-from service.client.seen import is_exported
-from service.domain.access.roles import Role
-from service.errors import DatabaseFull, KeyInFlight, ServiceError
-from tests.support.blocking import Blocking
-from tests.support.checkpoints import checkpoint
-from tests.support.service import KEY, FakeService, a_spec, raw_spec, spec_body
-from tests.support.serving import Proxy, cut, drop, lose, say, serving
-from train_loop.run_dir import ExportStatus, ExportWish, Outcome
+from trainshed.job_base import is_exported
 
 BUSY = say("503 Service Unavailable")
 WISH = KeyIn(name="alice", roles={"nlp": Role.EDITOR})

@@ -13,8 +13,7 @@ import httpx
 import pytest
 
 from service.adapters.storage.run_dirs import LocalRunDirs
-from service.api.access_schemas import KeyIn
-from service.client import Api
+from service.api.schemas import KeyIn
 from service.domain.access.roles import Role
 from service.domain.jobs.job import JobState
 from tests.support.checkpoints import checkpoint
@@ -23,6 +22,7 @@ from tests.support.live import LiveService
 from tests.support.service import FakeService, raw_spec, spec_body
 from tests.support.waiting import wait_for
 from train_loop.run_dir import RunDir
+from trainshed import Api
 
 CHECKS = (
     "not_a_server_error",

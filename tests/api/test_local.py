@@ -40,7 +40,7 @@ def home(environment: dict[str, str]) -> Iterator[Path]:
 
 
 def run(environment: dict[str, str], *arguments: str) -> Done:
-    command = [sys.executable, "-m", "service.cli.main", *arguments]
+    command = [sys.executable, "-m", "trainshed.cli.main", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
 
 

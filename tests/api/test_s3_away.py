@@ -15,7 +15,6 @@ from service.adapters.storage.guard import StorageGuard
 from service.adapters.storage.guarded import GuardedRunDirs
 from service.adapters.storage.roots import StorageRoots
 from service.adapters.storage.run_dirs import LocalRunDirs
-from service.client import Client
 from service.domain.jobs.decide import Submission
 from service.domain.jobs.job import JobState
 from tests.support.s3 import S3Server
@@ -24,6 +23,7 @@ from tests.support.serving import serving
 from tests.support.storage import bucket_of_runs
 from tests.support.waiting import wait_for
 from train_loop.run_dir import JsonLines, Outcome
+from trainshed import Client
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from pydantic import JsonValue
 
 from service.adapters.ray.head import read_head
 from service.adapters.ray.jobs import RayAddress, RayJobs
-from service.api.doctor_schemas import ExaminationOut
-from service.client import ApiError
+from service.api.schemas import ExaminationOut
 from service.domain.doctor.checks import Reach
 from service.domain.jobs.job import JobState
 from tests.support.folders import write_tokenizer
@@ -31,6 +30,7 @@ from tests.support.specs import TINY
 from tests.support.torchrun import load_checkpoint, write_tokens
 from tests.support.waiting import wait_for
 from train_loop.checkpoint.manifest import newest_verified
+from trainshed import ApiError
 
 pytestmark = pytest.mark.timeout(400)
 STEPS = 40

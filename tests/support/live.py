@@ -11,13 +11,13 @@ import psutil
 import yaml
 
 from service.api.schemas import JobOut
-from service.client import Api, Client
 from service.config.address import ServiceAddress
 from service.domain.jobs.job import JobState
 from tests.support.specs import TINY, raw_spec
 from tests.support.torchrun import write_tokens
 from tests.support.waiting import wait_for
 from train_loop.run_dir import RunDir, read_lines
+from trainshed import Api, Client
 
 
 class LiveService:

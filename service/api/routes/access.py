@@ -4,10 +4,10 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Request
 
-from service.api.access_schemas import DeedOut, KeyIn, KeyOut, Keys, Me, NewKey
+from service.api.convert import deed_out, key_out
 from service.api.guard import CallerIs, parse_body, read_body
 from service.api.openapi import json_body
-from service.api.schemas import Page
+from service.api.schemas import DeedOut, KeyIn, Keys, Me, NewKey, Page
 from service.use_cases.access.access import Access
 
 router = APIRouter(tags=["access"])
@@ -34,13 +34,13 @@ def create(access: UseCases, body: Annotated[bytes, Depends(read_body)]) -> NewK
     wish = parse_body(KeyIn, body)
     expires_at = None if wish.expires_at is None else wish.expires_at.timestamp()
     key, secret = access.create(wish.name, wish.roles, expires_at)
-    return NewKey(key=KeyOut.of(key, access.caller), secret=secret)
+    return NewKey(key=key_out(key, access.caller), secret=secret)
 
 
 @router.get("/keys")
 def keys(access: UseCases) -> Keys:
     """List the keys with a role in a project that the caller administers, newest first."""
-    return Keys(data=[KeyOut.of(key, access.caller) for key in access.visible()])
+    return Keys(data=[key_out(key, access.caller) for key in access.visible()])
 
 
 @router.delete("/keys/{key_id}", status_code=204)
@@ -58,6 +58,6 @@ def audit(
 ) -> Page[DeedOut]:
     """List the writes in projects that the caller administers, newest first."""
     found = access.deeds(project, after=after, limit=limit + 1)
-    data = [DeedOut.of(number, deed) for number, deed in found[:limit]]
+    data = [deed_out(number, deed) for number, deed in found[:limit]]
     more = len(found) > limit
     return Page(data=data, has_more=more, next=str(data[-1].number) if more else None)

@@ -6,9 +6,10 @@ from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
+from service.api.convert import checkpoint_out, export_out
 from service.api.guard import CallerIs, parse_body, read_body, require_key
-from service.api.ledger_schemas import CheckpointOut, Checkpoints, ExportIn, ExportOut, Verified
 from service.api.openapi import Answers, json_body
+from service.api.schemas import CheckpointOut, Checkpoints, ExportIn, ExportOut, Verified
 from service.domain.jobs.job import Job
 from service.use_cases.checkpoints import Ledger
 from train_loop.run_dir import ExportWish
@@ -30,7 +31,7 @@ UseCases = Annotated[Ledger, Depends(ledger_of)]
 @router.get("")
 def checkpoints(ledger: UseCases, job_id: str) -> Checkpoints:
     """List committed checkpoints, oldest first."""
-    return Checkpoints(data=[CheckpointOut.of(found) for found in ledger.checkpoints(job_id)])
+    return Checkpoints(data=[checkpoint_out(found) for found in ledger.checkpoints(job_id)])
 
 
 @router.post("/{step}/verify")
@@ -45,13 +46,13 @@ async def verify(request: Request, ledger: UseCases, job_id: str, step: Step) ->
 @router.post("/{step}/pin")
 def pin(ledger: UseCases, job_id: str, step: Step) -> CheckpointOut:
     """Pin a checkpoint: retention never deletes it. Idempotent."""
-    return CheckpointOut.of(ledger.pin(job_id, step))
+    return checkpoint_out(ledger.pin(job_id, step))
 
 
 @router.delete("/{step}/pin")
 def unpin(ledger: UseCases, job_id: str, step: Step) -> CheckpointOut:
     """Unpin a checkpoint: retention may delete it again. Idempotent."""
-    return CheckpointOut.of(ledger.unpin(job_id, step))
+    return checkpoint_out(ledger.unpin(job_id, step))
 
 
 @router.post("/{step}/export", status_code=202, openapi_extra=json_body(ExportIn), responses=_DONE)
@@ -62,14 +63,14 @@ def export(
     job = ledger.jobs.find(job_id)
     status = ledger.export(job_id, step, _wish(parse_body(ExportIn, body), job))
     response.status_code = 200 if status.state == "done" else 202
-    return ExportOut.of(status, run_dir=job.run_dir)
+    return export_out(status, run_dir=job.run_dir)
 
 
 @router.get("/{step}/export")
 def exported(ledger: UseCases, job_id: str, step: Step, wish: Annotated[ExportIn, Query()]) -> ExportOut:
     """Get the state and progress of an export."""
     job = ledger.jobs.find(job_id)
-    return ExportOut.of(ledger.exported(job_id, step, _wish(wish, job)), run_dir=job.run_dir)
+    return export_out(ledger.exported(job_id, step, _wish(wish, job)), run_dir=job.run_dir)
 
 
 def _wish(asked: ExportIn, job: Job) -> ExportWish:

@@ -4,8 +4,9 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
 
-from service.api.doctor_schemas import ExaminationOut
+from service.api.convert import examination_out
 from service.api.guard import CallerIs
+from service.api.schemas import ExaminationOut
 from service.domain.access.roles import ANY, Role
 from service.errors import Forbidden
 from service.use_cases.doctor.doctor import Doctor
@@ -26,4 +27,4 @@ def doctor_of(request: Request, caller: CallerIs) -> Doctor:
 @router.post("/doctor")
 def examine(doctor: Annotated[Doctor, Depends(doctor_of)]) -> ExaminationOut:
     """Check cluster and storage with a small Ray job and temporary files. Takes at most two minutes."""
-    return ExaminationOut.of(doctor.examine())
+    return examination_out(doctor.examine())

@@ -8,13 +8,13 @@ from typing import Annotated, TypeVar, TypeVarTuple
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request, Response
 
+from service.api.convert import job_out, plan_out
 from service.api.fair_share import Checks
 from service.api.group_commit import Together
 from service.api.guard import CallerIs, parse_body, read_body, require_key
 from service.api.openapi import LOCATION, SPEC_BODY, Answers, json_body
-from service.api.plan_schemas import PlanOut
 from service.api.query import ANY_CASE
-from service.api.schemas import CancelIn, CloneIn, JobOut, JobPage, PauseIn, ResumeIn
+from service.api.schemas import CancelIn, CloneIn, JobOut, JobPage, PauseIn, PlanOut, ResumeIn
 from service.domain.access.roles import Caller
 from service.domain.jobs.job import JobState
 from service.ports import JobQuery, Once
@@ -104,13 +104,13 @@ def _once(asked: Asked, key: str | None, body: bytes) -> Once | None:
 def _answer(jobs: Jobs, response: Response, view: JobView, new: bool) -> JobOut:
     response.status_code = 201 if new else 200
     response.headers["Location"] = f"/jobs/{view.job.id}"
-    return JobOut.of(view, now=jobs.clock())
+    return job_out(view, now=jobs.clock())
 
 
 @router.post("/plan", openapi_extra=SPEC_BODY)
 async def plan(asked: ToCheck) -> PlanOut:
     """Check a spec as submit does and return its plan. Nothing is stored."""
-    return PlanOut.of(await asked.call(asked.jobs.plan, asked.body))
+    return plan_out(await asked.call(asked.jobs.plan, asked.body))
 
 
 @router.api_route("/plan", methods=_OTHERS, include_in_schema=False)
@@ -145,14 +145,14 @@ async def job_query(
 def list_jobs(jobs: UseCases, query: Annotated[JobQuery, Depends(job_query)]) -> JobPage:
     """List jobs, newest first. Pass `next` as `?after=` to get the next page."""
     views, has_more = jobs.page(query)
-    data = [JobOut.of(view, now=jobs.clock()) for view in views]
+    data = [job_out(view, now=jobs.clock()) for view in views]
     return JobPage(data=data, has_more=has_more, next=data[-1].id if has_more else None)
 
 
 @router.get("/{job_id}")
 def get(jobs: UseCases, job_id: str) -> JobOut:
     """Get a job."""
-    return JobOut.of(jobs.get(job_id), now=jobs.clock())
+    return job_out(jobs.get(job_id), now=jobs.clock())
 
 
 @router.delete("/{job_id}", status_code=204)
@@ -165,14 +165,14 @@ def delete(jobs: UseCases, job_id: str) -> None:
 def pause(jobs: UseCases, job_id: str, body: Body) -> JobOut:
     """Pause a job: commit a checkpoint and leave the cluster until it is resumed. Idempotent."""
     wish = parse_body(PauseIn, body)
-    return JobOut.of(jobs.pause(job_id, grace_seconds=wish.grace_seconds), now=jobs.clock())
+    return job_out(jobs.pause(job_id, grace_seconds=wish.grace_seconds), now=jobs.clock())
 
 
 @router.post("/{job_id}/resume", openapi_extra=json_body(ResumeIn))
 async def resume(asked: ToCheck, job_id: str) -> JobOut:
     """Resume a paused job, with another size if one is given. Idempotent."""
     view = await asked.call(asked.jobs.resume, job_id, parse_body(ResumeIn, asked.body).scaling)
-    return JobOut.of(view, now=asked.jobs.clock())
+    return job_out(view, now=asked.jobs.clock())
 
 
 @router.post("/{job_id}/cancel", openapi_extra=json_body(CancelIn))
@@ -180,4 +180,4 @@ def cancel(jobs: UseCases, job_id: str, body: Body) -> JobOut:
     """Cancel a job, by default after a last checkpoint. Idempotent."""
     wish = parse_body(CancelIn, body)
     view = jobs.cancel(job_id, grace_seconds=wish.grace_seconds, checkpoint=wish.checkpoint)
-    return JobOut.of(view, now=jobs.clock())
+    return job_out(view, now=jobs.clock())

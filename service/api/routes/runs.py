@@ -8,18 +8,18 @@ from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 
-from service.api.audit_schemas import RunAuditOut
+from service.api.convert import run_audit_out
 from service.api.guard import require_key
 from service.api.openapi import Answers
 from service.api.query import ANY_CASE
 from service.api.routes.jobs import UseCases
-from service.api.schemas import LinePage, TextPage
+from service.api.schemas import Level, LinePage, RunAuditOut, TextPage
 from service.api.sse import Streams, asks_for_stream
 from service.domain.jobs.job import Job
 from service.errors import InvalidRequest
 from service.ports import Cursor, Line, Place, RunDirs, Written
 from service.use_cases.runs.audit import audit_job
-from service.use_cases.runs.filters import AtLeast, Filter, Level, thin_out
+from service.use_cases.runs.filters import AtLeast, Filter, thin_out
 from service.use_cases.runs.filters import contains as containing
 from service.use_cases.runs.streams import Reader, read_lines, read_page
 from train_loop.spec import Problem
@@ -118,7 +118,7 @@ async def audit(request: Request, jobs: UseCases, dirs: Dirs, job_id: str) -> Ru
     """Check which samples the steps of a job trained, over all attempts; needs `training.audit_samples: true`."""
     # Reads all metrics lines twice, so it uses separate threads.
     threads: CapacityLimiter = request.app.state.verifying
-    return RunAuditOut.of(await run_sync(lambda: audit_job(dirs, jobs.find(job_id)), limiter=threads))
+    return run_audit_out(await run_sync(lambda: audit_job(dirs, jobs.find(job_id)), limiter=threads))
 
 
 def log_of(

@@ -6,9 +6,10 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query
 from pydantic import BeforeValidator
 
+from service.api.convert import usage_days
 from service.api.guard import require_key
 from service.api.routes.jobs import UseCases
-from service.api.usage_schemas import UsageDays
+from service.api.schemas import UsageDays
 from service.domain.jobs.usage import day_of
 
 router = APIRouter(tags=["usage"], dependencies=[Depends(require_key)])
@@ -26,7 +27,7 @@ def usage(
 ) -> UsageDays:
     """List worker, CPU and GPU hours by project and day. Days without usage are omitted."""
     today = day_of(jobs.clock())
-    return UsageDays.of(
+    return usage_days(
         jobs.usage(
             since or today - timedelta(days=_DAYS),
             until or today,

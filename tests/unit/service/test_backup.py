@@ -18,11 +18,11 @@ from service.adapters.keys import ensure_key
 from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
 from service.backup import back_up, restore
-from service.cli.main import app
 from service.config.settings import Settings
 from service.errors import BackupFailed, HomeInUse
 from service.ports import JobQuery, Lease, NewJob
 from tests.support.service import a_job
+from trainshed.cli.main import app
 
 
 def home(path: Path, *, jobs: int = 0) -> Settings:
