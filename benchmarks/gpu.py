@@ -154,8 +154,8 @@ def look_again(process: "subprocess.Popen[bytes]", log: Path, deadline: float) -
     """Wait 20 ms. Raises ProgramError if the process has exited or the deadline has passed."""
     if process.poll() is not None:
         raise ProgramError(f"the run exited with code {process.returncode}: {last_words(log)}")
-        if time.monotonic() > deadline:
-            raise ProgramError(f"the time limit was exceeded: {last_words(log)}")
+    if time.monotonic() > deadline:
+        raise ProgramError(f"the time limit was exceeded: {last_words(log)}")
     time.sleep(POLL_SECONDS)
 
 
