@@ -1,4 +1,4 @@
-"""The client's calls against the API's own description: none is forgotten, and each is typed."""
+"""The client's calls against the OpenAPI document: every operation, stream and parameter is covered."""
 
 import inspect
 import subprocess
@@ -12,7 +12,7 @@ from service.client.call import Operation, Stream
 from tests.support.service import FakeService
 
 NO_CALL = {("GET", "/healthz"), ("GET", "/readyz"), ("GET", "/metrics")}
-"""What others than callers of the API ask for."""
+"""Operations for probes and scrapers, which the client does not call."""
 
 
 def _declared() -> list[tuple[str, Operation[..., object] | Stream[..., object]]]:
@@ -29,7 +29,7 @@ def test_every_operation_of_the_api_has_a_call(service: FakeService) -> None:
     assert called == described - NO_CALL, "declare a call of each route in service/client/*_calls.py"
 
 
-def test_every_stream_of_the_api_is_followed(service: FakeService) -> None:
+def test_every_stream_of_the_api_has_a_call(service: FakeService) -> None:
     described = {
         path
         for path, methods in service.app().openapi()["paths"].items()
@@ -39,10 +39,10 @@ def test_every_stream_of_the_api_is_followed(service: FakeService) -> None:
 
 
 @pytest.mark.parametrize(("name", "declared"), _declared(), ids=lambda value: value if isinstance(value, str) else "")
-def test_a_call_sends_all_that_the_api_takes(
+def test_client_call_takes_every_parameter_of_its_operation(
     service: FakeService, name: str, declared: Operation[..., object] | Stream[..., object]
 ) -> None:
-    """Every parameter of the description is one of the method, under its own name or the one that is said here."""
+    """Check that a method takes every parameter of its operation, under the same name or the name in `renamed`."""
     renamed = {
         "id": "id_prefix",
         "label.KEY": "labels",
@@ -58,8 +58,8 @@ def test_a_call_sends_all_that_the_api_takes(
     assert wanted <= taken | (set(ExportIn.model_fields) if "wish" in taken else set())
 
 
-def test_the_client_is_imported_without_the_service_s_own_libraries() -> None:
-    """Whoever types a command waits for its imports."""
+def test_client_imports_no_library_of_the_service() -> None:
+    """Check the imports, because every command waits for them."""
     heavy = ("fastapi", "starlette", "uvicorn", "sqlalchemy", "alembic", "ray", "torch", "numpy", "pyarrow")
     program = f"import sys, service.client; print([name for name in {heavy!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
