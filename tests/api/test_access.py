@@ -175,7 +175,7 @@ def test_metrics_need_a_viewer_of_all_projects(world: World) -> None:
     assert (answer.status_code, 'project="own"' in answer.text) == (200, True)
 
 
-def test_secret_is_shown_once_and_not_kept(world: World) -> None:
+def test_key_secret_is_shown_once_and_not_stored(world: World) -> None:
     key_id, secret = world.key({"own": "editor", "b": "viewer"})
     assert secret.startswith(f"trainshed_{key_id.removeprefix('key-')}_")
     assert len(bytes.fromhex(secret.rpartition("_")[2])) == 32

@@ -36,7 +36,7 @@ def test_yaml_spec_is_accepted(client: TestClient) -> None:
     assert client.post("/jobs", content=YAML).json()["spec"]["training"]["learning_rate"] == 1e-3
 
 
-def test_plan_returns_the_arithmetic_and_stores_nothing(client: TestClient, service: FakeService) -> None:
+def test_plan_returns_mesh_memory_and_steps_and_stores_nothing(client: TestClient, service: FakeService) -> None:
     service.cluster.total = {"CPU": 16.0}
     strategy, scaling = {"fsdp_size": 4, "ulysses_size": 2}, {"num_workers": 8}
     plan = client.post("/jobs/plan", content=spec_body(strategy=strategy, scaling=scaling)).json()
@@ -184,9 +184,9 @@ def test_second_cancel_can_only_shorten_the_grace(client: TestClient, service: F
     job_id = client.post("/jobs", content=spec_body()).json()["id"]
     for grace in (50, 5, 500):
         client.post(f"/jobs/{job_id}/cancel", json={"grace_seconds": grace})
-    wish = service.get(job_id).wish
-    assert wish is not None
-    assert wish.deadline == service.clock.now + 5
+    stop_request = service.get(job_id).wish
+    assert stop_request is not None
+    assert stop_request.deadline == service.clock.now + 5
 
 
 def test_job_is_paused_resumed_at_another_size_and_deleted(client: TestClient, service: FakeService) -> None:

@@ -26,7 +26,7 @@ def test_lines_of_all_attempts_page_by_cursor(client: TestClient, service: FakeS
     assert client.get(url, params={"after": "2.2"}).json() == {"data": [], "has_more": False, "next": "2.2"}
 
 
-def test_logs_of_driver_and_rank(client: TestClient, service: FakeService, job_id: str) -> None:
+def test_logs_of_driver_and_rank_page_by_cursor(client: TestClient, service: FakeService, job_id: str) -> None:
     for attempt in (1, 2):
         folder = service.run_dir(job_id).attempt(attempt)
         folder.logs.mkdir(parents=True)

@@ -182,11 +182,11 @@ sizes = st.lists(st.integers(1, 5), min_size=0, max_size=5)
 
 
 @given(sizes, st.lists(st.tuples(st.integers(1, 8), st.integers(0, 2)), min_size=1, max_size=6))
-def test_admitted_jobs_never_exceed_capacity(held: list[int], asked: list[tuple[int, int]]) -> None:
+def test_admitted_jobs_never_exceed_capacity(held: list[int], requested: list[tuple[int, int]]) -> None:
     running = [active(gpu_job(f"job-{number}", size)) for number, size in enumerate(held)]
-    queued = [gpu_job(f"job-x{number}", size, priority=p) for number, (size, p) in enumerate(asked)]
+    queued = [gpu_job(f"job-x{number}", size, priority=p) for number, (size, p) in enumerate(requested)]
     found = admit_jobs([*running, *queued], {"CPU": 999.0, "GPU": 8.0})
-    started = sum(asked[int(job_id.removeprefix("job-x"))][0] for job_id in found.starts)
+    started = sum(requested[int(job_id.removeprefix("job-x"))][0] for job_id in found.starts)
     assert not found.starts or sum(held) + started <= 8
     assert {*found.starts} | {*found.waits} == {job.id for job in queued}
     assert not {*found.starts} & {*found.waits}

@@ -54,7 +54,7 @@ def test_healthy_measurements_give_only_ok_verdicts() -> None:
 
 @pytest.mark.parametrize("reach", [Reach.NOBODY, Reach.STRANGE, Reach.STARTING])
 def test_ray_not_answering_skips_checks_that_need_it(reach: Reach) -> None:
-    found = verdicts(replace(HEALTHY, greeting=Greeting(reach, "http://ray:8265", "no"), visit=Trouble("not asked")))
+    found = verdicts(replace(HEALTHY, greeting=Greeting(reach, "http://ray:8265", "no"), visit=Trouble("not measured")))
     assert found == {"ray.reachable": "failed"} | dict.fromkeys({"ray.authenticated"} | NEEDS_RAY, "skipped")
 
 
@@ -82,12 +82,12 @@ def test_files_check_warns_if_open_file_limit_is_below_connections() -> None:
 
 def test_wrong_token_fails_authenticated_and_not_reachable() -> None:
     refused = Greeting(Reach.REFUSED, "http://ray:8265", "403")
-    found = verdicts(replace(HEALTHY, greeting=refused, visit=Trouble("not asked")))
+    found = verdicts(replace(HEALTHY, greeting=refused, visit=Trouble("not measured")))
     assert found == {"ray.authenticated": "failed"} | dict.fromkeys(NEEDS_RAY, "skipped")
 
 
 def test_cluster_without_nodes_fails_nodes_check() -> None:
-    found = verdicts(replace(HEALTHY, nodes=0, visit=Trouble("not asked")))
+    found = verdicts(replace(HEALTHY, nodes=0, visit=Trouble("not measured")))
     assert found == {"ray.nodes": "failed"} | dict.fromkeys(NEEDS_RAY - {"ray.nodes"}, "skipped")
 
 

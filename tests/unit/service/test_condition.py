@@ -107,7 +107,7 @@ def test_workers_lost_to_the_oom_killer_is_out_of_memory() -> None:
     assert found.lost.code is Code.OUT_OF_MEMORY
 
 
-def test_killed_rank_is_workers_lost() -> None:
+def test_killed_rank_is_reported_as_workers_lost() -> None:
     error = "rank 2 on node3 was killed by signal 9"
     found = read({"event": "workers_lost", "hosts": ["node3"], "cause": "killed", "error": error})
     assert found.lost is not None

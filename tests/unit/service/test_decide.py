@@ -11,7 +11,7 @@ from service.domain.decide import Decision, Effect, Seen, Submission, Training
 from service.domain.job import TRANSITIONS, Job, JobState
 from service.domain.moves import start
 from service.domain.reason import Code, Reason
-from tests.support.attempts import ALIVE, NOW, asked, cancelling, failed, live, pausing, said, step
+from tests.support.attempts import ALIVE, NOW, cancelling, expected_stop, failed, live, pausing, reason_message, step
 from tests.support.service import a_job
 from train_loop.run_dir import Outcome, Stop
 
@@ -68,7 +68,7 @@ def test_retryable_failure_delay_grows_with_each_attempt() -> None:
     assert first.state is JobState.RECOVERING
     assert 7.5 <= (first.next_attempt_at or 0) - NOW <= 10
     assert 15 <= (second.next_attempt_at or 0) - NOW <= 20
-    assert said(first) == "attempt 1 failed (1 of 3): the data ended"
+    assert reason_message(first) == "attempt 1 failed (1 of 3): the data ended"
 
 
 def test_version_skew_is_retried_with_growing_delay_and_not_counted_as_failure() -> None:
@@ -76,7 +76,10 @@ def test_version_skew_is_retried_with_growing_delay_and_not_counted_as_failure()
     job, delays = live(JobState.STARTING), list[float]()
     for _ in range(8):
         job = step(job, Seen(ALIVE, outcome=skew)).job
-        assert (job.state, said(job)) == (JobState.STARTING, f"attempt {len(job.attempts)} failed: {skew.reason}")
+        assert (job.state, reason_message(job)) == (
+            JobState.STARTING,
+            f"attempt {len(job.attempts)} failed: {skew.reason}",
+        )
         delays.append((job.next_attempt_at or 0) - NOW)
         job = replace(job.begin_attempt(now=NOW), next_attempt_at=None)
     assert job.failures == ()
@@ -91,7 +94,7 @@ def test_starting_job_stays_starting_when_an_attempt_fails() -> None:
 def test_last_failed_attempt_is_a_crash_loop_and_its_reason_lists_all_attempts() -> None:
     job = step(live(attempt=3), Seen(ALIVE, outcome=failed(retryable=True))).job
     assert (job.state, job.reason and job.reason.code) == (JobState.FAILED, Code.CRASH_LOOP)
-    assert said(job).endswith("getting further: attempt 1: x; attempt 2: x; attempt 3: the data ended")
+    assert reason_message(job).endswith("getting further: attempt 1: x; attempt 2: x; attempt 3: the data ended")
 
 
 def test_attempt_that_committed_a_step_resets_failure_count() -> None:
@@ -113,7 +116,7 @@ def test_driver_lost_without_outcome_fails_the_attempt(gone: Submission) -> None
     job = step(live(), Seen(gone)).job
     assert job.state is JobState.RECOVERING
     assert job.attempts[-1].reason == Reason(Code.DRIVER_LOST, f"the driver was lost (its submission is {gone})")
-    assert said(job) == f"attempt 1 failed (1 of 3): the driver was lost (its submission is {gone})"
+    assert reason_message(job) == f"attempt 1 failed (1 of 3): the driver was lost (its submission is {gone})"
 
 
 def test_next_attempt_begins_after_its_delay() -> None:
@@ -173,7 +176,7 @@ def test_unreachable_cluster_changes_only_the_reason(job: Job) -> None:
 
 
 def _stop(job: Job) -> Stop | None:
-    return None if job.wish is None else asked(job)
+    return None if job.wish is None else expected_stop(job)
 
 
 def test_condition_is_the_reason_while_it_lasts() -> None:
@@ -201,7 +204,7 @@ sightings = st.builds(
     submission=st.sampled_from(Submission),
     training=st.sampled_from(Training),
     outcome=st.none() | outcomes,
-    stop=st.none() | st.just(asked(cancelling())) | st.just(asked(pausing())),
+    stop=st.none() | st.just(expected_stop(cancelling())) | st.just(expected_stop(pausing())),
     committed=st.none() | st.integers(0, 30),
     condition=st.none() | st.just(STALLED),
     group_up=st.booleans(),

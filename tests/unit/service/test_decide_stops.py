@@ -8,7 +8,7 @@ from service.domain.decide import Decision, Effect, Seen, Submission
 from service.domain.job import Job, JobState, Wish
 from service.domain.moves import make_room, start, stop_with_service
 from service.domain.reason import Code, Reason
-from tests.support.attempts import ALIVE, NOW, asked, cancelling, live, pausing, said, step
+from tests.support.attempts import ALIVE, NOW, cancelling, expected_stop, live, pausing, reason_message, step
 from tests.support.service import a_job
 from train_loop.run_dir import Outcome, Stop
 
@@ -21,7 +21,7 @@ def test_cancel_before_any_attempt_ends_at_once() -> None:
 def test_cancel_before_submission_never_submits() -> None:
     job = cancelling(submitted=False)
     first = step(job, Seen(Submission.MISSING))
-    done = step(job, Seen(Submission.MISSING, stop=asked(job)))
+    done = step(job, Seen(Submission.MISSING, stop=expected_stop(job)))
     assert (first.effects, done.effects) == ((Effect.ASK_TO_STOP,), (Effect.FENCE_OFF,))
     assert done.job.state is JobState.CANCELLED
 
@@ -37,7 +37,7 @@ def test_cancel_requests_stop_once_and_waits_for_outcome() -> None:
 
 def test_cancel_stops_driver_at_deadline() -> None:
     job = cancelling(deadline=150.0)
-    seen = Seen(ALIVE, stop=asked(job))
+    seen = Seen(ALIVE, stop=expected_stop(job))
     assert step(job, seen, now=149.0).effects == ()
     assert step(job, seen, now=150.0).effects == (Effect.STOP_NOW,)
     assert step(job, replace(seen, submission=Submission.STOPPED), now=151.0).job.state is JobState.CANCELLED
@@ -51,22 +51,22 @@ def test_finished_pause_replaces_reason_of_earlier_failure() -> None:
 def test_pause_finishes_only_with_an_outcome_of_the_driver() -> None:
     job = pausing()
     assert step(job, Seen(ALIVE)).effects == (Effect.ASK_TO_STOP,)
-    assert step(job, Seen(ALIVE, stop=asked(job))) == Decision(job)
-    done = step(job, Seen(ALIVE, stop=asked(job), outcome=Outcome(result="paused", step=7), committed=7)).job
+    assert step(job, Seen(ALIVE, stop=expected_stop(job))) == Decision(job)
+    done = step(job, Seen(ALIVE, stop=expected_stop(job), outcome=Outcome(result="paused", step=7), committed=7)).job
     assert (done.state, done.reason) == (JobState.PAUSED, job.reason)
     assert (done.attempts[-1].result, done.attempts[-1].step) == ("paused", 7)
     assert not done.holds_resources
 
 
 def test_pause_with_failed_driver_reports_step_to_resume_from() -> None:
-    done = step(pausing(), Seen(Submission.FAILED, stop=asked(pausing()), committed=10)).job
+    done = step(pausing(), Seen(Submission.FAILED, stop=expected_stop(pausing()), committed=10)).job
     assert done.state is JobState.PAUSED
-    assert said(done).endswith("before it had saved; the run goes on from step 10)")
+    assert reason_message(done).endswith("before it had saved; the run goes on from step 10)")
 
 
 def test_pause_of_job_that_never_ran_is_immediate() -> None:
     job = pausing(submitted=False)
-    assert step(job, Seen(Submission.MISSING, stop=asked(job))).job.state is JobState.PAUSED
+    assert step(job, Seen(Submission.MISSING, stop=expected_stop(job))).job.state is JobState.PAUSED
     held = replace(a_job(), state=JobState.PAUSING, wish=pausing().wish)
     assert step(held, Seen()).job.state is JobState.PAUSED
 
@@ -95,7 +95,7 @@ def test_pause_with_then_resume_queues_the_job_afterwards() -> None:
 def test_job_saved_before_service_stop_is_queued_without_failure() -> None:
     job = stop_with_service(live(), deadline=200.0, now=NOW)
     assert step(job, Seen(ALIVE)).effects == (Effect.ASK_TO_STOP,)
-    done = step(job, Seen(ALIVE, stop=asked(job), outcome=Outcome(result="paused", step=7), committed=7)).job
+    done = step(job, Seen(ALIVE, stop=expected_stop(job), outcome=Outcome(result="paused", step=7), committed=7)).job
     assert (done.state, done.attempts[-1].result, done.attempts[-1].step) == (JobState.QUEUED, "service_stopped", 7)
     assert (done.failures, done.wish) == ((), None)
 
@@ -103,7 +103,7 @@ def test_job_saved_before_service_stop_is_queued_without_failure() -> None:
 @pytest.mark.parametrize("submission", [Submission.MISSING, Submission.FAILED, Submission.STOPPED])
 def test_job_unsaved_at_service_stop_is_queued_without_failure(submission: Submission) -> None:
     job = stop_with_service(live(), deadline=200.0, now=NOW)
-    done = step(job, Seen(submission, stop=asked(job), committed=3), now=500.0).job
+    done = step(job, Seen(submission, stop=expected_stop(job), committed=3), now=500.0).job
     assert (done.state, done.attempts[-1].result, done.failures) == (JobState.QUEUED, "service_stopped", ())
 
 
@@ -116,7 +116,7 @@ def test_preempted_job_starts_again_without_a_request() -> None:
 
 
 def test_stop_names_its_attempt() -> None:
-    assert asked(pausing()) == Stop(mode="pause", checkpoint=True, deadline=200.0, attempt=1)
+    assert expected_stop(pausing()) == Stop(mode="pause", checkpoint=True, deadline=200.0, attempt=1)
 
 
 def test_unwritten_stop_file_does_not_delay_forced_stop_past_deadline() -> None:
@@ -128,8 +128,8 @@ def test_unwritten_stop_file_does_not_delay_forced_stop_past_deadline() -> None:
 @pytest.mark.parametrize("job", [cancelling(), pausing()])
 def test_stop_without_worker_group_is_requested_and_forced_at_once(job: Job) -> None:
     assert step(job, Seen(ALIVE, group_up=False)).effects == (Effect.ASK_TO_STOP, Effect.STOP_NOW)
-    assert step(job, Seen(ALIVE, group_up=False, stop=asked(job))).effects == (Effect.STOP_NOW,)
-    gone = step(job, Seen(Submission.STOPPED, group_up=False, stop=asked(job), committed=10))
+    assert step(job, Seen(ALIVE, group_up=False, stop=expected_stop(job))).effects == (Effect.STOP_NOW,)
+    gone = step(job, Seen(Submission.STOPPED, group_up=False, stop=expected_stop(job), committed=10))
     # The service stopped the driver: an attempt without an outcome has not failed.
     assert gone.job.attempts[-1].result in ("cancelled", "paused")
     assert (gone.job.state, gone.effects) == (

@@ -86,7 +86,9 @@ def store(postgres: str) -> Iterator[SqlJobStore]:
     engine.dispose()
 
 
-def test_no_job_is_lost_or_submitted_twice(store: SqlJobStore, postgres: str, tmp_path: Path) -> None:
+def test_killed_and_frozen_replicas_lose_no_job_and_submit_none_twice(
+    store: SqlJobStore, postgres: str, tmp_path: Path
+) -> None:
     for number in range(JOBS):
         job_id = f"job-{number:04d}"
         store.add(NewJob(a_job(job_id, run_dir=(tmp_path / "runs" / "p" / job_id).as_uri(), priority=number % 3)))
