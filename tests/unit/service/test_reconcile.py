@@ -126,7 +126,7 @@ def test_long_silence_without_events_is_reported_as_stalled(service: FakeService
         for _ in range(4):
             reconciler.run_once()
             service.clock.now += 1
-    # The newest line was seen at 1012, and three seconds passed between two lines.
+    # The newest line was seen at 1012 s; two lines are at most 3 s apart.
     for now in range(1017, 1026):
         service.clock.now = now
         reconciler.run_once()
