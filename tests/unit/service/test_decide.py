@@ -115,9 +115,8 @@ def test_max_attempts_1_fails_job_even_after_progress() -> None:
 def test_driver_lost_without_outcome_fails_the_attempt(gone: Submission) -> None:
     job = step(live(), Seen(gone)).job
     assert job.state is JobState.RECOVERING
-    assert job.attempts[-1].reason == Reason(
-        Code.DRIVER_LOST, f"the driver was lost (status of its submission: {gone})"
-    )
+    lost = f"the driver was lost (status of its submission: {gone})"
+    assert job.attempts[-1].reason == Reason(Code.DRIVER_LOST, lost)
     assert reason_message(job) == f"attempt 1 failed (1 of 3): {lost}"
 
 
