@@ -1,4 +1,4 @@
-"""The typed Python client; docs/client.md shows its use."""
+"""The typed Python client; docs/guides/client.md shows its use."""
 
 from service.address import NoKeyError
 from service.client.api import Api, AsyncApi

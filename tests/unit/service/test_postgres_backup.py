@@ -17,7 +17,7 @@ from service.ports import NewJob
 from tests.support.databases import emptied
 from tests.support.service import a_job
 
-OPERATIONS = Path(__file__).parents[3] / "docs" / "operations.md"
+OPERATIONS = Path(__file__).parents[3] / "docs" / "operate" / "operations.md"
 
 
 @pytest.fixture
