@@ -1,5 +1,6 @@
 """The reference of commands, from the Typer application."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,15 @@ from tools.docs.markdown import code, sentence, table
 
 _PROGRAM = "trainshed"
 _HELP = "--help"
+_VALUES = {
+    r"<list\[(.*)\]>": r"\1",
+    "<str>": "TEXT",
+    "<int[^>]*>": "N",
+    "<float[^>]*>": "SECONDS",
+    "<path>": "FILE",
+    r"<(.*)>": r"\1",
+}
+"""How --help shows the types of values, and the words for them."""
 
 
 def page() -> str:
@@ -35,10 +45,10 @@ def _section(name: str, command: Any) -> str:
     arguments = [one for one in command.params if one.param_type_name == "argument"]
     options = [one for one in command.params if one.param_type_name == "option" and _HELP not in one.opts]
     context = typer.Context(command, info_name=name)
-    usage = " ".join([name, *command.collect_usage_pieces(context)])
+    usage = " ".join([name, *(["[OPTIONS]"] if options else []), *map(_argument, arguments)])
     parts = [f"## {name}\n\n{sentence(command.help or '')}\n\n```text\n{usage}\n```\n"]
     if arguments:
-        parts.append(table(("argument", "meaning"), [(code(one.name.upper()), _help(one)) for one in arguments]))
+        parts.append(table(("argument", "meaning"), [(code(_argument(one)), _help(one)) for one in arguments]))
     if options:
         rows = [(_option(one, context), _default(one), _help(one)) for one in options]
         parts.append(table(("option", "default", "meaning"), rows))
@@ -47,7 +57,16 @@ def _section(name: str, command: Any) -> str:
 
 def _option(option: Any, context: Any) -> str:
     """Return the names of an option and its value, as in the output of --help."""
-    return code(option.get_help_record(context)[0])
+    text: str = option.get_help_record(context)[0]
+    for pattern, word in _VALUES.items():
+        text = re.sub(pattern, word, text)
+    return code(text)
+
+
+def _argument(argument: Any) -> str:
+    name = argument.metavar or argument.name.upper()
+    name = name if argument.nargs == 1 or name.endswith("...") else f"{name}..."
+    return name if argument.required or name.startswith("[") else f"[{name}]"
 
 
 def _default(option: Any) -> str:

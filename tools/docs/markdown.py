@@ -20,6 +20,8 @@ def code(text: str) -> str:
 
 
 def sentence(text: str) -> str:
-    """Return a text with a capital first letter and a full stop."""
+    """Return a text with a full stop and a capital first letter, unless its first word is a name or a value."""
     text = text.strip()
-    return text and text[0].upper() + text[1:] + ("" if text.endswith((".", "`", ":")) else ".")
+    first = text.partition(" ")[0]
+    is_value = first.endswith(":") or any(sign in first.rstrip(".,;") for sign in "._/=`")
+    return text and (text if is_value else text[0].upper() + text[1:]) + ("" if text.endswith((".", ":")) else ".")

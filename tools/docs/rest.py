@@ -11,7 +11,7 @@ from tools.docs.openapi import FILE
 Schema = dict[str, Any]
 _METHODS = ("get", "post", "put", "patch", "delete")
 # The job spec has a page of its own.
-_SPEC = "JobSpec"
+_PARTS = ("ScheduleOptions", "WorkerRange")
 
 
 def page() -> str:
@@ -50,13 +50,29 @@ def _call(method: str, path: str, call: Schema) -> str:
         ]
         parts.append(table(("parameter", "in", "type", "meaning"), rows))
     if "requestBody" in call:
-        parts.append(f"Body: {_content(call['requestBody']['content'])}\n")
-    rows = [
+        parts.append(_body(call["requestBody"]["content"]))
+    answers = [
         (code(status), sentence(answer.get("description", "")), _content(answer.get("content", {})))
         for status, answer in call.get("responses", {}).items()
     ]
-    parts.append(table(("response", "meaning", "body"), rows))
+    parts.append(table(("response", "meaning", "body"), answers))
     return "\n".join(parts)
+
+
+def _body(content: Schema) -> str:
+    """Return the fields of a body, or the name of its schema."""
+    (inline, *_) = (one.get("schema", {}) for one in content.values())
+    fields = _fields(inline, "required") if inline.get("properties") else ""
+    return f"Body: {_content(content)}\n\n{fields}"
+
+
+def _fields(schema: Schema, presence: str) -> str:
+    required = schema.get("required", ())
+    rows = [
+        (code(name), _type(one), "yes" if name in required else "no", sentence(one.get("description", "")))
+        for name, one in schema.get("properties", {}).items()
+    ]
+    return table(("field", "type", presence, "meaning"), rows) if rows else ""
 
 
 def _parameter(one: Schema) -> str:
@@ -75,24 +91,14 @@ def _documented(document: Schema) -> list[tuple[str, Schema]]:
 
 def _has_section(name: str) -> bool:
     """Return whether a schema is described on this page, and not on the page of the job spec."""
-    return name != _SPEC and not name.endswith("Spec") and name != "WorkerRange"
+    return not name.endswith("Spec") and name not in _PARTS
 
 
 def _schema(name: str, schema: Schema) -> str:
     parts = [f"### {name}\n", f"{sentence(schema.get('description', ''))}\n"]
     if "enum" in schema:
         parts.append(f"{_type(schema)}\n")
-    rows = [
-        (code(field), _type(one), "yes" if field in schema.get("required", ()) else "no", sentence(_about(one)))
-        for field, one in schema.get("properties", {}).items()
-    ]
-    if rows:
-        parts.append(table(("field", "type", "always present", "meaning"), rows))
-    return "\n".join(parts)
-
-
-def _about(schema: Schema) -> str:
-    return str(schema.get("description", ""))
+    return "\n".join([*parts, _fields(schema, "always present")])
 
 
 def _type(schema: Schema) -> str:

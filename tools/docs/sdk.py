@@ -1,10 +1,13 @@
 """The reference of the Python client, which mkdocstrings fills from signatures and docstrings."""
 
-PACKAGE = "service.client"
-NAMES = ("Client", "Job", "AsyncClient", "AsyncJob", "ApiError")
+from service import client
+
+_FIRST = ("Client", "Job", "AsyncClient", "AsyncJob")
+"""The classes at the top of the page; the other public names follow."""
 
 
 def page() -> str:
     """Return the Markdown of the page."""
-    parts = "\n".join(f"::: {PACKAGE}.{name}\n" for name in NAMES)
+    names = [*_FIRST, *(name for name in client.__all__ if name not in _FIRST)]
+    parts = "\n".join(f"::: {client.__name__}.{name}\n" for name in names)
     return f"# Python SDK\n\n[The Python client](../guides/client.md) has tested examples.\n\n{parts}"

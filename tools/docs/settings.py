@@ -1,12 +1,16 @@
 """The reference of the service's settings, from the model that reads them."""
 
+from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from service.domain.rates import Rate
+from service.domain.rules import Quota
 from service.settings import Settings
 from tools.docs.markdown import code, sentence, table
 from tools.docs.types import rules, type_name
 
+_TYPES = {Rate: "rate", Quota: "quota", SecretStr: "text"}
 # Their defaults depend on the machine.
 _COMPUTED = {"ray_cpus": "the number of CPUs, at least 2"}
 
@@ -14,12 +18,12 @@ _COMPUTED = {"ray_cpus": "the number of CPUs, at least 2"}
 def page() -> str:
     """Return the Markdown of the page."""
     rows = [
-        (code(f"TRAINSHED_{name.upper()}"), type_name(field.annotation), _default(name, field), _meaning(field))
+        (code(f"TRAINSHED_{name.upper()}"), type_name(field.annotation, _TYPES), _default(name, field), _meaning(field))
         for name, field in Settings.model_fields.items()
     ]
     return (
-        "# Settings\n\nEnvironment variables of the service. Invalid or unknown `TRAINSHED_*` variables are reported at "
-        "startup with a suggestion.\n\n" + table(("variable", "type", "default", "meaning"), rows)
+        "# Settings\n\nEnvironment variables of the service. Invalid or unknown `TRAINSHED_*` variables are reported "
+        "at startup with a suggestion.\n\n" + table(("variable", "type", "default", "meaning"), rows)
     )
 
 
@@ -31,6 +35,8 @@ def _default(name: str, field: FieldInfo) -> str:
     value = field.default
     if value is None or value in ((), {}):
         return "none"
+    if isinstance(value, bool):
+        return code(str(value).lower())
     return code(",".join(map(str, value)) if isinstance(value, tuple) else str(value).removesuffix(".0"))
 
 

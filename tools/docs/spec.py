@@ -1,7 +1,7 @@
 """The reference of the job spec, from its pydantic models."""
 
 import json
-from collections.abc import Iterator
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,8 +80,8 @@ class Section:
 def page() -> str:
     """Return the Markdown of the page."""
     parts = [
-        "# Job spec\n\n[Job specs](../guides/spec.md) has an annotated example. `—` as a default means that the field is "
-        "required. Rules that tie several fields together are checked at submission; an error names the fields, the "
+        "# Job spec\n\n[Job specs](../guides/spec.md) has an annotated example. `—` as a default means that the field "
+        "is required. Rules that tie several fields together are checked at submission; an error names the fields, the "
         "values and a remedy.\n"
     ]
     for section in sections():
@@ -92,20 +92,22 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def sections(path: str = "", model: type[BaseModel] = JobSpec) -> Iterator[Section]:
-    """Yield the models of the spec, each at the first path that has it; unsupported parts are left out."""
-    seen = set[type[BaseModel]]()
+def sections() -> list[Section]:
+    """Return the models of the spec, each at its shortest path, in the order of the top-level fields.
 
-    def walk(section: Section) -> Iterator[Section]:
-        if section.model in seen:
-            return
-        seen.add(section.model)
-        yield section
+    Parts that the code does not support yet are left out.
+    """
+    found = [Section("", JobSpec)]
+    for section in found:
         for name, field in section.model.model_fields.items():
-            for inner in models_in(field.annotation) if supported(field) is None else ():
-                yield from walk(Section(section.path_of(name), inner))
+            for model in models_in(field.annotation) if supported(field) is None else ():
+                if all(one.model is not model for one in found):
+                    found.append(Section(section.path_of(name), model))
+    first = ["", *JobSpec.model_fields]
+    return sorted(found, key=lambda one: first.index(one.path.partition(".")[0]))
 
-    yield from walk(Section(path, model))
+
+_LINKS = {one.model: f"[fields of {one.path}](#{re.sub(r'[^a-z0-9_-]', '', one.path)})" for one in sections()}
 
 
 def example(section: Section, name: str, field: FieldInfo) -> Any:
@@ -119,7 +121,14 @@ def example(section: Section, name: str, field: FieldInfo) -> Any:
 def _row(section: Section, name: str, field: FieldInfo) -> tuple[str, ...]:
     limits = sentence(", ".join(rules(field)))
     shown = "" if _lists_fields(section, name, field) else code(f"{name}: {_yaml(example(section, name, field))}")
-    return code(name), type_name(field.annotation), _default(field), limits, shown, sentence(field.description or "")
+    return (
+        code(name),
+        type_name(field.annotation, _LINKS),
+        _default(field),
+        limits,
+        shown,
+        sentence(field.description or ""),
+    )
 
 
 def _default(field: FieldInfo) -> str:

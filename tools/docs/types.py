@@ -3,34 +3,43 @@
 import inspect
 import json
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types as limits
 from pydantic import AfterValidator, BaseModel, StringConstraints
 from pydantic.fields import FieldInfo
 
-_NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "null", Path: "path", Any: "any value"}
+NAMES: dict[Any, str] = {
+    str: "text",
+    int: "integer",
+    float: "number",
+    bool: "true or false",
+    type(None): "null",
+    Path: "path",
+    Any: "any value",
+}
 
 
-def type_name(annotation: Any) -> str:
-    """Return a type in YAML's words."""
+def type_name(annotation: Any, names: Mapping[Any, str] = MappingProxyType({})) -> str:
+    """Return a type in YAML's words; `names` has the words for some classes."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return type_name(args[0])
+        return type_name(args[0], names)
     if origin is Literal:
         return " or ".join(f"`{_scalar(arg)}`" for arg in args)
     if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(type_name(arg) for arg in args if arg is not type(None)))
+        return " or ".join(dict.fromkeys(type_name(arg, names) for arg in args if arg is not type(None)))
     if origin in (tuple, list, set, frozenset):
-        return f"list of {type_name(args[0])}"
+        return f"list of {type_name(args[0], names)}"
     if origin is dict:
-        return f"mapping of {type_name(args[0])} to {type_name(args[1])}"
+        return f"mapping of {type_name(args[0], names)} to {type_name(args[1], names)}"
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return " or ".join(f"`{one.value}`" for one in annotation)
-    return _NAMES.get(annotation, "text" if not _is_model(annotation) else annotation.__name__)
+    return names.get(annotation) or NAMES.get(annotation, "mapping")
 
 
 def rules(field: FieldInfo) -> list[str]:
@@ -69,17 +78,17 @@ def _limits(metadata: Sequence[Any]) -> list[str]:
             case limits.Interval() | FieldInfo():
                 found += _limits(list(one) if isinstance(one, limits.Interval) else one.metadata)
             case limits.Gt():
-                found.append(f"> {one.gt}")
+                found.append(f"> {_number(one.gt)}")
             case limits.Ge():
-                found.append(f"≥ {one.ge}")
+                found.append(f"≥ {_number(one.ge)}")
             case limits.Lt():
-                found.append(f"< {one.lt}")
+                found.append(f"< {_number(one.lt)}")
             case limits.Le():
-                found.append(f"≤ {one.le}")
+                found.append(f"≤ {_number(one.le)}")
             case limits.MinLen():
-                found.append(f"at least {one.min_length} entries")
+                found.append(_count("at least", one.min_length, "entry", "entries"))
             case limits.MaxLen():
-                found.append(f"at most {one.max_length} entries")
+                found.append(_count("at most", one.max_length, "entry", "entries"))
             case StringConstraints():
                 found += _text_limits(one)
             case _:
@@ -87,10 +96,20 @@ def _limits(metadata: Sequence[Any]) -> list[str]:
     return found
 
 
+def _number(limit: Any) -> str:
+    return f"{limit:,.10g}" if isinstance(limit, float) and abs(limit) >= 1 else str(limit)
+
+
+def _count(bound: str, number: int, one: str, many: str) -> str:
+    return f"{bound} {number} {one if number == 1 else many}"
+
+
 def _text_limits(one: StringConstraints) -> list[str]:
     pattern = [f"matches `{one.pattern}`"] if one.pattern else []
-    shortest = [f"at least {one.min_length} characters"] if one.min_length else []
-    return pattern + shortest + ([f"at most {one.max_length} characters"] if one.max_length else [])
+    shortest = [_count("at least", one.min_length, "character", "characters")] if one.min_length else []
+    return (
+        pattern + shortest + ([_count("at most", one.max_length, "character", "characters")] if one.max_length else [])
+    )
 
 
 def supported(field: FieldInfo) -> tuple[Any, ...] | None:

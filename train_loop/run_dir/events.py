@@ -46,4 +46,4 @@ EVENTS: Mapping[str, str] = MappingProxyType(
         "checkpoint_rejected": "a damaged checkpoint was skipped and set aside",
     }
 )
-"""Each event's name and meaning. A new event gets a line here; a test compares the list with the code that writes events."""
+"""Each event's name and meaning. A test compares the list with the code that writes events."""
