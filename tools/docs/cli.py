@@ -19,7 +19,7 @@ _VALUES = {
     "<path>": "FILE",
     r"<(.*)>": r"\1",
 }
-"""How --help shows the types of values, and the words for them."""
+"""Patterns of the values in --help, and their words on the page."""
 
 
 def page() -> str:

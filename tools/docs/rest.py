@@ -10,7 +10,7 @@ from tools.docs.openapi import FILE
 
 Schema = dict[str, Any]
 _METHODS = ("get", "post", "put", "patch", "delete")
-# The job spec has a page of its own.
+# Another page describes the job spec.
 _PARTS = ("ScheduleOptions", "WorkerRange")
 
 
