@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 PEERS := .venv/.peers
 
-.PHONY: setup demo test hosts images bench serve check format docs docs-serve
+.PHONY: setup demo test hosts images bench serve client check format docs docs-serve
 .DEFAULT_GOAL := setup
 
 setup: $(INSTALLED)
@@ -54,9 +54,14 @@ bench: $(PEERS)
 serve: $(INSTALLED)
 	@exec $(BIN)/trainshed serve
 
+# The synchronous client, from the asynchronous one.
+client: $(INSTALLED)
+	$(BIN)/python -m tools.sync_client
+
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python -m tools.sync_client --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -1,8 +1,8 @@
-"""Jobs/s that are accepted durably: ours, checked and stored, against a bare FastAPI route and Ray's own job API.
+"""Durably accepted jobs/s: Trainshed, with checks, against a bare FastAPI route and Ray's job API.
 
-`python -m benchmarks.accepts [--rounds N] [--quick]`. Eight connections send the same spec again and again to a service
-of its own, on SQLite, whose cluster does not answer: what is accepted waits. At the end of each start of ours it is
-killed with SIGKILL while it is sent more, and started again: whatever it had said 201 to must be there.
+`python -m benchmarks.accepts [--rounds N] [--quick]`. Eight connections repeatedly send the same spec to a service on
+SQLite whose cluster does not answer, so that accepted jobs stay queued. At the end of each start the service is killed
+with SIGKILL while it receives more jobs, and restarted: every job with a 201 response must still exist.
 """
 
 import functools
@@ -31,11 +31,11 @@ from benchmarks.harness import (
 from benchmarks.launch import ProgramError, ask_module, end, last_words, start_module
 from benchmarks.workload import TOY, Workload
 from examples.demo import service
-from service.client import Api, ApiError
+from trainshed import Api, ApiError
 
 BARE, OURS, RAY = "bare FastAPI route, SQLite commit", "Trainshed, POST /jobs", "Ray JobSubmissionClient"
 NOBODY = "http://127.0.0.1:9"
-"""Where no cluster answers."""
+"""Address without a cluster."""
 WARM, LIMIT = 80, 60.0
 
 
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def records(samples: list[Sample]) -> Iterator[dict[str, str | None]]:
-    """A row of the table for each program."""
+    """Yield a table row for each program."""
     ratios = ratios_of(OURS, samples)
     for row in compare(samples, BARE):
         lost = [sample.raw["lost"] for sample in samples if sample.variant == row.variant and "lost" in sample.raw]
@@ -80,7 +80,7 @@ def records(samples: list[Sample]) -> Iterator[dict[str, str | None]]:
 
 
 def bare(here: Path, *, count: int) -> Measured:
-    """One start of the bare route. Raises ProgramError."""
+    """Measure one start of the bare route. Raises ProgramError."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     log = here / "log"
@@ -93,7 +93,7 @@ def bare(here: Path, *, count: int) -> Measured:
 
 
 def ours(here: Path, *, count: int) -> Measured:
-    """One start of the service, which is killed in the end. Raises ProgramError."""
+    """Measure one start of the service, then kill it and count lost jobs. Raises ProgramError."""
     with waiting_service(here) as (client, url):
         key = (here / "admin.key").read_text().strip()
         value = speed(here, url, key, count)
@@ -109,25 +109,25 @@ def ours(here: Path, *, count: int) -> Measured:
 
 
 def ray(here: Path, *, count: int) -> Measured:
-    """One start of a Ray of its own. Raises ProgramError."""
+    """Measure one start of a separate Ray cluster. Raises ProgramError."""
     found = ask_module("benchmarks.accepts_ray", count, here=here)
     return Measured(count / found["seconds"], {"supervisor_bytes": found["supervisor_bytes"]})
 
 
 @contextmanager
 def waiting_service(here: Path) -> Iterator[tuple[Api, str]]:
-    """A service whose cluster does not answer."""
+    """Run a service whose cluster does not answer, so that jobs stay queued."""
     with service(here, TRAINSHED_RAY_ADDRESS=NOBODY, RAY_AUTH_MODE="disabled") as found:
         yield found
 
 
 def service_of(home: Path) -> psutil.Process:
-    """The process of a running service."""
+    """Return the process of a running service."""
     return psutil.Process(json.loads((home / "service.json").read_bytes())["pid"])
 
 
 def speed(here: Path, url: str, key: str, count: int) -> float:
-    """Accepts/s, after some that are not counted. Raises ProgramError."""
+    """Return accepted jobs/s after a warm-up. Raises ProgramError."""
     for number in (WARM, count):
         found = ask_module("benchmarks.accepts_run", url, key, spec(here), number, here=here)
         if len(found["ids"]) < number:
@@ -136,7 +136,7 @@ def speed(here: Path, url: str, key: str, count: int) -> float:
 
 
 def spec(here: Path) -> Path:
-    """The file with the job that is sent: a toy on Python's own sources."""
+    """Write the spec of the submitted job, a toy model on Python's sources; return its file."""
     file = here / "spec.json"
     raw = Workload(config=TOY).spec(here) | {"data": {"train": {"path": "stdlib://json/*.py"}, "sequence_length": 64}}
     file.write_text(json.dumps(raw))
@@ -144,7 +144,7 @@ def spec(here: Path) -> Path:
 
 
 def exists(client: Api, job_id: str) -> bool:
-    """Whether the service knows the job."""
+    """Return whether the service has the job."""
     try:
         return client.job(job_id).id == job_id
     except ApiError as error:
@@ -154,12 +154,12 @@ def exists(client: Api, job_id: str) -> bool:
 
 
 def _wait_for_more(client: Api, count: int) -> None:
-    """Until some of the second lot were accepted."""
+    """Wait until some jobs of the second batch are accepted."""
     (newest,) = client.jobs(limit=1).data
     deadline = time.monotonic() + LIMIT
     while len([job for job in client.jobs(limit=100).data if job.id > newest.id]) < min(count // 8, 100):
         if time.monotonic() > deadline:
-            raise ProgramError("nothing more was accepted")
+            raise ProgramError("the service accepted no jobs of the second batch")
         time.sleep(0.01)
 
 

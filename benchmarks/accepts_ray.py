@@ -1,4 +1,4 @@
-"""Jobs that Ray's JobSubmissionClient gets accepted, and what each takes: `-m benchmarks.accepts_ray OUT COUNT`."""
+"""Job submission through Ray's JobSubmissionClient, with memory per job: `-m benchmarks.accepts_ray OUT COUNT`."""
 
 import json
 import logging
@@ -8,7 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-# Set before Ray is imported, which reads it then.
+# Set before the import of Ray, which reads it.
 os.environ["RAY_AUTH_MODE"] = "disabled"
 
 import psutil
@@ -19,7 +19,7 @@ from benchmarks.accepts_run import CONNECTIONS
 
 
 def main() -> None:
-    """Submit jobs that wait, as many at once as the other programs, and look at their supervisors."""
+    """Submit sleeping jobs with the same concurrency as the other programs, and measure their supervisors' memory."""
     out, count = Path(sys.argv[1]), int(sys.argv[2])
     context = ray.init(num_cpus=2, include_dashboard=True, logging_level=logging.WARNING)
     client = JobSubmissionClient(f"http://{context.dashboard_url}")
@@ -32,9 +32,9 @@ def main() -> None:
 
 
 def supervisors() -> list[int]:
-    """Memory of each supervisor that is its own (USS), once they are there."""
+    """Return the USS memory of each supervisor, 5 s after the submission."""
     time.sleep(5)
-    # What was read once: any other process of the machine may end meanwhile.
+    # Use the command lines read here: other processes may exit meanwhile.
     everybody = psutil.process_iter(["cmdline"])
     found = [process for process in everybody if "JobSupervisor" in " ".join(process.info["cmdline"] or ())]
     return [process.memory_full_info().uss for process in found]

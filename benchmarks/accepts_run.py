@@ -1,6 +1,6 @@
-"""Sends the same job again and again over some connections: `-m benchmarks.accepts_run OUT URL KEY SPEC COUNT`.
+"""Load generator that submits the same job over 8 connections: `-m benchmarks.accepts_run OUT URL KEY SPEC COUNT`.
 
-OUT gets the seconds that it took, and the ids of what was accepted, as far as it got before nobody answered any more.
+OUT receives the seconds and the ids of accepted jobs, also if the service stops answering.
 """
 
 import http.client
@@ -16,7 +16,7 @@ CONNECTIONS = 8
 
 
 def main() -> None:
-    """Send, and write down what came back."""
+    """Submit the jobs, and write the seconds and ids."""
     out, url, key, spec, count = sys.argv[1:]
     body, ids = Path(spec).read_bytes(), [list[str]() for _ in range(CONNECTIONS)]
     each = int(count) // CONNECTIONS
@@ -31,11 +31,11 @@ def main() -> None:
 
 
 def send(url: str, key: str, body: bytes, count: int, ids: list[str]) -> None:
-    """Send so many, one after the other, until nobody answers."""
+    """Submit `count` jobs one after another, until the service stops answering."""
     place = urlsplit(url)
     connection = http.client.HTTPConnection(place.hostname or "", place.port)
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    # Whoever was killed cannot answer.
+    # The benchmark may kill the service meanwhile.
     with suppress(OSError, http.client.HTTPException):
         for _ in range(count):
             connection.request("POST", "/jobs", body, headers)

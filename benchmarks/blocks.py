@@ -1,4 +1,4 @@
-"""Steps in blocks, with saves and without in turn, so that what saves add is told within one start."""
+"""Alternating blocks of steps with and without saves, to measure the cost of saves within one start."""
 
 import json
 from collections.abc import Iterator
@@ -9,36 +9,36 @@ from time import perf_counter
 import torch.distributed as dist
 
 LENGTH, SAVED_AFTER = 8, (1, 5)
-"""Steps of a block, and those of its steps that are followed by a save."""
+"""Steps per block, and the steps after which a block saves."""
 WARM_UP, PAIRS = 2 * LENGTH, 2
-"""The warm-up saves too: what is made at the first save is not what every save costs."""
+"""The warm-up saves too, because the first save costs more than later ones."""
 STEPS = WARM_UP + 2 * PAIRS * LENGTH
 
 
 def saves_after(step: int) -> bool:
-    """Whether a save follows a step, counted from 1: in every other block."""
+    """Return whether a save follows a step, counted from 1; only every second block saves."""
     block, place = divmod(step - 1, LENGTH)
     return block % 2 == 1 and place + 1 in SAVED_AFTER
 
 
 def ends_block(step: int) -> bool:
-    """Whether a step is the last of a block."""
+    """Return whether a step is the last of a block."""
     return step % LENGTH == 0
 
 
 @dataclass
 class Clock:
-    """When blocks ended: a block ends when all that it has saved is durable on all ranks."""
+    """End times of blocks. A block ends when all its saves are durable on all ranks."""
 
     marks: list[float] = field(default_factory=list)
 
     def mark(self) -> None:
-        """A block ends here."""
+        """Record the end of a block."""
         dist.barrier()
         self.marks.append(perf_counter())
 
     def write(self, out: Path) -> None:
-        """Rank 0 writes what a save has added, in seconds, for each pair of blocks."""
+        """Write the seconds that a save has added, for each pair of blocks; only on rank 0."""
         if dist.get_rank() == 0:
             out.write_text(json.dumps(list(self._added())))
 

@@ -1,7 +1,7 @@
-"""MB/s at which a checkpoint becomes durable: ours, hashed and committed, against DCP, which syncs its files.
+"""Speed in MB/s of durable checkpoints: Trainshed, with hashes and a commit, against DCP, which syncs its files.
 
-`python -m benchmarks.commits [--rounds N] [--quick]`. Two ranks save a model and its optimizer again and again, with
-nothing beside it: what counts is the time from the call until all of it is on the disk.
+`python -m benchmarks.commits [--rounds N] [--quick]`. Two ranks repeatedly save a model and its optimizer, without
+training in between. The time runs from the call until all data is on disk.
 """
 
 import functools
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def committed(workload: Workload, root: Path, name: str) -> Measured:
-    """The median MB/s of a start. Raises ProgramError."""
+    """Return the median MB/s of a start. Raises ProgramError."""
     with tempfile.TemporaryDirectory(dir=root) as here:
         speeds = ask_module("benchmarks.commits_run", root / "workload", name, here=Path(here), ranks=workload.world)
     return Measured(float(np.median(speeds)), {"speeds": speeds})

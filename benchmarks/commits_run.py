@@ -1,6 +1,6 @@
-"""Checkpoints one after another, nothing between them: `torchrun -m benchmarks.commits_run OUT FOLDER WAY`.
+"""Consecutive checkpoints without training in between: `torchrun -m benchmarks.commits_run OUT FOLDER WAY`.
 
-Writes the MB/s at which each became durable, without the first, which finds out what there is to save.
+Writes the MB/s of each durable checkpoint except the first, which also plans the save.
 """
 
 import json
@@ -15,13 +15,13 @@ import torch.distributed as dist
 from benchmarks.peers import bare
 from benchmarks.saves_run import WAYS, values_of
 from benchmarks.workload import Workload
-from train_loop.leave import leave
+from train_loop.system.exit import leave
 
 TURNS = 5
 
 
 def main() -> None:
-    """Save, and write how fast."""
+    """Save repeatedly, and write the speeds."""
     out, folder, name = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     dist.init_process_group("gloo")
     workload = Workload.read(folder)
@@ -29,7 +29,7 @@ def main() -> None:
     dist.broadcast_object_list(places)
     place = Path(str(places[0]))
     way, built = WAYS[name](place), bare.build(workload, folder)
-    # One step, so that the optimizer has its moments.
+    # One step creates the optimizer's moments.
     next(iter(bare.steps(workload, folder, built)))
     found = []
     for turn in range(TURNS + 1):

@@ -1,4 +1,4 @@
-"""What every program tokenises and packs: real text in JSON lines, and a tokenizer for it, in a folder."""
+"""Corpus for tokenising and packing: real text as JSON lines, with a tokenizer."""
 
 import hashlib
 import json
@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.workload import SMALL
-from train_loop.data.tokenizer import train_tokenizer
+from train_loop.data.prepare.tokenizer import train_tokenizer
 from train_loop.spec import JobSpec, parse
 
 VOCABULARY = 8192
 CORPUS, WARM, TOKENIZER = "corpus.jsonl", "warm.jsonl", "tokenizer"
 _WARM_BYTES = 12 * 2**20
-"""Enough that tasks on each of two cores still run when all that starts on first use has started."""
+"""Enough to keep tasks on two cores busy until all one-time initialisation is done."""
 _TRAINED_DOCUMENTS = 500
 
 
 def write_corpus(folder: Path, *, size: int) -> dict[str, Any]:
-    """About `size` bytes of Python's own sources and those of installed packages, a document to a file; its facts."""
+    """Write about `size` bytes of sources of Python and installed packages, one document per file; return its facts."""
     folder.mkdir(parents=True, exist_ok=True)
     documents, written, digest = 0, 0, hashlib.sha256()
     with (folder / CORPUS).open("wb") as corpus, (folder / WARM).open("wb") as warm:
@@ -41,7 +41,7 @@ def write_corpus(folder: Path, *, size: int) -> dict[str, Any]:
 
 
 def python_sources() -> Iterator[str]:
-    """The standard library's files and then the packages', in name order, those that are UTF-8 and not empty."""
+    """Yield the non-empty UTF-8 files of the standard library, then of the packages, in name order."""
     for name in ("stdlib", "purelib"):
         root = Path(sysconfig.get_path(name))
         for file in sorted(root.rglob("*.py")):
@@ -56,14 +56,14 @@ def python_sources() -> Iterator[str]:
 
 
 def texts(file: Path) -> Iterator[str]:
-    """The documents of a corpus."""
+    """Yield the documents of a corpus."""
     with file.open("rb") as lines:
         for line in lines:
             yield json.loads(line)["text"]
 
 
 def corpus_spec(folder: Path, file: str, *, length: int) -> JobSpec:
-    """A job that trains on a corpus with the folder's tokenizer."""
+    """Return a job that trains on a corpus with the folder's tokenizer."""
     return parse(
         {
             "name": "benchmark",

@@ -1,8 +1,9 @@
-"""How long training waits for data: the share of a step, and how many rows/s there are to be had without a model.
+"""Wait of training for data, as a share of a step, and rows/s of the data stream without a model.
 
-`python -m benchmarks.data_wait [--rounds N] [--quick]`. The share is that of rank 0 in the quickstart as users run it,
-through `POST /jobs`, and with a model a tenth of its size; all jobs are of one service, which prepares their data once.
-The rows are a shuffled epoch's, against a map-style `datasets` with torch's DataLoader, which gives token ids alone.
+`python -m benchmarks.data_wait [--rounds N] [--quick]`. The share is measured on rank 0 in the quickstart through
+`POST /jobs`, and with a model of a tenth of its size. One service runs all jobs and prepares their data once.
+Rows/s are measured over a shuffled epoch, against a map-style `datasets` with torch's DataLoader, which yields only
+token ids.
 """
 
 import functools
@@ -33,14 +34,14 @@ from benchmarks.prepare import OFFLINE
 from benchmarks.step_overhead import POLL_SECONDS
 from benchmarks.streams import write_samples
 from examples.demo import SPEC, service
-from service.client import Api
 from train_loop.run_dir import RunDir
+from trainshed import Api
 
 TENTH = {"hidden_size": 40, "intermediate_size": 112, "head_dim": 8}
-"""Of the quickstart's model: 240 thousand parameters, two thirds of them words."""
+"""Sizes for a model of a tenth of the quickstart's: 240 thousand parameters, two thirds of them embeddings."""
 JOBS: dict[str, dict[str, int]] = {"the quickstart": {}, "with a model a tenth of the size": TENTH}
 FIRST_COUNTED = 5
-"""Steps before it warm up."""
+"""Number of warm-up steps that are not counted."""
 OURS, RAY = "Trainshed, torchrun", "Trainshed, Ray Data"
 DRAINS: dict[str, tuple[str, list[str]]] = {
     OURS: ("benchmarks.drain_run", ["local"]),
@@ -53,7 +54,7 @@ EPOCHS = {256: 32_768, 2048: 8_192}
 
 
 def main() -> None:
-    """Run the jobs, then the drains, and write their tables."""
+    """Run the jobs, then the streams without a model, and write both tables."""
     arguments = parse(command_line(__doc__))
     quick = arguments.quick
     epochs = dict.fromkeys(EPOCHS, 1024) if quick else EPOCHS
@@ -73,7 +74,7 @@ def main() -> None:
 
 
 def quickstart(*, quick: bool) -> dict[str, Any]:
-    """The quickstart; of a toy, few steps on few files."""
+    """Return the quickstart's spec; with `quick`, few steps on few files."""
     spec: dict[str, Any] = yaml.safe_load(SPEC.read_text())
     if quick:
         spec["training"] |= {"max_steps": 2 * FIRST_COUNTED, "warmup_steps": 1}
@@ -82,7 +83,7 @@ def quickstart(*, quick: bool) -> dict[str, Any]:
 
 
 def run_jobs(root: Path, rounds: int, *, quick: bool) -> list[Sample]:
-    """The share of waiting in each job."""
+    """Measure the share of waiting in each job."""
     home = root / "service"
     home.mkdir()
     with service(home) as (client, _):
@@ -95,7 +96,7 @@ def run_jobs(root: Path, rounds: int, *, quick: bool) -> list[Sample]:
 
 
 def one_job(client: Api, spec: str) -> Measured:
-    """The share of its steps that a job waits for data. Raises ProgramError."""
+    """Return the share of its steps' time in which a job waits for data. Raises ProgramError."""
     job = client.submit(spec)
     while not job.state.terminal:
         time.sleep(POLL_SECONDS)
@@ -110,12 +111,12 @@ def one_job(client: Api, spec: str) -> Measured:
 
 
 def wait_share(steps: Sequence[dict[str, float]]) -> float:
-    """The share of all their time together, as a mean of shares would count short steps like long ones."""
+    """Return the share of the steps' total time. A mean of shares would give short and long steps the same weight."""
     return sum(step["data_wait_seconds"] for step in steps) / sum(step["step_seconds"] for step in steps)
 
 
 def drain(folder: Path, length: int, rows: int, rounds: int) -> list[Sample]:
-    """Rows/s of every program at one length."""
+    """Measure rows/s of all programs at one sequence length."""
     write_samples(folder, samples=rows, length=length)
     runs = {name: functools.partial(one_drain, folder, length, *program) for name, program in DRAINS.items()}
     found = interleave(runs, rounds)
@@ -124,7 +125,7 @@ def drain(folder: Path, length: int, rows: int, rounds: int) -> list[Sample]:
 
 
 def one_drain(folder: Path, length: int, module: str, way: list[str]) -> Measured:
-    """Rows/s of one start. Raises ProgramError."""
+    """Return rows/s of one start. Raises ProgramError."""
     with tempfile.TemporaryDirectory(dir=folder.parent) as here:
         variables = OFFLINE | {"HF_HOME": here}
         found = ask_module(module, folder, *way, BATCH, here=Path(here), variables=variables)
@@ -132,7 +133,7 @@ def one_drain(folder: Path, length: int, module: str, way: list[str]) -> Measure
 
 
 def wait_table(samples: Sequence[Sample]) -> str:
-    """Markdown: the share of waiting, and what it is of."""
+    """Return a Markdown table of the share of waiting and the seconds per step."""
     records: list[dict[str, Any]] = []
     for name in JOBS:
         mine = [sample for sample in samples if sample.variant == name]
@@ -154,7 +155,7 @@ def wait_table(samples: Sequence[Sample]) -> str:
 
 
 def drain_table(drains: dict[int, list[Sample]]) -> str:
-    """Markdown: rows/s at each length, and ours against the peer."""
+    """Return a Markdown table of rows/s at each length, and the ratios of Trainshed to the peer."""
     return markdown_table(
         [
             {

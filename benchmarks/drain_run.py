@@ -1,7 +1,7 @@
-"""Our stream drained without a model by two data ranks: `-m benchmarks.drain_run OUT FOLDER WAY BATCH`.
+"""Trainshed's data stream, read without a model by two data ranks: `-m benchmarks.drain_run OUT FOLDER WAY BATCH`.
 
-WAY is `local`: a process for each rank that reads for itself, as under torchrun; or `ray`: a process for each rank, and
-tasks of Ray Data that read for both, as in the service.
+With WAY `local`, each rank's process reads its own rows, as under torchrun. With `ray`, tasks of Ray Data read for both
+ranks, as in the service.
 """
 
 import json
@@ -15,37 +15,37 @@ import ray
 from ray.data import DataIterator
 
 from benchmarks.streams import CORES, plan_of, rate, read_dataset, start_ray
-from train_loop.data.reader import StreamPlan, local_stream
-from train_loop.data.stream import by_step, open_splits
+from train_loop.data.stream.local import StreamPlan, local_stream
+from train_loop.data.stream.ray_data import by_step, open_splits
 from train_loop.plan import MeshPlan
 
 
 def main() -> None:
-    """Drain an epoch and write the rates."""
+    """Read an epoch and write the rows/s."""
     out, folder, way, batch = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     rates = {"local": drain_local, "ray": drain_ray}[way](folder, batch)
     out.write_text(json.dumps({"rates": rates, "rows_per_second": sum(rates)}))
 
 
 def drain_local(folder: Path, batch: int) -> list[float]:
-    """Rows/s of each rank."""
-    # Spawned, as torchrun starts them: nothing that this process has opened is shared.
+    """Return the rows/s of each rank that reads its own rows."""
+    # Spawned, as under torchrun: they share no open files with this process.
     with multiprocessing.get_context("spawn").Pool(CORES) as ranks:
-        # Twice, so that both have been started and have imported what they need when they are timed.
+        # Twice: the first run starts the processes and their imports.
         for _ in range(2):
             rates = ranks.map(partial(local_rate, folder, batch), range(CORES), chunksize=1)
     return rates
 
 
 def local_rate(folder: Path, batch: int, rank: int) -> float:
-    """Rows/s of one rank that reads for itself."""
+    """Return the rows/s of one rank that reads its own rows."""
     plan = plan_of(read_dataset(folder), batch=batch, dp=CORES)
     rows = local_stream(plan, MeshPlan(ddp=1, fsdp=CORES, sp=1), rank)
     return rate((len(found.samples) for found in rows if found), of=plan.steps * plan.order.per_rank)
 
 
 def drain_ray(folder: Path, batch: int) -> list[float]:
-    """Rows/s of each rank."""
+    """Return the rows/s of each rank with Ray Data."""
     start_ray()
     plan, drained = plan_of(read_dataset(folder), batch=batch, dp=CORES), ray.remote(num_cpus=0)(split_rate)
     splits = open_splits(plan, plan.start, plan.steps)
@@ -54,7 +54,7 @@ def drain_ray(folder: Path, batch: int) -> list[float]:
 
 
 def split_rate(split: DataIterator, plan: StreamPlan) -> float:
-    """Rows/s of one rank that is handed what tasks have read."""
+    """Return the rows/s of one rank that receives rows from Ray Data's tasks."""
     rows = islice(by_step(split, plan.order.per_rank), plan.steps)
     return rate((len(found.samples) for found in rows), of=plan.steps * plan.order.per_rank)
 

@@ -1,8 +1,8 @@
 """False alarms and detection times of a job on three hosts, for an hour, while all cores are busy.
 
 `python -m benchmarks.false_alarms [--minutes N] [--quick]`. It needs root and iproute2. Hosts are namespaces of this
-machine. One endless process per core competes with the job all the time. Every fifth minute a host is frozen for 5 s,
-which must not count as a loss; every fifteenth minute the cable of a host is cut until its loss is reported.
+machine. One endless process per core competes with the job. Every fifth minute a host is frozen for 5 s, which must
+not count as a loss. Every fifteenth minute the network of a host is cut until its loss is reported.
 """
 
 import os
@@ -27,7 +27,7 @@ FROZEN, FREEZE_EVERY, CUT_EVERY = 5.0, 5, 15
 
 
 def main() -> None:
-    """Run the job, and write what was reported beside what was done to it."""
+    """Run the job with injected faults, and compare the reported alarms with them."""
     parser = command_line(__doc__)
     parser.add_argument("--minutes", type=int, default=60)
     arguments = parse(parser, rounds=1)
@@ -38,7 +38,7 @@ def main() -> None:
     workload = Workload(config=TOY, world=4, sequence_length=32, steps=40_000)
     with cluster_of(workload) as (cluster, folder), busy_cores() as load:
         cluster.start_service()
-        # More than an hour's steps: many epochs.
+        # More steps than an hour allows: many epochs.
         job = Ours(cluster, workload, folder, max_steps=4_000_000)
         wait_for(lambda: len(job.steps()) > 20, "the first steps", seconds=LIMIT)
         done = list(faults(job, minutes, cut_every=2 if arguments.quick else CUT_EVERY))
@@ -56,7 +56,7 @@ def main() -> None:
 
 @contextmanager
 def busy_cores() -> Iterator[int]:
-    """Keep each core busy with an endless process; the number of them."""
+    """Run one endless process per core in the body; yield their number."""
     count = os.cpu_count() or 1
     endless = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
@@ -68,7 +68,7 @@ def busy_cores() -> Iterator[int]:
 
 
 def faults(job: Ours, minutes: int, *, cut_every: int) -> Iterator[dict[str, Any]]:
-    """Freeze and cut hosts for so many minutes; what was done, with its start and end."""
+    """Freeze and cut hosts for `minutes`; yield each fault with its start and end."""
     begun = time.time()
     for minute in range(1, minutes + 1):
         time.sleep(max(0.0, begun + 60 * minute - time.time()))
@@ -81,7 +81,7 @@ def faults(job: Ours, minutes: int, *, cut_every: int) -> Iterator[dict[str, Any
 
 
 def cut(job: Ours) -> dict[str, Any]:
-    """Cut the cable of the host of the last rank until its loss is reported; wait for the next group."""
+    """Cut the network of the last rank's host until its loss is reported; wait for the next group."""
     host, hit = job.victim(), time.time()
     host.cut()
     (loss, *_) = wait_for(lambda: job.events("workers_lost", hit), "the report of the loss", seconds=LIMIT)
@@ -100,7 +100,7 @@ def freeze(job: Ours) -> dict[str, Any]:
 
 
 def explains(fault: dict[str, Any], alarm: dict[str, Any]) -> bool:
-    """Return whether an alarm is right: a frozen host is silent, and one that was cut off is lost with its ranks."""
+    """Return whether a fault explains an alarm: a frozen host is silent; a disconnected host is lost with its ranks."""
     if not fault["time"] <= alarm["time"] <= fault["end"] + 1:
         return False
     about = alarm.get("hosts") or [alarm.get("host", fault["host"])]
@@ -110,7 +110,7 @@ def explains(fault: dict[str, Any], alarm: dict[str, Any]) -> bool:
 
 
 def table(minutes: int, done: list[dict[str, Any]], alarms: list[dict[str, Any]], *, steps: int, groups: int) -> str:
-    """Return a row for each kind of alarm: how many had a cause, and how many had none."""
+    """Return a Markdown table with the number of alarms of each kind, with and without a cause."""
     rows: list[dict[str, Any]] = [{"measured": "minutes, steps", "figure": f"{minutes}, {steps}"}]
     for name in ALARMS:
         found = [alarm for alarm in alarms if alarm["event"] == name]

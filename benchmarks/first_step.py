@@ -1,7 +1,7 @@
-"""Seconds from submitting a job to the end of its first optimizer step: ours against `ray job submit` of an example.
+"""Seconds from submission to the end of the first optimizer step: Trainshed against `ray job submit`.
 
-`python -m benchmarks.first_step [--rounds N] [--quick]`. One Ray cluster and one service are up all the time; the jobs
-train the same small model on two workers, one job at a time. Ours are checked and stored first.
+`python -m benchmarks.first_step [--rounds N] [--quick]`. One Ray cluster and one service run throughout. The jobs train
+the same small model on two workers, one job at a time. Trainshed also checks and stores its jobs.
 """
 
 import contextlib
@@ -35,14 +35,14 @@ from benchmarks.launch import ProgramError, environment
 from benchmarks.recover import Line, first, wait
 from benchmarks.workload import TOY, Workload
 from examples.demo import service
-from service.client import Api
-from service.domain.job import JobState
+from service.domain.jobs.job import JobState
 from train_loop.run_dir import RunDir, read_lines
+from trainshed import Api
 
 CLI, CLIENT, OURS = "ray job submit", "Ray JobSubmissionClient.submit_job", "Trainshed, POST /jobs"
 PARTS = ("answer", "driver", "workers", "build", "step")
 STEPS = 10_000
-"""More than are done before a job is ended."""
+"""More steps than a job reaches before it is stopped."""
 CPUS = 3
 
 
@@ -62,7 +62,7 @@ def main() -> None:
                 CLIENT: functools.partial(example, Path(root), url, by_hand=False),
                 OURS: functools.partial(ours, client, workload.spec(home / "runs" / "data")),
             }
-            # The first job on a cluster starts what the others find there.
+            # The first job on a cluster warms it up for the others.
             for way in ways.values():
                 way()
             samples = interleave(ways, arguments.rounds)
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def record(name: str, samples: list[Sample]) -> dict[str, Any]:
-    """A row of the table."""
+    """Return a table row."""
     (row,) = (row for row in compare(samples, CLI) if row.variant == name)
     mine = [sample.raw for sample in samples if sample.variant == name and sample.value is not None]
     return {
@@ -88,7 +88,7 @@ def record(name: str, samples: list[Sample]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def cluster(root: Path) -> Iterator[str]:
-    """A Ray head of its own; the address of its dashboard."""
+    """Run a Ray head for the body; yield the address of its dashboard."""
     command = [sys.executable, "-m", "benchmarks.first_step_cluster", str(CPUS), str(root / "address")]
     with (root / "ray.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.PIPE, env=_environment())
@@ -96,12 +96,12 @@ def cluster(root: Path) -> Iterator[str]:
         wait((root / "address").exists, process, root / "ray.log")
         yield (root / "address").read_text()
     finally:
-        # It ends with its standard input, and Ray with it.
+        # It shuts Ray down and exits when its standard input closes.
         process.communicate(timeout=60)
 
 
 def example(root: Path, url: str, *, by_hand: bool) -> Measured:
-    """One job that is submitted to Ray, from the shell or by its client. Raises ProgramError."""
+    """Measure one job that is submitted to Ray, from the shell or by its client. Raises ProgramError."""
     here = Path(tempfile.mkdtemp(dir=root))
     entry = [sys.executable, "-m", "benchmarks.first_step_run", str(root / "workload"), str(here)]
     command = [str(Path(sys.executable).with_name("ray")), "job", "submit", "--no-wait", "--address", url]
@@ -126,7 +126,7 @@ def example(root: Path, url: str, *, by_hand: bool) -> Measured:
 
 
 def ours(client: Api, spec: dict[str, Any]) -> Measured:
-    """One job of the service. Raises ProgramError."""
+    """Measure one job of the service. Raises ProgramError."""
     body, began = yaml.safe_dump(spec), time.time()
     job = client.submit(body)
     answered = time.time()
@@ -140,7 +140,7 @@ def ours(client: Api, spec: dict[str, Any]) -> Measured:
 
 
 def spans(began: float, answered: float, marks: list[Line], *, driver: str, ready: str, loaded: str) -> Measured:
-    """Seconds from the submit to the end of the first step, and what they were spent on."""
+    """Return the seconds from submission to the end of the first step, with their five parts."""
     moments = [first(marks, what=name) for name in (driver, ready, loaded)]
     step = min(line["time"] for line in marks if "step" in line and line.get("what") in (None, "step"))
     told = [answered, *(moment for moment in moments if moment is not None), step]
@@ -153,7 +153,7 @@ def _environment() -> dict[str, str]:
 
 
 def _path() -> str:
-    # Drivers on a cluster that is not the service's own are started as `python`.
+    # Drivers on an external cluster are started as `python`.
     return f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 

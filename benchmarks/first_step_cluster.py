@@ -1,6 +1,6 @@
-"""A Ray head that ends with its standard input: `-m benchmarks.first_step_cluster CPUS FILE`.
+"""A Ray head that exits when its standard input closes: `-m benchmarks.first_step_cluster CPUS FILE`.
 
-FILE gets the address of its dashboard.
+FILE receives the address of its dashboard.
 """
 
 import sys
@@ -12,7 +12,7 @@ from train_loop.run_dir import write_durably
 
 
 def main() -> None:
-    """Start, and stay."""
+    """Start Ray, and wait for the end of standard input."""
     context = ray.init(num_cpus=int(sys.argv[1]), include_dashboard=True)
     write_durably(Path(sys.argv[2]), f"http://{context.dashboard_url}")
     sys.stdin.read()

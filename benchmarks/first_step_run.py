@@ -1,6 +1,6 @@
-"""The bare loop in a plain TorchTrainer, as a job of a cluster: `-m benchmarks.first_step_run FOLDER HERE`.
+"""The bare loop in a plain TorchTrainer, as a Ray job: `-m benchmarks.first_step_run FOLDER HERE`.
 
-HERE/marks.jsonl gets a line when the driver is up, when the workers are ready, have built the model, and at every step.
+HERE/marks.jsonl receives a line when the driver runs, when workers are ready, after the model's build, and per step.
 """
 
 import sys
@@ -15,7 +15,7 @@ from benchmarks.workload import Workload
 
 
 def main() -> None:
-    """A TorchTrainer as its guide sets it up."""
+    """Run a TorchTrainer configured as in its guide."""
     folder, here = map(Path, sys.argv[1:])
     mark(here, "driver")
     workload = Workload.read(folder)

@@ -1,7 +1,7 @@
-"""What ten thousand queued jobs cost: answers of the service, its memory, and a pass of the reconciler.
+"""Cost of 10,000 queued jobs: response times, memory of the service, and a pass of the reconciler.
 
-`python -m benchmarks.full_queue [--rounds N] [--quick]`. A service on SQLite whose cluster does not answer has 100 jobs
-in its queue, and in turn 10,000. One connection asks for single jobs and for pages of 50 while the reconciler runs.
+`python -m benchmarks.full_queue [--rounds N] [--quick]`. A service on SQLite whose cluster does not answer has 100 or
+10,000 jobs in its queue, alternately. One connection requests single jobs and pages of 50 while the reconciler runs.
 """
 
 import functools
@@ -28,14 +28,14 @@ from benchmarks.harness import (
     write_result,
 )
 from benchmarks.launch import ask_module
-from service.adapters.memory import MemoryCluster
-from service.adapters.run_dirs import LocalRunDirs
 from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
-from service.domain.decide import Retry
-from service.domain.job import Job
+from service.adapters.storage.run_dirs import LocalRunDirs
+from service.domain.jobs.decide import Retry
+from service.domain.jobs.job import Job
 from service.ports import JobQuery, NewJob
-from service.reconcile import Pace, Reconciler
+from service.use_cases.jobs.reconcile import Pace, Reconciler
+from tests.support.fakes.stores import MemoryCluster
 from train_loop.spec import parse_text
 
 FEW = "100 jobs"
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def records(samples: list[Sample], names: Sequence[str], supervisors: Sequence[int]) -> list[dict[str, Any]]:
-    """A row of the table for each number, and what Ray's own job API takes for a job."""
+    """Return a table row for each measure, and one for the memory of Ray's job API per job."""
     table = []
     for part, title in PARTS.items():
         rows = {row.variant: row for row in compare(taken(samples, part), FEW)}
@@ -94,10 +94,10 @@ def records(samples: list[Sample], names: Sequence[str], supervisors: Sequence[i
 
 
 def measure(here: Path, count: int, *, quick: bool) -> Measured:
-    """One start with so many jobs in the queue."""
+    """Measure one start with `count` jobs in the queue."""
     gets, pages = (100, 20) if quick else (GETS, PAGES)
     with waiting_service(here):
-        # Once, so that all that is made at a start is there.
+        # The first start creates the database and other files.
         bare = settled_memory(here)
     ids = fill(here, count)
     with waiting_service(here) as (client, _):
@@ -112,13 +112,13 @@ def measure(here: Path, count: int, *, quick: bool) -> Measured:
 
 
 def places(ids: Sequence[str], pages: int) -> list[str]:
-    """Cursors from all over the list."""
+    """Return cursors spread over the whole list."""
     chosen = np.linspace(min(50, len(ids) - 1), len(ids) - 1, pages).astype(int)
     return [ids[place] for place in chosen]
 
 
 def fill(here: Path, count: int) -> list[str]:
-    """Put jobs into the service's database while it is down; their ids."""
+    """Insert jobs into the database of the stopped service; return their ids."""
     engine = open_database(f"sqlite:///{here / 'trainshed.db'}")
     store, asked = SqlJobStore(engine), parse_text(spec(here).read_bytes())
     jobs = [
@@ -134,7 +134,7 @@ def fill(here: Path, count: int) -> list[str]:
 
 
 def p99(call: Callable[[str], object], arguments: Any) -> float:
-    """Milliseconds within which 99 of 100 calls are answered; the first ten warm up."""
+    """Return the 99th percentile of the calls' milliseconds; the first ten calls warm up."""
     seconds = []
     for argument in arguments:
         began = time.perf_counter()
@@ -144,13 +144,13 @@ def p99(call: Callable[[str], object], arguments: Any) -> float:
 
 
 def settled_memory(home: Path) -> int:
-    """Bytes of the service that are its own, after some passes of its reconciler."""
+    """Return the USS bytes of the service after some passes of its reconciler."""
     time.sleep(3)
     return int(service_of(home).memory_full_info().uss)
 
 
 def passes(here: Path) -> dict[str, float]:
-    """Milliseconds of a pass of the reconciler over the same database, with nothing new, and after a change."""
+    """Return the milliseconds of a reconciler pass over the same database, without and after a change."""
     engine = open_database(f"sqlite:///{here / 'trainshed.db'}")
     store = SqlJobStore(engine)
     reconciler = Reconciler(

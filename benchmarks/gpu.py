@@ -1,8 +1,8 @@
-"""Our loop on one GPU: speed and memory of whole models, what a save costs, and how soon a killed run steps again.
+"""Trainshed's loop on one GPU: speed and memory of whole models, cost of a save, and recovery time after a kill.
 
-`python -m benchmarks.gpu speed CASE ...`, `... save CASE`, `... kill CASE`; `--help` names the cases. It needs neither
-Ray nor a network: tokens and weights are random, and `train_loop.run` runs under torchrun in processes of its own.
-Without a GPU it runs on the CPU, which is of use for the case `toy` alone.
+`python -m benchmarks.gpu speed CASE ...`, `... save CASE`, `... kill CASE`; `--help` lists the cases. It needs neither
+Ray nor a network: tokens and weights are random, and `train_loop.run` runs under torchrun in separate processes.
+Without a GPU it runs on the CPU, which is useful only for the toy cases.
 """
 
 import argparse
@@ -21,29 +21,29 @@ from benchmarks.harness import RESULTS, markdown_table, write_result
 from benchmarks.launch import ProgramError, end, last_words, loop_arguments, metrics, run_loop, start_module
 from benchmarks.workload import write_tokens
 from train_loop.data.dataset import Dataset
-from train_loop.data.pack import Sample
+from train_loop.data.prepare.packing import Sample
 from train_loop.data.shards import write_part
 from train_loop.run_dir import RunDir, read_lines, write_durably
 
 Record = dict[str, Any]
 SAVE_STEPS, SAVE_EVERY = 60, 20
 KILL_AFTER = 5
-"""Steps to the checkpoint that the killed run resumes from."""
+"""Steps before the checkpoint from which the killed run resumes."""
 POLL_SECONDS = 0.02
 
 
 def main() -> None:
-    """Measure what was asked for, and write its table."""
+    """Run the measurement for each case, and write its table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=MEASURES)
     parser.add_argument("cases", nargs="+", choices=CASES, metavar="CASE", help=", ".join(CASES))
-    parser.add_argument("--seconds", type=float, default=540, help="limit for a run (%(default)s)")
-    parser.add_argument("--folder", help="where runs write: a real disk, where saves are measured")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for results (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=540, help="time limit for a run [%(default)s]")
+    parser.add_argument("--folder", help="folder for runs; use a real disk to measure saves")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for results [%(default)s]")
     arguments = parser.parse_args()
     for name in arguments.cases:
         record = measured(arguments.what, name, arguments.folder, arguments.seconds)
-        # A file for each: cases are run in several calls, and the time for one may run out in the next case.
+        # One file per case: a later case may exceed its time limit and end the program.
         write_result(
             f"gpu-{arguments.what}-{name}",
             settings=asdict(CASES[name]) | {"disk": disk(arguments.folder)},
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def measured(what: str, name: str, folder: str | None, seconds: float) -> Record:
-    """One case; where it could not be measured, why."""
+    """Return the result of one case, or the error."""
     with tempfile.TemporaryDirectory(prefix="trainshed-benchmark-", dir=folder) as root:
         try:
             return {"case": name} | MEASURES[what](CASES[name], Path(root), seconds)
@@ -63,13 +63,13 @@ def measured(what: str, name: str, folder: str | None, seconds: float) -> Record
 
 
 def disk(folder: str | None) -> str:
-    """The kind of file system that runs write to."""
+    """Return the file system type of the runs' folder."""
     command = ["stat", "--file-system", "--format=%T", folder or tempfile.gettempdir()]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def speed(case: Case, root: Path, seconds: float) -> Record:
-    """Tokens per second over the window of counted steps, and what follows from them."""
+    """Measure tokens/s over the counted steps, with MFU and peak memory."""
     lines = run_loop(spec(case, root), root / "run", ranks=1, seconds=seconds)
     step_seconds = window_seconds(lines, case.first_counted, case.steps)
     tokens_per_second = case.tokens / step_seconds
@@ -88,10 +88,10 @@ def speed(case: Case, root: Path, seconds: float) -> Record:
 
 
 def save(case: Case, root: Path, seconds: float) -> Record:
-    """Seconds that training lost to each save, counted until the save was durable.
+    """Measure the seconds that training loses to each save, counted until the save is durable.
 
-    From the end of the step that was saved to the end of the first step after the commit, less what these steps take
-    where nothing is saved: what a log line says of being blocked would miss all that happens beside the loop.
+    The window runs from the end of the saved step to the end of the first step after the commit. The time of these
+    steps without a save is subtracted. The logged blocked time alone would miss work concurrent with the loop.
     """
     long = replace(case, steps=SAVE_STEPS)
     checkpoint = {"every_steps": SAVE_EVERY, "keep_last": 1}
@@ -112,7 +112,7 @@ def save(case: Case, root: Path, seconds: float) -> Record:
 
 
 def stall(lines: list[Record], commit: Record, plain: float) -> Record | None:
-    """What one save cost; None where no step ended after its commit."""
+    """Return the cost of one save; None if no step ended after its commit."""
     ends = {line["step"]: line["time"] for line in lines}
     after = [step for step, at in ends.items() if step > commit["step"] and at >= commit["time"]]
     if not after:
@@ -123,7 +123,7 @@ def stall(lines: list[Record], commit: Record, plain: float) -> Record | None:
 
 
 def kill(case: Case, root: Path, seconds: float) -> Record:
-    """Seconds from SIGKILL of launcher and rank, started again at once, to the end of the first new step."""
+    """Measure the seconds from SIGKILL of launcher and rank, restarted at once, to the end of the first new step."""
     checkpoint = {"every_steps": KILL_AFTER, "keep_last": 1}
     endless = spec(replace(case, steps=10_000), root, checkpoint=checkpoint)
     run_dir, deadline = root / "run", time.monotonic() + seconds
@@ -151,20 +151,20 @@ def kill(case: Case, root: Path, seconds: float) -> Record:
 
 
 def look_again(process: "subprocess.Popen[bytes]", log: Path, deadline: float) -> None:
-    """Wait a moment. Raises ProgramError where the process has ended, or its time has."""
+    """Wait 20 ms. Raises ProgramError if the process has exited or the deadline has passed."""
     if process.poll() is not None:
-        raise ProgramError(f"the run ended with {process.returncode}: {last_words(log)}")
+        raise ProgramError(f"the run exited with code {process.returncode}: {last_words(log)}")
     if time.monotonic() > deadline:
-        raise ProgramError(f"its time was up: {last_words(log)}")
+        raise ProgramError(f"the time limit was exceeded: {last_words(log)}")
     time.sleep(POLL_SECONDS)
 
 
 def spec(case: Case, root: Path, **parts: Record) -> Record:
-    """The case's job spec, on tokens that are written for it; a run that is long reads them again."""
+    """Return the case's job spec, and write its tokens; a long run reads them repeatedly."""
     data, rows, length = root / "tokens.parquet", case.rows * min(case.steps, SAVE_STEPS), case.sequence_length
     write_tokens(data, rows=rows, length=length, config=case.config, documents=case.documents)
     if case.documents > 1:
-        # What prepare would have made with Ray, and the run begins with.
+        # The dataset that preparation with Ray would have written.
         table = pq.read_table(data)
         columns = (table["ids"].to_pylist(), table["documents"].to_pylist())
         samples = (Sample(np.array(ids, np.int32), None, None, lengths) for ids, lengths in zip(*columns, strict=True))
@@ -176,18 +176,18 @@ def spec(case: Case, root: Path, **parts: Record) -> Record:
 
 
 def window_seconds(lines: list[Record], first: int, last: int) -> float:
-    """Mean wall-clock seconds a step, from the end of step `first` to the end of step `last`."""
+    """Return the mean wall-clock seconds per step, from the end of step `first` to the end of step `last`."""
     ends = {line["step"]: line["time"] for line in lines}
     return float(ends[last] - ends[first]) / (last - first)
 
 
 def events(run_dir: Path) -> list[Record]:
-    """What the run has told so far."""
+    """Return the run's events so far."""
     return list(read_lines(RunDir(run_dir).attempt(1).events))
 
 
 def event(run_dir: Path, name: str) -> Record:
-    """The first event of a kind."""
+    """Return the first event with a name."""
     return next(one for one in events(run_dir) if one["event"] == name)
 
 

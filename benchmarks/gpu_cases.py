@@ -1,4 +1,4 @@
-"""The models and lengths that `benchmarks.gpu` runs, each as what it changes in the spec."""
+"""Cases of `benchmarks.gpu`: models, sequence lengths and spec changes."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,17 +41,17 @@ LLAMA3_8B: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model at a length; every sequence is full, so that no token is padding."""
+    """A model at a sequence length; all sequences are full, without padding."""
 
     config: dict[str, Any]
     sequence_length: int
     rows: int = 1
-    """Sequences a step, in one micro-batch."""
+    """Sequences per step, in one micro-batch."""
     documents: int = 1
-    """Documents packed into a sequence, of random lengths, which do not see each other."""
+    """Documents of random lengths in a sequence; attention does not cross documents."""
     steps: int = 24
     first_counted: int = 8
-    """Compilation and the allocator's first steps lie before it."""
+    """First counted step, after compilation and the allocator's warm-up."""
     dtype: str = "bf16"
     model: dict[str, Any] = field(default_factory=dict)
     strategy: dict[str, Any] = field(default_factory=dict)
@@ -59,11 +59,11 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Tokens a step."""
+        """Return the tokens per step."""
         return self.rows * self.sequence_length
 
     def spec(self, data: str, **parts: dict[str, Any]) -> dict[str, Any]:
-        """A job spec for one rank on the tokens at a path."""
+        """Return a job spec for one rank on the tokens at a path."""
         columns = {"train": {"path": data}, "columns": {"input_ids": "ids"}, "shuffle": False}
         columns["packing"] = self.documents > 1
         training = {"learning_rate": 1e-5, "max_steps": self.steps, "per_device_train_batch_size": self.rows}
@@ -85,7 +85,7 @@ _LARGE: dict[str, Any] = {"compile": True, "gradient_checkpointing": "full"}
 CASES = {
     "qwen3-0.6b-4k": Case(QWEN3_06B, 4096, rows=8, documents=8, model=_FAST),
     "qwen3-1.7b-4k": Case(QWEN3_17B, 4096, rows=4, documents=8, model=_FAST),
-    # Weights and moments in bf16, because in fp32 they alone are 128 GB; batch and recomputation as in KempnerForge's.
+    # Weights and moments in bf16, because they need 128 GB in fp32; batch and recomputation as in KempnerForge.
     "llama3-8b-4k": Case(LLAMA3_8B, 4096, rows=4, documents=8, model=_LARGE | {"master_dtype": "bf16"}),
     "qwen3-4b-8k": Case(QWEN3_4B, 8192, rows=2, model=_LARGE),
     "qwen3-4b-32k": Case(QWEN3_4B, 32768, steps=8, first_counted=3, model=_LARGE),

@@ -1,4 +1,4 @@
-"""Interleaved rounds, ratios to a baseline with their intervals, and results that can be looked at again."""
+"""Benchmark harness: interleaved rounds, ratios to a baseline with intervals, and stored results."""
 
 import argparse
 import tempfile
@@ -20,7 +20,7 @@ RESULTS = Path(__file__).with_name("results")
 
 @dataclass(frozen=True)
 class Measured:
-    """What one run gave: the value that is compared, and everything that it was made of."""
+    """Result of one run: the compared value, and its raw data."""
 
     value: float
     raw: dict[str, Any] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Sample:
-    """One variant in one round: a value, or why there is none."""
+    """Result of one variant in one round: a value or an error."""
 
     variant: str
     round: int
@@ -39,7 +39,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Row:
-    """A variant against the baseline, over all rounds."""
+    """Comparison of a variant with the baseline over all rounds."""
 
     variant: str
     median: float | None
@@ -51,13 +51,13 @@ class Row:
 
     @property
     def ratio_text(self) -> str:
-        """The ratio with its interval, and what went wrong, if anything did."""
+        """Return the ratio with its interval, and the error, if any."""
         ratio = None if self.ratio is None else f"{self.ratio:.3f} [{self.low:.3f}, {self.high:.3f}]"
         return "; ".join(part for part in (ratio, self.error) if part) or "no baseline to compare with"
 
 
 class Result(BaseModel):
-    """One benchmark, run once: everything that its table was made of."""
+    """Stored result of a benchmark: table and all raw data."""
 
     name: str
     date: str
@@ -70,9 +70,9 @@ class Result(BaseModel):
 def interleave(
     variants: Mapping[str, Callable[[], Measured]], rounds: int, say: Callable[[str], None] = print
 ) -> list[Sample]:
-    """Run A B C, B C A, C A B …: what disturbs the machine, or follows from what ran before, hits all alike.
+    """Run variants in the order A B C, B C A, C A B …, so that disturbances and order effects affect all equally.
 
-    A variant that has only failed is not tried again, so that it does not cost a run in every round.
+    A variant that has only failed so far is skipped in later rounds.
     """
     samples: list[Sample] = []
     names = list(variants)
@@ -92,14 +92,14 @@ def _sample(name: str, number: int, measure: Callable[[], Measured]) -> Sample:
         measured = measure()
     except ProgramError as error:
         return Sample(name, number, None, str(error))
-    except Exception as error:  # a peer may fail in any way, and its row says how
+    except Exception as error:  # a peer may fail in any way; its row shows the error
         traceback.print_exc()
         return Sample(name, number, None, f"{type(error).__name__}: {error}")
     return Sample(name, number, measured.value, raw=measured.raw)
 
 
 def compare(samples: Iterable[Sample], baseline: str) -> list[Row]:
-    """Each variant's median, and the median and 95 % interval of its ratios to the baseline, in order of appearance."""
+    """Return each variant's median, and the median and 95 % interval of its ratios to the baseline, in sample order."""
     by_variant: dict[str, list[Sample]] = {}
     for sample in samples:
         by_variant.setdefault(sample.variant, []).append(sample)
@@ -119,12 +119,12 @@ def _row(variant: str, samples: list[Sample], base: Mapping[int, float | None]) 
 
 
 def taken(samples: Iterable[Sample], name: str) -> list[Sample]:
-    """The same samples with another of their raw numbers as the value; those without it have none."""
+    """Return the samples with the raw number `name` as value; None if a sample does not have it."""
     return [replace(sample, value=sample.raw.get(name)) for sample in samples]
 
 
 def ratios_of(variant: str, samples: Sequence[Sample]) -> dict[str, str]:
-    """One variant's ratio to each of the others, where there is one to tell."""
+    """Return one variant's ratio to each other variant that has values."""
     others = dict.fromkeys(sample.variant for sample in samples if sample.variant != variant)
     rows = {other: row for other in others for row in compare(samples, other) if row.variant == variant}
     return {other: row.ratio_text for other, row in rows.items() if row.ratio is not None}
@@ -133,14 +133,14 @@ def ratios_of(variant: str, samples: Sequence[Sample]) -> dict[str, str]:
 def bootstrap_interval(
     values: Sequence[float], *, level: float = 0.95, draws: int = 10_000, seed: int = 0
 ) -> tuple[float, float]:
-    """The percentile bootstrap interval of the median (Efron, 1979)."""
+    """Return the percentile bootstrap interval of the median (Efron, 1979)."""
     drawn = np.random.default_rng(seed).choice(values, (draws, len(values)))
     low, high = np.quantile(np.median(drawn, axis=1), [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 
 
 def ratio_table(rows: Sequence[Row], *, what: str, baseline: str) -> str:
-    """Markdown: the median of `what`, and the ratio with its interval."""
+    """Return a Markdown table with the median of `what`, and the ratio with its interval."""
     return markdown_table(
         [
             {
@@ -154,7 +154,7 @@ def ratio_table(rows: Sequence[Row], *, what: str, baseline: str) -> str:
 
 
 def markdown_table(records: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown of records; all their keys make the head, and what a record lacks is a dash."""
+    """Return a Markdown table of records. Its columns are all their keys; missing values are dashes."""
     head = list(dict.fromkeys(key for record in records for key in record))
     cells = [[_cell(record.get(key)) for key in head] for record in records]
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *cells])
@@ -167,7 +167,7 @@ def _cell(value: Any) -> str:
 def write_result(
     name: str, *, settings: Mapping[str, Any], data: Iterable[Any], table: str, folder: Path = RESULTS
 ) -> Path:
-    """Write <date>-<name>.json with all data, and <name>.md with the newest table; the path of the JSON file."""
+    """Write <date>-<name>.json with all data, and <name>.md with the table; return the path of the JSON file."""
     folder.mkdir(parents=True, exist_ok=True)
     now = datetime.now(UTC)
     result = Result(
@@ -189,20 +189,20 @@ def write_result(
 
 
 def command_line(description: str | None) -> argparse.ArgumentParser:
-    """The options that all benchmarks share."""
+    """Return a parser with the common options of all benchmarks."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--rounds", type=int, help="interleaved rounds")
-    parser.add_argument("--quick", action="store_true", help="one round of a toy size: shows that it runs")
-    parser.add_argument("--results", type=Path, help=f"folder for results ({RESULTS}; of a toy, a temporary one)")
+    parser.add_argument("--quick", action="store_true", help="run one round of toy size, as a smoke test")
+    parser.add_argument("--results", type=Path, help=f"folder for results [{RESULTS}; temporary with --quick]")
     return parser
 
 
 def parse(parser: argparse.ArgumentParser, *, rounds: int = 10) -> argparse.Namespace:
-    """The arguments of this process, with `rounds` of them unless told otherwise, and one of a toy."""
+    """Parse this process's arguments; the default of --rounds is `rounds`, or 1 with --quick."""
     arguments = parser.parse_args()
     if arguments.rounds is None:
         arguments.rounds = 1 if arguments.quick else rounds
     if arguments.results is None:
-        # Figures of a toy must never stand where measured ones are looked for.
+        # Toy results must not replace real ones.
         arguments.results = Path(tempfile.mkdtemp(prefix="trainshed-results-")) if arguments.quick else RESULTS
     return arguments

@@ -1,10 +1,10 @@
-"""Seconds from the loss of a host to the first new step on three hosts: ours against a plain Ray TorchTrainer.
+"""Seconds from the loss of a host to the first new step on three hosts: Trainshed against a plain Ray TorchTrainer.
 
 `python -m benchmarks.hosts [--rounds N] [--quick]`. It needs root and iproute2. Hosts are namespaces of this machine
 and share its cores. Four workers on two hosts save every 20 steps; the third host is a spare. Each program has a new
-cluster in each round, and the faults follow one another in it: the host of the last rank is killed; its cable is cut;
-for ours, it is drained; the head is killed. Plain Ray runs with its default health checks. It does not survive the loss
-of its head: its driver is started again at the moment when the nodes are back.
+cluster in each round, on which the faults follow one another. The host of the last rank is killed; its network is cut;
+it is drained (Trainshed only); the head is killed. Plain Ray runs with its default health checks. Its driver ends with
+the head, and is restarted when the nodes are back.
 """
 
 import functools
@@ -22,7 +22,7 @@ import yaml
 from benchmarks.harness import Sample, command_line, compare, markdown_table, parse, write_result
 from benchmarks.hosts_run import EVERY, WORKER
 from benchmarks.workload import TOY, Workload
-from service.domain.job import JobState
+from service.domain.jobs.job import JobState
 from tests.support.host_cluster import HostCluster
 from tests.support.hosts import SHARED, Host, lab, why_no_hosts
 from tests.support.waiting import wait_for
@@ -34,12 +34,12 @@ DRAINED, HEAD_LOST = "host drained, 60 s notice", "head killed, from the nodes' 
 FAULTS = (HOST_KILLED, CABLE_CUT, DRAINED, HEAD_LOST)
 PARTS = ("detect", "restart", "load", "replay")
 NODES, SETTLED, QUICKLY, LIMIT = 3, 50.0, 3.0, 300.0
-"""Hosts with workers, and seconds: of training before each fault, the same of a toy, and the limit of a recovery."""
+"""Hosts with workers; seconds of training before each fault, the same with --quick, and the limit of a recovery."""
 Line = dict[str, Any]
 
 
 class Tail:
-    """The lines of a JSON lines file, read as they come."""
+    """A reader of a growing JSON lines file."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset = path, 0
@@ -58,7 +58,7 @@ class Program(Protocol):
     cluster: HostCluster
 
     def steps(self) -> list[Line]:
-        """Return a line with `step` and `time` for each step done, repeated ones too."""
+        """Return a line with `step` and `time` for each finished step, including repeated ones."""
         ...
 
     def victim(self) -> Host:
@@ -66,16 +66,16 @@ class Program(Protocol):
         ...
 
     def marks(self, since: float) -> dict[str, float | None]:
-        """Return when, after a time, the loss was `lost`, the ranks of the next group `ready` and `loaded`."""
+        """Return the times after `since` of the detected loss (`lost`) and of the next group (`ready`, `loaded`)."""
         ...
 
     def nodes_are_back(self) -> None:
-        """Hear that the cluster is whole again after the loss of its head."""
+        """React to the complete cluster after the loss of its head."""
         ...
 
 
 class Plain:
-    """A TorchTrainer as its guide sets it up."""
+    """A TorchTrainer configured as in its guide."""
 
     def __init__(self, cluster: HostCluster, folder: Path) -> None:
         self.cluster = cluster
@@ -91,7 +91,7 @@ class Plain:
         self.cluster.head.spawn(*command, log="driver", env=self.cluster.ray_env)
 
     def nodes_are_back(self) -> None:
-        """Start the driver again, as an operator would who watches."""
+        """Restart the driver, as an attentive operator would."""
         self.cluster.head.run("pkill", "-9", "-f", "[b]enchmarks.hosts_run", check=False)
         self._start()
 
@@ -161,7 +161,7 @@ class Ours:
         """Do nothing: the service starts the next attempt."""
 
     def cancel(self) -> None:
-        """End the job."""
+        """Cancel the job."""
         self.cluster.client.cancel(self.job_id, grace_seconds=0, checkpoint=False)
         self.cluster.wait_for_state(self.job_id, JobState.CANCELLED)
 
@@ -192,13 +192,13 @@ def main() -> None:
 
 
 def table(found: dict[str, list[Sample]]) -> str:
-    """Return a row for each fault and each program that was hit by it."""
+    """Return a Markdown table with a row for each fault and program."""
     rows = [(fault, name) for fault, samples in found.items() for name in sorted({one.variant for one in samples})]
     return markdown_table([record(fault, name, found[fault]) for fault, name in rows])
 
 
 def record(fault: str, name: str, samples: list[Sample]) -> dict[str, Any]:
-    """A row of the table."""
+    """Return a table row."""
     mine = [sample for sample in samples if sample.variant == name]
     row: dict[str, Any] = {"fault": fault, "program": name}
     values = [sample.value for sample in mine if sample.value is not None]
@@ -218,7 +218,7 @@ Found = Iterator[tuple[str, float, dict[str, Any]]]
 
 @contextmanager
 def cluster_of(workload: Workload, *, without: tuple[str, ...] = ()) -> Iterator[tuple[HostCluster, Path]]:
-    """Hosts on which Ray's units start, and the folder of the workload on their shared storage."""
+    """Run hosts with Ray's units for the body; yield the cluster and the workload's folder on shared storage."""
     names = ["head", *(f"node{number}" for number in range(1, NODES + 1))]
     with tempfile.TemporaryDirectory(prefix="shared-", dir="/var/tmp", ignore_cleanup_errors=True) as shared:
         folder = Path(shared, "data", "workload")
@@ -236,7 +236,7 @@ def cluster_of(workload: Workload, *, without: tuple[str, ...] = ()) -> Iterator
 
 
 def run_plain(workload: Workload, settled: float, *, quick: bool) -> Found:
-    """Each fault of plain Ray, its seconds, and what they were spent on."""
+    """Yield each fault of plain Ray with its seconds and their parts."""
     with cluster_of(workload, without=("RAY_health", "RAY_gcs")) as (cluster, folder):
         program = Plain(cluster, folder)
         yield HOST_KILLED, *after_kill(program, settled)
@@ -247,7 +247,7 @@ def run_plain(workload: Workload, settled: float, *, quick: bool) -> Found:
 
 
 def run_ours(workload: Workload, settled: float, *, quick: bool) -> Found:
-    """The same of a job of the service, and the faults that plain Ray has no answer to."""
+    """Yield each fault of a job of the service with its seconds and their parts, including a drain."""
     with cluster_of(workload) as (cluster, folder):
         cluster.start_service()
         program = Ours(cluster, workload, folder)
@@ -261,7 +261,7 @@ def run_ours(workload: Workload, settled: float, *, quick: bool) -> Found:
 
 
 def after_kill(program: Program, settled: float) -> tuple[float, dict[str, Any]]:
-    """Kill the host of the last rank."""
+    """Kill the host of the last rank. Return the seconds to recovery and their parts."""
     before = the_moment(program, settled)
     hit = time.time()
     program.victim().kill()
@@ -269,7 +269,7 @@ def after_kill(program: Program, settled: float) -> tuple[float, dict[str, Any]]
 
 
 def switch_on(program: Program) -> None:
-    """Start the hosts that are off, and wait for them."""
+    """Start all hosts that are off, and wait for them."""
     for host in program.cluster.nodes:
         if not host.is_on:
             host.start()
@@ -278,7 +278,7 @@ def switch_on(program: Program) -> None:
 
 
 def after_cut(program: Program, settled: float) -> tuple[float, dict[str, Any]]:
-    """Cut the cable of the host of the last rank, and heal it at the end."""
+    """Cut the network of the last rank's host until recovery. Return the seconds and their parts."""
     before, host = the_moment(program, settled), program.victim()
     hit = time.time()
     host.cut()
@@ -289,12 +289,12 @@ def after_cut(program: Program, settled: float) -> tuple[float, dict[str, Any]]:
 
 
 def after_drain(program: Ours, settled: float) -> tuple[float, dict[str, Any]]:
-    """Announce that the host of the last rank will be taken away, and take it when the job has left it."""
+    """Drain the host of the last rank, and kill it after the job has moved. Return the seconds and their parts."""
     before, host = the_moment(program, settled), program.victim()
     hit = time.time()
     program.cluster.drain(host, seconds=60)
     wait_for(lambda: program.events("training_started", hit), "the move", seconds=LIMIT)
-    # The run goes on while it gets the notice.
+    # The run continues to train after the notice.
     before = max(line["step"] for line in program.steps() if line["time"] < program.marks(hit)["ready"])
     found = recovered(program, hit, before)
     host.kill()
@@ -303,7 +303,7 @@ def after_drain(program: Ours, settled: float) -> tuple[float, dict[str, Any]]:
 
 
 def after_head(program: Program, settled: float) -> tuple[float, dict[str, Any]]:
-    """Kill the control plane of Ray; seconds from the return of the last node."""
+    """Kill the control plane of Ray. Return the seconds from the return of the last node, and their parts."""
     before = the_moment(program, settled)
     hit = time.time()
     program.cluster.head.run("pkill", "-9", "-f", "gcs_server")
@@ -316,7 +316,7 @@ def after_head(program: Program, settled: float) -> tuple[float, dict[str, Any]]
 
 
 def the_moment(program: Program, settled: float) -> int:
-    """Wait until the run has been going for so long and half of a save's interval would be lost; its newest step."""
+    """Wait until the run has trained for `settled` seconds and is midway between saves; return its newest step."""
     begun = len(program.steps())
 
     def now() -> int | None:
@@ -330,7 +330,7 @@ def the_moment(program: Program, settled: float) -> int:
 
 
 def recovered(program: Program, hit: float, before: int) -> tuple[float, dict[str, Any]]:
-    """Wait for the first new step of a newer group: seconds from the fault, and what they were spent on."""
+    """Wait for the first new step of a newer group. Return the seconds since the fault, and their parts."""
 
     def first_new() -> Line | None:
         ready = program.marks(hit)["ready"]

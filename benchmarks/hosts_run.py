@@ -1,4 +1,4 @@
-"""The bare loop with checkpoints in a plain Ray TorchTrainer, on the running cluster that RAY_ADDRESS names.
+"""The bare loop with checkpoints in a plain Ray TorchTrainer, on the running cluster at RAY_ADDRESS.
 
 `python -m benchmarks.hosts_run FOLDER HERE`. Both folders are on storage that all hosts share.
 """
@@ -15,13 +15,13 @@ from benchmarks.recover_run import TellOfLosses, train
 from benchmarks.workload import Workload
 
 WORKER = {"CPU": 0.75}
-"""Resources of a worker: a host with two CPUs holds two."""
+"""Resources of a worker: two fit on a host with two CPUs."""
 EVERY = 20
-"""Steps from a save to the next."""
+"""Steps between two saves."""
 
 
 def main() -> None:
-    """Run the trainer with Ray's defaults and as many restarts as it takes."""
+    """Run the trainer with Ray's defaults and unlimited restarts."""
     folder, here = map(Path, sys.argv[1:3])
     workload = Workload.read(folder)
     ray.init(logging_level=logging.WARNING)

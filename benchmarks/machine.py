@@ -1,4 +1,4 @@
-"""Where a measurement was made, and with what."""
+"""Description of the machine, versions and commit of a measurement."""
 
 import os
 import platform
@@ -14,7 +14,7 @@ _PACKAGES = ("torch", "transformers", "ray", "accelerate", "lightning", "dataset
 
 
 def describe_machine() -> dict[str, Any]:
-    """CPU, cores, memory, device, load, versions and commit."""
+    """Return CPU, cores, memory, device, load, versions and commit."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -39,7 +39,7 @@ def _version(name: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit that was measured, marked where the files differ from it; None outside a repository."""
+    """Return the measured commit, marked as dirty if files differ from it; None outside a repository."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

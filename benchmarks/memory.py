@@ -1,6 +1,6 @@
-"""Peak memory of a step's forward and backward pass at growing sequence length, each way of saving it by itself.
+"""Peak memory of a step's forward and backward pass by sequence length, for each memory-saving option.
 
-`python -m benchmarks.memory [--quick]`. Every cell is a process of its own. A way that the spec refuses keeps its row.
+`python -m benchmarks.memory [--quick]`. Each cell runs in a separate process. Options that the spec rejects keep a row.
 """
 
 import json
@@ -14,11 +14,11 @@ from benchmarks.workload import SMALL, TOY, Workload, write_tokens
 from train_loop.spec import SpecError
 from train_loop.spec import parse as parse_spec
 
-# A wide head and a wide MLP for the size of the rest, as in models of this shape that are larger.
+# Head and MLP are wide relative to the rest, as in larger models of this family.
 CONFIG = SMALL | {"vocab_size": 32768, "intermediate_size": 2048, "max_position_embeddings": 16384}
 LENGTHS = (512, 1024, 2048, 4096)
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
-"""Fixed, so that glibc gives back what is freed, and resident memory is memory in use."""
+"""Fixed thresholds: glibc then returns freed memory, so that resident memory equals memory in use."""
 PLAIN = {"gradient_checkpointing": "none", "chunked_loss": False, "apply_tiled_mlp": False}
 WAYS: dict[str, dict[str, Any]] = {
     "plain": PLAIN,
@@ -31,7 +31,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    """Measure every way at every length and write the table."""
+    """Measure every option at every length and write the table."""
     arguments = parse(command_line(__doc__), rounds=3)
     config, lengths = (TOY, (512,)) if arguments.quick else (CONFIG, LENGTHS)
     data = [
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def measure(config: dict[str, Any], way: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """Peak bytes of one cell, or why there are none."""
+    """Return the peak bytes of one cell, or the error."""
     workload = Workload(config=config, world=1, sequence_length=tokens, steps=2)
     with tempfile.TemporaryDirectory(prefix="trainshed-benchmark-") as root:
         folder, out = Path(root), Path(root, "peak.json")
@@ -65,7 +65,7 @@ def measure(config: dict[str, Any], way: dict[str, Any], tokens: int) -> dict[st
 
 
 def job_spec(workload: Workload, folder: Path, way: dict[str, Any]) -> dict[str, Any]:
-    """The spec of one cell. Raises SpecError where a way is refused."""
+    """Return the spec of one cell. Raises SpecError if the spec rejects the option."""
     raw = workload.spec(folder, strategy={"apply_tiled_mlp": way["apply_tiled_mlp"]})
     raw["model"] |= {"gradient_checkpointing": way["gradient_checkpointing"]}
     raw["training"] |= {"chunked_loss": way["chunked_loss"]}
@@ -74,7 +74,7 @@ def job_spec(workload: Workload, folder: Path, way: dict[str, Any]) -> dict[str,
 
 
 def record(name: str, data: list[dict[str, Any]], lengths: tuple[int, ...]) -> dict[str, str | None]:
-    """A row of the table: the smallest peak of all rounds at every length, in MiB."""
+    """Return a table row: the smallest peak of all rounds at each length, in MiB."""
     cells: dict[str, str | None] = {"MiB beyond weights, gradients and optimizer, at tokens": name}
     for tokens in lengths:
         found = [one for one in data if one["way"] == name and one["tokens"] == tokens]

@@ -1,7 +1,7 @@
-"""What open streams cost: memory of the service for each, its CPU while nothing is written, and how late a line comes.
+"""Cost of open streams: memory of the service per stream, its idle CPU, and the delay of a line.
 
-`python -m benchmarks.open_streams [--rounds N] [--quick]`. Clients follow the events of one job each as server-sent
-events; then a line is written, and every client notes when it has it.
+`python -m benchmarks.open_streams [--rounds N] [--quick]`. Each client follows the events of one job as server-sent
+events. Then a line is written for each job, and every client records its arrival.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from train_loop.run_dir import JsonLines, RunDir
 
 JOBS, LINES = 10, 5
 IDLE = 5.0
-"""Seconds for which the service is watched while nothing is written."""
+"""Seconds over which the idle CPU of the service is measured."""
 LATE = 30.0
 
 
 def main() -> None:
-    """Run it for some numbers of streams, and write the table."""
+    """Measure several numbers of streams, and write the table."""
     arguments = parse(command_line(__doc__), rounds=3)
     counts = (5, 20) if arguments.quick else (10, 100, 1000)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def record(name: str, samples: Sequence[Sample]) -> dict[str, Any]:
-    """A row of the table."""
+    """Return a table row."""
     mine = [sample.raw for sample in samples if sample.variant == name and sample.value is not None]
     median = {key: float(np.median([raw[key] for raw in mine])) for key in (mine[0] if mine else {})}
     errors = {sample.error for sample in samples if sample.variant == name and sample.error}
@@ -63,7 +63,7 @@ def record(name: str, samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def measure(here: Path, count: int) -> Measured:
-    """One start with so many streams."""
+    """Measure one start with `count` streams."""
     with waiting_service(here):
         ids = fill(here, JOBS)
     files = [RunDir(here / "runs" / "default" / job_id).attempt(1).events for job_id in ids]
@@ -80,7 +80,7 @@ def measure(here: Path, count: int) -> Measured:
 async def follow(
     here: Path, url: str, key: str, ids: Sequence[str], files: Sequence[Path], count: int, bare: int
 ) -> dict[str, float]:
-    """Open the streams, watch the service, write lines, and note when each stream has them."""
+    """Open the streams, measure the service, write lines, and record their delays in each stream."""
     host, _, port = url.removeprefix("http://").partition(":")
     readers = []
     for number in range(count):
@@ -113,7 +113,7 @@ async def follow(
 
 
 async def _seen(reader: asyncio.StreamReader, mark: bytes, written: float) -> float:
-    """Seconds until a stream has a line."""
+    """Return the seconds until a stream has received a line."""
     await reader.readuntil(mark)
     return time.monotonic() - written
 

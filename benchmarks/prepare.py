@@ -1,8 +1,8 @@
-"""Text → samples: tokens/s of our preparing, against a plain loop over `tokenizers`, and Hugging Face `datasets`.
+"""Data preparation in tokens/s: Trainshed against a plain loop over `tokenizers` and Hugging Face `datasets`.
 
-`python -m benchmarks.prepare [--rounds N] [--quick] [--megabytes N]`. And the seconds from a corpus of which nothing is
-cached to the first batch. Every run is a start of its own, which warms up on a little text, and prepares the corpus
-twice, each time into an empty cache: memory that a machine hands out for the first time can cost more than its use.
+`python -m benchmarks.prepare [--rounds N] [--quick] [--megabytes N]`. It also measures the seconds from an uncached
+corpus to the first batch. Every run is a separate start that warms up on a small text and prepares the corpus twice,
+each time into an empty cache: the first use of memory pages can cost more than the work itself.
 """
 
 import functools
@@ -36,7 +36,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_DATASETS_DISAB
 def main() -> None:
     """Run the comparison and write its table."""
     parser = command_line(__doc__)
-    parser.add_argument("--megabytes", type=int, help="size of the corpus (64; of a toy, 4)")
+    parser.add_argument("--megabytes", type=int, help="size of the corpus [64; 4 with --quick]")
     arguments = parse(parser)
     megabytes = arguments.megabytes or (4 if arguments.quick else 64)
     with tempfile.TemporaryDirectory(prefix="trainshed-benchmark-") as root:
@@ -53,8 +53,8 @@ def main() -> None:
 
 
 def programs(root: Path) -> dict[str, functools.partial[Measured]]:
-    """What is compared; each call is one start with caches of its own."""
-    # Processes of `datasets` already use all cores, and threads in each would only get in each other's way.
+    """Return the compared programs; each call is one start with empty caches."""
+    # Processes of `datasets` already use all cores: more threads in each would compete for them.
     threads = {"TOKENIZERS_PARALLELISM": "true"}
     no_threads = OFFLINE | {"TOKENIZERS_PARALLELISM": "false", "HF_HOME": str(root / "hf")}
     return {
@@ -73,7 +73,7 @@ def one_run(
     caches: bool = False,
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Measured:
-    """Tokens/s of one program; of the tokens that the corpus has in all of them. Raises ProgramError."""
+    """Return the tokens/s of one program. Raises ProgramError, also if programs differ in their number of tokens."""
     with tempfile.TemporaryDirectory(dir=root, ignore_cleanup_errors=True) as here:
         folders = [root / "corpus", Path(here, "cache")] if caches else [root / "corpus"]
         found = ask_module(module, *folders, *arguments, here=Path(here), variables=variables)
@@ -81,14 +81,14 @@ def one_run(
     if not reference.exists():
         reference.write_text(str(found["tokens"]))
     if found["tokens"] != int(reference.read_text()):
-        raise ProgramError(f"it made {found['tokens']} tokens of the corpus, and the first {reference.read_text()}")
+        raise ProgramError(f"it counted {found['tokens']} tokens; expected {reference.read_text()}")
     return Measured(
         found["tokens"] / found["seconds"], found | {"first_rate": found["tokens"] / found["first_seconds"]}
     )
 
 
 def table(samples: Sequence[Sample]) -> str:
-    """Markdown: tokens/s and seconds to the first batch, and how ours stand to each of the others."""
+    """Return a Markdown table of tokens/s and seconds to the first batch, with Trainshed's ratios to the others."""
     read, ours = taken(samples, "first_batch"), [sample for sample in samples if sample.variant == OURS]
     streamed = [*taken(ours, "first_batch_through_ray"), *(sample for sample in read if sample.variant != OURS)]
     waits = {row.variant: row.median for row in compare(read, OURS)}

@@ -1,7 +1,7 @@
-"""Our preparing of a corpus, on a Ray that is up: `-m benchmarks.prepare_run OUT FOLDER CACHE LENGTH BATCH`.
+"""Trainshed's preparation of a corpus with a started Ray: `-m benchmarks.prepare_run OUT FOLDER CACHE LENGTH BATCH`.
 
-OUT gets the seconds until the samples were durable, the first time and again into another cache, and in the second from
-the start until the first batch of their order was in hand: read by this process as under torchrun, and by Ray Data.
+OUT receives the seconds until the samples are durable, for the first run and for a second run into another cache. For
+the second it also receives the seconds to the first batch: read by this process as under torchrun, and by Ray Data.
 """
 
 import json
@@ -13,7 +13,7 @@ from time import perf_counter
 from benchmarks.corpus import CORPUS, WARM, corpus_spec
 from benchmarks.streams import local_rows, plan_of, ray_rows, start_ray
 from train_loop.data.dataset import Dataset
-from train_loop.data.prepare import prepare
+from train_loop.data.prepare.pipeline import prepare
 
 
 def main() -> None:
@@ -34,18 +34,18 @@ def main() -> None:
 
 
 def warm_up(dataset: Dataset, batch: int) -> None:
-    """Read a dataset in both ways, to its end: a stream that is left open keeps a share of the CPUs for a while."""
+    """Read a whole dataset in both ways: a stream that stays open would hold CPUs for a while."""
     for stream in (local_rows, ray_rows):
         deque(stream(plan_of(dataset, batch=batch)), maxlen=0)
 
 
 def tokenised(folder: Path, file: str, cache: Path, length: int) -> Dataset:
-    """A file's samples, prepared in an empty cache."""
+    """Prepare a file's samples in an empty cache."""
     return prepare(corpus_spec(folder, file, length=length), cache, report=lambda *_, **__: None)
 
 
 def first_batches(dataset: Dataset, batch: int) -> tuple[float, float]:
-    """Seconds to the first step's rows, read here and through Ray Data."""
+    """Return the seconds to the first step's rows, read by this process and by Ray Data."""
     plan = plan_of(dataset, batch=batch)
     began = perf_counter()
     next(local_rows(plan))

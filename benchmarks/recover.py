@@ -1,7 +1,7 @@
-"""Seconds from SIGKILL of a rank to the first new step: ours against a plain Ray TorchTrainer and torchrun.
+"""Seconds from SIGKILL of a rank to the first new step: Trainshed against a plain Ray TorchTrainer and torchrun.
 
-`python -m benchmarks.recover [--rounds N] [--quick]`. Two workers save every ten steps; rank 1 is killed in the middle
-between two saves, when the run has been going for a while. A new step is one that had not been done before the kill.
+`python -m benchmarks.recover [--rounds N] [--quick]`. Two workers save every ten steps. Rank 1 is killed midway between
+two saves, after 35 s of training. A new step is a step that was not done before the kill.
 """
 
 import functools
@@ -40,7 +40,7 @@ RAY, TORCHRUN, OURS = (
 )
 PARTS = ("detect", "restart", "load", "replay")
 SETTLED, QUICKLY, STEPS = 35.0, 3.0, 10_000
-"""Seconds for which a run has been going when it is hit, and steps that it would go on for."""
+"""Seconds of training before the kill, the same with --quick, and the planned steps of a run."""
 LIMIT, POLL = 300.0, 0.02
 Line = dict[str, Any]
 Way = Callable[[Workload, Path, Path, float], Measured]
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def record(name: str, samples: list[Sample]) -> dict[str, Any]:
-    """A row of the table."""
+    """Return a table row."""
     (row,) = (row for row in compare(samples, RAY) if row.variant == name)
     mine = [sample.raw for sample in samples if sample.variant == name and sample.value is not None]
     parts = {part: [raw[part] for raw in mine if raw[part] is not None] for part in PARTS}
@@ -88,7 +88,7 @@ def record(name: str, samples: list[Sample]) -> dict[str, Any]:
 
 
 def bare_loop(workload: Workload, folder: Path, here: Path, settled: float, *, under_ray: bool) -> Measured:
-    """One start of the bare loop, of which rank 1 is killed. Raises ProgramError."""
+    """Measure one start of the bare loop in which rank 1 is killed. Raises ProgramError."""
     log = here / "log"
     if under_ray:
         process = start_module("benchmarks.recover_run", folder, here, "ray", log=log)
@@ -100,7 +100,7 @@ def bare_loop(workload: Workload, folder: Path, here: Path, settled: float, *, u
             log=log,
             ranks=workload.world,
             restarts=1,
-            # torch 2.13 gives the second rendezvous the store of the first, in which dead addresses stand: gloo fails.
+            # torch 2.13 reuses the store of the first rendezvous, with addresses of dead ranks: gloo would fail.
             variables={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         )
     try:
@@ -123,7 +123,7 @@ def bare_loop(workload: Workload, folder: Path, here: Path, settled: float, *, u
 
 
 def ours(workload: Workload, folder: Path, here: Path, settled: float) -> Measured:
-    """One job on a service of its own, of which rank 1 is killed. Raises ProgramError."""
+    """Measure one job on a new service in which rank 1 is killed. Raises ProgramError."""
     data = here / "runs" / "data"
     data.mkdir(parents=True)
     shutil.copy(folder / "tokens.parquet", data)
@@ -152,25 +152,25 @@ def ours(workload: Workload, folder: Path, here: Path, settled: float) -> Measur
 
 
 def is_the_moment(steps: list[Line], settled: float) -> bool:
-    """Whether the run has been going for so many seconds, and half of what it has saved since would be lost."""
+    """Return whether the run has trained for `settled` seconds and is midway between two saves."""
     if not steps or steps[-1]["time"] - steps[0]["time"] < settled:
         return False
     return steps[-1]["step"] > EVERY and bool(steps[-1]["step"] % EVERY == EVERY // 2)
 
 
 def kill(pid: int) -> float:
-    """SIGKILL a process; when."""
+    """Kill a process with SIGKILL; return the Unix time."""
     psutil.Process(pid).kill()
     return time.time()
 
 
 def first(lines: list[Line], **named: Any) -> float | None:
-    """When the first of these was written; None where none was."""
+    """Return the time of the first line with these fields; None without one."""
     return next((line["time"] for line in lines if named.items() <= line.items()), None)
 
 
 def spans(killed: float, *, lost: float | None, ready: float | None, loaded: float | None, new: float) -> Measured:
-    """Seconds from the kill to the first new step, and what they were spent on."""
+    """Return the seconds from the kill to the first new step, with their parts."""
     assert ready is not None
     assert loaded is not None
     parts = {
@@ -185,13 +185,13 @@ def spans(killed: float, *, lost: float | None, ready: float | None, loaded: flo
 def wait(
     condition: Callable[[], bool], process: "subprocess.Popen[bytes] | None" = None, log: Path | None = None
 ) -> None:
-    """Wait until it holds. Raises ProgramError."""
+    """Wait until the condition is true. Raises ProgramError if the process exits, or after 300 s."""
     deadline = time.monotonic() + LIMIT
     while not condition():
         if process is not None and log is not None and process.poll() is not None:
-            raise ProgramError(f"the run ended with {process.returncode}: {last_words(log)}")
+            raise ProgramError(f"the run exited with code {process.returncode}: {last_words(log)}")
         if time.monotonic() > deadline:
-            raise ProgramError(f"it took over {LIMIT:g} s")
+            raise ProgramError(f"the condition was not met within {LIMIT:g} s")
         time.sleep(POLL)
 
 

@@ -1,8 +1,8 @@
-"""The bare loop with checkpoints, that goes on from its newest one: under torchrun, or in a plain Ray TorchTrainer.
+"""The bare loop with checkpoints, which resumes from the newest one: under torchrun or in a plain Ray TorchTrainer.
 
 `torchrun --max-restarts 1 -m benchmarks.recover_run FOLDER HERE`, or `python -m benchmarks.recover_run FOLDER HERE
-ray`.
-HERE/marks.jsonl gets a line when the workers have been lost (Ray), when they are ready, have loaded, and at every step.
+ray`. HERE/marks.jsonl receives a line when Ray detects lost workers, when workers are ready, after they have loaded a
+checkpoint, and at every step.
 """
 
 import json
@@ -26,11 +26,11 @@ from benchmarks.peers import bare
 from benchmarks.workload import Workload
 
 EVERY = 10
-"""Steps from a save to the next."""
+"""Steps between two saves."""
 
 
 def main() -> None:
-    """Train under torchrun, or have Ray do it."""
+    """Train under torchrun, or with Ray."""
     folder, here = map(Path, sys.argv[1:3])
     if sys.argv[3:] == ["ray"]:
         under_ray(folder, here)
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def under_ray(folder: Path, here: Path) -> None:
-    """A TorchTrainer as its guide sets it up, which may fail once."""
+    """Run a TorchTrainer configured as in its guide, with one allowed failure."""
     workload = Workload.read(folder)
     ray.init(num_cpus=workload.world + 1, logging_level=logging.WARNING)
     TorchTrainer(
@@ -59,18 +59,18 @@ def under_ray(folder: Path, here: Path) -> None:
 
 
 class TellOfLosses(UserCallback):  # type: ignore[misc]
-    """Marks when Ray's controller has noticed."""
+    """Callback that marks the time at which Ray's controller detects a failure."""
 
     def __init__(self, here: Path) -> None:
         self.here = here
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        """Called by Ray Train's controller."""
+        """Write the mark; called by Ray Train's controller."""
         mark(self.here, "lost")
 
 
 def train(folder: Path, here: Path, *, every: int = EVERY) -> None:
-    """Train this rank's share from the newest checkpoint on."""
+    """Train this rank's share from the newest checkpoint."""
     workload, rank = Workload.read(folder), dist.get_rank()
     mark(here, "ready", rank=rank, pid=os.getpid(), host=platform.node())
     built = bare.build(workload, folder)
@@ -94,13 +94,13 @@ def train(folder: Path, here: Path, *, every: int = EVERY) -> None:
 
 
 def values_of(built: bare.Bare) -> dict[str, Any]:
-    """What a checkpoint holds."""
+    """Return the contents of a checkpoint."""
     model, optimizer = get_state_dict(built.model, built.optimizer)
     return {"model": model, "optimizer": optimizer, "scheduler": built.scheduler.state_dict()}
 
 
 def mark(here: Path, what: str, **fields: int | str) -> None:
-    """Write down that something has happened now."""
+    """Append a line with the current time."""
     with (here / "marks.jsonl").open("a") as file:
         file.write(json.dumps({"what": what, "time": time.time()} | fields) + "\n")
 

@@ -1,7 +1,7 @@
-"""Seconds to load a checkpoint at another world or mesh, verified: ours against `dcp.load`, which verifies nothing.
+"""Seconds to load a checkpoint with another world size or mesh: Trainshed, which verifies it, against `dcp.load`.
 
-`python -m benchmarks.reshard [--rounds N] [--quick]`. Checkpoints of one rank, of two and of two that share sequences
-are each loaded by another of these, from the disk and from memory. All take turns within a start.
+`python -m benchmarks.reshard [--rounds N] [--quick]`. Checkpoints of one rank, of two ranks and of two ranks with
+Ulysses are each loaded by another of these shapes, from disk and from memory. All programs alternate within a start.
 """
 
 import tempfile
@@ -28,7 +28,7 @@ LARGE = SMALL | {"hidden_size": 768, "intermediate_size": 2304, "head_dim": 96, 
 
 
 def main() -> None:
-    """Save each shape once, load it as others, and write the table."""
+    """Save each shape once, load it in other shapes, and write the table."""
     arguments = parse(command_line(__doc__))
     config, cases = (TOY, CASES[:1]) if arguments.quick else (LARGE, CASES)
     found: dict[tuple[str, ...], list[Sample]] = {}
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def spec_of(config: dict[str, Any], shape: str, folder: Path) -> tuple[dict[str, Any], int]:
-    """A run of so many steps in a shape, and its ranks; the tokens are the same for all shapes."""
+    """Return the spec of a one-step run in a shape, and its number of ranks; all shapes use the same tokens."""
     world, sp = SHAPES[shape]["world"], SHAPES[shape].get("sp", 1)
     workload = Workload(config=config, world=world, rows_per_rank=1, sequence_length=64, steps=2)
     if not (folder / "tokens.parquet").exists():
@@ -59,7 +59,7 @@ def spec_of(config: dict[str, Any], shape: str, folder: Path) -> tuple[dict[str,
 
 
 def save(config: dict[str, Any], shape: str, root: Path) -> Path:
-    """The run directory of a step that was trained and saved in a shape."""
+    """Train and save one step in a shape; return the run directory."""
     spec, ranks = spec_of(config, shape, root / "workload")
     run_dir = root / f"saved {shape}"
     run_loop(spec, run_dir, ranks=ranks)
@@ -67,7 +67,7 @@ def save(config: dict[str, Any], shape: str, root: Path) -> Path:
 
 
 def load(config: dict[str, Any], saved: Path, shape: str, root: Path, number: int) -> dict[str, list[Sample]]:
-    """Median seconds of every way in one start, by where the files are. Raises ProgramError."""
+    """Return the median seconds of every program in one start, by location of the files. Raises ProgramError."""
     spec, ranks = spec_of(config, shape, root / "workload")
     (file, *_), _ = loop_arguments(spec, root / "loading")
     found = ask_module("benchmarks.reshard_run", file, saved, TURNS, here=root, ranks=ranks)
@@ -80,7 +80,7 @@ def load(config: dict[str, Any], saved: Path, shape: str, root: Path, number: in
 
 
 def record(case: tuple[str, ...], samples: list[Sample]) -> dict[str, Any]:
-    """A row of the table."""
+    """Return a table row."""
     plain, ours, hashes = compare(samples, PLAIN)
     return {
         **dict(zip(("saved by", "loaded by", "files in"), case, strict=True)),

@@ -1,8 +1,8 @@
-"""Loading a checkpoint into the ranks that there are, by `dcp.load` and by our resume in turn.
+"""Loads of a checkpoint into the current ranks, alternately by `dcp.load` and by Trainshed's resume.
 
-`torchrun -m benchmarks.reshard_run OUT SPEC RUN_DIR TURNS`. Rank 0 writes OUT: for files on the disk and in memory the
-seconds of dcp.load, of ours and of SHA-256 alone in every turn. Both fill the same model and optimizer from the same
-files; ours also reads them for their SHA-256 and decides which checkpoint it is.
+`torchrun -m benchmarks.reshard_run OUT SPEC RUN_DIR TURNS`. Rank 0 writes OUT: the seconds of dcp.load, of Trainshed
+and of SHA-256 alone in every turn, for files on disk and in memory. Both fill the same model and optimizer from the
+same files. Trainshed also verifies their SHA-256 sums and selects the checkpoint.
 """
 
 import json
@@ -16,32 +16,32 @@ from time import perf_counter
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from train_loop.assemble import Run, build_run
-from train_loop.checkpoint.contents import put_back, tensors_of
-from train_loop.checkpoint.load import restore
-from train_loop.checkpoint.newest import faults_of_share
-from train_loop.data.cache import find_dataset
-from train_loop.data.reader import local_stream
-from train_loop.garbage import no_garbage_collection
-from train_loop.leave import leave
+from train_loop.checkpoint.restore import restore
+from train_loop.checkpoint.select import faults_of_share
+from train_loop.checkpoint.state_dict import put_back, tensors_of
+from train_loop.data.prepare.cache import find_dataset
+from train_loop.data.stream.local import local_stream
+from train_loop.loop.build import Run, build_run
+from train_loop.loop.session import Session
 from train_loop.run_dir import RunDir, default_cache
-from train_loop.session import Session
 from train_loop.spec import parse_text
+from train_loop.system.exit import leave
+from train_loop.system.gc import no_garbage_collection
 
 
 def main() -> None:
-    """Load in turn, then write."""
+    """Load in turn, then write the seconds."""
     out, spec, run_dir, turns = sys.argv[1:]
     dist.init_process_group("gloo")
     job = parse_text(Path(spec).read_bytes())
     directory = RunDir.at(run_dir)
-    # As one more rank of the group that has written the checkpoints.
+    # Use the epoch of the group that wrote the checkpoints.
     epoch = directory.fence().epoch
     session = Session(dist.get_rank(), dist.get_world_size(), 0, 1, directory, local_stream, epoch=epoch)
     run = build_run(job, session, find_dataset(job, default_cache()))
     step = max(session.run_dir.manifests())
     with no_garbage_collection():
-        # The first of each imports, and fills the optimizer.
+        # The first load imports modules and fills the optimizer.
         for way in WAYS.values():
             timed(run, step, way)
         found = {place: in_turn(run, step, int(turns), cold=cold) for place, cold in PLACES.items()}
@@ -52,19 +52,19 @@ def main() -> None:
 
 
 def plainly(run: Run, step: int) -> None:
-    """As the tutorials of DCP do it."""
+    """Load as in DCP's tutorials."""
     values = tensors_of(run.state)
     load(values, checkpoint_id=run.session.run_dir.checkpoint(step))
     put_back(run.state, values)
 
 
 def ours(run: Run, step: int) -> None:
-    """As a run resumes."""
+    """Load as a run resumes."""
     restore(replace(run))
 
 
 def hashes(run: Run, step: int) -> None:
-    """What of ours is the reading of all files for their SHA-256."""
+    """Read all files for their SHA-256 sums, as a part of Trainshed's resume."""
     assert faults_of_share(run, run.session.run_dir, run.session.run_dir.manifests()[step]) == []
 
 
@@ -73,7 +73,7 @@ PLACES = {"disk": True, "memory": False}
 
 
 def in_turn(run: Run, step: int, turns: int, *, cold: bool) -> dict[str, list[float]]:
-    """Seconds of every way, each of which comes first in its turn."""
+    """Return the seconds of every program; the first one rotates."""
     found: dict[str, list[float]] = {name: [] for name in WAYS}
     for turn in range(turns):
         first = turn % len(WAYS)
@@ -83,7 +83,7 @@ def in_turn(run: Run, step: int, turns: int, *, cold: bool) -> dict[str, list[fl
 
 
 def timed(run: Run, step: int, way: Callable[[Run, int], None], *, cold: bool = False) -> float:
-    """Seconds until all ranks have the checkpoint."""
+    """Return the seconds until all ranks have loaded the checkpoint."""
     if cold and run.session.rank == 0:
         for file in run.session.run_dir.checkpoint(step).iterdir():
             forget(file)
@@ -95,7 +95,7 @@ def timed(run: Run, step: int, way: Callable[[Run, int], None], *, cold: bool = 
 
 
 def forget(file: Path) -> None:
-    """Have the system drop what it holds of a file in memory."""
+    """Drop a file from the page cache."""
     descriptor = os.open(file, os.O_RDONLY)
     try:
         os.fsync(descriptor)

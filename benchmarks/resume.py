@@ -1,7 +1,7 @@
-"""Seconds from opening the data to the first batch when a run resumes far into it, against near its beginning.
+"""Seconds from opening the data to the first batch for a resume at a late step, against one at an early step.
 
-`python -m benchmarks.resume [--rounds N] [--quick]`. Ours, what Hugging Face offers, and the order of samples alone.
-Every round starts every program once, which opens both places in turn, several times; files are in the page cache.
+`python -m benchmarks.resume [--rounds N] [--quick]`. It compares Trainshed, Hugging Face, and the order of samples
+alone. Every round starts each program once, which opens both steps alternately several times, from the page cache.
 """
 
 import functools
@@ -39,12 +39,12 @@ PROGRAMS = {
 }
 STEPS = (100, 10_000)
 SAMPLES = (10, 10_000_000)
-"""The places of the order alone."""
+"""Early and late sample for the order alone."""
 BATCH, LENGTH = 8, 64
 _STEPS_LEFT = 4200
-"""After the late place: more than Ray Data is given to plan at once."""
+"""Steps after the late step: more than Ray Data plans at once."""
 PAIRS = 5
-"""Of openings in one start."""
+"""Pairs of openings in one start."""
 
 
 def main() -> None:
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def one_run(root: Path, module: str, way: str, places: tuple[int, int], pairs: int) -> Measured:
-    """Seconds at the late place. Raises ProgramError."""
+    """Measure one start; the value is the seconds at the late step. Raises ProgramError."""
     variables = OFFLINE | {"HF_HOME": str(root / "hf")}
     with tempfile.TemporaryDirectory(dir=root, ignore_cleanup_errors=True) as here:
         found = ask_module(module, root / "samples", way, BATCH, pairs, *places, here=Path(here), variables=variables)
@@ -79,7 +79,7 @@ def one_run(root: Path, module: str, way: str, places: tuple[int, int], pairs: i
 
 
 def table(samples: Sequence[Sample], steps: tuple[int, int]) -> str:
-    """Markdown: seconds at both places, their ratio, and how the service's stand to each of the others at the late."""
+    """Return a Markdown table of the seconds at both steps, their ratio, and Trainshed's ratios at the late step."""
     service = ratios_of(RAY, [sample for sample in samples if sample.variant not in (OURS, ORDER)])
     torchrun = ratios_of(OURS, [sample for sample in samples if sample.variant not in (RAY, ORDER)])
     return markdown_table(
@@ -99,7 +99,7 @@ def table(samples: Sequence[Sample], steps: tuple[int, int]) -> str:
 
 
 def both_places(samples: Sequence[Sample], name: str) -> tuple[Row, Row]:
-    """The early and the late place of one program, the late against the early."""
+    """Return the rows of one program at the early and the late step, the late compared with the early one."""
     found = [sample for sample in samples if sample.variant == name]
     places = [replace(sample, variant=place) for place in ("early", "late") for sample in taken(found, place)]
     early, late = compare(places, "early")
@@ -107,7 +107,7 @@ def both_places(samples: Sequence[Sample], name: str) -> tuple[Row, Row]:
 
 
 def seconds(value: float | None) -> str | None:
-    """Seconds, or microseconds of what is that short."""
+    """Format seconds, or microseconds for short times."""
     if value is None:
         return None
     return f"{value:.3f}" if value > 1e-3 else f"{value * 1e6:.0f} µs"

@@ -1,6 +1,7 @@
-"""Opening our data at two places in turn: `-m benchmarks.resume_run OUT FOLDER WAY BATCH PAIRS EARLY LATE`.
+"""Openings of Trainshed's data at two steps in turn: `-m benchmarks.resume_run OUT FOLDER WAY BATCH PAIRS EARLY LATE`.
 
-WAY is `local` or `ray`: to the first batch of a stream, at steps; or `order`: the sample ids of a step, at samples.
+WAY `local` or `ray` measures the time to the first batch; EARLY and LATE are steps. WAY `order` measures the sample ids
+of a step; EARLY and LATE are samples.
 """
 
 import functools
@@ -16,16 +17,16 @@ from benchmarks.streams import local_rows, plan_of, ray_rows, read_dataset, star
 from benchmarks.two_places import in_turn
 from train_loop.data.dataset import Rows
 from train_loop.data.order import Order
-from train_loop.data.reader import StreamPlan
+from train_loop.data.stream.local import StreamPlan
 
 _SAMPLES = 2 * 10**7
-"""Of an epoch of which only the order is asked for: both places lie in it."""
+"""Samples of the epoch for `order`; it contains both samples."""
 _STEPS = 2000
-"""Steps that follow each other, because one place takes the permutation more rounds than the next."""
+"""Number of consecutive steps to average, because the permutation takes more rounds for some positions."""
 
 
 def main() -> None:
-    """Open, and write the seconds."""
+    """Open the data in turn, and write the seconds."""
     out, folder, way = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     batch, pairs, early, late = map(int, sys.argv[4:])
     if way == "ray":
@@ -41,7 +42,7 @@ def main() -> None:
 def stream_seconds(
     folder: Path, opened: Callable[[StreamPlan], Iterator[Rows | None]], batch: int, start: int
 ) -> float:
-    """From a folder of prepared data to the first batch of a step."""
+    """Return the seconds from a folder of prepared data to the first batch of a step."""
     began = perf_counter()
     rows = opened(plan_of(read_dataset(folder), batch=batch, start=start))
     next(rows)
@@ -49,7 +50,7 @@ def stream_seconds(
 
 
 def order_seconds(batch: int, start: int) -> float:
-    """Mean of the steps from a sample on."""
+    """Return the mean seconds per step of the steps from a sample on."""
     order = Order(_SAMPLES, seed=0, shuffle=True, dataset="", end=_SAMPLES)
     steps = start + np.arange(_STEPS * batch).reshape(_STEPS, batch)
     began = perf_counter()

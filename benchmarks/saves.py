@@ -1,7 +1,7 @@
-"""What a save adds to a run until it is durable: ours, DCP used plainly, Hugging Face's Trainer and Fabric.
+"""Time that a durable save adds to a run: Trainshed, plain DCP, Hugging Face's Trainer and Fabric.
 
-`python -m benchmarks.saves [--rounds N] [--quick]`. A block of steps with saves and one without, in turn, in every
-start; a block ends when all that it has saved is durable.
+`python -m benchmarks.saves [--rounds N] [--quick]`. Each start alternates blocks of steps with and without saves. A
+block ends when all its saves are durable.
 """
 
 import functools
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def saved(workload: Workload, root: Path, name: str) -> Measured:
-    """The mean over a start's pairs of blocks of what a save has added, in seconds. Raises ProgramError."""
+    """Return the mean seconds that a save has added, over a start's pairs of blocks. Raises ProgramError."""
     module, rest = (PEERS[name], ()) if name in PEERS else ("benchmarks.saves_run", (name,))
     with tempfile.TemporaryDirectory(dir=root, ignore_cleanup_errors=True) as here:
         added = ask_module(module, root / "workload", *rest, here=Path(here), ranks=workload.world)

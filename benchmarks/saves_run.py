@@ -1,6 +1,6 @@
-"""The bare loop with saves in every other block of steps: `torchrun -m benchmarks.saves_run OUT FOLDER WAY`.
+"""The bare loop with saves in every second block of steps: `torchrun -m benchmarks.saves_run OUT FOLDER WAY`.
 
-A save is of model and optimizer, as the tutorials of DCP do it; ours is the same with our Saver.
+A save contains model and optimizer, as in DCP's tutorials. Trainshed saves the same with its Saver.
 """
 
 import sys
@@ -19,23 +19,23 @@ from benchmarks.blocks import Clock, ends_block, saves_after
 from benchmarks.peers import bare
 from benchmarks.workload import Workload
 from train_loop.checkpoint.save import Saver
-from train_loop.data.reader import local_stream
-from train_loop.journal import Journal
-from train_loop.leave import leave
+from train_loop.data.stream.local import local_stream
+from train_loop.loop.session import Session
 from train_loop.run_dir import DataPosition, Manifest, RunDir
-from train_loop.session import Session
 from train_loop.spec import CheckpointSpec, SaveMode
-from train_loop.vitals import StepClock
+from train_loop.system.exit import leave
+from train_loop.telemetry.event_log import Journal
+from train_loop.telemetry.timers import StepClock
 
 
 class Way(Protocol):
-    """How checkpoints are saved."""
+    """A method to save checkpoints."""
 
     def save(self, values: dict[str, Any], step: int) -> None:
-        """Begin to save; a save that is still in flight is waited for, as all of them must."""
+        """Start a save, after any save in flight has finished."""
 
     def wait(self) -> None:
-        """Until the last save is durable."""
+        """Wait until the last save is durable."""
 
 
 class Sync:
@@ -45,15 +45,15 @@ class Sync:
         self._folder = folder
 
     def save(self, values: dict[str, Any], step: int) -> None:
-        """Save."""
+        """Save synchronously."""
         save(values, checkpoint_id=self._folder / str(step))
 
     def wait(self) -> None:
-        """Nothing is in flight."""
+        """Return at once: no save is in flight."""
 
 
 class Async:
-    """`dcp.async_save`, used plainly."""
+    """`dcp.async_save` with its defaults."""
 
     def __init__(self, folder: Path, kind: AsyncCheckpointerType) -> None:
         self._folder = folder
@@ -62,7 +62,7 @@ class Async:
         self._pending: Any = None
 
     def save(self, values: dict[str, Any], step: int) -> None:
-        """Copy, and write behind the loop's back."""
+        """Copy the values, and write them in the background."""
         self.wait()
         self._pending = async_save(
             values,
@@ -72,7 +72,7 @@ class Async:
         )
 
     def wait(self) -> None:
-        """Until the last one is written."""
+        """Wait until the last save is written."""
         if self._pending is not None:
             assert isinstance(self._pending, Future)
             self._pending.result()
@@ -80,17 +80,17 @@ class Async:
 
 
 class Ours:
-    """Our Saver: hashed, committed, durable to the names of its folders."""
+    """Trainshed's Saver, with hashes, a commit and synced folders."""
 
     def __init__(self, folder: Path, mode: SaveMode) -> None:
         self._run_dir = RunDir(folder)
         session = Session(dist.get_rank(), dist.get_world_size(), 0, 1, self._run_dir, local_stream)
         journal = Journal(self._run_dir.attempt(1), rank=session.rank)
-        # The others remove nothing.
+        # Keep all checkpoints, as the other methods do.
         self._saver = Saver(session, journal, CheckpointSpec(keep_last=1000), mode)
 
     def save(self, values: dict[str, Any], step: int) -> None:
-        """Copy, and write behind the loop's back."""
+        """Copy the values, and write them in the background."""
         draft = Manifest(
             step=step,
             tokens=0,
@@ -107,7 +107,7 @@ class Ours:
         self._saver.save(values, draft, StepClock())
 
     def wait(self) -> None:
-        """Until it is committed."""
+        """Wait until the last save is committed."""
         fault = self._saver.wait()
         assert fault is None, fault
 
@@ -123,7 +123,7 @@ WAYS: dict[str, Callable[[Path], Way]] = {
 
 
 def main() -> None:
-    """Train, and write what saves added."""
+    """Train, and write the seconds that saves added."""
     out, folder = map(Path, sys.argv[1:3])
     dist.init_process_group("gloo")
     workload = Workload.read(folder)
@@ -143,7 +143,7 @@ def main() -> None:
 
 
 def values_of(built: bare.Bare) -> dict[str, Any]:
-    """Model and optimizer as DCP takes them."""
+    """Return model and optimizer in DCP's format."""
     model, optimizer = get_state_dict(built.model, built.optimizer)
     return {"model": model, "optimizer": optimizer}
 

@@ -1,7 +1,7 @@
-"""Seconds per optimizer step: our loop, under torchrun and through POST /jobs, against a bare FSDP2 loop and peers.
+"""Seconds per optimizer step: Trainshed, under torchrun and through POST /jobs, against a bare FSDP2 loop and peers.
 
-`python -m benchmarks.step_overhead [--rounds N] [--quick] [--only NAME ...]`. Every run is a start of its own; the time
-of starting is not counted.
+`python -m benchmarks.step_overhead [--rounds N] [--quick] [--only NAME ...]`. Every run is a separate start. Startup
+time does not count.
 """
 
 import functools
@@ -35,8 +35,8 @@ POLL_SECONDS = 1.0
 def main() -> None:
     """Run the comparison and write its table."""
     parser = command_line(__doc__)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="programs whose names contain one of these")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks (%(default)s)")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="run only programs whose names contain NAME")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks [%(default)s]")
     arguments = parse(parser)
     toy = Workload(config=TOY, sequence_length=32, steps=8, world=arguments.ranks)
     workload = toy if arguments.quick else Workload(world=arguments.ranks)
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def programs(workload: Workload, root: Path) -> dict[str, Callable[[], Measured]]:
-    """What is compared, the baseline first; each call is one run in a folder of its own."""
+    """Return the compared programs, the baseline first; each call is one run in a new folder."""
     folder = root / "workload"
 
     def measured(run: Callable[[Path], Trace]) -> Measured:
@@ -85,7 +85,7 @@ def programs(workload: Workload, root: Path) -> dict[str, Callable[[], Measured]
 
 
 def through_service(workload: Workload, folder: Path, here: Path) -> Trace:
-    """One job on a service of its own with embedded Ray, asked for its state once a second."""
+    """Run one job on a new service with embedded Ray, and poll its state once a second."""
     data = here / "runs" / "data"
     data.mkdir(parents=True)
     shutil.copy(folder / "tokens.parquet", data)

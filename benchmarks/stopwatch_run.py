@@ -1,7 +1,7 @@
-"""Our loop with a stopwatch on its all-to-alls: `torchrun -m benchmarks.stopwatch_run OUT SPEC --run-dir DIR`.
+"""Trainshed's loop with timed all-to-alls: `torchrun -m benchmarks.stopwatch_run OUT SPEC --run-dir DIR`.
 
-Every rank writes OUT.RANK: one [unix seconds when it ended, seconds it took] for each. A collective on the CPU returns
-when it is done, so that waiting for the slower rank counts as well.
+Every rank writes OUT.RANK: [Unix time of its end, seconds] for each all-to-all. A collective on the CPU returns when it
+is done, so that the wait for the slower rank counts as well.
 """
 
 import json
@@ -14,11 +14,11 @@ from typing import Any
 import torch.distributed as dist
 
 from train_loop import run
-from train_loop.leave import leave
+from train_loop.system.exit import leave
 
 
 def main() -> None:
-    """Run the loop, then write."""
+    """Run the loop, then write the times."""
     out, exchange, taken = Path(sys.argv.pop(1)), dist.all_to_all_single, []
 
     def timed(*arguments: Any, **named: Any) -> Any:

@@ -1,7 +1,7 @@
-"""What our loop adds to a step: a step of the bare FSDP2 loop and one of ours in turn, in the same processes.
+"""Overhead of Trainshed's loop per step: alternate steps of the bare FSDP2 loop and Trainshed, in the same processes.
 
-`python -m benchmarks.turns [--rounds N] [--quick]`. Starts, neighbours and the machine's moods, which move whole runs
-by more than the loops differ, are the same for both; what a launcher or a service adds is not in it.
+`python -m benchmarks.turns [--rounds N] [--quick]`. Start, other load and machine state are the same for both. Between
+separate runs they vary more than the loops differ. The overhead of a launcher or a service is not included.
 """
 
 import json
@@ -21,7 +21,7 @@ RANKS = (1, 2)
 
 
 def main() -> None:
-    """Take turns on one rank and on two, and write the table."""
+    """Run both loops on one rank and on two, and write the table."""
     arguments = parse(command_line(__doc__))
     workload = Workload(config=TOY, sequence_length=32, steps=8) if arguments.quick else Workload(steps=36)
     samples: dict[int, list[Sample]] = {ranks: [] for ranks in RANKS}
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def take_turns(workload: Workload, number: int) -> list[Sample]:
-    """The median counted step of both loops in one start, which cannot count its last one. Raises ProgramError."""
+    """Return the median counted step of both loops in one start, without its last step. Raises ProgramError."""
     with tempfile.TemporaryDirectory(prefix="trainshed-benchmark-") as root:
         folder, out, run_dir = (Path(root, name) for name in ("workload", "turns.json", "run"))
         workload.write(folder)
@@ -56,7 +56,7 @@ def take_turns(workload: Workload, number: int) -> list[Sample]:
 
 
 def record(ranks: int, samples: list[Sample]) -> dict[str, Any]:
-    """A row of the table."""
+    """Return a table row."""
     bare, ours = compare(samples, BARE)
     return {
         "ranks": ranks,

@@ -1,8 +1,8 @@
-"""Our loop and the bare one in the same ranks, a step of each in turn.
+"""Trainshed's loop and the bare loop in the same ranks, one step of each in turn.
 
 `torchrun -m benchmarks.turns_run OUT FOLDER SPEC --run-dir DIR`. Rank 0 writes OUT: [seconds of the bare loop's step,
-seconds of ours, the bare loop's loss] for every step but the last. Ours is all that happens from one step's rows to the
-next one's, reading them included. Neither loop collects garbage meanwhile.
+seconds of Trainshed's step, the bare loop's loss] for every step but the last. Trainshed's step is all work between the
+rows of two steps, including their read. Python's garbage collection is off in both loops.
 """
 
 import json
@@ -17,13 +17,13 @@ from benchmarks.peers import bare
 from benchmarks.workload import Workload
 from train_loop import run
 from train_loop.data.dataset import Rows
-from train_loop.data.reader import StreamPlan, local_stream
-from train_loop.leave import leave
+from train_loop.data.stream.local import StreamPlan, local_stream
 from train_loop.plan import MeshPlan
+from train_loop.system.exit import leave
 
 
 def main() -> None:
-    """Run the loop, then write."""
+    """Run the loop, then write the seconds."""
     out, folder = Path(sys.argv.pop(1)), Path(sys.argv.pop(1))
     turns: list[tuple[float, float, float]] = []
 

@@ -1,4 +1,4 @@
-"""Seconds of the same thing at two places of the data, an early one and a late one, taken in turn in one process."""
+"""Alternate measurement at an early and a late position of the data, in one process."""
 
 import gc
 from collections.abc import Callable
@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 _SETTLE_SECONDS = 0.5
-"""What is left of one stream must have ended before the next one is opened."""
+"""Pause in which the threads and tasks of a closed stream end before the next stream opens."""
 
 
 def in_turn(seconds_at: Callable[[int], float], early: int, late: int, *, pairs: int) -> dict[str, Any]:
-    """Medians and all values, after one that is not counted, with the other place first in every second pair."""
+    """Return medians and all values, after one warm-up; the first position of a pair alternates."""
     seconds_at(0)
     found: dict[int, list[float]] = {early: [], late: []}
     for number in range(pairs):

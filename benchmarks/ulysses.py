@@ -1,6 +1,7 @@
-"""What sequence parallelism costs: the same tokens on two ranks, each its own sequence, or both of them all sequences.
+"""Cost of sequence parallelism: the same tokens on two ranks, with one sequence per rank or with Ulysses.
 
-`python -m benchmarks.ulysses [--rounds N] [--quick]`. Seconds per optimizer step and the share of it in all-to-alls.
+`python -m benchmarks.ulysses [--rounds N] [--quick]`. It measures seconds per optimizer step, and the share of a step
+in all-to-alls.
 """
 
 import functools
@@ -55,7 +56,7 @@ def main() -> None:
 
 
 def one_run(workload: Workload, root: Path, *, ulysses_size: int, rows: int) -> Measured:
-    """Run our loop on the workload; every variant takes the same samples in every step. Raises ProgramError."""
+    """Run Trainshed's loop on the workload; all variants use the same samples per step. Raises ProgramError."""
     here = Path(tempfile.mkdtemp(dir=root))
     training = {
         "per_device_train_batch_size": rows,
@@ -72,14 +73,14 @@ def one_run(workload: Workload, root: Path, *, ulysses_size: int, rows: int) -> 
 
 
 def exchange_share(trace: Trace, first: int, files: Sequence[Path]) -> float:
-    """The share of the counted window that ranks spent in all-to-alls, mean over ranks."""
+    """Return the share of the counted window in all-to-alls, as a mean over ranks."""
     begin, end = trace.ends[first - 1], trace.ends[-1]
     spent = [sum(took for at, took in json.loads(file.read_bytes()) if begin < at <= end) for file in files]
     return float(np.mean(spent)) / (end - begin)
 
 
 def table(rows: Sequence[Row], samples: Sequence[Sample]) -> str:
-    """Markdown: ratio to sp 1, and the share in all-to-alls."""
+    """Return a Markdown table with the ratio to sp 1 and the share in all-to-alls."""
     records: list[dict[str, Any]] = []
     for row in rows:
         shares = [s.raw["all_to_all_share"] for s in samples if s.variant == row.variant and s.value is not None]

@@ -1,4 +1,4 @@
-"""What every program of a comparison trains: one model, one set of tokens, one set of first weights, in a folder."""
+"""Workload of a comparison in a folder: one model, one set of tokens and one set of initial weights."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ TOY = SMALL | {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 48, "n
 
 
 class Workload(BaseModel):
-    """A small run on CPU ranks: fp32, AdamW, cosine, gradients clipped, every row of the same length."""
+    """A small run on CPU ranks: fp32, AdamW, cosine schedule, clipped gradients, rows of equal length."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -41,18 +41,18 @@ class Workload(BaseModel):
     rows_per_rank: int = 1
     steps: int = 24
     first_counted: int = 5
-    """Steps before it warm up."""
+    """Number of warm-up steps that are not counted."""
     learning_rate: float = 3e-4
     max_grad_norm: float = 1.0
     seed: int = 0
 
     @property
     def global_batch(self) -> int:
-        """Sequences per optimizer step."""
+        """Return the sequences per optimizer step."""
         return self.world * self.rows_per_rank
 
     def write(self, folder: Path) -> None:
-        """Draw tokens and first weights, once for all programs."""
+        """Write random tokens and initial weights, once for all programs."""
         folder.mkdir(parents=True, exist_ok=True)
         rows = self.steps * self.global_batch
         write_tokens(folder / "tokens.parquet", rows=rows, length=self.sequence_length, config=self.config)
@@ -66,11 +66,11 @@ class Workload(BaseModel):
 
     @classmethod
     def read(cls, folder: Path) -> "Workload":
-        """The inverse of `write`."""
+        """Read a workload that `write` has written."""
         return cls.model_validate_json((folder / "workload.json").read_bytes())
 
     def spec(self, folder: Path, **parts: dict[str, Any]) -> dict[str, Any]:
-        """The same as a job spec, whose order of data is the file's; parts of it can be overridden."""
+        """Return the workload as a job spec with data in file order; `parts` override sections."""
         base: dict[str, dict[str, Any]] = {
             "model": {"config": self.config, "dtype": "fp32", "gradient_checkpointing": "none"},
             "data": {
@@ -94,7 +94,7 @@ class Workload(BaseModel):
         return {"name": "benchmark"} | {name: base.get(name, {}) | parts.get(name, {}) for name in base | parts}
 
     def first_model(self, folder: Path) -> PreTrainedModel:
-        """The model as every program begins with it, whole, in this process."""
+        """Return the unsharded model with the initial weights."""
         config = AutoConfig.for_model(**self.config)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, attn_implementation="sdpa", dtype=torch.float32
@@ -103,19 +103,19 @@ class Workload(BaseModel):
         return model
 
     def tokens(self, folder: Path) -> Tensor:
-        """All rows [steps, world, rows_per_rank, T]: a step takes the next `global_batch` of them, rank by rank."""
+        """Return all rows [steps, world, rows_per_rank, T]; a step takes the next `global_batch` rows, rank by rank."""
         column = pq.read_table(folder / "tokens.parquet")["ids"].combine_chunks()
         flat = torch.from_numpy(column.flatten().to_numpy().astype(np.int64))
         return flat.view(self.steps, self.world, self.rows_per_rank, self.sequence_length)
 
 
 def write_tokens(path: Path, *, rows: int, length: int, config: dict[str, Any], documents: int = 1) -> None:
-    """A Parquet file of random token rows of one length, each of so many documents of random lengths."""
+    """Write a Parquet file of random token rows of one length, each with `documents` of random lengths."""
     draw = np.random.default_rng(1)
     cuts = [np.sort(draw.choice(np.arange(1, length), documents - 1, replace=False)) for _ in range(rows)]
     lengths = [np.diff(cut, prepend=0, append=length).tolist() for cut in cuts]
     drawn = np.random.default_rng(0).integers(0, config["vocab_size"], rows * length, dtype=np.int32)
     ids = pa.ListArray.from_arrays(np.arange(0, rows * length + 1, length, dtype=np.int32), pa.array(drawn))
-    # Groups of a few megabytes, because a row is read with all of its group.
+    # Row groups of a few MB, because a read of a row reads its whole group.
     table = pa.table({"ids": ids, "documents": pa.array(lengths, pa.list_(pa.int32()))})
     pq.write_table(table, path, row_group_size=max(1, 2**20 // length))

@@ -1,1 +1,1 @@
-"""Job specs that can be POSTed as they are, and the demo that posts one."""
+"""Job specs for `POST /jobs`, and the demo that submits one."""

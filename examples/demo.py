@@ -1,4 +1,4 @@
-"""`make demo`: a service of its own, a real job, a worker killed with SIGKILL, and the proof that nothing was lost."""
+"""`make demo`: starts a service, trains a job, kills a worker with SIGKILL, and checks that no data was lost."""
 
 import os
 import shutil
@@ -21,11 +21,11 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from service.address import ServiceAddress
 from service.api.schemas import JobOut, LinePage
-from service.client import Api, Client
+from service.config.address import ServiceAddress
 from train_loop.checkpoint.manifest import newest_verified
 from train_loop.run_dir import RunDir
+from trainshed import Api, Client
 
 SPEC = Path(__file__).with_name("quickstart.yaml")
 START_LIMIT, RUN_LIMIT, STOP_LIMIT = 60.0, 600.0, 60.0
@@ -37,12 +37,12 @@ console = Console(highlight=False)
 
 
 class DemoError(RuntimeError):
-    """The demo cannot go on."""
+    """An error that stops the demo."""
 
 
 @dataclass
 class Story:
-    """What was seen of the run."""
+    """Observed state, events and metrics of the run."""
 
     job: JobOut
     events: list[Line] = field(default_factory=list)
@@ -50,12 +50,12 @@ class Story:
     killed: Line | None = None
 
     def named(self, name: str) -> list[Line]:
-        """The events of one kind, in order."""
+        """Return the events with a name, in order."""
         return [event for event in self.events if event["event"] == name]
 
 
 def main() -> int:
-    """Run the demo; 0 only if all that it promises held."""
+    """Run the demo. Return 0 if all checks pass, else 1."""
     began = time.monotonic()
     home = Path(tempfile.mkdtemp(prefix="trainshed-demo-"))
     try:
@@ -67,7 +67,7 @@ def main() -> int:
         faults = [str(error)]
     setup = os.environ.get("TRAINSHED_SETUP_SECONDS", "not measured")
     console.print(
-        f"\nSet-up took {setup} s, the run {time.monotonic() - began:.0f} s. Everything it started has ended."
+        f"\nSetup took {setup} s, the run {time.monotonic() - began:.0f} s. All processes of the demo have exited."
     )
     for fault in faults:
         console.print(f"[bold red]FAILED[/] {escape(fault)}")
@@ -75,14 +75,14 @@ def main() -> int:
         console.print(f"Logs: {home}/service.log, {home}/ray.log and the run directory below {home}/runs")
     else:
         shutil.rmtree(home, ignore_errors=True)
-        console.print("[bold green]The demo held all it promised.[/]")
+        console.print("[bold green]All checks of the demo passed.[/]")
     return 1 if faults else 0
 
 
 @contextmanager
 def service(home: Path, **settings: str) -> Iterator[tuple[Api, str]]:
-    """A service on a home, with embedded Ray and SQLite unless settings say otherwise, ended when the block ends."""
-    # One that was killed has left it there.
+    """Run a service in `home` for the body, with embedded Ray and SQLite unless `settings` override them."""
+    # A killed service leaves this file.
     (home / "service.json").unlink(missing_ok=True)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRAINSHED_", "RAY_"))}
     environment |= {"TRAINSHED_HOME": str(home), "TRAINSHED_PORT": "0", "OMP_NUM_THREADS": "1"} | settings
@@ -112,7 +112,7 @@ def _wait_for_address(home: Path, process: subprocess.Popen[bytes]) -> ServiceAd
 
 
 def follow(client: Api, job: JobOut) -> Story:
-    """Watch the job to its end, and kill a worker once a checkpoint has been committed."""
+    """Follow the job until it finishes, and kill a worker after the first committed checkpoint."""
     console.print(f"[bold]Job[/] {job.id} submitted from {SPEC.name}")
     story, said, deadline = Story(job), time.monotonic(), time.monotonic() + RUN_LIMIT
     with Live(console=console, refresh_per_second=4, transient=True) as live:
@@ -122,7 +122,7 @@ def follow(client: Api, job: JobOut) -> Story:
             look(client, story)
             live.update(progress_line(story.job))
             if not console.is_terminal and time.monotonic() > said + PLAIN_SECONDS:
-                # A log has no line that can be written over, so it gets one now and then.
+                # A log cannot overwrite a line: print one every 5 s.
                 console.print(progress_line(story.job))
                 said = time.monotonic()
             if story.killed is None and _is_past_a_checkpoint(story):
@@ -133,13 +133,13 @@ def follow(client: Api, job: JobOut) -> Story:
 
 
 def _is_past_a_checkpoint(story: Story) -> bool:
-    """Whether some steps have been done since the first checkpoint was committed: work to lose, and to do again."""
+    """Return whether 5 steps have followed the first committed checkpoint: work that a restart must repeat."""
     committed = story.named("checkpoint_committed")
     return bool(committed and story.metrics and story.metrics[-1]["step"] >= committed[0]["step"] + STEPS_TO_LOSE)
 
 
 def look(client: Api, story: Story) -> None:
-    """Read what is new of the job, and tell of what happened."""
+    """Read new state, events and metrics of the job, and print what has changed."""
     before = story.job.state
     story.job = client.job(story.job.id)
     fresh = _read_on(client.events, story.job.id, story.events)
@@ -153,7 +153,7 @@ def look(client: Api, story: Story) -> None:
 
 
 def _read_on(fetch: Callable[..., LinePage], job_id: str, known: list[Line]) -> list[Line]:
-    """Append what has come since the last look, and return it."""
+    """Append new lines to `known`, and return them."""
     fresh: list[Line] = []
     more = True
     while more:
@@ -166,7 +166,7 @@ def _read_on(fetch: Callable[..., LinePage], job_id: str, known: list[Line]) -> 
 
 
 def tell(event: Line) -> str | None:
-    """An event as a sentence; None for one that needs none."""
+    """Return an event as a sentence; None for events that the demo does not print."""
     match event["event"]:
         case "preparing":
             return f"preparing {event['files']} files, {event['bytes'] / 1e6:.1f} MB of Python's own sources"
@@ -183,12 +183,12 @@ def tell(event: Line) -> str | None:
 
 
 def why(job: JobOut) -> str | None:
-    """Why the job stands where it stands."""
+    """Return the reason of the job's state."""
     return job.reason.message if job.reason else None
 
 
 def progress_line(job: JobOut) -> Text:
-    """State, step, loss, speed and time to go, in one line."""
+    """Return state, step, loss, speed and remaining time in one line."""
     parts, progress = [str(job.state)], job.progress
     if not progress.step:
         parts.append(why(job) or "waiting for the first step")
@@ -201,46 +201,46 @@ def progress_line(job: JobOut) -> Text:
 
 
 def kill_a_worker(story: Story) -> Line:
-    """SIGKILL the last rank's process."""
+    """Kill the last rank's process with SIGKILL."""
     worker: Line = story.named("training_started")[-1]["workers"][-1]
     console.print(f"  [bold yellow]killing the worker of rank {worker['rank']}, pid {worker['pid']}, with SIGKILL[/]")
     try:
         os.kill(worker["pid"], signal.SIGKILL)
     except ProcessLookupError as error:
-        raise DemoError(f"the worker of rank {worker['rank']} was gone before it could be killed") from error
+        raise DemoError(f"the worker of rank {worker['rank']} exited before the kill") from error
     return worker
 
 
 def check(story: Story) -> list[str]:
-    """What the demo promised and did not hold."""
+    """Return the failed checks of the run."""
     starts, steps = story.named("training_started"), _surviving(story.metrics)
     if story.job.state != "SUCCEEDED":
         return [f"the job ended as {story.job.state}: {why(story.job)}"]
     faults = []
     if story.killed is None:
-        faults.append("no worker was killed, so that nothing was proven")
+        faults.append("no worker was killed")
     if len(starts) != 2 or story.job.attempt != 1:
-        faults.append(f"training started {len(starts)} times in {story.job.attempt} attempts, not twice in one")
+        faults.append(f"training started {len(starts)} times in {story.job.attempt} attempts; expected 2 in 1")
     elif starts[1]["resumed_from"] == 0:
-        faults.append("the run was restarted from the beginning and not from a checkpoint")
+        faults.append("the run restarted from step 0 instead of a checkpoint")
     first, last = steps[1]["loss"], steps[max(steps)]["loss"]
     if not last < 0.9 * first:
-        faults.append(f"the loss went from {first:.3f} to {last:.3f}, which is not clearly lower")
+        faults.append(f"the loss went from {first:.3f} to {last:.3f}; expected a decrease of more than 10 %")
     newest, rejected = newest_verified(RunDir.at(story.job.run_dir))
     if newest is None or rejected:
-        faults.append(f"the newest checkpoint does not verify: {rejected or 'there is none'}")
+        faults.append(f"the newest checkpoint is invalid: {rejected or 'not found'}")
     return faults + check_samples(story, steps)
 
 
 def check_samples(story: Story, steps: dict[int, Line]) -> list[str]:
-    """Whether every sample index of the run was trained exactly once; steps done again must repeat their samples."""
+    """Return the faults unless each sample was trained exactly once and repeated steps had the same samples."""
     faults = []
     start = story.named("training_started")[0]
     if sorted(steps) != list(range(1, start["steps"] + 1)):
         faults.append(f"steps are missing: {sorted(set(range(1, start['steps'] + 1)) - set(steps))}")
     for line in story.metrics:
         if line["samples"] != steps[line["step"]]["samples"]:
-            faults.append(f"step {line['step']} was done twice, with different samples")
+            faults.append(f"step {line['step']} was repeated with different samples")
     counts = Counter(sample for line in steps.values() for sample in line["samples"])
     repeated = [sample for sample, count in counts.items() if count > 1]
     if repeated or len(counts) != start["steps"] * start["global_batch"]:
@@ -249,15 +249,15 @@ def check_samples(story: Story, steps: dict[int, Line]) -> list[str]:
 
 
 def _surviving(metrics: list[Line]) -> dict[int, Line]:
-    """The line of every step that the final weights have seen: the last one, where a step was done again."""
+    """Return the last metrics line of each step, which belongs to the final weights."""
     return {line["step"]: line for line in metrics}
 
 
 def summarise(story: Story, url: str) -> None:
-    """The figures of the run."""
+    """Print a table of the run's results."""
     start, steps = story.named("training_started"), _surviving(story.metrics)
     speeds = sorted(line["tokens_per_second"] for line in steps.values())
-    table = Table(title="What happened", show_header=False, title_justify="left")
+    table = Table(title="Results", show_header=False, title_justify="left")
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in {

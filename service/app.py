@@ -1,4 +1,4 @@
-"""create_app(settings): the only place where ports meet adapters."""
+"""Composition root: `create_app(settings)` connects the ports to their adapters."""
 
 import hashlib
 import os
@@ -15,20 +15,16 @@ import structlog
 from fastapi import FastAPI
 from ulid import ULID
 
-from service.access import Access, Tokens
-from service.adapters.checkpoint_tools import HelperTools
-from service.adapters.embedded_ray import EmbeddedRay
-from service.adapters.guarded_run_dirs import GuardedRunDirs
+from service.adapters.helpers.checkpoints import HelperTools
+from service.adapters.helpers.preflight import HelperPreflight
+from service.adapters.helpers.preflight import Limits as PreflightLimits
 from service.adapters.http_sender import HttpSender
 from service.adapters.keys import ensure_key, read_key
 from service.adapters.oidc import OidcVerifier
-from service.adapters.preflight import HelperPreflight
-from service.adapters.preflight import Limits as PreflightLimits
 from service.adapters.prometheus import PrometheusWatch
-from service.adapters.ray_jobs import RayAddress, RayJobs
-from service.adapters.ray_probe import RayProbe
-from service.adapters.roots import StorageRoots
-from service.adapters.run_dirs import LocalRunDirs
+from service.adapters.ray.embedded import EmbeddedRay
+from service.adapters.ray.jobs import RayAddress, RayJobs
+from service.adapters.ray.probe import RayProbe
 from service.adapters.secret_box import SecretBox
 from service.adapters.sql.access import SqlKeyStore
 from service.adapters.sql.counts import SqlJobCounts
@@ -37,28 +33,32 @@ from service.adapters.sql.outbox import SqlOutbox
 from service.adapters.sql.sealing import seal_secrets
 from service.adapters.sql.store import SqlJobStore
 from service.adapters.sql.webhooks import SqlWebhookStore
-from service.adapters.storage_guard import StorageGuard
-from service.adapters.storage_probe import RunsProbe
+from service.adapters.storage.guard import StorageGuard
+from service.adapters.storage.guarded import GuardedRunDirs
+from service.adapters.storage.probe import RunsProbe
+from service.adapters.storage.roots import StorageRoots
+from service.adapters.storage.run_dirs import LocalRunDirs
+from service.adapters.traces import AppTraces, open_traces
 from service.api.build import Parts, build_api
 from service.api.guard import Guard
-from service.background import Background, Part, looping
-from service.connections import max_connections
-from service.deliver import Deliverer
-from service.doctor import Doctor
-from service.domain.board import Board
-from service.domain.decide import Retry
-from service.domain.token import TokenRules
-from service.leaving import Leaving
-from service.ledger import Ledger
-from service.opening import Opening
+from service.config.settings import Settings
+from service.domain.access.oidc_claims import TokenRules
+from service.domain.jobs.decide import Retry
+from service.domain.queue.snapshot import Board
+from service.lifecycle.connections import max_connections
+from service.lifecycle.lifespan import Background, Part, looping
+from service.lifecycle.shutdown import Leaving
+from service.lifecycle.startup import Opening
 from service.ports import JobQuery, KeyStore
-from service.rates import Kind, Limits, Rates
-from service.reconcile import Pace, Reconciler
-from service.settings import Settings
-from service.traces import AppTraces, open_traces
-from service.use_cases import Grace, Jobs
-from service.watch import Watching
-from service.webhooks import Webhooks
+from service.use_cases.access.access import Access, Tokens
+from service.use_cases.access.rate_limits import Kind, Limits, Rates
+from service.use_cases.checkpoints import Ledger
+from service.use_cases.doctor.doctor import Doctor
+from service.use_cases.jobs.jobs import Grace, Jobs
+from service.use_cases.jobs.reconcile import Pace, Reconciler
+from service.use_cases.metrics import Watching
+from service.use_cases.webhooks.deliver import Deliverer
+from service.use_cases.webhooks.webhooks import Webhooks
 from train_loop.plan import AUTOSCALED_VARIABLE
 from train_loop.run_dir import (
     CACHE_VARIABLE,
@@ -72,12 +72,12 @@ from train_loop.run_dir import (
 
 log = structlog.get_logger(__name__)
 _MORE_SECONDS = 2.0
-"""Time beyond TRAINSHED_STOP_SECONDS, for the last pass over jobs that did not save."""
+"""Time in addition to TRAINSHED_STOP_SECONDS, for the last pass over jobs that did not save."""
 
 
 @dataclass(frozen=True)
 class _World:
-    """The adapters: what the ports are here."""
+    """The adapters of this service."""
 
     database: Database
     store: SqlJobStore
@@ -86,7 +86,7 @@ class _World:
     guard: StorageGuard
     run_dirs: GuardedRunDirs
     own_run_dirs: GuardedRunDirs
-    """The same for the reconciler."""
+    """The run directories as the reconciler uses them."""
     preflight: HelperPreflight
     embedded: EmbeddedRay | None
     cluster: RayJobs
@@ -98,7 +98,7 @@ class _World:
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """The whole service as an ASGI app; while it runs, so do the reconciler and, unless there is another, Ray."""
+    """Return the service as an ASGI app. It runs the reconciler and, without TRAINSHED_RAY_ADDRESS, Ray."""
     settings.make_home()
     world = _world(settings)
     leaving = Leaving(more_seconds=settings.stop_seconds + _MORE_SECONDS if world.embedded is not None else 0.0)
@@ -154,7 +154,7 @@ def _preflight_limits(settings: Settings) -> PreflightLimits:
 
 
 def _open(settings: Settings, world: _World) -> None:
-    """Bring the tables and the secrets in them up to date.
+    """Migrate the database, and encrypt the secrets in it with the current key.
 
     Raises DatabaseUnreachable, DatabaseUnusable, KeyUnusable, SecretsUnreadable.
     """
@@ -166,7 +166,7 @@ def _open(settings: Settings, world: _World) -> None:
 
 
 def _begin_root(root: str, world: _World) -> None:
-    """Create the storage root and its marker, once; a thread does it, as storage may hang."""
+    """Create the storage root and its marker once, in a thread because storage may hang."""
 
     def begin() -> None:
         try:
@@ -202,24 +202,24 @@ def _watching(world: _World) -> Watching:
 
 
 def _parts(world: _World) -> Iterator[Part]:
-    """What goes on beside the answers, in the order in which it starts; it ends in the other one."""
-    # A collector that does not answer is not waited for.
+    """Return the background parts in start order; they stop in reverse order."""
+    # One second: a collector that does not answer must not delay the shutdown.
     yield Part("traces", _nothing, world.traces.close, seconds=1.0)
     yield Part("database", _nothing, world.database.close, seconds=1.0)
-    # Seconds until it answers: the first who asks should not have to wait for all of them.
+    # The helper takes seconds to start: starting it now shortens the wait of the first submit.
     yield Part("preflight", world.preflight.start, world.preflight.stop, seconds=1.0)
     if world.embedded is not None:
         yield Part("embedded Ray", world.embedded.start, world.embedded.stop, seconds=3.0)
 
 
 def _parts_once_open(settings: Settings, world: _World, leaving: Leaving) -> Iterator[Part]:
-    """What goes on beside them and needs the database."""
+    """Return the background parts that need the database, in start order."""
     yield Part("storage root", partial(_begin_root, settings.default_root, world), _nothing, seconds=1.0)
-    # Ended after whoever uses them, so that another service takes over at once.
+    # Stopped after the parts that use leases, so that another service takes over at once.
     yield Part("leases", _nothing, partial(world.store.give_up_leases, _owner(settings)), seconds=1.0)
     reconciler = _reconciler(settings, world)
     if world.embedded is not None:
-        # After the reconciler's own passes, and before Ray is ended with all that it runs.
+        # Stopped after the reconciler and before Ray, whose end kills all jobs.
         stop = partial(reconciler.stop_jobs, seconds=settings.stop_seconds)
         yield Part("running jobs", _nothing, stop, seconds=settings.stop_seconds + _MORE_SECONDS)
     run = partial(reconciler.run, interval=settings.reconcile_seconds)
@@ -316,7 +316,7 @@ def _limits(settings: Settings) -> Limits:
 
 
 def _doctor(settings: Settings, world: _World) -> Doctor:
-    # Home need not be where the cluster sees it, unless run directories are there.
+    # The cluster needs to see the home only if it contains run directories.
     roots = [root for root in settings.all_roots if root != settings.default_root]
     storage = RunsProbe(settings.default_root, roots, open_root=world.roots.open)
     probe, connections = RayProbe(world.cluster, roots=roots), (max_connections(), settings.connections)
@@ -329,7 +329,7 @@ def _pace(settings: Settings) -> Pace:
 
 
 def _owner(settings: Settings) -> str:
-    # The lock on the home lets one service at a time be this owner, so a restarted one goes on with its own leases.
+    # The lock on the home makes this owner unique, so a restarted service keeps its leases.
     return f"{socket.gethostname()}:{settings.home}"[:255]
 
 
@@ -338,4 +338,4 @@ def _new_number() -> str:
 
 
 def _nothing() -> None:
-    """Do nothing: what needs no start."""
+    """Do nothing: the start or stop of a part that has none."""

@@ -1,6 +1,6 @@
-"""Backup and restore of the embedded database and the operator's key: one .tar file, whole or not there.
+"""Backup and restore of the embedded database and the operator's key: one .tar file, written atomically.
 
-Run directories are not in it: they lie on storage of their own, and say more about runs than any backup.
+Run directories are not part of it: they are on separate storage, and are the source of truth for runs.
 """
 
 import hashlib
@@ -19,19 +19,19 @@ from pydantic import BaseModel, ValidationError, computed_field
 
 from service.adapters.sql.backup import check_database, copy_database, dump_command, restore_command, settle
 from service.adapters.sql.database import secret_key_beside, sqlite_file
+from service.config.settings import Settings
 from service.errors import BackupFailed
-from service.locks import locked
-from service.settings import Settings
+from service.lifecycle.locks import locked
 from train_loop.run_dir import make_folder, sync
 
 _MANIFEST, _DATABASE, _KEY = "manifest.json", "trainshed.db", "admin.key"
 _SECRET_KEY = "trainshed.db.key"
 _BESIDE = ("-wal", "-shm", "-journal")
-"""What SQLite has beside its file; of another database, it would spoil the one that is put there."""
+"""Suffixes of SQLite's auxiliary files; the old ones would corrupt the restored database."""
 
 
 class Backup(BaseModel):
-    """What a backup says of itself: its manifest.json."""
+    """The manifest.json of a backup."""
 
     format: Literal[1] = 1
     trainshed: str
@@ -42,26 +42,26 @@ class Backup(BaseModel):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def holds_secret_key(self) -> bool:
-        """Return whether it holds the key that decrypts the webhook secrets in it."""
+        """Return whether the backup contains the key that decrypts its webhook secrets."""
         return _SECRET_KEY in self.sha256
 
 
 class Restored(BaseModel):
-    """What was restored, and where what was there before is now."""
+    """The restored backup, and the paths of the replaced files that were kept."""
 
     backup: Backup
     kept: list[str]
 
 
 def back_up(settings: Settings, target: Path) -> Backup:
-    """Write a backup, beside a running service if there is one. Raises BackupFailed."""
+    """Write a backup; a service may be running. Raises BackupFailed."""
     instead = f"run {dump_command(settings.database, target)}, and keep a copy of {settings.admin_key}"
     database = _embedded(settings, instead)
     if target.exists():
-        raise BackupFailed(f"{target} exists; name a new file")
+        raise BackupFailed(f"{target} already exists; choose another file name")
     if not target.parent.is_dir():
-        raise BackupFailed(f"{target.parent} is no folder; make it, or name a file in another one")
-    # Beside the target, so that it is there with one rename.
+        raise BackupFailed(f"{target.parent} is not a folder; create it, or choose another path")
+    # In the target's folder, so that one rename publishes the backup.
     with TemporaryDirectory(dir=target.parent, prefix=".trainshed-backup-") as folder:
         staged = Path(folder)
         revision = copy_database(database, staged / _DATABASE)
@@ -74,7 +74,7 @@ def back_up(settings: Settings, target: Path) -> Backup:
         backup = Backup(trainshed=version("trainshed"), created_at=time.time(), revision=revision, sha256=sums)
         (staged / _MANIFEST).write_text(backup.model_dump_json(indent=2))
         _pack(staged, staged / "backup.tar")
-        # What was written is read once more, before anybody relies on it.
+        # Verify the backup before publishing it.
         _unpack(staged / "backup.tar", {name: staged / f"read-{name}" for name in sums})
         (staged / "backup.tar").rename(target)
     sync(target.parent)
@@ -82,20 +82,20 @@ def back_up(settings: Settings, target: Path) -> Backup:
 
 
 def restore(settings: Settings, source: Path, *, force: bool) -> Restored:
-    """Put a backup where a service will look for it. Raises BackupFailed, HomeInUse; then nothing has changed.
+    """Restore a backup into the home and the database. Raises BackupFailed, HomeInUse, and then changes nothing.
 
-    What is there already is kept under another name, and only where that is wanted.
+    With `force`, existing files are kept under another name; without it, they make the restore fail.
     """
     instead = f"stop every service, run {restore_command(settings.database, source)}, and restore {settings.admin_key}"
     database = _embedded(settings, instead)
-    # A key that somebody else provides stays as it is.
+    # A key file that TRAINSHED_ADMIN_KEY_FILE names is managed elsewhere: leave it unchanged.
     key = {} if settings.admin_key_file is not None else {_KEY: settings.admin_key}
     targets = {_DATABASE: database, **key}
     if (secret_key := secret_key_beside(settings.database)) is not None:
         targets[_SECRET_KEY] = secret_key
     with locked(settings), ExitStack() as stack:
         if (there := [str(path) for path in targets.values() if path.exists()]) and not force:
-            raise BackupFailed(f"{' and '.join(there)} exist; --force keeps them under another name")
+            raise BackupFailed(f"{' and '.join(there)} already exist; --force keeps them under another name")
         staged = {name: path.with_name(f".{path.name}.restored") for name, path in targets.items()}
         for path in staged.values():
             stack.callback(path.unlink, missing_ok=True)
@@ -106,11 +106,11 @@ def restore(settings: Settings, source: Path, *, force: bool) -> Restored:
 
 
 def _embedded(settings: Settings, instead: str) -> Path:
-    """Return the file of the embedded database. Raises BackupFailed, with what to do instead, if it is another one."""
+    """Return the file of the embedded database. Raises BackupFailed, with what to run instead, for Postgres."""
     database = sqlite_file(settings.database)
     if database is None:
         raise BackupFailed(f"the database is Postgres, which has its own tools; {instead}")
-    # Of a symbolic link, the file behind it is replaced.
+    # Replace the target of a symbolic link, not the link.
     return database.resolve()
 
 
@@ -131,7 +131,7 @@ def _private(member: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def _unpack(tar: Path, targets: Mapping[str, Path]) -> Backup:
-    """Write the files of a backup, which must be as its manifest says. Raises BackupFailed."""
+    """Extract the files of a backup, and check them against its manifest. Raises BackupFailed."""
     try:
         with tarfile.open(tar) as archive:
             backup = Backup.model_validate_json(_member(archive, _MANIFEST).read())
@@ -140,7 +140,7 @@ def _unpack(tar: Path, targets: Mapping[str, Path]) -> Backup:
                     continue
                 _write(path, _member(archive, name))
                 if _sha256(path) != backup.sha256.get(name):
-                    raise BackupFailed(f"{tar} is damaged: {name} is not what was backed up; choose another backup")
+                    raise BackupFailed(f"{tar} is damaged: wrong checksum of {name}; choose another backup")
     except (OSError, tarfile.TarError, ValidationError, KeyError) as error:
         said = str(error).splitlines()[0]
         raise BackupFailed(f"{tar} cannot be restored: {said}; name a file that `trainshed backup` wrote") from error
@@ -150,7 +150,7 @@ def _unpack(tar: Path, targets: Mapping[str, Path]) -> Backup:
 def _member(archive: tarfile.TarFile, name: str) -> IO[bytes]:
     file = archive.extractfile(name)
     if file is None:
-        raise KeyError(f"{name} is no file")
+        raise KeyError(f"{name} is not a file")
     return file
 
 
@@ -169,13 +169,11 @@ def _copy(source: Path, target: Path) -> None:
         with source.open("rb") as content:
             _write(target, content)
     except OSError as error:
-        raise BackupFailed(
-            f"{source} cannot be read: {error.strerror}; start the service once, it makes one"
-        ) from error
+        raise BackupFailed(f"{source} cannot be read: {error.strerror}; start the service once to create it") from error
 
 
 def _replace(moves: Mapping[Path, Path], database: Path) -> list[Path]:
-    """Put files in the place of others, which are kept under another name; all of them, or none."""
+    """Replace files, and keep the old ones under another name; undo everything on an error."""
     settle(database)
     ending = time.strftime(".before-%Y%m%dT%H%M%SZ", time.gmtime())
     kept = list[Path]()
@@ -183,7 +181,7 @@ def _replace(moves: Mapping[Path, Path], database: Path) -> list[Path]:
         for path in (*(Path(f"{database}{end}") for end in _BESIDE), *moves.values()):
             if path.exists():
                 kept.append(path.with_name(path.name + ending))
-                # A second name, so that there is no instant without the file.
+                # A hard link, so that the file exists at every moment.
                 os.link(path, kept[-1])
                 undo.callback(kept[-1].replace, path)
         for end in _BESIDE:

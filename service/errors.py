@@ -1,4 +1,4 @@
-"""Everything that a caller can be told went wrong: a stable code and an HTTP status each."""
+"""Errors of the service, each with a stable code and an HTTP status."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -7,23 +7,23 @@ from train_loop.spec import Problem
 
 
 class ServiceError(Exception):
-    """The root: `str(error)` is the sentence for the caller: rule, value, remedy."""
+    """The base class; `str(error)` is the message for the caller: rule, value, remedy."""
 
     code = "internal"
     status = 500
     challenge: str | None = None
-    """How one makes oneself known (WWW-Authenticate)."""
+    """The WWW-Authenticate header of the response."""
     retry_after: int | None = None
-    """Seconds after which the same call may be answered."""
+    """Seconds until the caller should retry (Retry-After)."""
     problems: Sequence[Problem] = ()
     notable = False
-    """Whether the service's log tells of it."""
+    """True if the service logs each occurrence."""
     outage = False
-    """Whether every caller gets it while a database or storage is away; the log has one line a second for them."""
+    """True if every caller gets it during an outage of the database or storage; logged once a second."""
 
 
 class Unauthorized(ServiceError):
-    """No key or token, or one that opens nothing."""
+    """A missing or invalid key or token."""
 
     code = "unauthorized"
     status = 401
@@ -32,7 +32,7 @@ class Unauthorized(ServiceError):
 
 
 class RateLimited(ServiceError):
-    """Too many calls in too short a time."""
+    """A call over the caller's rate limit."""
 
     code = "rate_limited"
     status = 429
@@ -40,12 +40,12 @@ class RateLimited(ServiceError):
     def __init__(self, message: str, retry_after: int, *, first: bool = True) -> None:
         super().__init__(message)
         self.retry_after = retry_after
-        # A flood is told of where it begins: whoever makes one must not fill the log.
+        # Only the first refusal of a series is logged, so that a flood does not fill the log.
         self.notable = first
 
 
 class IssuerUnavailable(ServiceError):
-    """Tokens cannot be checked for now: who issues them does not tell its keys."""
+    """An outage of the token issuer: without its keys, tokens cannot be verified."""
 
     code = "issuer_unavailable"
     status = 503
@@ -53,109 +53,111 @@ class IssuerUnavailable(ServiceError):
 
     def __init__(self, why: str, retry_after: int) -> None:
         super().__init__(
-            f"the token cannot be checked: its issuer does not tell its keys ({why}); try again in {retry_after} s, or "
-            "send a key, which needs no issuer"
+            f"the token cannot be verified: its issuer's keys are unavailable ({why}); retry in {retry_after} s, or "
+            "send a key instead of a token"
         )
         self.retry_after = retry_after
 
 
 class Forbidden(ServiceError):
-    """The key opens the service, but not this."""
+    """A valid key or token without the required role."""
 
     code = "forbidden"
     status = 403
 
 
 class KeyNotFound(ServiceError):
-    """No key has this id."""
+    """An unknown key id."""
 
     code = "key_not_found"
     status = 404
 
     def __init__(self, key_id: str) -> None:
-        super().__init__(f"there is no key {key_id}, or none that you may see; GET /keys lists the keys there are")
+        super().__init__(f"key {key_id} not found, or not visible to you; list keys with GET /keys")
 
 
 class WebhookNotFound(ServiceError):
-    """No webhook has this id."""
+    """An unknown webhook id."""
 
     code = "webhook_not_found"
     status = 404
 
     def __init__(self, webhook_id: str) -> None:
-        super().__init__(f"there is no webhook {webhook_id}; GET /webhooks lists the webhooks there are")
+        super().__init__(f"webhook {webhook_id} not found; list webhooks with GET /webhooks")
 
 
 class DeliveryNotFound(ServiceError):
-    """The webhook has no delivery of this number."""
+    """An unknown or deleted delivery of a webhook."""
 
     code = "delivery_not_found"
     status = 404
 
     def __init__(self, webhook_id: str, number: int) -> None:
         super().__init__(
-            f"{webhook_id} has no delivery {number}, or not any more; GET /webhooks/{webhook_id}/deliveries lists them"
+            f"delivery {number} of {webhook_id} not found, or deleted; list deliveries with "
+            f"GET /webhooks/{webhook_id}/deliveries"
         )
 
 
 class WebhookLimit(ServiceError):
-    """A project has all the webhooks that it may have."""
+    """A project at its maximum number of webhooks."""
 
     code = "webhook_limit"
     status = 409
 
     def __init__(self, project: str, limit: int) -> None:
-        super().__init__(f"project {project!r} has {limit} webhooks, and may have no more; delete one of them first")
+        super().__init__(f"project {project!r} already has {limit} webhooks, the maximum; delete one first")
 
 
 class HostRefused(ServiceError):
-    """The Host header is none of ours; a browser may have been tricked into calling."""
+    """An unknown Host header, which may come from a DNS rebinding attack on a browser."""
 
     code = "host_refused"
     status = 400
 
 
 class JobNotFound(ServiceError):
-    """No job has this id."""
+    """An unknown job id, or a job that the caller may not see."""
 
     code = "job_not_found"
     status = 404
 
     def __init__(self, job_id: str) -> None:
-        super().__init__(f"there is no job {job_id}; GET /jobs lists the jobs there are")
+        super().__init__(f"job {job_id} not found; list jobs with GET /jobs")
 
 
 class CheckpointNotFound(ServiceError):
-    """The job has no committed checkpoint of this step."""
+    """A step without a committed checkpoint."""
 
     code = "checkpoint_not_found"
     status = 404
 
     def __init__(self, job_id: str, step: int) -> None:
         super().__init__(
-            f"{job_id} has no checkpoint of step {step}, or not any more; GET /jobs/{job_id}/checkpoints lists them"
+            f"checkpoint of step {step} of {job_id} not found, or deleted; list checkpoints with "
+            f"GET /jobs/{job_id}/checkpoints"
         )
 
 
 class ExportNotFound(ServiceError):
-    """Nobody asked for this export."""
+    """An export that was not requested."""
 
     code = "export_not_found"
     status = 404
 
     def __init__(self, step: int) -> None:
-        super().__init__(f"the checkpoint of step {step} was not exported like this; POST to the same path does it")
+        super().__init__(f"export of step {step} with these options not found; create it with POST to the same path")
 
 
 class IllegalState(ServiceError):
-    """The job's state does not allow what was asked."""
+    """A request that the job's state does not allow."""
 
     code = "illegal_state"
     status = 409
 
 
 class NotAudited(ServiceError):
-    """The run of the job records no samples."""
+    """A job whose run records no samples."""
 
     code = "not_audited"
     status = 409
@@ -168,14 +170,14 @@ class NotAudited(ServiceError):
 
 
 class StaleAttempt(ServiceError):
-    """An attempt is over that somebody, who has slept meanwhile, is about to submit."""
+    """An attempt that was fenced off before a delayed service submitted it."""
 
     def __init__(self, run_dir: str, attempt: int) -> None:
-        super().__init__(f"attempt {attempt} in {run_dir} is over; a newer one, or the job's end, has shut it out")
+        super().__init__(f"attempt {attempt} in {run_dir} was fenced off by a newer attempt or by the end of the job")
 
 
 class Busy(ServiceError):
-    """Too many want the same at once: a job that others keep changing, exports that fill all places."""
+    """Too many concurrent requests: a job that changes constantly, or too many exports at once."""
 
     code = "busy"
     status = 503
@@ -183,14 +185,14 @@ class Busy(ServiceError):
 
 
 class BodyTooLarge(ServiceError):
-    """The request body is over the limit."""
+    """A request body over the size limit."""
 
     code = "body_too_large"
     status = 413
 
 
 class InvalidRequest(ServiceError):
-    """A parameter or body that is no job spec breaks a rule."""
+    """An invalid parameter or body (of a job spec: InvalidSpec)."""
 
     code = "invalid_request"
     status = 422
@@ -201,13 +203,13 @@ class InvalidRequest(ServiceError):
 
 
 class InvalidSpec(InvalidRequest):
-    """A job spec that cannot run; `problems` names everything that is wrong with it."""
+    """A job spec that cannot run; `problems` lists every broken rule."""
 
     code = "invalid_spec"
 
 
 class IdempotencyMismatch(ServiceError):
-    """An Idempotency-Key came back with another body."""
+    """A reused Idempotency-Key with a different body."""
 
     code = "idempotency_mismatch"
     status = 422
@@ -217,7 +219,7 @@ class IdempotencyMismatch(ServiceError):
 
 
 class NotReady(ServiceError):
-    """The service runs, and cannot answer now."""
+    """A service that runs but cannot answer now."""
 
     code = "not_ready"
     status = 503
@@ -226,59 +228,59 @@ class NotReady(ServiceError):
 
 
 class Migrating(NotReady):
-    """The database is being brought up to date."""
+    """A database migration in progress."""
 
     code = "migrating"
 
 
 class GoingAway(NotReady):
-    """The service is ending."""
+    """A service that is shutting down."""
 
     code = "leaving"
 
 
 class PreflightStarting(NotReady):
-    """The helper that checks specs is not ready; a submit would wait for it."""
+    """A submit before the helper process that checks specs is ready."""
 
     code = "preflight_starting"
 
     def __init__(self, why: str) -> None:
-        super().__init__(f"no spec can be checked yet: the helper process {why}; try again in a few seconds")
+        super().__init__(f"no spec can be checked yet: the helper process {why}; retry in a few seconds")
 
 
 class DatabaseUnreachable(NotReady):
-    """The database does not answer now; it may later."""
+    """A temporary outage of the database."""
 
     code = "database_unreachable"
 
     @classmethod
     def because(cls, reason: str) -> "DatabaseUnreachable":
         """Return the error for a caller, who cannot change the reason."""
-        return cls(f"the database does not answer: {reason}; the service continues once it does: try again then")
+        return cls(f"the database does not answer: {reason}; the service reconnects automatically: retry later")
 
 
 class DatabaseFull(NotReady):
-    """The database has no room for a write."""
+    """A database without disk space for a write."""
 
     code = "storage_full"
     status = 507
 
     def __init__(self) -> None:
         super().__init__(
-            "the database has no disk space left, and nothing was stored; what is stored can be read. Ask the operator "
-            "to free space, then try again"
+            "the database has no disk space left, and nothing was stored; reads still work. Ask the operator to free "
+            "space, then retry"
         )
 
 
 class DatabaseUnusable(ServiceError):
-    """The database can never be used as it is: a wrong URL, another schema, a damaged file."""
+    """A permanent database error: a wrong URL, an unknown schema, a damaged file."""
 
     code = "database_unusable"
     status = 503
 
 
 class SecretsUnreadable(DatabaseUnusable):
-    """The webhook secrets of the database are encrypted with a key that the service does not have."""
+    """Webhook secrets in the database that are encrypted with an unknown key."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -288,45 +290,45 @@ class SecretsUnreadable(DatabaseUnusable):
 
 
 class BackupFailed(ServiceError):
-    """A backup could not be written, or cannot be restored; nothing has changed."""
+    """A failed backup or restore; nothing has changed."""
 
     code = "backup_failed"
     status = 409
 
 
 class HomeUnusable(ServiceError):
-    """The home, or the folder of its database, cannot be written to."""
+    """A home or database folder without write permission."""
 
     code = "home_unusable"
     status = 503
 
 
 class KeyUnusable(ServiceError):
-    """A file that must hold a key is missing, empty or unreadable."""
+    """A missing, empty or unreadable key file."""
 
     code = "key_unusable"
     status = 503
 
 
 class HomeInUse(ServiceError):
-    """Another process has the home or its database."""
+    """A home or database that another process uses."""
 
     code = "home_in_use"
     status = 409
 
 
 class KeyInFlight(ServiceError):
-    """A request with the same Idempotency-Key is still at work."""
+    """An Idempotency-Key whose first request is still in progress."""
 
     code = "idempotency_in_flight"
     status = 409
 
     def __init__(self, key: str) -> None:
-        super().__init__(f"a request with Idempotency-Key {key!r} is still at work; send it again in a few seconds")
+        super().__init__(f"a request with Idempotency-Key {key!r} is still in progress; retry in a few seconds")
 
 
 class PreflightFailed(ServiceError):
-    """The helper process that looks at data and model did not answer."""
+    """A failure of the helper process that checks data and model."""
 
     code = "preflight_failed"
     status = 503
@@ -334,7 +336,7 @@ class PreflightFailed(ServiceError):
 
 
 class VerifyFailed(ServiceError):
-    """The helper process that reads a checkpoint did not answer."""
+    """A failure of the helper process that verifies a checkpoint."""
 
     code = "verify_failed"
     status = 503
@@ -342,33 +344,31 @@ class VerifyFailed(ServiceError):
 
 
 class ClusterError(ServiceError):
-    """The cluster did not do what it was asked to; the next pass asks again."""
+    """A failed request to the cluster; the next pass retries it."""
 
     code = "cluster_error"
     status = 503
 
 
 class ClusterUnreachable(ClusterError):
-    """The cluster does not answer."""
+    """An outage of the cluster."""
 
     code = "cluster_unreachable"
     retry_after = 5
 
     def __init__(self, cluster: str, since: str) -> None:
-        super().__init__(
-            f"{cluster} does not answer since {since}; check the head node and its network, then try again"
-        )
+        super().__init__(f"{cluster} has not answered since {since}; check the head node and its network, then retry")
 
 
 class StorageFault(ServiceError):
-    """Storage does not keep what run directories rely on."""
+    """Storage without the guarantees that run directories need."""
 
     code = "storage_fault"
     status = 503
 
 
 class StorageAway(ServiceError):
-    """The storage root of a run does not answer; what is asked of it can be asked again later."""
+    """An outage of a run's storage root; the caller can retry later."""
 
     code = "storage_unavailable"
     status = 503
@@ -378,20 +378,20 @@ class StorageAway(ServiceError):
     def __init__(self, root: str, since: float | None, error: str) -> None:
         when = "" if since is None else f" since {datetime.fromtimestamp(since, UTC):%Y-%m-%d %H:%M:%S} UTC"
         remote = "://" in root and not root.startswith("file://")
-        remedy = "repeat the request once it answers" if remote else "mount it again, then repeat the request"
+        remedy = "retry once it answers" if remote else "mount it again, then retry"
         super().__init__(f"storage {root} has been unavailable{when}: {error}; {remedy}")
         self.root = root
         self.since = since
-        """Unix seconds; None if only a part of it failed."""
+        """Start of the outage (Unix seconds); None if only a part of the storage failed."""
         self.error = error
 
 
 class StorageFull(StorageAway):
-    """The storage of run directories answers, and has no room for a write."""
+    """Storage of run directories without space for a write."""
 
     code = "storage_full"
     status = 507
 
     def __init__(self, root: str, error: str) -> None:
         super().__init__(root, None, error)
-        self.args = (f"storage {root} has no space left: {error}; free some, then repeat the request",)
+        self.args = (f"storage {root} has no space left: {error}; free space, then retry",)

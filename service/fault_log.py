@@ -1,4 +1,4 @@
-"""Log lines of faults that repeat: a traceback once a minute, and no line for each poll."""
+"""Rate-limited logging of repeated errors: one line with a traceback per minute instead of one per poll."""
 
 import threading
 import time
@@ -14,9 +14,9 @@ _MOST = 1000
 
 @dataclass
 class FaultLog:
-    """Logs each distinct fault at most once a minute, with its traceback and with how often it was repeated since.
+    """Log of errors that writes each distinct error at most once a minute, with its traceback and repeat count.
 
-    Faults are distinct if their event, fields, type or place in the code differ. Threads may share it.
+    Errors are distinct if their event, fields, type or place in the code differ. Thread-safe.
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -24,24 +24,24 @@ class FaultLog:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def report(self, event: str, error: Exception, **fields: str) -> None:
-        """Log a fault with its traceback, unless the same one was logged in the last minute."""
+        """Log an error with its traceback, unless the same error was logged in the last minute."""
         repeated = self._count(event, error, fields)
         if repeated is not None:
             log.error(event, **fields, **_told(error, repeated), exc_info=error)
 
     def warn(self, event: str, error: Exception, **fields: str) -> None:
-        """Log an expected fault in one line without a traceback, unless it was logged in the last minute."""
+        """Log an expected error in one line without a traceback, unless it was logged in the last minute."""
         repeated = self._count(event, error, fields)
         if repeated is not None:
             log.warning(event, **fields, **_told(error, repeated))
 
     def report_each(self, event: str, error: Exception) -> None:
-        """Log every fault in one line, with its traceback unless that was logged in the last minute."""
+        """Log every error in one line; add its traceback at most once a minute."""
         repeated = self._count(event, error, {})
         log.error(event, **_told(error, repeated or 0), exc_info=error if repeated is not None else None)
 
     def _count(self, event: str, error: Exception, fields: dict[str, str]) -> int | None:
-        """Return how often the fault was left out since its last line; None if it is to be left out now."""
+        """Return the number of suppressed repeats since the error's last line; None to suppress it now."""
         key, now = (event, *fields.items(), type(error), _place(error)), self.clock()
         with self._lock:
             if len(self._logged) >= _MOST:

@@ -1,4 +1,4 @@
-"""`python -m service.serve`: the service in the foreground until SIGTERM or SIGINT. What `trainshed serve` becomes."""
+"""`python -m service.serve`: the service in the foreground until SIGTERM or SIGINT. `trainshed serve` executes this."""
 
 import gc
 import os
@@ -11,25 +11,25 @@ import structlog
 import uvicorn
 from fastapi import FastAPI
 
-from service.address import ServiceAddress
 from service.app import create_app
-from service.connections import BACKLOG, Limits, bounded, max_connections, parse_proxies, raise_open_files
-from service.environment import BadSettings, read_settings, strangers
+from service.config.address import ServiceAddress
+from service.config.environment import BadSettings, read_settings, strangers
+from service.config.logs import configure_logs
+from service.config.settings import Settings
 from service.errors import DatabaseUnusable, HomeInUse, HomeUnusable, KeyUnusable, NotReady
-from service.leaving import Leaving
-from service.locks import locked
-from service.logs import configure_logs
-from service.opening import Opening
-from service.settings import Settings
+from service.lifecycle.connections import BACKLOG, Limits, bounded, max_connections, parse_proxies, raise_open_files
+from service.lifecycle.locks import locked
+from service.lifecycle.shutdown import Leaving
+from service.lifecycle.startup import Opening
 from train_loop.run_dir import write_durably
 
 log = structlog.get_logger(__name__)
 _ANSWER_SECONDS = 4
-"""For answers that are being given when the service is asked to stop."""
+"""Time for in-flight requests after a stop signal."""
 
 
 def main() -> int:
-    """Serve; 1 where that cannot be: a setting, another service on the home, a database that can never work."""
+    """Run the service; return 1 if it cannot: an invalid setting, a home in use, a permanent database error."""
     for line in strangers():
         print(line, file=sys.stderr)  # noqa: T201
     try:
@@ -51,9 +51,9 @@ def main() -> int:
 
 
 def _serve(settings: Settings) -> None:
-    """Until somebody asks for the end. Raises DatabaseUnusable, DatabaseUnreachable."""
+    """Serve until a stop signal. Raises DatabaseUnusable, DatabaseUnreachable."""
     server = _Server(create_app(settings), settings)
-    # What was imported stays, and a full collection of the garbage would walk it, for 100 ms, under load every second.
+    # Freeze imported objects: otherwise each full garbage collection, every second under load, scans them for 100 ms.
     gc.collect()
     gc.freeze()
     try:
@@ -65,10 +65,10 @@ def _serve(settings: Settings) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, which says where it listens once it does (only then is a port of 0 a number), and ends in time."""
+    """A uvicorn server that announces its URL once it listens (port 0 is then known) and shuts down in time."""
 
     def __init__(self, app: FastAPI, settings: Settings) -> None:
-        # Its logs go where all go, and each request is a line of ours.
+        # No logging of uvicorn: the service configures logs and writes the access log.
         config = uvicorn.Config(
             app,
             host=settings.host,
@@ -87,21 +87,21 @@ class _Server(uvicorn.Server):
         self.opening: Opening = app.state.opening
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Let those go who follow a job; they come back with the id of the last line that they got."""
+        """Begin the shutdown; streams end, and clients reconnect with the id of their last line."""
         if self.should_exit:
-            self._leaving.end_now(128 + sig, "it was asked to stop a second time")
+            self._leaving.end_now(128 + sig, "second stop signal")
         self._leaving.begin()
         super().handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether to end: nobody waits for a database that can never work."""
+        """Return True to stop the server, also if the database can never be opened."""
         if self.opening.hopeless is not None:
             self._leaving.begin()
             return True
         return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Bind, then announce."""
+        """Bind the port, then write and print the URL."""
         await super().startup(sockets)
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
@@ -126,7 +126,7 @@ def _limits(settings: Settings) -> Limits:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    # uvicorn raises the signal that ended it once more when it is done; being asked to stop is no failure.
+    # uvicorn raises the stop signal again after its shutdown; a requested stop exits with 0.
     raise SystemExit(0)
 
 

@@ -1,18 +1,18 @@
-"""Errors that trying again does not help against."""
+"""Errors of the training loop with their codes."""
 
 
 class FencedError(RuntimeError):
-    """A newer attempt has taken over: this one must not commit anything any more, and ends."""
+    """A newer attempt or worker group has taken over: this one must not write, and exits."""
 
     code = "fenced"
 
 
 class RunEndedError(RuntimeError):
-    """Nothing is left to do: an earlier worker group of the attempt has ended the run."""
+    """An earlier worker group of the attempt has already ended the run."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that the run cannot do without was not committed; another attempt may find better storage."""
+    """A required checkpoint was not committed. A new attempt may succeed."""
 
     code = "checkpoint_failed"
 
@@ -24,36 +24,36 @@ class VersionSkewError(RuntimeError):
 
 
 class MemoryRanOutError(RuntimeError):
-    """A rank ran out of device or host memory for the first time; the run is tried once more as it is."""
+    """A rank ran out of device or host memory for the first time; the run is retried once unchanged."""
 
     code = "out_of_memory"
 
 
 class UserError(ValueError):
-    """Something in the spec, the model or the data is wrong; the message says rule, value and remedy."""
+    """The spec, the model or the data is invalid; the message contains rule, value and remedy."""
 
     code = "user_error"
 
 
 class DataError(UserError):
-    """Data that cannot be trained on."""
+    """Invalid training or evaluation data."""
 
     code = "data_error"
 
 
 class ModelError(UserError):
-    """A model that cannot be built or trained as asked."""
+    """A model that cannot be built, or trained as the spec asks."""
 
     code = "model_error"
 
 
 class NonFiniteError(UserError):
-    """Loss or gradients were not finite, and the spec says that this ends the run."""
+    """Loss or gradients were not finite, and the spec ends the run in this case."""
 
     code = "nonfinite"
 
 
 class TooLittleMemoryError(UserError):
-    """A rank ran out of memory again without a new checkpoint in between: the spec asks for more than there is."""
+    """A rank ran out of memory again without a new checkpoint in between: the spec needs too much memory."""
 
     code = "out_of_memory"

@@ -4,19 +4,19 @@ import argparse
 import sys
 from pathlib import Path
 
-from train_loop.data.cache import evaluation_spec
 from train_loop.data.dataset import Dataset
-from train_loop.data.prepare import prepare
+from train_loop.data.prepare.cache import evaluation_spec
+from train_loop.data.prepare.pipeline import prepare
 from train_loop.errors import UserError
 from train_loop.run_dir import default_cache
 from train_loop.spec import JobSpec, SpecError, parse_text
 
 
 def main() -> None:
-    """Prepare, say on standard error how it goes, and print where the samples are."""
+    """Prepare the data, report progress on standard error, and print the folders of the samples."""
     parser = argparse.ArgumentParser(prog="python -m train_loop.prepare", description=__doc__)
     parser.add_argument("spec", type=Path, metavar="SPEC.yaml")
-    parser.add_argument("--cache", type=Path, default=default_cache(), help="folder of prepared data (%(default)s)")
+    parser.add_argument("--cache", type=Path, default=default_cache(), help="folder of prepared data [%(default)s]")
     arguments = parser.parse_args()
     try:
         spec = parse_text(arguments.spec.read_bytes())
@@ -35,7 +35,7 @@ def _prepare(spec: JobSpec, cache: Path) -> Dataset:
     full = f"{dataset.tokens:,} tokens, {dataset.utilisation:.1%} full"
     print(f"{dataset.samples} samples of {dataset.sequence_length} ({full}):")
     for part in dataset.parts:
-        print(f"  {cache / part.fingerprint if part.index else 'the files as they are'}: {part.samples} samples")
+        print(f"  {cache / part.fingerprint if part.index else 'the original files'}: {part.samples} samples")
     return dataset
 
 

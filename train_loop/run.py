@@ -1,6 +1,6 @@
 """`torchrun --nproc-per-node N -m train_loop.run SPEC.yaml --run-dir DIR`: the same loop without Ray and service.
 
-Run again on the same DIR, it resumes from the newest checkpoint that verifies.
+A repeated run on the same DIR resumes from the newest valid checkpoint.
 """
 
 import argparse
@@ -18,14 +18,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from train_loop.data.cache import evaluation_spec, find_dataset, pin, pinned_dataset
-from train_loop.data.reader import local_stream
+from train_loop.data.prepare.cache import evaluation_spec, find_dataset, pin, pinned_dataset
+from train_loop.data.stream.local import local_stream
 from train_loop.errors import FencedError, UserError
-from train_loop.failure import MISTAKES, failed, failure_told
-from train_loop.fencing import begin_group, check_fence, fence_watched
-from train_loop.leave import leave
-from train_loop.logs import log_to
-from train_loop.patience import retry_storage
+from train_loop.faults.failure import MISTAKES, failed, failure_told
+from train_loop.liveness.fencing import begin_group, check_fence, fence_watched
+from train_loop.loop.session import Session
 from train_loop.run_dir import (
     RUN_MARKER,
     Fence,
@@ -38,9 +36,11 @@ from train_loop.run_dir import (
     storage_may_fail,
     write_run_marker,
 )
-from train_loop.session import Session
 from train_loop.spec import JobSpec, SpecError, parse_text
-from train_loop.worker import train
+from train_loop.system.exit import leave
+from train_loop.system.retry import retry_storage
+from train_loop.telemetry.logs import log_to
+from train_loop.train import train
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m train_loop.run", description=__doc__)
     parser.add_argument("spec", type=Path, metavar="SPEC.yaml")
     parser.add_argument("--run-dir", required=True, metavar="DIR")
-    parser.add_argument("--cache", type=Path, default=default_cache(), help="folder of prepared data (%(default)s)")
+    parser.add_argument("--cache", type=Path, default=default_cache(), help="folder of prepared data [%(default)s]")
     arguments = parser.parse_args()
     try:
         spec = parse_text(arguments.spec.read_bytes())
@@ -60,7 +60,7 @@ def main() -> None:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if spec.scaling.elastic:
         if not fewest <= world <= most:
-            sys.exit(f"{arguments.spec}: --nproc-per-node gives {world} workers, and num_workers is {fewest} to {most}")
+            sys.exit(f"{arguments.spec}: invalid --nproc-per-node {world}; expected num_workers, {fewest} to {most}")
         spec = spec.at(world)
     told_to_end = _watch_signals()
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def run(spec: JobSpec, session: Session, cache: Path) -> None:
-    """Train, log as in the product, and acknowledge the end, or the error that it ends with."""
+    """Train with the same logs as under the service, and write the outcome, also of an error."""
     expect_run_dir(session.run_dir.root)
     attempt = session.run_dir.attempt(session.attempt)
     retry_storage(partial(log_to, attempt.rank_log(session.rank)))
@@ -83,7 +83,7 @@ def run(spec: JobSpec, session: Session, cache: Path) -> None:
             with failure_told(session):
                 outcome = _train(spec, session, cache)
         except FencedError:
-            # The outcome is the newer group's to write.
+            # The newer group writes the outcome.
             raise
         except Exception as error:
             with storage_may_fail(partial(log.error, "the outcome could not be written: %s")):
@@ -95,16 +95,16 @@ def run(spec: JobSpec, session: Session, cache: Path) -> None:
 
 
 def _acknowledge_stop(session: Session) -> None:
-    """Remove the request to stop: the next start on this directory resumes."""
+    """Remove the stop request, so that the next start on this directory resumes."""
     try:
         check_fence(session.run_dir, session.token)
         session.run_dir.stop_file.unlink(missing_ok=True)
     except (FencedError, OSError) as error:
-        log.warning("the request to stop could not be removed: %s", error)
+        log.warning("the stop request could not be removed: %s", error)
 
 
 def _acknowledge(session: Session, outcome: Outcome) -> None:
-    # Peers of a rank that failed fail of lost connections: what trying again cannot help has the last word.
+    # Peers of a failed rank fail with lost connections: an error that is not retryable overrides theirs.
     if not outcome.retryable or session.run_dir.attempt(session.attempt).outcome() is None:
         _write_outcome(session, outcome)
 
@@ -120,7 +120,7 @@ def _train(spec: JobSpec, session: Session, cache: Path) -> Outcome:
     other, evaluation = evaluation_spec(spec, dataset), None
     if other is not None:
         evaluation = pinned_dataset(other, run_dir.eval_data) or find_dataset(other, cache)
-    # Nobody may look for the pointer after somebody has written it: all ranks read the same samples.
+    # All ranks must resolve the dataset before rank 0 writes the pointer, so that all read the same samples.
     dist.barrier()
     if session.rank == 0:
         pin(dataset, run_dir.data)
@@ -130,7 +130,7 @@ def _train(spec: JobSpec, session: Session, cache: Path) -> Outcome:
 
 
 def _watch_signals() -> Callable[[], bool]:
-    """Take SIGTERM and SIGINT as a wish to end after the step at work, with a checkpoint; whether one has come."""
+    """Handle SIGTERM and SIGINT as a stop with a checkpoint. Return a function that reports whether one has arrived."""
     came = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: came.set())
@@ -139,7 +139,7 @@ def _watch_signals() -> Callable[[], bool]:
 
 def _session(spec: JobSpec, run_dir: RunDir, told_to_end: Callable[[], bool]) -> Session:
     rank = dist.get_rank()
-    # Nobody may write into a directory that turns out to be another run's.
+    # All ranks wait for the claim: none may write into another run's directory.
     claimed = [_claim(run_dir, spec) if rank == 0 else None]
     dist.broadcast_object_list(claimed, src=0)
     token = claimed[0]
@@ -160,13 +160,13 @@ def _session(spec: JobSpec, run_dir: RunDir, told_to_end: Callable[[], bool]) ->
 
 
 def _claim(run_dir: RunDir, spec: JobSpec) -> Fence | Exception:
-    """Claim the directory for this run and supersede earlier starts on it; return its token, or why it cannot."""
+    """Claim the directory for this run and supersede earlier starts on it. Return its token, or the error."""
     try:
         run_dir.write_spec(spec)
         if size_of(run_dir.root / RUN_MARKER) is None:
             write_run_marker(run_dir.root, RootMarker.new())
         token = begin_group(run_dir, 1, by=uuid.uuid4().hex)
-        # Run again on the same directory, it has not ended yet.
+        # A repeated run on the same directory has not ended yet.
         run_dir.attempt(1).outcome_file.unlink(missing_ok=True)
     except ValueError as error:
         return UserError(str(error))

@@ -1,4 +1,4 @@
-"""The baseline: FSDP2 by hand, with nothing around it. The least that gives the same losses."""
+"""The baseline: a minimal FSDP2 loop with the same losses."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ from benchmarks.workload import Workload
 
 
 def train(workload: Workload, folder: Path) -> Trace:
-    """Train this rank's share; the process group must be there."""
+    """Train this rank's share; the process group must exist."""
     trace = Trace()
     for loss in steps(workload, folder):
         trace.step_ended(loss)
@@ -26,7 +26,7 @@ def train(workload: Workload, folder: Path) -> Trace:
 
 
 class Bare(NamedTuple):
-    """What the loop trains with."""
+    """Model, optimizer and scheduler of the loop."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -34,7 +34,7 @@ class Bare(NamedTuple):
 
 
 def build(workload: Workload, folder: Path) -> Bare:
-    """The sharded model and what moves its weights."""
+    """Build the sharded model, its optimizer and its scheduler."""
     model = workload.first_model(folder).train()
     mesh = init_device_mesh("cpu", (workload.world,))
     for layer in model.model.layers:
@@ -46,7 +46,7 @@ def build(workload: Workload, folder: Path) -> Bare:
 
 
 def steps(workload: Workload, folder: Path, built: Bare | None = None, *, done: int = 0) -> Iterator[float]:
-    """Train step by step, after those that are done; the loss of each over all ranks."""
+    """Train step by step, after `done` steps; yield the loss of each over all ranks."""
     model, optimizer, scheduler = built or build(workload, folder)
     for rows in workload.tokens(folder)[done:]:
         loss = step(model, optimizer, rows[dist.get_rank()], workload.max_grad_norm)
@@ -55,7 +55,7 @@ def steps(workload: Workload, folder: Path, built: Bare | None = None, *, done: 
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor, max_norm: float) -> float:
-    """One optimizer step on rows [B, T]; the loss over all ranks."""
+    """Run one optimizer step on rows [B, T]; return the loss over all ranks."""
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
     torch.autograd.backward(loss)

@@ -18,7 +18,7 @@ from benchmarks.workload import Workload
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """FSDP2 as Fabric's guide writes it: each block, then the root."""
+    """Apply FSDP2 as in Fabric's guide: each block, then the root."""
     for layer in model.get_submodule("model.layers").children():
         fully_shard(layer, mesh=mesh["data_parallel"])
     fully_shard(model, mesh=mesh["data_parallel"])
@@ -26,7 +26,7 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 class Trained(NamedTuple):
-    """What a step has moved."""
+    """Objects and loss after a step."""
 
     fabric: Fabric
     model: nn.Module
@@ -43,7 +43,7 @@ def train(workload: Workload, folder: Path) -> Trace:
 
 
 def steps(workload: Workload, folder: Path) -> Iterator[Trained]:
-    """Train step by step."""
+    """Train step by step; yield the objects and loss of each step."""
     strategy = ModelParallelStrategy(shard, data_parallel_size=workload.world, tensor_parallel_size=1)
     fabric = Fabric(accelerator="cpu", devices=workload.world, strategy=strategy, precision="32-true")
     fabric.launch()

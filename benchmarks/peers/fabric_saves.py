@@ -1,4 +1,4 @@
-"""Lightning Fabric's saves: `torchrun -m benchmarks.peers.fabric_saves OUT FOLDER`."""
+"""Saves with Lightning Fabric: `torchrun -m benchmarks.peers.fabric_saves OUT FOLDER`."""
 
 import sys
 from pathlib import Path
@@ -8,11 +8,11 @@ import torch.distributed as dist
 from benchmarks.blocks import Clock, ends_block, saves_after
 from benchmarks.peers import fabric
 from benchmarks.workload import Workload
-from train_loop.leave import leave
+from train_loop.system.exit import leave
 
 
 def main() -> None:
-    """Train, and write what saves added."""
+    """Train, and write the seconds that saves added."""
     out, folder = map(Path, sys.argv[1:3])
     clock = Clock()
     for step, trained in enumerate(fabric.steps(Workload.read(folder), folder), start=1):

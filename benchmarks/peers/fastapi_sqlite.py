@@ -1,4 +1,4 @@
-"""A bare FastAPI route that commits what it was sent to SQLite: `-m benchmarks.peers.fastapi_sqlite DATABASE PORT`."""
+"""A bare FastAPI route that commits request bodies to SQLite: `-m benchmarks.peers.fastapi_sqlite DATABASE PORT`."""
 
 import json
 import sqlite3
@@ -14,7 +14,7 @@ _own = threading.local()
 
 
 def database() -> sqlite3.Connection:
-    """This thread's connection, as durable as ours: WAL, and on the disk before a commit returns."""
+    """Return this thread's connection, with Trainshed's durability: WAL, and synced to disk before a commit returns."""
     if not hasattr(_own, "connection"):
         _own.connection = sqlite3.connect(sys.argv[1], timeout=30)
         _own.connection.execute("PRAGMA journal_mode=WAL")
@@ -25,7 +25,7 @@ def database() -> sqlite3.Connection:
 
 @app.post("/jobs", status_code=201)
 def submit(body: dict[str, Any]) -> dict[str, str]:
-    """Keep a body; nothing is looked at."""
+    """Store a body without checks."""
     connection = database()
     number = connection.execute("INSERT INTO jobs (body) VALUES (?)", (json.dumps(body),)).lastrowid
     connection.commit()
@@ -33,7 +33,7 @@ def submit(body: dict[str, Any]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Serve."""
+    """Create the table and serve."""
     database().execute("CREATE TABLE jobs (id INTEGER PRIMARY KEY, body TEXT)")
     database().commit()
     uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[2]), log_level="warning")

@@ -1,4 +1,4 @@
-"""A map-style `datasets` with torch's DataLoader, drained: `-m benchmarks.peers.hf_drain OUT FOLDER BATCH`."""
+"""A full read of a map-style `datasets` with torch's DataLoader: `-m benchmarks.peers.hf_drain OUT FOLDER BATCH`."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ from benchmarks.streams import ARROW, CORES, rate
 
 
 def main() -> None:
-    """Drain a shuffled epoch and write the rate."""
+    """Read a shuffled epoch and write the rows/s."""
     out, folder, batch = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     samples = Dataset.from_file(str(folder / ARROW)).with_format("torch")
     batches = DataLoader(samples, batch_size=batch, shuffle=True, num_workers=CORES)

@@ -1,7 +1,7 @@
 """Hugging Face `datasets` as in run_clm: `-m benchmarks.peers.hf_prepare OUT FOLDER CACHE LENGTH BATCH`.
 
-Of what run_clm does, attention masks and labels are left out: they would double what is written, and a collator can
-make them. Every document ends with a token that says so.
+Unlike run_clm it writes no attention masks and labels: they would double the output, and a collator can create them.
+Every document ends with an end-of-text token.
 """
 
 import json
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def prepared(tokenizer: Any, file: Path, cache: Path, length: int) -> tuple[Dataset, Dataset]:
-    """The tokenised documents, and the rows that they are packed into."""
+    """Return the tokenised documents, and the rows into which they are packed."""
 
     def tokenise(documents: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         found = tokenizer(documents["text"], return_attention_mask=False, return_token_type_ids=False)["input_ids"]

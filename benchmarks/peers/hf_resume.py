@@ -1,8 +1,8 @@
-"""Resuming data by Hugging Face's means: `-m benchmarks.peers.hf_resume OUT FOLDER WAY BATCH PAIRS EARLY LATE`.
+"""Data resume with Hugging Face: `-m benchmarks.peers.hf_resume OUT FOLDER WAY BATCH PAIRS EARLY LATE`.
 
-WAY is `skip`: Parquet that `datasets` streams through a shuffle buffer, skipped up to the step; `state`: the same, with
-the state of a run that came so far, which loses what was in its buffer; or `trainer`: as Trainer resumes, a map-style
-dataset with a seeded random sampler, and Accelerate's skip_first_batches. Taking a stream down is not counted.
+WAY `skip` streams Parquet through the shuffle buffer of `datasets` and skips to the step. `state` loads the state of a
+stream at that step instead, which loses the content of its buffer. `trainer` resumes as Trainer does: a map-style
+dataset with a seeded random sampler, and Accelerate's skip_first_batches. Closing a stream does not count.
 """
 
 import functools
@@ -18,17 +18,17 @@ from torch.utils.data import DataLoader
 
 from benchmarks.streams import ARROW, PARQUET
 from benchmarks.two_places import in_turn
-from train_loop.leave import leave
+from train_loop.system.exit import leave
 
 _BUFFER = 1000
-"""Samples that are shuffled among each other, by default and in the guide."""
+"""Size of the shuffle buffer in samples, the default and the guide's value."""
 
 
 def main() -> None:
-    """Open, and write the seconds."""
+    """Open the data in turn, and write the seconds."""
     out, folder, way = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     batch, pairs, early, late = map(int, sys.argv[4:])
-    # It sleeps five seconds wherever a stream ends, for the sake of an interpreter that ends with it.
+    # `datasets` sleeps 5 s at the end of each stream, to protect the interpreter's shutdown.
     config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
     states = {step: state_at(folder, batch, step) for step in (0, early, late)} if way == "state" else {}
     ways = {
@@ -40,13 +40,13 @@ def main() -> None:
 
 
 def streamed(folder: Path) -> IterableDataset:
-    """The samples as they are streamed and shuffled."""
+    """Return the shuffled stream of samples."""
     samples = load_dataset("parquet", data_files=str(folder / PARQUET / "*.parquet"), split="train", streaming=True)
     return samples.shuffle(seed=0, buffer_size=_BUFFER).with_format("torch")
 
 
 def skip_seconds(folder: Path, batch: int, step: int) -> float:
-    """To the first batch after the samples of `step` steps have been skipped."""
+    """Return the seconds to the first batch after skipping the samples of `step` steps."""
     began = perf_counter()
     batches = iter(DataLoader(streamed(folder).skip(step * batch), batch_size=batch))
     next(batches)
@@ -54,7 +54,7 @@ def skip_seconds(folder: Path, batch: int, step: int) -> float:
 
 
 def state_at(folder: Path, batch: int, step: int) -> dict[str, Any]:
-    """The state of a stream of which the samples of `step` steps have been taken."""
+    """Return the state of a stream after the samples of `step` steps."""
     samples = streamed(folder)
     rows = iter(samples)
     for _ in range(step * batch):
@@ -64,7 +64,7 @@ def state_at(folder: Path, batch: int, step: int) -> dict[str, Any]:
 
 
 def state_seconds(folder: Path, batch: int, states: dict[int, dict[str, Any]], step: int) -> float:
-    """To the first batch after the state of `step` steps has been loaded."""
+    """Return the seconds to the first batch after loading the state of `step` steps."""
     began = perf_counter()
     samples = streamed(folder)
     samples.load_state_dict(states[step])
@@ -74,7 +74,7 @@ def state_seconds(folder: Path, batch: int, states: dict[int, dict[str, Any]], s
 
 
 def trainer_seconds(folder: Path, batch: int, step: int) -> float:
-    """To the first batch of a loader as Trainer prepares it, after `step` batches have been skipped."""
+    """Return the seconds to the first batch of Trainer's loader after skipping `step` batches."""
     began = perf_counter()
     samples = Dataset.from_file(str(folder / ARROW)).with_format("torch")
     accelerator = Accelerator(

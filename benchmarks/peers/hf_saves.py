@@ -1,4 +1,4 @@
-"""Hugging Face Trainer's saves: `torchrun -m benchmarks.peers.hf_saves OUT FOLDER`."""
+"""Saves with Hugging Face's Trainer: `torchrun -m benchmarks.peers.hf_saves OUT FOLDER`."""
 
 import sys
 from pathlib import Path
@@ -12,31 +12,31 @@ from benchmarks.blocks import Clock, ends_block, saves_after
 from benchmarks.peers.hf_trainer import Rows, arguments, collate, switch_on_fsdp
 from benchmarks.trace import check_sharded
 from benchmarks.workload import Workload
-from train_loop.leave import leave
+from train_loop.system.exit import leave
 
 
 class Saves(TrainerCallback):  # type: ignore[misc]
-    """Has the Trainer save after the steps that are saved, which it does before the next one begins."""
+    """Callback that requests saves after the chosen steps; the Trainer saves before the next step begins."""
 
     def __init__(self) -> None:
         self.clock = Clock()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """A step is done."""
+        """Request a save if one is due after this step."""
         control.should_save = saves_after(state.global_step)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """The step before has been saved."""
+        """Record the end of a block; the previous step's save has finished."""
         if state.global_step and ends_block(state.global_step):
             self.clock.mark()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """The last step has been saved."""
+        """Record the end of the last block."""
         self.clock.mark()
 
 
 def main() -> None:
-    """Train, and write what saves added."""
+    """Train, and write the seconds that saves added."""
     out, folder = map(Path, sys.argv[1:3])
     workload, saves = Workload.read(folder), Saves()
     asked = arguments(workload, str(out.parent / "hf"))
@@ -51,7 +51,7 @@ def main() -> None:
     )
     trainer.remove_callback(PrinterCallback)
     switch_on_fsdp(trainer)
-    # Otherwise it gathers the model on rank 0, and fails on CPU ranks when it does.
+    # The default gathers the model on rank 0, which fails on CPU ranks.
     plugin = trainer.accelerator.state.fsdp_plugin
     plugin.state_dict_type = StateDictType.SHARDED_STATE_DICT
     plugin.state_dict_config = ShardedStateDictConfig(offload_to_cpu=True)

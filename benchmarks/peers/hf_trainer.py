@@ -1,7 +1,7 @@
 """Hugging Face's Trainer with Accelerate's FSDP2.
 
-Accelerate 1.15 knows FSDP for GPUs alone: on CPU ranks it passes over the plugin without a word and trains with DDP,
-which shards nothing and is no comparison. `switch_on_fsdp` sets what it would have set on a GPU.
+Accelerate 1.15 supports FSDP only on GPUs. On CPU ranks it silently ignores the plugin and trains with DDP, which does
+not shard and is not comparable. `switch_on_fsdp` sets the state that it would set on a GPU.
 """
 
 import tempfile
@@ -32,13 +32,13 @@ class Rows(Dataset[dict[str, Tensor]]):
 
 
 class Watch(TrainerCallback):  # type: ignore[misc]
-    """Notes every step as the Trainer logs it, which is where it has its loss."""
+    """Callback that records every step when the Trainer logs its loss."""
 
     def __init__(self) -> None:
         self.trace = Trace()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """A step's loss, or the summary at the end, which has none."""
+        """Record a step's loss; the summary at the end has none."""
         if "loss" in kwargs["logs"]:
             self.trace.step_ended(float(kwargs["logs"]["loss"]))
 
@@ -62,7 +62,7 @@ def train(workload: Workload, folder: Path) -> Trace:
 
 
 def switch_on_fsdp(trainer: Trainer) -> None:
-    """Have Accelerate take the path that the arguments ask for."""
+    """Make Accelerate use FSDP2 as the arguments ask."""
     state = trainer.accelerator.state
     state.distributed_type = DistributedType.FSDP
     state.fsdp_plugin = FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args)
@@ -70,12 +70,12 @@ def switch_on_fsdp(trainer: Trainer) -> None:
 
 
 def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Rows as a batch; nothing to pad."""
+    """Stack rows to a batch; there is nothing to pad."""
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 def arguments(workload: Workload, output: str) -> TrainingArguments:
-    """FSDP2 as its guide sets it up, a fused optimizer, and nothing that costs time beside the loss of every step."""
+    """Return arguments for FSDP2 as in its guide, with a fused optimizer, and without other overhead than the loss."""
     return TrainingArguments(
         output_dir=output,
         use_cpu=True,

@@ -1,4 +1,4 @@
-"""The bare loop inside a plain Ray TorchTrainer, in a Ray of its own: `-m benchmarks.peers.ray_trainer FOLDER OUT`."""
+"""The bare loop in a plain Ray TorchTrainer on a new local Ray: `-m benchmarks.peers.ray_trainer FOLDER OUT`."""
 
 import logging
 import sys

@@ -1,6 +1,6 @@
-"""The library `tokenizers` in a plain loop, on all cores: `-m benchmarks.peers.tokenizers_loop OUT FOLDER LENGTH`.
+"""A plain loop over `tokenizers` on all cores: `-m benchmarks.peers.tokenizers_loop OUT FOLDER LENGTH`.
 
-Documents that follow each other are cut into rows wherever these end, and nothing is kept or written.
+Consecutive documents are cut into rows of equal length. Nothing is kept or written.
 """
 
 import json
@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from benchmarks.corpus import CORPUS, TOKENIZER, WARM, texts
-from train_loop.data.tokenizer import END_OF_TEXT
+from train_loop.data.prepare.tokenizer import END_OF_TEXT
 
 _DOCUMENTS = 1000
-"""Documents that are tokenised at once, among all cores."""
+"""Documents per call of the tokenizer, which uses all cores."""
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def packed(tokenizer: Tokenizer, file: Path, length: int) -> Iterator[NDArray[np.int32]]:
-    """Rows of tokens, some at a time; the last ones may not fill theirs."""
+    """Yield token rows in batches; the last tokens may not fill a row."""
     end = np.array([tokenizer.token_to_id(END_OF_TEXT)], np.int32)
     documents, rest = texts(file), np.empty(0, np.int32)
     while some := list(islice(documents, _DOCUMENTS)):

@@ -1,6 +1,6 @@
 """`python deploy/grafana/build.py [FOLDER]`: writes our Grafana dashboards, from the list of our series.
 
-A panel can only query a series of `service.domain.series`: queries are made from its members.
+A panel can only query a series of `service.domain.metrics`: queries are made from its members.
 """
 
 import json
@@ -13,8 +13,8 @@ from grafana_foundation_sdk.builders import dashboard, prometheus, stat, timeser
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import DashboardCursorSync, DataSourceRef, GridPos, VariableRefresh
 
-from service.domain import series
-from service.domain.series import Series
+from service.domain import metrics
+from service.domain.metrics import Series
 
 FOLDER = Path(__file__).parent / "dashboards"
 _SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
@@ -36,7 +36,7 @@ class Panel:
 def whole(one: Series, by: str = "", where: str = "") -> str:
     """Query a series that every replica tells alike."""
     assert one.whole, one
-    worst = "min" if one in (series.CLUSTER_UP, series.DATABASE_UP) else "max"
+    worst = "min" if one in (metrics.CLUSTER_UP, metrics.DATABASE_UP) else "max"
     return f"{worst}{_by(by)} ({one.full_name}{{{where}}})"
 
 
@@ -59,38 +59,42 @@ def _by(labels: str) -> str:
 
 _LIVE = 'state=~"QUEUED|STARTING|RUNNING|RECOVERING|PAUSING|PAUSED|CANCELLING"'
 FLEET = (
-    Panel("Ray answers", ((whole(series.CLUSTER_UP), ""),), kind="number"),
-    Panel("Database answers", ((whole(series.DATABASE_UP), ""),), kind="number"),
-    Panel("Versions", ((f"count by (version) ({series.BUILD.full_name})", "{{version}}"),), kind="number"),
+    Panel("Ray answers", ((whole(metrics.CLUSTER_UP), ""),), kind="number"),
+    Panel("Database answers", ((whole(metrics.DATABASE_UP), ""),), kind="number"),
+    Panel("Versions", ((f"count by (version) ({metrics.BUILD.full_name})", "{{version}}"),), kind="number"),
     Panel(
         "Jobs by state",
-        ((f"sum by (state) ({whole(series.JOBS, 'state, project', _LIVE)})", "{{state}}"),),
+        ((f"sum by (state) ({whole(metrics.JOBS, 'state, project', _LIVE)})", "{{state}}"),),
     ),
-    Panel("Running jobs by project", ((whole(series.JOBS, "project", 'state="RUNNING"'), "{{project}}"),)),
-    Panel("Goodput", ((whole(series.GOODPUT, "project"), "{{project}}"),), "percentunit", "Time of new steps, of all."),
-    Panel("Oldest queued job", ((whole(series.OLDEST_WAIT, "project"), "{{project}}"),), "s"),
-    Panel("Queue wait (95 %)", ((quantile(0.95, series.QUEUE_WAIT, over="1h"), ""),), "s"),
-    Panel("Attempts that ended", ((rate(series.ATTEMPTS, "outcome", over="1h") + " * 3600", "{{outcome}} per hour"),)),
-    Panel("Reconcile lag", ((f"min({series.LAG.full_name})", ""),), "s", "Since somebody looked after every job."),
-    Panel("Reconcile pass (95 %)", ((quantile(0.95, series.PASS_SECONDS), ""),), "s"),
-    Panel("Webhook backlog", ((whole(series.BACKLOG), ""),)),
-    Panel("Answers", ((rate(series.HTTP_REQUESTS, "status"), "{{status}}"),), "reqps"),
-    Panel("Answer time (99 %)", ((quantile(0.99, series.HTTP_SECONDS, "route"), "{{route}}"),), "s"),
-    Panel("Open streams", ((f"sum({series.STREAMS.full_name})", ""),)),
-    Panel("Jobs that came into a state", ((rate(series.MOVES, "state", over="1h") + " * 3600", "{{state}} per hour"),)),
+    Panel("Running jobs by project", ((whole(metrics.JOBS, "project", 'state="RUNNING"'), "{{project}}"),)),
+    Panel(
+        "Goodput", ((whole(metrics.GOODPUT, "project"), "{{project}}"),), "percentunit", "Time of new steps ÷ all time."
+    ),
+    Panel("Oldest queued job", ((whole(metrics.OLDEST_WAIT, "project"), "{{project}}"),), "s"),
+    Panel("Queue wait (95 %)", ((quantile(0.95, metrics.QUEUE_WAIT, over="1h"), ""),), "s"),
+    Panel("Attempts that ended", ((rate(metrics.ATTEMPTS, "outcome", over="1h") + " * 3600", "{{outcome}} per hour"),)),
+    Panel("Reconcile lag", ((f"min({metrics.LAG.full_name})", ""),), "s", "Since somebody looked after every job."),
+    Panel("Reconcile pass (95 %)", ((quantile(0.95, metrics.PASS_SECONDS), ""),), "s"),
+    Panel("Webhook backlog", ((whole(metrics.BACKLOG), ""),)),
+    Panel("Answers", ((rate(metrics.HTTP_REQUESTS, "status"), "{{status}}"),), "reqps"),
+    Panel("Answer time (99 %)", ((quantile(0.99, metrics.HTTP_SECONDS, "route"), "{{route}}"),), "s"),
+    Panel("Open streams", ((f"sum({metrics.STREAMS.full_name})", ""),)),
+    Panel(
+        "Jobs that came into a state", ((rate(metrics.MOVES, "state", over="1h") + " * 3600", "{{state}} per hour"),)
+    ),
 )
 _ONE = 'job_id=~"$job"'
 _NAMED = "{{name}} ({{job_id}})"
 JOB = (
-    Panel("Step time", ((whole(series.JOB_STEP_SECONDS, "name, job_id", _ONE), _NAMED),), "s", "Median of 50 steps."),
-    Panel("Tokens per second", ((whole(series.JOB_TOKENS, "name, job_id", _ONE), _NAMED),)),
-    Panel("Loss", ((whole(series.JOB_LOSS, "name, job_id", _ONE), _NAMED),)),
-    Panel("Steps", ((whole(series.JOB_STEP, "name, job_id", _ONE), _NAMED),)),
-    Panel("Since the newest step", ((whole(series.JOB_PROGRESS_AGE, "name, job_id", _ONE), _NAMED),), "s"),
-    Panel("Since the newest checkpoint", ((whole(series.JOB_CHECKPOINT_AGE, "name, job_id", _ONE), _NAMED),), "s"),
-    Panel("Restarts", ((whole(series.JOB_RESTARTS, "name, job_id", _ONE), _NAMED),)),
-    Panel("Waiting for data", ((whole(series.JOB_DATA_WAIT, "name, job_id", _ONE), _NAMED),), "percentunit"),
-    Panel("Makes no progress", ((whole(series.JOB_WAITS, "name, job_id, code", _ONE), "{{name}}: {{code}}"),)),
+    Panel("Step time", ((whole(metrics.JOB_STEP_SECONDS, "name, job_id", _ONE), _NAMED),), "s", "Median of 50 steps."),
+    Panel("Tokens per second", ((whole(metrics.JOB_TOKENS, "name, job_id", _ONE), _NAMED),)),
+    Panel("Loss", ((whole(metrics.JOB_LOSS, "name, job_id", _ONE), _NAMED),)),
+    Panel("Steps", ((whole(metrics.JOB_STEP, "name, job_id", _ONE), _NAMED),)),
+    Panel("Since the newest step", ((whole(metrics.JOB_PROGRESS_AGE, "name, job_id", _ONE), _NAMED),), "s"),
+    Panel("Since the newest checkpoint", ((whole(metrics.JOB_CHECKPOINT_AGE, "name, job_id", _ONE), _NAMED),), "s"),
+    Panel("Restarts", ((whole(metrics.JOB_RESTARTS, "name, job_id", _ONE), _NAMED),)),
+    Panel("Waiting for data", ((whole(metrics.JOB_DATA_WAIT, "name, job_id", _ONE), _NAMED),), "percentunit"),
+    Panel("Makes no progress", ((whole(metrics.JOB_WAITS, "name, job_id, code", _ONE), "{{name}}: {{code}}"),)),
 )
 
 
@@ -127,7 +131,7 @@ def build(uid: str, title: str, panels: tuple[Panel, ...], *, by_job: bool = Fal
     if by_job:
         jobs = dashboard.QueryVariable("job").label("Job").datasource(_SOURCE).multi(True).include_all(True)
         made = made.with_variable(
-            jobs.query(f"label_values({series.JOB_STEP.full_name}, job_id)").refresh(
+            jobs.query(f"label_values({metrics.JOB_STEP.full_name}, job_id)").refresh(
                 VariableRefresh.ON_TIME_RANGE_CHANGED
             )
         )

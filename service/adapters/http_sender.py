@@ -14,8 +14,8 @@ import httpcore
 import httpx
 import standardwebhooks
 
-from service.domain.addresses import Allowed, Target, parse_target
-from service.domain.webhook import Answer, Message, Webhook, answered
+from service.domain.webhooks.delivery import Answer, Message, Webhook, answered
+from service.domain.webhooks.ssrf import Allowed, Target, parse_target
 
 LookUp = Callable[[str], Sequence[str]]
 _CONNECT_SECONDS = 3.0

@@ -10,7 +10,7 @@ import httpx
 import jwt
 from pydantic import BaseModel, JsonValue
 
-from service.domain.token import LEEWAY, Claims, tamper_proof
+from service.domain.access.oidc_claims import LEEWAY, Claims, tamper_proof
 from service.errors import IssuerUnavailable, Unauthorized
 
 _ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")

@@ -13,9 +13,9 @@ from prometheus_client import (
     generate_latest,
 )
 
-from service.domain import series
-from service.domain.job import JobState
-from service.domain.series import Series
+from service.domain import metrics
+from service.domain.jobs.job import JobState
+from service.domain.metrics import Series
 from service.ports import RunTotals, Totals
 
 _OUTCOMES = ("succeeded", "failed", "paused", "cancelled", "resized", "moved", "service_stopped")
@@ -41,21 +41,21 @@ class PrometheusWatch:
 
     def __init__(self, version: str = "unknown") -> None:
         self._registry = own = CollectorRegistry()
-        _gauge(series.BUILD, own).labels(version).set(1)
-        self._requests = _counter(series.HTTP_REQUESTS, own)
-        self._request_seconds = _histogram(series.HTTP_SECONDS, _REQUEST_SECONDS, own)
-        self._followers = _gauge(series.STREAMS, own)
-        self._moves = _counter(series.MOVES, own)
-        self._attempts = _counter(series.ATTEMPTS, own)
+        _gauge(metrics.BUILD, own).labels(version).set(1)
+        self._requests = _counter(metrics.HTTP_REQUESTS, own)
+        self._request_seconds = _histogram(metrics.HTTP_SECONDS, _REQUEST_SECONDS, own)
+        self._followers = _gauge(metrics.STREAMS, own)
+        self._moves = _counter(metrics.MOVES, own)
+        self._attempts = _counter(metrics.ATTEMPTS, own)
         # Create each series with 0: `rate` misses the first increment of a series that does not exist yet.
         for state in JobState:
             self._moves.labels(state)
         for outcome in _OUTCOMES:
             self._attempts.labels(outcome)
-        self._waits = _histogram(series.QUEUE_WAIT, _WAIT_SECONDS, own)
-        self._passes = _histogram(series.PASS_SECONDS, _PASS_SECONDS, own)
+        self._waits = _histogram(metrics.QUEUE_WAIT, _WAIT_SECONDS, own)
+        self._passes = _histogram(metrics.PASS_SECONDS, _PASS_SECONDS, own)
         self._passed_at = time.monotonic()
-        _gauge(series.LAG, own).set_function(lambda: time.monotonic() - self._passed_at)
+        _gauge(metrics.LAG, own).set_function(lambda: time.monotonic() - self._passed_at)
         ProcessCollector(registry=own)
         # Cached, because the lookup of label values takes longer than counting. Routes and statuses are few.
         self._request = cache(self._children)
@@ -97,41 +97,41 @@ class PrometheusWatch:
 
 def _whole(totals: Totals) -> CollectorRegistry:
     registry = CollectorRegistry()
-    _gauge(series.DATABASE_UP, registry).set(totals.database_up)
-    _gauge(series.CLUSTER_UP, registry).set(totals.cluster_up)
+    _gauge(metrics.DATABASE_UP, registry).set(totals.database_up)
+    _gauge(metrics.CLUSTER_UP, registry).set(totals.cluster_up)
     if not totals.database_up:
         return registry
-    jobs = _gauge(series.JOBS, registry)
+    jobs = _gauge(metrics.JOBS, registry)
     for project in {project for _, project in totals.jobs}:
         for state in JobState:
             # Report 0 for states without jobs: otherwise an alert on such a state finds no series.
             jobs.labels(state, project).set(totals.jobs.get((state, project), 0))
-    for one, values in ((series.GOODPUT, totals.goodput), (series.OLDEST_WAIT, totals.oldest_wait)):
+    for one, values in ((metrics.GOODPUT, totals.goodput), (metrics.OLDEST_WAIT, totals.oldest_wait)):
         gauge = _gauge(one, registry)
         for project, value in values.items():
             gauge.labels(project).set(value)
-    _gauge(series.BACKLOG, registry).set(totals.backlog)
+    _gauge(metrics.BACKLOG, registry).set(totals.backlog)
     _tell_runs(totals.runs, registry)
     return registry
 
 
 def _tell_runs(runs: Sequence[RunTotals], registry: CollectorRegistry) -> None:
     told: Mapping[Series, Callable[[RunTotals], float | None]] = {
-        series.JOB_STEP: lambda run: run.step,
-        series.JOB_STEP_SECONDS: lambda run: run.step_seconds,
-        series.JOB_TOKENS: lambda run: run.tokens_per_second,
-        series.JOB_LOSS: lambda run: run.loss,
-        series.JOB_DATA_WAIT: lambda run: run.data_wait,
-        series.JOB_RESTARTS: lambda run: run.restarts,
-        series.JOB_PROGRESS_AGE: lambda run: run.progress_age,
-        series.JOB_CHECKPOINT_AGE: lambda run: run.checkpoint_age,
+        metrics.JOB_STEP: lambda run: run.step,
+        metrics.JOB_STEP_SECONDS: lambda run: run.step_seconds,
+        metrics.JOB_TOKENS: lambda run: run.tokens_per_second,
+        metrics.JOB_LOSS: lambda run: run.loss,
+        metrics.JOB_DATA_WAIT: lambda run: run.data_wait,
+        metrics.JOB_RESTARTS: lambda run: run.restarts,
+        metrics.JOB_PROGRESS_AGE: lambda run: run.progress_age,
+        metrics.JOB_CHECKPOINT_AGE: lambda run: run.checkpoint_age,
     }
     for one, value_of in told.items():
         gauge = _gauge(one, registry)
         for run in runs:
             if (value := value_of(run)) is not None:
                 gauge.labels(run.project, run.job, run.name).set(value)
-    waits = _gauge(series.JOB_WAITS, registry)
+    waits = _gauge(metrics.JOB_WAITS, registry)
     for run in runs:
         if run.waits_for is not None:
             waits.labels(run.project, run.job, run.name, run.waits_for).set(1)

@@ -7,21 +7,21 @@ from dataclasses import dataclass, field
 from anyio import CapacityLimiter
 from fastapi import FastAPI
 
-from service.api import checkpoints, doctor, health, jobs, keys, nodes, runs, usage, watched, webhooks
-from service.api.describe import DescribedApi, operation_id
-from service.api.fair import Checks, FairSlots
+from service.api.fair_share import Checks, FairSlots
+from service.api.group_commit import Together
 from service.api.guard import Guard, HostCheck, RequestIds
-from service.api.opening import Gate, Pulse
+from service.api.openapi import DescribedApi, operation_id
 from service.api.problems import install_problems
-from service.api.together import Together
-from service.api.watched import Observed
-from service.doctor import Doctor
-from service.follow import Recent
-from service.leaving import Leaving
-from service.ledger import Ledger
-from service.opening import Opening, opened
-from service.watch import Watching
-from service.webhooks import Webhooks
+from service.api.readiness import Gate, Pulse
+from service.api.routes import access, checkpoints, doctor, health, jobs, metrics, nodes, runs, usage, webhooks
+from service.api.routes.metrics import Observed
+from service.lifecycle.shutdown import Leaving
+from service.lifecycle.startup import Opening, opened
+from service.use_cases.checkpoints import Ledger
+from service.use_cases.doctor.doctor import Doctor
+from service.use_cases.metrics import Watching
+from service.use_cases.runs.streams import Recent
+from service.use_cases.webhooks.webhooks import Webhooks
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
@@ -65,7 +65,7 @@ def build_api(parts: Parts) -> FastAPI:
     app.add_middleware(Observed, watch=parts.watching.watch)
     app.add_middleware(RequestIds)
     install_problems(app)
-    for module in (health, jobs, runs, checkpoints, nodes, usage, keys, watched, webhooks, doctor):
+    for module in (health, jobs, runs, checkpoints, nodes, usage, access, metrics, webhooks, doctor):
         app.include_router(module.router)
     return app
 

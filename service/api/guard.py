@@ -18,13 +18,13 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.contextvars import bind_contextvars
 
-from service.access import Access
 from service.api.problems import fault, problem
 from service.api.query import check_query
-from service.domain.access import OPERATOR, SCRAPER, Caller
-from service.domain.token import is_token
+from service.domain.access.oidc_claims import is_token
+from service.domain.access.roles import OPERATOR, SCRAPER, Caller
 from service.errors import BodyTooLarge, HostRefused, InvalidRequest, Unauthorized
-from service.rates import Attempt, Kind, Rates
+from service.use_cases.access.access import Access
+from service.use_cases.access.rate_limits import Attempt, Kind, Rates
 from train_loop.spec import Problem
 
 T = TypeVar("T", bound=BaseModel)

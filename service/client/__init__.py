@@ -1,30 +1,8 @@
-"""The typed Python client; docs/guides/client.md shows its use."""
+"""Deprecated alias of the package `trainshed`, for one release."""
 
-from service.address import NoKeyError
-from service.client.api import Api, AsyncApi
-from service.client.async_client import AsyncClient
-from service.client.async_job import AsyncJob
-from service.client.client import Client
-from service.client.errors import ApiError
-from service.client.job import Job
-from service.client.run_calls import Line
-from service.client.seen import AmbiguousId, ExportFailed, JobCancelled, JobEnded, JobFailed
-from service.domain.job import JobState
+import warnings
 
-__all__ = [
-    "AmbiguousId",
-    "Api",
-    "ApiError",
-    "AsyncApi",
-    "AsyncClient",
-    "AsyncJob",
-    "Client",
-    "ExportFailed",
-    "Job",
-    "JobCancelled",
-    "JobEnded",
-    "JobFailed",
-    "JobState",
-    "Line",
-    "NoKeyError",
-]
+from trainshed import *  # noqa: F403
+from trainshed import __all__ as __all__
+
+warnings.warn("service.client is deprecated; use `from trainshed import Client`", DeprecationWarning, stacklevel=2)

@@ -1,6 +1,6 @@
 """Metrics of a stored change of a job. Pure."""
 
-from service.domain.job import Job, JobState
+from service.domain.jobs.job import Job, JobState
 
 
 def waited(before: Job, after: Job) -> float | None:

@@ -4,7 +4,8 @@ from service.ports.access import KeyStore, TokenVerifier
 from service.ports.cluster import Cluster, Launch, Node
 from service.ports.doctor import ClusterProbe, StorageProbe
 from service.ports.jobs import KEPT_SECONDS, JobQuery, JobStore, Lease, NewJob, Once
-from service.ports.looks import Findings, Preflight
+from service.ports.metrics import Counts, JobCounts, RunTotals, Totals, Traces, Untraced, Unwatched, Watch
+from service.ports.preflight import Findings, Preflight
 from service.ports.runs import (
     NO_STORY,
     Checkpoint,
@@ -22,7 +23,6 @@ from service.ports.runs import (
     Tail,
     Written,
 )
-from service.ports.watch import Counts, JobCounts, RunTotals, Totals, Traces, Untraced, Unwatched, Watch
 from service.ports.webhooks import Batch, Outbox, Sender, WebhookStore
 
 __all__ = [

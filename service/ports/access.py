@@ -2,8 +2,8 @@
 
 from typing import Protocol
 
-from service.domain.access import Deed, Key
-from service.domain.token import Claims
+from service.domain.access.oidc_claims import Claims
+from service.domain.access.roles import Deed, Key
 
 
 class KeyStore(Protocol):

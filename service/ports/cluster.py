@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from service.domain.decide import Submission
+from service.domain.jobs.decide import Submission
 from train_loop.plan import Capacity
 
 

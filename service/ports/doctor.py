@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from service.domain.checkup import Greeting
+from service.domain.doctor.checks import Greeting
 from train_loop.run_dir import ClusterVisit
 
 

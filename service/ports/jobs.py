@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Protocol
 
-from service.domain.access import Deed
-from service.domain.job import Job, JobState
-from service.domain.ticket import Ticket
-from service.domain.usage import Usage, UsageByDay
+from service.domain.access.roles import Deed
+from service.domain.jobs.job import Job, JobState
+from service.domain.jobs.usage import Usage, UsageByDay
+from service.domain.queue.entry import Ticket
 
 KEPT_SECONDS = 24 * 3600.0
 """Seconds for which an Idempotency-Key refers to its job."""

@@ -6,8 +6,8 @@ from typing import Literal, Protocol
 
 from pydantic import JsonValue
 
-from service.domain.decide import Latest, Training
-from service.domain.reason import Reason
+from service.domain.jobs.decide import Latest, Training
+from service.domain.jobs.reason import Reason
 from train_loop.run_dir import ExportStatus, ExportWish, Manifest, Outcome, Parent, Stop
 from train_loop.spec import JobSpec, ScalingSpec
 

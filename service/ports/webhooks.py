@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from service.domain.access import Deed
-from service.domain.webhook import Answer, Delivery, Message, Webhook
+from service.domain.access.roles import Deed
+from service.domain.webhooks.delivery import Answer, Delivery, Message, Webhook
 from service.ports.jobs import Lease
 
 

@@ -10,12 +10,12 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from service.access import Tokens
-from service.adapters.memory import MemoryJobStore, MemoryTokens
 from service.api.build import put_state
-from service.domain.access import ANY, Role
-from service.domain.token import Claims, TokenRules
-from service.domain.webhook import Delivery, Message
+from service.domain.access.oidc_claims import Claims, TokenRules
+from service.domain.access.roles import ANY, Role
+from service.domain.webhooks.delivery import Delivery, Message
+from service.use_cases.access.access import Tokens
+from tests.support.fakes.stores import MemoryJobStore, MemoryTokens
 from tests.support.service import KEY, FakeService, spec_body
 
 PUBLIC = {("get", "/healthz"), ("get", "/readyz")}

@@ -8,8 +8,8 @@ from fastapi.testclient import TestClient
 from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 
-from service.adapters.memory import MemoryPreflight
 from service.ports import Findings, NewJob
+from tests.support.fakes.stores import MemoryPreflight
 from tests.support.service import KEY, FakeService, a_job, raw_spec, spec_body
 from train_loop.run_dir import Parent
 from train_loop.spec import JobSpec, Problem
@@ -141,8 +141,8 @@ def test_body_that_cannot_be_read_is_refused_with_its_place(client: TestClient, 
         (b'{"a": ' + b"[" * 40 + b"]" * 40 + b"}", "/a" + "/0" * 31, "nested over 32"),
         (b'{"name": "\\ud800"}', "/name", "lone surrogate"),
         (b'{"\\ud800": 1, "\\ud800": 2}', "", "given twice"),
-        (b'{"priority": 1e999}', "/priority", "not a number that JSON knows"),
-        (b"priority: .inf", "/priority", "not a number that JSON knows"),
+        (b'{"priority": 1e999}', "/priority", "not a JSON number"),
+        (b"priority: .inf", "/priority", "not a JSON number"),
         (b"priority: 1" + b":59" * 1000 + b".5", "/priority", "valid integer"),
     ],
 )
@@ -213,7 +213,7 @@ def test_no_key_or_a_wrong_one(service: FakeService, path: str, given: str) -> N
 
 @pytest.mark.parametrize("path", ["", "/events", "/metrics", "/logs", "/checkpoints"])
 def test_unknown_job(client: TestClient, path: str) -> None:
-    expected = (404, "job_not_found", "there is no job job-x; GET /jobs lists the jobs there are")
+    expected = (404, "job_not_found", "job job-x not found; list jobs with GET /jobs")
     assert refusal(client, "GET", f"/jobs/job-x{path}") == expected
     assert refusal(client, "POST", "/jobs/job-x/cancel") == expected
 

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from service.adapters.checkpoint_tools import HelperTools
+from service.adapters.helpers.checkpoints import HelperTools
 from service.errors import Busy
 from tests.support.checkpoints import checkpoint
 from tests.support.service import FakeService, spec_body
 from tests.support.waiting import wait_for
-from train_loop.checkpoint.ledgers import ledger_of
 from train_loop.checkpoint.retention import retire_others
+from train_loop.checkpoint.store.open import ledger_of
 from train_loop.run_dir import ExportStatus, ExportWish, Fence
 from train_loop.spec import CheckpointSpec
 
@@ -66,7 +66,8 @@ def test_a_pinned_checkpoint_is_kept_and_shown(client: TestClient, service: Fake
 def test_what_is_not_there_is_not_found(client: TestClient, url: str, method: str, path: str) -> None:
     answer = client.request(method, f"{url}/30/{path}")
     assert (answer.status_code, answer.json()["code"]) == (404, "checkpoint_not_found")
-    assert "has no checkpoint of step 30, or not any more; GET /jobs/job-0001/checkpoints" in answer.json()["detail"]
+    assert "checkpoint of step 30 of job-0001 not found, or deleted" in answer.json()["detail"]
+    assert "GET /jobs/job-0001/checkpoints" in answer.json()["detail"]
     assert client.request(method, f"/jobs/job-9/checkpoints/10/{path}").json()["code"] == "job_not_found"
 
 
@@ -117,7 +118,7 @@ def test_an_export_that_finds_no_place_does_not_run(
         (
             {"weights": "ema"},
             "/weights",
-            "the job keeps no average of its weights (training.ema_decay); export its weights",
+            "the job has no EMA weights (training.ema_decay is not set); export its weights",
         ),
     ],
 )

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from service.cli.hints import next_of
-from service.cli.job_view import span
-from service.client import Client
-from service.domain.access import OPERATOR, Deed, Key, Role
-from service.domain.job import JobState
+from service.domain.access.roles import OPERATOR, Deed, Key, Role
+from service.domain.jobs.job import JobState
 from tests.support.checkpoints import checkpoint
 from tests.support.command import run
 from tests.support.service import KEY, FakeService, spec_body
 from train_loop.run_dir import ExportStatus, ExportWish
+from trainshed import Client
+from trainshed.cli.job_view import span
+from trainshed.cli.show import next_command
 
 
 def test_a_clone_is_submitted_with_changes(home: Path, service: FakeService) -> None:
@@ -125,7 +125,7 @@ def test_refusal_ends_with_the_reason_and_code_1(home: Path) -> None:
 
 def test_environment_overrides_the_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINSHED_KEY", "wrong")
-    assert "this key opens nothing" in run("ps").stderr
+    assert "unknown, expired or revoked key" in run("ps").stderr
     monkeypatch.setenv("TRAINSHED_URL", "http://127.0.0.1:9")
     assert "the service does not answer" in run("ps").stderr
 
@@ -137,14 +137,14 @@ def test_an_address_that_is_none_is_told(home: Path, monkeypatch: pytest.MonkeyP
     told = run(command)
     assert (told.exit_code, told.stdout) == (1, "")
     assert told.stderr.startswith("trainshed: invalid configuration\n  TRAINSHED_URL=")
-    assert "write http://HOST:PORT" in told.stderr
+    assert "expected http://HOST:PORT" in told.stderr
     assert "hush" not in told.stderr
 
 
 def test_a_key_that_is_none_is_told(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINSHED_KEY", "café")
     told = run("ps")
-    assert (told.exit_code, told.stderr.startswith("trainshed: the key holds characters that no key has")) == (1, True)
+    assert (told.exit_code, told.stderr.startswith("trainshed: the key contains invalid characters")) == (1, True)
     monkeypatch.setenv("TRAINSHED_KEY", f"{KEY}\n")
     assert run("ps").exit_code == 0
 
@@ -185,12 +185,12 @@ def test_keys_from_create_to_revoke(home: Path, service: FakeService, monkeypatc
     refused = run("cancel", "job-0001")
     assert (refused.exit_code, refused.stderr) == (
         1,
-        "trainshed: key 'alice' is no editor of project 'default'; ask an admin of it for one\n",
+        "trainshed: key 'alice' lacks the role editor in project 'default'; ask an admin of the project for it\n",
     )
     monkeypatch.delenv("TRAINSHED_KEY")
     assert run("keys", "revoke", "key-0001").stdout == "revoked key-0001\n"
     monkeypatch.setenv("TRAINSHED_KEY", made.stdout.strip())
-    assert "opens nothing, or not any more" in run("whoami").stderr
+    assert "unknown, expired or revoked key" in run("whoami").stderr
 
 
 @pytest.mark.parametrize("role", ["nlp", "nlp=owner", "=viewer", "N!=viewer"])
@@ -253,6 +253,6 @@ def test_every_state_has_a_next_command(home: Path, service: FakeService) -> Non
     job = service.submit()
     with Client() as client:
         found = client.api.job(job.id)
-    said = {state: next_of(found.model_copy(update={"state": state})) for state in JobState}
+    said = {state: next_command(found.model_copy(update={"state": state})) for state in JobState}
     assert said[JobState.PAUSED] == f"resume {job.id}"
     assert all(job.id in command for command in said.values())

@@ -16,17 +16,16 @@ import typer.main
 from typer.core import TyperGroup
 from typer.testing import CliRunner, Result
 
-from service.api.access_schemas import KeyIn
-from service.api.webhook_schemas import WebhookIn
-from service.cli.ends import Exit
-from service.cli.main import app
-from service.client import Api, Client
-from service.domain.job import JobState
+from service.api.schemas import KeyIn, WebhookIn
+from service.domain.jobs.job import JobState
 from tests.support.checkpoints import checkpoint
 from tests.support.receivers import receiving
 from tests.support.service import spec_body
 from tests.support.waiting import wait_for
 from train_loop.run_dir import ExportStatus, ExportWish, JsonLines, RunDir
+from trainshed import Api, Client
+from trainshed.cli.exit_codes import Exit
+from trainshed.cli.main import app
 
 UNKNOWN = "job-00000000000000000000000000"
 
@@ -46,10 +45,12 @@ class Case:
     bad_code: int = 1
 
 
-_NO_JOB = f"there is no job {UNKNOWN}; GET /jobs lists the jobs there are"
+_NO_JOB = f"job {UNKNOWN} not found; list jobs with GET /jobs"
 _NO_HOOK = "hook-zz not found; list ids with `trainshed webhooks ls`"
 _NOTHING_BEGINS = "job-zz not found; list ids with `trainshed ps`"
-_NO_STEP = "{trained} has no checkpoint of step 7, or not any more; GET /jobs/{trained}/checkpoints lists them"
+_NO_STEP = (
+    "checkpoint of step 7 of {trained} not found, or deleted; list checkpoints with GET /jobs/{trained}/checkpoints"
+)
 CASES = {
     "up": Case(
         "up",
@@ -64,7 +65,7 @@ CASES = {
         "{home}/{ended}.tar",
         "trainshed sha256",
         "backup {spec}",
-        "{spec} exists; name a new file",
+        "{spec} already exists; choose another file name",
     ),
     "submit": Case(
         "submit {spec} --set name=another --set training.max_steps=7",
@@ -105,7 +106,7 @@ CASES = {
         "{other} is ",
         "state",
         "resume {ended}",
-        "{ended} is CANCELLED and cannot be resumed; clone it to train on from a checkpoint",
+        "{ended} is CANCELLED and cannot be resumed; clone it to train from a checkpoint",
     ),
     "cancel": Case("cancel {ended}", "{ended} is CANCELLED", "state", f"cancel {UNKNOWN}", _NO_JOB),
     "rm": Case(
@@ -194,7 +195,7 @@ CASES = {
         "{number} of {hook} is sent again",
         "number settled",
         "webhooks redeliver {hook} 999",
-        "{hook} has no delivery 999, or not any more; GET /webhooks/{hook}/deliveries lists them",
+        "delivery 999 of {hook} not found, or deleted; list deliveries with GET /webhooks/{hook}/deliveries",
     ),
     "webhooks rm": Case("webhooks rm {ended_hook}", "deleted {ended_hook}", "id gone", "webhooks rm zz", _NO_HOOK),
     "whoami": Case(
@@ -241,7 +242,7 @@ class World:
 
     def type(self, line: str) -> subprocess.CompletedProcess[str]:
         """A command line in a process of its own."""
-        command = [sys.executable, "-m", "service.cli.main", *shlex.split(self.fill(line))]
+        command = [sys.executable, "-m", "trainshed.cli.main", *shlex.split(self.fill(line))]
         return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=120)
 
     def invoke(self, line: str) -> Result:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.cli.ids import shorten
 from tests.support.command import run
 from tests.support.service import FakeService
+from trainshed.cli.ids import shorten
 
 ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 IDS = st.lists(st.text(ALPHABET, min_size=26, max_size=26).map("job-{}".format), unique=True, max_size=20)
@@ -68,7 +68,7 @@ def complete(*words: str, shell: str = "bash") -> subprocess.CompletedProcess[st
     """What a shell does on Tab."""
     line = " ".join(("trainshed", *words))
     asked = {"_TRAINSHED_COMPLETE": f"complete_{shell}", "COMP_WORDS": line, "COMP_CWORD": str(len(words))}
-    command = [sys.executable, "-c", "from service.cli.main import app; app(prog_name='trainshed')"]
+    command = [sys.executable, "-c", "from trainshed.cli.main import app; app(prog_name='trainshed')"]
     return subprocess.run(command, env=os.environ | asked, capture_output=True, text=True, timeout=60)
 
 
@@ -97,7 +97,7 @@ def test_completion_can_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     command = [
         sys.executable,
         "-c",
-        "from service.cli.main import app; app(prog_name='trainshed')",
+        "from trainshed.cli.main import app; app(prog_name='trainshed')",
         "--install-completion",
     ]
     # Typer installs for the shell that started the command, and tests may run below another one.

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from service.cli.live import looking
-from service.client import Client
-from service.domain.decide import Submission
+from service.domain.jobs.decide import Submission
 from tests.support.command import run, running
 from tests.support.service import KEY, FakeService
 from train_loop.run_dir import Outcome
+from trainshed import Client
+from trainshed.cli.progress import display
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_a_terminal_has_bars(job_id: str, home: Path, service: FakeService) -> N
     step(service, job_id)
     with Client(json.loads((home / "service.json").read_text())["url"], KEY) as client:
         jobs = [client.api.job(job_id), client.api.job(other)]
-    with looking(console, as_json=False) as look:
+    with display(console, as_json=False) as look:
         look(jobs)
         look(jobs)
     drawn = screen.getvalue()
@@ -165,7 +165,7 @@ def test_nobody_reads_on(job_id: str, service: FakeService) -> None:
 def test_help_is_there_at_once() -> None:
     """What takes long to load is not needed to say what there is."""
     heavy = "{'fastapi', 'starlette', 'sqlalchemy', 'ray', 'torch', 'transformers', 'pyarrow'}"
-    look = "from service.cli.main import app; app(['--help'], standalone_mode=False); import sys"
+    look = "from trainshed.cli.main import app; app(['--help'], standalone_mode=False); import sys"
     command = [sys.executable, "-c", f"{look}; print({heavy} & sys.modules.keys())"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines()[-1] == "set()"

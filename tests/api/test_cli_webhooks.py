@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from service.domain.webhook import Answer, Delivery, Message, Settled
+from service.domain.webhooks.delivery import Answer, Delivery, Message, Settled
 from tests.support.command import run
 from tests.support.service import FakeService
 

@@ -12,10 +12,16 @@ import httpx
 import pytest
 from anyio.from_thread import start_blocking_portal
 
-from service.api.access_schemas import KeyIn
-from service.api.ledger_schemas import ExportIn
 from service.api.problems import problem
-from service.client import (
+from service.api.schemas import ExportIn, KeyIn
+from service.domain.access.roles import Role
+from service.errors import DatabaseFull, KeyInFlight, ServiceError
+from tests.support.blocking import Blocking
+from tests.support.checkpoints import checkpoint
+from tests.support.service import KEY, FakeService, a_spec, raw_spec, spec_body
+from tests.support.serving import Proxy, cut, drop, lose, say, serving
+from train_loop.run_dir import ExportStatus, ExportWish, Outcome
+from trainshed import (
     AmbiguousId,
     ApiError,
     AsyncClient,
@@ -27,14 +33,7 @@ from service.client import (
     JobState,
     NoKeyError,
 )
-from service.client.seen import is_exported
-from service.domain.access import Role
-from service.errors import DatabaseFull, KeyInFlight, ServiceError
-from tests.support.blocking import Blocking
-from tests.support.checkpoints import checkpoint
-from tests.support.service import KEY, FakeService, a_spec, raw_spec, spec_body
-from tests.support.serving import Proxy, cut, drop, lose, say, serving
-from train_loop.run_dir import ExportStatus, ExportWish, Outcome
+from trainshed.job_base import is_exported
 
 BUSY = say("503 Service Unavailable")
 WISH = KeyIn(name="alice", roles={"nlp": Role.EDITOR})
@@ -106,7 +105,7 @@ def test_job_deleted_by_a_try_whose_answer_was_lost_is_deleted(
 def test_what_was_never_there_cannot_be_deleted(client: Client, proxy: Proxy) -> None:
     # Whoever was kept out has deleted nothing.
     proxy.faults.append(say("429 Too Many Requests", Retry_After="0"))
-    with pytest.raises(ApiError, match="there is no job job-none") as refused:
+    with pytest.raises(ApiError, match="job job-none not found") as refused:
         client.api.delete("job-none")
     assert (refused.value.code, refused.value.status, len(proxy.seen)) == ("job_not_found", 404, 2)
 
@@ -247,7 +246,7 @@ def test_job_is_found_by_what_only_its_id_begins_with(client: Client, service: F
     assert client.job("job-0012").id == client.job("0012").id == "job-0012"
     with pytest.raises(AmbiguousId, match="3 or more ids begin with job-001, such as job-0012, job-0011"):
         client.job("job-001")
-    with pytest.raises(ApiError, match="there is no job job-9"):
+    with pytest.raises(ApiError, match="job job-9 not found"):
         client.job("job-9")
 
 
@@ -308,7 +307,7 @@ def test_client_finds_the_service_as_the_command_does(
     for name in ("TRAINSHED_URL", "TRAINSHED_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TRAINSHED_HOME", str(tmp_path))
-    with pytest.raises(NoKeyError, match="there is no key"):
+    with pytest.raises(NoKeyError, match="key not found"):
         Client()
     (tmp_path / "admin.key").write_text(f"{KEY}\n")
     (tmp_path / "service.json").write_text(f'{{"url": "{proxy.url}", "pid": 1}}')

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from service.domain.job import Job, JobState
+from service.domain.jobs.job import Job, JobState
 from tests.support.checkpoints import checkpoint
 from tests.support.service import KEY, FakeService
 from tests.support.serving import serving
@@ -77,4 +77,4 @@ def test_examples_run(
     assert names["losses"] == [1.0, 0.5]
     assert "begin\nend\njob-0001 SUCCEEDED" in said
     assert "['key.revoke', 'key.create', 'job.delete'" in said
-    assert "404 job_not_found there is no job job-none" in said
+    assert "404 job_not_found job job-none not found" in said

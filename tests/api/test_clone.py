@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from service.domain.decide import Submission
+from service.domain.jobs.decide import Submission
 from tests.support.checkpoints import checkpoint
 from tests.support.service import FakeService, spec_body
-from train_loop.checkpoint.ledgers import ledger_of
 from train_loop.checkpoint.retention import retire_others
+from train_loop.checkpoint.store.open import ledger_of
 from train_loop.run_dir import Fence, Outcome, RunDir
 from train_loop.spec import CheckpointSpec
 
@@ -114,7 +114,7 @@ def test_a_run_that_ended_within_an_epoch_has_none_of_it_left(client: TestClient
     assert service.get(job_id).state == "SUCCEEDED"
     refused = clone(client, job_id).json()["errors"]
     assert [error["pointer"] for error in refused] == ["/training/num_train_epochs"]
-    assert "num_train_epochs=1.5 were trained at step 20" in refused[0]["message"]
+    assert "num_train_epochs=1.5 are complete at step 20" in refused[0]["message"]
     assert clone(client, job_id, from_checkpoint=10).status_code == 201
     assert clone(client, job_id, overrides={"training": {"num_train_epochs": 2.0}}).status_code == 201
 
@@ -140,7 +140,7 @@ def test_a_key_stands_for_one_clone(client: TestClient, parent: str) -> None:
 @pytest.mark.parametrize(
     ("wish", "status", "code", "pointer", "message"),
     [
-        ({"from_checkpoint": 15}, 404, "checkpoint_not_found", None, "has no checkpoint of step 15"),
+        ({"from_checkpoint": 15}, 404, "checkpoint_not_found", None, "checkpoint of step 15 of"),
         ({"from_checkpoint": -1}, 422, "invalid_request", "/from_checkpoint", "greater than or equal to 0"),
         ({"overides": {}}, 422, "invalid_request", "/overides", "Extra inputs are not permitted"),
         (
@@ -148,8 +148,8 @@ def test_a_key_stands_for_one_clone(client: TestClient, parent: str) -> None:
             422,
             "invalid_spec",
             "/training/max_steps",
-            "max_steps=20 does not lie beyond step 20 of job-0001, where the clone begins; it counts from the first "
-            "step of all, so choose more than 20",
+            "max_steps=20 is not after step 20 of job-0001, where the clone starts; it includes the steps of the "
+            "parent, so choose more than 20",
         ),
         ({"overrides": {"training": {"lerning": 1}}}, 422, "invalid_spec", "/training/lerning", "no such field"),
         (
@@ -157,7 +157,7 @@ def test_a_key_stands_for_one_clone(client: TestClient, parent: str) -> None:
             422,
             "invalid_spec",
             "/training/max_tokens",
-            "max_tokens=20 is no more than the 20 tokens of step 20 of job-0001, where the clone begins; choose more",
+            "max_tokens=20 does not exceed the 20 tokens of step 20 of job-0001, where the clone starts; choose more",
         ),
     ],
 )
@@ -184,5 +184,5 @@ def test_a_clone_that_has_no_checkpoint_yet_names_the_one_it_goes_on_from(client
     job_id = clone(client, parent, from_checkpoint=10).json()["id"]
     answer = clone(client, job_id).json()
     assert answer["code"] == "illegal_state"
-    assert f"clone {parent} from step 10, from which it goes on itself" in answer["detail"]
+    assert f"clone its parent {parent} from step 10" in answer["detail"]
     assert clone(client, job_id, from_checkpoint=0).status_code == 201

@@ -12,17 +12,17 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.adapters.run_dirs import LocalRunDirs
-from service.api.access_schemas import KeyIn
-from service.client import Api
-from service.domain.access import Role
-from service.domain.job import JobState
+from service.adapters.storage.run_dirs import LocalRunDirs
+from service.api.schemas import KeyIn
+from service.domain.access.roles import Role
+from service.domain.jobs.job import JobState
 from tests.support.checkpoints import checkpoint
 from tests.support.described import ANSWERS, EXAMPLES, Examples
 from tests.support.live import LiveService
 from tests.support.service import FakeService, raw_spec, spec_body
 from tests.support.waiting import wait_for
 from train_loop.run_dir import RunDir
+from trainshed import Api
 
 CHECKS = (
     "not_a_server_error",

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from service.adapters.guarded_run_dirs import GuardedRunDirs
-from service.adapters.roots import StorageRoots
-from service.adapters.run_dirs import LocalRunDirs
-from service.adapters.storage_guard import StorageGuard
+from service.adapters.storage.guard import StorageGuard
+from service.adapters.storage.guarded import GuardedRunDirs
+from service.adapters.storage.roots import StorageRoots
+from service.adapters.storage.run_dirs import LocalRunDirs
 from tests.support.checkpoints import checkpoint
 from tests.support.served import Served, served
 from tests.support.service import FakeService

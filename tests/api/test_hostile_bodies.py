@@ -11,7 +11,7 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
-from service import specs
+from service.use_cases.jobs import specs
 from tests.support.service import KEY, FakeService, spec_body
 from train_loop.spec import read_yaml
 

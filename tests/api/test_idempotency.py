@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from fastapi.testclient import TestClient
 
-from service.adapters.memory import MemoryPreflight
 from service.ports import Findings, NewJob, Once
+from tests.support.fakes.stores import MemoryPreflight
 from tests.support.service import FakeService, a_job, spec_body
 from train_loop.run_dir import Parent
 from train_loop.spec import JobSpec, Problem

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 import pytest
 from fastapi.testclient import TestClient
 
-from service.domain.decide import Submission
+from service.domain.jobs.decide import Submission
 from tests.support.service import FakeService, spec_body
 from train_loop.plan import SampleCount
 from train_loop.run_dir import Outcome
@@ -53,7 +53,7 @@ def test_more_workers_than_the_cluster_holds_stay_queued_with_a_reason(
 ) -> None:
     body = spec_body(scaling={"num_workers": 99})
     what, remedy = (
-        "99 workers need 99 CPU where the cluster has 8",
+        "99 workers need 99 CPU (the cluster has 8)",
         "add nodes, or cancel and submit fewer or smaller workers",
     )
     told = f"the job would stay QUEUED: {what}; {remedy}"
@@ -130,7 +130,9 @@ def test_plan_says_the_steps_of_an_epoch_and_that_the_warm_up_is_longer(
 
 
 @pytest.mark.parametrize("path", ["/jobs", "/jobs/plan"])
-@pytest.mark.parametrize(("each", "said"), [({"TPU": 4}, "TPU is not a device"), ({"GPU": 0.5}, "GPU: 0.5 per worker")])
+@pytest.mark.parametrize(
+    ("each", "said"), [({"TPU": 4}, "training on TPU is not supported"), ({"GPU": 0.5}, "GPU: 0.5 per worker")]
+)
 def test_worker_with_a_device_that_it_would_not_use_is_refused(
     client: TestClient, path: str, each: dict[str, float], said: str
 ) -> None:
@@ -143,7 +145,7 @@ def test_worker_with_a_device_that_it_would_not_use_is_refused(
 
 def test_plan_and_job_warn_of_gpus_that_the_job_does_not_ask_for(client: TestClient, service: FakeService) -> None:
     service.cluster.total = {"CPU": 16.0, "GPU": 2.0}
-    warning = "the job asks for no GPU and trains on CPUs, and the cluster has 2 GPU"
+    warning = "the job requests no GPU and trains on CPUs, but the cluster has 2 GPU"
     for path in ("/jobs/plan", "/jobs"):
         (said,) = client.post(path, content=spec_body()).json()["warnings"]
         assert said.startswith(warning)
@@ -230,8 +232,8 @@ def test_size_that_would_change_a_step_is_refused(client: TestClient) -> None:
     assert answer.json()["errors"] == [
         {
             "pointer": "/scaling/num_workers",
-            "message": "num_workers=4 is not the 2 of the spec, and a step would take another number of sequences; "
-            "a job is resized where its spec gives training.global_batch_size",
+            "message": "num_workers=4 differs from 2 in the spec and would change the number of sequences per step; "
+            "only a job whose spec sets training.global_batch_size can be resized",
         }
     ]
 
@@ -243,9 +245,7 @@ def test_finished_job_cannot_be_cancelled(client: TestClient, service: FakeServi
     service.reconciler().run_once()
     answer = client.post(f"/jobs/{job_id}/cancel")
     assert (answer.status_code, answer.json()["code"]) == (409, "illegal_state")
-    assert (
-        answer.json()["detail"] == f"{job_id} is SUCCEEDED and cannot be cancelled any more; nothing needs to be done"
-    )
+    assert answer.json()["detail"] == f"{job_id} is already SUCCEEDED and cannot be cancelled; nothing needs to be done"
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/readyz"])
@@ -268,7 +268,7 @@ def test_range_in_which_no_size_works_is_refused(client: TestClient) -> None:
     (error,) = client.post("/jobs", content=spec_body(**parts)).json()["errors"]
     assert error["pointer"] == "/training/global_batch_size"
     assert error["message"].startswith(
-        "none of 5 to 7 workers can be shared out as the strategy and the batch ask; with 7: global_batch_size=8 is not"
+        "no number of workers from 5 to 7 fits the strategy and the batch size; with 7: global_batch_size=8 is not"
     )
 
 

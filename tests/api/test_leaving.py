@@ -18,8 +18,8 @@ import pytest
 
 from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
-from service.domain.moves import start
-from service.leaving import FORCED
+from service.domain.jobs.transitions import start
+from service.lifecycle.shutdown import FORCED
 from service.ports import NewJob
 from tests.support.postgres import postgres_server
 from tests.support.served import Served, served
@@ -145,8 +145,8 @@ def test_replicas_take_over_at_once_and_end_though_the_database_hangs(postgres: 
         assert ends(third, since=since) == 128 + signal.SIGTERM
         assert ends(second, since=since) == FORCED
         connection.rollback()
-    assert "it was asked to stop a second time" in third.log.read_text()
-    assert "it did not end within 9 s" in second.log.read_text()
+    assert "second stop signal" in third.log.read_text()
+    assert "the service did not stop within 9 s" in second.log.read_text()
 
 
 def _ask(service: Served) -> None:

@@ -40,7 +40,7 @@ def home(environment: dict[str, str]) -> Iterator[Path]:
 
 
 def run(environment: dict[str, str], *arguments: str) -> Done:
-    command = [sys.executable, "-m", "service.cli.main", *arguments]
+    command = [sys.executable, "-m", "trainshed.cli.main", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
 
 
@@ -128,7 +128,7 @@ def test_settings_that_cannot_be_are_told_in_lines(environment: dict[str, str], 
     assert (told.returncode, told.stdout) == (1, "")
     assert "TRAINSHED_PORT='http': Input should be a valid integer" in told.stderr
     assert "TRAINSHED_DATABASE_URL='mysql://***@b/c': must begin with" in told.stderr
-    assert "TRAINSHED_PROT is no setting and does nothing; did you mean TRAINSHED_PORT?" in told.stderr
+    assert "unknown setting TRAINSHED_PROT has no effect; did you mean TRAINSHED_PORT?" in told.stderr
     assert "Traceback" not in told.stderr
     assert "hush" not in told.stderr
     assert not home.exists()

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from service.access import Access
-from service.domain.access import Role
-from service.domain.job import Job
+from service.domain.access.roles import Role
+from service.domain.jobs.job import Job
 from service.ports import Node
+from service.use_cases.access.access import Access
 from tests.support.command import run
 from tests.support.service import FakeService
 
@@ -109,7 +109,7 @@ def test_unreachable_cluster_is_a_problem_that_names_since_when(client: TestClie
     service.cluster.total, service.board.silent_since = None, 990.0
     answer = client.get("/nodes")
     assert (answer.status_code, answer.json()["code"]) == (503, "cluster_unreachable")
-    assert "does not answer since 00:16:30 UTC" in answer.json()["detail"]
+    assert "has not answered since 00:16:30 UTC" in answer.json()["detail"]
 
 
 @pytest.mark.usefixtures("home")

@@ -15,13 +15,13 @@ import jwt
 import pytest
 from fastapi.testclient import TestClient
 
-from service.access import Tokens
 from service.adapters.oidc import OidcVerifier
 from service.app import create_app
-from service.domain.access import Role
-from service.domain.rates import Rate
-from service.domain.token import TokenRules
-from service.settings import Settings
+from service.config.settings import Settings
+from service.domain.access.oidc_claims import TokenRules
+from service.domain.access.rate_limit import Rate
+from service.domain.access.roles import Role
+from service.use_cases.access.access import Tokens
 from tests.support.issuer import AUDIENCE, Issuer, ec_key, issuer, public_pem, rsa_key
 from tests.support.service import KEY, Clock, FakeService, spec_body
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from service.adapters.memory import MemoryJobStore
-from service.api import opening as module
-from service.opening import Opening
+from service.api import readiness as module
+from service.lifecycle.startup import Opening
+from tests.support.fakes.stores import MemoryJobStore
 from tests.support.served import environment_of, served
 from tests.support.service import KEY, FakeService
 from tests.support.waiting import wait_for

@@ -58,7 +58,7 @@ def test_metrics_key_opens_the_metrics_and_nothing_else(pod: Served) -> None:
     for method, path in (("GET", "/jobs"), ("POST", "/jobs"), ("GET", "/keys"), ("GET", "/audit"), ("POST", "/doctor")):
         refused = pod.client.request(method, path, headers=key)
         assert (refused.status_code, refused.json()["code"]) == (403, "forbidden")
-        assert "opens GET /metrics only" in refused.json()["detail"]
+        assert "is valid for GET /metrics only" in refused.json()["detail"]
     assert pod.client.get("/metrics", headers={"authorization": "Bearer x"}).status_code == 401
 
 

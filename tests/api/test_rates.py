@@ -11,10 +11,10 @@ from fastapi.testclient import TestClient
 from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 
-from service.adapters.memory import MemoryKeyStore
-from service.domain.access import Key, Role
-from service.domain.rates import Rate
-from service.rates import Kind, Limits
+from service.domain.access.rate_limit import Rate
+from service.domain.access.roles import Key, Role
+from service.use_cases.access.rate_limits import Kind, Limits
+from tests.support.fakes.stores import MemoryKeyStore
 from tests.support.service import KEY, FakeService, spec_body
 from tests.support.streams import Address
 from tests.support.waiting import wait_for

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from service.client import Client
 from tests.support.command import run
 from tests.support.service import KEY, FakeService, spec_body
+from trainshed import Client
 
 BODY = spec_body(training={"audit_samples": True, "max_steps": 5})
 

@@ -54,11 +54,11 @@ def test_logs_of_driver_and_rank(client: TestClient, service: FakeService, job_i
 
 
 LOG = """\
-2026-11-22 20:00:00,000 INFO train_loop.worker: step 1
-2026-11-22 20:00:01,000 ERROR train_loop.worker: it broke
+2026-11-22 20:00:00,000 INFO train_loop.train: step 1
+2026-11-22 20:00:01,000 ERROR train_loop.train: it broke
 Traceback (most recent call last):
 ValueError: step 1
-2026-11-22 20:00:02,000 WARNING train_loop.worker: step 2
+2026-11-22 20:00:02,000 WARNING train_loop.train: step 2
 """
 
 

@@ -11,19 +11,19 @@ from typing import cast
 
 import pytest
 
-from service.adapters.guarded_run_dirs import GuardedRunDirs
-from service.adapters.roots import StorageRoots
-from service.adapters.run_dirs import LocalRunDirs
-from service.adapters.storage_guard import StorageGuard
-from service.client import Client
-from service.domain.decide import Submission
-from service.domain.job import JobState
+from service.adapters.storage.guard import StorageGuard
+from service.adapters.storage.guarded import GuardedRunDirs
+from service.adapters.storage.roots import StorageRoots
+from service.adapters.storage.run_dirs import LocalRunDirs
+from service.domain.jobs.decide import Submission
+from service.domain.jobs.job import JobState
 from tests.support.s3 import S3Server
 from tests.support.service import KEY, Clock, FakeService
 from tests.support.serving import serving
 from tests.support.storage import bucket_of_runs
 from tests.support.waiting import wait_for
 from train_loop.run_dir import JsonLines, Outcome
+from trainshed import Client
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,6 @@ def test_second_service_on_one_sqlite_database_is_refused(home: Path, tmp_path: 
         second = subprocess.run(command, env=other, capture_output=True, text=True, timeout=60)
         assert (second.returncode, service.process.poll()) == (1, None)
     assert second.stderr == (
-        f"Another service uses the SQLite database {tmp_path / 'home' / 'trainshed.db'}; several services share a "
-        "Postgres one, which TRAINSHED_DATABASE_URL names\n"
+        f"Another service uses the SQLite database {tmp_path / 'home' / 'trainshed.db'}; to run several services, "
+        "set TRAINSHED_DATABASE_URL to a Postgres database\n"
     )

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from service.adapters.checkpoint_tools import HelperTools
-from service.adapters.memory import MemoryPreflight
+from service.adapters.helpers.checkpoints import HelperTools
 from service.ports import Findings
+from tests.support.fakes.stores import MemoryPreflight
 from tests.support.service import FakeService, spec_body
 from tests.support.waiting import wait_for
 from train_loop.run_dir import Parent

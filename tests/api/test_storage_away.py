@@ -6,21 +6,21 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from service.adapters import storage_guard
-from service.adapters.guarded_run_dirs import GuardedRunDirs
-from service.adapters.roots import StorageRoots
-from service.adapters.run_dirs import LocalRunDirs
-from service.adapters.storage_guard import StorageGuard
-from service.domain.decide import Submission
-from service.domain.job import JobState
-from service.domain.reason import Code
+from service.adapters.storage import guard
+from service.adapters.storage.guard import StorageGuard
+from service.adapters.storage.guarded import GuardedRunDirs
+from service.adapters.storage.roots import StorageRoots
+from service.adapters.storage.run_dirs import LocalRunDirs
+from service.domain.jobs.decide import Submission
+from service.domain.jobs.job import JobState
+from service.domain.jobs.reason import Code
 from tests.support.service import Clock, FakeService
 from train_loop.run_dir import forget_expected
 
 
 @pytest.fixture
 def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeService]:
-    monkeypatch.setattr(storage_guard, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(guard, "_RETRY_SECONDS", 0.0)
     clock, root = Clock(), tmp_path / "storage"
     roots = StorageRoots()
     run_dirs = GuardedRunDirs(LocalRunDirs(roots, clock=clock), StorageGuard(roots.check, clock=clock))

@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from service.access import Tokens
-from service.adapters.memory import MemoryTokens
-from service.domain.access import Role
-from service.domain.token import LEEWAY, Claims, TokenRules
+from service.domain.access.oidc_claims import LEEWAY, Claims, TokenRules
+from service.domain.access.roles import Role
+from service.use_cases.access.access import Tokens
+from tests.support.fakes.stores import MemoryTokens
 from tests.support.service import KEY, FakeService
 from tests.support.streams import Address
 from tests.support.waiting import wait_for

@@ -19,8 +19,8 @@ from structlog.testing import capture_logs
 from service.adapters.otel import OtelTraces
 from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
+from service.adapters.traces import open_traces
 from service.ports import NewJob, Untraced
-from service.traces import open_traces
 from tests.support.otlp import Collector, collector
 from tests.support.service import FakeService, a_job
 from tests.support.waiting import wait_for

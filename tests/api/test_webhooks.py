@@ -13,9 +13,9 @@ import pytest
 import standardwebhooks
 from fastapi.testclient import TestClient
 
-from service.domain.job import JobState
-from service.domain.webhook import Answer, Delivery, Message
-from service.settings import Settings
+from service.config.settings import Settings
+from service.domain.jobs.job import JobState
+from service.domain.webhooks.delivery import Answer, Delivery, Message
 from tests.support.receivers import Receiver, answer, receiving, say_nothing
 from tests.support.served import served
 from tests.support.service import FakeService, spec_body
@@ -52,11 +52,11 @@ def test_a_webhook_is_made_and_its_secret_is_shown_once(client: TestClient, made
 @pytest.mark.parametrize(
     ("change", "pointer", "word"),
     [
-        ({"url": "http://hooks.example/"}, "/url", "http is not allowed to hooks.example; write https"),
-        ({"url": "https://127.0.0.1/"}, "/url", "not on the open internet"),
-        ({"url": "https://[::ffff:1.1.1.1]/"}, "/url", "not on the open internet"),
+        ({"url": "http://hooks.example/"}, "/url", "http is not allowed for hooks.example; use https"),
+        ({"url": "https://127.0.0.1/"}, "/url", "not on the public internet"),
+        ({"url": "https://[::ffff:1.1.1.1]/"}, "/url", "not on the public internet"),
         ({"url": "https://169.254.169.254/latest"}, "/url", "TRAINSHED_WEBHOOK_ALLOWED"),
-        ({"url": "https://me:secret@hooks.example/"}, "/url", "leave them out"),
+        ({"url": "https://me:secret@hooks.example/"}, "/url", "remove them"),
         ({"url": ""}, "/url", "at least 1"),
         ({"url": "https://" + "x" * 2048}, "/url", "at most 2048"),
         ({"project": "No!"}, "/project", "pattern"),
@@ -145,7 +145,7 @@ def test_the_log_is_paged_newest_first(client: TestClient, service: FakeService,
 
 
 def test_a_setting_that_names_no_receiver_is_refused() -> None:
-    with pytest.raises(ValueError, match="no CIDR and no host name"):
+    with pytest.raises(ValueError, match="is not a CIDR or host name"):
         Settings(webhook_allowed=("10.0.0.0/99",))
 
 
@@ -221,7 +221,7 @@ def test_redirects_are_told_and_a_slow_receiver_does_not_hold_up_the_end(home: P
         webhook_id, _ = make(client, receiver)
         trial = client.post(f"/webhooks/{webhook_id}/test").json()
         assert (trial["received"], trial["status"]) == (False, 302)
-        assert "none is followed" in trial["error"]
+        assert "redirects are not followed" in trial["error"]
         job_id = client.post("/jobs", content=spec_body()).raise_for_status().json()["id"]
 
         def tried() -> Any:
@@ -230,7 +230,7 @@ def test_redirects_are_told_and_a_slow_receiver_does_not_hold_up_the_end(home: P
 
         told = wait_for(tried, "a first attempt")
         assert (told["settled"], told["status"]) == ("waiting", 302)
-        assert "a redirect" in told["error"]
+        assert "redirects are not followed" in told["error"]
         receiver.act = say_nothing
         receiver.got.clear()
         client.post(f"/webhooks/{webhook_id}/deliveries/{told['number']}/redeliver").raise_for_status()

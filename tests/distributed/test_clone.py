@@ -12,7 +12,7 @@ from tests.support.small_runs import BATCH, LENGTH, STEPS, numbers
 from tests.support.specs import TINY, may_read
 from tests.support.torchrun import load_checkpoint, write_tokens
 from train_loop.errors import UserError
-from train_loop.preflight import check_model
+from train_loop.preflight.checks import check_model
 from train_loop.run_dir import Parent, RunDir
 from train_loop.spec import ModelSpec
 
@@ -153,14 +153,14 @@ def test_what_is_no_longer_the_model_of_the_checkpoint_is_told_before_anything_r
     for config, told in (
         (TINY, None),
         (TINY | {"intermediate_size": 96}, "model.layers.0.mlp.gate_proj.weight is [96, 32] and was [48, 32], and "),
-        (TINY | {"num_hidden_layers": 1}, "model.layers.1.self_attn.q_proj.weight is not there any more, and "),
-        (TINY | {"num_hidden_layers": 3}, "model.layers.2.self_attn.q_proj.weight is [32, 32] and was not there, and "),
+        (TINY | {"num_hidden_layers": 1}, "model.layers.1.self_attn.q_proj.weight is missing now, and "),
+        (TINY | {"num_hidden_layers": 3}, "model.layers.2.self_attn.q_proj.weight is [32, 32] and was missing, and "),
     ):
         job = small_runs.job_of(folder / "d.parquet", 2).model_copy(update={"model": ModelSpec(config=config)})
         _, problems = check_model(job, may_read(f"file://{folder}"), parent)
         assert [problem.pointer for problem in problems] == ([] if told is None else ["/model/config"])
         for problem in problems:
-            assert f"the model is not that of the checkpoint of step 3 of job-parent: {told}" in problem.message
+            assert f"the model differs from the checkpoint of step 3 of job-parent: {told}" in problem.message
 
 
 def test_a_damaged_checkpoint_of_the_parent_is_told_and_nothing_is_trained(folder: Path) -> None:
@@ -170,10 +170,10 @@ def test_a_damaged_checkpoint_of_the_parent_is_told_and_nothing_is_trained(folde
     run_dir = go_on(folder, "damaged")
     try:
         shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-        with pytest.raises(Exception, match="step 3 of job-parent, from which this run goes on, is damaged") as caught:
+        with pytest.raises(Exception, match="step 3 of job-parent, from which this run starts, is damaged") as caught:
             on_ranks(1, goes_on_alone, folder, "damaged", {"model": DROPOUT})
     finally:
         shard.write_bytes(whole)
     assert UserError.__name__ in str(caught.value)
-    assert "has another SHA-256 than when it was committed; clone the job from another one" in str(caught.value)
+    assert "has another SHA-256 than when it was committed; clone the job from another checkpoint" in str(caught.value)
     assert not small_runs.lines(run_dir)

@@ -22,17 +22,18 @@ from tests.support.crashes import Op, Trace, states
 from tests.support.ranks import on_ranks
 from tests.support.specs import TINY, spec
 from tests.support.torchrun import write_tokens
-from train_loop.assemble import Run, build_run
-from train_loop.checkpoint import image, save
-from train_loop.checkpoint.contents import draft_manifest, tensors_of, tensors_to_save
-from train_loop.checkpoint.load import restore
+from train_loop.checkpoint import save
+from train_loop.checkpoint.files import layout
+from train_loop.checkpoint.restore import restore
 from train_loop.checkpoint.save import Saver
-from train_loop.data.cache import find_dataset
-from train_loop.data.reader import local_stream
-from train_loop.journal import Journal
+from train_loop.checkpoint.state_dict import draft_manifest, tensors_of, tensors_to_save
+from train_loop.data.prepare.cache import find_dataset
+from train_loop.data.stream.local import local_stream
+from train_loop.loop.build import Run, build_run
+from train_loop.loop.session import Session
 from train_loop.run_dir import Fence, RunDir, is_remote, read_lines
-from train_loop.session import Session
-from train_loop.vitals import StepClock
+from train_loop.telemetry.event_log import Journal
+from train_loop.telemetry.timers import StepClock
 
 SEED = 20261122
 ENOUGH = 1000
@@ -57,7 +58,7 @@ def save_and_trace(folder: Path, attempt: int, steps: list[int]) -> list[Op]:
     run = a_run(folder, run_dir, attempt)
     run_dir.checkpoints.mkdir(parents=True, exist_ok=True)
     # Several files a rank, so that a crash can come between them.
-    image.FILE_BYTES = 2**14
+    layout.FILE_BYTES = 2**14
     save.PATIENCE = 0.0
     trace = Trace(run_dir.checkpoints)
     restore(run)

@@ -18,20 +18,20 @@ from tests.support.datasets import parquet_dataset
 from tests.support.ranks import on_ranks
 from tests.support.specs import TINY, spec
 from tests.support.torchrun import write_tokens
-from train_loop.data.cache import pinned_dataset
 from train_loop.data.dataset import Dataset
-from train_loop.data.reader import local_stream
-from train_loop.evaluate import Evaluation, evaluate
-from train_loop.loss import LossRule, TokenLoss
+from train_loop.data.prepare.cache import pinned_dataset
+from train_loop.data.stream.local import local_stream
+from train_loop.loop.evaluate import Evaluation, evaluate
+from train_loop.loop.loss import LossRule, TokenLoss
+from train_loop.loop.session import Session
 from train_loop.model.build import build_model, materialise
-from train_loop.model_folder import model_shape
+from train_loop.model.folder import model_shape
 from train_loop.optim import Ema
 from train_loop.parallel.mesh import build_mesh
 from train_loop.parallel.shard import parallelize
 from train_loop.plan import plan_job
 from train_loop.run import run
 from train_loop.run_dir import RunDir, read_lines
-from train_loop.session import Session
 from train_loop.spec import JobSpec
 
 LENGTH, STEPS = 32, 5

@@ -20,9 +20,9 @@ from tests.support.folders import write_tokenizer
 from tests.support.ranks import on_ranks
 from tests.support.specs import TINY
 from tests.support.torchrun import write_tokens
-from train_loop.checkpoint import export as exporting
-from train_loop.checkpoint.export import export
-from train_loop.checkpoint.full import WAYS, load_model
+from train_loop.checkpoint.export import huggingface as exporting
+from train_loop.checkpoint.export.full import WAYS, load_model
+from train_loop.checkpoint.export.huggingface import export
 from train_loop.errors import CheckpointError, UserError
 from train_loop.model.build import build_model
 from train_loop.run_dir import ExportStatus, ExportWish, RunDir
@@ -205,7 +205,7 @@ def test_whoever_says_nothing_for_a_minute_has_ended(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_exported_is_told(trained: Trained, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="there is no checkpoint of step 7; there are 3"):
+    with pytest.raises(UserError, match="checkpoint of step 7 not found; available steps: 3"):
         export(trained.run_dir, 7, FP32)
     damaged = RunDir(tmp_path / "damaged")
     shutil.copytree(trained.run_dir.root, damaged.root)

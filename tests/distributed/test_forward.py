@@ -10,8 +10,8 @@ import torch.distributed as dist
 from tests.support.gradients import build, my_share, random_rows
 from tests.support.ranks import on_ranks
 from tests.support.specs import TINY, spec
-from train_loop.batch import micro_batches
 from train_loop.errors import ModelError
+from train_loop.loop.batch import micro_batches
 
 
 def error_in_the_forward_pass(peer_leaves: bool, folder: Path, checkpointing: str) -> None:

@@ -17,11 +17,11 @@ from tests.support.ranks import on_ranks, ranks_to_kill
 from tests.support.specs import TINY, spec
 from tests.support.torchrun import load_checkpoint, write_tokens
 from train_loop.checkpoint.manifest import newest_verified
-from train_loop.data.cache import find_dataset
-from train_loop.data.reader import local_stream
+from train_loop.data.prepare.cache import find_dataset
+from train_loop.data.stream.local import local_stream
+from train_loop.loop.session import Session
 from train_loop.run_dir import RunDir, read_lines
-from train_loop.session import Session
-from train_loop.worker import train
+from train_loop.train import train
 
 SEED, KILLS = 5, 22
 ROWS, BATCH, STEPS = 48, 4, 30

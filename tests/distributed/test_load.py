@@ -19,18 +19,18 @@ from tests.support.folders import write_model
 from tests.support.ranks import on_ranks
 from tests.support.specs import TINY, spec
 from tests.support.torchrun import write_tokens
-from train_loop.assemble import build_run
-from train_loop.data.cache import find_dataset
-from train_loop.data.reader import local_stream
+from train_loop.data.prepare.cache import find_dataset
+from train_loop.data.stream.local import local_stream
+from train_loop.loop.build import build_run
+from train_loop.loop.session import Session
 from train_loop.model.build import build_model, own_part
 from train_loop.model.load import give_weights, read_headers
 from train_loop.parallel.mesh import build_mesh
 from train_loop.parallel.shard import parallelize
 from train_loop.plan import plan_mesh
 from train_loop.run_dir import RunDir, read_lines
-from train_loop.session import Session
 from train_loop.spec import JobSpec
-from train_loop.worker import train
+from train_loop.train import train
 
 MESHES = {"fsdp 4": (4, 0, 1), "hsdp 2 x 2": (4, 2, 1), "sp 2": (4, 0, 2), "one rank": (1, 0, 1)}
 FOLDERS: dict[str, dict[str, Any]] = {

@@ -12,16 +12,16 @@ from tests.support.ranks import on_ranks
 from tests.support.small_runs import BATCH, LENGTH, STEPS, events, lines, numbers, run
 from tests.support.specs import TINY
 from tests.support.torchrun import load_checkpoint, write_tokens
-from train_loop import assemble, worker
-from train_loop.assemble import Run
+from train_loop import train
 from train_loop.errors import NonFiniteError
+from train_loop.loop.build import Run, build_run
 
 POISONED = 3
 
 
 def poison(patch: pytest.MonkeyPatch, *, first: int, last: int) -> None:
     """Let the embeddings of rank 1 give NaN in some steps."""
-    build = assemble.build_run
+    build = build_run
 
     def build_poisoned(*arguments: Any) -> Run:
         run = build(*arguments)
@@ -32,7 +32,7 @@ def poison(patch: pytest.MonkeyPatch, *, first: int, last: int) -> None:
         run.state.model.get_input_embeddings().register_forward_hook(spoil)
         return run
 
-    patch.setattr(worker, "build_run", build_poisoned)
+    patch.setattr(train, "build_run", build_poisoned)
 
 
 def said_by_endless_skips(data: Path, folder: Path, **parts: Any) -> str:
@@ -107,5 +107,5 @@ def test_skips_in_a_row_fail_the_run_on_all_ranks_and_are_counted_across_a_resta
     assert {rank["first"] for rank in ranks} == {""}
     assert {rank["resumed"] for rank in ranks} == {
         "step=5, loss=nan, grad_norm=nan is not finite, and max_consecutive_skips=3 steps were skipped in a row; lower "
-        "learning_rate, look at the data of these steps, or start from weights that are finite"
+        "learning_rate, check the data of these steps, or start from finite weights"
     }

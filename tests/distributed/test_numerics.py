@@ -19,10 +19,10 @@ from tests.support.gradients import Gradients, build, divisor, my_share, one_ste
 from tests.support.ranks import on_ranks, ranks_that_stay
 from tests.support.reference import reference
 from tests.support.specs import TINY, spec
-from train_loop.batch import micro_batches
 from train_loop.data.dataset import Rows
+from train_loop.loop.batch import micro_batches
+from train_loop.loop.step import accumulate
 from train_loop.spec import JobSpec
-from train_loop.step import accumulate
 
 VOCAB = TINY["vocab_size"]
 DRAWING_SECONDS = 10
@@ -183,7 +183,7 @@ def step_with_varlen(job: JobSpec, rows: Rows) -> Result:
     """A step through the path that flash attention takes."""
     ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = varlen
     try:
-        with patch("train_loop.assemble.apply_attention", _take_flash):
+        with patch("train_loop.loop.build.apply_attention", _take_flash):
             return one_step(job, rows)
     finally:
         del ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
@@ -202,7 +202,7 @@ def _take_flex(model: Any, *_: Any) -> None:
 
 def logits_by_flex_and_sdpa(job: JobSpec, rows: Rows) -> tuple[Tensor, Tensor]:
     """Forward passes alone: on a CPU flex_attention has no other."""
-    with patch("train_loop.assemble.apply_attention", _take_flex):
+    with patch("train_loop.loop.build.apply_attention", _take_flex):
         flex = logits(job, rows)
     return flex, logits(job, rows)
 

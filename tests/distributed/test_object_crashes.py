@@ -15,12 +15,12 @@ from tests.support.ranks import on_ranks
 from tests.support.storage import bucket_of_runs, run_dir_on_s3
 from tests.support.torchrun import write_tokens
 from train_loop.checkpoint import save
-from train_loop.checkpoint.contents import draft_manifest, tensors_to_save
-from train_loop.checkpoint.load import restore
+from train_loop.checkpoint.files.writer import OwnWriter
+from train_loop.checkpoint.restore import restore
 from train_loop.checkpoint.save import Saver
-from train_loop.checkpoint.write import OwnWriter
+from train_loop.checkpoint.state_dict import draft_manifest, tensors_to_save
 from train_loop.run_dir import RunDir
-from train_loop.vitals import StepClock
+from train_loop.telemetry.timers import StepClock
 
 PLACE = RunDir.at("memory://runs/default/found")
 

@@ -17,12 +17,13 @@ from tests.support.ranks import on_ranks
 from tests.support.small_runs import BATCH, LENGTH, STEPS, events, lines, numbers, run
 from tests.support.specs import TINY
 from tests.support.torchrun import write_tokens
-from train_loop import assemble, flops, worker
-from train_loop.assemble import Run, build_run
+from train_loop import train
 from train_loop.data.dataset import Rows
-from train_loop.data.reader import StreamPlan, local_stream
+from train_loop.data.stream.local import StreamPlan, local_stream
+from train_loop.loop.build import Run, build_run
 from train_loop.plan import MeshPlan
 from train_loop.run_dir import RunDir
+from train_loop.telemetry import flops
 
 PROFILED, STALL, LAG = (2, 5), 0.6, 0.15
 ULYSSES = {"ulysses_size": 2}
@@ -46,7 +47,7 @@ def slow_stream(left: StreamPlan, mesh: MeshPlan, rank: int) -> Iterator[Rows | 
 
 def lag(patch: pytest.MonkeyPatch) -> None:
     """Let rank 1 compute slowly: MLPs in the second step's forward and the fourth one's backward, then an optimizer."""
-    build = assemble.build_run
+    build = build_run
 
     def build_lagging(*arguments: Any) -> Run:
         run = build(*arguments)
@@ -70,7 +71,7 @@ def lag(patch: pytest.MonkeyPatch) -> None:
         run.state.optimizers[0].register_step_pre_hook(sleep_in_optimizer)
         return run
 
-    patch.setattr(worker, "build_run", build_lagging)
+    patch.setattr(train, "build_run", build_lagging)
 
 
 def stall(patch: pytest.MonkeyPatch) -> list[bool]:
@@ -82,7 +83,7 @@ def stall(patch: pytest.MonkeyPatch) -> list[bool]:
         if dist.get_rank() == 1 and step == 3:
             time.sleep(STALL)
 
-    patch.setattr(worker, "collect_garbage", collect)
+    patch.setattr(train, "collect_garbage", collect)
     return automatic
 
 
@@ -187,7 +188,7 @@ def test_profiled_steps_leave_trace_and_memory_of_every_rank_and_change_no_loss(
 
 def test_a_step_to_profile_that_will_not_come_is_warned_of(runs: Path) -> None:
     (warning,) = events(runs / "profiled", "warning")
-    assert warning["message"] == "profile_steps=[7] lie beyond the 6 steps of the run; later steps are not profiled"
+    assert warning["message"] == "profile_steps=[7] are beyond the 6 steps of the run; later steps are not profiled"
 
 
 def stalled_stream(left: StreamPlan, mesh: MeshPlan, rank: int) -> Iterator[Rows | None]:
@@ -201,7 +202,7 @@ def stalled_stream(left: StreamPlan, mesh: MeshPlan, rank: int) -> Iterator[Rows
 def stall_and_not(data: Path, folder: Path) -> None:
     patience = {"timeout": timedelta(seconds=1)}
     run(data, folder / "stalled", place={"open_stream": stalled_stream, **patience})
-    with patch("train_loop.worker.build_run", slow_build):
+    with patch("train_loop.train.build_run", slow_build):
         run(data, folder / "late", place=patience)
     run(data, folder / "sound")
 

@@ -14,18 +14,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.support.ranks import on_ranks
 from tests.support.specs import TINY, spec
 from tests.support.torchrun import load_checkpoint, write_tokens
-from train_loop.assemble import Run, build_run
-from train_loop.batch import StepBatch, micro_batches
-from train_loop.checkpoint.contents import tensors_of
-from train_loop.data.cache import find_dataset
-from train_loop.data.reader import StreamPlan, local_stream
+from train_loop.checkpoint.state_dict import tensors_of
+from train_loop.data.prepare.cache import find_dataset
+from train_loop.data.stream.local import StreamPlan, local_stream
+from train_loop.loop.batch import StepBatch, micro_batches
+from train_loop.loop.build import Run, build_run
+from train_loop.loop.session import Session
+from train_loop.loop.step import accumulate, train_step
 from train_loop.optim.muon import Muon
 from train_loop.run_dir import RunDir, read_lines
-from train_loop.session import Session
 from train_loop.spec import JobSpec
-from train_loop.step import accumulate, train_step
-from train_loop.vitals import StepClock
-from train_loop.worker import next_batch, train
+from train_loop.telemetry.timers import StepClock
+from train_loop.train import next_batch, train
 
 STEPS = 4
 # Nothing divides by four, and k_norm and q_norm have fewer rows than there are ranks.

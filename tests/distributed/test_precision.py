@@ -15,13 +15,13 @@ from tests.support.gradients import build, my_share, random_rows
 from tests.support.ranks import on_ranks
 from tests.support.specs import TINY, spec
 from tests.support.torchrun import load_checkpoint, write_tokens
-from train_loop import assemble, worker
-from train_loop.assemble import Run
-from train_loop.batch import micro_batches
-from train_loop.data.cache import find_dataset
-from train_loop.data.reader import local_stream
+from train_loop import train
+from train_loop.data.prepare.cache import find_dataset
+from train_loop.data.stream.local import local_stream
+from train_loop.loop.batch import micro_batches
+from train_loop.loop.build import Run, build_run
+from train_loop.loop.session import Session
 from train_loop.run_dir import RunDir, read_lines
-from train_loop.session import Session
 
 STEPS, FACTOR = 10, 2.0**25
 RUNS: dict[str, dict[str, Any]] = {
@@ -45,12 +45,12 @@ def train_one(folder: Path, name: str, parts: dict[str, Any]) -> None:
         scaling={"num_workers": dist.get_world_size()},
     )
     session = Session(dist.get_rank(), dist.get_world_size(), 0, 1, RunDir(folder / name), local_stream)
-    worker.train(job, session, find_dataset(job, folder))
+    train.train(job, session, find_dataset(job, folder))
 
 
 def with_a_large_factor(*arguments: Any) -> Run:
     """A run whose scaler begins so high that its first steps overflow."""
-    run = assemble.build_run(*arguments)
+    run = build_run(*arguments)
     run.state.scaler = GradScaler("cpu", init_scale=FACTOR)
     return run
 
@@ -59,7 +59,7 @@ def all_runs(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name, parts in RUNS.items():
             if name == "fp16":
-                patch.setattr(worker, "build_run", with_a_large_factor)
+                patch.setattr(train, "build_run", with_a_large_factor)
             train_one(folder, name, parts)
         if dist.get_rank() == 0:
             shutil.copytree(folder / "fp16", folder / "resumed")

@@ -13,13 +13,13 @@ from torch import Tensor
 from tests.support.ranks import on_ranks
 from tests.support.specs import TINY, spec
 from tests.support.torchrun import load_checkpoint, write_tokens
-from train_loop.data.cache import find_dataset
 from train_loop.data.dataset import Rows
-from train_loop.data.reader import StreamPlan, local_stream
+from train_loop.data.prepare.cache import find_dataset
+from train_loop.data.stream.local import StreamPlan, local_stream
+from train_loop.loop.session import Session
 from train_loop.plan import MeshPlan
 from train_loop.run_dir import RunDir, Stop, read_lines
-from train_loop.session import Session
-from train_loop.worker import train
+from train_loop.train import train
 
 SAMPLES, EPOCHS, BATCH = 21, 4, 8
 STEPS = 11

@@ -102,5 +102,5 @@ def test_another_number_of_ranks_than_the_spec_says_is_no_fault_to_try_again(tmp
     torchrun.write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=TINY["vocab_size"])
     assert WarmRun(a_spec(tmp_path / "d.parquet"), tmp_path / "run", 1).wait(timeout=240) == 1
     assert RunDir(tmp_path / "run").attempt(1).outcome() == Outcome(
-        result="failed", code="user_error", reason="num_workers=2 and 1 ranks started; start 2, or change the spec"
+        result="failed", code="user_error", reason="num_workers=2, but 1 ranks started; start 2, or change the spec"
     )

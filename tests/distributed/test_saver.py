@@ -17,21 +17,22 @@ from torch.distributed.tensor import DTensor
 from tests.support.ranks import on_ranks
 from tests.support.specs import spec
 from tests.support.torchrun import load_checkpoint, write_tokens
-from train_loop import session
-from train_loop.assemble import Run, build_run
-from train_loop.checkpoint import image, newest, save
-from train_loop.checkpoint.contents import draft_manifest, tensors_to_save
-from train_loop.checkpoint.ledgers import ledger_of
-from train_loop.checkpoint.load import restore
+from train_loop.checkpoint import save, select
+from train_loop.checkpoint.files import layout
 from train_loop.checkpoint.manifest import verify
+from train_loop.checkpoint.restore import restore
 from train_loop.checkpoint.save import Saver
-from train_loop.data.cache import find_dataset
-from train_loop.data.reader import local_stream
+from train_loop.checkpoint.state_dict import draft_manifest, tensors_to_save
+from train_loop.checkpoint.store.open import ledger_of
+from train_loop.data.prepare.cache import find_dataset
+from train_loop.data.stream.local import local_stream
 from train_loop.errors import CheckpointError
+from train_loop.loop import session
+from train_loop.loop.build import Run, build_run
+from train_loop.loop.session import Session
 from train_loop.run_dir import Fence, Manifest, RunDir, read_lines
-from train_loop.session import Session
 from train_loop.spec import SaveMode
-from train_loop.vitals import StepClock
+from train_loop.telemetry.timers import StepClock
 
 
 def a_run(folder: Path) -> Run:
@@ -63,7 +64,7 @@ def save_and_train_on(folder: Path, mode: SaveMode, file_bytes: int) -> dict[str
     """The weights that were saved as step 7, to which a resume came back."""
     run = a_run(folder)
     before = whole(run)
-    image.FILE_BYTES = file_bytes
+    layout.FILE_BYTES = file_bytes
     saver = a_saver(run, mode)
     save_at(run, saver, 7)
     with torch.no_grad():
@@ -86,7 +87,7 @@ def save_and_train_on(folder: Path, mode: SaveMode, file_bytes: int) -> dict[str
     return before
 
 
-@pytest.mark.parametrize("file_bytes", [image.FILE_BYTES, 100_000], ids=["a file a rank", "several files"])
+@pytest.mark.parametrize("file_bytes", [layout.FILE_BYTES, 100_000], ids=["a file a rank", "several files"])
 @pytest.mark.parametrize("mode", ["sync", "thread", "process"])
 def test_a_checkpoint_holds_the_step_it_was_taken_at(tmp_path: Path, mode: SaveMode, file_bytes: int) -> None:
     write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=384)
@@ -96,7 +97,7 @@ def test_a_checkpoint_holds_the_step_it_was_taken_at(tmp_path: Path, mode: SaveM
     assert all(torch.equal(found[name], weight) for name, weight in weights.items())
     (manifest,) = RunDir(tmp_path / "run").manifests().values()
     sizes = [file.size for name, file in manifest.files.items() if name.endswith(".distcp")]
-    assert len(sizes) == 2 if file_bytes == image.FILE_BYTES else len(sizes) > 4
+    assert len(sizes) == 2 if file_bytes == layout.FILE_BYTES else len(sizes) > 4
     assert max(sizes) <= file_bytes + 10_000, "tensors up to the limit, and generators behind the last"
 
 
@@ -175,7 +176,7 @@ def resume_from_unreadable(folder: Path) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         for number, times in ((errno.ESTALE, 2), (errno.EACCES, 99), (errno.EIO, 99)):
             patch.setattr(session, "PATIENCE", 30.0 if times == 2 else 0.0)
-            patch.setattr(newest, "verify", unreadable(number, times))
+            patch.setattr(select, "verify", unreadable(number, times))
             again = a_run(folder)
             try:
                 restore(again)

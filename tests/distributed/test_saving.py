@@ -21,14 +21,17 @@ from tests.support.small_runs import LENGTH, STEPS, events, lines, run
 from tests.support.specs import TINY, raw_spec
 from tests.support.torchrun import write_tokens
 from tests.support.waiting import wait_for
-from train_loop import control, preemption, worker
-from train_loop.checkpoint import save, write
+from train_loop import train
+from train_loop.checkpoint import save
+from train_loop.checkpoint.files import writer
 from train_loop.checkpoint.manifest import newest_verified
 from train_loop.checkpoint.save import Saver
 from train_loop.errors import CheckpointError, FencedError
-from train_loop.fencing import check_fence
+from train_loop.faults import preemption
+from train_loop.liveness.fencing import check_fence
+from train_loop.loop import coordination
+from train_loop.loop.session import Preemption
 from train_loop.run_dir import Fence, RunDir, Stop, read_lines
-from train_loop.session import Preemption
 
 DEADLINE = 2e9
 
@@ -51,14 +54,14 @@ def unwritable(*, seconds: float | None = None) -> Iterator[None]:
 
 def forbid(context: pytest.MonkeyPatch) -> None:
     """Every rank may write no file at its first two tries."""
-    write_file, tries = write.write_file, iter(range(2))
+    write_file, tries = writer.write_file, iter(range(2))
 
     def refuse_and_write(path: Path, pieces: Any) -> Any:
         if next(tries, None) is not None:
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return write_file(path, pieces)
 
-    context.setattr(write, "write_file", refuse_and_write)
+    context.setattr(writer, "write_file", refuse_and_write)
 
 
 def said_by(patch: Callable[[pytest.MonkeyPatch], None], run_it: Callable[[], None]) -> str:
@@ -107,7 +110,7 @@ def all_runs(folder: Path) -> dict[str, Any]:
 
 def hold_first_write(context: pytest.MonkeyPatch) -> list[int]:
     """Let the first file wait until a step has been logged that began after it; how many writes ran at once."""
-    written, at_once, now = write.write_file, [], 0
+    written, at_once, now = writer.write_file, [], 0
 
     def wait_and_write(path: Path, pieces: Any) -> Any:
         nonlocal now
@@ -121,7 +124,7 @@ def hold_first_write(context: pytest.MonkeyPatch) -> list[int]:
         finally:
             now -= 1
 
-    context.setattr(write, "write_file", wait_and_write)
+    context.setattr(writer, "write_file", wait_and_write)
     return at_once
 
 
@@ -231,7 +234,7 @@ def test_of_two_attempts_alive_at_once_only_the_newer_commits(tmp_path: Path) ->
         fenced = time.time()
         resumed = max(run_dir.manifests()) + 2
         assert on_ranks(2, endless, tmp_path, 2, resumed + 5) == ["", ""]
-        assert older.result(timeout=60) == ["attempt 2 has taken over from attempt 1, which ends here"] * 2
+        assert older.result(timeout=60) == ["attempt 2 has taken over from attempt 1, which stops"] * 2
     committed = [e for e in read_lines(run_dir.attempt(1).events) if e["event"] == "checkpoint_committed"]
     # A commit that had looked at the fence before it was written may still be told of.
     assert sum(event["time"] > fenced for event in committed) <= 1
@@ -264,7 +267,7 @@ def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint(tmp_path: Path, nu
 def pause_and_damage(data: Path, folder: Path) -> None:
     """A pause whose checkpoint is damaged as soon as it is committed: every rank hears of it, not only its reader."""
     RunDir(folder).write_stop(Stop(mode="pause", attempt=1))
-    close = worker.close
+    close = train.close
 
     def close_and_damage(saver: Saver, stop: Stop | None) -> str | None:
         told = close(saver, stop)
@@ -277,13 +280,13 @@ def pause_and_damage(data: Path, folder: Path) -> None:
         return told
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "close", close_and_damage)
-        patch.setattr(control.StopSign, "seen", property(after_three_steps(folder)))
+        patch.setattr(train, "close", close_and_damage)
+        patch.setattr(coordination.StopSign, "seen", property(after_three_steps(folder)))
         with pytest.raises(CheckpointError, match=r"step 3, just committed, is damaged: .* has another SHA-256"):
             run(data, folder, place={"proves_pauses": True})
 
 
-def after_three_steps(folder: Path) -> Callable[[control.StopSign], Stop | None]:
+def after_three_steps(folder: Path) -> Callable[[coordination.StopSign], Stop | None]:
     """A stop sign that is seen once three steps are done."""
     return lambda sign: RunDir(folder).stop(attempt=1) if len(lines(folder)) >= 3 else None
 

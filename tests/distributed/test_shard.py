@@ -11,8 +11,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from tests.support.gradients import build, my_share, random_rows
 from tests.support.ranks import on_ranks
 from tests.support.specs import TINY, spec
-from train_loop.batch import MicroBatch, micro_batches
-from train_loop.step import accumulate
+from train_loop.loop.batch import MicroBatch, micro_batches
+from train_loop.loop.step import accumulate
 
 LAYERS = [f"model.layers.{n}" for n in range(2)]
 HALVES = [f"{layer}.{half}" for layer in LAYERS for half in ("self_attn", "mlp")]

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from service import ports
-from service.adapters.run_dirs import LocalRunDirs
-from service.follow import Reader, read_page
+from service.adapters.storage.run_dirs import LocalRunDirs
 from service.ports import Cursor, Written
+from service.use_cases.runs.streams import Reader, read_page
 from tests.support.nfs import act_like_nfs
 from tests.support.ranks import on_ranks, ranks_to_kill
 from tests.support.s3 import S3Server
@@ -23,11 +23,11 @@ from tests.support.specs import TINY
 from tests.support.storage import bucket_of_runs, run_dir_on_s3
 from tests.support.torchrun import write_tokens
 from tests.support.waiting import wait_for
-from train_loop.checkpoint.export import export
+from train_loop.checkpoint.export.huggingface import export
+from train_loop.checkpoint.export.tensors import SavedTensors
 from train_loop.checkpoint.manifest import newest_verified, verify
-from train_loop.checkpoint.saved import SavedTensors
-from train_loop.logs import open_log
 from train_loop.run_dir import ExportWish, Outcome, RunDir, Stop, flush_all, read_lines, storage_failed
+from train_loop.telemetry.logs import open_log
 
 Place = Callable[[str], RunDir]
 

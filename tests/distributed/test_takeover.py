@@ -13,11 +13,11 @@ import torch.distributed as dist
 from tests.support.ranks import on_ranks
 from tests.support.specs import spec
 from tests.support.waiting import wait_for
-from train_loop.data import stream
-from train_loop.data.cache import find_dataset
 from train_loop.data.dataset import Rows
 from train_loop.data.order import Order, StepOrder
-from train_loop.data.reader import StreamPlan, local_stream
+from train_loop.data.prepare.cache import find_dataset
+from train_loop.data.stream import ray_data
+from train_loop.data.stream.local import StreamPlan, local_stream
 from train_loop.plan import MeshPlan
 
 STEPS, MESH = 12, MeshPlan(ddp=2, fsdp=1, sp=1)
@@ -40,12 +40,12 @@ def take(folder: Path, before: tuple[int, ...]) -> tuple[list[list[int]], list[i
         began.append(plan.start)
         return local_stream(plan, mesh, rank)
 
-    takeovers, begin = list[stream._Takeover](), stream._Takeover.begin
+    takeovers, begin = list[ray_data._Takeover](), ray_data._Takeover.begin
     with (
-        patch.object(stream, "_streamed", streamed),
-        patch.object(stream._Takeover, "begin", lambda takeover, after: takeovers.append(takeover)),
+        patch.object(ray_data, "_streamed", streamed),
+        patch.object(ray_data._Takeover, "begin", lambda takeover, after: takeovers.append(takeover)),
     ):
-        rows = stream.ray_stream(plan_of(folder), MESH, rank)
+        rows = ray_data.ray_stream(plan_of(folder), MESH, rank)
         # A step counts as taken once the next one is asked for.
         received = [next(rows) for _ in range(before[rank] + 1)]
         dist.barrier()

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from tests.support.ranks import on_ranks
 from tests.support.specs import TINY, spec
 from tests.support.torchrun import load_checkpoint, write_tokens
-from train_loop.data.cache import find_dataset, pinned_dataset
-from train_loop.data.reader import local_stream
+from train_loop.data.prepare.cache import find_dataset, pinned_dataset
+from train_loop.data.stream.local import local_stream
 from train_loop.errors import DataError
+from train_loop.loop.session import Session
 from train_loop.run_dir import RunDir, read_lines, write_durably
-from train_loop.session import Session
 from train_loop.spec import JobSpec
-from train_loop.worker import train
+from train_loop.train import train
 
 STEPS = 4
 MESHES = {"fsdp": (0, 1), "fsdp x sp": (0, 2), "hsdp": (2, 1), "hsdp x sp": (2, 2), "sp": (0, 4)}
@@ -121,7 +121,7 @@ def test_files_that_are_read_as_they_are_must_not_change_under_a_run(tmp_path: P
     write_durably(run_dir.data, dataset.model_dump_json())
     assert pinned_dataset(job, run_dir.data) == dataset
     write_tokens(data, rows=41, length=32, vocab=TINY["vocab_size"])
-    with pytest.raises(DataError, match="have changed since the run began; put them back, or start a new run"):
+    with pytest.raises(DataError, match="have changed since the run began; restore them, or start a new run"):
         pinned_dataset(job, run_dir.data)
 
 

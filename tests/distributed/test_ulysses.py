@@ -10,12 +10,12 @@ from torch.amp import GradScaler
 from tests.support.gradients import build, divisor, my_share, random_rows
 from tests.support.ranks import on_ranks
 from tests.support.specs import TINY, spec
-from train_loop.batch import micro_batches
 from train_loop.errors import ModelError
+from train_loop.loop.batch import micro_batches
+from train_loop.loop.step import accumulate
 from train_loop.model.build import build_model
 from train_loop.parallel.ulysses import apply_ulysses, heads_to_seq, seq_to_heads
-from train_loop.step import accumulate
-from train_loop.vitals import ComputeTimer
+from train_loop.telemetry.timers import ComputeTimer
 
 
 def exchange() -> dict[str, bool]:
@@ -80,4 +80,6 @@ def bypassed() -> str:
 
 def test_a_model_that_bypasses_the_registry_is_refused() -> None:
     said: list[Any] = on_ranks(2, bypassed)
-    assert all("Ulysses is not in force" in message and "choose ulysses_size: 1" in message for message in said)
+    assert all(
+        "Ulysses is not active in all layers" in message and "choose ulysses_size: 1" in message for message in said
+    )

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import train_loop.plan.head
+import train_loop.plan.memory
 from tests.support.gradients import Gradients, one_step, random_rows
 from tests.support.ranks import on_ranks
 from tests.support.specs import TINY, spec
@@ -68,7 +68,7 @@ def job(parts: Parts, sp: int, tied: bool) -> JobSpec:
 
 def run_all(variants: dict[str, Parts]) -> dict[tuple[str, int, bool], Result]:
     """Every variant of every model."""
-    train_loop.plan.head.CHUNK_BYTES = 12 * TINY["vocab_size"] * 5  # chunks of 5 tokens
+    train_loop.plan.memory.CHUNK_BYTES = 12 * TINY["vocab_size"] * 5  # chunks of 5 tokens
     rows = random_rows(SAMPLES, LENGTH, vocab=TINY["vocab_size"], packed=True)
     found = {
         (name, sp, tied): one_step(job(parts, sp, tied), rows)

@@ -14,12 +14,12 @@ from tests.support.gradients import Gradients, one_step, random_rows
 from tests.support.ranks import on_ranks
 from tests.support.specs import TINY, spec
 from tests.support.torchrun import write_tokens
-from train_loop.data.cache import find_dataset
 from train_loop.data.dataset import IGNORE
-from train_loop.data.reader import local_stream
+from train_loop.data.prepare.cache import find_dataset
+from train_loop.data.stream.local import local_stream
+from train_loop.loop.session import Session
 from train_loop.run_dir import RunDir, read_lines
-from train_loop.session import Session
-from train_loop.worker import train
+from train_loop.train import train
 
 STEPS, VOCAB = 2, TINY["vocab_size"]
 LOSSES = {"z_loss": 0.01, "label_smoothing_factor": 0.1}

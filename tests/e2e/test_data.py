@@ -14,14 +14,14 @@ import pytest
 from tests.support.folders import write_model, write_tokenizer
 from tests.support.own_ray import own_ray
 from tests.support.specs import spec
-from train_loop.data.cache import evaluation_spec, find_dataset
 from train_loop.data.dataset import Rows
 from train_loop.data.order import Order
-from train_loop.data.prepare import prepare
-from train_loop.data.read import read_rows
-from train_loop.data.tokenizer import load_tokenizer
+from train_loop.data.prepare.cache import evaluation_spec, find_dataset
+from train_loop.data.prepare.pipeline import prepare
+from train_loop.data.prepare.tokenizer import load_tokenizer
+from train_loop.data.stream.local import read_rows
 from train_loop.errors import DataError
-from train_loop.failure import failed
+from train_loop.faults.failure import failed
 from train_loop.spec import JobSpec
 
 
@@ -149,7 +149,7 @@ def test_tokenised_rows_are_packed_with_their_labels(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"good \xff bad", "a.txt: no UTF-8 text: .* correct the row, or set on_bad_rows: skip"),
+        (b"good \xff bad", "a.txt: not UTF-8 text: .* correct the row, or set on_bad_rows: skip"),
         (b"", "holds no tokens; an empty dataset cannot be trained on"),
     ],
 )
@@ -179,14 +179,16 @@ def test_a_model_folder_brings_its_tokenizer(tmp_path: Path) -> None:
 def test_bad_rows_are_refused_by_line_or_left_out_and_listed(tmp_path: Path) -> None:
     rows = [json.dumps({"text": words(n)}) for n in (5, 9, 3)]
     (tmp_path / "a.jsonl").write_text("\n".join([rows[0], "oops", "", rows[1], '{"text": null}', rows[2]]))
-    with pytest.raises(DataError, match=r"a.jsonl, line 2: no JSON: .*; correct the row, or set on_bad_rows: skip"):
+    with pytest.raises(
+        DataError, match=r"a.jsonl, line 2: invalid JSON: .*; correct the row, or set on_bad_rows: skip"
+    ):
         prepare(text_spec(tmp_path / "a.jsonl"), tmp_path / "_cache", heard()[1])
     told: list[dict[str, Any]] = []
     skipping = text_spec(tmp_path / "a.jsonl", on_bad_rows="skip")
     dataset = prepare(skipping, tmp_path / "_cache", lambda name, **fields: told.append({"event": name} | fields))
     (skipped,) = [event for event in told if event["event"] == "bad_rows_skipped"]
     assert skipped["count"] == dataset.parts[0].bad_rows == 2
-    assert skipped["rows"][0].startswith(f"{tmp_path}/a.jsonl, line 2: no JSON: ")
+    assert skipped["rows"][0].startswith(f"{tmp_path}/a.jsonl, line 2: invalid JSON: ")
     assert skipped["rows"][1] == f"{tmp_path}/a.jsonl, line 5: column 'text' holds null where text is needed"
     assert dataset.tokenizer is not None
     expected = load_tokenizer(dataset.tokenizer).encode([words(n) for n in (5, 9, 3)])
@@ -268,7 +270,7 @@ def test_a_file_that_changes_while_it_is_prepared_is_under_no_name(tmp_path: Pat
         if event == "preparing":
             (tmp_path / "a.jsonl").write_text(json.dumps({"text": words(8)}))
 
-    with pytest.raises(DataError, match=r"a.jsonl or its tokenizer has changed while it was prepared; start"):
+    with pytest.raises(DataError, match=r"a.jsonl or its tokenizer changed during preparation; restart"):
         prepare(text_spec(tmp_path / "a.jsonl"), tmp_path / "_cache", report)
     assert not list((tmp_path / "_cache").glob("*/dataset.json"))
 
@@ -282,14 +284,14 @@ def test_a_tokenizer_that_changes_while_it_is_used_is_under_no_name(tmp_path: Pa
             write_tokenizer(tmp_path / "tokenizer", words=301)
 
     job = spec(data={"train": {"path": str(tmp_path / "a.jsonl")}}, model={"tokenizer": str(tmp_path / "tokenizer")})
-    with pytest.raises(DataError, match=r"a.jsonl or its tokenizer has changed while it was prepared; start again"):
+    with pytest.raises(DataError, match=r"a.jsonl or its tokenizer changed during preparation; restart"):
         prepare(job, tmp_path / "_cache", report)
     assert not list((tmp_path / "_cache").glob("*/dataset.json"))
 
 
 def test_half_a_character_is_a_bad_row_to_a_tokenizer_too(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "\\ud800"}\n' + json.dumps({"text": words(9)}))
-    with pytest.raises(DataError, match=r"a.jsonl, line 1: column 'text' holds text that is no Unicode"):
+    with pytest.raises(DataError, match=r"a.jsonl, line 1: column 'text' holds text that is not Unicode"):
         prepare(text_spec(tmp_path / "a.jsonl", on_bad_rows="fail"), tmp_path / "_cache", heard()[1])
     dataset = prepare(text_spec(tmp_path / "a.jsonl", on_bad_rows="skip"), tmp_path / "_cache", heard()[1])
     assert dataset.parts[0].bad_rows == 1
@@ -301,7 +303,10 @@ def test_tokenised_rows_are_treated_alike_whether_much_or_little(tmp_path: Path)
     plain = text_spec(tmp_path / "a.parquet", columns={"input_ids": "ids"}, packing=False)
     rows = read_rows(prepare(plain, tmp_path / "_cache", heard()[1]), np.arange(4))
     assert rows.lengths.tolist() == [16, 16, 4, 9]
-    for wrong, message in ((None, "null where a list of whole numbers"), ([2, 384], "384 at position 1, which is no")):
+    for wrong, message in (
+        (None, "null where a list of whole numbers"),
+        ([2, 384], "384 at position 1, which is not in the"),
+    ):
         pq.write_table(pa.table({"ids": [[1], wrong]}), tmp_path / "a.parquet")
         with pytest.raises(DataError, match=rf"a.parquet, row 1: column 'ids' holds {message}"):
             prepare(plain, tmp_path / "_cache", heard()[1])

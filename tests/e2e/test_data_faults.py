@@ -22,15 +22,14 @@ from tests.support.own_ray import own_ray
 from tests.support.s3 import S3Server, s3_server
 from tests.support.specs import raw_spec, spec
 from tests.support.waiting import wait_for
-from train_loop.data.cache import find_dataset
 from train_loop.data.dataset import Dataset, Rows
 from train_loop.data.order import Order, StepOrder
-from train_loop.data.pack import Sample
-from train_loop.data.prepare import prepare
-from train_loop.data.read import read_rows
-from train_loop.data.reader import StreamPlan
+from train_loop.data.prepare.cache import find_dataset
+from train_loop.data.prepare.packing import Sample
+from train_loop.data.prepare.pipeline import prepare
 from train_loop.data.shards import write_part
-from train_loop.data.stream import BLOCKS_HELD, block_bytes, by_step, open_splits
+from train_loop.data.stream.local import StreamPlan, read_rows
+from train_loop.data.stream.ray_data import BLOCKS_HELD, block_bytes, by_step, open_splits
 from train_loop.spec import JobSpec, parse
 
 
@@ -216,7 +215,7 @@ def test_what_is_read_ahead_is_bounded_however_much_there_is(tmp_path: Path, mon
     """Data more than ten times larger than what may wait for two ranks that take their time."""
     rows, length = 4096, 2048
     # Small blocks, so that there are many of them.
-    monkeypatch.setattr("train_loop.data.stream._BLOCK_STEPS", 8)
+    monkeypatch.setattr("train_loop.data.stream.ray_data._BLOCK_STEPS", 8)
     draw = np.random.default_rng(0)
     samples = (Sample(draw.integers(0, 99, length, np.int32), None, None, [length]) for _ in range(rows))
     dataset = Dataset(fingerprint="x", parts=(write_part(samples, tmp_path),), sequence_length=length)

@@ -15,7 +15,7 @@ from ray.cluster_utils import Cluster
 from tests.support.specs import TINY, spec
 from tests.support.torchrun import write_tokens
 from tests.support.waiting import wait_for
-from train_loop.data import stream
+from train_loop.data.stream import ray_data
 from train_loop.run_dir import RunDir, Stop, read_lines
 
 
@@ -52,7 +52,8 @@ def test_a_run_whose_node_is_drained_saves_at_once(tmp_path: Path) -> None:
         return [line for line in read_lines(run_dir.attempt(1).events) if line["event"] == name]
 
     with two_nodes() as (address, spot):
-        command = [sys.executable, "-m", "train_loop.driver", "--run-dir", str(run_dir.root), "--attempt", "1"]
+        command = [sys.executable, "-m", "train_loop.ray_train.driver"]
+        command += ["--run-dir", str(run_dir.root), "--attempt", "1"]
         driver = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
         try:
             # Ray Data has not started: on a node that is drained nothing is placed any more.
@@ -75,7 +76,7 @@ def test_a_run_whose_node_is_drained_saves_at_once(tmp_path: Path) -> None:
             assert sorted(run_dir.manifests()) == [committed["step"]]
             # The run goes on where it is, for as long as the node lasts, also when Ray Data cannot start there.
             (started,) = (line["time"] for line in events("training_started"))
-            after = float(str(started)) + stream._WORTH_IT + 10
+            after = float(str(started)) + ray_data._WORTH_IT + 10
             metrics = run_dir.attempt(1).metrics
             wait_for(lambda: any(line["time"] > after for line in read_lines(metrics)), "later steps")
             assert len(events("training_started")) == 1

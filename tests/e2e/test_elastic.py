@@ -9,7 +9,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from service.domain.job import JobState
+from service.domain.jobs.job import JobState
 from tests.support.live import LiveService
 from tests.support.waiting import wait_for
 

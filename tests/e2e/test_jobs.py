@@ -16,12 +16,11 @@ import pytest
 import torch
 from pydantic import JsonValue
 
-from service.adapters.ray_head import read_head
-from service.adapters.ray_jobs import RayAddress, RayJobs
-from service.api.doctor_schemas import ExaminationOut
-from service.client import ApiError
-from service.domain.checkup import Reach
-from service.domain.job import JobState
+from service.adapters.ray.head import read_head
+from service.adapters.ray.jobs import RayAddress, RayJobs
+from service.api.schemas import ExaminationOut
+from service.domain.doctor.checks import Reach
+from service.domain.jobs.job import JobState
 from tests.support.folders import write_tokenizer
 from tests.support.live import LiveService
 from tests.support.memory import memory_group
@@ -31,6 +30,7 @@ from tests.support.specs import TINY
 from tests.support.torchrun import load_checkpoint, write_tokens
 from tests.support.waiting import wait_for
 from train_loop.checkpoint.manifest import newest_verified
+from trainshed import ApiError
 
 pytestmark = pytest.mark.timeout(400)
 STEPS = 40
@@ -145,7 +145,7 @@ def test_conversations_on_s3_and_local_text_are_mixed_evaluated_and_end_by_token
     job = service.wait_for_state(job_id, JobState.SUCCEEDED)
     (skipped,) = service.events(job_id, "bad_rows_skipped")
     assert skipped["count"] == 40
-    assert skipped["rows"][0].startswith("s3://corpus/open/talks/a.jsonl.gz, line 2: no JSON")
+    assert skipped["rows"][0].startswith("s3://corpus/open/talks/a.jsonl.gz, line 2: invalid JSON")
     (prepared,) = service.events(job_id, "prepared")
     (conversations, texts) = prepared["sources"]
     assert (conversations["path"], texts["path"]) == ("s3://corpus/open/talks/", "stdlib://json/*.py")
@@ -255,7 +255,7 @@ def test_job_whose_rank_the_kernel_kills_for_lack_of_memory_is_tried_once_more(s
     assert "two worker groups ran out of memory" in job.reason.message
     assert "rank 1 on " in job.reason.message
     assert "was killed by the kernel because its host or container ran out of memory" in job.reason.message
-    assert "what helps, cheapest first: failure.spare_workers: false" in job.reason.message
+    assert "remedies, cheapest first: failure.spare_workers: false" in job.reason.message
     assert {loss["cause"] for loss in service.events(job_id, "workers_lost")} == {"out_of_memory"}
     assert len(service.events(job_id, "training_started")) == 2
 
@@ -307,7 +307,7 @@ def test_a_clone_goes_on_from_the_checkpoint_of_another_job(service: LiveService
         service.client.clone(reference, overrides={"model": {"config": {"hidden_size": 64}}, "training": MORE})
     (problem,) = refused.value.problem.errors or []
     assert problem.pointer == "/model/config"
-    assert "the model is not that of the checkpoint of step 40" in problem.message
+    assert "the model differs from the checkpoint of step 40" in problem.message
     first = service.client.checkpoints(reference).data[0].step
     clones = (
         service.client.clone(reference, from_checkpoint=first),
@@ -397,7 +397,7 @@ def test_bad_input_is_refused_over_http_with_rule_value_and_remedy(service: Live
 def test_a_job_too_big_for_the_cluster_stays_queued_with_a_reason(service: LiveService) -> None:
     job_id = service.submit(training={"global_batch_size": 16}, scaling={"num_workers": 16})
     reason = wait_for(lambda: service.client.job(job_id).reason, "a reason")
-    assert (reason.code, reason.message) == ("unschedulable", "16 workers need 8 CPU where the cluster has 3")
+    assert (reason.code, reason.message) == ("unschedulable", "16 workers need 8 CPU (the cluster has 3)")
     assert reason.remedy == "add nodes, or cancel and submit fewer or smaller workers"
     assert service.client.job(job_id).state is JobState.QUEUED
     service.client.cancel(job_id)

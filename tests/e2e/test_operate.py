@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from service.domain.job import JobState
+from service.domain.jobs.job import JobState
 from tests.support.live import LiveService, small_job
 from train_loop.run_dir import RunDir, read_lines
 
@@ -26,7 +26,7 @@ def trainshed(home: Path, *arguments: str) -> None:
     """As an operator types it."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRAINSHED_")}
     environment["TRAINSHED_HOME"] = str(home)
-    command = [sys.executable, "-m", "service.cli.main", *arguments]
+    command = [sys.executable, "-m", "trainshed.cli.main", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 

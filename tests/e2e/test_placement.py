@@ -18,9 +18,9 @@ from ray.train.v2._internal.execution.worker_group.state import WorkerGroupConte
 from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, Worker
 
 from tests.support.waiting import wait_for
-from train_loop import raylet
-from train_loop.placement import Nodes, Placement
 from train_loop.plan import lay_out, splits
+from train_loop.ray_train import raylet
+from train_loop.ray_train.placement import Nodes, Placement
 from train_loop.spec import ScalingSpec
 
 SIZES = (1, 2, 3, 4)

@@ -11,12 +11,12 @@ import torch.distributed as dist
 import yaml
 
 from tests.support.ranks import on_ranks
-from train_loop.data.cache import find_dataset
-from train_loop.data.reader import local_stream
+from train_loop.data.prepare.cache import find_dataset
+from train_loop.data.stream.local import local_stream
+from train_loop.loop.session import Session
 from train_loop.run_dir import RunDir, read_lines
-from train_loop.session import Session
 from train_loop.spec import parse
-from train_loop.worker import train
+from train_loop.train import train
 
 STEPS = 16
 MESHES: dict[str, dict[str, Any]] = {

@@ -15,11 +15,13 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from tests.support.own_ray import own_ray
 from tests.support.waiting import wait_for
-from train_loop import raylet, spare
-from train_loop.spare import Environment, Spares, start_ahead, task_environment, worker_environment
+from train_loop.ray_train import prestart, raylet
+from train_loop.ray_train.prestart import Spares, start_ahead
 from train_loop.spec import ScalingSpec
+from train_loop.system import ray_env
+from train_loop.system.ray_env import Environment, task_environment, worker_environment
 
-SLOWEST_IMPORT = "train_loop.rank"
+SLOWEST_IMPORT = "train_loop.ray_train.worker"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,7 +30,8 @@ def cluster() -> Iterator[None]:
         # Set for all tests, it would hide what a spare has read of it before its time.
         patch.delenv("OMP_NUM_THREADS", raising=False)
         # Each test begins when the workers of its driver would have been started.
-        patch.setattr(spare, "_AHEAD_WITHIN", -1.0)
+        for module in (ray_env, prestart):
+            patch.setattr(module, "AHEAD_SECONDS", -1.0)
         with own_ray(store_bytes=100_000_000):
             yield
 
@@ -53,7 +56,7 @@ class Worker:
         return int(ray.get(task.remote()))
 
     def ask(self) -> None:
-        spare._WORTH_IT = 0.0
+        prestart._WORTH_IT = 0.0
         spares = Spares(1)
         spares.keep()
         # Once is enough.
@@ -100,7 +103,7 @@ def test_a_worker_takes_the_spare_that_was_kept_for_it_and_a_task_does_not() -> 
 
 def test_a_run_that_has_just_begun_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[int]()
-    monkeypatch.setattr(spare, "_start_here", asked.append)
+    monkeypatch.setattr(prestart, "_start_here", asked.append)
     young, none, grown = Spares(2), Spares(0), Spares(2)
     grown._due = time.monotonic()
     for one in (young, none, grown, grown):
@@ -111,7 +114,7 @@ def test_a_run_that_has_just_begun_has_none(monkeypatch: pytest.MonkeyPatch) -> 
 def test_where_ray_knows_no_such_call_a_run_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("train_loop.raylet.NodeManagerServiceStub", lambda channel: object())
+    monkeypatch.setattr("train_loop.ray_train.raylet.NodeManagerServiceStub", lambda channel: object())
     start_ahead(scaling(1), worker_environment(cpus=1))
     wait_for(lambda: "workers will wait for imports" in caplog.text, "a warning")
     assert "no attribute 'PrestartWorkers'" in caplog.text
@@ -120,7 +123,8 @@ def test_where_ray_knows_no_such_call_a_run_goes_on(
 def test_workers_of_a_trainer_take_the_processes_that_its_driver_had_started(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(spare, "_AHEAD_WITHIN", 60.0)
+    for module in (ray_env, prestart):
+        monkeypatch.setattr(module, "AHEAD_SECONDS", 60.0)
     monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "1")
     environment = worker_environment(cpus=1)
     start_ahead(scaling(2), environment)
@@ -143,12 +147,12 @@ def test_nothing_is_started_ahead_before_there_is_room(monkeypatch: pytest.Monke
         looks.append(1)
         return usable() if len(looks) > 2 else ({}, {})
 
-    monkeypatch.setattr(spare, "_LOOK_FOR_ROOM", 0.01)
+    monkeypatch.setattr(prestart, "_LOOK_FOR_ROOM", 0.01)
     monkeypatch.setattr(raylet, "prestart", lambda counts, *_, **__: asked.append(counts))
-    spare._start_ahead(scaling(1, cpus=100_000.0), worker_environment(cpus=1))
+    prestart._start_ahead(scaling(1, cpus=100_000.0), worker_environment(cpus=1))
     assert asked == [], "there is no room at all"
     monkeypatch.setattr(raylet, "usable", look)
-    monkeypatch.setattr(spare, "_AHEAD_WITHIN", 60.0)
-    spare._start_ahead(scaling(1), worker_environment(cpus=1))
+    monkeypatch.setattr(prestart, "AHEAD_SECONDS", 60.0)
+    prestart._start_ahead(scaling(1), worker_environment(cpus=1))
     assert [list(counts.values()) for counts in asked] == [[1]]
     assert len(looks) == 3

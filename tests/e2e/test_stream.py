@@ -17,14 +17,13 @@ from ray.data import DataIterator
 from tests.support.own_ray import own_ray
 from tests.support.specs import spec
 from tests.support.waiting import wait_for
-from train_loop.data import stream
-from train_loop.data.cache import find_dataset
 from train_loop.data.dataset import Dataset, Rows
 from train_loop.data.order import Order, StepOrder
-from train_loop.data.prepare import prepare
-from train_loop.data.read import read_rows
-from train_loop.data.reader import StreamPlan
-from train_loop.data.stream import by_step, open_splits, ray_stream
+from train_loop.data.prepare.cache import find_dataset
+from train_loop.data.prepare.pipeline import prepare
+from train_loop.data.stream import ray_data
+from train_loop.data.stream.local import StreamPlan, read_rows
+from train_loop.data.stream.ray_data import by_step, open_splits, ray_stream
 from train_loop.plan import MeshPlan
 from train_loop.spec import JobSpec
 
@@ -89,14 +88,14 @@ def first_rows_are_there() -> bool:
 def test_a_run_that_ends_before_ray_data_is_worth_it_starts_none(
     numbered: Dataset, alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "open_splits", lambda *_: pytest.fail("Ray Data was started"))
+    monkeypatch.setattr(ray_data, "open_splits", lambda *_: pytest.fail("Ray Data was started"))
     start, per_rank = 8, 4
     deal = StepOrder(Order(200, 0, shuffle=True, dataset="x", end=start + 40 * per_rank), 1, per_rank)
     rows = list(ray_stream(StreamPlan(numbered, deal, start, 40), ALONE, 0))
     assert [one.samples.tolist() for one in rows if one] == [
         deal.step(start + k * per_rank)[0].tolist() for k in range(40)
     ]
-    wait_for(first_rows_are_there, "the end of the thread that would have started it", seconds=stream._WORTH_IT / 2)
+    wait_for(first_rows_are_there, "the end of the thread that would have started it", seconds=ray_data._WORTH_IT / 2)
 
 
 @pytest.mark.parametrize(("before", "late"), [(0, 0), (0, 1), (7, 10), (16, 24), (39, 1)])
@@ -117,11 +116,11 @@ def test_until_ray_data_has_started_the_ranks_read_on_themselves(
         own.extend(ids.tolist())
         return read_rows(dataset, ids)
 
-    begin = stream._Takeover.begin
-    takeovers = list[stream._Takeover]()
-    monkeypatch.setattr(stream._Takeover, "begin", lambda takeover, after: takeovers.append(takeover))
-    monkeypatch.setattr(stream, "open_splits", open_late)
-    monkeypatch.setattr("train_loop.data.reader.read_rows", read_here)
+    begin = ray_data._Takeover.begin
+    takeovers = list[ray_data._Takeover]()
+    monkeypatch.setattr(ray_data._Takeover, "begin", lambda takeover, after: takeovers.append(takeover))
+    monkeypatch.setattr(ray_data, "open_splits", open_late)
+    monkeypatch.setattr("train_loop.data.stream.local.read_rows", read_here)
     deal = StepOrder(Order(200, 0, shuffle=True, dataset="x", end=168), 1, 4)
     rows = ray_stream(StreamPlan(numbered, deal, 8, 40), ALONE, 0)
     received = list(itertools.islice(rows, before))
@@ -145,7 +144,7 @@ def test_what_goes_wrong_while_ray_data_starts_is_raised_where_its_rows_are_take
     def fail(*_: object) -> list[DataIterator]:
         raise OSError("no such storage")
 
-    monkeypatch.setattr(stream, "open_splits", fail)
+    monkeypatch.setattr(ray_data, "open_splits", fail)
     deal = StepOrder(Order(200, 0, shuffle=True, dataset="x", end=80), 1, 4)
     rows = ray_stream(StreamPlan(numbered, deal, 0, 20), ALONE, 0, after=0.0)
     assert next(rows) is not None
@@ -156,7 +155,7 @@ def test_what_goes_wrong_while_ray_data_starts_is_raised_where_its_rows_are_take
 
 def test_ranks_together_read_hardly_more_than_their_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read amplification, 1.2 at most: bytes that Data workers take from files for each byte of the samples."""
-    length, count, read_block = 4096, 512, stream._read_block
+    length, count, read_block = 4096, 512, ray_data._read_block
     table = pa.table({"ids": [np.full(length, i % 300, np.int32) for i in range(count)]})
     pq.write_table(table, tmp_path / "rows.parquet")
     rows = tokens_spec(tmp_path / "rows.parquet", sequence_length=length)
@@ -172,7 +171,7 @@ def test_ranks_together_read_hardly_more_than_their_rows(tmp_path: Path, monkeyp
         (tmp_path / f"block-{batch['id'][0]}").write_text(str(bytes_read() - before))
         return block
 
-    monkeypatch.setattr(stream, "_read_block", counting)
+    monkeypatch.setattr(ray_data, "_read_block", counting)
     plan = StreamPlan(dataset, StepOrder(Order(count, 0, True, "x", end=count // 2), dp=2, per_rank=4), 0, count // 16)
     splits = open_splits(plan, 0, plan.steps)
     with ThreadPoolExecutor(2) as pool:

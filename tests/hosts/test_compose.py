@@ -13,13 +13,13 @@ import httpx
 import pytest
 import yaml
 
-from service.client import Client
-from service.domain.job import JobState
+from service.domain.jobs.job import JobState
 from tests.support.compose import OURS, Service, ports, read, why_not
 from tests.support.containers import run
 from tests.support.host_cluster import host_job
 from tests.support.hosts import Lab, lab
 from tests.support.waiting import wait_for
+from trainshed import Client
 
 pytestmark = pytest.mark.timeout(400)
 WORKERS = 2

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from service.domain.job import JobState
+from service.domain.jobs.job import JobState
 from tests.support.host_cluster import HostCluster, host_cluster
 from tests.support.hosts import Host
 

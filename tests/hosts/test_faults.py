@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from service.api.schemas import JobOut
-from service.domain.finding import Verdict
-from service.domain.job import JobState
+from service.domain.doctor.finding import Verdict
+from service.domain.jobs.job import JobState
 from tests.support.host_cluster import HostCluster, host_cluster, host_job
 from tests.support.hosts import Host
 from tests.support.waiting import wait_for
@@ -197,7 +197,7 @@ def test_head_that_does_not_answer_is_named_while_training_goes_on(cluster: Host
     try:
         message = wait_for(lambda: cluster.waits_for(job_id, "cluster_unreachable"), "a reason", seconds=20)
         assert time.time() - stopped < 15
-        assert re.search(r"Ray at http://\S+ does not answer since \d\d:\d\d:\d\d UTC", message)
+        assert re.search(r"Ray at http://\S+ has not answered since \d\d:\d\d:\d\d UTC", message)
         assert cluster.client.job(job_id).state is JobState.RUNNING
         assert cluster.newest_step(job_id) > before
     finally:
@@ -228,7 +228,7 @@ def test_job_without_room_names_what_is_missing_and_is_cancelled_at_once(cluster
     killed = time.monotonic()
     message = wait_for(lambda: cluster.waits_for(job_id, "capacity"), "a reason", seconds=60)
     assert time.monotonic() - killed < 30
-    assert "need 3 CPU where the cluster has 2" in message
+    assert "need 3 CPU (the cluster has 2)" in message
     assert message.endswith(f"; {lost[-1].name} left the cluster")
     asked = time.monotonic()
     cluster.client.cancel(job_id)
@@ -288,8 +288,8 @@ def test_elastic_job_that_can_never_shrink_is_reported_with_numbers(cluster: Hos
     job = cluster.client.submit(yaml.safe_dump(host_job(cluster.lab.shared, scaling=scaling)))
     (warning,) = [one for one in job.warnings if "shrink" in one]
     assert warning == (
-        "the job cannot shrink when a node is lost: its smallest size needs 4 x 1 CPU + 1 CPU for Ray Data > 4 CPU of "
-        "the others; ask for fewer or smaller workers, or add a node"
+        "the job cannot shrink when a node is lost: its smallest size needs 4 x 1 CPU + 1 CPU for Ray Data > 4 CPU on "
+        "the other nodes; ask for fewer or smaller workers, or add a node"
     )
     cluster.client.cancel(job.id)
     cluster.wait_for_state(job.id, JobState.CANCELLED)

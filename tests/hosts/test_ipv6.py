@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from service.domain.finding import Verdict
-from service.domain.job import JobState
+from service.domain.doctor.finding import Verdict
+from service.domain.jobs.job import JobState
 from tests.support.host_cluster import host_cluster
 from tests.support.hosts import HostsFile
 

@@ -8,7 +8,7 @@ import helm_python as helm
 import pytest
 import yaml
 
-from service.settings import Settings
+from service.config.settings import Settings
 from tests.support.charts import CHART, render
 
 RWX = {"volume": {"accessMode": "ReadWriteMany"}}

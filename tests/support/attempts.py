@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from service.domain.decide import Decision, Seen, Submission, decide, wanted_stop
-from service.domain.job import Job, JobState, Wish
-from service.domain.reason import Code, Reason
+from service.domain.jobs.decide import Decision, Seen, Submission, decide, wanted_stop
+from service.domain.jobs.job import Job, JobState, Wish
+from service.domain.jobs.reason import Code, Reason
 from tests.support.service import RETRY, a_job
 from train_loop.run_dir import Outcome, Stop
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from anyio.from_thread import BlockingPortal
 
-from service.client import AsyncApi, AsyncClient, AsyncJob
+from trainshed import AsyncApi, AsyncClient, AsyncJob
 
 _WRAPPED = (AsyncApi, AsyncClient, AsyncJob)
 

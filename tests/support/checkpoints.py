@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from train_loop.checkpoint.ledgers import ledger_of
 from train_loop.checkpoint.manifest import describe_file
+from train_loop.checkpoint.store.open import ledger_of
 from train_loop.run_dir import DataPosition, Fence, Manifest, RunDir
 
 

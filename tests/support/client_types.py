@@ -3,9 +3,8 @@
 from collections.abc import AsyncIterator, Iterator
 from typing import assert_type
 
-from service.api.access_schemas import DeedOut
-from service.api.schemas import JobOut, Page
-from service.client import Api, AsyncApi, AsyncClient, AsyncJob, Client, Job, Line
+from service.api.schemas import DeedOut, JobOut, Page
+from trainshed import Api, AsyncApi, AsyncClient, AsyncJob, Client, Job, Line
 
 
 def calls(api: Api) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from typer.testing import CliRunner, Result
 
-from service.cli.main import app
+from trainshed.cli.main import app
 
 
 def run(*arguments: str, stdin: str | None = None) -> Result:
@@ -18,7 +18,7 @@ def run(*arguments: str, stdin: str | None = None) -> Result:
 @contextmanager
 def running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A command that goes on, which ends here at the latest."""
-    command = [sys.executable, "-m", "service.cli.main", *arguments]
+    command = [sys.executable, "-m", "trainshed.cli.main", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             yield process

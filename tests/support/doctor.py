@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from service.domain.checkup import Greeting, Reach
+from service.domain.doctor.checks import Greeting, Reach
 from train_loop.run_dir import ClusterVisit, NetworkVisit, NodeVisit, Sight
 
 VERSIONS = {"trainshed": "0.1.0", "python": "3.11.9", "ray": "2.60.0", "torch": "2.13.0"}

@@ -8,14 +8,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.support.specs import TINY, spec
-from train_loop.assemble import Run, build_run
-from train_loop.checkpoint.contents import draft_manifest, tensors_to_save
 from train_loop.checkpoint.save import Saver
-from train_loop.data.cache import find_dataset, pin
-from train_loop.data.reader import local_stream
+from train_loop.checkpoint.state_dict import draft_manifest, tensors_to_save
+from train_loop.data.prepare.cache import find_dataset, pin
+from train_loop.data.stream.local import local_stream
+from train_loop.loop.build import Run, build_run
+from train_loop.loop.session import Session
 from train_loop.run_dir import RunDir
-from train_loop.session import Session
-from train_loop.vitals import StepClock
+from train_loop.telemetry.timers import StepClock
 
 
 def save_a_run(folder: Path, run_dir: RunDir, config: dict[str, object]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -12,15 +12,15 @@ from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from train_loop.assemble import build_sharded
-from train_loop.batch import StepBatch, micro_batches, share_rows
 from train_loop.data.dataset import IGNORE, Dataset, Part, Rows
-from train_loop.loss import TokenLoss
-from train_loop.model_folder import model_shape
+from train_loop.loop.batch import StepBatch, micro_batches, share_rows
+from train_loop.loop.build import build_sharded
+from train_loop.loop.loss import TokenLoss
+from train_loop.loop.step import accumulate
+from train_loop.model.folder import model_shape
 from train_loop.parallel.mesh import Mesh, build_mesh
 from train_loop.plan import plan_job
 from train_loop.spec import JobSpec
-from train_loop.step import accumulate
 
 Gradients = dict[str, Tensor]
 _MESHES: dict[Any, Mesh] = {}

@@ -12,14 +12,14 @@ import yaml
 from s3fs import S3FileSystem
 
 from service.api.schemas import JobOut
-from service.client import Api, Client
-from service.domain.job import JobState
+from service.domain.jobs.job import JobState
 from tests.support.hosts import REPOSITORY, SHARED, Host, HostsFile, Lab, lab
 from tests.support.s3 import s3_environment
 from tests.support.specs import TINY, raw_spec
 from tests.support.torchrun import write_tokens
 from tests.support.waiting import wait_for
 from train_loop.run_dir import RunDir, read_lines
+from trainshed import Api, Client
 
 _BUCKET, _S3_PORT = "trainshed", 9000
 _RAYS_OWN = {

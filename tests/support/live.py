@@ -10,14 +10,14 @@ from typing import Any
 import psutil
 import yaml
 
-from service.address import ServiceAddress
 from service.api.schemas import JobOut
-from service.client import Api, Client
-from service.domain.job import JobState
+from service.config.address import ServiceAddress
+from service.domain.jobs.job import JobState
 from tests.support.specs import TINY, raw_spec
 from tests.support.torchrun import write_tokens
 from tests.support.waiting import wait_for
 from train_loop.run_dir import RunDir, read_lines
+from trainshed import Api, Client
 
 
 class LiveService:
@@ -130,7 +130,7 @@ class LiveService:
 
 def _drives(command: list[str], root: str) -> bool:
     # The shell that Ray starts drivers with names the same words, as one argument.
-    return "train_loop.driver" in command and root in command
+    return "train_loop.ray_train.driver" in command and root in command
 
 
 def small_job(home: Path, **parts: dict[str, Any]) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from importlib import import_module
 
-import train_loop.checkpoint.load
+import train_loop.checkpoint.restore
 import train_loop.run  # noqa: F401
-from train_loop.garbage import keep_what_is_there
+from train_loop.system.gc import keep_what_is_there
 
 # What a run imports when it first needs it.
 for module in (

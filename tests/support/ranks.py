@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.multiprocessing import Queue, get_context
 from torch.multiprocessing.spawn import start_processes
 
-from train_loop.leave import leave
+from train_loop.system.exit import leave
 
 
 def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -11,12 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
-from service.adapters.run_dirs import LocalRunDirs
 from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
-from service.domain.decide import Retry, Submission
+from service.adapters.storage.run_dirs import LocalRunDirs
+from service.domain.jobs.decide import Retry, Submission
 from service.ports import Launch, Node
-from service.reconcile import Pace, Reconciler
+from service.use_cases.jobs.reconcile import Pace, Reconciler
 from train_loop.plan import Capacity
 
 LEASE = 1.0

@@ -51,7 +51,7 @@ def served(home: Path, *, files: int = 0, **settings: Any) -> Iterator[Served]:
     """Start one, and kill it in the end if it is still there. It may open `files` files; 0: as many as this process."""
     home.mkdir(exist_ok=True)
     log = home / "service.log"
-    command = [sys.executable, "-m", "service.cli.main", "serve"]
+    command = [sys.executable, "-m", "trainshed.cli.main", "serve"]
     if files:
         command = ["/bin/sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
     environment = environment_of(home, **settings)

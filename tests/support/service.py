@@ -12,29 +12,29 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from service.access import Access, Tokens
-from service.adapters.checkpoint_tools import HelperTools
-from service.adapters.memory import MemoryCluster, MemoryJobStore, MemoryKeyStore, MemoryPreflight
-from service.adapters.memory_webhooks import MemorySender, MemoryWebhookStore
+from service.adapters.helpers.checkpoints import HelperTools
 from service.adapters.prometheus import PrometheusWatch
-from service.adapters.run_dirs import LocalRunDirs
+from service.adapters.storage.run_dirs import LocalRunDirs
 from service.api.build import Parts, build_api
 from service.api.guard import Guard
-from service.doctor import Doctor
-from service.domain.addresses import Allowed
-from service.domain.board import Board
-from service.domain.decide import Retry, Submission
-from service.domain.job import Job, JobState
-from service.domain.rules import Rules
-from service.ledger import Ledger
-from service.opening import Opening, opened
+from service.domain.jobs.decide import Retry, Submission
+from service.domain.jobs.job import Job, JobState
+from service.domain.queue.policy import Rules
+from service.domain.queue.snapshot import Board
+from service.domain.webhooks.ssrf import Allowed
+from service.lifecycle.startup import Opening, opened
 from service.ports import Cluster, JobCounts, JobStore, RunDirs, Traces, Untraced, Watch
-from service.rates import Limits, Rates
-from service.reconcile import Pace, Reconciler
-from service.use_cases import Grace, Jobs
-from service.watch import Watching
-from service.webhooks import Webhooks
+from service.use_cases.access.access import Access, Tokens
+from service.use_cases.access.rate_limits import Limits, Rates
+from service.use_cases.checkpoints import Ledger
+from service.use_cases.doctor.doctor import Doctor
+from service.use_cases.jobs.jobs import Grace, Jobs
+from service.use_cases.jobs.reconcile import Pace, Reconciler
+from service.use_cases.metrics import Watching
+from service.use_cases.webhooks.webhooks import Webhooks
 from tests.support.doctor import VERSIONS, FakeClusterProbe, FakeStorageProbe
+from tests.support.fakes.stores import MemoryCluster, MemoryJobStore, MemoryKeyStore, MemoryPreflight
+from tests.support.fakes.webhooks import MemorySender, MemoryWebhookStore
 from train_loop.run_dir import JsonLines, Outcome, RunDir
 from train_loop.spec import JobSpec, parse
 

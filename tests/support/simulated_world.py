@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from service.adapters.memory import MemoryJobStore
-from service.domain.decide import Latest, Submission, Training
-from service.domain.job import TRANSITIONS, Job, JobState
-from service.domain.rules import Quota
-from service.domain.ticket import Ticket
-from service.domain.wishes import cancelled, paused, resumed
+from service.domain.jobs.commands import cancelled, paused, resumed
+from service.domain.jobs.decide import Latest, Submission, Training
+from service.domain.jobs.job import TRANSITIONS, Job, JobState
+from service.domain.queue.entry import Ticket
+from service.domain.queue.policy import Quota
 from service.errors import ClusterError, IllegalState, StaleAttempt
 from service.ports import Launch, Node, Sighting
+from tests.support.fakes.stores import MemoryJobStore
 from tests.support.service import a_spec
 from train_loop.plan import Capacity
 from train_loop.run_dir import Outcome, Stop

@@ -11,14 +11,14 @@ from typing import Any
 
 from greenlet import GreenletExit, greenlet
 
-from service.domain.board import Board
-from service.domain.decide import Retry, Submission
-from service.domain.job import Job, JobState
-from service.domain.rules import Rules
-from service.domain.wishes import resumed
+from service.domain.jobs.commands import resumed
+from service.domain.jobs.decide import Retry, Submission
+from service.domain.jobs.job import Job, JobState
+from service.domain.queue.policy import Rules
+from service.domain.queue.snapshot import Board
 from service.errors import ClusterError
 from service.ports import NewJob
-from service.reconcile import Pace, Reconciler
+from service.use_cases.jobs.reconcile import Pace, Reconciler
 from tests.support.simulated_world import CPUS, PEACE, QUOTAS, DatabaseError, World, hold, spec
 
 END = 600.0

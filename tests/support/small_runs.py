@@ -7,12 +7,12 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.support.specs import TINY, spec
-from train_loop import worker
-from train_loop.data.cache import find_dataset
-from train_loop.data.reader import local_stream
-from train_loop.failure import failure_told
+from train_loop import train
+from train_loop.data.prepare.cache import find_dataset
+from train_loop.data.stream.local import local_stream
+from train_loop.faults.failure import failure_told
+from train_loop.loop.session import Session
 from train_loop.run_dir import RunDir, read_lines
-from train_loop.session import Session
 from train_loop.spec import JobSpec
 
 STEPS, BATCH, LENGTH = 6, 4, 32
@@ -48,7 +48,7 @@ def run(
     session = Session(dist.get_rank(), dist.get_world_size(), 0, 1, RunDir(folder), local_stream)
     session = replace(session, **(place or {}))
     with failure_told(session):
-        worker.train(job, session, find_dataset(job, folder))
+        train.train(job, session, find_dataset(job, folder))
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ import yaml
 
 from tests.support.waiting import wait_for
 from train_loop import run as program
-from train_loop.leave import leave
+from train_loop.system.exit import leave
 
 
 class WarmRun:

@@ -5,7 +5,7 @@ import sys
 
 PROGRAM = """
 import atexit, logging, os, sys
-from train_loop.leave import leave
+from train_loop.system.exit import leave
 
 class Abort:
     def __del__(self):

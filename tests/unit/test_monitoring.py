@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from service.domain.series import ALL
+from service.domain.metrics import ALL
 
 FOLDER = Path("deploy/grafana/dashboards")
 _SERIES = re.compile(r"\btrainshed_\w+")

@@ -6,8 +6,8 @@ from typing import Any
 
 import typer
 
-from service.cli.main import app
 from tools.docs.markdown import code, sentence, table
+from trainshed.cli.main import app
 
 _PROGRAM = "trainshed"
 _HELP = "--help"

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from service.cli.ends import Exit
-from service.domain.reason import MEANINGS
+from service.domain.jobs.reason import MEANINGS
 from service.errors import ServiceError
 from tools.docs.markdown import code, sentence, table
+from trainshed.cli.exit_codes import Exit
 
 
 def page() -> str:

@@ -1,6 +1,6 @@
 """The reference of Prometheus series, from the list that the service reports."""
 
-from service.domain.series import ALL, Series
+from service.domain.metrics import ALL, Series
 from tools.docs.markdown import code, sentence, table
 
 

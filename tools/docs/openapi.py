@@ -11,7 +11,7 @@ FILE = Path(__file__).parents[2] / "docs" / "reference" / "openapi.json"
 def describe() -> dict[str, Any]:
     """Return the description that the service serves at /openapi.json."""
     from service.app import create_app  # noqa: PLC0415 - the site is built from the file, without the service's parts
-    from service.settings import Settings  # noqa: PLC0415
+    from service.config.settings import Settings  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory() as home:
         document: dict[str, Any] = create_app(Settings(home=Path(home))).openapi()

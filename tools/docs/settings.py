@@ -4,9 +4,9 @@ from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from service.domain.rates import Rate
-from service.domain.rules import Quota
-from service.settings import Settings
+from service.config.settings import Settings
+from service.domain.access.rate_limit import Rate
+from service.domain.queue.policy import Quota
 from tools.docs.markdown import code, sentence, table
 from tools.docs.types import rules, type_name
 

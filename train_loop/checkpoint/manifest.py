@@ -1,6 +1,6 @@
-"""What makes a folder of files a checkpoint: a manifest that matches every one of them. Torch-free.
+"""Verification of checkpoints: a manifest must match every file. Torch-free.
 
-`python -m train_loop.checkpoint.manifest RUN_DIR --step N` reads all of a checkpoint and prints what is wrong with it.
+`python -m train_loop.checkpoint.manifest RUN_DIR --step N` reads all files of a checkpoint and prints their faults.
 """
 
 import argparse
@@ -12,32 +12,32 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from train_loop.checkpoint.ledger import METADATA
-from train_loop.cores import cores_of_rank
+from train_loop.checkpoint.store.base import METADATA
 from train_loop.errors import CheckpointError, UserError
 from train_loop.run_dir import CheckpointFile, Manifest, RunDir, is_remote, read_whole, size_of
+from train_loop.system.cpu import cores_of_rank
 
 NAME = "manifest.json"
 T = TypeVar("T")
 
 
 def describe_file(path: Path) -> CheckpointFile:
-    """Size and SHA-256 of a file as it is now."""
+    """Return the current size and SHA-256 of a file."""
     with path.open("rb") as file:
         return CheckpointFile(size=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def verify(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) -> list[str]:
-    """What is wrong with a checkpoint's files, or with the named ones; nothing if all have their sizes and hashes.
+    """Return the faults of a checkpoint's files, or of the named ones; empty if all sizes and hashes match.
 
-    Raises OSError, or what a package of fsspec's raises, where storage fails: that is no word about a checkpoint.
+    Raises OSError, or an error of fsspec's packages, if storage fails: then the checkpoint may still be intact.
     """
     faults = _of_each(manifest.files if names is None else names, partial(_fault, folder, manifest))
     return [fault for fault in faults if fault is not None]
 
 
 def _of_each(names: Iterable[str], look: Callable[[str], T]) -> list[T]:
-    # One waits for storage while another one hashes.
+    # More threads than cores: some wait for storage while others hash.
     with ThreadPoolExecutor(2 * cores_of_rank()) as pool:
         return list(pool.map(look, names))
 
@@ -45,7 +45,7 @@ def _of_each(names: Iterable[str], look: Callable[[str], T]) -> list[T]:
 def _fault(folder: Path, manifest: Manifest, name: str) -> str | None:
     path, expected = folder / name, manifest.files.get(name)
     if expected is None:
-        return f"{name} is none of the files that were committed"
+        return f"{name} is not one of the committed files"
     size = size_of(path)
     if size is None:
         return f"{name} is missing"
@@ -55,12 +55,12 @@ def _fault(folder: Path, manifest: Manifest, name: str) -> str | None:
 
 
 def has_its_files(folder: Path, manifest: Manifest) -> bool:
-    """Whether all files are there with their sizes; what is in them nobody reads."""
+    """Return whether all files exist with their sizes, without reading them."""
     return all(_of_each(manifest.files, lambda name: size_of(folder / name) == manifest.files[name].size))
 
 
 def metadata_name(manifest: Manifest) -> str:
-    """Return which of a checkpoint's files is DCP's metadata. Raises FileNotFoundError."""
+    """Return the name of the file with DCP's metadata. Raises FileNotFoundError."""
     for name in manifest.files:
         if name.endswith(METADATA):
             return name
@@ -68,14 +68,14 @@ def metadata_name(manifest: Manifest) -> str:
 
 
 def metadata_file(folder: Path) -> Path:
-    """Return DCP's metadata of a committed checkpoint. Raises FileNotFoundError, ValueError."""
+    """Return the path of DCP's metadata in a committed checkpoint. Raises FileNotFoundError, ValueError."""
     if not is_remote(folder):
         return folder / METADATA
     return folder / metadata_name(Manifest.parse(read_whole(folder / NAME).decode()))
 
 
 def newest_verified(run_dir: RunDir) -> tuple[Manifest | None, dict[int, list[str]]]:
-    """The newest checkpoint whose files verify, and the faults of the newer ones that do not, by step."""
+    """Return the newest checkpoint whose files verify, and the faults of newer checkpoints by step."""
     rejected: dict[int, list[str]] = {}
     for step, manifest in sorted(run_dir.manifests().items(), reverse=True):
         faults = verify(run_dir.checkpoint(step), manifest)
@@ -86,24 +86,28 @@ def newest_verified(run_dir: RunDir) -> tuple[Manifest | None, dict[int, list[st
 
 
 def find(run_dir: RunDir, step: int) -> Manifest:
-    """What claims to be the checkpoint of a step. Raises UserError where there is none."""
+    """Return the manifest of a step, without verification. Raises UserError if there is none."""
     manifests = run_dir.manifests()
     if step not in manifests:
-        raise UserError(f"there is no checkpoint of step {step}; there are {', '.join(map(str, manifests)) or 'none'}")
+        raise UserError(
+            f"checkpoint of step {step} not found; available steps: {', '.join(map(str, manifests)) or 'none'}"
+        )
     return manifests[step]
 
 
 def find_verified(run_dir: RunDir, step: int) -> Manifest:
-    """The checkpoint of a step, once all of it was read. Raises UserError where there is none, CheckpointError."""
+    """Return the manifest of a step after reading all its files. Raises UserError if there is none, CheckpointError."""
     manifest = find(run_dir, step)
     faults = verify(run_dir.checkpoint(step), manifest)
     if faults:
-        raise CheckpointError(f"the checkpoint of step {step} is damaged: {'; '.join(faults)}; choose another one")
+        raise CheckpointError(
+            f"the checkpoint of step {step} is damaged: {'; '.join(faults)}; choose another checkpoint"
+        )
     return manifest
 
 
 def main() -> None:
-    """Print the faults of a checkpoint as a JSON list; null where there is none of this step."""
+    """Print the faults of a checkpoint as a JSON list; print null if the step has no checkpoint."""
     parser = argparse.ArgumentParser(prog="python -m train_loop.checkpoint.manifest", description=__doc__)
     parser.add_argument("run_dir", metavar="RUN_DIR")
     parser.add_argument("--step", type=int, required=True)
@@ -112,7 +116,7 @@ def main() -> None:
     manifest = run_dir.manifests().get(arguments.step)
     faults = manifest and verify(run_dir.checkpoint(arguments.step), manifest)
     if faults and run_dir.manifests().get(arguments.step) != manifest:
-        # It was removed, as newer ones came, while it was read.
+        # Retention removed it while it was read.
         faults = None
     print(json.dumps(faults))
 

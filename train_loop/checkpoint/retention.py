@@ -1,17 +1,18 @@
-"""Which checkpoints stay. Torch-free."""
+"""Retention: selection of the checkpoints to keep. Torch-free."""
 
 from collections.abc import Collection, Mapping
 
-from train_loop.checkpoint.ledger import Ledger
 from train_loop.checkpoint.manifest import has_its_files
+from train_loop.checkpoint.store.base import Ledger
 from train_loop.run_dir import Manifest, RunDir
 from train_loop.spec import CheckpointSpec
 
 
 def chosen(manifests: Mapping[int, Manifest], spec: CheckpointSpec, pins: Collection[int]) -> set[int]:
-    """The steps whose checkpoints stay: the newest keep_last, the best, and pinned ones.
+    """Return the steps of the checkpoints to keep: the newest keep_last, the best, and pinned ones.
 
-    Of equally good ones the newer is the best; one that was not measured, or not finite, is none.
+    Of equally good checkpoints, the newer is the best. A checkpoint without a finite value of the metric is never the
+    best.
     """
     newest = sorted(manifests)[-spec.keep_last :]
     best: list[int] = []
@@ -23,12 +24,12 @@ def chosen(manifests: Mapping[int, Manifest], spec: CheckpointSpec, pins: Collec
 
 
 def retire_others(run_dir: RunDir, ledger: Ledger, spec: CheckpointSpec) -> None:
-    """Remove the committed checkpoints that need not stay.
+    """Remove the committed checkpoints that retention does not keep. Raises FencedError.
 
-    One that has lost files takes no other's place; whoever resumes will reject it. What was rejected goes now, but for
-    the newest, not when it is found: there is something newer again. Raises FencedError.
+    A checkpoint with missing files does not count as kept; a resume will reject it. Rejected checkpoints, except the
+    newest, are removed here and not when they are found: only now is there a newer checkpoint.
     """
-    # First what an earlier removal has left: it may stand in the way.
+    # First finish earlier removals: their remains may be in the way.
     ledger.sweep()
     found = run_dir.manifests()
     manifests = {step: m for step, m in found.items() if has_its_files(run_dir.checkpoint(step), m)}

@@ -1,4 +1,4 @@
-"""Saving beside the loop: copy, write, hash and commit behind its back, one save at a time."""
+"""Asynchronous saves: copy, write, hash and commit concurrently with training, one save at a time."""
 
 import errno
 import logging
@@ -12,16 +12,15 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from train_loop.checkpoint.image import Contents, Image, Places
-from train_loop.checkpoint.ledger import Ledger
-from train_loop.checkpoint.ledgers import ledger_of
+from train_loop.checkpoint.files.layout import Contents, Image, Places
+from train_loop.checkpoint.files.staging import StagingBuffer
+from train_loop.checkpoint.files.writer import FileWriter, OwnWriter, ProcessWriter, write_files
 from train_loop.checkpoint.retention import retire_others
-from train_loop.checkpoint.staging import StagingBuffer
-from train_loop.checkpoint.write import FileWriter, OwnWriter, ProcessWriter, write_files
+from train_loop.checkpoint.store.base import Ledger
+from train_loop.checkpoint.store.open import ledger_of
 from train_loop.errors import CheckpointError, FencedError
-from train_loop.fencing import check_fence
-from train_loop.journal import Journal
-from train_loop.patience import patiently
+from train_loop.liveness.fencing import check_fence
+from train_loop.loop.session import Session
 from train_loop.run_dir import (
     CheckpointFile,
     Manifest,
@@ -32,27 +31,28 @@ from train_loop.run_dir import (
     storage_seconds,
     sync,
 )
-from train_loop.session import Session
 from train_loop.spec import CheckpointSpec, SaveMode
-from train_loop.vitals import StepClock
+from train_loop.system.retry import patiently
+from train_loop.telemetry.event_log import Journal
+from train_loop.telemetry.timers import StepClock
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 PATIENCE = storage_seconds()
-"""Seconds for which storage may fail before a save gives up."""
+"""Seconds for which a save retries storage errors."""
 
 
 class Share(NamedTuple):
-    """What a rank has made durable of a checkpoint."""
+    """The files of a checkpoint that a rank has made durable."""
 
     files: dict[str, CheckpointFile]
     objects: Places
     delay: str | None
-    """What kept its storage from taking it at once."""
+    """First storage error that a retry has fixed; None without one."""
 
 
 class Saver:
-    """Saves the checkpoints of one run; every rank has one and calls it at the same steps."""
+    """The saves of one run. Every rank has a Saver and calls it at the same steps."""
 
     def __init__(self, session: Session, journal: Journal, spec: CheckpointSpec, mode: SaveMode) -> None:
         self._run_dir = session.run_dir
@@ -61,8 +61,8 @@ class Saver:
         self._journal = journal
         self._spec = spec
         self._mode = mode
-        # A group of its own: its collectives run in a thread beside the loop's.
-        # They wait for whoever waits for its storage.
+        # A separate process group: its collectives run in a thread, concurrently with those of the loop. Its timeout
+        # allows for ranks that retry their storage.
         patience = timedelta(seconds=2 * PATIENCE)
         self._group = dist.new_group(backend="gloo", timeout=session.timeout + patience)
         self._rank = dist.get_rank(self._group)
@@ -78,10 +78,11 @@ class Saver:
         self._fenced: FencedError | None = None
 
     def save(self, tensors: dict[str, Any], draft: Manifest, clock: StepClock) -> None:
-        """Start saving `tensors` as what `draft` describes, once the save before it has ended; a collective call.
+        """Start to save `tensors` with the manifest `draft`, after the previous save has finished. A collective call.
 
-        The tensors are copied before it returns, so that training goes on. A save that fails is an event, and the run
-        goes on towards the next one. Raises FencedError, and CheckpointError where too many in a row have failed.
+        The tensors are copied before the call returns, so that training continues. A failed save is reported as an
+        event, and the run continues to the next save. Raises FencedError, and CheckpointError after too many
+        consecutive failures.
         """
         self.wait()
         if self.in_trouble:
@@ -93,7 +94,7 @@ class Saver:
             self.wait()
 
     def wait(self) -> str | None:
-        """Wait for the save in flight; why the last one failed, if it did, on every rank. Raises FencedError."""
+        """Wait for the save in flight. Return the last save's error or None, equal on all ranks. Raises FencedError."""
         pending, self._pending = self._pending, None
         if pending is not None:
             self._fault = pending.result()
@@ -101,11 +102,11 @@ class Saver:
 
     @property
     def in_trouble(self) -> bool:
-        """Whether this rank has heard what must end the run; it may hear of it a moment before the others do."""
+        """True if this rank knows of an error that must end the run; it may know slightly before the other ranks."""
         return self._fenced is not None or self._failed_in_a_row >= self._spec.max_consecutive_failures
 
     def raise_trouble(self) -> None:
-        """Raise FencedError or CheckpointError; to be called by every rank once one of them is in trouble."""
+        """Raise FencedError or CheckpointError. Call it on every rank once any rank is in trouble."""
         fault = self.wait()
         if self._fenced is not None:
             raise self._fenced
@@ -115,9 +116,9 @@ class Saver:
         )
 
     def close(self) -> None:
-        """Wait for the save in flight. Raises CheckpointError where the last one failed.
+        """Wait for the save in flight. Raises CheckpointError if the last save failed.
 
-        What fails after that is logged: the checkpoint is committed or not, whatever becomes of threads and memory.
+        Errors of the cleanup after that are only logged: they do not affect whether the checkpoint is committed.
         """
         fault = self.wait()
         for end in (self._thread.shutdown, self._writer.close, self._buffer.close if self._buffer else None):
@@ -130,7 +131,7 @@ class Saver:
             raise CheckpointError(fault)
 
     def _finish(self, contents: Contents, draft: Manifest, started: float) -> str | None:
-        """Hear every rank say that its files are durable; then rank 0 commits. All ranks end alike."""
+        """Wait until the files of all ranks are durable; then commit on rank 0. All ranks return or raise the same."""
         self._delay = None
         told = self._tell_all(self._or_fault(draft.step, partial(self._write, draft.step, contents)))
         faults = [word for word in told if not isinstance(word, Share)]
@@ -157,7 +158,7 @@ class Saver:
         return f"the checkpoint of step {draft.step} was not committed: {fault}"
 
     def _report(self, name: str, **fields: Any) -> None:
-        """Write an event. If a newer group has taken over, all ranks hear of it at the next collective call."""
+        """Write an event. If a newer group has taken over, all ranks learn of it at the next collective call."""
         try:
             self._journal.event(name, **fields)
         except FencedError as error:
@@ -165,7 +166,7 @@ class Saver:
 
     def _discard(self, step: int) -> None:
         try:
-            with storage_may_fail(partial(log.warning, "what the save has left could not be removed: %s")):
+            with storage_may_fail(partial(log.warning, "files of the failed save could not be removed: %s")):
                 self._ledger.discard(step)
         except FencedError as error:
             self._fenced = error
@@ -176,7 +177,7 @@ class Saver:
         return words
 
     def _or_fault(self, step: int, act: Callable[[], T]) -> T | FencedError | str:
-        """What an act on storage returns, or what went wrong for too long: a silent rank would hang the others."""
+        """Return the result of a storage operation, or its error after retries: other ranks wait for one of them."""
         try:
             return patiently(act, seconds=PATIENCE, may_pass=_may_pass, told=partial(self._tell_delay, step))
         except FencedError as error:
@@ -186,7 +187,7 @@ class Saver:
 
     def _write(self, step: int, contents: Contents) -> Share:
         """Make this rank's files durable."""
-        # Storage that fails may be what a newer attempt has cleaned.
+        # A storage error may mean that a newer attempt has removed the folder.
         check_fence(self._run_dir, self._token)
         folder = self._ledger.workplace(step)
         try:
@@ -194,7 +195,7 @@ class Saver:
             if not is_remote(folder):
                 sync(folder)
         except OSError:
-            # Half a file may be what fills the disk; of an object there are no halves.
+            # Delete partial files: they may have filled the disk. Object uploads are atomic.
             if not is_remote(folder):
                 for name in contents.files:
                     (folder / name).unlink(missing_ok=True)
@@ -202,7 +203,7 @@ class Saver:
         return Share(files, contents.objects, self._delay)
 
     def _commit(self, draft: Manifest, shares: list[Share]) -> Manifest:
-        # Who resumes from it does not say again what was said of the steps before.
+        # A run that resumes from this checkpoint does not repeat the lines of earlier steps.
         self._journal.flush()
         folder = self._ledger.workplace(draft.step)
         metadata = self._image.metadata(share.objects for share in shares)
@@ -219,14 +220,14 @@ class Saver:
         except FencedError as error:
             self._fenced = error
         except Exception as error:
-            # Whatever it is: the other ranks wait for this one.
-            told = f"older checkpoints could not be removed: {error}; they will be after the next save"
+            # Catch every error: the other ranks wait for this one.
+            told = f"older checkpoints could not be removed: {error}; this is retried after the next save"
             log.warning(told)
             self._report("warning", message=told)
 
     def _tell_delay(self, step: int, error: BaseException) -> None:
-        """At once in the log, and in the events where this is rank 0, which writes them; it hears of others later."""
-        log.warning("storage fails and is tried again: %s", error)
+        """Log a delay. Rank 0 also writes its own event at once; other ranks' delays reach rank 0 later."""
+        log.warning("storage failed and is retried: %s", error)
         reason = f"{type(error).__name__}: {error}"
         if self._rank == 0:
             self._journal.event("checkpoint_delayed", step=step, rank=0, reason=reason)
@@ -235,7 +236,7 @@ class Saver:
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Whether storage may take it in a moment; a name that is taken stays taken."""
+    """Return whether a retry may succeed; a name that is taken stays taken."""
     if is_transient(error):
         return True
     taken = isinstance(error, OSError) and error.errno in (errno.EEXIST, errno.ENOTEMPTY)

@@ -1,4 +1,4 @@
-"""What samples are: on storage, and as the loop takes them."""
+"""Samples: their format on storage, and their form in the training loop."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,23 +15,23 @@ from train_loop.data.order import Ids, Mixture
 Tokens = NDArray[np.int32]
 Weights = NDArray[np.float32]
 IGNORE = -100
-"""A label that is not trained on."""
+"""Label of a token that is not trained."""
 
 
 class ShardFile(BaseModel):
-    """A Parquet file of samples, as it was when it was taken in."""
+    """A Parquet file of samples, with its number of rows and its size."""
 
     model_config = ConfigDict(frozen=True)
     path: str
     rows: int
     size: int
-    """Bytes."""
+    """Size in bytes."""
     columns: dict[str, int] = {}
-    """Byte at which the values of a column begin, where they lie one after the other as they are."""
+    """Byte offset of each column's values, if they are contiguous and uncompressed in the file."""
 
     @property
     def file(self) -> File:
-        """What reads it."""
+        """The file, for reading."""
         return File(self.path, self.size, version="")
 
 
@@ -48,21 +48,21 @@ class Part(BaseModel):
     weights: str | None = None
     """Column with the weight of the row, or of each of its documents."""
     index: str | None = None
-    """File that says where in the shards each sample lies; without it the files are read as they are."""
+    """File with the position of each sample in the shards; without it the Parquet files are read directly."""
     tokens: int
     """Tokens in all samples, padding not counted."""
     rows: int = 0
-    """Rows that were read for it."""
+    """Rows read from the source."""
     bad_rows: int = 0
-    """Those of them that were skipped."""
+    """Rows that were skipped because they cannot be trained on."""
     on_long_rows: str = "split"
-    """What happened to rows of more tokens than a sample has."""
+    """Rule for rows with more tokens than a sample."""
     long_rows: int = 0
-    """Number of these rows, dropped ones included."""
+    """Rows with more tokens than a sample, dropped rows included."""
     dropped_rows: int = 0
-    """Those of them that were dropped."""
+    """Rows that were dropped because they have more tokens than a sample."""
     untrained_rows: int = 0
-    """Rows that were dropped because no token of them is trained."""
+    """Rows that were dropped because none of their tokens is trained."""
 
     @property
     def samples(self) -> int:
@@ -70,21 +70,21 @@ class Part(BaseModel):
         return sum(file.rows for file in self.files)
 
     def in_folder(self, folder: Path) -> "Part":
-        """The same prepared samples, the files of which lie in a folder."""
+        """Return the same prepared samples with paths to their files in a folder."""
         assert self.index is not None
         files = tuple(file.model_copy(update={"path": str(folder / Path(file.path).name)}) for file in self.files)
         return self.model_copy(update={"files": files, "index": str(folder / Path(self.index).name)})
 
 
 class Dataset(BaseModel):
-    """data/dataset.json: the samples of a run, the sources one after the other."""
+    """The content of data/dataset.json: the samples of a run, source after source."""
 
     model_config = ConfigDict(frozen=True)
     fingerprint: str
     parts: tuple[Part, ...]
     sequence_length: int
     mixture: Mixture | None = None
-    """How the sources are mixed; without it an epoch is all of them."""
+    """Mixture of the sources; without it an epoch contains all samples once."""
     pad_token: int = 0
     tokenizer: str | None = None
 
@@ -100,12 +100,12 @@ class Dataset(BaseModel):
 
     @property
     def epoch_samples(self) -> int:
-        """Samples in an epoch; of a mixture, until every source has been seen whole."""
+        """Samples in an epoch; with a mixture, samples until every source has been read completely."""
         return self.mixture.epoch if self.mixture else self.samples
 
     @property
     def epoch_tokens(self) -> int:
-        """Tokens in an epoch; of a mixture, an estimate."""
+        """Tokens in an epoch; an estimate with a mixture."""
         if self.mixture is None:
             return self.tokens
         taken = [self.mixture.epoch * quota / sum(self.mixture.quotas) for quota in self.mixture.quotas]
@@ -113,17 +113,17 @@ class Dataset(BaseModel):
 
     @property
     def weighted(self) -> bool:
-        """Whether rows have weights."""
+        """True if rows have weights."""
         return any(part.weights for part in self.parts)
 
     @property
     def utilisation(self) -> float:
-        """The share of what is trained that holds tokens, and no padding; of a mixture, an estimate."""
+        """Fraction of trained positions with a token instead of padding; an estimate with a mixture."""
         return self.epoch_tokens / (self.epoch_samples * self.sequence_length)
 
 
 class Cells(NamedTuple):
-    """One sample as it is stored."""
+    """One sample, as stored."""
 
     input_ids: NDArray[Any]
     labels: NDArray[Any] | None = None
@@ -133,7 +133,7 @@ class Cells(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """Samples as the loop takes them, n of T tokens each.
+    """Samples in the form of the training loop: n samples of T tokens.
 
     `labels` are aligned with `input_ids`, not shifted; `position_ids` restart with every document.
     """
@@ -143,10 +143,10 @@ class Rows:
     input_ids: Tokens  # [n, T]
     labels: Tokens  # [n, T]
     position_ids: Tokens  # [n, T]
-    weights: Weights | None = None  # [n, T] of the token at that place; None where every token counts for one
+    weights: Weights | None = None  # [n, T] weight of each token; None if all weights are 1
 
     def to_arrow(self) -> pa.Table:
-        """The rows as a table that travels through Ray Data."""
+        """Return the rows as a table for Ray Data."""
         columns: dict[str, Any] = {"sample": self.samples, "length": self.lengths}
         for name in ("input_ids", "labels", "position_ids", "weights"):
             values = getattr(self, name)
@@ -156,7 +156,7 @@ class Rows:
 
     @classmethod
     def from_arrow(cls, table: pa.Table) -> "Rows":
-        """The inverse of `to_arrow`."""
+        """Return the rows of a table from `to_arrow`."""
         table = table.combine_chunks()
         samples = table["sample"].to_numpy()
 
@@ -169,6 +169,6 @@ class Rows:
         return cls(samples, table["length"].to_numpy(), ids, labels, positions, weights)
 
     def slice(self, start: int, stop: int) -> "Rows":
-        """Rows start to stop."""
+        """Return rows [start, stop)."""
         values: list[Any] = [getattr(self, field.name) for field in fields(self)]
         return Rows(*(None if value is None else value[start:stop] for value in values))  # type: ignore[arg-type]

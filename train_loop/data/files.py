@@ -1,4 +1,4 @@
-"""Files at local paths and at the URIs of any fsspec file system, read in ranges that are tried again after faults."""
+"""Files at local paths and on any fsspec file system, read in ranges that are retried after faults."""
 
 import hashlib
 import io
@@ -16,25 +16,25 @@ import fsspec
 import pyarrow as pa
 
 from train_loop.errors import DataError
-from train_loop.input_files import open_input
-from train_loop.patience import patiently
 from train_loop.run_dir import StorageUnavailable
+from train_loop.system.input_files import open_input
+from train_loop.system.retry import patiently
 
 _PATIENCE = 300.0
-"""Seconds for which storage may fail before a read gives up."""
+"""Timeout of a read from remote storage, in seconds, with all its retries."""
 _LISTING_PATIENCE = 30.0
-"""The same for listings, for which somebody may be waiting."""
+"""Timeout of a listing of remote storage, in seconds: shorter, as a user may wait for the answer."""
 _BUFFER = 4 * 2**20
 _longest: ContextVar[float] = ContextVar("longest", default=math.inf)
-"""Upper bound of both in this context."""
+"""Upper bound of both timeouts in this context, in seconds."""
 _LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError, TypeError)
 _LASTING_NAMES = {"FileExpired", "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
-"""What trying again does not help against; by name, what belongs to packages that need not be installed."""
+"""Names of further errors that a retry cannot fix; their packages may not be installed."""
 
 
 @contextmanager
 def storage_patience(seconds: float) -> Iterator[None]:
-    """Retry remote storage for at most so many seconds, for somebody who waits for the answer."""
+    """Limit the timeouts of remote storage to `seconds` in the body, for a caller that needs a quick answer."""
     token = _longest.set(seconds)
     try:
         yield
@@ -44,33 +44,33 @@ def storage_patience(seconds: float) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class File:
-    """A file as it was when it was listed."""
+    """A listed file, with its size and version at that time."""
 
     uri: str
     """A local path, or the URI of remote storage."""
     size: int
-    """Bytes."""
+    """Size in bytes."""
     version: str
-    """Another one after every change: the time of the change, or the entity tag."""
+    """Value that changes with every change of the file: the modification time or the entity tag."""
 
     @property
     def name(self) -> str:
-        """The last part of its path."""
+        """Last component of the path."""
         return self.uri.rsplit("/", 1)[-1]
 
 
 class FileSystem(Protocol):
-    """Listings, in no particular order."""
+    """A file system that lists files, in any order."""
 
     def glob(self, pattern: str) -> list[File]:
-        """The files that a pattern matches."""
+        """Return the files that match a pattern."""
 
     def find(self, path: str) -> list[File]:
-        """All files below a folder, or the file itself; nothing where there is nothing."""
+        """Return all files below a folder, or the file itself; an empty list if the path does not exist."""
 
 
 def is_gone(place: Path) -> bool:
-    """Return whether a local path does not exist or is an empty folder, as an unmounted one is."""
+    """Return whether a local path does not exist or is an empty folder, such as an unmounted mount point."""
     try:
         return not place.exists() or (place.is_dir() and not any(place.iterdir()))
     except OSError:
@@ -78,12 +78,12 @@ def is_gone(place: Path) -> bool:
 
 
 def is_local(uri: str) -> bool:
-    """Whether a URI or path names this machine's own file tree."""
+    """Return whether a URI or path lies on this machine's own file system."""
     return "://" not in uri or uri.startswith(("file://", "stdlib://"))
 
 
 def file_system(uri: str) -> FileSystem:
-    """What lists the files of a URI or an absolute path. Raises DataError where no package knows the scheme."""
+    """Return the file system of a URI or an absolute path. Raises DataError if no package supports the scheme."""
     if is_local(uri):
         return _Local()
     try:
@@ -95,14 +95,14 @@ def file_system(uri: str) -> FileSystem:
 
 
 def _read_range(file: File, start: int, stop: int) -> bytes:
-    """Bytes start to stop of a remote file. Raises StorageUnavailable once storage has failed for five minutes."""
+    """Return bytes [start, stop) of a remote file. Raises StorageUnavailable after five minutes of failures."""
     system, path = fsspec.core.url_to_fs(file.uri)
     data: bytes = _ask(file.uri, _PATIENCE, system.cat_file, path, start=start, end=stop)
     return data
 
 
 def open_file(file: File, *, buffer: int = _BUFFER) -> Any:
-    """A file to read and seek in; of a remote one nothing is read that nobody asks for, but for a buffer."""
+    """Open a file to read and seek in. A remote file is read on demand, with `buffer` bytes of read-ahead."""
     if is_local(file.uri):
         return open_input(file.uri)
     return io.BufferedReader(_Ranged(file), buffer) if buffer else _Ranged(file)
@@ -110,19 +110,19 @@ def open_file(file: File, *, buffer: int = _BUFFER) -> Any:
 
 @contextmanager
 def damage_told(uri: str, kind: str) -> Iterator[None]:
-    """Raise DataError for what a library says of a file that is not what its name says."""
+    """Raise DataError for a library's error about a file whose content does not have the format `kind`."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:
-        # Arrow calls damage an input/output error; storage that fails names a number, or has been named.
+        # Arrow reports damage as an OSError too; a storage error has an errno or already contains the URI.
         if isinstance(error, OSError) and (error.errno is not None or uri in str(error)):
             raise
         name = {"parquet": "Parquet", "jsonl": "JSON lines"}.get(kind, kind)
-        raise DataError(f"{uri} is no readable {name} file: {error}; write it again or leave it out") from error
+        raise DataError(f"{uri} is not a readable {name} file: {error}; write it again or leave it out") from error
 
 
 class _Ranged(io.RawIOBase):
-    """A remote file, read range by range, so that a fault costs one range."""
+    """A remote file that is read range by range, so that a fault repeats one range only."""
 
     def __init__(self, file: File) -> None:
         self._file = file
@@ -157,7 +157,7 @@ class _Local:
         while any(wildcard in str(fixed) for wildcard in "*?["):
             fixed = fixed.parent
         if "**" in pattern:
-            # It passes over links to folders, and over folders that it may not list, without a word.
+            # glob silently skips links to folders and unreadable folders; `find` raises DataError for both.
             self.find(str(fixed))
         return self._described(fixed.glob(str(Path(pattern).relative_to(fixed))))
 
@@ -169,7 +169,7 @@ class _Local:
         found = []
         for path in paths:
             if path.is_symlink() and not path.exists():
-                raise DataError(f"{path} is a link to nothing; put back what it leads to, or remove it")
+                raise DataError(f"{path} is a broken link; restore its target, or remove the link")
             if path.is_file():
                 stat = path.stat()
                 found.append(File(str(path), stat.st_size, str(stat.st_mtime_ns)))
@@ -177,17 +177,17 @@ class _Local:
 
 
 def _below(folder: str) -> Iterator[Path]:
-    """All that lies in a folder and its folders. Raises DataError for what cannot be listed."""
+    """Yield all files in a folder and its subfolders. Raises DataError for unreadable folders and links to folders."""
 
     def refuse(error: OSError) -> None:
-        raise DataError(f"{error.filename} cannot be listed: {error.strerror}; let service and workers read it")
+        raise DataError(f"{error.filename} cannot be listed: {error.strerror}; give service and workers read access")
 
     for place, folders, files in os.walk(folder, onerror=refuse):
         for name in folders:
             if os.path.islink(os.path.join(place, name)):
                 raise DataError(
-                    f"{os.path.join(place, name)} is a link to a folder, which is not followed; name what it leads to "
-                    "as a source of its own, or remove it"
+                    f"{os.path.join(place, name)} is a link to a folder, which is not followed; name its target "
+                    "as a separate source, or remove the link"
                 )
         yield from (Path(place, name) for name in files)
 
@@ -195,9 +195,9 @@ def _below(folder: str) -> Iterator[Path]:
 class _Remote:
     def __init__(self, uri: str) -> None:
         self._system, path = fsspec.core.url_to_fs(uri)
-        # Some systems leave host and user out of the names they list.
+        # Some file systems list names without host and user.
         self._prefix = uri.removesuffix(path) if uri.endswith(path) else None
-        # What this process has listed before may have changed since.
+        # Earlier listings of this process may be outdated.
         self._system.invalidate_cache()
 
     def glob(self, pattern: str) -> list[File]:
@@ -210,7 +210,7 @@ class _Remote:
             return []
 
     def _described(self, found: dict[str, dict[str, Any]]) -> list[File]:
-        # A name that ends with a slash is what consoles make of an empty folder.
+        # Storage consoles mark an empty folder by an object whose name ends with a slash.
         files = {name: info for name, info in found.items() if info["type"] == "file" and not name.endswith("/")}
         chained = next((name for name in files if "::" in name), None)
         if chained is not None:
@@ -224,17 +224,17 @@ class _Remote:
 def _version(info: dict[str, Any]) -> str:
     names = ("ETag", "etag", "md5Hash", "content_md5", "LastModified", "last_modified", "mtime", "created")
     known = next((info[name] for name in names if info.get(name)), None)
-    # Of a system with other names, all that it tells.
+    # For a file system with other names, all metadata is the version.
     return hashlib.sha256(repr(sorted(info.items())).encode()).hexdigest() if known is None else str(known)
 
 
 def _ask(uri: str, patience: float, call: Any, *arguments: Any, **options: Any) -> Any:
-    """Call until it succeeds or fails for good. Raises StorageUnavailable if it has failed for `patience` seconds."""
+    """Call with retries. Raises StorageUnavailable after `patience` seconds, DataError for a permanent error."""
     patience = min(patience, _longest.get())
     try:
         return patiently(partial(call, *arguments, **options), seconds=patience, may_pass=_may_pass)
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{uri} is not there, or not there any more") from error
+        raise FileNotFoundError(f"{uri} not found; it may have been deleted") from error
     except Exception as error:
         if not _may_pass(error):
             raise DataError(f"{uri} cannot be read: {error}; check the credentials of service and workers") from error
@@ -247,7 +247,7 @@ def _may_pass(error: BaseException) -> bool:
 
 
 def chunks(file: File, size: int) -> Iterator[bytes]:
-    """A whole file, `size` bytes at a time."""
+    """Yield a whole file, `size` bytes at a time."""
     with open_file(file) as opened:
         while data := opened.read(size):
             yield data

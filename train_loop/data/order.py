@@ -1,10 +1,10 @@
-"""Which samples, in which order: a pure function of (seed, epoch, dataset), never of world size.
+"""Order of samples: a pure function of (seed, epoch, dataset), independent of world size.
 
-A run takes positions 0, 1, 2 …; position p is the p mod N-th sample of epoch p // N. Shuffling is a keyed permutation
-computed for the asked positions alone, so that starting at any position costs the same and holds nothing in memory.
+A run takes positions 0, 1, 2 …; position p is the p mod N-th sample of epoch p // N. Shuffling is a keyed permutation,
+computed only for the requested positions: a start at any position costs the same and keeps nothing in memory.
 
-Sources with weights are mixed by a pattern that repeats every 10,000 positions, and each source goes through epochs of
-its own: none of its samples comes again before all of them have come.
+Weighted sources are mixed by a pattern that repeats every 10,000 positions. Each source has its own epochs: none of its
+samples repeats before all of them have been used.
 """
 
 import hashlib
@@ -20,25 +20,25 @@ from train_loop.spec.data import CYCLE
 
 Ids = NDArray[np.int64]
 PADDING = -1
-"""The sample id of a row that fills up the last, short step: it has no token to train on."""
+"""Sample id of a row that fills up the last, short step; the row has no trained token."""
 
 _ROUNDS = 6
 _FEW = 4096
-"""Up to so many places are sorted by hashes: a network of few bits is no fair shuffle."""
+"""Maximum size that is shuffled by sorting hashes: a Feistel network of few bits does not shuffle evenly."""
 _U64 = np.uint64
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """How many of every 10,000 samples come from each source."""
+    """The proportions of sources, in samples per 10,000 positions."""
 
     sizes: tuple[int, ...]
-    """Samples of each source."""
+    """Number of samples in each source."""
     quotas: tuple[int, ...]
 
     @property
     def epoch(self) -> int:
-        """Positions until every source has been seen whole."""
+        """Number of positions until every source has been read completely."""
         last = np.array(self.sizes) - 1
         cycles, places = np.divmod(last, np.array(self.quotas))
         pattern, before = _pattern(self.quotas)
@@ -48,7 +48,7 @@ class Mixture:
         )
 
     def at(self, positions: Ids) -> tuple[Ids, Ids]:
-        """The source of each position, and how many of that source came before it."""
+        """Return the source of each position, and the number of earlier positions with the same source."""
         pattern, before = _pattern(self.quotas)
         cycles, places = np.divmod(positions, CYCLE)
         sources = pattern[places]
@@ -56,17 +56,17 @@ class Mixture:
 
 
 def mix(weights: Sequence[float], sizes: Sequence[int]) -> Mixture:
-    """The mixture of sources in proportion to their weights, rounded to one in 10,000 (largest remainders)."""
+    """Return the mixture of sources in proportion to their weights, rounded to 1/10,000 (largest remainders)."""
     shares = np.array(weights) * (CYCLE / sum(weights))
     quotas = np.floor(shares).astype(np.int64)
     quotas[np.argsort(quotas - shares, kind="stable")[: CYCLE - quotas.sum()]] += 1
-    assert quotas.all(), "the spec refuses weights that would never be served"
+    assert quotas.all(), "the spec rejects weights that would never give a sample"
     return Mixture(tuple(sizes), tuple(quotas.tolist()))
 
 
 @lru_cache(maxsize=4)
 def _pattern(quotas: tuple[int, ...]) -> tuple[Ids, Ids]:
-    """The source of each position of a cycle, evenly spread, and how many of that source came before in it."""
+    """Return the source of each position of a cycle, evenly spread, and how many earlier positions have that source."""
     sources = np.repeat(np.arange(len(quotas)), quotas)
     before = np.concatenate([np.arange(quota) for quota in quotas])
     ideal = (before + 0.5) / np.array(quotas)[sources]
@@ -76,20 +76,20 @@ def _pattern(quotas: tuple[int, ...]) -> tuple[Ids, Ids]:
 
 @dataclass(frozen=True)
 class Order:
-    """The order of a dataset's samples, endless; `end` cuts it."""
+    """The endless order of a dataset's samples; `end` limits it."""
 
     samples: int
-    """Positions in an epoch: all samples, or until all sources of a mixture have been seen whole."""
+    """Positions in an epoch: all samples, or with a mixture the positions until every source has been read once."""
     seed: int
     shuffle: bool
     dataset: str
     """Fingerprint of the prepared data."""
     end: int
-    """Positions from here on are padding."""
+    """First position of the padding."""
     mixture: Mixture | None = None
 
     def at(self, positions: Ids) -> Ids:
-        """Sample ids at the given positions, PADDING past the end. Shape in = shape out."""
+        """Return the sample ids at the given positions, PADDING past the end. The result has the shape of the input."""
         if self.mixture is None:
             ids = self._shuffled(positions, self.samples, self.dataset)
         else:
@@ -105,7 +105,7 @@ class Order:
         return ids
 
     def _shuffled(self, counts: Ids, size: int, name: str) -> Ids:
-        """The n-th sample of `size` samples that are gone through again and again, for each count n."""
+        """Return, for each n in `counts`, the n-th sample of a source of `size` samples that repeats in epochs."""
         epochs, places = np.divmod(counts, size)
         if not self.shuffle:
             return places
@@ -117,18 +117,18 @@ class Order:
         return ids
 
     def position(self, consumed: int) -> DataPosition:
-        """Where in the data a run stands that has taken this many samples."""
+        """Return the position in the data after `consumed` samples."""
         epoch, samples = divmod(consumed, self.samples)
         return DataPosition(epoch=epoch, samples=samples)
 
     def consumed(self, position: DataPosition) -> int:
-        """The inverse of `position`."""
+        """Return the number of samples before a position: the inverse of `position`."""
         return position.epoch * self.samples + position.samples
 
 
 @dataclass(frozen=True)
 class StepOrder:
-    """The order dealt out to data-parallel ranks: a step takes the next `dp * per_rank` positions."""
+    """The order as dealt to data-parallel ranks: a step takes the next `dp * per_rank` positions."""
 
     order: Order
     dp: int
@@ -141,24 +141,24 @@ class StepOrder:
         return self.dp * self.per_rank
 
     def steps_left(self, consumed: int) -> int:
-        """Steps from a position to the end of the order, the last of which may be short."""
+        """Return the number of steps from a position to the end of the order; the last step may be short."""
         return -((consumed - self.order.end) // self.global_batch)
 
     def step(self, consumed: int) -> Ids:
-        """Sample ids of the step that starts at a position. Shape [dp, per_rank]."""
+        """Return the sample ids of the step that starts at a position. Shape [dp, per_rank]."""
         return self.order.at(np.arange(consumed, consumed + self.global_batch).reshape(self.dp, self.per_rank))
 
     def rank_steps(self, consumed: int, steps: int, data_rank: int) -> Ids:
-        """Sample ids of one rank for several steps in a row. Shape [steps, per_rank]."""
+        """Return one rank's sample ids for several consecutive steps. Shape [steps, per_rank]."""
         starts = consumed + data_rank * self.per_rank + self.global_batch * np.arange(steps)
         return self.order.at(starts[:, None] + np.arange(self.per_rank)[None, :])
 
 
 def permute(places: Ids, size: int, keys: NDArray[_U64]) -> Ids:
-    """A keyed permutation of range(size) at the given places: a Feistel network, walked until it lands inside.
+    """Return a keyed permutation of range(size) at the given places: a Feistel network with cycle walking.
 
-    Black and Rogaway, "Ciphers with arbitrary finite domains" (2002): the network permutes the next power of four, and
-    a place whose image falls outside the range is mapped on, so that the range is permuted among itself.
+    Black and Rogaway, "Ciphers with arbitrary finite domains" (2002). The network permutes range(4^k), the next power
+    of four. A value outside range(size) is mapped again until it lies inside, which permutes range(size).
     """
     if size <= _FEW:
         hashes = _mix(_mix(np.arange(size, dtype=_U64) ^ keys[0]) ^ keys[1])
@@ -182,7 +182,7 @@ def _feistel(values: NDArray[_U64], half: np.uint64, mask: np.uint64, keys: NDAr
 
 
 def _mix(x: NDArray[_U64]) -> NDArray[_U64]:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): every bit of x reaches every bit of the result."""
+    """Apply the finaliser of splitmix64 (Steele, Lea, Flood 2014): every bit of x affects every bit of the result."""
     x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)
     return x ^ (x >> _U64(31))

@@ -1,7 +1,7 @@
-"""Prepared samples: written as Parquet that anything can read, and read by us without touching what lies around them.
+"""Shards of prepared samples: standard Parquet files, from which single samples are read by their byte offset.
 
-The values of a column are stored plain, in one page, so that they lie one after the other in the file; an index says
-where each sample's begin. Reading samples in any order then costs their own bytes and no more.
+The values of a column are stored plain, in one page, and are thus contiguous in the file. An index contains the
+position of each sample's values. Reading samples in any order then reads their own bytes only.
 """
 
 import itertools
@@ -18,26 +18,26 @@ from numpy.typing import NDArray
 
 from train_loop.data.dataset import Cells, Part, ShardFile
 from train_loop.data.order import Ids
-from train_loop.data.pack import Sample
-from train_loop.patience import retry_storage
+from train_loop.data.prepare.packing import Sample
 from train_loop.run_dir import is_transient
+from train_loop.system.retry import retry_storage
 
 _INDEX = "index.bin"
 _RECORD = np.dtype([(name, "<u4") for name in ("shard", "token", "tokens", "document", "documents")])
-"""Of each sample: its shard, and where in the shard's tokens and documents it begins and how many are its own."""
+"""Index record of a sample: its shard, and the start and number of its tokens and documents in that shard."""
 RECORD_BYTES = _RECORD.itemsize
 _SHARD_TOKENS = (2**20, 16 * 2**20)
-"""Of a shard, at least and at most; in between, an eighth of what has been written before it.
+"""Minimum and maximum tokens of a shard; in between, an eighth of all tokens written before it.
 
-What is little is then written while it is being tokenised, but for a small rest, and what is much has few files.
+A small dataset is thus written during tokenisation, except its last part, and a large dataset has few files.
 """
 _SHARD_ROWS = 16_384
-"""Fewer than Parquet's writer puts into a page."""
+"""Maximum rows of a shard: fewer than Parquet's writer puts into a page."""
 _KINDS = {"input_ids": pa.int32(), "labels": pa.int32(), "documents": pa.int32(), "weights": pa.float32()}
 
 
 def write_part(samples: Iterable[Sample], folder: Path) -> Part:
-    """Write samples into a folder, durably; they are known by its name."""
+    """Write samples durably into a folder; its name becomes their fingerprint."""
     samples, shards, tokens = iter(samples), list[ShardFile](), 0
     with (folder / _INDEX).open("wb") as index:
         for number in itertools.count():
@@ -64,7 +64,7 @@ def write_part(samples: Iterable[Sample], folder: Path) -> Part:
 
 
 def read_shards(part: Part, local: Ids) -> Iterator[Cells]:
-    """Samples of prepared data by index, in the order asked for."""
+    """Yield prepared samples by index, in the requested order."""
     for sample in local.tolist():
         try:
             yield _read_sample(part, sample)
@@ -88,13 +88,13 @@ def _read_sample(part: Part, sample: int) -> Cells:
 
 
 def _read_again(part: Part, sample: int) -> Cells:
-    # Files that were opened before an unmount can stay stale for ever.
+    # Files that were opened before an unmount can stay stale forever.
     _open.cache_clear()
     return _read_sample(part, sample)
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Return whether the storage of prepared data is away: then not even the cache's folder is there."""
+    """Return whether an error means that the storage is unavailable: if so, even the cache folder is missing."""
     if isinstance(error, FileNotFoundError) and error.filename:
         return not Path(error.filename).parent.parent.is_dir()
     return is_transient(error)
@@ -107,7 +107,7 @@ def _values(file: ShardFile, column: str, start: int, count: int) -> NDArray[Any
 
 
 class _Opened:
-    """A file to read anywhere in; closed when the last one who reads lets go of it."""
+    """A file for reads at any offset; it is closed when the last reference to it disappears."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -117,11 +117,11 @@ class _Opened:
         data = os.pread(self._descriptor, count, place)
         if len(data) != count:
             # Fewer tokens would look like a shorter sample.
-            raise OSError(f"{self._path} ends at byte {place + len(data)}, and {place + count} were written to it")
+            raise OSError(f"{self._path} is truncated: it ends at byte {place + len(data)}, before {place + count}")
         return data
 
     def __del__(self) -> None:
-        # A file that could not be opened has none.
+        # The attribute is missing if the file could not be opened.
         if (descriptor := self.__dict__.get("_descriptor")) is not None:
             os.close(descriptor)
 
@@ -150,7 +150,7 @@ def _write_shard(path: Path, samples: list[Sample]) -> ShardFile:
     flat = {name: np.concatenate(values) for name, values in lists.items()}
     columns = {name: _list_array(values, flat[name], _KINDS[name]) for name, values in lists.items()}
     with path.open("wb") as file:
-        # One plain page for each column, whatever its size.
+        # One plain page per column, whatever its size.
         pq.write_table(
             pa.table(columns),
             file,
@@ -171,7 +171,7 @@ def _list_array(values: list[Any], flat: NDArray[Any], kind: pa.DataType) -> pa.
 
 
 def _places(path: Path, flat: dict[str, NDArray[Any]]) -> dict[str, int]:
-    """Where the values of each column begin: they are the end of its only page."""
+    """Return the byte offset of each column's values: they are the last bytes of its only page."""
     group = pq.read_metadata(path).row_group(0)
     chunks = {chunk.path_in_schema.split(".")[0]: chunk for chunk in map(group.column, range(group.num_columns))}
     places = {}
@@ -179,7 +179,7 @@ def _places(path: Path, flat: dict[str, NDArray[Any]]) -> dict[str, int]:
         chunk = chunks[name]
         place = chunk.data_page_offset + chunk.total_compressed_size - values.nbytes
         written = np.fromfile(path, values.dtype, len(values), offset=place)
-        # Our own files, by the format's rules: another layout would be a change of the library.
+        # A mismatch means that the Parquet library has changed its layout.
         assert np.array_equal(written, values), f"{path}: the values of {name} do not lie in one plain page"
         places[name] = place
     return places

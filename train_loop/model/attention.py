@@ -1,4 +1,4 @@
-"""Choice of a model's attention implementation, and the inputs that keep packed documents apart in it."""
+"""Choice of a model's attention implementation, and its inputs that separate packed documents."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +30,7 @@ def apply_attention(model: PreTrainedModel, spec: JobSpec, device: torch.device)
     if chosen in _FLASH and not _runs(chosen, major):
         raise ModelError(
             f"attn_implementation={chosen} needs a GPU of compute capability {_CAPABILITIES[chosen][0]}.x"
-            f"{'' if chosen == 'flash_attention_3' else ' or later'}, and a worker has {major}.{minor}; choose sdpa"
+            f"{'' if chosen == 'flash_attention_3' else ' or later'}, but a worker has {major}.{minor}; choose sdpa"
         )
     if chosen == "flex_attention" and device.type == "cpu":
         raise ModelError("attn_implementation=flex_attention has no backward pass on CPUs; choose sdpa")
@@ -59,10 +59,10 @@ def _runs(flash: str, major: int) -> bool:
 
 
 def attention_inputs(model: PreTrainedModel, position_ids: Tensor) -> dict[str, Any]:
-    """Return the model's arguments that keep documents apart, over the full sequence [B, T], by transformers' rules.
+    """Return the model's arguments that separate documents in the full sequence [B, T], by transformers' rules.
 
     Flash attention gets the bounds of documents, every other implementation gets masks. Call it once per micro-batch,
-    before the sequence is split: under Ulysses the model sees only its slice and could make neither.
+    before the sequence is split: under Ulysses the model has only its slice and cannot build them.
     """
     if model.config._attn_implementation in _FLASH:
         (bounds, _), (longest, _) = prepare_fa_kwargs_from_position_ids(position_ids)

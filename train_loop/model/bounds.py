@@ -1,4 +1,4 @@
-"""Upper bounds on the numbers of a model's config. They are cheap to check; building 20,000 layers takes minutes."""
+"""Upper bounds on the numbers in a model's config. Building 20,000 layers takes minutes; a check of bounds does not."""
 
 import re
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ _BOUNDS = (
     (re.compile(r".*vocab_size"), 1 << 24),
     (re.compile(r".*(hidden|intermediate|embd|inner|ffn|model).*(size|dim)|d_model|d_ff|n_embd|n_inner"), 1 << 20),
 )
-"""Patterns of field names with their largest allowed number, which is far above that of any model."""
+"""Patterns of field names with their largest allowed number, far above the number of any real model."""
 _LARGEST = 1 << 40
 """Largest allowed number of all other integer fields."""
 
@@ -24,7 +24,7 @@ def large_numbers(config: dict[str, Any], pointer: str) -> list[Problem]:
     return [
         Problem(
             pointer + as_pointer(steps) if pointer.endswith("config") else pointer,
-            f"{steps[-1]}={value} is over {most}, the most that a model may have; correct it in the model's config",
+            f"invalid {steps[-1]}={value}; expected at most {most}; correct it in the model's config",
         )
         for steps, value in _numbers(config)
         if abs(value) > (most := _bound(steps[-1]))

@@ -14,8 +14,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from train_loop.errors import ModelError
+from train_loop.model.folder import model_config
 from train_loop.model.unset import is_unset, set_own, unset_like
-from train_loop.model_folder import model_config
 from train_loop.spec import ModelSpec
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -39,7 +39,7 @@ def build_model(spec: ModelSpec) -> PreTrainedModel:
         raise
     except Exception as error:  # transformers' errors for a config have no common class
         source = spec.path or "model.config"
-        raise ModelError(f"{source} builds no causal language model: {' '.join(str(error).split())}") from error
+        raise ModelError(f"{source} is not a valid causal language model: {' '.join(str(error).split())}") from error
     _check_layers(model)
     model.train()
     return model
@@ -60,8 +60,8 @@ def _hf_config(config: dict[str, Any]) -> PretrainedConfig:
 def _config_of_type(config: dict[str, Any]) -> PretrainedConfig:
     kind = config["model_type"]
     if kind not in CONFIG_MAPPING:
-        remedy = _near(kind, CONFIG_MAPPING) or "choose one that it knows, for example qwen3 or llama"
-        raise ModelError(f"transformers {transformers.__version__} knows no model_type={kind}; {remedy}")
+        remedy = _near(kind, CONFIG_MAPPING) or "choose a supported one, for example qwen3 or llama"
+        raise ModelError(f"transformers {transformers.__version__} does not support model_type={kind}; {remedy}")
     return AutoConfig.for_model(**config)
 
 
@@ -77,12 +77,12 @@ def _folder_config(spec: ModelSpec) -> PretrainedConfig:
     """
     config = model_config(spec)
     if config.get("quantization_config"):
-        raise ModelError(f"{spec.path} holds quantised weights, which cannot be trained; give the model they came from")
+        raise ModelError(f"{spec.path} holds quantised weights, which cannot be trained; give the original model")
     # Code that comes with a model is never run. Many folders contain code although transformers has the model too.
     if config.pop("auto_map", None) and config["model_type"] not in CONFIG_MAPPING:
         raise ModelError(
-            f"{spec.path} needs code of its own (auto_map), and code that comes with weights is not run; choose a "
-            "model that transformers knows"
+            f"{spec.path} needs custom code (auto_map), and the code in a model's folder is not run; choose a model "
+            "that transformers supports"
         )
     return _config_of_type(config)
 
@@ -93,7 +93,7 @@ def _check_layers(model: PreTrainedModel) -> None:
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     strange = sorted(kinds - {"full_attention", "sliding_attention"})
     if strange:
-        raise ModelError(f"{model.config.model_type} has layers of kind {', '.join(strange)}, not supported yet")
+        raise ModelError(f"{model.config.model_type} has layers of unsupported type {', '.join(strange)}")
 
 
 def materialise(model: PreTrainedModel, blueprint: PreTrainedModel, *, seed: int, device: torch.device) -> None:
@@ -184,7 +184,7 @@ def _set_by_a_rule(module: nn.Module, name: str, leaf: str) -> Tensor:
     tensor: Tensor = getattr(module, leaf).detach()
     if is_unset(tensor):
         raise ModelError(
-            f"transformers {transformers.__version__} has no rule that initialises {_join(name, leaf)} "
+            f"transformers {transformers.__version__} does not initialise {_join(name, leaf)} "
             f"({type(module).__name__}), so its values would be random memory; give a folder with weights in "
             "model.path, or choose another model"
         )

@@ -20,10 +20,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from train_loop.errors import ModelError
-from train_loop.input_files import descriptor_path, open_input, read_input
 from train_loop.model.build import allocate, draw_weights, materialise, own_part
-from train_loop.model_folder import model_folder
+from train_loop.model.folder import model_folder
 from train_loop.spec import ModelSpec
+from train_loop.system.input_files import descriptor_path, open_input, read_input
 
 _HARMLESS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Tensors of older folders that models now compute."""
@@ -58,7 +58,7 @@ def give_weights(
 ) -> None:
     """Allocate a sharded model and load its weights; `blueprint` is the same model on meta, before sharding.
 
-    Without a folder the weights are random. Raises ModelError for a folder that does not fit.
+    Without a folder the weights are random. Raises ModelError if the folder's tensors do not match the model.
     """
     folder = model_folder(spec)
     if folder is None:
@@ -77,7 +77,7 @@ def match_folder(model: PreTrainedModel, folder: Path) -> dict[str, list[Stored]
     """Return the stored tensors of each model tensor by name, from file headers alone.
 
     A tied tensor may be stored twice. A tensor may be missing only if the model itself allows that. Raises ModelError
-    that names the tensors which are missing, unexpected or of another shape.
+    that names the tensors which are missing, unexpected or of wrong shape.
     """
     left = _by_model_name(model, read_headers(folder))
     homes = {names[0]: [left.pop(name) for name in names if name in left] for names in _tensors(model)}
@@ -91,8 +91,8 @@ def match_folder(model: PreTrainedModel, folder: Path) -> dict[str, list[Stored]
             if not stored and not _matches(name, optional)
         ],
         "unexpected": [f"{s.name} {_shape(s.shape)}" for name, s in left.items() if not _matches(name, harmless)],
-        "of another shape": [
-            f"{s.name} is {_shape(s.shape)} and should be {_shape(shapes[name])}"
+        "wrong shape": [
+            f"{s.name} is {_shape(s.shape)}, expected {_shape(shapes[name])}"
             for name, stored in homes.items()
             for s in stored
             if s.shape != shapes[name]
@@ -100,7 +100,7 @@ def match_folder(model: PreTrainedModel, folder: Path) -> dict[str, list[Stored]
     }
     if any(faults.values()):
         raise ModelError(
-            f"the tensors in {folder} are not those of {type(model).__name__} by its config.json: "
+            f"the tensors in {folder} do not match {type(model).__name__} of its config.json: "
             f"{'; '.join(f'{kind}: {_some(which)}' for kind, which in faults.items() if which)}; give the folder of a "
             "causal language model with the config.json that belongs to it"
         )
@@ -118,7 +118,7 @@ def read_headers(folder: Path) -> dict[str, Stored]:
     lost = sorted(index.keys() - stored.keys())
     if lost:
         raise ModelError(
-            f"the index of {folder} names tensors that its files do not hold: {_some(lost)}; copy it again"
+            f"the index of {folder} names tensors that its files do not contain: {_some(lost)}; copy it again"
         )
     return stored
 
@@ -138,11 +138,11 @@ def _read_index(folder: Path) -> dict[str, str]:
         index: dict[str, str] = json.loads(text)["weight_map"]
         names = set(index.values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{path} is no index with a weight_map; copy it again") from error
+        raise ModelError(f"weight_map not found in {path}; copy it again") from error
     # A name that points outside the folder could also point outside the storage roots.
     strange = sorted(str(name) for name in names if not re.fullmatch(r"[^\W_][\w.-]*\.safetensors", str(name)))
     if strange:
-        raise ModelError(f"{path} names what is no safetensors file of the folder: {_some(strange)}; copy it again")
+        raise ModelError(f"{path} names files that are not safetensors of the folder: {_some(strange)}; copy it again")
     return index
 
 
@@ -151,9 +151,9 @@ def _header(file: Path) -> Iterable[Stored]:
         with open_tensors(file) as content:
             return [Stored(file, name, tuple(content.get_slice(name).get_shape())) for name in content.keys()]  # noqa: SIM118
     except FileNotFoundError as error:
-        raise ModelError(f"{file} is named by the index and not there; copy the folder again") from error
+        raise ModelError(f"{file} not found, and the index names it; copy the folder again") from error
     except SafetensorError as error:
-        raise ModelError(f"{file} is no whole safetensors file: {error}; copy it again") from error
+        raise ModelError(f"{file} is not a complete safetensors file: {error}; copy it again") from error
 
 
 def _by_model_name(model: PreTrainedModel, stored: dict[str, Stored]) -> dict[str, Stored]:
@@ -185,8 +185,8 @@ def _fill(target: Tensor, stored: list[Stored]) -> None:
         # transformers would untie them with a warning, and train a model that differs from config.json.
         if not torch.equal(mine, twin.read(part).to(mine)):
             raise ModelError(
-                f"{twin.file} holds {twin.name} with values of its own, and config.json ties it to "
-                f"{stored[0].name}; set tie_word_embeddings to what the model was trained with"
+                f"{twin.name} in {twin.file} differs from {stored[0].name}, and config.json ties them; set "
+                "tie_word_embeddings to the value with which the model was trained"
             )
 
 

@@ -20,7 +20,7 @@ def apply_tiled_mlp(layers: Sequence[nn.Module], *, tiles: int) -> None:
         mlps = [module for module in layer.children() if type(module).__name__.endswith("MLP")]
         if not mlps:
             raise ModelError(
-                f"{type(layer).__name__} has no child whose class ends with MLP, and apply_tiled_mlp would do nothing; "
+                f"{type(layer).__name__} has no child module of a class named *MLP, so apply_tiled_mlp has no effect; "
                 "set apply_tiled_mlp: false"
             )
         for mlp in mlps:

@@ -12,7 +12,7 @@ from train_loop.optim.adafactor import Adafactor
 from train_loop.optim.eight_bit import adamw_8bit_class
 from train_loop.optim.muon import Muon
 from train_loop.spec import TrainingSpec
-from train_loop.vitals import ComputeTimer
+from train_loop.telemetry.timers import ComputeTimer
 
 Group = dict[str, Any]
 

@@ -26,12 +26,12 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """The data-parallel rank."""
+        """Return the data-parallel rank."""
         return self.plan.data_rank(self.rank)
 
     @property
     def sequence_rank(self) -> int:
-        """The rank within the Ulysses group."""
+        """Return the rank within the Ulysses group."""
         return self.plan.sequence_rank(self.rank)
 
 
@@ -51,10 +51,12 @@ def build_mesh(plan: MeshPlan, device: torch.device, *, timeout: timedelta = tim
     """
     started = dist.get_world_size()
     if started != plan.world:
-        raise UserError(f"num_workers={plan.world} and {started} ranks started; start {plan.world}, or change the spec")
+        raise UserError(
+            f"num_workers={plan.world}, but {started} ranks started; start {plan.world}, or change the spec"
+        )
     fsdp = init_device_mesh(device.type, plan.shape, mesh_dim_names=plan.names)
     data = init_device_mesh(device.type, (plan.dp, plan.sp), mesh_dim_names=("dp", "sp"))
     for group in (*fsdp.get_all_groups(), data["sp"].get_group()):
-        # A mesh takes no timeout: its groups would use torch's default of half an hour whatever the spec says.
+        # A mesh accepts no timeout: without this call its groups use torch's default of 30 min.
         _set_pg_timeout(timeout, group)
     return Mesh(plan, dist.get_rank(), device, fsdp, data["sp"].get_group())

@@ -1,5 +1,6 @@
 """Parallelization of a model, in this order: Ulysses → tiles → activation checkpointing → compile → FSDP2 → timing."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -10,15 +11,14 @@ from transformers import PreTrainedModel
 from train_loop.model.build import DTYPES
 from train_loop.model.positions import apply_longrope
 from train_loop.model.tiled_mlp import apply_tiled_mlp
+from train_loop.parallel.activation_checkpoint import apply_checkpointing
 from train_loop.parallel.compile import apply_compile
 from train_loop.parallel.mesh import Mesh
-from train_loop.parallel.prefetch import apply_prefetch
-from train_loop.parallel.recompute import apply_checkpointing
 from train_loop.parallel.timing import time_units
 from train_loop.parallel.ulysses import apply_ulysses
 from train_loop.parallel.units import decoder_layers, find_units, innermost, norms, wrapped_layers
 from train_loop.spec import JobSpec, StrategySpec
-from train_loop.vitals import ComputeTimer
+from train_loop.telemetry.timers import ComputeTimer
 
 
 def parallelize(model: PreTrainedModel, mesh: Mesh, spec: JobSpec) -> ComputeTimer:
@@ -75,6 +75,19 @@ def _sum_gradients(unit: FSDPModule) -> None:
     unit.set_gradient_divide_factor(1.0)
     # A factor selects PREMUL_SUM, which gloo rejects and NCCL zeroes in bf16 (pytorch#190747).
     unit.set_force_sum_reduction_for_comms(True)
+
+
+def apply_prefetch(layers: Sequence[FSDPModule], *, forward: int, backward: int) -> None:
+    """Make each layer prefetch the next `forward` layers, and in backward the previous `backward` layers.
+
+    A value of 1 leaves prefetching to FSDP, which gathers one layer ahead in the order that it has seen. The root is
+    not changed.
+    """
+    for place, layer in enumerate(layers):
+        if forward > 1:
+            layer.set_modules_to_forward_prefetch(list(layers[place + 1 : place + 1 + forward]))
+        if backward > 1:
+            layer.set_modules_to_backward_prefetch(list(reversed(layers[max(place - backward, 0) : place])))
 
 
 def place_buffers(model: nn.Module, device: torch.device) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
-from train_loop.vitals import ComputeTimer
+from train_loop.telemetry.timers import ComputeTimer
 
 
 def time_units(model: nn.Module, timer: ComputeTimer) -> None:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from train_loop.errors import ModelError
-from train_loop.vitals import ComputeTimer
+from train_loop.telemetry.timers import ComputeTimer
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -60,9 +60,9 @@ class Ulysses:
         # Queries, keys, values and outputs of every layer.
         if (sequence_length, heads) not in queries or self.exchanged.total() != 4 * layers:
             raise ModelError(
-                f"Ulysses is not in force: {self.exchanged.total()} exchanges of (sequence, heads) {sorted(queries)}, "
-                f"where 4 in each of {layers} layers with {(sequence_length, heads)} are right; this model does not "
-                "use the transformers attention registry in all layers, so choose ulysses_size: 1"
+                f"Ulysses is not active in all layers: {self.exchanged.total()} exchanges of (sequence, heads) "
+                f"{sorted(queries)}; expected 4 of {(sequence_length, heads)} in each of {layers} layers; this model "
+                "does not use the transformers attention registry in all layers, so choose ulysses_size: 1"
             )
 
     def _check_forward(self, model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
@@ -70,7 +70,7 @@ class Ulysses:
 
 
 _LISTENING: WeakValueDictionary[str, Ulysses] = WeakValueDictionary()
-"""Counters of each group's exchanges, by name: a compiled graph knows groups by name only."""
+"""The `Ulysses` of each group, by the group's name: compiled graphs refer to groups only by name."""
 
 
 def apply_ulysses(model: PreTrainedModel, group: dist.ProcessGroup, timer: ComputeTimer) -> Ulysses | None:
@@ -87,7 +87,7 @@ def apply_ulysses(model: PreTrainedModel, group: dist.ProcessGroup, timer: Compu
     ALL_ATTENTION_FUNCTIONS[key] = ulysses
     config = model.config.get_text_config()
     for module in model.modules():
-        # The attention function repeats kv heads by this count, which is smaller after kv heads were repeated for P.
+        # The attention function repeats kv heads by this count. It is smaller after kv heads were repeated for P.
         if hasattr(module, "num_key_value_groups"):
             module.num_key_value_groups = config.num_attention_heads // max(config.num_key_value_heads, ranks)
     return ulysses

@@ -10,15 +10,15 @@ from train_loop.spec import WrapPolicySpec
 
 
 def decoder_layers(model: PreTrainedModel, policy: WrapPolicySpec) -> list[nn.Module]:
-    """Return the modules that the model itself declares unsplittable, or else the policy's, in their order.
+    """Return the modules in the model's _no_split_modules, or else the policy's, in module order.
 
-    Raises ModelError if neither names any.
+    Raises ModelError if there are none.
     """
     own = modules_of(model, model._no_split_modules or ())
     layers = own or modules_of(model, policy.transformer_layer_cls_to_wrap)
     if not layers:
         raise ModelError(
-            f"{type(model).__name__} names no layers in _no_split_modules; name their class in "
+            f"{type(model).__name__} has no layer classes in _no_split_modules; name one in "
             f"strategy.wrap_policy.transformer_layer_cls_to_wrap, for example {', '.join(wrappable(model)[:3])}"
         )
     return layers
@@ -86,7 +86,7 @@ def check_names(model: PreTrainedModel, policy: WrapPolicySpec) -> None:
         for field, module in ends.items():
             if type(module).__name__ == name:
                 # A module cannot be a unit twice, and tied weights must stay one parameter.
-                raise ModelError(f"transformer_layer_cls_to_wrap={name} names no layer; choose {field}: true instead")
+                raise ModelError(f"transformer_layer_cls_to_wrap={name} is not a layer; set {field}: true instead")
         if not modules_of(model, [name]):
             raise ModelError(
                 f"transformer_layer_cls_to_wrap={name} matches no module of {type(model).__name__}; "

@@ -1,8 +1,7 @@
-"""Pure arithmetic: degrees → mesh, batches → steps, parameters → memory, workers → resources. Torch-free."""
+"""Planning by pure arithmetic: mesh, batches and steps, memory, and placement on nodes. Torch-free."""
 
 from train_loop.plan.batch import START, BatchPlan, Origin, check_schedule, plan_batch, plan_samples, plan_steps
 from train_loop.plan.devices import device_problems, forgotten_gpu
-from train_loop.plan.head import chunk_rows
 from train_loop.plan.layout import (
     AUTOSCALED_VARIABLE,
     Capacity,
@@ -14,8 +13,7 @@ from train_loop.plan.layout import (
     why_no_data_cpu,
     why_split,
 )
-from train_loop.plan.mask import MASK_BYTES, mask_bytes
-from train_loop.plan.memory import MemoryTerm
+from train_loop.plan.memory import MASK_BYTES, MemoryTerm, chunk_rows, mask_bytes
 from train_loop.plan.mesh import MeshPlan, groups_across_hosts, plan_mesh
 from train_loop.plan.plan import Plan, plan_job, plan_sizes
 from train_loop.plan.preview import Preview, SampleCount

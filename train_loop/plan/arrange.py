@@ -33,7 +33,7 @@ def arrange(places: Sequence[int], world: int, *, strategy: str, group: int) -> 
 
 
 def count_splits(arrangement: Arrangement, group: int) -> int:
-    """Return the number of Ulysses groups that lie on several nodes."""
+    """Return the number of Ulysses groups that span several nodes."""
     first, whole = 0, 0
     for _, count in arrangement:
         last = first + count
@@ -97,7 +97,7 @@ class _Chain:
         self._room, self._filled = sum(places), 0
 
     def build(self, first: int | None = None) -> Arrangement:
-        """Take node after node, each time the node that splits least; begin with `first` if it is given."""
+        """Add one node after another, each time the node that splits the fewest groups; start with `first` if given."""
         found: Arrangement = []
         while self._filled < self._world:
             node = self._next() if found or first is None else first

@@ -1,4 +1,4 @@
-"""Batches → steps: the sequences of an optimizer step and the steps of a run."""
+"""Arithmetic of batches: sequences per optimizer step, and steps of a run."""
 
 import math
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ class BatchPlan:
 
     @property
     def global_batch(self) -> int:
-        """Sequences per optimizer step."""
+        """Return the sequences per optimizer step."""
         return self.per_device * self.accumulation * self.dp
 
     @property
     def per_data_rank(self) -> int:
-        """Sequences per optimizer step and data-parallel rank."""
+        """Return the sequences per optimizer step and data-parallel rank."""
         return self.per_device * self.accumulation
 
 

@@ -13,20 +13,20 @@ _ALIKE = 0.6
 
 
 def device_problems(scaling: ScalingSpec) -> list[Problem]:
-    """Return the problems of resources with which a worker would not train on the devices that the job asks for.
+    """Return the problems of requested resources on which a worker would not train.
 
     Other names are custom resources of the cluster's nodes, as in Ray.
     """
     found = list[str]()
     for name, amount in scaling.resources_per_worker.items():
         if _ACCELERATOR.match(name):
-            found.append(f"{name} is not a device that can be trained on; choose GPU, or CPU alone")
+            found.append(f"training on {name} is not supported; choose GPU, or only CPU")
         elif name not in _HONOURED and (meant := _meant(name)):
             found.append(f"unknown resource {name!r}; did you mean {meant}?")
         elif name == "GPU" and amount not in (0, 1):
             found.append(
-                f"GPU: {amount:g} per worker is not supported, as each worker is one rank with one device; choose "
-                "GPU: 1, and one worker for each GPU in num_workers"
+                f"GPU: {amount:g} per worker is not supported: each worker is one rank with one device; set GPU: 1 and "
+                "num_workers to the number of GPUs"
             )
     return [Problem("/scaling/resources_per_worker", message) for message in found]
 
@@ -42,6 +42,6 @@ def forgotten_gpu(scaling: ScalingSpec, total: Mapping[str, float]) -> str | Non
     if not total.get("GPU") or scaling.resources_per_worker.get("GPU"):
         return None
     return (
-        f"the job asks for no GPU and trains on CPUs, and the cluster has {total['GPU']:g} GPU; add GPU: 1 to "
+        f"the job requests no GPU and trains on CPUs, but the cluster has {total['GPU']:g} GPU; add GPU: 1 to "
         "scaling.resources_per_worker"
     )

@@ -1,4 +1,4 @@
-"""Workers → nodes: the ranks of each node, and the check that the nodes hold all workers."""
+"""Layout of workers on nodes: the ranks of each node, and the check that the nodes hold all workers."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence

@@ -1,15 +1,18 @@
-"""Parameters → bytes per worker, each term with its formula."""
+"""Memory estimate in bytes per worker, each term with its formula."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from train_loop.plan.head import DTYPE_BYTES, chunk_rows, logits_row_bytes
-from train_loop.plan.mask import MASK_BYTES, mask_bytes
 from train_loop.plan.mesh import MeshPlan
 from train_loop.plan.shape import ModelShape
 from train_loop.spec import JobSpec
 
 Place = Literal["device", "host"]
+DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+CHUNK_BYTES = 2**29
+"""Maximum bytes of the logits of a chunk, including their gradient."""
+MASK_BYTES = 2**30
+"""Maximum bytes of a mask on a GPU; above it, `auto` prefers flex_attention, which makes no mask."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ def estimate_memory(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> tuple[M
         MemoryTerm("parameters", master * shard, f"{master} bytes x parameters / fsdp", home),
         MemoryTerm("optimizer", *_optimizer(spec, shape, mesh, master), place=home),
         MemoryTerm(
-            "ema", 4 * shard if spec.training.ema_decay else 0, "4 bytes x parameters / fsdp, where asked for", home
+            "ema", 4 * shard if spec.training.ema_decay else 0, "4 bytes x parameters / fsdp, if ema_decay is set", home
         ),
     )
     return (
@@ -54,7 +57,7 @@ def estimate_memory(spec: JobSpec, shape: ModelShape, mesh: MeshPlan) -> tuple[M
         MemoryTerm("gradients", master * shard, f"{master} bytes x parameters / fsdp", home),
         _staging(spec, sum(term.bytes for term in state), beside),
         *_activations(spec, shape, tokens=tokens, compute=compute, beside=beside),
-        MemoryTerm("attention_mask", _mask(spec), "1 byte x sequences x sequence_length^2, where documents share one"),
+        MemoryTerm("attention_mask", _mask(spec), "1 byte x sequences x sequence_length^2, if packed"),
         _logits(spec, shape, tokens),
     )
 
@@ -117,7 +120,30 @@ def _activations(
         return (MemoryTerm("activations", compute * tokens * size, f"{each} x {sizes}"),)
     recomputed = compute * tokens * (kept + wide // tiles)
     saved, inputs = compute * tokens * shape.hidden * shape.layers, f"{each} x H x layers"
-    formula = f"{each} x ({layer} + {mlp}) of the layer at work"
+    formula = f"{each} x ({layer} + {mlp}) of the current layer"
     if spec.model.gradient_checkpointing == "full":
         return (MemoryTerm("activations", saved + recomputed, f"{inputs} + {formula}"),)
     return MemoryTerm("activations", recomputed, formula), MemoryTerm("offloaded_activations", saved, inputs, beside)
+
+
+def logits_row_bytes(spec: JobSpec, shape: ModelShape) -> int:
+    """Return the bytes of one token's logits: in compute dtype, in fp32, and their fp32 gradient."""
+    return (DTYPE_BYTES[spec.strategy.param_dtype] + 8) * shape.vocab
+
+
+def chunk_rows(spec: JobSpec, shape: ModelShape, *, tokens: int) -> int | None:
+    """Return the tokens in a chunk of logits; None if whole logits need less memory, or if the spec disables chunks.
+
+    `tokens` counts one rank's part of a micro-batch. Chunks keep the head's gradient in fp32 until backward.
+    """
+    row = logits_row_bytes(spec, shape)
+    rows = max(1, min(tokens, CHUNK_BYTES // row))
+    saves = rows * row + 4 * shape.vocab * shape.hidden < tokens * row
+    wanted = spec.training.chunked_loss
+    return rows if (saves if wanted is None else wanted) else None
+
+
+def mask_bytes(spec: JobSpec) -> int:
+    """Return the bytes of the mask [sequences, 1, T, T] that sdpa needs for packed rows; 0 for other rows."""
+    packed = spec.data.packing
+    return spec.training.per_device_train_batch_size * spec.data.sequence_length**2 if packed else 0

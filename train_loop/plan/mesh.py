@@ -1,4 +1,4 @@
-"""Degrees → mesh: the ranks that shard, that replicate and that share a sequence."""
+"""Plan of the device mesh: the ranks that shard, replicate, and share a sequence."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,27 +21,27 @@ class MeshPlan:
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self.ddp * self.fsdp
 
     @property
     def dp(self) -> int:
-        """Number of data-parallel ranks: Ulysses groups, each with different samples."""
+        """Return the number of data-parallel ranks, which are Ulysses groups with different samples."""
         return self.world // self.sp
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The mesh shape for FSDP2: (fsdp,) or, for HSDP, (ddp, fsdp)."""
+        """Return the mesh shape for FSDP2: (fsdp,) or, for HSDP, (ddp, fsdp)."""
         return (self.fsdp,) if self.ddp == 1 else (self.ddp, self.fsdp)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the axes of `shape`."""
+        """Return the names of the axes of `shape`."""
         return ("fsdp",) if self.ddp == 1 else ("ddp", "fsdp")
 
     @property
     def axes(self) -> dict[str, int]:
-        """The size of every axis, including the Ulysses groups inside fsdp."""
+        """Return the size of every axis, including the Ulysses groups inside fsdp."""
         return dict(zip(self.names, self.shape, strict=True)) | {"sp": self.sp}
 
     def data_rank(self, rank: int) -> int:
@@ -94,8 +94,8 @@ def check_reshard(reshard: bool | int | None, mesh: MeshPlan) -> None:
     if reshard not in fits:
         choices = one_of([*map(str, fits), "true", "false"])
         raise ValueError(
-            f"reshard_after_forward={reshard} is no smaller group that divides the {mesh.fsdp} ranks of an fsdp group; "
-            f"choose {choices}"
+            f"reshard_after_forward={reshard} is not a smaller group that divides the {mesh.fsdp} ranks of an fsdp "
+            f"group; choose {choices}"
         )
 
 

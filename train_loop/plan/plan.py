@@ -11,7 +11,7 @@ from train_loop.spec import JobSpec, Problem, SpecError
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a spec, made before any data is read."""
+    """Plan of a spec, computed without reading data."""
 
     mesh: MeshPlan
     batch: BatchPlan
@@ -21,19 +21,19 @@ class Plan:
 
     @property
     def memory_bytes(self) -> int:
-        """Estimated bytes per worker in the memory in which the model computes."""
+        """Return the estimated bytes per worker in the memory in which the model computes."""
         return sum(term.bytes for term in self.memory if term.place == "device")
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Estimated bytes of a checkpoint over all ranks."""
+        """Return the estimated bytes of a checkpoint over all ranks."""
         return self.mesh.fsdp * sum(
             term.bytes for term in self.memory if term.name in ("parameters", "optimizer", "ema")
         )
 
     @property
     def host_memory_bytes(self) -> int:
-        """Estimated bytes per worker in host memory, next to a GPU."""
+        """Return the estimated bytes per worker in host memory, in addition to a GPU."""
         return sum(term.bytes for term in self.memory if term.place == "host")
 
 
@@ -75,7 +75,7 @@ def plan_sizes(spec: JobSpec, shape: ModelShape) -> dict[int, Plan]:
     if plans:
         return plans
     if spec.scaling.elastic:
-        none = f"none of {fewest} to {most} workers can be shared out as the strategy and the batch ask"
+        none = f"no number of workers from {fewest} to {most} fits the strategy and the batch size"
         broken = [Problem(one.pointer, f"{none}; with {most}: {one.message}") for one in broken]
     raise SpecError(broken)
 

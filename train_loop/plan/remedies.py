@@ -21,7 +21,7 @@ def memory_advice(spec: JobSpec, terms: list[MemoryTerm], place: Place) -> str:
     sizes = ", ".join(f"{term.name} {format_bytes(term.bytes)}" for term in largest)
     remedies = "; ".join(memory_remedies(spec, place)[:_REMEDIES])
     total = format_bytes(sum(term.bytes for term in terms))
-    return f"the plan estimates {total} per rank: {sizes}; what helps, cheapest first: {remedies}"
+    return f"the plan estimates {total} per rank: {sizes}; remedies, cheapest first: {remedies}"
 
 
 def format_bytes(count: int) -> str:
@@ -30,7 +30,7 @@ def format_bytes(count: int) -> str:
 
 
 def memory_remedies(spec: JobSpec, place: Place) -> list[str]:
-    """Return spec changes that reduce the memory at a place: free ones, slower ones, then those of the cluster.
+    """Return changes that reduce memory at a place: spec changes without cost, slower ones, then cluster changes.
 
     Without a GPU, the model computes in host memory too.
     """
@@ -39,7 +39,7 @@ def memory_remedies(spec: JobSpec, place: Place) -> list[str]:
         *(_beside(spec) if place == "host" else []),
         *(_computing(spec) if place == "device" or not on_gpu else []),
     ]
-    workers = "more workers in scaling.num_workers, as shards get smaller"
+    workers = "more workers in scaling.num_workers, for smaller shards"
     shards = spec.strategy.sharding_strategy != "NO_SHARD"
     last = ["hosts with more memory, or fewer workers on each"] if place == "host" else []
     return [*found, *([workers] if shards and place == "device" else []), *last]

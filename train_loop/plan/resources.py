@@ -1,11 +1,11 @@
-"""Workers → cluster: the resources that a job takes, and the check that the cluster can hold them."""
+"""Resources that a job reserves, and the check that the cluster has them."""
 
 from collections.abc import Mapping
 
 from train_loop.spec import Problem, ScalingSpec
 
 DATA_CPUS = 1.0
-"""CPUs that Ray Data needs besides the workers: with one, tasks are slow; with none, the job hangs silently."""
+"""CPUs that Ray Data needs in addition to the workers: with one, tasks are slow; with none, the job hangs silently."""
 
 
 def needed(scaling: ScalingSpec) -> dict[str, float]:
@@ -16,7 +16,7 @@ def needed(scaling: ScalingSpec) -> dict[str, float]:
 def too_big(scaling: ScalingSpec, total: Mapping[str, float]) -> str | None:
     """Return the reason why the cluster can never hold the workers, as a sentence; None if it can."""
     short = [
-        f"{amount:g} {name} where the cluster has {total.get(name, 0):g}"
+        f"{amount:g} {name} (the cluster has {total.get(name, 0):g})"
         for name, amount in needed(scaling).items()
         if amount > total.get(name, 0) + 1e-9
     ]

@@ -72,12 +72,12 @@ class ModelShape:
 
     @property
     def known(self) -> bool:
-        """True if the parameter count is exact; for other families it is an estimate."""
+        """Return True if the parameter count is exact; for other families it is an estimate."""
         return self.model_type in _DEFAULTS
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one decoder layer: attention, gated MLP, two norms."""
+        """Return the parameters of one decoder layer: attention, gated MLP, two norms."""
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = self.hidden * (2 * query + 2 * key)
         biases = (query + 2 * key) * self.qkv_bias + self.hidden * self.output_bias
@@ -87,12 +87,12 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters outside the layers: embedding, final norm and, unless it is tied, the head."""
+        """Return the parameters outside the layers: embedding, final norm and, unless it is tied, the head."""
         return self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model."""
+        """Return the parameters of the whole model."""
         return self.layers * self.layer_parameters + self.embedding_parameters
 
 
@@ -104,7 +104,7 @@ def read_shape(config: dict[str, Any]) -> ModelShape:
     missing = [name for name in _NEEDED if name not in sizes]
     if missing:
         raise ValueError(
-            f"model_type={model_type} is not one whose defaults are known ({', '.join(_DEFAULTS)}); "
+            f"model_type={model_type} has no known default sizes, unlike {', '.join(_DEFAULTS)}; "
             f"add {', '.join(missing)} to the model's config"
         )
     heads = _positive(sizes, "num_attention_heads")

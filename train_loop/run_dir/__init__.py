@@ -37,6 +37,20 @@ from train_loop.run_dir.lines import (
     size_appended,
 )
 from train_loop.run_dir.markers import create_root_marker, write_run_marker
+from train_loop.run_dir.node_report import (
+    ALL_NODES,
+    SERVICE_VERSION_VARIABLE,
+    TOKEN_FILE,
+    VISIT_MARK,
+    ClusterVisit,
+    NetworkVisit,
+    NodeVisit,
+    Sight,
+    answer_file,
+    own_version,
+    versions_here,
+    why_unreadable,
+)
 from train_loop.run_dir.paths import CACHE_VARIABLE, AttemptDir, RunDir, default_cache
 from train_loop.run_dir.read_policy import READ_POLICY_VARIABLE, ReadPolicy, is_below
 from train_loop.run_dir.remote import (
@@ -74,20 +88,6 @@ from train_loop.run_dir.sinks import (
     write_place,
 )
 from train_loop.run_dir.transient import STORAGE_SECONDS_VARIABLE, is_transient, storage_seconds
-from train_loop.run_dir.visit import (
-    ALL_NODES,
-    SERVICE_VERSION_VARIABLE,
-    TOKEN_FILE,
-    VISIT_MARK,
-    ClusterVisit,
-    NetworkVisit,
-    NodeVisit,
-    Sight,
-    answer_file,
-    own_version,
-    versions_here,
-    why_unreadable,
-)
 
 __all__ = [
     "ALL_NODES",

@@ -70,7 +70,7 @@ class ExportDir:
             # The finished export was deleted.
             return None
         if status.state == "running" and now - status.time > _SILENT_SECONDS:
-            reason = "the process that exported has ended; ask again"
+            reason = "the export process has exited; request the export again"
             return status.model_copy(update={"state": "failed", "reason": reason})
         return status
 

@@ -137,11 +137,11 @@ class Manifest(Format):
         """
         written = json.loads(text)
         if not isinstance(written, dict) or written.get("digest") != _digest(written):
-            raise ValueError("the manifest is not what was written")
+            raise ValueError("the manifest does not match its digest")
         if written.get("format") != FORMAT:
             raise UnknownFormatError(
-                f"the checkpoint of step {written.get('step')} has format {written.get('format')}, and this version of "
-                f"Trainshed knows format {FORMAT}; use the version that wrote it"
+                f"the checkpoint of step {written.get('step')} has format {written.get('format')}, but this version of "
+                f"Trainshed reads format {FORMAT}; use the version that wrote it"
             )
         return cls.model_validate(written)
 

@@ -238,7 +238,7 @@ class RunDir:
         if before != now:
             raise ValueError(
                 f"{path} holds another spec ({', '.join(_changed(before, now))}); a run directory belongs to one job, "
-                "choose a new one (a run goes on at another size where training.global_batch_size is given and only "
+                "choose a new one (a run can resume at another size if training.global_batch_size is set and only "
                 "scaling, strategy.fsdp_size, strategy.ulysses_size and training.per_device_train_batch_size differ)"
             )
 

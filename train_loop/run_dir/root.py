@@ -99,7 +99,7 @@ class _Expected:
             if name == _SPEC and self.id is not None:
                 break
             if name != _SPEC and self.id not in (None, marker.id):
-                raise StorageUnavailable(str(self.folder), f"its id is {marker.id}, and was {self.id}")
+                raise StorageUnavailable(str(self.folder), f"its id is {marker.id}; expected {self.id}")
             self.found, self.id = name, self.id or marker.id or None
             return
         raise StorageUnavailable(str(self.folder), f"{self.witnesses[0]} is missing; mount the storage again")

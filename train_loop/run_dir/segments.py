@@ -17,12 +17,12 @@ log = logging.getLogger(__name__)
 _ROLL_BYTES = 1 << 20
 MakeLine = Callable[[int], bytes]
 _LINES = 1_000_000
-"""Factor that makes a line's number from its segment and its place there; more than a segment's lines."""
+"""Line n of segment s has the number s * _LINES + n; a segment has fewer lines."""
 _FLUSH_SECONDS = 1.0
 
 
 class SegmentWriter:
-    """A writer of a segmented file; appended lines are on storage a second later, or at `flush`."""
+    """A writer of a segmented file. Appended lines are on storage about a second later, or after `flush`."""
 
     def __init__(self, path: Path, *, may_write: Callable[[], bool] = lambda: True) -> None:
         self._path = path

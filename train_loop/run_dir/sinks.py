@@ -34,7 +34,7 @@ def parse_sinks(text: str) -> tuple[SinkName, ...]:
     unknown = [name for name in names if name not in SINKS]
     if unknown or not names:
         raise ValueError(
-            f"sinks={text!r} names {', '.join(unknown) or 'nothing'}; choose of {', '.join(SINKS)}, or {_NONE}"
+            f"sinks={text!r} names {', '.join(unknown) or 'nothing'}; expected any of {', '.join(SINKS)}, or {_NONE}"
         )
     return tuple(sink for sink in SINKS if sink in names)
 

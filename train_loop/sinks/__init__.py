@@ -1,5 +1,5 @@
-"""Where the metrics of a run are shown besides the run directory: TensorBoard, MLflow, Weights & Biases.
+"""Sinks for a run's metrics: TensorBoard, MLflow and Weights & Biases.
 
-The driver reads what rank 0 has written and hands it over, in threads of its own: no rank waits for a sink, and no run
-ends by one.
+The driver reads the metrics that rank 0 has written and sends them to the sinks in separate threads. Sinks never block
+a rank, and a failing sink never fails the run.
 """

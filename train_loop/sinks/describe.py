@@ -1,4 +1,4 @@
-"""What trackers are told of a run besides its numbers."""
+"""Description of a run for trackers: its id, name, project and spec."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from train_loop.run_dir import RunDir
-from train_loop.secrets import masker
+from train_loop.system.redact import masker
 
 _JOB_ID = re.compile(r"job-[0-9a-z]{26}")
 _NOT_IN_IDS = re.compile(r"[^0-9A-Za-z_.-]")
@@ -18,7 +18,7 @@ _NOT_IN_IDS = re.compile(r"[^0-9A-Za-z_.-]")
 
 @dataclass(frozen=True)
 class Description:
-    """A run's id, which no other run has, its name, its project, and its spec without the environment's secrets."""
+    """A run's unique id, its name, its project, and its spec without secrets from the environment."""
 
     id: str
     name: str
@@ -27,19 +27,19 @@ class Description:
 
     @classmethod
     def of(cls, run_dir: RunDir) -> "Description":
-        """That of the run of a directory. Raises FileNotFoundError, SpecError."""
+        """Return the description of the run in a directory. Raises FileNotFoundError, SpecError."""
         spec = run_dir.spec()
         raw = spec.model_dump(mode="json")
         masked = {name: _masked(value, masker()) for name, value in raw.items()}
         return cls(_id(run_dir), spec.name, spec.project, masked)
 
     def flat(self) -> dict[str, str]:
-        """The spec by dotted names, as model.config.hidden_size; what is null is left out."""
+        """Return the spec by dotted names, such as model.config.hidden_size, without null values."""
         return dict(_flat(self.spec, ""))
 
 
 def _id(run_dir: RunDir) -> str:
-    """The job's; without a service, folders of the same name are told apart by where they lie."""
+    """Return the job's id; for a run without a service, the folder's name and a hash of its path."""
     name = run_dir.root.name
     if _JOB_ID.fullmatch(name):
         return name

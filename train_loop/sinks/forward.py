@@ -1,4 +1,4 @@
-"""Threads of the driver that hand the metrics of a run to its sinks."""
+"""Threads of the driver that send the metrics of a run to its sinks."""
 
 import logging
 import threading
@@ -9,28 +9,28 @@ from typing import Protocol
 
 from train_loop.errors import FencedError, UserError
 from train_loop.run_dir import DEFAULT_SINKS, SINKS_VARIABLE, Outcome, RunDir, SinkName, format_sinks, parse_sinks
-from train_loop.secrets import masker
-from train_loop.sinks.handover import Handover
-from train_loop.sinks.open import open_sink
+from train_loop.sinks.cursor import Handover
+from train_loop.sinks.registry import open_sink
+from train_loop.system.redact import masker
 
 log = logging.getLogger(__name__)
 _EVERY_SECONDS = 1.0
 _MOST_SECONDS = 60.0
 _MOST_SECONDS_AT_THE_END = 2.0
-_LATE = "its time was up before it had all metrics; the next attempt goes on, or whoever does it by hand"
+_LATE = "its timeout passed before it had all metrics; the next attempt sends the rest, or send it by hand"
 
 
 class Tell(Protocol):
-    """Says that something happened, as `Journal.event` does."""
+    """Function that records an event, such as `Journal.event`."""
 
     def __call__(self, name: str, **fields: str) -> None:
-        """Say it."""
+        """Record an event."""
 
 
 class Forwarder:
-    """Hands over in a thread, about once a second; a sink that fails is told once, and tried again ever later.
+    """A thread that sends metrics to one sink about once a second. A sink that fails is reported once and retried.
 
-    Each sink has its own: one that hangs holds up nobody.
+    The time between retries grows. Each sink has its own thread, so that one sink cannot block another.
     """
 
     def __init__(self, handover: Handover, tell: Tell) -> None:
@@ -44,25 +44,25 @@ class Forwarder:
         self._thread = threading.Thread(target=self._run, name=f"sink {handover.name}", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def end(self) -> None:
-        """Say that no more metrics will come."""
+        """Declare the metrics complete: no more will follow."""
         self._ended.set()
 
     def wait(self, *, seconds: float) -> None:
-        """Wait until all is handed over; not where the sink is failing."""
+        """Wait until the sink has all metrics, at most `seconds`. Returns at once if the sink is failing."""
         if not self._fails:
             self._has_all.wait(max(seconds, 0.0))
 
     def close(self, outcome: Outcome) -> None:
-        """Have the sink closed once it has all metrics."""
+        """Close the sink with the attempt's outcome, once it has all metrics."""
         self._outcome = outcome
         self._closing.set()
 
     def join(self, *, seconds: float) -> None:
-        """Wait until it is closed, or say that its time is up."""
+        """Wait until the sink is closed; report a failure after `seconds`."""
         self._thread.join(max(seconds, 0.0))
         if self._thread.is_alive():
             self._fail(f"{_LATE} (python -m train_loop.sinks {self._handover.run_dir.root} --sink {self.name})")
@@ -73,7 +73,7 @@ class Forwarder:
         except FencedError as error:
             log.info("%s", error)
         except UserError as error:
-            # Nothing that trying again could help.
+            # A retry cannot fix this.
             self._fail(str(error))
         self._has_all.set()
         self._closing.wait()
@@ -111,7 +111,7 @@ class Forwarder:
 
 
 class Forwarders:
-    """Those of all sinks of a run, for one attempt."""
+    """The forwarders of all sinks of a run, for one attempt."""
 
     def __init__(self, forwarders: Sequence[Forwarder]) -> None:
         self._forwarders = forwarders
@@ -119,7 +119,7 @@ class Forwarders:
             forwarder.start()
 
     def catch_up(self, *, seconds: float) -> None:
-        """No more metrics will come: wait until sinks have what there is, at most so long."""
+        """Declare the metrics complete, and wait until the sinks have them, at most `seconds` in total."""
         until = time.monotonic() + seconds
         for forwarder in self._forwarders:
             forwarder.end()
@@ -127,7 +127,7 @@ class Forwarders:
             forwarder.wait(seconds=until - time.monotonic())
 
     def close(self, outcome: Outcome, *, seconds: float) -> None:
-        """Have the rest handed over and sinks closed, within so many seconds for all of them."""
+        """Send the remaining metrics and close the sinks, within `seconds` in total."""
         until = time.monotonic() + seconds
         for forwarder in self._forwarders:
             forwarder.close(outcome)
@@ -136,7 +136,7 @@ class Forwarders:
 
 
 def forward(run_dir: RunDir, attempt: int, tell: Tell, environment: Mapping[str, str]) -> Forwarders:
-    """Begin to hand the metrics of a run, up to this attempt, to the sinks that the environment names."""
+    """Start to send the metrics of a run, up to this attempt, to the sinks that the environment names."""
     named = environment.get(SINKS_VARIABLE, format_sinks(DEFAULT_SINKS))
     sinks: tuple[SinkName, ...] = ()
     try:
@@ -148,5 +148,5 @@ def forward(run_dir: RunDir, attempt: int, tell: Tell, environment: Mapping[str,
 
 
 def _said(error: Exception) -> str:
-    """What an error says, without the secrets that it may quote."""
+    """Return an error's type and message, with secrets masked."""
     return masker()(f"{type(error).__name__}: {error}"[:1000])

@@ -1,4 +1,4 @@
-"""MLflow: a run of the tracking server that MLFLOW_TRACKING_URI names."""
+"""MLflow sink: a run on the tracking server that MLFLOW_TRACKING_URI names."""
 
 import os
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from train_loop.sinks.sink import Point, cannot_import
 _JOB_TAG = "trainshed.job_id"
 _METRICS_AT_ONCE, _PARAMS_AT_ONCE = 1000, 100
 _LONGEST_NAME, _LONGEST_VALUE = 250, 6000
-"""What a server takes."""
+"""Maximum lengths of a name and a value that a server accepts, in characters."""
 _STATUS = {"succeeded": "FINISHED", "failed": "FAILED", "cancelled": "KILLED", "paused": "SCHEDULED"}
-# A server that does not answer is told, and asked again, by whoever hands over; nobody is told of our users.
+# One retry only, as the forwarder reports a failing server and retries it. Telemetry about users is off.
 _DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
@@ -22,7 +22,7 @@ _DEFAULTS = {
 
 
 class MLflow:
-    """The run that has the job's id as a tag, found again by it; a step that was done again has both in its history."""
+    """A run found by the job's id in its tag. A step that ran twice has both values in the metric's history."""
 
     settle_seconds = 0.0
 
@@ -30,7 +30,7 @@ class MLflow:
         for name, value in _DEFAULTS.items():
             os.environ.setdefault(name, value)
         try:
-            # The one place of an optional dependency, which takes seconds to import.
+            # The only import of an optional dependency, which takes seconds.
             from mlflow import MlflowClient  # noqa: PLC0415
             from mlflow.entities import Metric, Param  # noqa: PLC0415
         except ImportError as error:
@@ -40,7 +40,7 @@ class MLflow:
         self._run_id = self._find(described)
 
     def write(self, points: Sequence[Point]) -> None:
-        """Have the server take them."""
+        """Send points to the server."""
         metrics = iter(
             [
                 self._metric(tag, value, int(point.time * 1000), point.step)
@@ -52,12 +52,12 @@ class MLflow:
             self._client.log_batch(self._run_id, metrics=some, synchronous=True)
 
     def close(self, outcome: Outcome | None) -> None:
-        """Say how the run stands."""
+        """Set the run's status from the attempt's outcome."""
         if outcome is not None:
             self._client.update_run(self._run_id, status=_STATUS.get(outcome.result, "RUNNING"))
 
     def _find(self, described: Description) -> str:
-        """The run of the job, made where there is none."""
+        """Return the id of the job's run; create the run if it does not exist."""
         experiment = self._experiment(described.project)
         found = self._client.search_runs([experiment], f"tags.`{_JOB_TAG}` = '{described.id}'", max_results=1)
         if found:
@@ -66,7 +66,7 @@ class MLflow:
         else:
             name = f"{described.name} ({described.id})"
             run = self._client.create_run(experiment, tags={_JOB_TAG: described.id}, run_name=name)
-        # Whoever made it may have been killed before it had all of them; a param that is there cannot be changed.
+        # The run may lack params if its creator was killed; existing params cannot be changed.
         flat = {name[:_LONGEST_NAME]: value[:_LONGEST_VALUE] for name, value in described.flat().items()}
         params = iter([self._param(name, value) for name, value in flat.items() if name not in run.data.params])
         while some := list(islice(params, _PARAMS_AT_ONCE)):
@@ -75,7 +75,7 @@ class MLflow:
         return run_id
 
     def _experiment(self, project: str) -> str:
-        """The one that the environment names, or the project's."""
+        """Return the id of the experiment that the environment names, or of the project's experiment."""
         named: str | None = os.environ.get("MLFLOW_EXPERIMENT_ID")
         if named:
             return named

@@ -1,4 +1,4 @@
-"""What all sinks are given, and what is asked of them."""
+"""Interface of sinks, and the points that they receive."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ _NO_SCALARS = {"seq", "time", "attempt", "step"}
 
 @dataclass(frozen=True)
 class Point:
-    """One logged optimizer step: its numbers by tag, as train/loss, and when it ended, in Unix seconds."""
+    """One logged optimizer step: its values by tag, such as train/loss, and the Unix time at which it ended."""
 
     attempt: int
     step: int
@@ -21,23 +21,23 @@ class Point:
 
 
 class Sink(Protocol):
-    """Somewhere that shows the metrics of one run."""
+    """A destination that displays the metrics of one run."""
 
     settle_seconds: float
-    """So long after it was written, a point outlives a driver that is killed; 0 where it does on return."""
+    """Seconds after a write until its points survive a killed driver; 0 if they do when `write` returns."""
 
     def write(self, points: Sequence[Point]) -> None:
-        """Take points, some of them perhaps again. Raises whatever fails.
+        """Send points, some of them possibly again. Raises any error of the sink.
 
-        Steps go back where the run went back to a checkpoint: the last of a step counts.
+        Steps go back if the run resumed from an earlier checkpoint: the last point of a step counts.
         """
 
     def close(self, outcome: Outcome | None) -> None:
-        """Have all points safe, and let go; `outcome` is how the attempt ended, None where nobody has said so."""
+        """Make all points safe and release the sink. `outcome`: the attempt's outcome, None if it has none."""
 
 
 def points(lines: Sequence[Mapping[str, Any]]) -> list[Point]:
-    """The points of metrics lines; what is no number is left out."""
+    """Return the points of metrics lines, without values that are not numbers."""
     return [
         Point(int(line["attempt"]), int(line["step"]), float(line["time"]), dict(_scalars(line)))
         for line in lines
@@ -53,7 +53,7 @@ def _scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def cannot_import(sink: SinkName, error: ImportError) -> UserError:
-    """What is said where the package of a sink is missing."""
+    """Return the error for a sink whose package is missing."""
     extra = "trainshed" if sink == "tensorboard" else f"trainshed[{sink}]"
     return UserError(
         f"the sink {sink} needs a package that cannot be imported here ({error}); run pip install '{extra}' on the "

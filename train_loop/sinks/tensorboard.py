@@ -1,4 +1,4 @@
-"""TensorBoard's event files in the run directory."""
+"""TensorBoard sink: event files in the run directory."""
 
 import time
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ from train_loop.run_dir import Outcome, is_remote, make_folder
 from train_loop.sinks.sink import Point, cannot_import
 
 _ROLL_BYTES = 1 << 20
-"""An object is written again whole when it grows, so that on object storage files stay small."""
+"""Size after which object storage gets a new file: an object that grows is uploaded again as a whole."""
 
 
 class TensorBoard:
-    """Event files that `tensorboard --logdir` reads; for object storage they are made here and copied there."""
+    """Event files for `tensorboard --logdir`; for object storage they are written locally and then uploaded."""
 
     settle_seconds = 0.0
 
@@ -24,7 +24,7 @@ class TensorBoard:
         self._file: _EventFile | None = None
 
     def write(self, points: Sequence[Point]) -> None:
-        """Append to the newest file, durably; a new attempt begins another one."""
+        """Append points durably to the newest file; a new attempt starts a new file."""
         for point in points:
             if self._file is None or self._is_over(self._file, point):
                 self._finish()
@@ -58,14 +58,14 @@ class TensorBoard:
 
 
 class _EventFile:
-    """One file, whose name sorts behind those of earlier attempts: TensorBoard reads them in that order.
+    """An event file whose name sorts after those of earlier attempts: TensorBoard reads files in this order.
 
-    tensorboardX's SummaryWriter would write from a thread of its own, so that nobody could tell what is on the disk.
+    tensorboardX's SummaryWriter would write from its own thread, so it would be unknown which points are on disk.
     """
 
     def __init__(self, folder: Path, attempt: int) -> None:
         try:
-            # The one place of a package that takes seconds to import.
+            # The only import of a package that takes seconds to import.
             from tensorboardX.event_file_writer import EventsWriter  # noqa: PLC0415
             from tensorboardX.proto.event_pb2 import Event, SessionLog  # noqa: PLC0415
             from tensorboardX.proto.summary_pb2 import Summary  # noqa: PLC0415
@@ -81,13 +81,14 @@ class _EventFile:
 
     @property
     def bytes(self) -> int:
-        """What is on the disk of it."""
+        """Size on disk, in bytes."""
         return self.path.stat().st_size
 
     def append(self, point: Point) -> None:
-        """Add the numbers of a step, which is the newest from here on."""
+        """Add the values of a step; it becomes the file's newest step."""
         if self._newest is None or point.step <= self._newest:
-            # Whatever was shown of this step and later ones counts no more; a new file cannot know whether it was.
+            # START discards earlier values of this and later steps. A new file may need it, as earlier files may
+            # contain them.
             start = self._session_log(status=self._session_log.START)
             self._writer.write_event(self._event(wall_time=point.time, step=point.step, session_log=start))
         values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in point.scalars.items()]
@@ -96,7 +97,7 @@ class _EventFile:
         self._newest = point.step
 
     def flush(self) -> None:
-        """Have all of it on the disk."""
+        """Write all events to the disk."""
         self._writer.flush()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Weights & Biases: a run of the account, or of the folder, that WANDB_API_KEY and WANDB_MODE name."""
+"""Weights & Biases sink: a run in the account of WANDB_API_KEY, or in a folder, as WANDB_MODE sets."""
 
 import os
 from collections.abc import Sequence
@@ -16,26 +16,26 @@ _SETTINGS: dict[str, Any] = {
     "reinit": "create_new",
     "disable_git": True,
     "save_code": False,
-    # Of the driver's machine, where nothing is trained.
+    # These would describe the driver's machine, which does not train.
     "x_disable_stats": True,
     "x_save_requirements": False,
 }
 
 
 class WandB:
-    """The run that has the job's id as its own, gone on with by every attempt.
+    """A run with the job's id, resumed by every attempt.
 
-    wandb's own process keeps what it is given in a file, and sends it when it can; nobody can have it do so at once.
+    wandb's own process buffers points in a file and sends them later; it offers no call to send them at once.
     """
 
-    # It does every 15 s, and ends at once with a driver that is killed.
+    # It sends every 15 s, and ends together with a driver that is killed.
     settle_seconds = 30.0
 
     def __init__(self, described: Description, folder: Path) -> None:
-        # Nobody is told of our users.
+        # No error reports about users.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         try:
-            # The one place of an optional dependency, which takes seconds to import.
+            # The only import of an optional dependency, which takes seconds.
             import wandb  # noqa: PLC0415
         except ImportError as error:
             raise cannot_import("wandb", error) from error
@@ -43,24 +43,24 @@ class WandB:
         try:
             self._run = self._begin(described, folder)
         except Exception:
-            # Its process would take a run that could not begin for one that is in use, for ever.
+            # Otherwise wandb's process would treat the run that failed to start as in use, permanently.
             wandb.teardown()
             raise
 
     def write(self, points: Sequence[Point]) -> None:
-        """Give them to wandb's process."""
+        """Send points to wandb's process."""
         for point in points:
             self._run.log({"step": point.step, "_timestamp": point.time, **point.scalars})
 
     def close(self, outcome: Outcome | None) -> None:
-        """Have all of it sent, and the run marked as finished, or as failed."""
+        """Send all remaining points, and mark the run as finished or failed."""
         try:
             self._run.finish(exit_code=1 if outcome is not None and outcome.result == "failed" else 0)
         finally:
             self._wandb.teardown()
 
     def _begin(self, described: Description, folder: Path) -> Any:
-        # What was not sent can be sent from there later, with `wandb sync`.
+        # Points that were not sent can be sent from there later, with `wandb sync`.
         folder = Path(os.environ.get("WANDB_DIR") or (gettempdir() if is_remote(folder) else folder))
         make_folder(folder)
         run = self._wandb.init(
@@ -72,7 +72,7 @@ class WandB:
             dir=folder,
             settings=self._wandb.Settings(**_SETTINGS),
         )
-        # Its own count of steps never goes back, and would have it drop those that were done again.
+        # wandb's own step counter never decreases, so wandb would drop the points of repeated steps.
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
         return run

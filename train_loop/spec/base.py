@@ -23,7 +23,7 @@ class Problem:
 
 
 class SpecError(ValueError):
-    """A spec that cannot run; `problems` lists everything that is wrong with it, not only the first problem."""
+    """A spec that cannot run; `problems` lists all its problems, not only the first."""
 
     code = "invalid_spec"
 

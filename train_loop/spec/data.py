@@ -12,7 +12,7 @@ CYCLE = 10_000
 
 
 class ColumnsSpec(SpecModel):
-    """The columns of a row, by their role; exactly one shape of row."""
+    """The columns of a row by role, for exactly one kind of row."""
 
     text: str | None = None
     input_ids: str | None = Field(default=None, description="tokens of an already tokenised row")
@@ -21,11 +21,11 @@ class ColumnsSpec(SpecModel):
         default=None, description="a conversation for the tokenizer's chat template; only assistant turns are trained"
     )
     tools: str | None = Field(
-        default=None, description="beside messages: the row's tools for the template, a list or its JSON; may be absent"
+        default=None, description="with messages: the row's tools for the template, a list or its JSON; may be absent"
     )
     prompt: str | None = Field(default=None, description="text in front of the response, not trained")
     response: str | None = Field(default=None, description="text that is trained, after its prompt")
-    weight: str | None = Field(default=None, description="how much each token of the row counts in the loss")
+    weight: str | None = Field(default=None, description="weight of each token of the row in the loss")
     image: Annotated[str | None, only(None)] = None
 
     @model_validator(mode="after")
@@ -46,14 +46,14 @@ class ColumnsSpec(SpecModel):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The columns that are read; every row must have all of them except tools."""
+        """The columns to read; every row must have all of them except tools."""
         text = (self.text, self.messages, self.tools, self.prompt, self.response)
         every = (*text, self.input_ids, self.labels, self.weight)
         return tuple(name for name in every if name is not None)
 
     @property
     def tokenised(self) -> bool:
-        """True if rows hold tokens, and not text."""
+        """True if rows hold tokens instead of text."""
         return self.input_ids is not None
 
 
@@ -62,12 +62,14 @@ class SourceSpec(SpecModel):
 
     path: str | tuple[str, ...] = Field(description="URI, glob, or a list of them; stdlib:// is Python's own sources")
     format: Literal["auto", "parquet", "jsonl", "text"] = Field(
-        default="auto", description="auto goes by the file's ending; text is one document per file"
+        default="auto", description="auto: by the file's extension; text: one document per file"
     )
     weight: float | None = Field(
         default=None, gt=0, le=1e9, description="share of the samples, relative to the weights of the other sources"
     )
-    columns: ColumnsSpec | None = Field(default=None, description="where they differ from data.columns")
+    columns: ColumnsSpec | None = Field(
+        default=None, description="columns of this source, if they differ from data.columns"
+    )
 
     @model_validator(mode="after")
     def _names_something(self) -> "SourceSpec":
@@ -100,7 +102,7 @@ class DataSpec(SpecModel):
     )
     columns: ColumnsSpec = ColumnsSpec(text="text")
     system_prompt: str | None = Field(
-        default=None, description="put in front of every conversation that has no system message of its own"
+        default=None, description="system message for every conversation without a system message"
     )
     on_bad_rows: Literal["fail", "skip"] = "fail"
     on_long_rows: LongRows | None = Field(
@@ -109,7 +111,7 @@ class DataSpec(SpecModel):
         "end; null: drop for messages and prompt with response, split for others",
     )
     sequence_length: int = Field(default=4096, ge=2, description="tokens per sample")
-    packing: bool = Field(default=True, description="several documents share a sample and never see each other")
+    packing: bool = Field(default=True, description="several documents share a sample without attending to each other")
     shuffle: bool = True
     seed: int = Field(default=0, ge=0)
 
@@ -148,18 +150,18 @@ class DataSpec(SpecModel):
         weighted = [source.weight is not None for source in self.sources]
         if any(weighted) and not all(weighted):
             raise ValueError(
-                f"{sum(weighted)} of {len(weighted)} sources have a weight; give every source one, or none, and "
-                "they are read one after the other"
+                f"{sum(weighted)} of {len(weighted)} sources have a weight; give every source a weight, or "
+                "none to read them one after the other"
             )
         together = sum(source.weight or 0 for source in self.sources)
         for number, source in enumerate(self.sources):
             if source.weight is not None and not CYCLE * source.weight >= together:
                 raise ValueError(
-                    f"source {number} has weight {source.weight:g} of {together:g} together, less than one sample in "
-                    f"{CYCLE}; raise its weight, or leave it out"
+                    f"source {number} has weight {source.weight:g} of {together:g} in total, less than one sample in "
+                    f"{CYCLE}; raise its weight, or remove the source"
                 )
         if any(source.weight is not None for source in self.eval_sources):
-            raise ValueError("data.eval is evaluated whole, so that a weight would do nothing; remove it")
+            raise ValueError("data.eval is evaluated completely, so a weight has no effect; remove it")
         return self
 
     @model_validator(mode="after")

@@ -65,7 +65,7 @@ class JobSpec(SpecModel):
     def _tokenizer_has_text(self) -> "JobSpec":
         if self.model.tokenizer is not None and not self.data.reads_text:
             raise ValueError(
-                "model.tokenizer would do nothing, because columns.input_ids names rows that are tokenised already; "
+                "model.tokenizer has no effect, because columns.input_ids names rows that are tokenised already; "
                 "remove one of the two"
             )
         return self
@@ -76,7 +76,7 @@ class JobSpec(SpecModel):
         shapes = [data.columns_of(source) for source in (*data.sources, *data.eval_sources)]
         if any(shape.messages for shape in shapes) and model.tokenizer is None and model.path is None:
             raise ValueError(
-                "columns.messages needs the chat template of a tokenizer, and one trained on the data has none; name "
+                "columns.messages needs a chat template, but a tokenizer that is trained on the data has none; name "
                 "a tokenizer in model.tokenizer"
             )
         return self
@@ -88,8 +88,8 @@ class JobSpec(SpecModel):
         mixed = data.reads_text and any(shape.tokenised for shape in shapes)
         if mixed and model.tokenizer is None and model.path is None:
             raise ValueError(
-                "columns.input_ids names rows that some tokenizer has made, and text beside them, or to evaluate on, "
-                "would get another one; name theirs in model.tokenizer"
+                "columns.input_ids names tokenised rows, but the text of other sources would get another tokenizer; "
+                "name the tokenizer of these rows in model.tokenizer"
             )
         return self
 
@@ -100,12 +100,8 @@ class JobSpec(SpecModel):
         if data is None or (data.eval is None) == (training.eval_steps is None):
             return training
         if data.eval is None:
-            raise ValueError(
-                f"eval_steps={training.eval_steps} needs something to evaluate on; add data.eval, or remove eval_steps"
-            )
-        raise ValueError(
-            "data.eval is given and nothing says when to evaluate on it; add eval_steps, or remove data.eval"
-        )
+            raise ValueError(f"eval_steps={training.eval_steps} needs eval data; add data.eval, or remove eval_steps")
+        raise ValueError("data.eval is set, but eval_steps is not; add eval_steps, or remove data.eval")
 
     @field_validator("scaling")
     @classmethod
@@ -113,7 +109,7 @@ class JobSpec(SpecModel):
         training = info.data.get("training")
         if training is not None and scaling.elastic and training.global_batch_size is None:
             raise ValueError(
-                "num_workers is a range, and a step would take another number of sequences at every size; add "
+                "num_workers is a range, so the sequences per step would change with the number of workers; add "
                 "training.global_batch_size"
             )
         return scaling
@@ -128,8 +124,9 @@ class JobSpec(SpecModel):
             raise ValueError(f"keep_best.metric={best.metric} needs evaluations; add data.eval and training.eval_steps")
         if checkpoint.every_steps is None or checkpoint.every_steps % training.eval_steps:
             raise ValueError(
-                f"keep_best.metric={best.metric} compares checkpoints of evaluated steps, and "
-                f"every_steps={checkpoint.every_steps} is no multiple of eval_steps={training.eval_steps}; make it one"
+                f"keep_best.metric={best.metric} compares evaluated checkpoints, but "
+                f"every_steps={checkpoint.every_steps} is not a multiple of "
+                f"eval_steps={training.eval_steps}; choose a multiple"
             )
         return checkpoint
 
@@ -150,7 +147,7 @@ class JobSpec(SpecModel):
         model = info.data.get("model")
         if model is not None and model.compile and strategy.norm_dtype is not None:
             raise ValueError(
-                f"norm_dtype={strategy.norm_dtype} makes each norm an FSDP unit of its own, which breaks the graph of "
-                "the layer that holds it, and model.compile would do nothing; remove one of the two"
+                f"norm_dtype={strategy.norm_dtype} makes each norm a separate FSDP unit, which breaks the graph of "
+                "its layer, so model.compile has no effect; remove one of the two"
             )
         return strategy

@@ -31,14 +31,14 @@ class ModelSpec(SpecModel):
     dtype: Dtype = Field(default="bf16", description="compute dtype; fp16 trains with a gradient scaler")
     master_dtype: Dtype = Field(default="fp32", description="dtype of weights, gradients and moments between steps")
     attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
-        default="auto", description="auto: flash where it is installed, else sdpa, or flex for very long packed rows"
+        default="auto", description="auto: flash if it is installed, else sdpa, or flex for very long packed rows"
     )
     gradient_checkpointing: Literal["none", "full", "offload"] = Field(
         default="full",
-        description="full: each layer is computed again in backward; offload: its input waits in host memory",
+        description="full: recompute each layer in backward; offload: also keep its input in host memory",
     )
     freeze_module_prefix: tuple[str, ...] = Field(
-        default=(), description="modules, by the beginning of their names, whose parameters are not trained"
+        default=(), description="prefixes of the names of modules whose parameters are not trained"
     )
     lora: Annotated[LoraSpec | None, only(None)] = None
     compile: bool = Field(default=False, description="torch.compile of each innermost unit of strategy.wrap_policy")

@@ -89,7 +89,7 @@ def _problems(error: ValidationError) -> list[Problem]:
         for one in found[:_MOST_PROBLEMS]
     ]
     more = len(found) - len(listed)
-    return [*listed, Problem("", f"{more} more problems are not listed; mend these first")] if more else listed
+    return [*listed, Problem("", f"{more} more problems are not listed; fix these first")] if more else listed
 
 
 def _pointer(loc: tuple[int | str, ...]) -> str:

@@ -18,15 +18,15 @@ class CheckpointSpec(SpecModel):
     """The schedule of checkpoints, and the number of checkpoints to keep."""
 
     every_steps: int | None = Field(default=100, ge=1)
-    every_seconds: float | None = Field(default=None, gt=0, description="since the save before, whatever its reason")
+    every_seconds: float | None = Field(default=None, gt=0, description="seconds since the last save of any kind")
     keep_last: int = Field(default=2, ge=1)
     keep_best: KeepBestSpec | None = Field(
         default=None,
-        description="one more stays: the best by a metric of its step, of those that have it; loss is the mean since "
-        "the last line of logging_steps",
+        description="also keep the best checkpoint by a metric of its step; loss is the mean since the last metrics "
+        "line",
     )
     save_final: bool = True
-    max_consecutive_failures: int = Field(default=3, ge=1, description="so many failed saves in a row end the attempt")
+    max_consecutive_failures: int = Field(default=3, ge=1, description="consecutive failed saves that end the attempt")
 
 
 MOST_WORKERS = 4096
@@ -69,7 +69,7 @@ class ScalingSpec(SpecModel):
     @property
     def world(self) -> int:
         """Number of workers, one rank each, once it has been chosen."""
-        assert isinstance(self.num_workers, int), "an elastic job is given a size before anything asks for it"
+        assert isinstance(self.num_workers, int), "an elastic job gets its size before its world is read"
         return self.num_workers
 
     def at(self, workers: int) -> "ScalingSpec":
@@ -82,15 +82,15 @@ class FailureSpec(SpecModel):
 
     max_failures: int = Field(default=3, ge=0, description="restarts of the worker group inside one attempt")
     max_attempts: int = Field(
-        default=3, ge=1, description="Ray submissions in a row that may fail, counted from the last that saved a step"
+        default=3, ge=1, description="consecutive Ray submissions that may fail; committing a new step resets the count"
     )
     spare_workers: bool = Field(
         default=True,
-        description="keep a process with all imports, about 0.5 GB, ready beside every worker: it restarts in seconds",
+        description="keep a standby process with all imports, about 0.5 GB, for every worker: it restarts in seconds",
     )
     hang_timeout_seconds: float = Field(
         default=1800.0,
         ge=1,
-        description="where no step ends for so long, the stacks of all ranks are written, what waits for others fails, "
-        "and the worker group, or at last the attempt, starts again",
+        description="timeout for a step: after it, the stacks of all ranks are written, pending collectives fail, and "
+        "the worker group restarts, or as a last resort the attempt",
     )

@@ -299,7 +299,7 @@ def _items(value: dict[Any, Any] | list[Any]) -> Iterable[tuple[Any, Any]]:
 
 def _check_scalar(value: Any, steps: list[str]) -> None:
     if isinstance(value, float) and not math.isfinite(value):
-        raise _refused(as_pointer(steps), f"{value} is not a number that JSON knows; write a finite one")
+        raise _refused(as_pointer(steps), f"{value} is not a JSON number; write a finite number")
     if isinstance(value, str):
         _check_text(value, steps)
     if isinstance(value, dict):

@@ -35,7 +35,7 @@ class TrainingSpec(SpecModel):
         default=None,
         gt=0,
         lt=1,
-        description="keep an exponential moving average of the weights, in fp32; it is what is evaluated",
+        description="keep an exponential moving average of the weights, in fp32; evaluations use it",
     )
     lr_scheduler_type: Schedule = "cosine"
     lr_scheduler_kwargs: ScheduleOptions = ScheduleOptions()
@@ -48,22 +48,26 @@ class TrainingSpec(SpecModel):
     num_train_epochs: float | None = Field(default=None, gt=0, description="1 unless max_steps or max_tokens is set")
     max_steps: int | None = Field(default=None, ge=1)
     max_tokens: int | None = Field(
-        default=None, ge=1, description="ends with the first step that reaches it; no padding"
+        default=None, ge=1, description="tokens without padding; the run ends with the first step that reaches it"
     )
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="null: gradients are not clipped")
     seed: int = Field(default=0, ge=0)
     logging_steps: int = Field(
-        default=1, ge=1, description="optimizer steps to a metrics line, whose loss is the mean over them"
+        default=1, ge=1, description="optimizer steps per metrics line; its loss is the mean over them"
     )
-    eval_steps: int | None = Field(default=None, ge=1, description="evaluate on data.eval so often, and at the end")
+    eval_steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="optimizer steps between evaluations on data.eval; the last step is evaluated too",
+    )
     on_nonfinite: Literal["skip", "fail"] = "skip"
     chunked_loss: bool | None = Field(
-        default=None, description="logits and loss in chunks of tokens; null: where that saves memory"
+        default=None, description="logits and loss in chunks of tokens; null: if that saves memory"
     )
     label_smoothing_factor: float = Field(default=0.0, ge=0, lt=1)
     z_loss: float = Field(default=0.0, ge=0, description="weight of the squared log of the softmax's denominator")
     max_consecutive_skips: int = Field(
-        default=10, ge=1, description="so many steps in a row that were not finite and skipped fail the job"
+        default=10, ge=1, description="consecutive skipped steps, with non-finite loss or gradients, that fail the job"
     )
     profile_steps: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         default=(), description="optimizer steps whose trace and memory go into the run directory"
@@ -84,7 +88,7 @@ class TrainingSpec(SpecModel):
             value = getattr(self, name)
             if name not in used and value != type(self).model_fields[name].default:
                 raise ValueError(
-                    f"{name}={value} would do nothing with optimizer={self.optimizer}, whose options are "
+                    f"{name}={value} has no effect with optimizer={self.optimizer}, whose options are "
                     f"{', '.join(used) or 'none'}; remove it, or choose another optimizer"
                 )
         return self
@@ -97,10 +101,10 @@ class TrainingSpec(SpecModel):
             )
         ends = [name for name in ("num_train_epochs", "max_steps", "max_tokens") if getattr(self, name) is not None]
         if len(ends) > 1:
-            raise ValueError(f"{' and '.join(ends)} each say when to end; keep one")
+            raise ValueError(f"{' and '.join(ends)} each set the end of the run; keep one")
         if self.lr_scheduler_type == "constant" and self.warmup_steps:
             raise ValueError(
-                f"lr_scheduler_type=constant has no warm-up, and warmup_steps={self.warmup_steps} would do nothing; "
+                f"lr_scheduler_type=constant has no warm-up, so warmup_steps={self.warmup_steps} has no effect; "
                 "choose constant_with_warmup, or remove warmup_steps"
             )
         return self

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from sqlalchemy import Connection, Engine, Row, insert, select, update
 
 from service.adapters.sql.tables import deeds, keys
-from service.domain.access import Caller, Deed, Key, Role
+from service.domain.access.roles import Caller, Deed, Key, Role
 
 
 class SqlKeyStore:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from sqlalchemy import JSON, Engine, cast, func, select, type_coerce
 
 from service.adapters.sql.tables import deliveries, jobs
-from service.domain.job import JobState
+from service.domain.jobs.job import JobState
 from service.ports import Counts
 
 

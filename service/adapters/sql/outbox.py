@@ -20,9 +20,9 @@ from sqlalchemy import (
 
 from service.adapters.secret_box import SecretBox
 from service.adapters.sql.tables import deliveries, jobs, webhooks
-from service.domain.access import ANY
-from service.domain.job import Job, JobState
-from service.domain.webhook import KEPT, Delivery, Message, Webhook, told_of
+from service.domain.access.roles import ANY
+from service.domain.jobs.job import Job, JobState
+from service.domain.webhooks.delivery import KEPT, Delivery, Message, Webhook, told_of
 from service.ports import Batch, Lease
 
 _BATCH = 50

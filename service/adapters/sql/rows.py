@@ -6,9 +6,9 @@ from typing import Any
 from pydantic import TypeAdapter
 from sqlalchemy import Row
 
-from service.domain.job import Attempt, Job, JobState, Lineage, Wish
-from service.domain.reason import Reason
-from service.domain.ticket import Ticket
+from service.domain.jobs.job import Attempt, Job, JobState, Lineage, Wish
+from service.domain.jobs.reason import Reason
+from service.domain.queue.entry import Ticket
 from train_loop.spec import JobSpec, ScalingSpec
 
 Value = str | int | float | None

@@ -29,10 +29,10 @@ from service.adapters.sql.outbox import news_of_added, news_of_change, write_new
 from service.adapters.sql.queries import matching
 from service.adapters.sql.rows import from_row, ticket_of, to_row
 from service.adapters.sql.tables import deleted_usage, idempotency_keys, jobs, labels, leases
-from service.domain.access import Deed
-from service.domain.job import Job, JobState
-from service.domain.ticket import Ticket
-from service.domain.usage import Usage, UsageByDay
+from service.domain.access.roles import Deed
+from service.domain.jobs.job import Job, JobState
+from service.domain.jobs.usage import Usage, UsageByDay
+from service.domain.queue.entry import Ticket
 from service.errors import IdempotencyMismatch
 from service.ports import KEPT_SECONDS, JobQuery, Lease, NewJob, Once
 

@@ -10,8 +10,8 @@ from service.adapters.secret_box import SecretBox
 from service.adapters.sql.access import write_deeds
 from service.adapters.sql.outbox import to_delivery, to_webhook
 from service.adapters.sql.tables import deliveries, webhooks
-from service.domain.access import Deed
-from service.domain.webhook import LIMIT, Delivery, Webhook
+from service.domain.access.roles import Deed
+from service.domain.webhooks.delivery import LIMIT, Delivery, Webhook
 from service.errors import WebhookLimit
 
 

@@ -10,7 +10,7 @@ from train_loop.run_dir.events import EVENTS
 LOOP = Path("train_loop")
 WRITERS = {"event", "report", "_report", "tell", "_tell"}
 # The states of an export, which are not events.
-EXCLUDED = LOOP / "checkpoint" / "export.py"
+EXCLUDED = LOOP / "checkpoint" / "export"
 
 
 def calls_and_constants() -> tuple[list[ast.Call], dict[str, str]]:
@@ -19,7 +19,7 @@ def calls_and_constants() -> tuple[list[ast.Call], dict[str, str]]:
     for file in LOOP.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             match node:
-                case ast.Call() if file != EXCLUDED:
+                case ast.Call() if EXCLUDED not in file.parents:
                     calls.append(node)
                 case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=str(value))):
                     constants[name] = value

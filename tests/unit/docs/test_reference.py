@@ -11,18 +11,18 @@ from pydantic.fields import FieldInfo
 from typer import Typer
 from typer.testing import CliRunner
 
-from service import client
-from service.cli.main import app
-from service.domain.reason import MEANINGS, Code
-from service.domain.series import ALL
+import trainshed
+from service.config.settings import Settings
+from service.domain.jobs.reason import MEANINGS, Code
+from service.domain.metrics import ALL
 from service.errors import ServiceError
-from service.settings import Settings
 from tests.support.service import FakeService
 from tools.docs.openapi import FILE, text
 from tools.docs.pages import generate
 from tools.docs.spec import EXAMPLES, Section, example, sections
 from train_loop import errors as loop_errors
 from train_loop.spec import JobSpec
+from trainshed.cli.main import app
 
 FIELDS = [(section, name, field) for section in sections() for name, field in section.model.model_fields.items()]
 
@@ -109,7 +109,7 @@ def names_of(group: Typer | None) -> list[str]:
 
 
 def test_sdk_page_has_every_public_name(pages: dict[str, str]) -> None:
-    assert [name for name in client.__all__ if f".{name}\n" not in pages["reference/sdk.md"]] == []
+    assert [name for name in trainshed.__all__ if f".{name}\n" not in pages["reference/sdk.md"]] == []
 
 
 def test_metrics_page_has_every_series(pages: dict[str, str]) -> None:

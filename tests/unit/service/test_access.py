@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import JsonValue
 
-from service.adapters.memory import MemoryJobStore, MemoryKeyStore
 from service.adapters.sql.access import SqlKeyStore
 from service.adapters.sql.store import SqlJobStore
-from service.domain.access import ANY, Caller, Deed, Key, Role
-from service.domain.job import Wish
-from service.domain.token import LEEWAY, NoSubject, TokenRules
+from service.domain.access.oidc_claims import LEEWAY, NoSubject, TokenRules
+from service.domain.access.roles import ANY, Caller, Deed, Key, Role
+from service.domain.jobs.job import Wish
 from service.ports import JobStore, KeyStore, NewJob, Once
 from tests.support.databases import emptied
+from tests.support.fakes.stores import MemoryJobStore, MemoryKeyStore
 from tests.support.service import a_job
 
 ROLES = st.dictionaries(st.sampled_from(["a", "b", ANY]), st.sampled_from(Role))

@@ -7,13 +7,13 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.domain.admission import admit
-from service.domain.board import Admission
-from service.domain.job import Job, JobState
-from service.domain.moves import make_room
-from service.domain.reason import Code, Reason
-from service.domain.rules import Quota, Rules
-from service.domain.ticket import Ticket
+from service.domain.jobs.job import Job, JobState
+from service.domain.jobs.reason import Code, Reason
+from service.domain.jobs.transitions import make_room
+from service.domain.queue.admission import admit
+from service.domain.queue.entry import Ticket
+from service.domain.queue.policy import Quota, Rules
+from service.domain.queue.snapshot import Admission
 from tests.support.service import a_job
 from train_loop.plan import Capacity
 
@@ -48,12 +48,12 @@ def test_unreachable_cluster_is_waited_for() -> None:
 def test_too_many_workers_are_told_so_for_ever() -> None:
     job = a_job(scaling={"num_workers": 9})
     reason = look([job], {"CPU": 4.0}).waits["job-1"]
-    assert (reason.code, reason.message) == (Code.UNSCHEDULABLE, "9 workers need 9 CPU where the cluster has 4")
+    assert (reason.code, reason.message) == (Code.UNSCHEDULABLE, "9 workers need 9 CPU (the cluster has 4)")
     assert reason.remedy == "add nodes, or cancel and submit fewer or smaller workers"
 
 
 def test_missing_gpus_are_named() -> None:
-    assert "2 GPU where the cluster has 0" in str(wait(gpus("job-1", 2), [], {"CPU": 8.0}))
+    assert "2 GPU (the cluster has 0)" in str(wait(gpus("job-1", 2), [], {"CPU": 8.0}))
 
 
 def test_no_cpu_left_for_data_is_told_where_the_submit_could_not_know() -> None:
@@ -62,7 +62,7 @@ def test_no_cpu_left_for_data_is_told_where_the_submit_could_not_know() -> None:
 
 def test_what_active_jobs_hold_is_not_given_twice() -> None:
     assert wait(a_job("job-2"), [active(a_job("job-1"))], {"CPU": 5.0}) == (
-        "next in the queue; waits for 3 CPU (3 of the cluster's 5 are taken)"
+        "next in the queue; waits for 3 CPU (3 of the cluster's 5 are in use)"
     )
     assert wait(a_job("job-2"), [active(a_job("job-1"))], {"CPU": 6.0}) is None
 
@@ -77,7 +77,7 @@ def test_cancelling_job_holds_until_it_is_gone() -> None:
 def test_older_goes_first_where_the_younger_would_delay_it() -> None:
     holder, big = active(a_job("job-0")), a_job("job-1", scaling={"num_workers": 4})
     assert wait(a_job("job-2"), [holder, big], {"CPU": 6.0}) == (
-        "number 2 in the queue; job-1 is before it and waits for more room"
+        "number 2 in the queue; job-1 is before it and waits for capacity"
     )
 
 
@@ -115,13 +115,13 @@ def test_quota_of_a_project_holds_its_jobs_and_nobody_elses() -> None:
     assert {job_id: reason.code for job_id, reason in found.waits.items()} == dict.fromkeys(
         ("job-2", "job-3", "job-5"), Code.QUOTA
     )
-    assert found.waits["job-2"].message == "project nlp may have 1 jobs at once, and with this job it has 2"
-    assert found.waits["job-5"].message == "project default may have 3 workers at once, and with this job it has 4"
+    assert found.waits["job-2"].message == "the quota of project nlp is 1 jobs; with this job it would use 2"
+    assert found.waits["job-5"].message == "the quota of project default is 3 workers; with this job it would use 4"
 
 
 def test_gpus_count_for_a_quota() -> None:
     rules, total = Rules(quotas={"*": Quota(gpus=2)}), {"CPU": 8.0, "GPU": 8.0}
-    assert "may have 2 GPUs at once" in str(wait(gpus("job-2", 1), [active(gpus("job-1", 2))], total, rules))
+    assert "is 2 GPUs; with this job" in str(wait(gpus("job-2", 1), [active(gpus("job-1", 2))], total, rules))
 
 
 def test_job_over_its_quota_all_alone_is_told_so_and_blocks_nobody() -> None:
@@ -130,7 +130,7 @@ def test_job_over_its_quota_all_alone_is_told_so_and_blocks_nobody() -> None:
     assert found.starts == ("job-2",)
     assert (found.waits["job-1"].code, found.waits["job-1"].remedy) == (
         Code.UNSCHEDULABLE,
-        "raise the quota, or cancel and submit fewer or smaller workers",
+        "raise the quota, or cancel the job and submit one with fewer or smaller workers",
     )
 
 
@@ -144,7 +144,7 @@ def test_the_least_and_newest_make_room_for_a_higher_priority() -> None:
     ]
     found = look([*running, gpus("job-5", 2, priority=5)], total)
     assert found.preempts == {"job-3": "job-5"}
-    assert "job-3 of lower priority will make room" in found.waits["job-5"].message
+    assert "preempting job-3 of lower priority" in found.waits["job-5"].message
     assert look([*running, gpus("job-5", 6, priority=5)], total).preempts == dict.fromkeys(
         ("job-1", "job-2", "job-3"), "job-5"
     )

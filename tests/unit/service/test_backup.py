@@ -18,11 +18,11 @@ from service.adapters.keys import ensure_key
 from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
 from service.backup import back_up, restore
-from service.cli.main import app
+from service.config.settings import Settings
 from service.errors import BackupFailed, HomeInUse
 from service.ports import JobQuery, Lease, NewJob
-from service.settings import Settings
 from tests.support.service import a_job
+from trainshed.cli.main import app
 
 
 def home(path: Path, *, jobs: int = 0) -> Settings:
@@ -138,7 +138,7 @@ def changed(tar: Path, name: str, content: bytes) -> None:
 
 def test_damaged_backups_are_refused_and_leave_nothing(used: Settings, tmp_path: Path) -> None:
     fresh, tar = Settings(home=tmp_path / "fresh"), tmp_path / "b.tar"
-    for name, message in (("trainshed.db", "not what was backed up"), ("manifest.json", "cannot be restored")):
+    for name, message in (("trainshed.db", "wrong checksum of trainshed.db"), ("manifest.json", "cannot be restored")):
         tar.unlink(missing_ok=True)
         back_up(used, tar)
         changed(tar, name, b"{}")
@@ -173,7 +173,7 @@ def test_the_commands(used: Settings, tmp_path: Path, monkeypatch: pytest.Monkey
     assert (told.exit_code, told.stdout) == (0, f"{tar}\n")
     assert f"next: trainshed restore {tar}" in told.stderr.replace("\n", "")
     again = runner.invoke(app, ["backup", str(tar)])
-    assert (again.exit_code, again.stderr) == (1, f"trainshed: {tar} exists; name a new file\n")
+    assert (again.exit_code, again.stderr) == (1, f"trainshed: {tar} already exists; choose another file name\n")
     assert runner.invoke(app, ["backup"]).exit_code == 2
     monkeypatch.setenv("TRAINSHED_HOME", str(tmp_path / "fresh"))
     missing = runner.invoke(app, ["restore", str(tmp_path / "none.tar")])

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from service.adapters import breaker as module
-from service.adapters.breaker import LONG, SHORT, Breaker, ClusterSilentError
-from service.adapters.memory import MemoryJobStore
-from service.adapters.ray_jobs import RayAddress, RayJobs
-from service.domain.decide import Submission
-from service.domain.job import JobState
+from service.adapters.ray import breaker as module
+from service.adapters.ray.breaker import LONG, SHORT, Breaker, ClusterSilentError
+from service.adapters.ray.jobs import RayAddress, RayJobs
+from service.domain.jobs.decide import Submission
+from service.domain.jobs.job import JobState
 from service.errors import ClusterError
 from service.ports import Launch, Lease
+from tests.support.fakes.stores import MemoryJobStore
 from tests.support.service import FakeService
 from tests.support.silent_servers import dropping_server, mute_server
 from tests.support.waiting import wait_for

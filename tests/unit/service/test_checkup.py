@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.doctor import Doctor
-from service.domain.checkup import Greeting, Measured, Reach, Trouble, add, check_up, least
-from service.domain.finding import Verdict
+from service.domain.doctor.checks import Greeting, Measured, Reach, Trouble, add, check_up, least
+from service.domain.doctor.finding import Verdict
 from service.errors import ClusterError, StorageFault
+from service.use_cases.doctor.doctor import Doctor
 from tests.support.doctor import TOKEN, VERSIONS, FakeClusterProbe, FakeStorageProbe, a_node, a_visit
 from tests.support.waiting import wait_for
 from train_loop.run_dir import ClusterVisit, Sight
@@ -148,7 +148,7 @@ def test_network_that_fails_between_two_nodes_names_the_pair() -> None:
     visit = a_visit(a_node(), a_node("n2"), failed={"10.0.0.1 and 10.0.0.2": "Connection refused"})
     (finding,) = [one for one in check_up(replace(WELL, nodes=2, visit=visit)) if one.check == "network"]
     assert finding.verdict is Verdict.FAILED
-    assert finding.seen == "there is no connection between 10.0.0.1 and 10.0.0.2: Connection refused"
+    assert finding.seen == "no connection between 10.0.0.1 and 10.0.0.2: Connection refused"
 
 
 def test_network_of_two_nodes_that_was_not_tried_is_skipped() -> None:

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from service.domain.condition import Conditions
-from service.domain.reason import Code
+from service.domain.jobs.condition import Conditions
+from service.domain.jobs.reason import Code
 
 STARTED = {"event": "group_started", "epoch": 1, "hosts": {"0": "node2", "1": "node3"}}
 SILENT = {"event": "host_silent", "host": "node3", "seconds": 8.0}
@@ -29,7 +29,7 @@ def read(*events: dict[str, Any]) -> Conditions:
         (WAITING, Code.CAPACITY, "waits for 4 CPU since 01:02:03 UTC; node3 left the cluster"),
         (WAITING | {"left": []}, Code.CAPACITY, "waits for 4 CPU since 01:02:03 UTC"),
         (STALLED, Code.STALLED, "step 7 has made no progress for 12 s: ranks 0, 1 and 3 wait for rank 2 on node3"),
-        (MOVING, Code.MOVING, "moving rank 1 away from node3, which will be taken away"),
+        (MOVING, Code.MOVING, "moving rank 1 away from node3, which will be removed"),
         (
             STORAGE,
             Code.STORAGE_UNAVAILABLE,

@@ -18,13 +18,13 @@ from httpx2 import Response
 from sqlalchemy import Connection, event
 from sqlalchemy.exc import SQLAlchemyError
 
-from service import follow
-from service.adapters.memory import MemoryPreflight
 from service.adapters.sql.database import Database, open_database
 from service.adapters.sql.faults import explain
 from service.adapters.sql.store import SqlJobStore
 from service.adapters.sql.tables import webhooks
 from service.ports import Findings
+from service.use_cases.runs import streams
+from tests.support.fakes.stores import MemoryPreflight
 from tests.support.postgres import PostgresServer, own_postgres
 from tests.support.service import KEY as OPERATOR_KEY
 from tests.support.service import FakeService, spec_body
@@ -211,7 +211,7 @@ def test_locked_sqlite_answers_reads_and_is_not_ready_until_a_write_works(tmp_pa
 def test_stream_ends_in_order_when_the_database_goes_away_and_is_resumed_by_its_id(
     server: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follow, "_END_SECONDS", 0.1)
+    monkeypatch.setattr(streams, "_END_SECONDS", 0.1)
     database = Database(server.url, seconds=SECONDS)
     database.bring_up_to_date()
     service = FakeService(tmp_path, store=SqlJobStore(database.engine))

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.domain.decide import Decision, Effect, Seen, Submission, Training
-from service.domain.job import TRANSITIONS, Job, JobState
-from service.domain.moves import start
-from service.domain.reason import Code, Reason
+from service.domain.jobs.decide import Decision, Effect, Seen, Submission, Training
+from service.domain.jobs.job import TRANSITIONS, Job, JobState
+from service.domain.jobs.reason import Code, Reason
+from service.domain.jobs.transitions import start
 from tests.support.attempts import ALIVE, NOW, asked, cancelling, failed, live, pausing, said, step
 from tests.support.service import a_job
 from train_loop.run_dir import Outcome, Stop
@@ -91,7 +91,7 @@ def test_starting_job_stays_starting_when_an_attempt_fails() -> None:
 def test_last_attempt_is_the_last_and_tells_of_all() -> None:
     job = step(live(attempt=3), Seen(ALIVE, outcome=failed(retryable=True))).job
     assert (job.state, job.reason and job.reason.code) == (JobState.FAILED, Code.CRASH_LOOP)
-    assert said(job).endswith("getting further: attempt 1: x; attempt 2: x; attempt 3: the data ended")
+    assert said(job).endswith("without progress: attempt 1: x; attempt 2: x; attempt 3: the data ended")
 
 
 def test_attempt_that_committed_a_step_has_the_count_begin_anew() -> None:
@@ -112,8 +112,9 @@ def test_one_attempt_is_one_attempt_even_where_it_got_further() -> None:
 def test_driver_that_is_gone_without_a_word_is_a_failed_attempt(gone: Submission) -> None:
     job = step(live(), Seen(gone)).job
     assert job.state is JobState.RECOVERING
-    assert job.attempts[-1].reason == Reason(Code.DRIVER_LOST, f"the driver was lost (its submission is {gone})")
-    assert said(job) == f"attempt 1 failed (1 of 3): the driver was lost (its submission is {gone})"
+    lost = f"the driver was lost (status of its submission: {gone})"
+    assert job.attempts[-1].reason == Reason(Code.DRIVER_LOST, lost)
+    assert said(job) == f"attempt 1 failed (1 of 3): {lost}"
 
 
 def test_next_attempt_begins_when_its_time_has_come() -> None:
@@ -142,7 +143,7 @@ def test_attempt_that_writes_nothing_for_too_long_is_stopped_and_tried_again() -
     decision = step(job, Seen(ALIVE, Training.YES, quiet=361.0, committed=10))
     assert (decision.effects, decision.job.state) == ((Effect.STOP_NOW,), JobState.RECOVERING)
     assert decision.job.attempts[-1].reason == Reason(
-        Code.HUNG, "nothing was written for 361 s; where the ranks stood is in stacks/ of the attempt"
+        Code.HUNG, "nothing was written for 361 s; stack traces of the ranks are in stacks/ of the attempt"
     )
 
 
@@ -157,7 +158,7 @@ def test_lost_workers_say_what_was_said_of_them() -> None:
     assert lost.reason == Reason(Code.HOST_LOST, "host node3 was lost")
 
 
-SILENT = Reason(Code.CLUSTER_UNREACHABLE, "Ray does not answer since 10:00:00 UTC")
+SILENT = Reason(Code.CLUSTER_UNREACHABLE, "Ray has not answered since 10:00:00 UTC")
 STALLED = Reason(Code.STALLED, "step 7 has made no progress for 12 s")
 
 
@@ -165,7 +166,7 @@ STALLED = Reason(Code.STALLED, "step 7 has made no progress for 12 s")
 def test_silent_cluster_changes_the_reason_once_and_nothing_else(job: Job) -> None:
     silent = step(job, Seen(Submission.UNKNOWN, stop=_stop(job), unreachable=SILENT))
     assert silent == Decision(replace(job, reason=SILENT))
-    later = replace(SILENT, message="Ray does not answer since 11:00:00 UTC")
+    later = replace(SILENT, message="Ray has not answered since 11:00:00 UTC")
     assert step(silent.job, Seen(Submission.UNKNOWN, stop=_stop(job), unreachable=later)).job == silent.job
     answered = step(silent.job, Seen(ALIVE, Training.YES, stop=_stop(job))).job
     assert answered.reason != SILENT

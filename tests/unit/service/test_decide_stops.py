@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from service.domain.decide import Decision, Effect, Seen, Submission
-from service.domain.job import Job, JobState, Wish
-from service.domain.moves import make_room, start, stop_with_service
-from service.domain.reason import Code, Reason
+from service.domain.jobs.decide import Decision, Effect, Seen, Submission
+from service.domain.jobs.job import Job, JobState, Wish
+from service.domain.jobs.reason import Code, Reason
+from service.domain.jobs.transitions import make_room, start, stop_with_service
 from tests.support.attempts import ALIVE, NOW, asked, cancelling, live, pausing, said, step
 from tests.support.service import a_job
 from train_loop.run_dir import Outcome, Stop
@@ -61,7 +61,7 @@ def test_pause_is_over_only_when_the_driver_has_said_so() -> None:
 def test_pause_whose_driver_died_says_where_the_run_goes_on() -> None:
     done = step(pausing(), Seen(Submission.FAILED, stop=asked(pausing()), committed=10)).job
     assert done.state is JobState.PAUSED
-    assert said(done).endswith("before it had saved; the run goes on from step 10)")
+    assert said(done).endswith("before it saved; the run resumes from step 10)")
 
 
 def test_pause_of_what_never_ran_is_over_at_once() -> None:

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.domain.admission import admit
-from service.domain.board import Admission
-from service.domain.decide import Retry, Seen, Submission, decide
-from service.domain.job import Job, JobState
-from service.domain.moves import resize, start
-from service.domain.reason import Code, Reason
-from service.domain.rules import Quota, Rules
-from service.domain.ticket import Ticket
-from service.domain.wishes import paused, resumed
+from service.domain.jobs.commands import paused, resumed
+from service.domain.jobs.decide import Retry, Seen, Submission, decide
+from service.domain.jobs.job import Job, JobState
+from service.domain.jobs.reason import Code, Reason
+from service.domain.jobs.transitions import resize, start
+from service.domain.queue.admission import admit
+from service.domain.queue.entry import Ticket
+from service.domain.queue.policy import Quota, Rules
+from service.domain.queue.snapshot import Admission
 from tests.support.service import a_job
 from train_loop.plan import Capacity
 from train_loop.run_dir import Outcome
@@ -55,7 +55,7 @@ def test_it_starts_as_large_as_there_is_room_for(gpus: float, workers: int) -> N
 def test_it_waits_for_its_smallest_size() -> None:
     found = look([fixed("job-1", 3), elastic("job-2", (2, 4))], 4)
     assert found.starts == ("job-1",)
-    assert "waits for 2 GPU (3 of the cluster's 4 are taken)" in found.waits["job-2"].message
+    assert "waits for 2 GPU (3 of the cluster's 4 are in use)" in found.waits["job-2"].message
     assert look([elastic("job-2", (2, 4))], 1).waits["job-2"].code is Code.UNSCHEDULABLE
 
 
@@ -160,14 +160,14 @@ def test_whose_workers_are_gone_is_not_waited_for() -> None:
     assert job.wish is not None
     assert job.wish.deadline == 60.0
     assert job.reason is not None
-    assert job.reason.message == "goes on with 2 workers instead of 4: the cluster has lost the room for them"
+    assert job.reason.message == "resumes with 2 workers instead of 4: the cluster has lost capacity"
 
 
 def test_job_that_shrinks_names_the_host_that_it_lost() -> None:
     lost = Reason(Code.HOST_LOST, "host node1 was lost (rank 1)")
     job = resize(replace(running(elastic("job-1", (1, 2)), 2), reason=lost), workers=1, patience=300.0, now=50.0)
     assert job.reason is not None
-    assert job.reason.message == "goes on with 1 workers instead of 2: host node1 was lost (rank 1)"
+    assert job.reason.message == "resumes with 1 workers instead of 2: host node1 was lost (rank 1)"
 
 
 def test_an_attempt_that_is_tried_again_keeps_its_size() -> None:

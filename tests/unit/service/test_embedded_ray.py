@@ -14,22 +14,22 @@ import httpx
 import psutil
 import pytest
 
-from service.adapters import ray_head
-from service.adapters.embedded_ray import EmbeddedRay
-from service.adapters.ray_head import FolderOpen, RayHead, read_head
-from service.adapters.ray_jobs import RayJobs
-from service.domain.decide import Submission
+from service.adapters.ray import head as ray_head
+from service.adapters.ray.embedded import EmbeddedRay
+from service.adapters.ray.head import FolderOpen, RayHead, read_head
+from service.adapters.ray.jobs import RayJobs
+from service.domain.jobs.decide import Submission
 from service.errors import ClusterError
 from service.ports import Launch
 from tests.support.waiting import wait_for
-from train_loop.ray_folder import parent_folder
+from train_loop.system.private_folder import parent_folder
 
 CPUS = 2
 OBJECT_STORE_BYTES = 80_000_000
 LEFT_BEHIND = """
 import sys, time
 from pathlib import Path
-from service.adapters.embedded_ray import EmbeddedRay
+from service.adapters.ray.embedded import EmbeddedRay
 ray = EmbeddedRay(Path(sys.argv[1]), cpus=2, object_store_bytes=80_000_000)
 ray.start()
 while ray.address() is None:

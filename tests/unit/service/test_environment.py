@@ -5,9 +5,9 @@ import os
 import pytest
 from pydantic import model_validator
 
-from service import environment
-from service.environment import BadSettings, read_settings, strangers
-from service.settings import Settings
+from service.config import environment
+from service.config.environment import BadSettings, read_settings, strangers
+from service.config.settings import Settings
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +29,8 @@ def test_every_problem_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     found = problems(monkeypatch, PORT="99999", QUOTAS="{nlp", BACKFILL="perhaps", HOST="127.0.0.1")
     assert [line.split("=")[0] for line in found] == ["TRAINSHED_PORT", "TRAINSHED_QUOTAS", "TRAINSHED_BACKFILL"]
     assert found[0] == (
-        "TRAINSHED_PORT='99999': Input should be less than or equal to 65535; 0: the system chooses; "
-        "leave it out for the default, 8000"
+        "TRAINSHED_PORT='99999': Input should be less than or equal to 65535; 0: any free port; "
+        "unset it for the default, 8000"
     )
 
 
@@ -48,7 +48,7 @@ def test_every_problem_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
             "'NLP' is not a project's name; expected a-z, 0-9",
         ),
         ("STORAGE_ROOTS", '{"nlp"', "it is not valid JSON"),
-        ("SINKS", "tensorbored", "choose of tensorboard"),
+        ("SINKS", "tensorbored", "expected any of tensorboard"),
         ("QUOTAS", '{"nlp": {"jobs": "many"}}', "at nlp/jobs"),
         ("LEASE_SECONDS", "0", "greater than 0"),
     ],
@@ -84,6 +84,6 @@ def test_what_nobody_reads_is_told_with_the_nearest_name() -> None:
     # What tests are told is no setting of theirs, and no mistake.
     told["TRAINSHED_TEST_CRDS"] = "/folder"
     assert strangers(told) == [
-        "TRAINSHED_PROT is no setting and does nothing; did you mean TRAINSHED_PORT?",
-        "TRAINSHED_XYZZY is no setting and does nothing; unset it",
+        "unknown setting TRAINSHED_PROT has no effect; did you mean TRAINSHED_PORT?",
+        "unknown setting TRAINSHED_XYZZY has no effect; unset it",
     ]

@@ -6,8 +6,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.api.fair import Claim, FairSlots
-from service.domain.access import OPERATOR, Caller, Role
+from service.api.fair_share import Claim, FairSlots
+from service.domain.access.roles import OPERATOR, Caller, Role
 
 
 class Callers:

@@ -9,7 +9,7 @@ import structlog
 from structlog.testing import capture_logs
 from structlog.typing import EventDict
 
-from service.adapters.run_dirs import LocalRunDirs
+from service.adapters.storage.run_dirs import LocalRunDirs
 from service.fault_log import FaultLog
 from service.ports import Sighting
 from tests.support.service import Clock, FakeService

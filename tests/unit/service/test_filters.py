@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.filters import thin_out
 from service.ports import Line
+from service.use_cases.runs.filters import thin_out
 
 
 @given(st.lists(st.none() | st.integers(0, 9)), st.integers(2, 12))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import anyio
 
-from service.adapters.run_dirs import LocalRunDirs
-from service.follow import Follower, Listener, Reader, Recent, Signal
+from service.adapters.storage.run_dirs import LocalRunDirs
 from service.ports import Entry, Place, Tail, Written
+from service.use_cases.runs.streams import Follower, Listener, Reader, Recent, Signal
 from train_loop.run_dir import JsonLines, RunDir
 
 MANY = 50

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from service.adapters.keys import ensure_key
-from service.adapters.memory import MemoryCluster, MemoryJobStore
 from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
 from service.backup import back_up
 from service.backup import restore as restore_backup
-from service.domain.decide import Submission
-from service.domain.job import Job, JobState
-from service.settings import Settings
+from service.config.settings import Settings
+from service.domain.jobs.decide import Submission
+from service.domain.jobs.job import Job, JobState
+from tests.support.fakes.stores import MemoryCluster, MemoryJobStore
 from tests.support.service import FakeService
 from train_loop.run_dir import Fence, Outcome
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from service.adapters.preflight import _FRESH_SECONDS, HelperPreflight, Limits
+from service.adapters.helpers.preflight import _FRESH_SECONDS, HelperPreflight, Limits
 from service.errors import PreflightFailed, StorageAway
 from service.ports import Findings
 from tests.support.folders import write_model, write_tokenizer
@@ -30,7 +30,7 @@ from train_loop.spec import Problem
 @contextmanager
 def preflight(answer: str, *, timeout: float = 30.0, limits: Limits | None = None) -> Iterator[HelperPreflight]:
     """One whose helper answers so: Python that may use `asked`."""
-    imports = "import os, sys, time\nfrom train_loop.forking import looking_at, serve\n"
+    imports = "import os, sys, time\nfrom train_loop.preflight.fork_server import looking_at, serve\n"
     command = [sys.executable, "-c", f"{imports}serve(sys.argv[1], lambda asked: {answer})"]
     limits = limits or Limits(timeout)
     helper = HelperPreflight(read_policy=lambda _: may_read("file:///data"), limits=limits, command=command)
@@ -135,7 +135,7 @@ def test_forks_go_first_if_the_host_has_no_memory() -> None:
 def test_helper_of_a_killed_service_removes_its_folder(tmp_path: Path) -> None:
     socket = tmp_path / "shed" / "preflight"
     socket.parent.mkdir()
-    code = "import sys\nfrom train_loop.forking import serve\nserve(sys.argv[1], lambda asked: None)"
+    code = "import sys\nfrom train_loop.preflight.fork_server import serve\nserve(sys.argv[1], lambda asked: None)"
     with subprocess.Popen([sys.executable, "-c", code, str(socket)], stdin=subprocess.PIPE) as helper:
         wait_for(socket.exists, "the helper")
         assert helper.stdin is not None

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from service.cli.home_checks import check_home
-from service.settings import Settings
+from service.config.settings import Settings
+from trainshed.cli.home_checks import check_home
 
 
 @pytest.mark.parametrize(

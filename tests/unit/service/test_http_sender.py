@@ -11,9 +11,9 @@ import pytest
 import standardwebhooks
 
 from service.adapters.http_sender import HttpSender, look_up
-from service.domain.addresses import Allowed
-from service.domain.job import JobState
-from service.domain.webhook import Answer, Message, Webhook
+from service.domain.jobs.job import JobState
+from service.domain.webhooks.delivery import Answer, Message, Webhook
+from service.domain.webhooks.ssrf import Allowed
 from tests.support.receivers import (
     Act,
     Receiver,
@@ -94,7 +94,7 @@ def test_a_redirect_is_told_and_not_followed(status: int) -> None:
         found = send(receiver)
     assert found is not None
     assert found.status == status
-    assert "a redirect, and none is followed" in (found.error or "")
+    assert "redirects are not followed" in (found.error or "")
     assert inside.got == []
     assert str(inside.port) not in (found.error or ""), "where it leads is nobody's business"
 

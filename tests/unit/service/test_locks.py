@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from service.config.settings import Settings
 from service.errors import DatabaseUnusable, HomeInUse, HomeUnusable
-from service.locks import locked
-from service.settings import Settings
+from service.lifecycle.locks import locked
 
 
 def test_places_that_cannot_be_written_to(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import sys
 PROGRAM = """
 import logging, sys, warnings
 import structlog
-from service.domain.job import JobState
-from service.logs import configure_logs
+from service.domain.jobs.job import JobState
+from service.config.logs import configure_logs
 
 configure_logs(sys.argv[1])
 log = structlog.get_logger()
@@ -71,7 +71,7 @@ def test_people_get_lines_and_plain_tracebacks() -> None:
 COLOURED = """
 import io, logging
 import structlog
-from service.logs import configure_logs
+from service.config.logs import configure_logs
 
 class Terminal(io.StringIO):
     def isatty(self):

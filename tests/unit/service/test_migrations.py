@@ -22,12 +22,12 @@ from service.adapters.sql.database import Database, open_database
 from service.adapters.sql.store import SqlJobStore
 from service.adapters.sql.tables import idempotency_keys, metadata
 from service.adapters.sql.webhooks import SqlWebhookStore
-from service.domain.access import OPERATOR, Deed, Key, Role
-from service.domain.job import JobState, Lineage, Wish
-from service.domain.reason import Code, Reason
-from service.domain.ticket import Ticket
-from service.domain.usage import Usage
-from service.domain.webhook import Webhook
+from service.domain.access.roles import OPERATOR, Deed, Key, Role
+from service.domain.jobs.job import JobState, Lineage, Wish
+from service.domain.jobs.reason import Code, Reason
+from service.domain.jobs.usage import Usage
+from service.domain.queue.entry import Ticket
+from service.domain.webhooks.delivery import Webhook
 from service.errors import DatabaseUnusable
 from service.ports import NewJob, Once
 from tests.support.service import a_job

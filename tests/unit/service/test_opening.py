@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from service.adapters.sql.database import Database, open_database
-from service.background import Background, Part
 from service.errors import DatabaseUnreachable, DatabaseUnusable, ServiceError
-from service.leaving import Leaving
-from service.opening import Opening, opened
+from service.lifecycle.lifespan import Background, Part
+from service.lifecycle.shutdown import Leaving
+from service.lifecycle.startup import Opening, opened
 from tests.support.waiting import wait_for
 
 
@@ -117,7 +117,7 @@ def test_parts_are_started_once_they_can_and_ended_the_last_first_though_some_ha
     background.end()
     assert said == ["+one", "+two", "+three", "-three", "-two", "-one"]
     assert leaving.is_set()
-    assert leaving.waits_for == "the end of the process"
+    assert leaving.waits_for == "process exit"
 
 
 def test_nothing_starts_any_more_once_the_service_leaves() -> None:

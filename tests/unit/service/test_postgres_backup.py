@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
-from service.cli.main import app
 from service.ports import NewJob
 from tests.support.databases import emptied
 from tests.support.service import a_job
+from trainshed.cli.main import app
 
 OPERATIONS = Path(__file__).parents[3] / "docs" / "operate" / "operations.md"
 

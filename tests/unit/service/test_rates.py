@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.domain.access import Caller
-from service.domain.rates import Rate, Window, neighbourhood
+from service.config.settings import Settings
+from service.domain.access.rate_limit import Rate, Window, neighbourhood
+from service.domain.access.roles import Caller
 from service.errors import RateLimited
-from service.rates import _MOST_NAMES, Attempt, Kind, Limits, Rates
-from service.settings import Settings
+from service.use_cases.access.rate_limits import _MOST_NAMES, Attempt, Kind, Limits, Rates
 from tests.support.service import Clock
 
 RATES = st.builds(Rate, st.integers(1, 5), st.sampled_from(["second", "minute"]))

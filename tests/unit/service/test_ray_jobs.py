@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from service.adapters import ray_jobs
-from service.adapters.ray_jobs import RayJobs
-from service.domain.decide import Submission
+from service.adapters.ray import jobs as ray_jobs
+from service.adapters.ray.jobs import RayJobs
+from service.domain.jobs.decide import Submission
 from service.errors import ClusterError
 from service.ports import Launch
 from tests.support.specs import may_read

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from service.adapters.ray_nodes import NODES, SUMMARY, USAGE, read_nodes
+from service.adapters.ray.nodes import NODES, SUMMARY, USAGE, read_nodes
 
 GROUP = "CPU_group_0_93f100cb05afe3a7ea614d81280601000000"
 

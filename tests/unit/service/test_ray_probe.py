@@ -6,11 +6,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from service.adapters import ray_probe
-from service.adapters.ray_jobs import RayAddress, RayJobs
-from service.adapters.ray_probe import RayProbe
-from service.domain.checkup import Reach, least
-from service.domain.decide import Submission
+from service.adapters.ray import probe as ray_probe
+from service.adapters.ray.jobs import RayAddress, RayJobs
+from service.adapters.ray.probe import RayProbe
+from service.domain.doctor.checks import Reach, least
+from service.domain.jobs.decide import Submission
 from service.errors import ClusterError
 from tests.support.doctor import a_visit
 from train_loop.run_dir import VISIT_MARK

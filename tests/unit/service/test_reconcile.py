@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from service.adapters.memory import MemoryCluster
-from service.domain.decide import Submission
-from service.domain.job import Job, JobState
-from service.domain.reason import Code
+from service.domain.jobs.decide import Submission
+from service.domain.jobs.job import Job, JobState
+from service.domain.jobs.reason import Code
 from service.ports import Launch, Lease, Node
-from service.reconcile import Reconciler
+from service.use_cases.jobs.reconcile import Reconciler
+from tests.support.fakes.stores import MemoryCluster
 from tests.support.service import FakeService, started
 from train_loop.plan import Capacity
 from train_loop.run_dir import Fence, Outcome
@@ -62,7 +62,7 @@ def test_unreachable_cluster_changes_only_the_reason_and_only_after_ten_seconds(
     service.clock.now += 1
     reconciler.run_once()
     silent = service.get(job.id)
-    message = "Ray does not answer since 00:16:40 UTC"
+    message = "Ray has not answered since 00:16:40 UTC"
     assert silent.reason is not None
     assert (silent.state, silent.reason.code, silent.reason.message) == (
         before.state,
@@ -97,7 +97,7 @@ def test_recovering_job_without_room_names_what_is_missing_and_which_node_left(s
     waits = service.jobs.get(job.id).waits_for
     assert waits is not None
     assert waits.code is Code.CAPACITY
-    assert waits.message.startswith("waits for room: 2 workers need 2 CPU where the cluster has 1")
+    assert waits.message.startswith("waits for capacity: 2 workers need 2 CPU where the cluster has 1")
     assert waits.message.endswith("; node3 left the cluster")
     service.cluster.total, service.cluster.nodes_total = {"CPU": 4.0}, ()
     reconciler.run_once()
@@ -197,7 +197,7 @@ def test_higher_priority_makes_a_lower_one_pause_and_it_goes_on_by_itself(servic
     high = service.submit(priority=5)
     service.reconciler().run_once()
     assert service.get(low.id).state is JobState.PAUSING
-    assert "job-0001 of lower priority will make room" in service.board.admission.waits[high.id].message
+    assert "preempting job-0001 of lower priority" in service.board.admission.waits[high.id].message
     service.reconciler().run_once()
     stop = service.run_dir(low.id).stop(attempt=1)
     assert stop is not None

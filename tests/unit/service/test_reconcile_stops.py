@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from service.domain.decide import Submission
-from service.domain.job import JobState
+from service.domain.jobs.decide import Submission
+from service.domain.jobs.job import JobState
 from tests.support.service import FakeService, started
 from tests.support.waiting import wait_for
 from train_loop.run_dir import Outcome

@@ -13,7 +13,7 @@ import pytest
 
 from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
-from service.domain.job import JobState
+from service.domain.jobs.job import JobState
 from service.ports import NewJob
 from tests.support.replica import CPUS, LEASE
 from tests.support.service import a_job

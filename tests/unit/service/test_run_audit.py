@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.domain.audit_report import LISTED, Gap, Repeat, RunAudit
-from service.domain.run_audit import GroupStart, Schedule, StepLine, audit_run
+from service.domain.runs.audit import GroupStart, Schedule, StepLine, audit_run
+from service.domain.runs.audit_report import LISTED, Gap, Repeat, RunAudit
 
 
 def order(samples: int, *, epochs: int, seed: int = 0) -> list[int]:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from service.adapters import run_dirs as module
-from service.adapters.run_dirs import LocalRunDirs
-from service.domain.decide import Training
-from service.filters import Filter, contains
-from service.follow import Reader, read_page
+from service.adapters.storage import run_dirs as module
+from service.adapters.storage.run_dirs import LocalRunDirs
+from service.domain.jobs.decide import Training
 from service.ports import Cursor, Loss, Place, Tail, Written
+from service.use_cases.runs.filters import Filter, contains
+from service.use_cases.runs.streams import Reader, read_page
 from train_loop.run_dir import JsonLines, Outcome, RunDir
 
 

@@ -17,13 +17,13 @@ from service.adapters.sql.store import SqlJobStore
 from service.adapters.sql.tables import metadata, webhooks
 from service.adapters.sql.webhooks import SqlWebhookStore
 from service.backup import back_up, restore
-from service.domain.access import OPERATOR, Deed
-from service.domain.job import JobState
-from service.domain.webhook import Webhook
-from service.environment import BadSettings, read_settings
+from service.config.environment import BadSettings, read_settings
+from service.config.settings import Settings
+from service.domain.access.roles import OPERATOR, Deed
+from service.domain.jobs.job import JobState
+from service.domain.webhooks.delivery import Webhook
 from service.errors import KeyUnusable, SecretsUnreadable
 from service.ports import Lease, NewJob
-from service.settings import Settings
 from tests.support.service import a_job
 
 DEED = Deed(1.0, OPERATOR, "webhook.create", "default", "hook-1")

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from service.domain.shrink import cannot_shrink
+from service.domain.queue.shrink import cannot_shrink
 from train_loop.plan import Capacity
 from train_loop.spec import ScalingSpec
 
@@ -22,7 +22,8 @@ def test_job_that_no_loss_leaves_room_for_is_reported_with_the_arithmetic() -> N
     said = cannot_shrink(scaling(0.75), (2, 4), cluster(0, 2, 2))
     assert said is not None
     assert (
-        "when a node is lost: its smallest size needs 2 x 0.75 CPU + 1 CPU for Ray Data > 2 CPU of the others" in said
+        "when a node is lost: its smallest size needs 2 x 0.75 CPU + 1 CPU for Ray Data > 2 CPU on the other nodes"
+        in said
     )
 
 

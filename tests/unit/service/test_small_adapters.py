@@ -9,8 +9,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from service.adapters.keys import ensure_key, read_key
+from service.config.settings import Settings
 from service.errors import KeyUnusable
-from service.settings import Settings
 from train_loop.run_dir import SinkName
 
 
@@ -98,5 +98,5 @@ def test_sinks_come_from_the_environment(
 
 def test_a_service_does_not_start_with_a_sink_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINSHED_SINKS", "tensorbored")
-    with pytest.raises(ValueError, match="names tensorbored; choose of tensorboard, mlflow, wandb, or none"):
+    with pytest.raises(ValueError, match="names tensorbored; expected any of tensorboard, mlflow, wandb, or none"):
         Settings()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from service.adapters import storage_probe
-from service.adapters.storage_probe import RunsProbe
+from service.adapters.storage import probe as storage_probe
+from service.adapters.storage.probe import RunsProbe
 from service.errors import StorageFault
 from tests.support.s3 import S3Server, s3_server
 from train_loop.run_dir import answer_file, list_folder, storage_path, write_durably

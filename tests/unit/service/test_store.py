@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from service.adapters.memory import MemoryJobStore
 from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
-from service.domain.job import JobState, Wish
-from service.domain.reason import Code, Reason
-from service.domain.ticket import Ticket
-from service.domain.usage import Usage
+from service.domain.jobs.job import JobState, Wish
+from service.domain.jobs.reason import Code, Reason
+from service.domain.jobs.usage import Usage
+from service.domain.queue.entry import Ticket
 from service.errors import IdempotencyMismatch
 from service.ports import KEPT_SECONDS, JobQuery, JobStore, Lease, NewJob, Once
 from tests.support.databases import emptied
+from tests.support.fakes.stores import MemoryJobStore
 from tests.support.service import a_job
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from service.api.together import Together
+from service.api.group_commit import Together
 
 LIMIT_SECONDS = 10.0
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.domain.job import LIVE, TRANSITIONS, JobState
+from service.domain.jobs.job import LIVE, TRANSITIONS, JobState
 from tests.support.service import a_job
 
 LEGAL = """

@@ -10,17 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.adapters.memory import MemoryJobStore
 from service.adapters.sql.counts import SqlJobCounts
 from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
 from service.domain.changes import outcomes, waited
-from service.domain.decide import Submission
-from service.domain.job import JobState
-from service.domain.moves import start
-from service.domain.series import ALL
+from service.domain.jobs.decide import Submission
+from service.domain.jobs.job import JobState
+from service.domain.jobs.transitions import start
+from service.domain.metrics import ALL
 from service.ports import NewJob
-from service.watch import OTHERS, bounded
+from service.use_cases.metrics import OTHERS, bounded
+from tests.support.fakes.stores import MemoryJobStore
 from tests.support.service import FakeService, a_job
 from train_loop.run_dir import Outcome
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.domain.webhook import (
+from service.domain.webhooks.delivery import (
     FIRST_PAUSE,
     LONGEST_PAUSE,
     PATIENCE,

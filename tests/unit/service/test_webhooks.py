@@ -11,16 +11,14 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Engine, event, select
 
-from service.adapters.memory_webhooks import MemorySender, MemoryWebhookStore
 from service.adapters.sql.outbox import SqlOutbox
 from service.adapters.sql.store import SqlJobStore
 from service.adapters.sql.tables import webhooks
 from service.adapters.sql.webhooks import SqlWebhookStore
-from service.deliver import LEASE, Deliverer
-from service.domain.access import ANY, OPERATOR, Deed
-from service.domain.job import TRANSITIONS, Job, JobState
-from service.domain.reason import Code, Reason
-from service.domain.webhook import (
+from service.domain.access.roles import ANY, OPERATOR, Deed
+from service.domain.jobs.job import TRANSITIONS, Job, JobState
+from service.domain.jobs.reason import Code, Reason
+from service.domain.webhooks.delivery import (
     FIRST_PAUSE,
     KEPT,
     LIMIT,
@@ -34,7 +32,9 @@ from service.domain.webhook import (
 )
 from service.errors import WebhookLimit
 from service.ports import Lease, NewJob, WebhookStore
+from service.use_cases.webhooks.deliver import LEASE, Deliverer
 from tests.support.databases import emptied
+from tests.support.fakes.webhooks import MemorySender, MemoryWebhookStore
 from tests.support.service import Clock, a_job
 
 DEED = Deed(1.0, OPERATOR, "webhook.test", "default", "hook-1")
@@ -373,7 +373,7 @@ def test_a_project_has_so_many_webhooks_however_many_are_made_at_once(hooks: Web
     for thread in threads:
         thread.join(60)
     assert (len(hooks.among(None)), len(refused)) == (LIMIT, 3)
-    assert "delete one of them first" in str(refused[0])
+    assert "delete one first" in str(refused[0])
     hooks.delete(hooks.among(None)[0].id, DEED)
     hooks.add(a_webhook(200), DEED)
     hooks.add(a_webhook(201, project="other"), DEED)

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.domain.job import Job, JobState
-from service.domain.moves import make_room, start
-from service.domain.reason import Code
-from service.domain.ticket import Ticket
-from service.domain.wishes import cancelled, paused, resumed
+from service.domain.jobs.commands import cancelled, paused, resumed
+from service.domain.jobs.job import Job, JobState
+from service.domain.jobs.reason import Code
+from service.domain.jobs.transitions import make_room, start
+from service.domain.queue.entry import Ticket
 from service.errors import IllegalState
 from tests.support.service import a_job
 from train_loop.spec import ScalingSpec

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from tests.support.gradients import dataset_of, random_rows, weigh
 from tests.support.specs import TINY, spec
-from train_loop.batch import StepBatch, check_vocabulary, micro_batches, share_rows
 from train_loop.data.dataset import IGNORE, Rows
 from train_loop.errors import DataError
+from train_loop.loop.batch import StepBatch, check_vocabulary, micro_batches, share_rows
 from train_loop.model.build import build_model
 from train_loop.plan import plan_mesh
 

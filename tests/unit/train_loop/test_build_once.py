@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from tests.support.waiting import wait_for
-from train_loop.data.build_once import build_once
-from train_loop.data.progress import Progress
+from train_loop.data.prepare.build_lock import build_once
+from train_loop.data.prepare.progress import Progress
 
 SLOW = """
 import sys, time
 from pathlib import Path
-from train_loop.data.build_once import build_once
+from train_loop.data.prepare.build_lock import build_once
 folder = Path(sys.argv[1])
 def build(work):
     (work / "half").write_text("x")
@@ -114,7 +114,7 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 def test_progress_is_told_now_and_then_with_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     now, told = [0.0], list[dict[str, Any]]()
-    monkeypatch.setattr("train_loop.data.progress.monotonic", lambda: now[0])
+    monkeypatch.setattr("train_loop.data.prepare.progress.monotonic", lambda: now[0])
     progress = Progress(lambda event, **fields: told.append({"event": event} | fields), [100, 300, 600])
     for task, read, seconds in ((0, 50, 1), (1, 0, 6), (1, 200, 8), (2, 100, 12)):
         now[0] = seconds

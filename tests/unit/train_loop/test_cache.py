@@ -13,7 +13,8 @@ import pytest
 
 from tests.support.folders import write_tokenizer
 from tests.support.specs import TINY, spec
-from train_loop.data.cache import (
+from train_loop.data.dataset import Dataset, Part
+from train_loop.data.prepare.cache import (
     evaluation_spec,
     find_dataset,
     fingerprint,
@@ -24,10 +25,9 @@ from train_loop.data.cache import (
     pinned_dataset,
     tokenizer_home,
 )
-from train_loop.data.dataset import Dataset, Part
-from train_loop.data.pack import Sample
-from train_loop.data.read import read_rows
+from train_loop.data.prepare.packing import Sample
 from train_loop.data.shards import write_part
+from train_loop.data.stream.local import read_rows
 from train_loop.errors import DataError
 from train_loop.spec import JobSpec, parse
 
@@ -154,7 +154,7 @@ def test_a_shard_that_is_cut_short_under_a_run_is_an_error_and_no_shorter_sample
     shard = Path(part.files[0].path)
     with shard.open("r+b") as file:
         file.truncate(part.files[0].columns["input_ids"] + 22)
-    with pytest.raises(OSError, match=r"part-00000.parquet ends at byte"):
+    with pytest.raises(OSError, match=r"part-00000.parquet is truncated: it ends at byte"):
         read_rows(dataset, np.array([1]))
 
 
@@ -199,7 +199,7 @@ def test_only_little_parquet_is_read_as_it_is(tmp_path: Path, monkeypatch: pytes
     assert find_dataset(job, tmp_path).tokens == 3200
     both = job.model_copy(update={"data": job.data.model_copy(update={"train": job.data.sources * 2})})
     size = pq.read_metadata(tmp_path / "a.parquet").row_group(0).total_byte_size
-    monkeypatch.setattr("train_loop.data.cache._AS_IT_IS_BYTES", size * 3 // 2)
+    monkeypatch.setattr("train_loop.data.prepare.cache._AS_IT_IS_BYTES", size * 3 // 2)
     find_dataset(job, tmp_path)
     with pytest.raises(DataError, match="is not prepared in"):
         find_dataset(both, tmp_path)
@@ -214,7 +214,7 @@ def test_damage_to_files_that_are_read_as_they_are_is_told(tmp_path: Path) -> No
     content[800] = 7
     path.write_bytes(content)
     for read in (lambda: read_rows(dataset, np.arange(2)), lambda: find_dataset(job, tmp_path)):
-        with pytest.raises(DataError, match=rf"{path} is no readable Parquet file: .*CRC checksum"):
+        with pytest.raises(DataError, match=rf"{path} is not a readable Parquet file: .*CRC checksum"):
             read()
 
 
@@ -248,11 +248,11 @@ def test_a_run_whose_samples_were_lost_does_not_go_on_with_others(tmp_path: Path
     pin(one, tmp_path / "pointer.json")
     pin(one, tmp_path / "pointer.json")
     with pytest.raises(
-        DataError, match=r"lost the samples that the run began with \(one\), and its sources give others"
+        DataError, match=r"lost the samples that the run began with \(one\), and its sources have changed"
     ):
         pin(other, tmp_path / "pointer.json")
     short = one.model_copy(update={"parts": (one.parts[0].model_copy(update={"tokens": 14}),)})
-    with pytest.raises(DataError, match=r"the same files came out differently now \(samples and tokens \[\(3, 14\)\]"):
+    with pytest.raises(DataError, match=r"again gave other samples \(\(samples, tokens\) are \[\(3, 14\)\]"):
         pin(short, tmp_path / "pointer.json")
     assert Dataset.model_validate_json((tmp_path / "pointer.json").read_bytes()) == one
 

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.chats import CALL, CHAT, CHATML, TEMPLATES, assistant, user, write_tokenizer
-from train_loop.data.chat import encode_chat, load_chat_template
 from train_loop.data.dataset import IGNORE
-from train_loop.data.tokenizer import TextTokenizer, load_tokenizer
+from train_loop.data.prepare.chat import encode_chat, load_chat_template
+from train_loop.data.prepare.tokenizer import TextTokenizer, load_tokenizer
 from train_loop.errors import DataError
 
 ROOT = Path(mkdtemp())
@@ -279,15 +279,15 @@ def test_the_mask_is_that_of_transformers_where_the_template_marks_answers(messa
 
 def test_what_the_template_refuses_is_said_in_its_words() -> None:
     with pytest.raises(
-        DataError, match=r"^the chat template refuses it: System role not supported; change the messages"
+        DataError, match=r"^the chat template rejects the messages: System role not supported; change the messages"
     ):
         encode("gemma", CHAT, "Be kind.")
-    with pytest.raises(DataError, match="refuses it: user and assistant must take turns"):
+    with pytest.raises(DataError, match="rejects the messages: user and assistant must take turns"):
         encode("mistral", [user("a"), user("b"), assistant("c")])
 
 
 def test_a_template_that_stumbles_refuses() -> None:
-    with pytest.raises(DataError, match=r"refuses it: .*str"):
+    with pytest.raises(DataError, match=r"rejects the messages: .*str"):
         encode("qwen", [user("a"), assistant("b", reasoning_content=1)])
 
 
@@ -335,7 +335,7 @@ def test_any_choice_of_messages_is_trained_and_no_other(
         (assistant("b", weight=1, train=False), r"messages\[1\] has weight and train that contradict each other"),
         (
             user("b") | {"train": True},
-            r"messages\[1\] of role 'user' has train True, and only messages of the assistant",
+            r"messages\[1\] of role 'user' has train True, but only messages of the assistant",
         ),
         (assistant("b", mood="glad"), r"messages\[1\] has the key 'mood', which the chat template does not use"),
         (assistant("b", tool_calls=CALL), r"messages\[1\] has the key 'tool_calls', which the chat template"),

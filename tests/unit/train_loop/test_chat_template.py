@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.support.chats import CHATML, assistant, user, write_tokenizer
-from train_loop.data.chat import encode_chat, load_chat_template
-from train_loop.data.tokenizer import load_tokenizer
+from train_loop.data.prepare.chat import encode_chat, load_chat_template
+from train_loop.data.prepare.tokenizer import load_tokenizer
 from train_loop.errors import DataError
 
 
@@ -54,7 +54,7 @@ def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
 
 def test_a_broken_template_is_refused_at_once(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, template="{% for %}")
-    with pytest.raises(DataError, match=r"is no Jinja: .*; copy it again"):
+    with pytest.raises(DataError, match=r"is not valid Jinja: .*; copy it again"):
         load_chat_template(str(tmp_path))
 
 
@@ -68,16 +68,16 @@ def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        ("hello", "messages must be a list of at least one, and is 'hello'"),
-        (None, "messages must be a list of at least one, and is None"),
-        ([], r"messages must be a list of at least one, and is \[\]"),
-        (["hello"], r"messages\[0\] must be an object, and is 'hello'; write {\"role\": \"user\", \"content\": \"…\"}"),
-        ([user("a"), {"from": "gpt", "value": "b"}], r"messages\[1\] must have a role, and has from, value; write"),
-        ([{}], r"messages\[0\] must have a role, and has no keys"),
-        ([{"role": 1, "content": "a"}], r"messages\[0\] must have a text as role, and has 1"),
-        ([{"role": "user"}], r"messages\[0\] must have a text as content, and has None"),
-        ([{"role": "user", "content": [{"type": "text"}]}], r"messages\[0\] must have a text as content, and has \[\{"),
-        ([user("a"), assistant(None, tool_calls=[])], r"messages\[1\] must have a text as content"),  # type: ignore[arg-type]
+        ("hello", "messages must be a non-empty list, not 'hello'"),
+        (None, "messages must be a non-empty list, not None"),
+        ([], r"messages must be a non-empty list, not \[\]"),
+        (["hello"], r"messages\[0\] must be an object, not 'hello'; write {\"role\": \"user\", \"content\": \"…\"}"),
+        ([user("a"), {"from": "gpt", "value": "b"}], r"messages\[1\] must have a role, but has from, value; write"),
+        ([{}], r"messages\[0\] must have a role, but has no keys"),
+        ([{"role": 1, "content": "a"}], r"messages\[0\] must have text as role, not 1"),
+        ([{"role": "user"}], r"messages\[0\] must have text as content, not None"),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"messages\[0\] must have text as content, not \[\{"),
+        ([user("a"), assistant(None, tool_calls=[])], r"messages\[1\] must have text as content"),  # type: ignore[arg-type]
     ],
 )
 def test_a_bad_conversation_says_what_is_wrong(tmp_path: Path, messages: Any, reason: str) -> None:

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.checkpoints import checkpoint, manifest, unfinished
-from train_loop.checkpoint.folder_ledger import FolderLedger
 from train_loop.checkpoint.manifest import newest_verified, verify
 from train_loop.checkpoint.retention import chosen, retire_others
-from train_loop.checkpoint.times import SaveTimes
+from train_loop.checkpoint.schedule import SaveTimes
+from train_loop.checkpoint.store.folder import FolderLedger
 from train_loop.errors import FencedError
 from train_loop.run_dir import Fence, RunDir
 from train_loop.spec import CheckpointSpec
@@ -156,7 +156,7 @@ def test_held_up_after_its_look_at_the_fence_an_older_attempt_cannot_commit(
             newer = unfinished(run_dir, 10, attempt=2, weights=b"new")
             FolderLedger(run_dir, Fence(2)).commit(newer)
 
-    monkeypatch.setattr("train_loop.checkpoint.folder_ledger.check_fence", look_and_be_overtaken)
+    monkeypatch.setattr("train_loop.checkpoint.store.folder.check_fence", look_and_be_overtaken)
     with pytest.raises(FileNotFoundError, match="have been removed"):
         FolderLedger(run_dir, Fence(1)).commit(draft)
     assert [m.attempt for m in run_dir.manifests().values()] == [2] * again

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from train_loop.control import warn_of_hosts
-from train_loop.journal import Journal
+from train_loop.loop.coordination import warn_of_hosts
 from train_loop.plan import groups_across_hosts, plan_mesh
 from train_loop.run_dir import AttemptDir, read_lines
+from train_loop.telemetry.event_log import Journal
 
 MESH = plan_mesh(world=8, fsdp_size=4, ulysses_size=2)
 
@@ -35,6 +35,6 @@ def test_a_warning_names_ranks_hosts_and_remedy(tmp_path: Path, hosts: str, warn
     warn_of_hosts(MESH, [{"rank": rank, "host": host} for rank, host in enumerate(hosts)], Journal(attempt))
     said = [line["message"] for line in read_lines(attempt.events) if line["event"] == "warning"]
     assert said == warnings * [
-        "Ulysses groups lie on several hosts, where their all-to-all is slow: ranks 2-3 on a, b; ranks 6-7 on b, a; "
+        "Ulysses groups span several hosts, where their all-to-all is slow: ranks 2-3 on a, b; ranks 6-7 on b, a; "
         "give each host a multiple of ulysses_size=2 workers, or choose a smaller ulysses_size"
     ]

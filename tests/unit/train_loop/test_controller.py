@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.specs import spec
-from train_loop.controller import GroupCallback
 from train_loop.errors import CheckpointError, ModelError
-from train_loop.failure import failure_told
-from train_loop.journal import Journal
+from train_loop.faults.failure import failure_told
+from train_loop.loop.session import Session
+from train_loop.ray_train.callbacks import GroupCallback
 from train_loop.run_dir import RunDir, read_lines
-from train_loop.session import Session
+from train_loop.telemetry.event_log import Journal
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from tests.support.datasets import parquet_dataset
 from train_loop.data.dataset import IGNORE, Dataset, Part, Rows, ShardFile
 from train_loop.data.order import mix
-from train_loop.data.read import read_rows
+from train_loop.data.stream.local import read_rows
 from train_loop.errors import DataError
 
 

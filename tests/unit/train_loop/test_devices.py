@@ -20,17 +20,17 @@ def problems(each: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(
     ("each", "message"),
     [
-        ({"TPU": 4.0}, "TPU is not a device that can be trained on; choose GPU, or CPU alone"),
-        ({"NPU": 1.0}, "NPU is not a device"),
-        ({"neuron_cores": 1.0}, "neuron_cores is not a device"),
-        ({"TPU-v4-8-head": 1.0}, "TPU-v4-8-head is not a device"),
+        ({"TPU": 4.0}, "training on TPU is not supported; choose GPU, or only CPU"),
+        ({"NPU": 1.0}, "training on NPU is not supported"),
+        ({"neuron_cores": 1.0}, "training on neuron_cores is not supported"),
+        ({"TPU-v4-8-head": 1.0}, "training on TPU-v4-8-head is not supported"),
         ({"gpu": 1.0}, "unknown resource 'gpu'; did you mean GPU?"),
         ({"GPUS": 1.0}, "unknown resource 'GPUS'; did you mean GPU?"),
         ({"cuda": 1.0}, "unknown resource 'cuda'; did you mean GPU?"),
         ({"cpus": 1.0}, "unknown resource 'cpus'; did you mean CPU?"),
         ({"Memory": 1.0}, "unknown resource 'Memory'; did you mean memory?"),
         ({"GPU": 0.5}, "GPU: 0.5 per worker is not supported"),
-        ({"GPU": 2.0}, "GPU: 2 per worker is not supported, as each worker is one rank with one device; choose GPU: 1"),
+        ({"GPU": 2.0}, "GPU: 2 per worker is not supported: each worker is one rank with one device; set GPU: 1"),
     ],
 )
 def test_device_that_a_worker_would_not_train_on_is_refused_by_name(each: dict[str, Any], message: str) -> None:
@@ -49,7 +49,7 @@ def test_job_without_gpus_is_warned_of_on_a_cluster_that_has_some() -> None:
     without, with_one = ScalingSpec(), ScalingSpec(resources_per_worker={"CPU": 1.0, "GPU": 1.0})
     warning = forgotten_gpu(without, {"CPU": 8.0, "GPU": 4.0})
     assert warning is not None
-    assert "the job asks for no GPU and trains on CPUs, and the cluster has 4 GPU" in warning
+    assert "the job requests no GPU and trains on CPUs, but the cluster has 4 GPU" in warning
     assert forgotten_gpu(with_one, {"GPU": 4.0}) is None
     assert forgotten_gpu(without, {"CPU": 8.0}) is None
 

@@ -3,7 +3,7 @@
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
-from train_loop.doctor_network import meet
+from train_loop.doctor.network_probe import meet
 
 
 def places(count: int) -> dict[str, str]:

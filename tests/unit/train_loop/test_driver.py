@@ -9,25 +9,26 @@ from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from tests.support.specs import spec
-from train_loop import driver, rank, spare
-from train_loop.attempt import Trainer, _storage
-from train_loop.fencing import begin_group
-from train_loop.journal import Journal, group_journal
+from train_loop.liveness.fencing import begin_group
+from train_loop.ray_train import driver, worker
+from train_loop.ray_train.trainer import Trainer, _storage
 from train_loop.run_dir import SERVICE_VERSION_VARIABLE, Outcome, RunDir, StorageUnavailable, own_version
-from train_loop.spare import task_environment
+from train_loop.system import ray_env
+from train_loop.system.ray_env import task_environment
+from train_loop.telemetry.event_log import Journal, group_journal
 
 
 @pytest.mark.parametrize(("wanted", "counts"), [(True, [2, 1]), (False, [0, 0])])
 def test_a_run_says_whether_it_wants_them(monkeypatch: pytest.MonkeyPatch, wanted: bool, counts: list[int]) -> None:
     job = spec(failure={"spare_workers": wanted})
-    assert [rank._spares(job, number, {"node": 2}).count for number in (0, 1)] == counts
+    assert [worker._spares(job, number, {"node": 2}).count for number in (0, 1)] == counts
     variables = driver._environment(job).get("env_vars", {})
-    assert (spare._HOOK in variables) == wanted
+    assert (ray_env.HOOK_VARIABLE in variables) == wanted
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     environment = task_environment()
     # Its tasks run in another environment, without the hook.
-    assert (environment["env_vars"][spare._HOOK] if environment else None) == ("" if wanted else None)
+    assert (environment["env_vars"][ray_env.HOOK_VARIABLE] if environment else None) == ("" if wanted else None)
 
 
 def fit_and_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, end: str) -> Outcome:
@@ -44,7 +45,7 @@ def fit_and_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, end: str) -
         raise ConnectionError("the cluster is gone")
 
     attempt_module = SimpleNamespace(prepare_samples=lambda *_: None, trainer=lambda *_, **__: SimpleNamespace(fit=fit))
-    monkeypatch.setitem(sys.modules, "train_loop.attempt", attempt_module)
+    monkeypatch.setitem(sys.modules, "train_loop.ray_train.trainer", attempt_module)
     monkeypatch.setattr(driver, "start_ahead", lambda *_, **__: None)
     monkeypatch.setattr("ray.init", lambda **_: None)
     monkeypatch.setattr("ray.shutdown", fail)

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from tests.support.folders import write_tokenizer
-from train_loop.data.chat import load_chat_template
-from train_loop.data.encode import BadRow, encode_rows
-from train_loop.data.pack import Document
-from train_loop.data.rows import Row
-from train_loop.data.tokenizer import load_tokenizer, train_tokenizer
+from train_loop.data.prepare.chat import load_chat_template
+from train_loop.data.prepare.encode import BadRow, encode_rows
+from train_loop.data.prepare.packing import Document
+from train_loop.data.prepare.rows import Row
+from train_loop.data.prepare.tokenizer import load_tokenizer, train_tokenizer
 from train_loop.errors import DataError
 from train_loop.spec import ColumnsSpec
 
@@ -93,17 +93,17 @@ def test_tokens_are_taken_as_they_are_with_labels_and_weights() -> None:
         ({"text": "t"}, {"t": None}, "column 't' holds null where text is needed"),
         ({"text": "t"}, {"t": 3}, "column 't' holds 3 where text is needed"),
         ({"prompt": "q", "response": "a"}, {"q": "x", "a": ["y"]}, "column 'a' holds a list where text"),
-        ({"text": "t"}, {"t": "\ud800"}, "column 't' holds text that is no Unicode where text is needed"),
-        ({"text": "t"}, {"t": b"\xff"}, "column 't' holds bytes that are no UTF-8 where text is needed"),
+        ({"text": "t"}, {"t": "\ud800"}, "column 't' holds text that is not Unicode where text is needed"),
+        ({"text": "t"}, {"t": b"\xff"}, "column 't' holds bytes that are not UTF-8 where text is needed"),
         ({"input_ids": "i"}, {"i": [1, "x"]}, "holds a list where a list of whole numbers is needed"),
         (
             {"input_ids": "i"},
             {"i": np.array([1, 299, 2**40])},
-            "column 'i' holds 1099511627776 at position 2, which is no token of the model's vocabulary of 300",
+            "column 'i' holds 1099511627776 at position 2, which is not in the model's vocabulary of 300 tokens",
         ),
-        ({"input_ids": "i"}, {"i": [300]}, "column 'i' holds 300 at position 0, which is no token"),
-        ({"input_ids": "i"}, {"i": [1, 2**70]}, f"column 'i' holds {2**70} at position 1, which is no token"),
-        ({"input_ids": "i"}, {"i": [-100]}, "column 'i' holds -100 at position 0, which is no token"),
+        ({"input_ids": "i"}, {"i": [300]}, "column 'i' holds 300 at position 0, which is not in the model"),
+        ({"input_ids": "i"}, {"i": [1, 2**70]}, f"column 'i' holds {2**70} at position 1, which is not in the model"),
+        ({"input_ids": "i"}, {"i": [-100]}, "column 'i' holds -100 at position 0, which is not in the model"),
         ({"input_ids": "i", "labels": "l"}, {"i": [1, 2], "l": [-100, -1]}, "column 'l' holds -1 at position 1"),
         ({"messages": "m"}, {"m": [{"role": "assistant", "content": "\ud800"}]}, "surrogates not allowed"),
         ({"text": "t", "weight": "w"}, {"t": "a", "w": 1e300}, "where a weight of 0 or more is needed"),
@@ -130,8 +130,8 @@ def test_a_bad_row_says_what_is_wrong_and_the_others_go_on(
 
 
 def test_a_row_that_could_not_be_read_stays_what_it_is(folder: str) -> None:
-    (bad,) = encode_rows([Row(7, {}, "no JSON: x")], ColumnsSpec(text="t"), vocab=300, tokenizer=folder)
-    assert bad == BadRow(7, "no JSON: x")
+    (bad,) = encode_rows([Row(7, {}, "invalid JSON: x")], ColumnsSpec(text="t"), vocab=300, tokenizer=folder)
+    assert bad == BadRow(7, "invalid JSON: x")
 
 
 def test_a_vocabulary_too_small_for_bytes_says_so(tmp_path: Path) -> None:

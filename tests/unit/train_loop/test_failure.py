@@ -6,9 +6,9 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from train_loop.errors import DataError, FencedError
-from train_loop.failure import failed, failure_told
+from train_loop.faults.failure import failed, failure_told
+from train_loop.loop.session import Session
 from train_loop.run_dir import Outcome, RunDir, read_lines
-from train_loop.session import Session
 from train_loop.spec import Problem, SpecError
 
 SPEC_ERROR = SpecError([Problem("/strategy/ulysses_size", "ulysses_size=3 does not divide")])

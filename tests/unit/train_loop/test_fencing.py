@@ -15,11 +15,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.support.checkpoints import checkpoint
 from tests.support.waiting import wait_for
-from train_loop import heartbeat
-from train_loop.checkpoint.ledgers import ledger_of
-from train_loop.data.reader import local_stream
+from train_loop.checkpoint.store.open import ledger_of
+from train_loop.data.stream.local import local_stream
 from train_loop.errors import FencedError
-from train_loop.fencing import (
+from train_loop.faults.watchdog import watched
+from train_loop.liveness import heartbeat
+from train_loop.liveness.fencing import (
     FENCED_EXIT_CODE,
     NewestEpoch,
     begin_group,
@@ -28,8 +29,8 @@ from train_loop.fencing import (
     next_epoch,
     raise_fence,
 )
-from train_loop.journal import Journal, group_journal, last_word
-from train_loop.metrics import replayed_steps
+from train_loop.loop.metrics import replayed_steps
+from train_loop.loop.session import Session
 from train_loop.run_dir import (
     NO_FENCE,
     Fence,
@@ -42,8 +43,7 @@ from train_loop.run_dir import (
     write_durably,
     write_run_marker,
 )
-from train_loop.session import Session
-from train_loop.watchdog import watched
+from train_loop.telemetry.event_log import Journal, group_journal, last_word
 
 
 @pytest.fixture(params=["folders", "objects"])
@@ -162,7 +162,7 @@ def test_append_does_not_wait_for_a_frozen_holder_of_the_lock(tmp_path: Path, mo
 
 BLOCKED = """
 import sys, threading, time
-from train_loop.fencing import begin_group, fence_watched
+from train_loop.liveness.fencing import begin_group, fence_watched
 from train_loop.run_dir import RunDir
 run_dir = RunDir(__import__("pathlib").Path(sys.argv[1]))
 with fence_watched(run_dir, begin_group(run_dir, 1, by="a")):
@@ -238,7 +238,7 @@ def test_checkpoint_taken_by_a_late_cleanup_is_given_back(tmp_path: Path) -> Non
         checkpoint(run_dir, 10, epoch=2, weights=b"new")
         ledger = ledger_of(run_dir, Fence(1, epoch))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("train_loop.checkpoint.folder_ledger.check_fence", lambda *_: None)
+            patch.setattr("train_loop.checkpoint.store.folder.check_fence", lambda *_: None)
             run_dir.raise_fence_to(Fence(1, 2), by="b")
             getattr(ledger, act)(10)
         assert list(run_dir.manifests()) == [10]

@@ -21,15 +21,15 @@ from tests.support.checkpoints import checkpoint, unfinished
 from tests.support.checkpoints import manifest as draft_of
 from tests.support.pauses import ObjectPath, Schedule, paused_storage
 from train_loop.checkpoint import manifest as manifest_module
-from train_loop.checkpoint.ledger import Ledger
-from train_loop.checkpoint.ledgers import ledger_of
 from train_loop.checkpoint.manifest import describe_file, verify
 from train_loop.checkpoint.retention import retire_others
+from train_loop.checkpoint.store.base import Ledger
+from train_loop.checkpoint.store.open import ledger_of
 from train_loop.errors import FencedError
-from train_loop.fencing import begin_group, check_fence
-from train_loop.journal import Journal, group_journal
+from train_loop.liveness.fencing import begin_group, check_fence
 from train_loop.run_dir import Fence, Manifest, RunDir, lines, read_lines, segments
 from train_loop.spec import CheckpointSpec
+from train_loop.telemetry.event_log import Journal, group_journal
 
 SCHEDULES = {"folders": 5_000, "objects": 5_010}
 """Seeds of each kind of storage: two tests of about the same time."""

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from train_loop.data.dataset import IGNORE
-from train_loop.data.fit import Fit
-from train_loop.data.pack import Document
+from train_loop.data.prepare.fit import Fit
+from train_loop.data.prepare.packing import Document
 from train_loop.spec import ColumnsSpec, DataSpec, SourceSpec
 
 

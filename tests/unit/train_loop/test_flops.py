@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.specs import TINY
-from train_loop.flops import Flops, count_flops, peak_flops
+from train_loop.telemetry.flops import Flops, count_flops, peak_flops
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.specs import LONGROPE, TINY, spec
-from train_loop.batch import MicroBatch
 from train_loop.errors import ModelError
-from train_loop.failure import failed
-from train_loop.loss import TokenLoss
+from train_loop.faults.failure import failed
+from train_loop.loop.batch import MicroBatch
+from train_loop.loop.loss import TokenLoss
 from train_loop.model.attention import attention_inputs
 from train_loop.model.build import build_model, materialise
 from train_loop.model.positions import apply_longrope, position_inputs

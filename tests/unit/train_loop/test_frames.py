@@ -5,7 +5,7 @@ import io
 import pytest
 import torch
 
-from train_loop.checkpoint.frame import frame_of
+from train_loop.checkpoint.files.tensor_file import frame_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8])

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from train_loop.garbage import EVERY_STEPS, collect_garbage, no_garbage_collection
+from train_loop.system.gc import EVERY_STEPS, collect_garbage, no_garbage_collection
 
 
 class Ring:

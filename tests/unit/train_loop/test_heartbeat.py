@@ -12,12 +12,12 @@ import pytest
 
 from tests.support.memory import memory_group
 from tests.support.waiting import wait_for
-from train_loop.heartbeat import Beat, Phase, decode, encode
+from train_loop.liveness.heartbeat import Beat, Phase, decode, encode
 
 TOKEN = "secret"
 _RANK = """
 import sys, time
-from train_loop.heartbeat import Heartbeat, Phase, Target
+from train_loop.liveness.heartbeat import Heartbeat, Phase, Target
 beat = Heartbeat(Target("127.0.0.1", int(sys.argv[1]), sys.argv[2]), rank=2, epoch=3)
 beat.mark(5, Phase.TRAIN)
 beat.mark_storage(time.monotonic())

@@ -11,17 +11,17 @@ import ray
 from tests.support.specs import TINY, spec
 from tests.support.torchrun import write_tokens
 from tests.support.waiting import wait_for
-from train_loop.attempt import prepare_samples
 from train_loop.data.dataset import Dataset
 from train_loop.errors import DataError
-from train_loop.failure import failed
-from train_loop.inputs import read_inputs
-from train_loop.journal import Journal
-from train_loop.model_folder import model_shape
-from train_loop.rank import expect_prepared
+from train_loop.faults.failure import failed
+from train_loop.model.folder import model_shape
+from train_loop.ray_train.inputs import read_inputs
+from train_loop.ray_train.trainer import prepare_samples
+from train_loop.ray_train.worker import expect_prepared
 from train_loop.run_dir import RunDir, StorageUnavailable, read_lines
 from train_loop.run_dir.transient import STORAGE_SECONDS_VARIABLE
 from train_loop.spec import JobSpec
+from train_loop.telemetry.event_log import Journal
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_prepared_data_that_a_host_does_not_see_is_named_with_the_setting(run_di
     dataset = Dataset.model_validate_json(run_dir.data.read_text())
     expect_prepared(dataset)
     run_dir.cache.rename(tmp_path / "elsewhere")
-    with pytest.raises(StorageUnavailable, match="not on this host; TRAINSHED_CACHE must be a folder"):
+    with pytest.raises(StorageUnavailable, match="not found on this host; TRAINSHED_CACHE must be a folder"):
         expect_prepared(dataset)
 
 
@@ -120,4 +120,4 @@ def test_attempt_on_a_cluster_with_gpus_warns_of_a_job_that_asks_for_none(
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0, "GPU": 2.0})
     prepare_samples(job_of(f"{data}"), run_dir, Journal(run_dir.attempt(1)))
     (warning,) = [event for event in events(run_dir) if event["event"] == "warning"]
-    assert str(warning["message"]).startswith("the job asks for no GPU and trains on CPUs, and the cluster has 2 GPU")
+    assert str(warning["message"]).startswith("the job requests no GPU and trains on CPUs, but the cluster has 2 GPU")

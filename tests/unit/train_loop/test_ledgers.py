@@ -11,16 +11,17 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.support.checkpoints import checkpoint, unfinished
-from train_loop.checkpoint import folder_ledger, object_ledger
-from train_loop.checkpoint.ledgers import ledger_of
 from train_loop.checkpoint.manifest import newest_verified, verify
 from train_loop.checkpoint.retention import retire_others
+from train_loop.checkpoint.store import folder as folder_store
+from train_loop.checkpoint.store import objects as object_store
+from train_loop.checkpoint.store.open import ledger_of
 from train_loop.errors import FencedError
-from train_loop.fencing import check_fence
+from train_loop.liveness.fencing import check_fence
 from train_loop.run_dir import ExportStatus, ExportWish, Fence, RunDir, UnknownFormatError, create_object, read_whole
 from train_loop.spec import CheckpointSpec
 
-MODULES = (folder_ledger, object_ledger)
+MODULES = (folder_store, object_store)
 
 
 @pytest.fixture(params=["folders", "objects"])
@@ -187,7 +188,7 @@ def test_a_commit_whose_answer_was_lost_is_a_commit(monkeypatch: pytest.MonkeyPa
         create_object(path, content)
         create_object(path, content)
 
-    monkeypatch.setattr(object_ledger, "create_object", create_twice)
+    monkeypatch.setattr(object_store, "create_object", create_twice)
     assert ledger_of(run_dir, Fence(1)).commit(draft) == draft.sealed()
     # The fence is checked again, however often the commit is repeated.
     run_dir.write_fence(2)
@@ -295,6 +296,6 @@ def test_checkpoints_of_other_versions_are_checkpoints(run_dir: RunDir) -> None:
 def test_a_format_that_is_not_known_is_told_and_nothing_is_put_aside(run_dir: RunDir) -> None:
     checkpoint(run_dir, 10, weights=b"abc")
     edit(run_dir, 10, format=2)
-    with pytest.raises(UnknownFormatError, match="step 10 has format 2, and this version of Trainshed knows format 1"):
+    with pytest.raises(UnknownFormatError, match="step 10 has format 2, but this version of Trainshed reads format 1"):
         ledger_of(run_dir, Fence(1)).clear()
     assert there(run_dir, 10)

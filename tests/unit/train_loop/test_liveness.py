@@ -2,9 +2,9 @@
 
 import pytest
 
-from train_loop.group_failure import Evidence, explain
-from train_loop.heartbeat import Beat, Phase
-from train_loop.liveness import Liveness, how_ended
+from train_loop.liveness.group import Liveness, how_ended
+from train_loop.liveness.heartbeat import Beat, Phase
+from train_loop.ray_train.group_failure import Evidence, explain
 
 HOSTS = {0: "node1", 1: "node1", 2: "node2", 3: "node2"}
 

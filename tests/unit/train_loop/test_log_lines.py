@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from service.filters import AtLeast
-from train_loop.logs import plain
+from service.use_cases.runs.filters import AtLeast
+from train_loop.telemetry.logs import plain
 
 TIME = "2026-11-24 03:24:26,932"
 
@@ -13,10 +13,10 @@ TIME = "2026-11-24 03:24:26,932"
 @pytest.mark.parametrize(
     ("printed", "written"),
     [
-        (f"{TIME} INFO train_loop.worker: one\n", f"{TIME} INFO train_loop.worker: one\n"),
+        (f"{TIME} INFO train_loop.train: one\n", f"{TIME} INFO train_loop.train: one\n"),
         (
-            f"\x1b[36m(RayTrainWorker pid=2)\x1b[0m {TIME} INFO train_loop.worker: one\x1b[32m [repeated 3x]\x1b[0m\n",
-            f"{TIME} INFO train_loop.worker: one [repeated 3x] (RayTrainWorker pid=2)\n",
+            f"\x1b[36m(RayTrainWorker pid=2)\x1b[0m {TIME} INFO train_loop.train: one\x1b[32m [repeated 3x]\x1b[0m\n",
+            f"{TIME} INFO train_loop.train: one [repeated 3x] (RayTrainWorker pid=2)\n",
         ),
         (
             f"(pid=7, of a user) text\n(Map pid=7, ip=10.0.0.2) {TIME} WARNING a: b\n",

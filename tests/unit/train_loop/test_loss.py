@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from tests.support.specs import TINY, spec
 from train_loop.data.dataset import IGNORE
-from train_loop.loss import LossRule, chunked_sum
-from train_loop.model_folder import model_shape
+from train_loop.loop.loss import LossRule, chunked_sum
+from train_loop.model.folder import model_shape
 from train_loop.plan import chunk_rows
 
 RULES = [LossRule(), LossRule(label_smoothing=0.1), LossRule(z_loss=0.01), LossRule(0.2, 0.1)]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.support.waiting import wait_for
-from train_loop.heartbeat import Beat, Phase
-from train_loop.monitor import GroupMonitor
+from train_loop.liveness.heartbeat import Beat, Phase
+from train_loop.ray_train.monitor import GroupMonitor
 
 HOSTS = {0: "node1", 1: "node1", 2: "node2", 3: "node2"}
 
@@ -150,7 +150,7 @@ def test_controller_that_hears_no_host_is_the_one_cut_off(world: World) -> None:
     world.monitor.failed({}, dict.fromkeys(HOSTS, "the actor died"))
     world.run(1, 0, 1, 2, 3)
     (loss,) = [fields for name, fields in world.events if name == "workers_lost"]
-    assert (loss["error"], loss["cause"]) == ("host head was cut off from node1, node2", "host_lost")
+    assert (loss["error"], loss["cause"]) == ("host head was disconnected from node1, node2", "host_lost")
     assert world.lost == []
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from train_loop.network import interface_of, socket_settings
+from train_loop.system.network import interface_of, socket_settings
 
 INTERFACES = {
     "lo": ["127.0.0.1", "::1"],

@@ -58,7 +58,7 @@ def test_eight_bit_moments_need_torchao(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("training", "message"),
     [
-        ({"optimizer": "sgd", "adam_beta1": 0.8}, "adam_beta1=0.8 would do nothing with optimizer=sgd, whose options"),
+        ({"optimizer": "sgd", "adam_beta1": 0.8}, "adam_beta1=0.8 has no effect with optimizer=sgd, whose options"),
         ({"optimizer": "adamw", "momentum": 0.9}, "options are adam_beta1, adam_beta2, adam_epsilon; remove it, or"),
         ({"optimizer": "adafactor", "adam_epsilon": 1e-6}, "with optimizer=adafactor, whose options are none"),
     ],

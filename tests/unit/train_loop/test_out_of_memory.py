@@ -10,15 +10,15 @@ from ray.exceptions import OutOfMemoryError as KilledByRay
 
 from tests.support.small_runs import events
 from tests.support.specs import spec
-from train_loop.controller import GroupCallback
 from train_loop.errors import MemoryRanOutError, TooLittleMemoryError
-from train_loop.failure import failed, failure_told
-from train_loop.memory_events import describe_killed
+from train_loop.faults.failure import failed, failure_told
+from train_loop.faults.memory_events import describe_killed
+from train_loop.faults.out_of_memory import memory_watched
+from train_loop.loop.session import Session
 from train_loop.model.faults import full_memory
-from train_loop.out_of_memory import memory_watched
 from train_loop.plan import memory_remedies
+from train_loop.ray_train.callbacks import GroupCallback
 from train_loop.run_dir import RunDir
-from train_loop.session import Session
 
 ON_GPU = {"resources_per_worker": {"CPU": 1.0, "GPU": 1.0}}
 
@@ -46,7 +46,7 @@ def test_device_that_is_full_is_told_with_rank_host_sizes_and_remedies_cheapest_
         "ran out of device memory (OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB" in outcome.reason
     )
     assert "the plan estimates 0.8 MiB per rank: optimizer 0.3 MiB, parameters 0.2 MiB" in outcome.reason
-    assert "what helps, cheapest first: strategy.apply_tiled_mlp: true; " in outcome.reason
+    assert "remedies, cheapest first: strategy.apply_tiled_mlp: true; " in outcome.reason
     (event,) = events(tmp_path, "out_of_memory")
     assert (event["rank"], event["memory"], event["again"]) == (1, "device", False)
     assert {"parameters", "optimizer"} <= event["estimate"].keys()
@@ -93,7 +93,7 @@ def test_third_group_does_not_start_after_two_without_memory(tmp_path: Path) -> 
     callback: Any = GroupCallback(RunDir(tmp_path), 1, spec(), autoscaled=False)
     callback._monitor = SimpleNamespace(await_cause=lambda seconds: None)
     callback._flush_events = lambda: None
-    message = "two worker groups ran out of memory, with no new checkpoint between them: rank 0 on .* what helps"
+    message = "two worker groups ran out of memory, with no new checkpoint between them: rank 0 on .* remedies"
     with pytest.raises(TooLittleMemoryError, match=message):
         callback.before_worker_group_start(None)
 
@@ -138,5 +138,5 @@ def test_cheapest_remedy_is_named_first_and_none_that_is_in_force(
     )
     assert memory_remedies(every, "device") == [
         "a larger strategy.ulysses_size than 1, or a smaller data.sequence_length",
-        "more workers in scaling.num_workers, as shards get smaller",
+        "more workers in scaling.num_workers, for smaller shards",
     ]

@@ -7,8 +7,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train_loop.data import pack as packing
-from train_loop.data.pack import Document, Sample, best_fit, one_per_sample, pack
+from train_loop.data.prepare import packing as packing
+from train_loop.data.prepare.packing import Document, Sample, best_fit, one_per_sample, pack
 
 sizes = st.lists(st.integers(0, 40), max_size=60)
 

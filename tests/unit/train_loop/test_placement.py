@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 
-from train_loop import placement
-from train_loop.placement import Nodes, Placement
 from train_loop.plan import AUTOSCALED_VARIABLE
+from train_loop.ray_train import placement
+from train_loop.ray_train.placement import Nodes, Placement
 from train_loop.spec import ScalingSpec
 
 TWO_HOSTS: Nodes = {"a": {"CPU": 2.0}, "b": {"CPU": 3.0}}
@@ -64,5 +64,5 @@ def test_choose_without_room_on_a_growing_cluster_leaves_it_to_ray() -> None:
 def test_autoscaled_follows_the_operator_and_ray(
     told: Any, grows: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("train_loop.raylet.grows", lambda: grows)
+    monkeypatch.setattr("train_loop.ray_train.raylet.grows", lambda: grows)
     assert placement.autoscaled({AUTOSCALED_VARIABLE: told} if told else {}) is expected

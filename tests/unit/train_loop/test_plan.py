@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.folders import write_model
 from tests.support.specs import TINY, raw_spec, spec
-from train_loop.model_folder import model_shape
+from train_loop.model.folder import model_shape
 from train_loop.plan import (
     Plan,
     data_starves,
@@ -235,7 +235,7 @@ def test_workers_that_no_node_can_hold_are_named_with_numbers() -> None:
     scaling = spec(scaling={"num_workers": 8, "resources_per_worker": {"CPU": 1.0, "GPU": 1.0}}).scaling
     assert too_big(scaling, {"CPU": 16.0, "GPU": 8.0}) is None
     assert too_big(scaling, {"CPU": 16.0}) == (
-        "8 workers need 8 GPU where the cluster has 0; add nodes, or cancel and submit fewer or smaller workers"
+        "8 workers need 8 GPU (the cluster has 0); add nodes, or cancel and submit fewer or smaller workers"
     )
 
 

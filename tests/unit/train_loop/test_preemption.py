@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from train_loop.data.reader import local_stream
-from train_loop.journal import Journal
-from train_loop.preemption import PreemptionWatch
+from train_loop.data.stream.local import local_stream
+from train_loop.faults.preemption import PreemptionWatch
+from train_loop.loop.session import Preemption, Session
 from train_loop.run_dir import RunDir, read_lines
-from train_loop.session import Preemption, Session
+from train_loop.telemetry.event_log import Journal
 
 DEADLINE = 1030.0
 

@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.folders import write_model, write_tokenizer
 from tests.support.specs import TINY, may_read, raw_spec
-from train_loop.model_folder import model_shape
-from train_loop.preflight import check_data, check_model
+from train_loop.model.folder import model_shape
+from train_loop.preflight.checks import check_data, check_model
 from train_loop.spec import JobSpec, parse
 
 
@@ -62,7 +62,7 @@ def test_a_path_that_no_file_can_have(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["stdlib://../../../../../etc/hostname", "file:///tmp/../etc/hostname"])
 def test_a_path_that_goes_up(tmp_path: Path, path: str) -> None:
-    assert "goes up by '..'" in problems(tmp_path, train={"path": path})["/data/train/path"]
+    assert "contains '..'" in problems(tmp_path, train={"path": path})["/data/train/path"]
 
 
 def test_a_link_that_leads_outside_the_allowed_roots(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_link_that_leads_outside_the_allowed_roots(tmp_path: Path) -> None:
 
 
 def test_a_relative_path(tmp_path: Path) -> None:
-    assert "use an absolute one" in problems(tmp_path, train={"path": "data/x.parquet"})["/data/train/path"]
+    assert "use an absolute path" in problems(tmp_path, train={"path": "data/x.parquet"})["/data/train/path"]
 
 
 def test_remote_storage_outside_the_allowed_roots(tmp_path: Path) -> None:
@@ -106,13 +106,13 @@ def test_a_file_that_is_not_what_its_name_says(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     path.write_bytes(b"not parquet at all")
     found = problems(tmp_path, train={"path": str(path)}, columns={"input_ids": "ids"})
-    assert found["/data/train/path"].startswith(f"{path} is no readable Parquet file")
+    assert found["/data/train/path"].startswith(f"{path} is not a readable Parquet file")
 
 
 def test_a_file_whose_ending_says_nothing(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("a,b")
     message = problems(tmp_path, train={"path": str(tmp_path)})["/data/train/path"]
-    assert message.startswith(f"{tmp_path}/rows.csv has none of the endings that say what it is (.parquet, ")
+    assert message.startswith(f"{tmp_path}/rows.csv has an unknown ending; expected one of .parquet, ")
     assert "set its format field" in message
     assert problems(tmp_path, train={"path": str(tmp_path), "format": "text"}) == {}
 
@@ -127,15 +127,15 @@ def test_a_tokenizer_that_is_none(tmp_path: Path) -> None:
     spec = parse(raw_spec(model={"tokenizer": str(tmp_path)}))
     _, (problem,) = check_model(spec, may_read(f"file://{tmp_path}"))
     assert problem.pointer == "/model/tokenizer"
-    assert "holds no tokenizer.json" in problem.message
+    assert "tokenizer.json not found" in problem.message
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"hiden_size": 64}, "Qwen3Config has no field hiden_size; did you mean hidden_size?"),
-        ({"model_type": "qwen33"}, "knows no model_type=qwen33; did you mean qwen3?"),
-        ({"hidden_size": 33, "model_type": "llama", "head_dim": None}, "builds no causal language model"),
+        ({"model_type": "qwen33"}, "does not support model_type=qwen33; did you mean qwen3?"),
+        ({"hidden_size": 33, "model_type": "llama", "head_dim": None}, "is not a valid causal language model"),
     ],
 )
 def test_a_model_that_cannot_be_built_as_written(config: dict[str, Any], message: str) -> None:
@@ -183,7 +183,7 @@ def test_a_model_file_that_is_a_link_to_the_outside_is_not_opened(tmp_path: Path
 def test_a_model_path_is_one_folder(tmp_path: Path) -> None:
     write_model(tmp_path / "m")
     spec = parse(raw_spec(model={"config": None, "path": f"{tmp_path.as_uri()}/*"}))
-    assert "is no plain folder; give the file:// URI of one folder" in folder_problems(spec, tmp_path)["/model/path"]
+    assert "is not a plain folder; give the file:// URI of one folder" in folder_problems(spec, tmp_path)["/model/path"]
 
 
 def test_a_model_folder_that_is_not_there_or_does_not_fit(tmp_path: Path) -> None:
@@ -191,14 +191,14 @@ def test_a_model_folder_that_is_not_there_or_does_not_fit(tmp_path: Path) -> Non
     config = (write_model(tmp_path / "small", hidden_size=16) / "config.json").read_bytes()
     (write_model(tmp_path / "m") / "config.json").write_bytes(config)
     message = folder_problems(on_folder(tmp_path / "m"), tmp_path)["/model/path"]
-    assert "of another shape: model.embed_tokens.weight is [384, 32] and should be [384, 16], " in message
+    assert "wrong shape: model.embed_tokens.weight is [384, 32], expected [384, 16], " in message
 
 
 def test_text_needs_a_tokenizer_beside_the_model_or_a_name(tmp_path: Path) -> None:
     folder, other = write_model(tmp_path / "m"), tmp_path / "tokenizer"
     assert folder_problems(on_folder(folder), tmp_path) == {
-        "/model/tokenizer": f"{folder.as_uri()} holds no tokenizer.json; name one that does in model.tokenizer, or "
-        "give tokenised rows with columns.input_ids"
+        "/model/tokenizer": f"tokenizer.json not found in {folder.as_uri()}; set model.tokenizer to a folder with one, "
+        "or give tokenised rows with columns.input_ids"
     }
     assert folder_problems(on_folder(folder, columns="input_ids"), tmp_path) == {}
     write_tokenizer(other)
@@ -224,10 +224,10 @@ def test_a_tokenizer_that_is_broken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("written", "rule"),
     [
-        ({"num_hidden_layers": 20_000}, "num_hidden_layers=20000 is over 1024"),
-        ({"num_labels": 3_000_000}, "num_labels=3000000 is over 10000"),
-        ({"vocab_size": 1 << 33}, "vocab_size=8589934592 is over 16777216"),
-        ({"rope_scaling": {"factor": 1 << 62}}, "factor=4611686018427387904 is over 1099511627776"),
+        ({"num_hidden_layers": 20_000}, "invalid num_hidden_layers=20000; expected at most 1024"),
+        ({"num_labels": 3_000_000}, "invalid num_labels=3000000; expected at most 10000"),
+        ({"vocab_size": 1 << 33}, "invalid vocab_size=8589934592; expected at most 16777216"),
+        ({"rope_scaling": {"factor": 1 << 62}}, "invalid factor=4611686018427387904; expected at most 1099511627776"),
     ],
 )
 def test_numbers_larger_than_any_models_are_refused_before_it_is_built(written: dict[str, Any], rule: str) -> None:
@@ -251,7 +251,7 @@ def test_links_in_a_circle_are_a_problem_of_their_field(tmp_path: Path) -> None:
     ("file", "text", "pointer", "rule"),
     [
         ("config.json", "[" * 100_000, "/model/path", "config.json is nested too deeply"),
-        ("config.json", "[]", "/model/path", "names no model_type"),
+        ("config.json", "[]", "/model/path", "model_type not found"),
         ("tokenizer_config.json", "[" * 100_000, "/model/tokenizer", "tokenizer_config.json is nested too deeply"),
         ("tokenizer_config.json", "[]", "/model/tokenizer", "holds a JSON list, not an object"),
         ("tokenizer_config.json", '{"eos_token": {"lstrip": false}}', "/model/tokenizer", "has no eos_token"),

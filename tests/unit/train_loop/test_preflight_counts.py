@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.folders import write_tokenizer
 from tests.support.specs import may_read, raw_spec
-from train_loop.preflight import answer
+from train_loop.preflight.checks import answer
 
 
 def test_preview_counts_the_first_rows_and_names_what_is_left_out(tmp_path: Path) -> None:

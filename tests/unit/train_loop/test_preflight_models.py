@@ -8,7 +8,7 @@ from tests.support.specs import LONGROPE, TINY, may_read, raw_spec
 from train_loop.errors import ModelError
 from train_loop.model.build import build_model
 from train_loop.parallel.units import decoder_layers
-from train_loop.preflight import check_model
+from train_loop.preflight.checks import check_model
 from train_loop.spec import Problem, WrapPolicySpec, parse
 
 OPT = {"model_type": "opt", "vocab_size": 384, "hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32} | {
@@ -38,12 +38,12 @@ DYNAMIC |= {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_the
         (
             {"strategy": {"wrap_policy": {"transformer_layer_cls_to_wrap": ["Embedding"], "wrap_embeddings": True}}},
             "/strategy/wrap_policy/transformer_layer_cls_to_wrap",
-            "transformer_layer_cls_to_wrap=Embedding names no layer; choose wrap_embeddings: true instead",
+            "transformer_layer_cls_to_wrap=Embedding is not a layer; set wrap_embeddings: true instead",
         ),
         (
             {"model": {"config": OPT}, "strategy": {"apply_tiled_mlp": True}},
             "/strategy/apply_tiled_mlp",
-            "OPTDecoderLayer has no child whose class ends with MLP",
+            "OPTDecoderLayer has no child module of a class named *MLP",
         ),
         (
             {"model": {"config": TINY | {"model_type": "granite"}}, "training": {"chunked_loss": True}},

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.torchrun import write_tokens
-from train_loop.data import read
-from train_loop.data.sources import list_files
+from train_loop.data.prepare.sources import list_files
+from train_loop.data.stream import local
 from train_loop.spec import SourceSpec
 
 
@@ -32,7 +32,7 @@ def test_rows_are_read_once_an_unmounted_folder_is_back(folder: Path) -> None:
 
     timer = threading.Timer(0.5, mount)
     timer.start()
-    assert read._table(file, ("ids",)).num_rows == 3
+    assert local._table(file, ("ids",)).num_rows == 3
     timer.join()
 
 
@@ -41,4 +41,4 @@ def test_missing_file_among_others_is_not_waited_for(folder: Path) -> None:
     (folder / "other").touch()
     (folder / "d.parquet").unlink()
     with pytest.raises(FileNotFoundError):
-        read._table(file, ("ids",))
+        local._table(file, ("ids",))

@@ -10,14 +10,14 @@ from torch import ones
 
 from tests.support.folders import write_model, write_tokenizer
 from train_loop.data.files import File, open_file
-from train_loop.data.sources import check_allowed
-from train_loop.data.tokenizer import load_tokenizer
+from train_loop.data.prepare.sources import check_allowed
+from train_loop.data.prepare.tokenizer import load_tokenizer
 from train_loop.errors import DataError
-from train_loop.input_files import current_policy, limit_inputs, open_input
+from train_loop.model.folder import model_config
 from train_loop.model.load import open_tensors, read_headers
-from train_loop.model_folder import model_config
 from train_loop.run_dir import READ_POLICY_VARIABLE, ReadPolicy
 from train_loop.spec import ModelSpec
+from train_loop.system.input_files import current_policy, limit_inputs, open_input
 
 JOB = "job-01m89aapeeqbdt7xysvprv3021"
 NLP = ReadPolicy(

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from train_loop.data.rows import Row, check_columns, cut, is_empty, locate, read_piece
-from train_loop.data.sources import SourceFile, list_files
+from train_loop.data.prepare.rows import Row, check_columns, cut, is_empty, locate, read_piece
+from train_loop.data.prepare.sources import SourceFile, list_files
 from train_loop.errors import DataError
 from train_loop.spec import ColumnsSpec, SourceSpec
 
@@ -60,10 +60,10 @@ def test_what_is_wrong_with_a_line_is_told_with_its_number(tmp_path: Path, endin
     places = locate([(one_file(path), row.place) for row in bad])
     told = [f"{place}: {row.wrong}" for place, row in zip(places, bad, strict=True)]
     assert [line.removeprefix(f"{path}, ").split("; it has")[0].split(":")[0:2] for line in told] == [
-        ["line 3", " no JSON"],
-        ["line 4", " no JSON object"],
+        ["line 3", " invalid JSON"],
+        ["line 4", " not a JSON object"],
         ["line 5", " no column 'text'"],
-        ["line 6", " no JSON"],
+        ["line 6", " invalid JSON"],
     ]
     assert [row.values for row in found if not row.wrong] == [{"text": "a"}, {"text": "z"}]
 
@@ -87,10 +87,14 @@ def test_rows_of_parquet_keep_their_number_over_row_groups(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.parquet", b"not parquet", "is no readable Parquet file"),
-        ("a.jsonl.gz", b"not gzip", "is no readable JSON lines file: .*incorrect header"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}' * 99, mtime=0)[:-9], "is no readable JSON lines file: Truncated"),
-        ("a.txt.zst", zstd(b"some text" * 99)[:-3], "is no readable text file: Truncated"),
+        ("a.parquet", b"not parquet", "is not a readable Parquet file"),
+        ("a.jsonl.gz", b"not gzip", "is not a readable JSON lines file: .*incorrect header"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"text": "a"}' * 99, mtime=0)[:-9],
+            "is not a readable JSON lines file: Truncated",
+        ),
+        ("a.txt.zst", zstd(b"some text" * 99)[:-3], "is not a readable text file: Truncated"),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
@@ -112,7 +116,7 @@ def test_damage_within_parquet_is_found_by_its_checksums(tmp_path: Path) -> None
     content = bytearray(path.read_bytes())
     content[800:810] = b"x" * 10
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"is no readable Parquet file: .*CRC checksum"):
+    with pytest.raises(DataError, match=r"is not a readable Parquet file: .*CRC checksum"):
         rows(path)
 
 
@@ -156,7 +160,7 @@ def test_long_rows_of_parquet_are_handed_on_a_few_at_a_time(tmp_path: Path) -> N
 def test_json_too_deep_to_read_is_a_bad_row(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": ' + "[" * 100_000 + "\n" + '{"text": "a"}')
     first, second = rows(tmp_path / "a.jsonl")
-    assert str(first.wrong).startswith("no JSON")
+    assert str(first.wrong).startswith("invalid JSON")
     assert second.values == {"text": "a"}
 
 
@@ -191,9 +195,9 @@ def test_files_without_a_byte_among_others_are_left_out(tmp_path: Path) -> None:
 def test_the_first_row_must_be_good_unless_bad_ones_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'\noops\n{"text": "x"}\n'))
     with pytest.raises(
-        DataError, match=r"a.jsonl.gz, line 2: no JSON: .*; correct the row, or data.columns, or set on_bad_rows: skip"
+        DataError, match=r"gz, line 2: invalid JSON: .*; correct the row, or data.columns, or set on_bad_rows: skip"
     ):
         check_columns(one_file(tmp_path / "a.jsonl.gz"), TEXT)
     check_columns(one_file(tmp_path / "a.jsonl.gz"), TEXT, skip=True)
-    with pytest.raises(DataError, match="line 2: no JSON"):
+    with pytest.raises(DataError, match="line 2: invalid JSON"):
         check_columns(one_file(tmp_path / "a.jsonl.gz"), ColumnsSpec(text="body"), skip=True)

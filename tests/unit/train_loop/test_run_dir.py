@@ -28,7 +28,7 @@ def test_a_run_goes_on_at_another_size_only_if_its_batches_stay(tmp_path: Path) 
     with pytest.raises(ValueError, match="holds another spec"):
         fixed.write_spec(spec(training={"global_batch_size": 4}, **other))
     following.write_spec(spec())
-    with pytest.raises(ValueError, match=r"where training.global_batch_size is given"):
+    with pytest.raises(ValueError, match=r"if training.global_batch_size is set"):
         following.write_spec(spec(**other))
 
 

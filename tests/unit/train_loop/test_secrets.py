@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from train_loop.secrets import masker
+from train_loop.system.redact import masker
 
 
 def test_values_of_secret_names_are_masked_and_others_are_not(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ WAYS = ["print(os.environ['MY_SECRET'])", "logging.getLogger('train_loop').info(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_log_of_a_process_has_none(tmp_path: Path, way: str) -> None:
-    code = f"import logging, os, pathlib, train_loop.logs as logs; logs.log_to(pathlib.Path('x.log')); {way}"
+    code = f"import logging, os, pathlib, train_loop.telemetry.logs as logs; logs.log_to(pathlib.Path('x.log')); {way}"
     environment = {"MY_SECRET": "open sesame", "PYTHONPATH": str(Path.cwd())}
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True, capture_output=True)
     text = (tmp_path / "x.log").read_text()

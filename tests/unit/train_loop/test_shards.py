@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from train_loop.data import shards
 from train_loop.data.dataset import Cells
-from train_loop.data.pack import Sample
+from train_loop.data.prepare.packing import Sample
 from train_loop.data.shards import read_shards, write_part
 
 

@@ -12,8 +12,8 @@ from tests.support.waiting import wait_for
 from train_loop.errors import FencedError, UserError
 from train_loop.run_dir import Outcome, RunDir, format_sinks, parse_sinks, read_lines_after, read_place
 from train_loop.sinks import forward as forwarding
+from train_loop.sinks.cursor import Handover
 from train_loop.sinks.forward import Forwarder, Forwarders, forward
-from train_loop.sinks.handover import Handover
 from train_loop.sinks.sink import Point, Sink, points
 
 DONE = Outcome(result="succeeded")
@@ -193,7 +193,7 @@ def test_sinks_are_a_comma_list(text: str, sinks: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("text", ["", "none,mlflow", "mlflow,tensorbored"])
 def test_names_that_are_unknown_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"sinks='.*choose of tensorboard, mlflow, wandb, or none"):
+    with pytest.raises(ValueError, match=r"sinks='.*expected any of tensorboard, mlflow, wandb, or none"):
         parse_sinks(text)
 
 

@@ -12,8 +12,8 @@ from fsspec import AbstractFileSystem
 
 from tests.support.s3 import S3Server, s3_server
 from tests.support.specs import may_read
-from train_loop.data.rows import cut, read_piece
-from train_loop.data.sources import check_allowed, list_files
+from train_loop.data.prepare.rows import cut, read_piece
+from train_loop.data.prepare.sources import check_allowed, list_files
 from train_loop.errors import DataError
 from train_loop.spec import ColumnsSpec, SourceSpec
 
@@ -77,10 +77,10 @@ def test_an_object_that_was_written_again_is_another_version(s3: S3Server) -> No
     [
         ("s3://corpus/none/", "matches no file"),
         ("s3://nobodys-bucket/x", "matches no file"),
-        ("s3://corpus/../other", r"goes up by '\.\.'"),
-        ("simplecache::s3://corpus/text", "chains file systems by '::'"),
+        ("s3://corpus/../other", r"contains '\.\.'"),
+        ("simplecache::s3://corpus/text", "chains file systems with '::'"),
         ("nosuch://corpus/text", "nosuch:// storage cannot be read"),
-        ("/data/**.jsonl", r"/data/\*\*.jsonl is no pattern"),
+        ("/data/**.jsonl", r"invalid pattern /data/\*\*.jsonl"),
     ],
 )
 def test_a_source_that_names_nothing_says_why(s3: S3Server, uri: str, message: str) -> None:
@@ -115,7 +115,7 @@ def test_what_a_link_hides_is_not_passed_over(tmp_path: Path, below: str) -> Non
     (tmp_path / "data" / "a.txt").write_text("x")
     link = tmp_path / "data" / "b.txt"
     link.symlink_to(tmp_path / "other.txt")
-    with pytest.raises(DataError, match=r"b.txt is a link to nothing"):
+    with pytest.raises(DataError, match=r"b.txt is a broken link"):
         names(f"{tmp_path}/data{below}")
     (tmp_path / "other.txt").write_text("y")
     assert names(f"{tmp_path}/data{below}") == ["x", "y"]
@@ -141,7 +141,7 @@ def test_a_folder_that_cannot_be_listed_is_not_passed_over(
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refusing)
-    with pytest.raises(DataError, match=r"/closed cannot be listed: Permission denied; let service and workers read"):
+    with pytest.raises(DataError, match=r"/closed cannot be listed: Permission denied; give service and workers read"):
         names(f"{tmp_path}{below}")
 
 

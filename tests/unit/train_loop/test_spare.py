@@ -7,25 +7,25 @@ from collections.abc import Mapping
 import pytest
 
 from tests.support.waiting import wait_for
-from train_loop import raylet, spare
+from train_loop.ray_train import prestart, raylet
 from train_loop.spec import ScalingSpec
 
 TAKEN_MEANWHILE = """
 import importlib, os, sys, threading, time
 os.environ["TRAINSHED_AHEAD_UNTIL"] = str(time.time() + 600)
-from train_loop import spare
+from train_loop.ray_train import warm_up
 
 failed = []
 threading.excepthook = lambda found: failed.append(found.exc_value)
-spare.get_ready()
+warm_up.get_ready()
 while "ray.train" not in sys.modules:
     time.sleep(0.001)
 importlib.import_module("ray.train.v2._internal.execution.worker_group.worker")
-spare.wait_until_ready()
+warm_up.wait_until_ready()
 import ray.train
 assert not failed, failed
 assert hasattr(ray.train, "v2")
-assert "train_loop.rank" in sys.modules
+assert "train_loop.ray_train.worker" in sys.modules
 """
 
 
@@ -42,10 +42,10 @@ def test_idle_nodes_get_spares_whenever_they_come(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(raylet, "idle_nodes", lambda: idle)
     monkeypatch.setattr(raylet, "own_environment", lambda: "")
     monkeypatch.setattr(raylet, "prestart", lambda counts, *_, **__: asked.append(dict(counts)))
-    monkeypatch.setattr(spare, "_WORTH_IT", 0.0)
-    monkeypatch.setattr(spare, "_LOOK_AGAIN", 0.0)
+    monkeypatch.setattr(prestart, "_WORTH_IT", 0.0)
+    monkeypatch.setattr(prestart, "_LOOK_AGAIN", 0.0)
     scaling = ScalingSpec(num_workers=4, resources_per_worker={"CPU": 0.75})
-    spares = spare.Spares(0, elsewhere=(scaling, {"first": 2, "second": 2}))
+    spares = prestart.Spares(0, elsewhere=(scaling, {"first": 2, "second": 2}))
 
     def look() -> Mapping[str, int]:
         looks = len(asked)

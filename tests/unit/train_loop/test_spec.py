@@ -90,18 +90,16 @@ def test_two_names_for_one_quantity_are_refused() -> None:
     batch = problems(raw_spec(training={"global_batch_size": 8, "gradient_accumulation_steps": 2}))
     assert "two names for one quantity" in batch["/training"]
     ends = problems(raw_spec(training={"num_train_epochs": 1.0}))
-    assert ends["/training"] == "num_train_epochs and max_steps each say when to end; keep one"
+    assert ends["/training"] == "num_train_epochs and max_steps each set the end of the run; keep one"
     ends = problems(raw_spec(training={"max_tokens": 10}))
-    assert ends["/training"] == "max_steps and max_tokens each say when to end; keep one"
+    assert ends["/training"] == "max_steps and max_tokens each set the end of the run; keep one"
 
 
 def test_evaluating_needs_both_data_and_a_time() -> None:
     nothing = problems(raw_spec(training={"eval_steps": 5}))
-    assert nothing["/training"] == "eval_steps=5 needs something to evaluate on; add data.eval, or remove eval_steps"
+    assert nothing["/training"] == "eval_steps=5 needs eval data; add data.eval, or remove eval_steps"
     never = problems(raw_spec(data={"eval": {"path": "stdlib://*.py"}}))
-    assert never["/training"] == (
-        "data.eval is given and nothing says when to evaluate on it; add eval_steps, or remove data.eval"
-    )
+    assert never["/training"] == ("data.eval is set, but eval_steps is not; add eval_steps, or remove data.eval")
     whole = parse(raw_spec(data={"eval": {"path": "stdlib://*.py"}}, training={"eval_steps": 5}))
     assert whole.data.eval is not None
 
@@ -116,7 +114,7 @@ def test_the_compute_dtype_has_one_value_in_its_two_homes() -> None:
 
 def test_layers_that_are_compiled_hold_no_units_of_their_own_for_norms() -> None:
     found = problems(raw_spec(model={"compile": True}, strategy={"norm_dtype": "fp32"}))
-    assert found["/strategy"].endswith("and model.compile would do nothing; remove one of the two")
+    assert found["/strategy"].endswith("so model.compile has no effect; remove one of the two")
 
 
 @pytest.mark.parametrize(
@@ -167,7 +165,7 @@ def test_settings_that_would_do_nothing_are_refused() -> None:
     warmup = problems(raw_spec(training={"lr_scheduler_type": "constant", "warmup_steps": 5}))
     assert "choose constant_with_warmup, or remove warmup_steps" in warmup["/training"]
     tokenizer = problems(raw_spec(model={"tokenizer": "/t"}, data={"columns": {"input_ids": "ids"}}))
-    assert "model.tokenizer would do nothing" in tokenizer[""]
+    assert "model.tokenizer has no effect" in tokenizer[""]
 
 
 @pytest.mark.parametrize(
@@ -175,12 +173,12 @@ def test_settings_that_would_do_nothing_are_refused() -> None:
     [
         ({"model": {"master_dtype": "fp16"}}, "/model/master_dtype", "choose fp32 or bf16"),
         ({"model": {"attn_implementation": "flash_attention_2"}}, "/model/attn_implementation", "choose sdpa"),
-        ({"strategy": {"sharding_strategy": "NO_SHARD", "fsdp_size": 2}}, "/strategy", "asks for shards; remove one"),
+        ({"strategy": {"sharding_strategy": "NO_SHARD", "fsdp_size": 2}}, "/strategy", "requests shards; remove one"),
         ({"data": {"columns": {"messages": "m"}}}, "", "name a tokenizer in model.tokenizer"),
         (
             {"data": {"train": [{"path": "/a.parquet", "columns": {"input_ids": "ids"}}, {"path": "/b.txt"}]}},
             "",
-            "text beside them, or to evaluate on, would get another one; name theirs in model.tokenizer",
+            "would get another tokenizer; name the tokenizer of these rows in model.tokenizer",
         ),
         (
             {
@@ -188,7 +186,7 @@ def test_settings_that_would_do_nothing_are_refused() -> None:
                 "training": {"eval_steps": 1},
             },
             "",
-            "text beside them, or to evaluate on, would get another one; name theirs in model.tokenizer",
+            "would get another tokenizer; name the tokenizer of these rows in model.tokenizer",
         ),
     ],
 )
@@ -243,8 +241,8 @@ def test_options_of_optimizer_and_schedule_survive_a_round_trip() -> None:
     ("training", "every", "message"),
     [
         ({}, 100, "keep_best.metric=eval_loss needs evaluations; add data.eval and training.eval_steps"),
-        ({"eval_steps": 30}, 100, "every_steps=100 is no multiple of eval_steps=30; make it one"),
-        ({"eval_steps": 30}, None, "every_steps=None is no multiple of eval_steps=30; make it one"),
+        ({"eval_steps": 30}, 100, "every_steps=100 is not a multiple of eval_steps=30; choose a multiple"),
+        ({"eval_steps": 30}, None, "every_steps=None is not a multiple of eval_steps=30; choose a multiple"),
     ],
 )
 def test_the_best_by_a_metric_that_is_not_measured_is_refused(
@@ -267,7 +265,7 @@ def test_a_way_to_save_that_there_is_not_is_told_once() -> None:
     assert [(problem.pointer, problem.message) for problem in caught.value.problems] == [
         (
             "/strategy/async_save_ckpt",
-            "async_save_ckpt=maybe is no way to save; choose true, false, thread, process or sync",
+            "invalid async_save_ckpt=maybe; expected true, false, thread, process or sync",
         )
     ]
 

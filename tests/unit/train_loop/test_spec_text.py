@@ -105,4 +105,4 @@ def test_as_many_problems_are_listed_as_a_reader_can_use() -> None:
     with pytest.raises(SpecError) as caught:
         parse_text(json.dumps({**raw_spec(), **{f"k{number}": 1 for number in range(4_000)}}))
     assert len(caught.value.problems) == 51
-    assert caught.value.problems[-1].message == "3950 more problems are not listed; mend these first"
+    assert caught.value.problems[-1].message == "3950 more problems are not listed; fix these first"

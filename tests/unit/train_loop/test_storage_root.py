@@ -15,10 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.storage import bucket_of_runs, run_dir_on_s3
-from train_loop import journal as journal_module
-from train_loop.journal import Journal, last_word
-from train_loop.limited_log import LimitedLog
-from train_loop.patience import retry_storage
 from train_loop.run_dir import (
     ROOT_MARKER,
     RUN_MARKER,
@@ -43,6 +39,10 @@ from train_loop.run_dir import (
     write_run_marker,
 )
 from train_loop.run_dir import root as root_module
+from train_loop.system.limited_log import LimitedLog
+from train_loop.system.retry import retry_storage
+from train_loop.telemetry import event_log as journal_module
+from train_loop.telemetry.event_log import Journal, last_word
 
 
 class Mount:

@@ -13,8 +13,8 @@ from tests.support.s3 import s3_server
 from tests.support.sinks import a_run, as_logged, log_steps, shown
 from tests.support.waiting import wait_for
 from train_loop.run_dir import RunDir, read_place
-from train_loop.sinks.handover import Handover
-from train_loop.sinks.open import open_sink
+from train_loop.sinks.cursor import Handover
+from train_loop.sinks.registry import open_sink
 
 
 def handover(run_dir: RunDir, *, attempt: int | None = None) -> Handover:
@@ -89,7 +89,7 @@ def test_a_kill_between_flush_and_place_repeats_and_hides_what_was_repeated(
     run_dir = a_run(tmp_path, range(1, 11))
     victim = handover(run_dir)
     with monkeypatch.context() as patch:
-        patch.setattr("train_loop.sinks.handover.write_place", lambda *_: 1 / 0)
+        patch.setattr("train_loop.sinks.cursor.write_place", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             victim.hand_over()
     assert shown(run_dir.tensorboard) == as_logged(range(1, 11)), "what was handed over is on the disk"

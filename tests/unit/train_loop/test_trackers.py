@@ -19,9 +19,9 @@ from tests.support.sinks import a_run, log_steps
 from tests.support.specs import spec
 from tests.support.wandb_files import read_runs
 from train_loop.run_dir import Outcome, RunDir, SinkName
+from train_loop.sinks.cursor import Handover
 from train_loop.sinks.describe import Description
-from train_loop.sinks.handover import Handover
-from train_loop.sinks.open import open_sink
+from train_loop.sinks.registry import open_sink
 
 # What MLflow's own store does with SQLAlchemy.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")
@@ -117,7 +117,7 @@ def test_wandb_has_every_step_also_those_that_were_done_again(run_dir: RunDir) -
 def test_wandb_loses_nothing_with_a_driver_that_is_killed(run_dir: RunDir) -> None:
     code = (
         "import sys, os, signal; from functools import partial; from train_loop.run_dir import RunDir;"
-        "from train_loop.sinks.handover import Handover; from train_loop.sinks.open import open_sink;"
+        "from train_loop.sinks.cursor import Handover; from train_loop.sinks.registry import open_sink;"
         "run_dir = RunDir.at(sys.argv[1]);"
         "Handover(run_dir, 'wandb', partial(open_sink, 'wandb', run_dir)).hand_over(); os.kill(os.getpid(), 9)"
     )

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train_loop.checkpoint import write
-from train_loop.checkpoint.write import ProcessWriter, write_file, write_files
+from train_loop.checkpoint.files import writer
+from train_loop.checkpoint.files.writer import ProcessWriter, write_file, write_files
 
 SIZE = 20_000
 MEMORY = mmap.mmap(-1, SIZE)
@@ -89,27 +89,27 @@ def test_a_disk_that_fails_is_not_asked_another_way(folder: Path, monkeypatch: p
 
 def test_a_process_writes_what_the_shared_memory_holds_however_large_it_has_become(tmp_path: Path) -> None:
     descriptor = os.memfd_create("shared")
-    writer = ProcessWriter(descriptor)
+    process = ProcessWriter(descriptor)
     for number, size in enumerate((8192, 20_000, 5000)):
         os.ftruncate(descriptor, size)
         shared = memoryview(mmap.mmap(descriptor, size))
         shared[:] = bytes([number + 1]) * size
         files = {"first": [shared[:4096]], "second": [shared[4096:], memoryview(b"objects"), memoryview(b"more")]}
-        written = writer.write(tmp_path, files)
+        written = process.write(tmp_path, files)
         for name, pieces in files.items():
             assert (tmp_path / name).read_bytes() == b"".join(pieces)
             assert written[name].sha256 == hashlib.sha256(b"".join(pieces)).hexdigest()
-    writer.close()
+    process.close()
     os.close(descriptor)
 
 
 def test_a_process_that_cannot_write_says_where(tmp_path: Path) -> None:
     descriptor = os.memfd_create("shared")
-    writer = ProcessWriter(descriptor)
+    process = ProcessWriter(descriptor)
     with pytest.raises(FileNotFoundError, match="missing/file"):
-        writer.write(tmp_path / "missing", {"file": [memoryview(b""), memoryview(b"objects")]})
-    assert writer.write(tmp_path, {"file": [memoryview(b""), memoryview(b"objects")]})["file"].size == 7
-    writer.close()
+        process.write(tmp_path / "missing", {"file": [memoryview(b""), memoryview(b"objects")]})
+    assert process.write(tmp_path, {"file": [memoryview(b""), memoryview(b"objects")]})["file"].size == 7
+    process.close()
     os.close(descriptor)
 
 
@@ -122,13 +122,13 @@ def test_files_are_written_beside_each_other_and_one_that_fails_is_raised(
     for name, (piece,) in files.items():
         assert (tmp_path / name).read_bytes() == piece
         assert written[name].sha256 == hashlib.sha256(piece).hexdigest()
-    one = write.write_file
+    one = writer.write_file
 
     def full(path: Path, pieces: Any) -> Any:
         if path.name == "5":
             raise OSError(errno.ENOSPC, "No space left on device")
         return one(path, pieces)
 
-    monkeypatch.setattr(write, "write_file", full)
+    monkeypatch.setattr(writer, "write_file", full)
     with pytest.raises(OSError, match="No space left"):
         write_files(tmp_path, files)

@@ -1,0 +1,217 @@
+"""A Ray head on loopback (`ray start --head`): its command, folder, record on disk, and processes."""
+
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import httpx
+import psutil
+from pydantic import BaseModel, ConfigDict
+
+from train_loop.run_dir import write_durably
+from train_loop.system.private_folder import make_private_folder
+
+_MARK = "TRAINSHED_EMBEDDED_RAY"
+_KILL_SECONDS = 2.0
+"""Timeout for the processes of a head to exit after SIGKILL."""
+_POLL_SECONDS = 0.02
+
+
+class FolderOpen(Exception):
+    """The error of a Ray folder that other users can enter: they could intercept the token there."""
+
+
+class RayHead(BaseModel):
+    """The record of a started head, by which the service finds all its processes again after a crash."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    pid: int
+    create_time: float
+    dashboard_url: str
+    address: str
+    temp_dir: str
+    """A folder of mode 0700; Ray's own temporary folder, of mode 0777, is inside it."""
+
+    def alive(self) -> bool:
+        """Return whether the head's process runs. A reused pid does not count."""
+        return self.process() is not None
+
+    def process(self) -> psutil.Process | None:
+        """Return the head's process; None if it does not run."""
+        try:
+            process = psutil.Process(self.pid)
+            return process if abs(process.create_time() - self.create_time) < 1 and _runs(process) else None
+        except psutil.NoSuchProcess:
+            return None
+
+    def answers(self, token: str) -> bool:
+        """Return whether the dashboard accepts the token."""
+        try:
+            headers = {"Authorization": f"Bearer {token}"}
+            return httpx.get(f"{self.dashboard_url}/api/version", headers=headers, timeout=5).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def check_folder(self) -> None:
+        """Raise FolderOpen if the folder is missing or another user can enter it."""
+        try:
+            found = os.lstat(self.temp_dir)
+        except OSError as error:
+            raise FolderOpen(f"Ray's folder {self.temp_dir} is not there: {error.strerror}") from error
+        mode = stat.S_IMODE(found.st_mode)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or mode & 0o077:
+            raise FolderOpen(
+                f"Ray's folder {self.temp_dir} has mode {mode:04o} and owner {found.st_uid}; it must be a folder of "
+                f"mode 0700 and owner {os.geteuid()}, because other users could intercept Ray's token there"
+            )
+
+    def stop(self) -> None:
+        """Kill all processes of the head and remove its folder."""
+        # List the processes while the head lives: afterwards its daemons are no longer its descendants.
+        family = _family(self, self.process())
+        deadline = time.monotonic() + _KILL_SECONDS
+        while family and time.monotonic() < deadline:
+            for process in family:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            # Remove the folder before the wait, in case a process hangs in the kernel.
+            shutil.rmtree(self.temp_dir, ignore_errors=True)
+            while any(map(_runs, family)) and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+            # A process may have started another one before it exited.
+            family = {process for process in _family(self, None) if _runs(process)}
+        shutil.rmtree(self.temp_dir, ignore_errors=True)
+
+
+def read_head(record: Path) -> RayHead | None:
+    """Return the recorded head; None if the record is missing or invalid."""
+    try:
+        return RayHead.model_validate_json(record.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def start_head(home: Path, *, cpus: int, object_store_bytes: int) -> tuple[RayHead, subprocess.Popen[bytes]]:
+    """Start a head in a new session, so that it outlives the service. Record it in home/ray.json before it runs."""
+    temp_dir = make_private_folder()
+    try:
+        return _start(home, temp_dir, cpus=cpus, object_store_bytes=object_store_bytes)
+    except BaseException:
+        shutil.rmtree(temp_dir, ignore_errors=True)
+        raise
+
+
+def _start(home: Path, temp_dir: str, *, cpus: int, object_store_bytes: int) -> tuple[RayHead, subprocess.Popen[bytes]]:
+    ports = _free_ports(8)
+    command = _command(ports[:6], f"{temp_dir}/r", cpus=cpus, object_store_bytes=object_store_bytes)
+    with (home / "ray.log").open("ab") as log:
+        # The shell waits for a line before it executes Ray. If the service dies before the record is written, the shell
+        # reads end of file and exits. So Ray never runs without a record.
+        child = subprocess.Popen(
+            ["/bin/sh", "-c", 'read -r go && exec "$@" </dev/null', "sh", *command],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            env=_environment(home, temp_dir, metric_ports=ports[6:]),
+            start_new_session=True,
+        )
+    assert child.stdin is not None
+    try:
+        head = RayHead(
+            pid=child.pid,
+            create_time=psutil.Process(child.pid).create_time(),
+            dashboard_url=f"http://127.0.0.1:{ports[1]}",
+            address=f"127.0.0.1:{ports[0]}",
+            temp_dir=temp_dir,
+        )
+        write_durably(home / "ray.json", head.model_dump_json(indent=2))
+    except BaseException:
+        child.stdin.close()
+        child.kill()
+        child.wait()
+        raise
+    with suppress(BrokenPipeError), child.stdin:
+        child.stdin.write(b"go\n")
+    return head, child
+
+
+def _command(ports: list[int], temp_dir: str, *, cpus: int, object_store_bytes: int) -> list[str]:
+    gcs, dashboard, agent_http, agent_grpc, metrics, client = ports
+    return [
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
+        *("--node-ip-address=127.0.0.1", f"--port={gcs}", f"--num-cpus={cpus}", f"--temp-dir={temp_dir}"),
+        *("--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"),
+        *(f"--dashboard-agent-listen-port={agent_http}", f"--dashboard-agent-grpc-port={agent_grpc}"),
+        *(f"--metrics-export-port={metrics}", f"--object-store-memory={object_store_bytes}"),
+        f"--ray-client-server-port={client}",
+    ]
+
+
+def _environment(home: Path, temp_dir: str, *, metric_ports: list[int]) -> dict[str, str]:
+    autoscaler, dashboard = map(str, metric_ports)
+    return {
+        **os.environ,
+        _MARK: temp_dir,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(home / "ray.token"),
+        # Otherwise, Ray on Linux replaces 127.0.0.1 with the machine's external address, and listens on all addresses.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        # A single node cannot move its work to another node, so a drain need not wait.
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+        "AUTOSCALER_METRIC_PORT": autoscaler,
+        "DASHBOARD_METRIC_PORT": dashboard,
+    }
+
+
+def _free_ports(count: int) -> list[int]:
+    """Return distinct ports that were free a moment ago."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Return whether a process is running; a zombie is not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _family(record: RayHead, head: psutil.Process | None) -> set[psutil.Process]:
+    """Return the head and all processes that belong to it, with their descendants. The head may have exited."""
+    found = list(psutil.process_iter(["ppid"]))
+    family = {process for process in found if process == head or _belongs(process, record)}
+    newest = family
+    # List all processes once: to query the children of each process takes seconds on a busy machine.
+    while newest:
+        parents = {process.pid for process in newest}
+        newest = {process for process in found if process.info["ppid"] in parents} - family
+        family = family | newest
+    return family
+
+
+def _belongs(process: psutil.Process, record: RayHead) -> bool:
+    """Return whether a process has the head's mark, or is in its session and has a command line of Ray.
+
+    The session alone is not proof, because the head's pid may have been reused. Ray's workers overwrite the
+    environment that holds the mark, but keep their session and a name.
+    """
+    try:
+        if process.environ().get(_MARK) == record.temp_dir:
+            return True
+        if os.getsid(process.pid) != record.pid:
+            return False
+        line = " ".join(process.cmdline())
+    except (psutil.Error, OSError):
+        return False
+    return record.temp_dir in line or line.startswith(("ray::", "ray-"))

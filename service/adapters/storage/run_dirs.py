@@ -1,0 +1,231 @@
+"""Run directories, read through `train_loop.run_dir`, and the files that the service may write there."""
+
+import threading
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from service.adapters.storage.roots import StorageRoots, root_of
+from service.adapters.storage.run_summary import Chronicle
+from service.domain.jobs.condition import Conditions
+from service.domain.jobs.decide import Latest, Training
+from service.errors import StaleAttempt
+from service.ports import NO_STORY, Checkpoint, Entry, Place, Reading, Sighting, Story, Tail, Written
+from train_loop.run_dir import (
+    AttemptDir,
+    ExportStatus,
+    ExportWish,
+    Parent,
+    RunDir,
+    Stop,
+    read_appended,
+    read_lines,
+    size_appended,
+    storage_failed,
+    write_run_marker,
+)
+from train_loop.spec import JobSpec, ScalingSpec
+
+_TRAINING = {"training_started": Training.YES, "workers_lost": Training.LOST}
+_READY = {"workers_ready": True, "training_started": True, "workers_lost": False, "moving": False}
+_WINDOW = 1 << 18
+"""Bytes per read. A longer line of a log is returned in parts."""
+_CHRONICLES = 1024
+"""Maximum number of runs whose story is cached."""
+
+
+class LocalRunDirs:
+    """Run directories on storage that the service and the workers share."""
+
+    def __init__(self, roots: StorageRoots | None = None, *, clock: Callable[[], float] = time.time) -> None:
+        self._roots = roots or StorageRoots()
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._chronicles: dict[str, Chronicle] = {}
+
+    def check(self, root: str) -> None:
+        """Raise StorageUnavailable if a storage root that was used before is missing or was replaced."""
+        self._roots.check(root)
+
+    def _open(self, run_dir: str) -> RunDir:
+        """Check the storage root, and return the run directory without creating it."""
+        self._roots.check(root_of(run_dir))
+        return RunDir.at(run_dir)
+
+    def _begin(self, run_dir: str) -> RunDir:
+        """Return a run directory for writing; create it if needed. Only the service may create run directories.
+
+        Raises StorageUnavailable if the storage root is missing or was replaced.
+        """
+        marker = self._roots.open(root_of(run_dir))
+        directory = RunDir.at(run_dir)
+        write_run_marker(directory.root, marker)
+        return directory
+
+    def prepare(self, run_dir: str, spec: JobSpec, size: ScalingSpec, *, attempt: int) -> None:
+        """Write the spec and the attempt's size, and fence off older attempts. Repeatable.
+
+        Raises StaleAttempt if this attempt is fenced off.
+        """
+        directory = self._begin(run_dir)
+        directory.write_spec(spec)
+        directory.attempt(attempt).write_size(size)
+        directory.write_fence(attempt)
+        if directory.fence().attempt > attempt:
+            raise StaleAttempt(run_dir, attempt)
+
+    def fence_off(self, run_dir: str, *, attempt: int) -> None:
+        """Fence off every attempt older than this one."""
+        self._begin(run_dir).write_fence(attempt)
+
+    def ask_to_stop(self, run_dir: str, stop: Stop) -> None:
+        """Write control/stop.json."""
+        self._begin(run_dir).write_stop(stop)
+
+    def observe(self, run_dir: str, attempt: int) -> Sighting:
+        """Read the state of an attempt."""
+        directory = self._open(run_dir)
+        folder = directory.attempt(attempt)
+        training, ready, conditions = Training.NOT_YET, False, Conditions()
+        for line in read_lines(folder.events):
+            event = str(line.get("event"))
+            training, ready = _TRAINING.get(event, training), _READY.get(event, ready)
+            conditions.read(line)
+        size = size_appended(folder.metrics) + size_appended(folder.events)
+        return Sighting(
+            training,
+            folder.outcome(),
+            directory.stop(),
+            conditions.lost,
+            size,
+            ready,
+            conditions.newest,
+            conditions.left,
+            conditions.draining,
+        )
+
+    def latest(self, run_dir: str) -> Latest:
+        """Return the newest attempt that was prepared or fenced off; number 0 if there is none."""
+        directory = self._open(run_dir)
+        fence = directory.fence().attempt
+        prepared = max((attempt.number for attempt in directory.attempts()), default=0)
+        # A fence rejects every attempt older than its number, even if that was never prepared.
+        number = max(prepared, fence - 1)
+        return Latest(number, directory.attempt(number).size(), over=fence > number)
+
+    def story(self, run_dir: str) -> Story:
+        """Return the summary of all attempts."""
+        with self._lock:
+            chronicle = self._chronicles.pop(run_dir, None) or Chronicle(RunDir.at(run_dir))
+            # The cache evicts the least recently used run.
+            self._chronicles[run_dir] = chronicle
+            if len(self._chronicles) > _CHRONICLES:
+                del self._chronicles[next(iter(self._chronicles))]
+        self._roots.check(root_of(run_dir))
+        return chronicle.tell(partial(self.tail, run_dir), now=self._clock())
+
+    def known_story(self, run_dir: str) -> Reading:
+        """Return the current story, or the last one read with the error that prevents a newer one."""
+        try:
+            return Reading(self.story(run_dir), self._clock())
+        except Exception as error:
+            if not storage_failed(error):
+                raise
+            return replace(self.last_story(run_dir), error=str(error))
+
+    def last_story(self, run_dir: str) -> Reading:
+        """Return the last story that was read, without access to the storage."""
+        chronicle = self._chronicles.get(run_dir)
+        return Reading(NO_STORY, None) if chronicle is None else chronicle.last
+
+    def tail(self, run_dir: str, what: Written, place: Place) -> Tail:
+        """Return the next complete lines of a file, from `place`. Leaves out a line that is still being written."""
+        directory = self._open(run_dir)
+        # List the attempts before the read: if there is a later one, the read sees all lines of this one.
+        later = [attempt.number for attempt in directory.attempts() if attempt.number > place.attempt]
+        file = _file(directory.attempt(place.attempt), what)
+        # A line of a log may never end, so it is returned in parts. A part of a JSON line is useless.
+        entries, more = _next_lines(file, place, in_pieces=what.kind == "log")
+        return Tail(entries, more, min(later, default=None))
+
+    def mark(self, run_dir: str, what: Written) -> Hashable:
+        """Return a value that changes whenever this file grows in any attempt. Much faster than a read."""
+        attempts = self._open(run_dir).attempts()
+        return tuple((attempt.number, size_appended(_file(attempt, what))) for attempt in attempts)
+
+    def newest_attempt(self, run_dir: str) -> int:
+        """Return the number of the newest attempt; 1 if none has started."""
+        return max((attempt.number for attempt in self._open(run_dir).attempts()), default=1)
+
+    def inherit(self, run_dir: str, parent: Parent) -> bool:
+        """Pin another run's checkpoint, and let a new run start from it. Return False if it does not exist."""
+        heir = RunDir.at(run_dir)
+        if not self._open(parent.run_dir).pin(parent.manifest.step, by=_pinned_by(heir)):
+            return False
+        self._begin(run_dir).write_parent(parent)
+        return True
+
+    def parent(self, run_dir: str) -> Parent | None:
+        """Return the checkpoint of another run from which a run started; None if it started at its first step."""
+        return RunDir.at(run_dir).parent()
+
+    def let_go(self, run_dir: str) -> None:
+        """Remove the run's pin from the checkpoint that it started from. Repeatable."""
+        heir = self._open(run_dir)
+        if (parent := heir.parent()) is not None:
+            self._open(parent.run_dir).unpin(parent.manifest.step, by=_pinned_by(heir))
+
+    def committed(self, run_dir: str) -> int | None:
+        """Return the newest committed step; None if there is none."""
+        return max(self._open(run_dir).manifests(), default=None)
+
+    def checkpoints(self, run_dir: str) -> list[Checkpoint]:
+        """Return the committed checkpoints, oldest first."""
+        directory = self._open(run_dir)
+        return [Checkpoint(manifest, directory.is_pinned(step)) for step, manifest in directory.manifests().items()]
+
+    def pin(self, run_dir: str, step: int) -> bool:
+        """Pin a checkpoint, so that retention keeps it. Return False if it does not exist."""
+        return self._open(run_dir).pin(step)
+
+    def unpin(self, run_dir: str, step: int) -> None:
+        """Remove the pin of a checkpoint, so that retention applies to it again."""
+        self._open(run_dir).unpin(step)
+
+    def exported(self, run_dir: str, step: int, wish: ExportWish, *, now: float) -> ExportStatus | None:
+        """Return the status of an export; None if it was not requested."""
+        return self._open(run_dir).exports.status(step, wish, now=now)
+
+    def write_export(self, run_dir: str, status: ExportStatus) -> None:
+        """Write the status of an export."""
+        self._open(run_dir).exports.write(status)
+
+
+def _pinned_by(heir: RunDir) -> str:
+    return f"clone-{heir.root.name}"
+
+
+def _file(attempt: AttemptDir, what: Written) -> Path:
+    if what.kind == "log":
+        return attempt.driver_log if what.rank is None else attempt.rank_log(what.rank)
+    return attempt.events if what.kind == "events" else attempt.metrics
+
+
+def _next_lines(path: Path, place: Place, *, in_pieces: bool) -> tuple[tuple[Entry, ...], bool]:
+    """Return the next complete lines, limited to about one window, and whether there may be more."""
+    after, length = place.offset, _WINDOW
+    if size_appended(path) <= after:
+        return (), False
+    window = read_appended(path, after, length)
+    while b"\n" not in window and len(window) == length:
+        if in_pieces:
+            return (Entry(window.decode(errors="replace"), replace(place, offset=after + length)),), True
+        length *= 4
+        window = read_appended(path, after, length)
+    entries = list[Entry]()
+    for line in window.split(b"\n")[:-1]:
+        after += len(line) + 1
+        entries.append(Entry(line.decode(errors="replace").rstrip("\r"), replace(place, offset=after)))
+    return tuple(entries), len(window) == length

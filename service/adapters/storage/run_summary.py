@@ -1,0 +1,137 @@
+"""Summary of a run's progress and faults, updated from the new lines of its run directory only."""
+
+import statistics
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from service.domain.jobs.condition import Conditions, hosts_of
+from service.ports import NO_STORY, Line, Loss, Place, Progress, Reading, Story, Tail, Written
+from service.ports.json_lines import number, parse
+from train_loop.run_dir import CurrentGroup, RunDir
+
+_RECENT = 50
+"""Number of newest steps from whose times the remaining time is estimated."""
+Read = Callable[[Written, Place], Tail]
+"""Function that reads the next lines of one of a run's files, from a position."""
+_NO_FAULTS = ("paused", "resized")
+_KINDS: tuple[Written, ...] = (Written("events"), Written("metrics"))
+
+
+class Chronicle:
+    """The reader that keeps the story of one run up to date. Threads may share it."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._run_dir = run_dir
+        self._places = {kind: Place() for kind in _KINDS}
+        self._groups = {kind: CurrentGroup() for kind in _KINDS}
+        self._lock = threading.Lock()
+        self._story = NO_STORY
+        self.last = Reading(NO_STORY, None)
+        """Newest story that was read. It is available while another thread reads."""
+        self._starts = 0
+        self._attempt = 0
+        self._of: int | None = None
+        self._best, self._best_time = 0, 0.0
+        self._fault = self._lost = False
+        self._conditions = Conditions()
+        self._recent = deque[float](maxlen=_RECENT)
+
+    def tell(self, read: Read, *, now: float) -> Story:
+        """Read the new lines, and return the updated story."""
+        with self._lock:
+            fresh = [line for kind in _KINDS for line in self._new_lines(read, kind)]
+            # Merge the lines read from both files in the order in which they were written.
+            for line in sorted(fresh, key=lambda line: (number(line, "attempt") or 0, number(line, "time") or 0)):
+                if "event" not in line:
+                    self._step(line)
+                    continue
+                if line["event"] == "training_started":
+                    self._begin(line)
+                elif line["event"] == "workers_lost":
+                    self._lose(line)
+                elif line["event"] == "checkpoint_committed":
+                    self._story = replace(self._story, checkpoint_at=number(line, "time"))
+                self._conditions.read(line)
+                if (hosts := hosts_of(line)) is not None:
+                    self._story = replace(self._story, hosts=tuple(dict.fromkeys(hosts.values())))
+                if line["event"] == "preemption_notice":
+                    self._story = replace(self._story, draining=dict(self._conditions.draining))
+            self.last = Reading(self._story, now)
+            return self._story
+
+    def _new_lines(self, read: Read, kind: Written) -> Iterator[Line]:
+        while True:
+            tail = read(kind, self._places[kind])
+            if not tail.entries:
+                if tail.next_attempt is None:
+                    return
+                self._places[kind], self._groups[kind] = Place(tail.next_attempt), CurrentGroup()
+                continue
+            for entry in tail.entries:
+                # Lines of superseded worker groups count neither as progress nor as restarts.
+                if (line := parse(entry.text)) is not None and self._groups[kind].keeps(line):
+                    yield line
+            self._places[kind] = tail.entries[-1].after
+
+    def _begin(self, line: Line) -> None:
+        """Record that training starts, for the first time or again."""
+        attempt, replayed = int(number(line, "attempt") or 0), int(number(line, "replayed") or 0)
+        self._starts += 1
+        self._of = int(number(line, "steps") or 0) or self._of
+        if self._starts == 1:
+            # Steps before the start of a clone are another job's work.
+            self._best = int(number(line, "resumed_from") or 0)
+        if self._starts > 1 and not self._was_asked_to_stop(attempt):
+            self._fault = True
+        self._attempt, self._lost = attempt, False
+        self._recent.clear()
+        story = self._story
+        self._story = replace(story, restarts=self._starts - 1, lost_steps=story.lost_steps + replayed)
+
+    def _was_asked_to_stop(self, attempt: int) -> bool:
+        """Return whether the previous training was stopped on request, not by a fault."""
+        if attempt == self._attempt:
+            return False
+        outcome = self._run_dir.attempt(self._attempt).outcome()
+        # The service also resizes a job whose lost workers no longer fit: such a resize counts as a fault.
+        if outcome is None or (outcome.result == "resized" and self._lost):
+            return False
+        return outcome.result in _NO_FAULTS
+
+    def _lose(self, line: Line) -> None:
+        """Record a loss of workers, and of their hosts if the event names any."""
+        self._lost = True
+        hosts = line.get("hosts")
+        names = [str(host) for host in hosts] if isinstance(hosts, list) else []
+        message = str(line.get("error", "workers were lost"))
+        losses = dict(self._story.losses) | dict.fromkeys(names, Loss(number(line, "time") or 0.0, message))
+        self._story = replace(self._story, hosts=(), losses=losses)
+
+    def _step(self, line: Line) -> None:
+        step, seconds = int(number(line, "step") or 0), number(line, "step_seconds")
+        time = number(line, "time") or 0.0
+        if seconds is not None:
+            self._recent.append(seconds)
+        story = replace(self._story, progress=self._progress(line, step))
+        if step > self._best:
+            spent = (step - self._best) * (seconds or 0.0)
+            lost = max(time - self._best_time - spent, 0.0) if self._fault and self._best_time else 0.0
+            story = replace(
+                story,
+                productive_seconds=story.productive_seconds + spent,
+                lost_seconds=story.lost_seconds + lost,
+            )
+            self._best, self._best_time, self._fault = step, time, False
+        self._story = story
+
+    def _progress(self, line: Line, step: int) -> Progress:
+        # If tokens limit the run, its number of steps is an estimate, which the run may exceed.
+        of = self._of and max(self._of, step)
+        usual = statistics.median(self._recent) if self._recent else None
+        eta = usual * max(of - step, 0) if of and usual is not None else None
+        loss, speed, mfu = (number(line, name) for name in ("loss", "tokens_per_second", "mfu"))
+        seconds, waited = number(line, "step_seconds"), number(line, "data_wait_seconds")
+        data_wait = min(waited / seconds, 1.0) if seconds and waited is not None else None
+        return Progress(step, of, loss, speed, mfu, eta, number(line, "time"), usual, data_wait)

@@ -1,0 +1,63 @@
+"""/me, /keys and /audit: the caller, API keys and the audit log."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Path, Query, Request
+
+from service.api.convert import deed_out, key_out
+from service.api.guard import CallerIs, parse_body, read_body
+from service.api.openapi import json_body
+from service.api.schemas import DeedOut, KeyIn, Keys, Me, NewKey, Page
+from service.use_cases.access.access import Access
+
+router = APIRouter(tags=["access"])
+
+
+async def access_of(request: Request, caller: CallerIs) -> Access:
+    """Return the use cases for the caller of this request."""
+    access: Access = request.app.state.access
+    return access.of(caller)
+
+
+UseCases = Annotated[Access, Depends(access_of)]
+
+
+@router.get("/me")
+def me(caller: CallerIs) -> Me:
+    """Get the caller's key and roles."""
+    return Me(id=caller.id, name=caller.name, roles=dict(caller.roles))
+
+
+@router.post("/keys", status_code=201, openapi_extra=json_body(KeyIn, required=True))
+def create(access: UseCases, body: Annotated[bytes, Depends(read_body)]) -> NewKey:
+    """Create a key for projects that the caller administers. Its secret is shown only once."""
+    wish = parse_body(KeyIn, body)
+    expires_at = None if wish.expires_at is None else wish.expires_at.timestamp()
+    key, secret = access.create(wish.name, wish.roles, expires_at)
+    return NewKey(key=key_out(key, access.caller), secret=secret)
+
+
+@router.get("/keys")
+def keys(access: UseCases) -> Keys:
+    """List the keys with a role in a project that the caller administers, newest first."""
+    return Keys(data=[key_out(key, access.caller) for key in access.visible()])
+
+
+@router.delete("/keys/{key_id}", status_code=204)
+def revoke(access: UseCases, key_id: Annotated[str, Path(max_length=64)]) -> None:
+    """Revoke a key. Idempotent."""
+    access.revoke(key_id)
+
+
+@router.get("/audit")
+def audit(
+    access: UseCases,
+    project: str | None = None,
+    after: Annotated[int | None, Query(ge=1, le=2**62, description="`next` of the previous page")] = None,
+    limit: Annotated[int, Query(ge=1, le=200)] = 50,
+) -> Page[DeedOut]:
+    """List the writes in projects that the caller administers, newest first."""
+    found = access.deeds(project, after=after, limit=limit + 1)
+    data = [deed_out(number, deed) for number, deed in found[:limit]]
+    more = len(found) > limit
+    return Page(data=data, has_more=more, next=str(data[-1].number) if more else None)

@@ -1,0 +1,37 @@
+"""/healthz and /readyz: besides the API description, the only calls without a key."""
+
+from fastapi import APIRouter, Request
+
+from service.api.query import CHECKED
+from service.api.readiness import Pulse
+from service.api.schemas import Health
+from service.errors import GoingAway, PreflightStarting
+from service.lifecycle.startup import Opening
+from service.use_cases.jobs.jobs import Jobs
+
+router = APIRouter(tags=["health"], dependencies=[CHECKED])
+
+
+@router.get("/healthz")
+async def healthz() -> Health:
+    """Report that the process is alive, even if all threads wait for an unresponsive database."""
+    return Health(status="ok")
+
+
+@router.get("/readyz")
+async def readyz(request: Request) -> Health:
+    """Return 200 if the service accepts jobs: the database accepts writes, and specs can be checked."""
+    pulse: Pulse = request.app.state.pulse
+    opening: Opening = request.app.state.opening
+    if opening.trouble is not None:
+        raise opening.trouble
+    if request.app.state.leaving.is_set():
+        raise GoingAway("the service is ending; ask another one, or this one once it was started again")
+    if (trouble := await pulse.trouble()) is not None:
+        # Probes expect 503; 507 is for callers that write.
+        trouble.status = 503
+        raise trouble
+    jobs: Jobs = request.app.state.jobs
+    if (why := jobs.preflight.trouble()) is not None:
+        raise PreflightStarting(why)
+    return Health(status="ready")

@@ -1,0 +1,85 @@
+"""/webhooks: webhooks for job events, and their deliveries."""
+
+from typing import Annotated
+
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
+from fastapi import APIRouter, Depends, Path, Query, Request
+
+from service.api.convert import delivery_out, new_webhook, trial_out, webhook_out
+from service.api.guard import CallerIs, parse_body, read_body
+from service.api.openapi import json_body
+from service.api.schemas import DeliveryOut, NewWebhook, Page, TrialOut, WebhookIn, WebhookOut, WebhooksOut
+from service.use_cases.webhooks.webhooks import Webhooks
+
+router = APIRouter(prefix="/webhooks", tags=["webhooks"])
+_HIGHEST = 2**62
+
+
+async def webhooks_of(request: Request, caller: CallerIs) -> Webhooks:
+    """Return the use cases for the caller of this request."""
+    webhooks: Webhooks = request.app.state.webhooks
+    return webhooks.of(caller)
+
+
+UseCases = Annotated[Webhooks, Depends(webhooks_of)]
+WebhookId = Annotated[str, Path(max_length=64)]
+
+
+@router.post("", status_code=201, openapi_extra=json_body(WebhookIn, required=True))
+def create(webhooks: UseCases, body: Annotated[bytes, Depends(read_body)]) -> NewWebhook:
+    """Create a webhook for a project that the caller administers. Its secret is shown only once."""
+    wish = parse_body(WebhookIn, body)
+    return new_webhook(webhooks.create(wish.project, wish.url, wish.states))
+
+
+@router.get("")
+def list_webhooks(webhooks: UseCases, project: str | None = None) -> WebhooksOut:
+    """List the webhooks of projects that the caller administers, newest first."""
+    return WebhooksOut(data=[webhook_out(webhook) for webhook in webhooks.visible(project)])
+
+
+@router.get("/{webhook_id}")
+def get(webhooks: UseCases, webhook_id: WebhookId) -> WebhookOut:
+    """Get a webhook."""
+    return webhook_out(webhooks.find(webhook_id))
+
+
+@router.delete("/{webhook_id}", status_code=204)
+def delete(webhooks: UseCases, webhook_id: WebhookId) -> None:
+    """Delete a webhook and its pending deliveries."""
+    webhooks.delete(webhook_id)
+
+
+@router.post("/{webhook_id}/test")
+async def test(request: Request, webhooks: UseCases, webhook_id: WebhookId) -> TrialOut:
+    """Send a test message at once and return the result. A disabled webhook that receives it is enabled."""
+    # Use separate threads: a receiver may respond slowly.
+    threads: CapacityLimiter = request.app.state.trials
+    return trial_out(await run_sync(webhooks.test, webhook_id, limiter=threads))
+
+
+@router.post("/{webhook_id}/rotate")
+def rotate(webhooks: UseCases, webhook_id: WebhookId) -> NewWebhook:
+    """Rotate the signing secret; the new one is shown only once. For 24 hours, the old one signs requests too."""
+    return new_webhook(webhooks.rotate(webhook_id))
+
+
+@router.get("/{webhook_id}/deliveries")
+def deliveries(
+    webhooks: UseCases,
+    webhook_id: WebhookId,
+    after: Annotated[int | None, Query(ge=1, le=_HIGHEST, description="`next` of the previous page")] = None,
+    limit: Annotated[int, Query(ge=1, le=200)] = 50,
+) -> Page[DeliveryOut]:
+    """List the deliveries of the last seven days and the pending ones, newest first."""
+    found, more = webhooks.deliveries(webhook_id, after=after, limit=limit)
+    return Page(data=[delivery_out(one) for one in found], has_more=more, next=str(found[-1].number) if more else None)
+
+
+@router.post("/{webhook_id}/deliveries/{number}/redeliver")
+def redeliver(
+    webhooks: UseCases, webhook_id: WebhookId, number: Annotated[int, Path(ge=1, le=_HIGHEST)]
+) -> DeliveryOut:
+    """Queue a message to be sent again."""
+    return delivery_out(webhooks.redeliver(webhook_id, number))

@@ -1,0 +1,59 @@
+"""Request and response models of checkpoints."""
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+from service.api.schemas.common import Time
+
+ExportState = Literal["running", "done", "failed"]
+"""As in train_loop.run_dir, which needs libraries that the client does not have."""
+
+
+class CheckpointOut(BaseModel):
+    """A committed checkpoint."""
+
+    step: int
+    tokens: int
+    bytes: int
+    time: Time
+    attempt: int
+    world: int
+    mesh: dict[str, int]
+    metrics: dict[str, float] = Field(description="metrics of its step")
+    pinned: bool
+
+
+class Checkpoints(BaseModel):
+    """Committed checkpoints, oldest first."""
+
+    data: list[CheckpointOut]
+
+
+class Verified(BaseModel):
+    """The result of a checkpoint's verification."""
+
+    step: int
+    ok: bool
+    faults: list[str]
+
+
+class ExportIn(BaseModel):
+    """Options of an export."""
+
+    model_config = {"extra": "forbid"}
+
+    dtype: Literal["bf16", "fp16", "fp32"] | None = Field(default=None, description="default: the job's model.dtype")
+    weights: Literal["model", "ema"] = Field(default="model", description="ema: the average of the weights")
+
+
+class ExportOut(BaseModel):
+    """State and progress of an export."""
+
+    step: int
+    dtype: str
+    weights: str
+    state: ExportState
+    progress: float = Field(description="share of the weights written so far")
+    reason: str | None
+    path: str = Field(description="path of the Hugging Face folder when the state is done")

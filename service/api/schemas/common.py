@@ -1,0 +1,49 @@
+"""Models that several calls share: times, pages, health, and errors as problem details."""
+
+from datetime import datetime
+from typing import Annotated, Generic, Literal, TypeVar
+
+from pydantic import BaseModel, JsonValue, PlainSerializer
+
+T = TypeVar("T")
+Time = Annotated[datetime, PlainSerializer(lambda time: time.isoformat(timespec="milliseconds"), return_type=str)]
+Level = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+"""Level of a log line."""
+Line = dict[str, JsonValue]
+"""An event, or the metrics of a logged step."""
+
+
+class Page(BaseModel, Generic[T]):
+    """A page of a list. `next` is the cursor for `?after=`; it is null if nothing can follow."""
+
+    data: list[T]
+    has_more: bool
+    next: str | None
+
+
+LinePage = Page[Line]
+TextPage = Page[str]
+
+
+class Health(BaseModel):
+    """Health of the service, in one word."""
+
+    status: str
+
+
+class ProblemOut(BaseModel):
+    """One error in a spec or a request."""
+
+    pointer: str
+    message: str
+
+
+class ProblemDetails(BaseModel):
+    """Problem details of an error, as in RFC 9457."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str
+    code: str
+    errors: list[ProblemOut] | None = None

@@ -1,0 +1,68 @@
+"""Response models of a plan."""
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+
+class MeshOut(BaseModel):
+    """The device mesh."""
+
+    ddp: int
+    fsdp: int
+    sp: int
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+class MemoryTermOut(BaseModel):
+    """One part of a worker's memory."""
+
+    name: str
+    bytes: int
+    formula: str
+    place: Literal["device", "host"]
+
+
+class MemoryOut(BaseModel):
+    """Estimated memory per worker at the peak of a step."""
+
+    total_bytes: int = Field(description="bytes per worker on the device that computes")
+    host_bytes: int = Field(description="bytes per worker in host memory, if the model computes on a GPU")
+    terms: list[MemoryTermOut]
+
+
+class PreviewOut(BaseModel):
+    """Preview of data preparation: counts over the first rows of a text source."""
+
+    source: str
+    rows: int = Field(description="rows read")
+    bad_rows: int
+    long_rows: int = Field(description="rows of more than sequence_length tokens")
+    untrained_rows: int = Field(description="rows without a trained token; they are dropped")
+    on_long_rows: str = Field(description="what happens to long_rows")
+
+
+class PlanOut(BaseModel):
+    """The plan of a job spec: mesh, batch, steps and memory."""
+
+    name: str
+    world: int
+    sizes: list[int] = Field(
+        description="possible numbers of workers of an elastic job; the other fields are for the largest"
+    )
+    mesh: MeshOut
+    nodes: list[list[int]] | None = Field(
+        description="ranks per node of an empty cluster; null if nodes are unknown or have no capacity"
+    )
+    data_parallel_size: int
+    global_batch_size: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    tokens_per_step: int
+    steps: int | None = Field(description="optimizer steps; null if only known after data preparation")
+    parameters: int
+    memory: MemoryOut
+    checkpoint_bytes: int = Field(description="estimated size of one checkpoint; keep_last of them are kept")
+    preview: list[PreviewOut] = Field(description="counts of the first rows of each source of text")
+    warnings: list[str]

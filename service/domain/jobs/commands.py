@@ -1,0 +1,67 @@
+"""Commands of users: pause, resume, cancel, in any state and repeatedly. Pure. Each command may raise IllegalState."""
+
+from dataclasses import replace
+
+from service.domain.jobs.job import Job, JobState, Wish
+from service.domain.jobs.reason import Code, Reason
+from service.domain.jobs.transitions import resume
+from service.errors import IllegalState
+from train_loop.spec import ScalingSpec
+
+_CANCELLED = Reason(Code.USER, "cancelled by a user")
+_RESIZED = Reason(Code.RESIZED, "resumes at the size that a user requested, once there is capacity")
+_PAUSED = Reason(Code.USER, "paused by a user", "resume the job to continue")
+
+
+def cancelled(job: Job, *, deadline: float, checkpoint: bool, now: float) -> Job:
+    """Return the job after a cancel request. A repeated request can only shorten its deadline."""
+    if job.state is JobState.CANCELLED:
+        return job
+    if job.state.terminal:
+        raise IllegalState(f"{job.id} is already {job.state} and cannot be cancelled; nothing needs to be done")
+    if job.state is JobState.CANCELLING and job.wish is not None:
+        return _sooner(job, job.wish, deadline)
+    wish = Wish("cancel", checkpoint=checkpoint, deadline=deadline, reason=_CANCELLED)
+    return replace(job.move(JobState.CANCELLING, now=now, reason=_CANCELLED), wish=wish)
+
+
+def paused(job: Job, *, deadline: float, now: float) -> Job:
+    """Return the job after a pause request. Only a user can resume it, even if it was preempted before."""
+    if job.state.terminal or job.state is JobState.CANCELLING:
+        raise IllegalState(f"{job.id} is {job.state} and cannot be paused; clone it to train further")
+    wish = Wish("pause", checkpoint=True, deadline=deadline, reason=_PAUSED)
+    if job.state is JobState.PAUSED:
+        kept = job.wish if job.wish is not None and job.wish.reason.code is Code.USER else wish
+        return job if kept == job.wish else replace(job, wish=kept, reason=_PAUSED, updated_at=now)
+    if job.state is JobState.PAUSING and job.wish is not None:
+        if job.wish.reason.code is Code.USER and not job.wish.then_resume:
+            return _sooner(job, job.wish, deadline)
+        return _sooner(replace(job, reason=_PAUSED), replace(wish, deadline=job.wish.deadline), deadline)
+    return replace(job.move(JobState.PAUSING, now=now, reason=_PAUSED), wish=wish)
+
+
+def resumed(job: Job, scaling: ScalingSpec | None, sizes: tuple[int, ...] = (), *, deadline: float, now: float) -> Job:
+    """Return the job after a resume request, at another size if `scaling` is given.
+
+    `sizes` are the possible numbers of workers of an elastic job. A pausing job resumes after the pause. A running job
+    that gets another size saves, and is queued again.
+    """
+    if job.state.terminal or job.state is JobState.CANCELLING:
+        raise IllegalState(f"{job.id} is {job.state} and cannot be resumed; clone it to train from a checkpoint")
+    sized = job
+    if scaling is not None and scaling != job.asked:
+        # The attempt has the size that the job holds now. `granted` belongs to the previous size.
+        sized = replace(job, scaling=scaling, sizes=sizes, granted=None)
+    if job.state is JobState.PAUSED:
+        return resume(sized, now=now)
+    if sized is not job and job.state in (JobState.STARTING, JobState.RUNNING, JobState.RECOVERING):
+        wish = Wish("resize", checkpoint=True, deadline=deadline, reason=_RESIZED, then_resume=True)
+        return replace(sized.move(JobState.PAUSING, now=now, reason=_RESIZED), wish=wish)
+    if job.state is JobState.PAUSING and job.wish is not None and not job.wish.then_resume:
+        return replace(sized, wish=replace(job.wish, then_resume=True))
+    return sized
+
+
+def _sooner(job: Job, wish: Wish, deadline: float) -> Job:
+    wish = replace(wish, deadline=min(wish.deadline, deadline))
+    return job if wish == job.wish else replace(job, wish=wish)

@@ -1,0 +1,162 @@
+"""Reasons why the worker group of an attempt makes no progress, from the attempt's events. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import cast
+
+from service.domain.jobs.reason import Code, Reason
+from train_loop.plan import list_ranks
+
+Event = Mapping[str, object]
+_CLEARED_BY: Mapping[str, frozenset[str]] = {
+    "progressing": frozenset({"stalled"}),
+    "group_started": frozenset({"stalled", "host_silent", "waiting_for_capacity"}),
+    "workers_lost": frozenset({"stalled", "host_silent"}),
+    "training_started": frozenset({"stalled", "host_silent", "waiting_for_capacity", "moving", "storage_unavailable"}),
+    "storage_available": frozenset({"storage_unavailable"}),
+    "checkpoint_committed": frozenset({"storage_unavailable"}),
+}
+"""Conditions that each event clears."""
+
+
+@dataclass
+class Conditions:
+    """The state that the events of one attempt report, up to the newest event."""
+
+    lost: Reason | None = None
+    """Reason of the newest loss of a worker group."""
+    left: tuple[str, ...] = ()
+    """Lost hosts of that group."""
+    draining: dict[str, float] = field(default_factory=dict)
+    """Hosts that will be removed, mapped to the time of the notice (Unix seconds)."""
+    _hosts: dict[int, str] = field(default_factory=dict)
+    _active: dict[str, Reason] = field(default_factory=dict)
+
+    @property
+    def newest(self) -> Reason | None:
+        """Return the newest active condition; None if the events report progress."""
+        return next(reversed(self._active.values()), None)
+
+    def read(self, event: Event) -> None:
+        """Apply the next event."""
+        name = str(event.get("event"))
+        ends = _CLEARED_BY.get(name, frozenset())
+        if name == "progressing" and "host" in event:
+            # Only this host answers again.
+            ends = frozenset({_key("host_silent", event)})
+        for key in [key for key in self._active if key in ends or key.partition(" ")[0] in ends]:
+            del self._active[key]
+        self._hosts = hosts_of(event) or self._hosts
+        if name == "workers_lost":
+            self.lost, hosts = loss_of(event), event.get("hosts")
+            self.left = tuple(map(str, hosts)) if isinstance(hosts, list) else ()
+        elif name == "preemption_notice":
+            ranks = (self._hosts.get(rank) for rank in _ranks(event, "ranks"))
+            self.draining |= dict.fromkeys(filter(None, ranks), _number(event, "time"))
+        if (build := _CONDITIONS.get(name)) is not None:
+            key = _key(name, event)
+            self._active.pop(key, None)
+            self._active[key] = build(event)
+
+
+def _key(name: str, event: Event) -> str:
+    """Return the key of a condition. Several hosts may be silent, so their keys contain the host."""
+    return f"{name} {event.get('host')}" if name == "host_silent" else name
+
+
+def hosts_of(event: Event) -> dict[int, str] | None:
+    """Return the host of each rank if the event names all of them, else None."""
+    if event.get("event") == "group_started" and isinstance(event.get("hosts"), dict):
+        hosts = cast("Mapping[str, object]", event["hosts"])
+        return {int(rank): str(host) for rank, host in hosts.items() if str(rank).isdigit()}
+    if event.get("event") == "training_started" and isinstance(event.get("workers"), list):
+        workers = [one for one in cast("Sequence[object]", event["workers"]) if isinstance(one, dict)]
+        return {one["rank"]: str(one["host"]) for one in workers if isinstance(one.get("rank"), int) and "host" in one}
+    return None
+
+
+def loss_of(event: Event) -> Reason | None:
+    """Return the reason that a workers_lost event reports; None if it reports none."""
+    if "error" not in event:
+        return None
+    codes = {"host_lost": Code.HOST_LOST, "out_of_memory": Code.OUT_OF_MEMORY}
+    if "cause" not in event and "hosts" not in event:
+        message = f"workers were lost ({event['error']}); the run resumes from its newest checkpoint"
+        return Reason(Code.WORKERS_LOST, message)
+    survivors = f" ({_sentence(event['survivors'])})" if event.get("survivors") else ""
+    message = f"{_sentence(event['error'])}{survivors}; the run resumes from its newest checkpoint"
+    return Reason(codes.get(str(event.get("cause")), Code.WORKERS_LOST), message)
+
+
+def clock_time(seconds: float) -> str:
+    """Format a time as HH:MM:SS UTC."""
+    return f"{datetime.fromtimestamp(seconds, UTC):%H:%M:%S} UTC"
+
+
+def capacity_reason(missing: str, left: Sequence[str]) -> Reason:
+    """Return the reason of a job whose workers no longer fit."""
+    gone = f"; {' and '.join(left)} left the cluster" if left else ""
+    remedy = "restart the node or add another one; an elastic job (num_workers: {min, max}) shrinks automatically"
+    return Reason(Code.CAPACITY, f"waits for {missing}{gone}", remedy)
+
+
+def _silent(event: Event) -> Reason:
+    seconds = _number(event, "seconds")
+    message = f"host {event.get('host')} has not answered for {seconds:.0f} s; it is declared lost if it stays silent"
+    return Reason(Code.HOST_LOST, message)
+
+
+def _waiting(event: Event) -> Reason:
+    missing, left = event.get("missing"), event.get("left")
+    since = f" since {clock_time(_number(event, 'since'))}" if _number(event, "since") else ""
+    names = [str(host) for host in left] if isinstance(left, list) else []
+    return capacity_reason(f"{missing or 'capacity for its workers'}{since}", names)
+
+
+def _stalled(event: Event) -> Reason:
+    step, seconds = event.get("step"), _number(event, "seconds")
+    waiting, late = _ranks(event, "waiting"), _ranks(event, "for")
+    hosts = event.get("hosts")
+    on = f" on {', '.join(map(str, hosts))}" if hosts and isinstance(hosts, list) else ""
+    where = f"step {step} has" if step is not None else "training has"
+    who = f": {list_ranks(waiting)} wait for {list_ranks(late)}{on}" if late else f"{on}"
+    return Reason(Code.STALLED, f"{where} made no progress for {seconds:.0f} s{who}")
+
+
+def _moving(event: Event) -> Reason:
+    hosts = event.get("hosts")
+    names = ", ".join(map(str, hosts)) if isinstance(hosts, list) else "its host"
+    return Reason(Code.MOVING, f"moving {list_ranks(_ranks(event, 'ranks'))} away from {names}, which will be removed")
+
+
+def _storage(event: Event) -> Reason:
+    since = f" since {clock_time(_number(event, 'since'))}" if _number(event, "since") else ""
+    error = f" ({event['error']})" if event.get("error") else ""
+    hosts = event.get("hosts")
+    on = f" on {', '.join(map(str, hosts))}" if hosts and isinstance(hosts, list) else ""
+    message = f"storage {event.get('root')} is unavailable{on}{since}{error}"
+    return Reason(Code.STORAGE_UNAVAILABLE, message, "check that it is mounted and reachable on all hosts")
+
+
+_CONDITIONS = {
+    "host_silent": _silent,
+    "waiting_for_capacity": _waiting,
+    "stalled": _stalled,
+    "moving": _moving,
+    "storage_unavailable": _storage,
+}
+
+
+def _sentence(said: object) -> str:
+    return str(said).strip().rstrip(".;")
+
+
+def _ranks(event: Event, name: str) -> list[int]:
+    ranks = event.get(name)
+    return [rank for rank in ranks if isinstance(rank, int)] if isinstance(ranks, list) else []
+
+
+def _number(event: Event, name: str) -> float:
+    value = event.get(name)
+    return float(value) if isinstance(value, int | float) else 0.0

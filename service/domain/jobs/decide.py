@@ -1,0 +1,353 @@
+"""decide(job, seen, now) -> Decision: the state transition rules of a job. Pure.
+
+A decision is the job to store and the side effects to run first. Effects are repeatable: after a crash between effect
+and store, the service decides again. `admission` decides for all jobs at once which of them start.
+"""
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum, StrEnum, auto
+
+from service.domain.jobs.job import Attempt, Job, JobState, Wish
+from service.domain.jobs.reason import WAITS, Code, Reason, code_of
+from service.domain.jobs.transitions import resume
+from train_loop.run_dir import Outcome, Stop
+from train_loop.spec import ScalingSpec
+
+_SLACK_SECONDS = 60.0
+_FENCE_SECONDS = 600.0
+"""Seconds after a deadline during which writing the fence is retried: a late submission may still start a driver."""
+
+
+class Submission(StrEnum):
+    """Status of a submission id in the cluster; UNKNOWN if the cluster does not answer."""
+
+    MISSING = "missing"
+    PENDING = "pending"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+    UNKNOWN = "unknown"
+
+    @property
+    def alive(self) -> bool:
+        """Return whether the driver runs or is going to."""
+        return self in (Submission.PENDING, Submission.RUNNING)
+
+
+class Training(Enum):
+    """Status of the attempt's workers, from its newest event about them."""
+
+    NOT_YET = auto()
+    YES = auto()
+    LOST = auto()
+
+
+class Effect(Enum):
+    """A repeatable side effect; its arguments come from the job."""
+
+    SUBMIT = auto()
+    ASK_TO_STOP = auto()
+    STOP_NOW = auto()
+    STOP_PREVIOUS = auto()
+    """Stop the driver of the attempt before the newest."""
+    FENCE_OFF = auto()
+    """Fence off all attempts, in case a request to start one is still in flight."""
+    LET_GO = auto()
+    """Remove the job's pin from the checkpoint that it was cloned from."""
+
+
+@dataclass(frozen=True)
+class Latest:
+    """The newest attempt in a run directory, and its size if that was written."""
+
+    attempt: int
+    size: ScalingSpec | None = None
+    over: bool = False
+    """True if the attempt is fenced off: it can no longer commit."""
+
+
+NO_ATTEMPT = Latest(0)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Observation of a job's newest attempt."""
+
+    submission: Submission = Submission.UNKNOWN
+    training: Training = Training.NOT_YET
+    outcome: Outcome | None = None
+    stop: Stop | None = None
+    committed: int | None = None
+    """Newest committed step; read only if the attempt may have ended."""
+    lost: Reason | None = None
+    """Reason for the loss of workers, if the attempt reported it."""
+    condition: Reason | None = None
+    """Reason why a live attempt makes no progress; None if it does."""
+    unreachable: Reason | None = None
+    """Reason to show once the cluster has not answered for some time; None before that."""
+    group_up: bool = True
+    """True if there are workers that read a stop request."""
+    quiet: float = 0.0
+    """Seconds for which a training attempt has written nothing."""
+    begun: bool = False
+    """True if the attempt has written something or is fenced off, even if it is not recorded as submitted."""
+    latest: Latest | None = None
+    """A newer attempt than the job has: the stored job is older than the run, as after a restore."""
+    previous: Submission = Submission.MISSING
+    """Status of the attempt before; read only until the newest one is submitted."""
+    observed: bool = False
+    """True if the run directory was read."""
+
+
+@dataclass(frozen=True)
+class Retry:
+    """Exponential backoff between attempts: first and longest delay, in seconds."""
+
+    base: float
+    cap: float
+
+    def delay(self, job: Job) -> float:
+        """Return the delay after the current failures in a row, up to 25% shorter: jobs must not all retry at once."""
+        most = min(self.base * 2.0 ** min(len(job.failed) - 1, 30), self.cap)
+        return most * (1.0 - 0.25 * zlib.crc32(job.attempts[-1].submission_id.encode()) / 2**32)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The job to store, and the effects to run first, one after another."""
+
+    job: Job
+    effects: tuple[Effect, ...] = ()
+    needed: bool = True
+    """True if a failed effect prevents the job from being stored."""
+
+
+def decide(job: Job, seen: Seen, *, now: float, retry: Retry) -> Decision:
+    """Return the next step of a job; the same job if there is nothing to do."""
+    rule = _RULES.get(job.state)
+    if rule is None:
+        return Decision(job)
+    if seen.latest is not None:
+        # Without effects: if this copy of the job is stale, and not the stored one, the store discards the change.
+        return Decision(job.catch_up(seen.latest.attempt, seen.latest.size, now=now))
+    decision = rule(job, seen, now, retry)
+    if decision.job.state in _RULES:
+        return decision
+    fence = (Effect.FENCE_OFF,) if job.attempts else ()
+    let_go = (Effect.LET_GO,) if job.parent is not None and decision.job.state.terminal else ()
+    # A disk that stays full must not keep a job alive forever.
+    given_up = job.wish is not None and now >= job.wish.deadline + _FENCE_SECONDS
+    return replace(decision, effects=(*decision.effects, *fence, *let_go), needed=not given_up)
+
+
+def wanted_stop(wish: Wish, attempt: Attempt) -> Stop:
+    """Return the content that control/stop.json should have."""
+    return Stop(mode=wish.mode, checkpoint=wish.checkpoint, deadline=wish.deadline, attempt=attempt.number)
+
+
+def _active(job: Job, seen: Seen, now: float, retry: Retry) -> Decision:
+    """Decide about a job that starts, runs or recovers."""
+    attempt = job.attempts[-1]
+    # The attempt wrote its outcome itself; the cluster need not confirm it.
+    if attempt.ended_at is None and seen.outcome is not None:
+        return Decision(_ended(job, seen.outcome, seen.committed, now, retry))
+    if attempt.ended_at is not None:
+        return Decision(job if now < (job.next_attempt_at or 0) else job.begin_attempt(now=now))
+    if seen.submission is Submission.UNKNOWN:
+        return Decision(_unanswered(job, seen))
+    # An attempt that has written was submitted, even if that is not stored. It is not submitted again: a driver of it
+    # that still runs must find a newer fence.
+    if seen.submission is Submission.MISSING and attempt.submitted_at is None and not seen.begun:
+        return _submit(job, seen.previous, now)
+    if not seen.submission.alive:
+        return Decision(_failed(job, _driver_lost(seen), seen.committed, now, retry))
+    if hangs(job, seen.quiet):
+        told = f"nothing was written for {seen.quiet:.0f} s; stack traces of the ranks are in stacks/ of the attempt"
+        reason = Reason(Code.HUNG, told)
+        return Decision(_failed(job, reason, seen.committed, now, retry), (Effect.STOP_NOW,))
+    return Decision(_follow(job if attempt.submitted_at else job.mark_submitted(now=now), seen, now))
+
+
+def _submit(job: Job, previous: Submission, now: float) -> Decision:
+    # Two live drivers would share a run directory. The fence protects it, but the work of one driver would be wasted.
+    if previous.alive:
+        return Decision(job, (Effect.STOP_PREVIOUS,))
+    if previous is Submission.UNKNOWN:
+        return Decision(job)
+    return Decision(_because(job.mark_submitted(now=now), _last_failure(job)), (Effect.SUBMIT,))
+
+
+def hangs(job: Job, quiet: float) -> bool:
+    """Return whether an attempt that was idle for `quiet` seconds hangs. Its workers had time to notice that first."""
+    return quiet > job.spec.failure.hang_timeout_seconds * job.spec.training.logging_steps + _SLACK_SECONDS
+
+
+def _follow(job: Job, seen: Seen, now: float) -> Job:
+    """Return the job with the state and reason that its live attempt's workers imply."""
+    if job.state is JobState.RUNNING and seen.training is Training.LOST:
+        job = job.move(JobState.RECOVERING, now=now)
+        return _because(job, seen.condition or _standing(job, seen))
+    # An attempt that lost its workers before it was first observed has been running, too.
+    began = seen.training is Training.YES or (job.state is JobState.STARTING and seen.training is Training.LOST)
+    job = job.move(JobState.RUNNING, now=now) if began and job.state is not JobState.RUNNING else job
+    return _because(job, seen.condition or _standing(job, seen))
+
+
+def _standing(job: Job, seen: Seen) -> Reason | None:
+    """Return the reason of a live attempt without a condition. It replaces a condition that has ended."""
+    if job.state is JobState.RUNNING:
+        return None
+    if seen.training is Training.LOST:
+        return seen.lost or Reason(Code.WORKERS_LOST, "workers were lost; the run resumes from its newest checkpoint")
+    return _last_failure(job)
+
+
+def _unanswered(job: Job, seen: Seen) -> Job:
+    """Return the job while the cluster does not answer. Unknown is not failed, so only its reason may change."""
+    # If storage is unavailable too, that is the reason already. Keep it: the two must not alternate.
+    outages = (Code.CLUSTER_UNREACHABLE, Code.STORAGE_UNAVAILABLE)
+    known = job.reason is not None and job.reason.code in outages
+    return job if seen.unreachable is None or known else _because(job, seen.unreachable)
+
+
+def _ended(job: Job, outcome: Outcome, committed: int | None, now: float, retry: Retry) -> Job:
+    if outcome.result == "succeeded":
+        return job.end_attempt("succeeded", now=now, step=committed).move(JobState.SUCCEEDED, now=now)
+    if outcome.result == "moved":
+        # The next attempt starts at once, and this one does not count as a failure.
+        job = job.end_attempt("moved", now=now, step=committed)
+        moved = Reason(Code.MOVING, f"moves to other hosts: {outcome.reason or 'hosts will be removed'}")
+        job = job.move(JobState.RECOVERING, now=now) if job.state is JobState.RUNNING else job
+        return replace(job, reason=moved, next_attempt_at=now)
+    if outcome.result != "failed":
+        unasked = Reason(Code.INTERRUPTED, f"the driver ended as {outcome.result} without a request")
+        return _failed(job, unasked, committed, now, retry)
+    reason = _failure(outcome)
+    if outcome.retryable:
+        return _failed(job, reason, committed, now, retry)
+    job = job.end_attempt("failed", now=now, reason=reason, step=committed)
+    return job.move(JobState.FAILED, now=now, reason=reason)
+
+
+def _failed(job: Job, reason: Reason, committed: int | None, now: float, retry: Retry) -> Job:
+    """End the newest attempt as failed. Retry it after a delay, or fail the job if no attempts are left."""
+    job = job.end_attempt("failed", now=now, reason=reason, step=committed)
+    if len(job.failures) >= job.spec.failure.max_attempts:
+        return job.move(JobState.FAILED, now=now, reason=_crash_loop(job.failures))
+    if job.state is JobState.RUNNING:
+        job = job.move(JobState.RECOVERING, now=now)
+    return replace(_because(job, _last_failure(job)), next_attempt_at=now + retry.delay(job))
+
+
+def _crash_loop(failures: tuple[Attempt, ...]) -> Reason:
+    """Return why the job is not retried, with the message of each failure."""
+    told = "; ".join(f"attempt {one.number}: {one.reason.message}" for one in failures if one.reason)
+    said = f"{len(failures)} of {len(failures)} attempts failed without progress: {told}"
+    return Reason(Code.CRASH_LOOP, said, "fix the error in the logs and clone the job, or raise failure.max_attempts")
+
+
+def _last_failure(job: Job) -> Reason | None:
+    """Return the failure of the newest ended attempt, with the count and limit of failures; None if it did not fail."""
+    over = [attempt for attempt in job.attempts if attempt.ended_at is not None]
+    if not over or over[-1].result != "failed" or over[-1].reason is None:
+        return None
+    counts = over[-1] in job.failures
+    tries = f" ({len(job.failures)} of {job.spec.failure.max_attempts})" if counts else ""
+    return replace(over[-1].reason, message=f"attempt {over[-1].number} failed{tries}: {over[-1].reason.message}")
+
+
+def _stopping(job: Job, seen: Seen, now: float, retry: Retry) -> Decision:
+    """Decide about a job that pauses or is cancelled: ask the loop to stop; after the deadline, stop the driver."""
+    attempt, wish = job.attempt, job.wish
+    if attempt is None or attempt.ended_at is not None or wish is None:
+        return Decision(_stopped(job, now))
+    if seen.outcome is not None:
+        return Decision(_acknowledged(job, seen.outcome, seen.committed, now))
+    late = now >= wish.deadline
+    # The stop file is written before anything else, so that a driver that is starting finds it, too.
+    # Without workers nothing reads the request, so the driver is stopped at once. A group that starts meanwhile finds
+    # the stop file, and the fence once the driver has ended.
+    stop_now = (Effect.STOP_NOW,) if seen.submission.alive and (late or not seen.group_up) else ()
+    if seen.stop != wanted_stop(wish, attempt) and not late:
+        return Decision(job, (Effect.ASK_TO_STOP, *stop_now))
+    if seen.submission is Submission.UNKNOWN:
+        return Decision(_unanswered(job, seen))
+    if not seen.submission.alive:
+        return Decision(_gone(job, seen, now))
+    passing = job.reason is not None and job.reason.code in (*WAITS, Code.EFFECT_FAILED)
+    reason = seen.condition or (wish.reason if passing else job.reason)
+    return Decision(_because(job, reason), stop_now)
+
+
+def _acknowledged(job: Job, outcome: Outcome, committed: int | None, now: float) -> Job:
+    """Return the job after its driver has written an outcome and its workers have ended."""
+    reason = _failure(outcome) if outcome.result == "failed" else None
+    result = "service_stopped" if outcome.result == "paused" and _service_stops(job) else outcome.result
+    job = job.end_attempt(result, now=now, reason=reason, step=committed)
+    if job.state is JobState.PAUSING and outcome.result == "succeeded":
+        return job.move(JobState.SUCCEEDED, now=now)
+    if job.state is JobState.PAUSING and outcome.result == "failed" and not outcome.retryable:
+        return job.move(JobState.FAILED, now=now, reason=reason)
+    return _stopped(_because(job, _told(job, outcome.reason)), now)
+
+
+def _gone(job: Job, seen: Seen, now: float) -> Job:
+    """Return the job after its driver ended without an outcome, or never started."""
+    if job.state is JobState.CANCELLING or job.attempts[-1].submitted_at is None:
+        result = "cancelled" if job.state is JobState.CANCELLING else "paused"
+        return _stopped(_because(job.end_attempt(result, now=now), _told(job, None)), now)
+    if seen.submission is Submission.STOPPED and job.wish is not None:
+        # The service stopped the driver before it could write an outcome.
+        result = "service_stopped" if _service_stops(job) else wanted_stop(job.wish, job.attempts[-1]).result
+        told = _told(job, "stopped without a final checkpoint after the grace period")
+        return _stopped(_because(job.end_attempt(result, now=now, step=seen.committed), told), now)
+    lost = _driver_lost(seen)
+    since = f"step {seen.committed}" if seen.committed is not None else "its newest checkpoint, if it has one"
+    told = _told(job, f"{lost.message} before it saved; the run resumes from {since}")
+    if _service_stops(job):
+        # The deadline passed and Ray was stopped: not a failure of the job.
+        return _stopped(_because(job.end_attempt("service_stopped", now=now, step=seen.committed), told), now)
+    return _stopped(_because(job.end_attempt("failed", now=now, reason=lost, step=seen.committed), told), now)
+
+
+def _service_stops(job: Job) -> bool:
+    return job.wish is not None and job.wish.reason.code is Code.SERVICE_STOPPED
+
+
+def _told(job: Job, message: str | None) -> Reason | None:
+    """Return the reason of the stop request, with the message appended. It replaces errors from before the end."""
+    if job.wish is None or message is None:
+        return job.wish.reason if job.wish is not None else job.reason
+    return replace(job.wish.reason, message=f"{job.wish.reason.message} ({message})")
+
+
+def _stopped(job: Job, now: float) -> Job:
+    """Return the job once none of its processes run."""
+    if job.state is JobState.CANCELLING:
+        return job.move(JobState.CANCELLED, now=now, reason=job.reason)
+    paused = job.move(JobState.PAUSED, now=now, reason=job.reason)
+    return resume(paused, now=now) if job.wish is not None and job.wish.then_resume else paused
+
+
+def _failure(outcome: Outcome) -> Reason:
+    return Reason(code_of(outcome.code), outcome.reason or outcome.code or "the driver gave no reason")
+
+
+def _driver_lost(seen: Seen) -> Reason:
+    return Reason(Code.DRIVER_LOST, f"the driver was lost (status of its submission: {seen.submission})")
+
+
+def _because(job: Job, reason: Reason | None) -> Job:
+    return job if job.reason == reason else replace(job, reason=reason)
+
+
+_RULES: Mapping[JobState, Callable[[Job, Seen, float, Retry], Decision]] = {
+    JobState.STARTING: _active,
+    JobState.RUNNING: _active,
+    JobState.RECOVERING: _active,
+    JobState.PAUSING: _stopping,
+    JobState.CANCELLING: _stopping,
+}

@@ -1,0 +1,82 @@
+"""Queue entries: the resources that jobs hold or wait for. Pure."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from service.domain.jobs.job import Job, JobState
+from service.domain.jobs.reason import Code
+from train_loop.plan import DATA_CPUS, needed
+from train_loop.spec import ScalingSpec
+
+Resources = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """The queue entry of a job that has not ended: its input to admission."""
+
+    id: str
+    project: str
+    priority: int
+    state: JobState
+    scaling: ScalingSpec
+    holds: bool
+    """True if the cluster reserves resources for the job."""
+    waits: bool
+    """True if the job is to start: it is queued, or was preempted."""
+    sizes: tuple[int, ...] = ()
+    """Possible numbers of workers of an elastic job, smallest first; empty if the size is fixed."""
+    since: float = 0.0
+    """Start of the newest attempt (Unix seconds)."""
+    group: int = 1
+    """Ulysses size: this many consecutive workers should share a node."""
+
+    @cached_property
+    def needs(self) -> Resources:
+        """Return the resources that the cluster reserves: the workers, and one CPU for Ray Data."""
+        return add_up([needed(self.scaling), {"CPU": DATA_CPUS}])
+
+    def at(self, workers: int) -> "Ticket":
+        """Return the ticket with another number of workers."""
+        return replace(self, scaling=self.scaling.at(workers))
+
+    @classmethod
+    def of(cls, job: Job) -> "Ticket":
+        """Build the ticket of a job."""
+        preempted = job.state is JobState.PAUSED and job.wish is not None and job.wish.reason.code is Code.PREEMPTED
+        return cls(
+            id=job.id,
+            project=job.spec.project,
+            priority=job.spec.priority,
+            state=job.state,
+            scaling=_held_size(job) if job.holds_resources else job.size,
+            holds=job.holds_resources,
+            waits=preempted or job.state is JobState.QUEUED,
+            sizes=job.sizes,
+            since=job.attempt.started_at if job.attempt else 0.0,
+            group=job.spec.strategy.ulysses_size,
+        )
+
+
+def _held_size(job: Job) -> ScalingSpec:
+    """Return the size of the live attempt, even if the next attempt gets another size."""
+    attempt = job.attempt
+    if attempt is None or not attempt.workers:
+        return job.size
+    each = dict(attempt.resources or job.size.resources_per_worker)
+    return job.size.model_copy(update={"num_workers": attempt.workers, "resources_per_worker": each})
+
+
+def queue_order(ticket: Ticket) -> tuple[int, str]:
+    """Return the sort key of the start order: priority, then age (ids sort by time)."""
+    return (-ticket.priority, ticket.id)
+
+
+def add_up(parts: Iterable[Resources]) -> Resources:
+    """Sum resources by name."""
+    total: dict[str, float] = {}
+    for part in parts:
+        for name, amount in part.items():
+            total[name] = total.get(name, 0.0) + amount
+    return total

@@ -1,0 +1,46 @@
+"""The operator's queue policy, and the usage of a project's running jobs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from service.domain.queue.entry import Ticket
+
+
+@dataclass(frozen=True)
+class Quota:
+    """Limits of the running jobs of a project; None means unlimited."""
+
+    jobs: int | None = None
+    workers: int | None = None
+    gpus: float | None = None
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The operator's queue policy."""
+
+    quotas: Mapping[str, Quota] = field(default_factory=dict)
+    """Quotas by project; "*" applies to all other projects."""
+    backfill: bool = True
+    preemption: bool = True
+    resize_seconds: float = 600.0
+    """Minimum seconds that an attempt of an elastic job runs before the job grows."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """The usage of a project's running jobs."""
+
+    jobs: int = 0
+    workers: int = 0
+    gpus: float = 0.0
+
+    def plus(self, ticket: Ticket) -> "Use":
+        """Return the usage with one more job."""
+        gpus = self.gpus + ticket.needs.get("GPU", 0.0)
+        return Use(self.jobs + 1, self.workers + ticket.scaling.world, gpus)
+
+    def with_workers(self, ticket: Ticket, *, instead_of: Ticket) -> "Use":
+        """Return the usage with a job at another size."""
+        gpus = self.gpus + ticket.needs.get("GPU", 0.0) - instead_of.needs.get("GPU", 0.0)
+        return Use(self.jobs, self.workers + ticket.scaling.world - instead_of.scaling.world, gpus)

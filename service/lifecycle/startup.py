@@ -1,0 +1,70 @@
+"""Opening of the database, with retries, while the service already listens."""
+
+import threading
+from collections.abc import Callable
+
+import structlog
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception_type,
+    sleep_using_event,
+    stop_after_delay,
+    stop_when_event_set,
+    wait_exponential,
+)
+
+from service.errors import DatabaseFull, DatabaseUnreachable, DatabaseUnusable, Migrating, ServiceError
+
+log = structlog.get_logger(__name__)
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.5, 10.0
+
+
+class Opening:
+    """State of the database startup.
+
+    `trouble` is the error returned to callers until the database is open. `hopeless` is set if it can never be opened.
+    """
+
+    def __init__(self, prepare: Callable[[], object], *, patience: float) -> None:
+        self._prepare = prepare
+        self._patience = patience
+        self.trouble: ServiceError | None = Migrating("the database is being migrated; retry in a few seconds")
+        self.hopeless: ServiceError | None = None
+
+    def run(self, leaving: threading.Event) -> bool:
+        """Open the database in the caller's thread; return whether it is open."""
+        tries = Retrying(
+            retry=retry_if_exception_type((DatabaseUnreachable, DatabaseFull)),
+            wait=wait_exponential(_SHORTEST_PAUSE, max=_LONGEST_PAUSE),
+            stop=stop_after_delay(self._patience) | stop_when_event_set(leaving),
+            sleep=sleep_using_event(leaving),
+            before_sleep=self._tell,
+            reraise=True,
+        )
+        try:
+            tries(self._prepare)
+        except ServiceError as error:
+            self._give_up(error)
+        except Exception as error:
+            log.exception("database_did_not_open")
+            self._give_up(DatabaseUnusable(f"the database could not be opened: {type(error).__name__}: {error}"))
+        else:
+            self.trouble = None
+        return self.trouble is None
+
+    def _tell(self, state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome is not None else None
+        if isinstance(error, ServiceError):
+            self.trouble = error
+            log.warning("database_does_not_answer", error=str(error), tries=state.attempt_number)
+
+    def _give_up(self, error: ServiceError) -> None:
+        self.trouble = self.hopeless = error
+
+
+def opened() -> Opening:
+    """Return the state of a store that needs no startup."""
+    opening = Opening(lambda: None, patience=0.0)
+    opening.run(threading.Event())
+    return opening

@@ -1,0 +1,98 @@
+"""Nodes of the cluster with their state (alive, draining or dead), their jobs and their last failure."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from service.domain.access.roles import Role
+from service.domain.jobs.condition import clock_time
+from service.domain.jobs.job import Job, JobState
+from service.errors import ClusterUnreachable
+from service.ports import NO_STORY, JobQuery, Loss, Node, Story
+from service.use_cases.jobs.jobs import Jobs
+from train_loop.run_dir import storage_failed
+
+NodeState = Literal["alive", "draining", "dead"]
+_HOLDING = (JobState.STARTING, JobState.RUNNING, JobState.RECOVERING, JobState.PAUSING, JobState.CANCELLING)
+_MOST_JOBS = 10_000
+_HOUR = 3600.0
+_TOLD_WITHIN = 60.0
+"""Seconds after the end of a node within which jobs report that they lost it."""
+
+
+@dataclass(frozen=True)
+class NodeView:
+    """A node with the facts that jobs report about its host. Times are Unix seconds."""
+
+    node: Node
+    state: NodeState
+    since: float
+    jobs: tuple[str, ...]
+    """Jobs with workers on the node that the caller may see."""
+    last_failure: Loss | None
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A job that holds resources, with the summary of its run directory."""
+
+    job: Job
+    story: Story
+    visible: bool
+
+
+def list_nodes(jobs: Jobs) -> list[NodeView]:
+    """Return the living nodes, head first, then those that died in the last hour. Raises ClusterUnreachable."""
+    nodes, now = jobs.cluster.nodes(), jobs.clock()
+    if nodes is None:
+        url, since = jobs.cluster.dashboard(None), jobs.board.silent_since
+        raise ClusterUnreachable(f"Ray{f' at {url}' if url else ''}", clock_time(now if since is None else since))
+    running = list(_running(jobs))
+    alive = sorted((node for node in nodes if node.alive), key=lambda node: (not node.is_head, node.host, node.id))
+    dead = [node for node in nodes if not node.alive]
+    recent = [node for node in dead if now - (node.ended_at or 0.0) <= _HOUR and not _replaced(node, alive)]
+    shown = [*alive, *sorted(recent, key=lambda node: -(node.ended_at or 0.0))]
+    return [_view(node, running, [one for one in dead if _same_host(one, node)]) for node in shown]
+
+
+def _running(jobs: Jobs) -> Iterator[_Running]:
+    for job in jobs.store.page(JobQuery(states=_HOLDING, limit=_MOST_JOBS)):
+        if job.attempts:
+            yield _Running(job, _story(jobs, job), jobs.caller.may(Role.VIEWER, job.spec.project))
+
+
+def _story(jobs: Jobs, job: Job) -> Story:
+    """Return the summary of a run directory; an empty one while its storage is unavailable."""
+    try:
+        return jobs.run_dirs.story(job.run_dir)
+    except Exception as error:
+        if not storage_failed(error):
+            raise
+        return NO_STORY
+
+
+def _view(node: Node, running: Sequence[_Running], died: Iterable[Node]) -> NodeView:
+    visible = [one for one in running if one.visible]
+    on_it = tuple(one.job.id for one in visible if node.alive and node.host in one.story.hosts)
+    losses = [one.story.losses[node.host] for one in visible if node.host in one.story.losses]
+    losses += [Loss(one.ended_at or 0.0, one.message or "the node died") for one in died]
+    if node.ended_at is not None:
+        # A host may have died more than once in the hour: each row shows its own failure.
+        losses = [loss for loss in losses if loss.time <= node.ended_at + _TOLD_WITHIN]
+    last = max(losses, key=lambda loss: loss.time, default=None)
+    notices = (one.story.draining.get(node.host) for one in running)
+    notice = max((time for time in notices if time is not None and node.started_at <= time), default=None)
+    if not node.alive:
+        return NodeView(node, "dead", node.ended_at or 0.0, (), last)
+    if notice is not None:
+        return NodeView(node, "draining", notice, on_it, last)
+    return NodeView(node, "alive", node.started_at, on_it, last)
+
+
+def _replaced(dead: Node, alive: Iterable[Node]) -> bool:
+    """Return whether the host of a dead node has joined again."""
+    return any(_same_host(one, dead) and one.started_at >= (dead.ended_at or 0.0) for one in alive)
+
+
+def _same_host(one: Node, other: Node) -> bool:
+    return one.host == other.host or (bool(one.address) and one.address == other.address)

@@ -1,0 +1,106 @@
+"""State that a reconciler keeps about the cluster: the start of an outage, draining hosts, missing capacity."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from service.domain.jobs.condition import capacity_reason, clock_time
+from service.domain.jobs.decide import Submission
+from service.domain.jobs.job import Job, JobState
+from service.domain.jobs.reason import Code, Reason
+from service.ports import Cluster, Node, Sighting
+from train_loop.plan import Capacity, no_place, too_big
+
+_SILENT_SECONDS = 10.0
+"""Duration of an outage of the cluster before jobs report it."""
+_HOUR = 3600.0
+
+
+@dataclass
+class ClusterView:
+    """A cluster with earlier observations of it."""
+
+    cluster: Cluster
+    clock: Callable[[], float]
+    silent_since: float | None = None
+    """Start of the outage (Unix seconds); None if the cluster answers."""
+    _asked: float = 0.0
+    """Time of the last request (Unix seconds)."""
+    _draining: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Draining hosts of each job, with the time of the notice (Unix seconds)."""
+
+    def status(self, submission_id: str) -> Submission:
+        """Return the status of a driver, and record whether the cluster answers."""
+        asked = self.clock()
+        found = self.cluster.status(submission_id)
+        self._note_answer(asked, answered=found is not Submission.UNKNOWN)
+        return found
+
+    def look(self) -> None:
+        """Check that the cluster answers, unless a request was sent in the last ten seconds."""
+        if abs(self.clock() - self._asked) >= _SILENT_SECONDS:
+            self.capacity()
+
+    def _note_answer(self, asked: float, *, answered: bool) -> None:
+        self._asked = asked
+        if answered:
+            self.silent_since = None
+        elif self.silent_since is None:
+            # The outage begins when the request is sent, not when it times out.
+            self.silent_since = asked
+
+    def unreachable(self) -> Reason | None:
+        """Return the reason for jobs if the cluster has not answered for ten seconds."""
+        since = self.silent_since
+        if since is None or self.clock() - since < _SILENT_SECONDS:
+            return None
+        url = self.cluster.dashboard(None)
+        message = f"Ray{f' at {url}' if url else ''} has not answered since {clock_time(since)}"
+        remedy = "running workers continue; check the head node and its network"
+        return Reason(Code.CLUSTER_UNREACHABLE, message, remedy)
+
+    def note(self, job_id: str, sighting: Sighting) -> None:
+        """Record the draining hosts of a job; its next attempt does not report them again."""
+        if sighting.draining:
+            self._draining.setdefault(job_id, {}).update(sighting.draining)
+
+    def forget(self, job_id: str) -> None:
+        """Drop the state of a finished job."""
+        self._draining.pop(job_id, None)
+
+    def capacity(self) -> Capacity | None:
+        """Return the capacity without draining nodes, which must get no new workers."""
+        asked = self.clock()
+        found = self.cluster.capacity()
+        self._note_answer(asked, answered=found is not None)
+        if found is None or not found.nodes or not self._draining:
+            return found
+        nodes = self.cluster.nodes()
+        draining = [node for node in nodes or () if self._drains(node)]
+        if nodes is None or not draining:
+            return found
+        staying = tuple(node.total for node in nodes if node.alive and not self._drains(node))
+        less = {name: sum(node.total.get(name, 0.0) for node in draining) for name in found.total}
+        return Capacity({name: max(amount - less[name], 0.0) for name, amount in found.total.items()}, staying)
+
+    def no_room(self, job: Job, sighting: Sighting) -> Reason | None:
+        """Return the reason if a job without workers no longer fits the cluster; None if it fits, or if unknown."""
+        if job.state not in (JobState.STARTING, JobState.RECOVERING) or sighting.ready:
+            return None
+        capacity = self.cluster.capacity()
+        if capacity is None:
+            return None
+        group = job.spec.strategy.ulysses_size
+        missing = too_big(job.size, capacity.total) or no_place(job.size, capacity.nodes, group=group)
+        if missing is None:
+            return None
+        now, nodes = self.clock(), self.cluster.nodes() or ()
+        dead = [node.host for node in nodes if node.ended_at and now - node.ended_at < _HOUR]
+        alive = {node.host for node in nodes if node.alive}
+        # Ray may list a dead host by its address only, so names from the run and from Ray are never mixed.
+        left = [host for host in sighting.left if host not in alive] or [host for host in dead if host not in alive]
+        return capacity_reason(f"capacity: {missing.partition('; ')[0]}", list(dict.fromkeys(left)))
+
+    def _drains(self, node: Node) -> bool:
+        """Return whether a node is draining. A node that joined after the notice is a new one."""
+        notices = (hosts.get(node.host) for hosts in self._draining.values())
+        return node.alive and any(notice is not None and node.started_at <= notice for notice in notices)

@@ -1,0 +1,125 @@
+"""Checking and planning of a spec on the current cluster: its plans, or all rules that it breaks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from service.domain.queue.admission import never_fits
+from service.domain.queue.shrink import cannot_shrink
+from service.errors import InvalidSpec
+from service.ports import Cluster, Findings, Preflight
+from train_loop.plan import (
+    ModelShape,
+    Plan,
+    Preview,
+    check_schedule,
+    data_starves,
+    device_problems,
+    forgotten_gpu,
+    lay_out,
+    plan_sizes,
+    why_no_data_cpu,
+    why_split,
+)
+from train_loop.run_dir import Parent
+from train_loop.spec import JobSpec, Problem, SpecError
+
+Plans = dict[int, Plan]
+"""Plan for each possible number of workers of a job; at least one."""
+
+
+@dataclass(frozen=True)
+class PlanView:
+    """A plan, its layout on the cluster, and warnings."""
+
+    spec: JobSpec
+    plan: Plan
+    """The plan for the largest number of workers."""
+    sizes: tuple[int, ...]
+    """Possible numbers of workers of an elastic job; empty otherwise."""
+    nodes: tuple[range, ...] | None
+    """Ranks of each node; None if the cluster is unknown or too small."""
+    warnings: tuple[str, ...]
+    preview: tuple[Preview, ...] = ()
+    """Counts of the first rows of each text source."""
+    steps: int | None = None
+    """Optimizer steps of the run, if known before the data is prepared."""
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Use case of checking and planning specs."""
+
+    preflight: Preflight
+    cluster: Cluster
+
+    def check(self, spec: JobSpec, parent: Parent | None = None) -> Plans:
+        """Check data and model, and return the plans. Raises InvalidSpec, PreflightFailed."""
+        found = self.preflight.check(spec, parent)
+        # The remaining steps of a clone depend on its parent's checkpoint.
+        return self._plans(spec, found if parent is None else replace(found, count=None))
+
+    def known(self, spec: JobSpec) -> Plans | None:
+        """Return the plans if a recent, cached check of data and model passed; None otherwise. Raises InvalidSpec."""
+        found = self.preflight.known(spec)
+        return None if found is None else self._plans(spec, found)
+
+    def _plans(self, spec: JobSpec, found: Findings) -> Plans:
+        plans, broken = _planned(spec, found.shape)
+        cluster = self.cluster.capacity()
+        fewest = spec.scaling.at(min(plans, default=spec.scaling.bounds[0]))
+        starves = data_starves(fewest, cluster.total if cluster else None)
+        _, unfit = _schedule(spec, plans, found)
+        problems = [*([starves] if starves else []), *device_problems(spec.scaling), *broken, *unfit, *found.problems]
+        if problems or not plans:
+            raise InvalidSpec(problems)
+        return plans
+
+    def view(self, spec: JobSpec) -> PlanView:
+        """Return the largest plan, laid out on the cluster's nodes. Raises InvalidSpec, PreflightFailed."""
+        found = self.preflight.check(spec, None)
+        plans = self._plans(spec, found)
+        plan, cluster, group = plans[max(plans)], self.cluster.capacity(), spec.strategy.ulysses_size
+        ranks = lay_out(spec.scaling.at(max(plans)), cluster.nodes, group=group) if cluster is not None else None
+        nodes = tuple(ranks.values()) if ranks else None
+        notes = [note for source in found.preview for note in source.notes]
+        warnings = [*plan.warnings, *self.warnings(spec, sizes_of(spec, plans)), *notes]
+        steps, _ = _schedule(spec, plans, found)
+        return PlanView(spec, plan, sizes_of(spec, plans), nodes, tuple(warnings), found.preview, steps)
+
+    def warnings(self, spec: JobSpec, sizes: Sequence[int]) -> list[str]:
+        """Return the warnings about a job on the nodes of the cluster.
+
+        Such a job never starts, has Ulysses groups that cross nodes, uses none of the GPUs, lacks CPUs for its data, or
+        is elastic and cannot shrink. `sizes` are the possible numbers of workers of an elastic job.
+        """
+        fewest, most = (min(sizes), max(sizes)) if sizes else spec.scaling.bounds
+        cluster, group = self.cluster.capacity(), spec.strategy.ulysses_size
+        never = never_fits(spec.scaling.at(fewest), cluster, group=group)
+        split = why_split(spec.scaling.at(most), cluster.nodes, group=group) if cluster is not None else None
+        starves = why_no_data_cpu(spec.scaling.at(most), cluster.nodes, group=group) if cluster is not None else None
+        stuck = cannot_shrink(spec.scaling, tuple(sizes), cluster) if sizes else None
+        idle = forgotten_gpu(spec.scaling, cluster.total) if cluster is not None else None
+        return [
+            *([f"the job would stay QUEUED: {never}"] if never else []),
+            *filter(None, (split, starves, idle, stuck)),
+        ]
+
+
+def sizes_of(spec: JobSpec, plans: Plans) -> tuple[int, ...]:
+    """Return the possible numbers of workers of an elastic job; empty otherwise."""
+    return tuple(plans) if spec.scaling.elastic else ()
+
+
+def _schedule(spec: JobSpec, plans: Plans, found: Findings) -> tuple[int | None, list[Problem]]:
+    """Return the steps of a job, None if unknown, and the problems of its schedule."""
+    if not plans or found.count is None:
+        return spec.training.max_steps, []
+    return check_schedule(spec.training, found.count, global_batch=plans[max(plans)].batch.global_batch)
+
+
+def _planned(spec: JobSpec, shape: ModelShape | None) -> tuple[Plans, list[Problem]]:
+    """Return the plans for a model of known shape, or the broken rules."""
+    try:
+        return (plan_sizes(spec, shape) if shape else {}), []
+    except SpecError as error:
+        return {}, error.problems

@@ -1,0 +1,83 @@
+"""Parsing, overriding and resizing of specs. Each function raises InvalidSpec."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from pydantic import JsonValue
+
+from service.domain.jobs.job import Job
+from service.errors import InvalidSpec
+from train_loop.spec import (
+    JobSpec,
+    Problem,
+    ScalingSpec,
+    SpecError,
+    as_pointer,
+    dump,
+    load,
+    override,
+    parse,
+    read_yaml,
+    refuse_hidden,
+    show,
+)
+
+
+def parsed(body: bytes, authorise: Callable[[str], None]) -> JobSpec:
+    """Parse a spec that a caller sent; `authorise` is called with its project before the rest is checked.
+
+    Raises InvalidSpec, and the errors of `authorise`.
+    """
+    try:
+        raw = read_yaml(body)
+        project = raw.get("project", JobSpec.model_fields["project"].default) if isinstance(raw, dict) else None
+        if isinstance(project, str):
+            authorise(project)
+        spec = parse(raw)
+        _check_labels(spec.labels.items())
+        return spec
+    except SpecError as error:
+        raise InvalidSpec(error.problems) from error
+
+
+def overridden(job: Job, overrides: Mapping[str, JsonValue]) -> JobSpec:
+    """Return the spec of a job at its current size with overrides. Raises InvalidSpec."""
+    try:
+        spec = override(job.spec.model_copy(update={"scaling": job.asked}), overrides)
+        # Only new labels: older jobs may have labels from before the rule.
+        _check_labels(spec.labels.items() - job.spec.labels.items())
+        return spec
+    except SpecError as error:
+        raise InvalidSpec(error.problems) from error
+
+
+def _check_labels(labels: Iterable[tuple[str, str]]) -> None:
+    """Raise SpecError for labels with hidden or control characters; stored specs may have some."""
+    problems = []
+    for key, value in labels:
+        for text in (key, value):
+            try:
+                refuse_hidden(text)
+            except ValueError as error:
+                problems.append(Problem(as_pointer(["labels", show(key, lines=False)]), str(error)))
+    if problems:
+        raise SpecError(problems)
+
+
+def sized(spec: JobSpec, scaling: ScalingSpec) -> JobSpec:
+    """Return a run's spec at another size. Raises InvalidSpec if the size would change the training."""
+    resized = spec.model_copy(update={"scaling": scaling})
+    if scaling.bounds != spec.scaling.bounds and spec.training.global_batch_size is None:
+        raise InvalidSpec(
+            [
+                Problem(
+                    "/scaling/num_workers",
+                    f"num_workers={scaling.bounds[1]} differs from {spec.scaling.world} in the spec and would change "
+                    "the number of sequences per step; only a job whose spec sets training.global_batch_size can be "
+                    "resized",
+                )
+            ]
+        )
+    try:
+        return load(dump(resized))
+    except SpecError as error:
+        raise InvalidSpec(error.problems) from error

@@ -1,0 +1,88 @@
+"""Filters of log lines, and downsampling of metrics lines."""
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Literal, get_args
+
+from service.ports import Line
+
+Level = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+_LEVELS = get_args(Level)
+_LEVEL = re.compile(
+    r"^(?:\x1b\[[\d;]*m)*(?:\(\w[\w ]* pid=\d+[^()]*\)(?:\x1b\[[\d;]*m)* )?\S+ \S+\s" rf"({'|'.join(_LEVELS)}) "
+)
+"""Line format of train_loop.telemetry.logs; logs of older versions may have Ray's prefix before it."""
+Filter = Callable[[str], bool]
+
+
+def contains(text: str) -> Filter:
+    """Return a filter for lines that contain a text; case-sensitive."""
+    return lambda line: text in line
+
+
+@dataclass
+class AtLeast:
+    """Filter for lines of a level or a higher one. Lines without a level, as in a traceback, follow the line before."""
+
+    level: Level
+    _shown: bool = True
+    """Initially True: a stream that starts inside a traceback shows the rest of it."""
+
+    def __call__(self, line: str) -> bool:
+        found = _LEVEL.match(line)
+        if found is not None:
+            self._shown = _LEVELS.index(found[1]) >= _LEVELS.index(self.level)
+        return self._shown
+
+
+class _Part:
+    """A run of consecutive lines that keeps only the lines of minimum and maximum loss, with their positions."""
+
+    def __init__(self, line: Line) -> None:
+        self.count = 1
+        self.least = self.most = (0, line)
+
+    def add(self, line: Line) -> None:
+        """Append a line."""
+        self._hold((self.count, line), (self.count, line))
+        self.count += 1
+
+    def join(self, other: "_Part") -> "_Part":
+        """Append the run that follows this one, and return the result."""
+        self._hold(*((self.count + place, line) for place, line in (other.least, other.most)))
+        self.count += other.count
+        return self
+
+    def lines(self) -> list[Line]:
+        """Return the kept lines in their order."""
+        return [line for _, line in sorted(dict((self.least, self.most)).items())]
+
+    def _hold(self, least: tuple[int, Line], most: tuple[int, Line]) -> None:
+        self.least = min(self.least, least, key=lambda one: _loss(one[1]))
+        self.most = max(self.most, most, key=lambda one: _loss(one[1]))
+
+
+def thin_out(lines: Iterable[Line], *, points: int) -> list[Line]:
+    """Downsample lines to at most `points`: all, or the minimum and maximum loss of each of equal parts.
+
+    One pass, and memory for at most `points` lines: if there are too many parts, neighbours are joined in pairs.
+    """
+    most, size, parts = points // 2, 1, list[_Part]()
+    for line in lines:
+        while len(parts) == (2 * most if size == 1 else most) and parts[-1].count == size:
+            pairs = zip_longest(parts[::2], parts[1::2])
+            parts, size = [first.join(second) if second else first for first, second in pairs], 2 * size
+        if parts and parts[-1].count < size:
+            parts[-1].add(line)
+        else:
+            parts.append(_Part(line))
+    return [line for part in parts for line in part.lines()]
+
+
+def _loss(line: Line) -> float:
+    """Return the loss of a line; infinity for null, which stands for a loss that is not finite."""
+    loss = line.get("loss")
+    return float(loss) if isinstance(loss, int | float) else math.inf

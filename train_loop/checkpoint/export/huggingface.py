@@ -1,0 +1,309 @@
+"""`python -m train_loop.checkpoint.export RUN_DIR --step N`: export a checkpoint as a Hugging Face folder.
+
+It runs in a separate process, during or after training, and holds only some megabytes of weights at a time.
+"""
+
+import argparse
+import fcntl
+import json
+import logging
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from train_loop.checkpoint.export.safetensors import Kind, Shard, ShardFile, plan_shards
+from train_loop.checkpoint.export.tensors import Piece, SavedTensors
+from train_loop.checkpoint.manifest import find, find_verified
+from train_loop.data.dataset import Dataset
+from train_loop.data.prepare.tokenizer import load_tokenizer
+from train_loop.errors import CheckpointError, UserError
+from train_loop.model.build import DTYPES, build_model
+from train_loop.model.folder import model_folder
+from train_loop.run_dir import (
+    ExportState,
+    ExportStatus,
+    ExportWish,
+    RunDir,
+    copy_files,
+    expect_run_dir,
+    is_remote,
+    local_path,
+    make_folder,
+    read_whole,
+    storage_may_fail,
+    sync,
+    write_durably,
+)
+from train_loop.spec import JobSpec
+
+log = logging.getLogger(__name__)
+
+SHARD_BYTES = 5 * 10**9
+"""Default maximum size of a weights file in bytes, as in transformers."""
+_TELL_SECONDS = 5.0
+_OF_TOKENIZERS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "vocab.*",
+    "merges.txt",
+)
+
+
+def main() -> int:
+    """Export a checkpoint. Return 0, or 1 after printing the reason for a failure."""
+    parser = argparse.ArgumentParser(prog="python -m train_loop.checkpoint.export", description=__doc__)
+    parser.add_argument("run_dir", metavar="RUN_DIR")
+    parser.add_argument("--step", type=int, required=True, help="step of the checkpoint")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), help="dtype of the weights [model.dtype of the run]")
+    parser.add_argument(
+        "--weights",
+        choices=("model", "ema"),
+        default="model",
+        help="weights to export; ema: their average [%(default)s]",
+    )
+    parser.add_argument("--shard-bytes", type=int, default=SHARD_BYTES, help="maximum bytes per file [%(default)s]")
+    arguments = parser.parse_args()
+    logging.disable(logging.WARNING)
+    run_dir = RunDir.at(arguments.run_dir)
+    expect_run_dir(run_dir.root)
+    try:
+        wish = ExportWish(dtype=arguments.dtype or run_dir.spec().model.dtype, weights=arguments.weights)
+        folder = export(run_dir, arguments.step, wish, shard_bytes=arguments.shard_bytes)
+    except (ValueError, CheckpointError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(folder)
+    return 0
+
+
+def export(run_dir: RunDir, step: int, wish: ExportWish, *, shard_bytes: int = SHARD_BYTES) -> Path:
+    """Export a checkpoint as a Hugging Face folder and return its path; an existing export is reused.
+
+    Raises UserError if the run has no such checkpoint or weights, CheckpointError if it does not verify, OSError.
+    """
+    folder = run_dir.exports.folder(step, wish)
+    if run_dir.exports.status(step, wish, now=time.time()) is None and not folder.exists():
+        # Check the step before the export creates any file.
+        find(run_dir, step)
+    with _alone(folder):
+        if _is_done(run_dir, step, wish):
+            # The process that made it may have died before it wrote the status.
+            run_dir.exports.write(ExportStatus(step=step, wish=wish, state="done", progress=1.0, time=time.time()))
+            return folder
+        with _told(run_dir, step, wish) as progress, _kept(run_dir, step, wish), _workplace(folder) as work:
+            source = _open(run_dir, step, wish)
+            _write_weights(source, work, wish, progress=progress, shard_bytes=shard_bytes)
+            _write_rest(source, work, wish)
+    return folder
+
+
+def _is_done(run_dir: RunDir, step: int, wish: ExportWish) -> bool:
+    """Return whether an export is complete.
+
+    A folder gets its name when it is complete. On object storage, which has no folders, the status decides.
+    """
+    folder = run_dir.exports.folder(step, wish)
+    if not is_remote(folder):
+        return folder.exists()
+    status = run_dir.exports.status(step, wish, now=time.time())
+    return status is not None and status.state == "done"
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait for a concurrent export of the same weights; on object storage both would write the same objects."""
+    if is_remote(folder):
+        yield
+        return
+    make_folder(folder.parent)
+    with folder.with_name(f".{folder.name}.lock").open("w") as lock:
+        with suppress(OSError):
+            # Some network file systems have no locks: then two processes make the same export concurrently.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _workplace(folder: Path) -> Iterator[Path]:
+    """Yield a local folder that becomes the requested one: by a rename, or by a copy on object storage."""
+    if is_remote(folder):
+        with tempfile.TemporaryDirectory() as work:
+            yield Path(work)
+            copy_files(Path(work), folder)
+        return
+    for left in folder.parent.glob(f"{folder.name}.tmp-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    beside = folder.with_name(f"{folder.name}.tmp-{uuid.uuid4().hex}")
+    make_folder(beside)
+    yield beside
+    sync(beside)
+    beside.rename(folder)
+    sync(folder.parent)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A verified checkpoint, and its model without weights."""
+
+    spec: JobSpec
+    model: PreTrainedModel
+    saved: SavedTensors
+    names: dict[str, str]
+    """Key in the checkpoint of each weight and buffer of the model."""
+    tokenizer: Path | None
+    """Folder of the run's tokenizer; None if the run has none."""
+
+
+def _open(run_dir: RunDir, step: int, wish: ExportWish) -> Source:
+    spec = run_dir.spec()
+    find_verified(run_dir, step)
+    if wish.weights == "ema" and spec.training.ema_decay is None:
+        raise UserError("the run has no average of its weights (training.ema_decay is not set); export --weights model")
+    model, saved = build_model(spec.model), SavedTensors(run_dir.checkpoint(step))
+    # Tied weights appear once, under transformers' name for them; of the buffers, only those that transformers saves.
+    names = [name for name, _ in model.named_parameters()] + sorted(_buffers(model))
+    return Source(spec, model, saved, {name: _place(saved, name, wish) for name in names}, _tokenizer(spec, run_dir))
+
+
+def _buffers(model: PreTrainedModel) -> set[str]:
+    return {name for name, _ in model.named_buffers()} & set(model.state_dict())
+
+
+def _place(saved: SavedTensors, name: str, wish: ExportWish) -> str:
+    # Weights that are not trained have no average: export the weights themselves.
+    prefixes = ("ema.", "model.") if wish.weights == "ema" else ("model.",)
+    found = next((prefix + name for prefix in prefixes if saved.has(prefix + name)), None)
+    if found is None:
+        raise CheckpointError(f"the checkpoint has no weight {name}; it was saved for another model")
+    return found
+
+
+def _write_weights(source: Source, folder: Path, wish: ExportWish, *, progress: "Progress", shard_bytes: int) -> None:
+    saved, buffers = source.saved, _buffers(source.model)
+    # Buffers keep their dtype: some are counts, for some half precision is too coarse.
+    tensors = {
+        name: Kind(saved.shape(place), saved.dtype(place) if name in buffers else DTYPES[wish.dtype])
+        for name, place in source.names.items()
+    }
+    shards = plan_shards(tensors, limit=shard_bytes)
+    progress.total = sum(kind.shape.numel() for kind in tensors.values())
+    files = dict[str, str]()
+    for number, shard in enumerate(shards, start=1):
+        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _write_shard(source, folder / name, shard, progress)
+        files |= dict.fromkeys(shard, name)
+    if len(shards) > 1:
+        size = sum(kind.nbytes for kind in tensors.values())
+        index = {"metadata": {"total_size": size}, "weight_map": files}
+        write_durably(folder / "model.safetensors.index.json", json.dumps(index, indent=2))
+
+
+def _write_shard(source: Source, path: Path, shard: Shard, progress: "Progress") -> None:
+    file = ShardFile(path, shard)
+    for name in shard:
+        file.put(name, progress.counted(source.saved.pieces(source.names[name])))
+    file.close()
+
+
+def _write_rest(source: Source, folder: Path, wish: ExportWish) -> None:
+    """Write config, generation config and tokenizer, so that the folder can be loaded without the run."""
+    model, tokenizer = source.model, source.tokenizer
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = DTYPES[wish.dtype]
+    model.config.save_pretrained(folder)
+    for path in [file for pattern in _OF_TOKENIZERS for file in (tokenizer.glob(pattern) if tokenizer else ())]:
+        shutil.copy(path, folder)
+    home = model_folder(source.spec.model)
+    if home is not None and (home / "generation_config.json").exists():
+        shutil.copy(home / "generation_config.json", folder)
+    elif model.generation_config is not None:
+        if tokenizer is not None and (tokenizer / "tokenizer.json").exists():
+            model.generation_config.eos_token_id = load_tokenizer(str(tokenizer)).eos
+        model.generation_config.save_pretrained(folder)
+
+
+def _tokenizer(spec: JobSpec, run_dir: RunDir) -> Path | None:
+    try:
+        dataset = Dataset.model_validate_json(read_whole(run_dir.data))
+    except (FileNotFoundError, ValueError):
+        return None
+    if dataset.tokenizer is not None:
+        return Path(dataset.tokenizer)
+    # Data of tokens needs no tokenizer; the model's own is exported.
+    uri = spec.model.tokenizer or spec.model.path
+    return None if uri is None else local_path(uri)
+
+
+class Progress:
+    """The progress of an export, in weights written."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._done = 0
+
+    def counted(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
+        """Yield the pieces, and count their values."""
+        for piece in pieces:
+            yield piece
+            self._done += piece.values.numel()
+
+    @property
+    def share(self) -> float:
+        """Fraction of the weights that is written, from 0 to 1."""
+        return round(self._done / self.total, 4) if self.total else 0.0
+
+
+@contextmanager
+def _told(run_dir: RunDir, step: int, wish: ExportWish) -> Iterator[Progress]:
+    """Write the status every few seconds while the export runs, and its result at the end."""
+    progress, ended = Progress(), threading.Event()
+
+    def tell(state: ExportState, reason: str | None = None) -> None:
+        status = ExportStatus(
+            step=step, wish=wish, state=state, progress=progress.share, time=time.time(), reason=reason
+        )
+        run_dir.exports.write(status)
+
+    def keep_telling() -> None:
+        while not ended.wait(_TELL_SECONDS):
+            with storage_may_fail(partial(log.warning, "the progress of the export could not be written: %s")):
+                tell("running")
+
+    tell("running")
+    teller = threading.Thread(target=keep_telling, daemon=True)
+    teller.start()
+    try:
+        yield progress
+    except BaseException as error:
+        _end(teller, ended)
+        tell("failed", str(error).partition("\n")[0] or type(error).__name__)
+        raise
+    _end(teller, ended)
+    tell("done")
+
+
+def _end(thread: threading.Thread, ended: threading.Event) -> None:
+    ended.set()
+    thread.join()
+
+
+@contextmanager
+def _kept(run_dir: RunDir, step: int, wish: ExportWish) -> Iterator[None]:
+    """Pin the checkpoint in the body, so that it is not removed."""
+    run_dir.pin(step, by=wish.pinned_by)
+    try:
+        yield
+    finally:
+        run_dir.unpin(step, by=wish.pinned_by)

@@ -1,0 +1,100 @@
+"""Tensors of a checkpoint, read in pieces by a process without a model."""
+
+import io
+import math
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from train_loop.checkpoint.files.tensor_file import frame_of
+from train_loop.checkpoint.manifest import metadata_file
+from train_loop.errors import CheckpointError
+
+_PIECE_BYTES = 16 * 2**20
+
+
+class Piece(NamedTuple):
+    """A rectangular part of a tensor."""
+
+    offsets: tuple[int, ...]
+    values: Tensor
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """Location in the tensor, as slices."""
+        return tuple(slice(o, o + size) for o, size in zip(self.offsets, self.values.shape, strict=True))
+
+
+class SavedTensors:
+    """The tensors of a verified checkpoint: its metadata is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        metadata: Metadata = pickle.loads(metadata_file(folder).read_bytes())
+        self._places: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
+        described = metadata.state_dict_metadata
+        self._tensors = {name: of for name, of in described.items() if isinstance(of, TensorStorageMetadata)}
+
+    def has(self, name: str) -> bool:
+        """Return whether the checkpoint contains a tensor."""
+        return name in self._tensors
+
+    def shape(self, name: str) -> torch.Size:
+        """Return the shape of a whole tensor."""
+        return self._tensors[name].size
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor."""
+        return self._tensors[name].properties.dtype
+
+    def pieces(self, name: str) -> Iterator[Piece]:
+        """Yield a tensor in pieces of some megabytes, so that only one piece is in memory at a time."""
+        tensor = self._tensors[name]
+        for chunk in tensor.chunks:
+            yield from self._pieces_of(name, chunk, tensor.properties.dtype)
+
+    def _pieces_of(self, name: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> Iterator[Piece]:
+        place = self._places[MetadataIndex(name, chunk.offsets)]
+        frame, offsets = frame_of(chunk.sizes, dtype), tuple(chunk.offsets)
+        with (self._folder / place.relative_path).open("rb") as file:
+            file.seek(place.offset)
+            if place.length != frame.size or file.read(len(frame.head)) != frame.head:
+                # Written by another version of torch: read the chunk as a whole.
+                file.seek(place.offset)
+                blob = io.BytesIO(file.read(place.length))
+                yield Piece(offsets, torch.load(blob, map_location="cpu", weights_only=True))
+                return
+            if not chunk.sizes:
+                yield Piece(offsets, _read(file, torch.Size(), dtype))
+                return
+            row = math.prod(chunk.sizes[1:]) * dtype.itemsize
+            rows = max(_PIECE_BYTES // max(row, 1), 1)
+            for start in range(0, chunk.sizes[0], rows):
+                shape = torch.Size([min(rows, chunk.sizes[0] - start), *chunk.sizes[1:]])
+                yield Piece((offsets[0] + start, *offsets[1:]), _read(file, shape, dtype))
+
+
+def saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's tensors in a checkpoint with verified metadata, by the model's names."""
+    described = pickle.loads(metadata_file(folder).read_bytes()).state_dict_metadata
+    tensors = {name: of for name, of in described.items() if isinstance(of, TensorStorageMetadata)}
+    return {name.removeprefix("model."): tuple(of.size) for name, of in tensors.items() if name.startswith("model.")}
+
+
+def _read(file: io.BufferedIOBase, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    content = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
+    view = content.numpy().data
+    if file.readinto(view) != len(view):
+        raise CheckpointError("a file of the checkpoint was truncated while it was read; choose another checkpoint")
+    return content.view(dtype).view(shape)

@@ -1,0 +1,79 @@
+"""Contents of a checkpoint: tensors in DCP files, counters in the manifest."""
+
+import hashlib
+import math
+import pickle
+import time
+from collections.abc import Mapping
+from importlib.metadata import version
+from platform import python_version
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from train_loop.loop.build import Run
+from train_loop.loop.state import TrainState, rng_state
+from train_loop.run_dir import Manifest
+from train_loop.spec import dump
+
+
+def tensors_to_save(run: Run) -> dict[str, Any]:
+    """Return all state of a run that has a value per rank or is too large for a manifest."""
+    return tensors_of(run.state) | {rng_key(run.mesh.rank): pickle.dumps(rng_state())}
+
+
+def tensors_of(state: TrainState) -> dict[str, Any]:
+    """Return the state of model, optimizers, schedules, scaler and average, in its current sharding."""
+    fresh = not any(optimizer.state for optimizer in state.optimizers)
+    # `get_state_dict`, because a fresh optimizer's own state_dict is empty: its moments would not be restored.
+    model, optimizer = get_state_dict(state.model, state.optimizers)
+    if fresh:
+        # It has created the states by a step without gradients and learning rate. This leaves a step count and, by
+        # weight decay, momentum. Every state begins at zero.
+        for values in (v for member in state.optimizers for v in member.state.values()):
+            for value in values.values():
+                value.copy_(torch.zeros_like(value))
+    schedulers = {str(i): scheduler.state_dict() for i, scheduler in enumerate(state.schedulers)}
+    average = {"ema": state.ema.averages} if state.ema is not None else {}
+    scaler = state.scaler.state_dict()
+    return {"model": model, "optimizer": optimizer, "scheduler": schedulers, "scaler": scaler} | average
+
+
+def put_back(state: TrainState, values: dict[str, Any]) -> None:
+    """Load the result of `tensors_of` into a state."""
+    set_state_dict(
+        state.model, state.optimizers, model_state_dict=values["model"], optim_state_dict=values["optimizer"]
+    )
+    for i, scheduler in enumerate(state.schedulers):
+        scheduler.load_state_dict(values["scheduler"][str(i)])
+    state.scaler.load_state_dict(values["scaler"])
+    if state.ema is not None:
+        state.ema.load(values["ema"])
+
+
+def draft_manifest(run: Run, measured: Mapping[str, float]) -> Manifest:
+    """Return the manifest of a checkpoint taken now, before its files exist, with the metrics of its step."""
+    return Manifest(
+        step=run.state.step,
+        tokens=run.state.tokens,
+        skipped=run.state.skipped,
+        unlogged_loss=run.state.losses.total,
+        unlogged_steps=run.state.losses.steps,
+        position=run.order.order.position(run.state.consumed),
+        attempt=run.session.attempt,
+        epoch=run.session.epoch,
+        time=time.time(),
+        fingerprint=hashlib.sha256(dump(run.spec).encode()).hexdigest(),
+        dataset=run.dataset.fingerprint,
+        world=run.session.world,
+        mesh=run.mesh.plan.axes,
+        versions={name: version(name) for name in ("torch", "transformers", "numpy")} | {"python": python_version()},
+        metrics={name: value for name, value in measured.items() if math.isfinite(value)},
+        files={},
+    )
+
+
+def rng_key(rank: int) -> str:
+    """Return the key of a rank's random generators in a checkpoint."""
+    return f"rng/rank-{rank:05d}"

@@ -1,0 +1,255 @@
+"""Lookup of the prepared datasets of a spec, without Ray."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from train_loop.data.dataset import Dataset, Part, ShardFile
+from train_loop.data.order import mix
+from train_loop.data.prepare.encode import BadRow, encode_rows
+from train_loop.data.prepare.rows import cut, read_piece
+from train_loop.data.prepare.sources import SourceFile, list_files
+from train_loop.data.prepare.tokenizer import load_tokenizer
+from train_loop.data.shards import RECORD_BYTES
+from train_loop.errors import DataError
+from train_loop.model.folder import model_shape, tokenizer_folder
+from train_loop.run_dir import read_whole, write_durably
+from train_loop.spec import ColumnsSpec, JobSpec, SourceSpec
+from train_loop.system.input_files import read_input
+
+FORMAT = 3
+"""Version of the preparation. Raise it when the same input is prepared differently: old caches are then not reused."""
+
+_AS_IT_IS_BYTES = 64 * 2**20
+"""Maximum uncompressed size of all sources for reading Parquet files without preparation: they stay in memory."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source of a spec and its current files."""
+
+    spec: SourceSpec
+    columns: ColumnsSpec
+    files: tuple[SourceFile, ...]
+
+    def __str__(self) -> str:
+        return ", ".join(self.spec.paths)
+
+
+def list_sources(spec: JobSpec) -> list[Source]:
+    """Return the sources of a spec's training data. Raises DataError."""
+    return [_list_source(spec, source) for source in spec.data.sources]
+
+
+def _list_source(spec: JobSpec, source: SourceSpec) -> Source:
+    return Source(source, spec.data.columns_of(source), tuple(list_files(source)))
+
+
+def find_dataset(spec: JobSpec, cache: Path) -> Dataset:
+    """Return the dataset of a spec. Raises DataError if a source must be prepared first."""
+    sources = list_sources(spec)
+    tokenizer = tokenizer_home(spec, sources, cache)
+    parts = []
+    for source in sources:
+        part = find_part(spec, source, tokenizer, cache)
+        if part is None:
+            raise DataError(
+                f"{source} is not prepared in {cache}; run .venv/bin/python -m train_loop.prepare with the same spec "
+                "first"
+            )
+        parts.append(part)
+    return join(spec, parts, tokenizer)
+
+
+def find_part(spec: JobSpec, source: Source, tokenizer: Path | None, cache: Path) -> Part | None:
+    """Return the samples of one source, read directly or prepared before; None if they must be prepared."""
+    return _ready_made(spec, source) or load_part(cache / fingerprint(spec, source, tokenizer))
+
+
+def load_part(folder: Path) -> Part | None:
+    """Return the prepared samples in a cache folder; None if they are not committed or incomplete."""
+    try:
+        part = Part.model_validate_json(read_whole(folder / "dataset.json"))
+    except (FileNotFoundError, ValidationError):
+        return None
+    # The recorded paths may be outdated: the same storage may be mounted elsewhere.
+    part = part.in_folder(folder)
+    return part if _is_whole(part) else None
+
+
+def join(spec: JobSpec, parts: Sequence[Part], tokenizer: Path | None) -> Dataset:
+    """Combine the sources of a spec into one dataset. Raises DataError."""
+    weights = [source.weight for source in spec.data.sources if source.weight is not None]
+    # A dataset of one source has that source's fingerprint, whatever its weight.
+    names = [part.fingerprint for part in parts]
+    return Dataset(
+        fingerprint=names[0] if len(names) == 1 else _digest([names, weights]),
+        parts=tuple(parts),
+        sequence_length=spec.data.sequence_length,
+        mixture=mix(weights, [part.samples for part in parts]) if len(weights) > 1 else None,
+        pad_token=load_tokenizer(str(tokenizer)).eos if tokenizer else 0,
+        tokenizer=tokenizer and str(tokenizer),
+    )
+
+
+def evaluation_spec(spec: JobSpec, train: Dataset) -> JobSpec | None:
+    """Return a spec that trains on the eval data of `spec`, with the tokenizer of `train`; None without eval data.
+
+    The code that prepares, finds and pins training data thus handles eval data too.
+    """
+    if spec.data.eval is None:
+        return None
+    return spec.model_copy(
+        update={
+            "data": spec.data.model_copy(update={"train": spec.data.eval, "eval": None}),
+            "model": spec.model.model_copy(update={"tokenizer": train.tokenizer or spec.model.tokenizer}),
+        }
+    )
+
+
+def pinned_dataset(spec: JobSpec, pointer: Path) -> Dataset | None:
+    """Return the dataset that a run's pointer names; None without a pointer, or if the cache has lost the samples.
+
+    Raises DataError if files that are read without preparation have changed since, or for an invalid pointer.
+    """
+    try:
+        dataset = Dataset.model_validate_json(read_whole(pointer))
+    except FileNotFoundError:
+        return None
+    except ValidationError as error:
+        raise DataError(f"{pointer} was written by another version of Trainshed; start a new run") from error
+    if not all(_is_whole(part) for part in dataset.parts if part.index):
+        return None
+    for written, part in zip(spec.data.sources, dataset.parts, strict=True):
+        # Prepared samples do not need their source files any longer.
+        if part.index is None and fingerprint(spec, _list_source(spec, written), None) != part.fingerprint:
+            raise DataError(
+                f"the files of {', '.join(written.paths)} have changed since the run began; restore them, or start a "
+                "new run"
+            )
+    return dataset
+
+
+def pin(dataset: Dataset, pointer: Path) -> None:
+    """Write the pointer from a run to its dataset. Raises DataError if the run began with another dataset."""
+    try:
+        began = Dataset.model_validate_json(read_whole(pointer))
+    except FileNotFoundError:
+        began = dataset
+    if began.fingerprint != dataset.fingerprint:
+        raise DataError(
+            f"the cache has lost the samples that the run began with ({began.fingerprint[:12]}), and its sources have "
+            f"changed since (now {dataset.fingerprint[:12]}); restore the files, or start a new run"
+        )
+    before, after = ([(part.samples, part.tokens) for part in found.parts] for found in (began, dataset))
+    if before != after:
+        # Possible causes: other library versions, or a chat template that writes the date.
+        raise DataError(
+            f"the cache has lost the samples that the run began with, and preparing the same files again gave other "
+            f"samples ((samples, tokens) are {after}, and were {before}); prepare them with the same library versions "
+            "as before, or start a new run"
+        )
+    write_durably(pointer, dataset.model_dump_json(indent=2))
+
+
+def tokenizer_home(spec: JobSpec, sources: Sequence[Source], cache: Path) -> Path | None:
+    """Return the folder of the tokenizer for a spec's text; None if all sources contain tokens.
+
+    A tokenizer that is trained on the data has a cache folder, which may not exist yet.
+    """
+    if all(source.columns.tokenised for source in sources):
+        return None
+    folder = tokenizer_folder(spec)
+    if folder is not None:
+        return folder
+    seen = [[_described(source), _dumped(source.columns)] for source in sources]
+    return cache / f"tokenizer-{_digest([FORMAT, model_shape(spec.model).vocab, seen])}"
+
+
+def fingerprint(spec: JobSpec, source: Source, tokenizer: Path | None) -> str:
+    """Return the SHA-256 of all that determines prepared data: files, columns, tokenizer, length, packing, format."""
+    columns, data = source.columns, spec.data
+    # Newer fields are included only if they change the result, so that older fingerprints stay valid.
+    rule = data.long_rows_of(columns)
+    later: dict[str, Any] = {"messages": 2} if columns.messages else {}
+    later |= {"on_long_rows": rule} if rule != "split" else {}
+    later |= {"untrained": "dropped"} if data.drops_untrained(columns) else {}
+    return _digest(
+        later
+        | {
+            "format": FORMAT,
+            "files": _described(source),
+            "columns": _dumped(columns),
+            "system_prompt": data.system_prompt if columns.messages else None,
+            "on_bad_rows": data.on_bad_rows,
+            "sequence_length": data.sequence_length,
+            "packing": data.packing,
+            "tokenizer": None if columns.tokenised or tokenizer is None else _identity(tokenizer),
+            "vocab": model_shape(spec.model).vocab if columns.tokenised else None,
+        }
+    )
+
+
+def _ready_made(spec: JobSpec, source: Source) -> Part | None:
+    """Return the samples of small Parquet files with tokens, which are read without preparation; otherwise None.
+
+    Each row must be one sample. Raises DataError for unreadable files and for files without rows. Preparation reports
+    invalid rows.
+    """
+    columns, data = source.columns, spec.data
+    if columns.input_ids is None or data.packing or data.on_bad_rows == "skip" or source.files[0].format != "parquet":
+        return None
+    pieces = cut(source.files, 0)
+    if sum(piece.bytes for piece in pieces) > _AS_IT_IS_BYTES // len(data.sources):
+        return None
+    rows, tokens, vocab = Counter[SourceFile](), 0, model_shape(spec.model).vocab
+    for piece in pieces:
+        for chunk in read_piece(piece, columns):
+            for document in encode_rows(chunk.rows, columns, vocab=vocab):
+                if isinstance(document, BadRow) or not 1 <= len(document.input_ids) <= data.sequence_length:
+                    return None
+                rows[piece.file] += 1
+                tokens += len(document.input_ids)
+    if not rows:
+        raise DataError(f"{source} holds no rows; an empty dataset cannot be trained on")
+    return Part(
+        fingerprint=fingerprint(spec, source, None),
+        files=tuple(ShardFile(path=file.uri, rows=count, size=file.size) for file, count in rows.items()),
+        input_ids=columns.input_ids,
+        labels=columns.labels,
+        weights=columns.weight,
+        tokens=tokens,
+        rows=rows.total(),
+    )
+
+
+def _is_whole(part: Part) -> bool:
+    """Return whether all prepared files exist with their recorded sizes."""
+    assert part.index is not None
+    sizes = {file.path: file.size for file in part.files} | {part.index: part.samples * RECORD_BYTES}
+    return all(Path(path).is_file() and Path(path).stat().st_size == size for path, size in sizes.items())
+
+
+def _described(source: Source) -> list[list[Any]]:
+    return [[file.uri, file.format, file.size, file.version] for file in source.files]
+
+
+def _dumped(columns: ColumnsSpec) -> dict[str, Any]:
+    """Return the columns for a fingerprint; the newer field `tools` is included only if set."""
+    return columns.model_dump(exclude=set() if columns.tools else {"tools"})
+
+
+def _identity(tokenizer: Path) -> list[str]:
+    names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+    files = [tokenizer / name for name in names]
+    return [hashlib.sha256(read_input(file)).hexdigest() for file in files if file.is_file()]
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

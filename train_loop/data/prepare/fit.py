@@ -1,0 +1,54 @@
+"""Rules for documents that are longer than a sample, or without a trained token."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from train_loop.data.dataset import IGNORE
+from train_loop.data.prepare.packing import Document
+from train_loop.spec import ColumnsSpec, DataSpec
+from train_loop.spec.data import LongRows
+
+Fate = Literal["whole", "long", "dropped", "untrained"]
+"""whole: unchanged; long: split or truncated; dropped: too long; untrained: dropped because no token is trained."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The rules for the documents of one source."""
+
+    length: int
+    """Tokens per sample."""
+    rule: LongRows
+    drops_untrained: bool
+
+    @classmethod
+    def of(cls, data: DataSpec, columns: ColumnsSpec) -> "Fit":
+        """Return the rules for rows with these columns."""
+        return cls(data.sequence_length, data.long_rows_of(columns), data.drops_untrained(columns))
+
+    def refuses(self, document: Document) -> bool:
+        """Return whether a document fails the preparation because it is too long."""
+        return self.rule == "fail" and len(document.input_ids) > self.length
+
+    def __call__(self, document: Document) -> tuple[Document, Fate]:
+        """Return the document to pack and its fate; a dropped document is empty."""
+        long = len(document.input_ids) > self.length
+        if long and self.rule == "drop":
+            return _cut(document, slice(0)), "dropped"
+        if long and self.rule in ("truncate", "truncate_left"):
+            document = _cut(document, slice(self.length) if self.rule == "truncate" else slice(-self.length, None))
+        if self.drops_untrained and not _is_trained(document):
+            return _cut(document, slice(0)), "untrained"
+        return document, "long" if long else "whole"
+
+
+def _is_trained(document: Document) -> bool:
+    """Return whether any token is trained; the first token is never predicted."""
+    return document.labels is None or bool(np.any(document.labels[1:] != IGNORE))
+
+
+def _cut(document: Document, part: slice) -> Document:
+    labels = None if document.labels is None else document.labels[part]
+    return replace(document, input_ids=document.input_ids[part], labels=labels)

@@ -1,0 +1,90 @@
+"""Chat messages in the data: their format, and the flags that exclude messages from training."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from train_loop.errors import DataError
+
+Message = dict[str, Any]
+Tools = list[dict[str, Any]]
+_FORM = 'write {"role": "user", "content": "…"}'
+_SWITCHES: dict[str, tuple[type, ...]] = {"weight": (int, float), "train": (bool,)}
+"""Keys that set whether a message is trained: OpenAI's `weight` (0 or 1) and axolotl's `train` (false or true)."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The messages of a row, without null keys and without training flags."""
+
+    messages: list[Message]
+    untrained: frozenset[int]
+    """Indices of assistant messages that are not trained."""
+
+    def after(self, system_prompt: str) -> "Conversation":
+        """Return the conversation with a system message in front."""
+        first = {"role": "system", "content": system_prompt}
+        return Conversation([first, *self.messages], frozenset(number + 1 for number in self.untrained))
+
+
+def read_conversation(messages: Any) -> Conversation:
+    """Return the conversation of a row. Raises DataError."""
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"messages must be a non-empty list, not {messages!r:.60}; {_FORM}")
+    kept, untrained = list[Message](), set[int]()
+    for number, message in enumerate(messages):
+        problem = _problem(message)
+        if problem:
+            raise DataError(f"messages[{number}] {problem}; {_FORM}")
+        own = {key: value for key, value in message.items() if value is not None}
+        if not _is_trained(own, number) and own["role"] == "assistant":
+            untrained.add(number)
+        kept.append({key: value for key, value in own.items() if key not in _SWITCHES})
+    return Conversation(kept, frozenset(untrained))
+
+
+def read_tools(cell: Any) -> Tools | None:
+    """Return the tools of a row, from a list or its JSON; None without tools. Raises DataError."""
+    tools = cell
+    if isinstance(cell, str):
+        try:
+            tools = json.loads(cell) if cell.strip() else None
+        except ValueError as error:
+            raise DataError(f"tools must be a list or its JSON: {error}") from error
+    if tools is None or tools == []:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(f"tools must be a list of objects, not {tools!r:.60}")
+    return tools
+
+
+def _problem(message: Any) -> str | None:
+    if not isinstance(message, dict):
+        return f"must be an object, not {message!r:.60}"
+    role, content = message.get("role"), message.get("content")
+    if role is not None and not isinstance(role, str):
+        return f"must have text as role, not {role!r:.60}"
+    if role is None:
+        return f"must have a role, but has {', '.join(message) or 'no keys'}"
+    if content is None and role == "assistant" and message.get("tool_calls"):
+        return None
+    return None if isinstance(content, str) else f"must have text as content, not {content!r:.60}"
+
+
+def _is_trained(message: Message, number: int) -> bool:
+    """Return the training flag of a message; True without a flag. Raises DataError for an invalid flag."""
+    switches = {key: message[key] for key in _SWITCHES if key in message}
+    for key, value in switches.items():
+        if type(value) not in _SWITCHES[key] or value not in (0, 1):
+            choices = "false or true" if key == "train" else "0 or 1"
+            raise DataError(f"messages[{number}] has {key} {value!r:.60}; expected {choices}")
+    if len(set(map(bool, switches.values()))) > 1:
+        raise DataError(f"messages[{number}] has weight and train that contradict each other; remove one")
+    on = all(switches.values())
+    if switches and on and message["role"] != "assistant":
+        key = next(iter(switches))
+        raise DataError(
+            f"messages[{number}] of role {message['role']!r:.60} has {key} {switches[key]!r}, but only messages of the "
+            f"assistant are trained; remove {key}"
+        )
+    return on

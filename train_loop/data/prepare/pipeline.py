@@ -1,0 +1,290 @@
+"""Raw files → prepared samples in the cache: read and tokenise with Ray Data, pack, write shards, commit.
+
+A prepared source has a fingerprint of all that determines its content. All jobs with the same fingerprint share it. One
+rename gives the folder its final name, so a folder under that name is complete.
+"""
+
+import atexit
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import ray
+from numpy.typing import NDArray
+
+from train_loop.data.dataset import Dataset, Part
+from train_loop.data.prepare.build_lock import build_once
+from train_loop.data.prepare.cache import Source, find_part, fingerprint, join, list_sources, load_part, tokenizer_home
+from train_loop.data.prepare.chat import load_chat_template
+from train_loop.data.prepare.encode import BadRow, Encoded, encode_rows, is_text
+from train_loop.data.prepare.fit import Fit
+from train_loop.data.prepare.packing import Document, one_per_sample, pack
+from train_loop.data.prepare.progress import Progress, Report
+from train_loop.data.prepare.rows import Piece, Row, cut, locate, read_piece
+from train_loop.data.prepare.sources import list_files
+from train_loop.data.prepare.tokenizer import load_tokenizer, train_tokenizer
+from train_loop.data.ray_context import ordered_context
+from train_loop.data.shards import write_part
+from train_loop.errors import DataError
+from train_loop.model.folder import model_shape
+from train_loop.run_dir import write_durably
+from train_loop.spec import ColumnsSpec, JobSpec
+from train_loop.system.private_folder import make_private_folder
+
+_TASK_BYTES = (2**20, 32 * 2**20)
+"""Approximate minimum and maximum size that a task reads, in bytes."""
+_BLOCK_BYTES = 32 * 2**20
+"""Size of the blocks that a task returns, in bytes, however much it reads."""
+_TOKENIZER_TEXT = 64 * 2**20
+"""Maximum characters to train a tokenizer on: more takes much longer and hardly changes its merges."""
+
+
+def prepare(spec: JobSpec, cache: Path, report: Report) -> Dataset:
+    """Return the samples of a spec; prepare them unless an earlier job has. Raises DataError."""
+    sources = list_sources(spec)
+    tokenizer = _tokenizer(spec, sources, cache, report)
+    for source in sources:
+        _warn_of_tools(source, tokenizer, report)
+    parts = [_part(spec, source, tokenizer, cache, report) for source in sources]
+    return join(spec, parts, tokenizer)
+
+
+def _warn_of_tools(source: Source, tokenizer: Path | None, report: Report) -> None:
+    """Report a warning if the chat template does not use the source's column of tools."""
+    column = source.columns.tools
+    if column is not None and tokenizer is not None and not load_chat_template(str(tokenizer)).uses_tools:
+        report("warning", message=f"{source}: the chat template does not use the tools of column {column!r}")
+
+
+def _part(spec: JobSpec, source: Source, tokenizer: Path | None, cache: Path, report: Report) -> Part:
+    part = find_part(spec, source, tokenizer, cache)
+    if part is not None:
+        return part
+    folder = cache / fingerprint(spec, source, tokenizer)
+
+    def build(work: Path) -> None:
+        report("preparing", source=str(source), files=len(source.files), bytes=sum(f.size for f in source.files))
+        made = _build(work, spec, source, tokenizer, report).model_copy(update={"fingerprint": folder.name})
+        now = replace(source, files=tuple(list_files(source.spec)))
+        if fingerprint(spec, now, tokenizer) != folder.name:
+            # The samples may mix old and new files, so they must not get the fingerprint of either.
+            raise DataError(
+                f"{source} or its tokenizer changed during preparation; restart when its files no longer change"
+            )
+        write_durably(work / "dataset.json", made.model_dump_json(indent=2))
+
+    build_once(folder, build, is_whole=lambda: load_part(folder) is not None, report=report)
+    part = load_part(folder)
+    assert part is not None, f"{folder} was just committed"
+    return part
+
+
+def _build(work: Path, spec: JobSpec, source: Source, tokenizer: Path | None, report: Report) -> Part:
+    tasks = _tasks(source)
+    progress = Progress(report, [sum(piece.bytes for piece in task) for task in tasks])
+    documents = _documents(tasks, spec, source.columns, tokenizer, progress)
+    put_together = pack if spec.data.packing else one_per_sample
+    part = write_part(put_together(documents, spec.data.sequence_length), work)
+    progress.finish()
+    if not part.files:
+        raise DataError(f"{source} holds no tokens{_why_none(progress)}; an empty dataset cannot be trained on")
+    return part.model_copy(update=progress.counts | {"on_long_rows": spec.data.long_rows_of(source.columns)})
+
+
+def _why_none(progress: Progress) -> str:
+    """Return the reasons why rows were dropped, as the middle of a sentence."""
+    dropped, untrained = progress.fates["dropped"], progress.fates["untrained"]
+    reasons = [
+        *([f"{dropped} were dropped as longer than sequence_length (data.on_long_rows)"] if dropped else []),
+        *([f"{untrained} have no token that is trained"] if untrained else []),
+    ]
+    return f": of {progress.rows} rows, {' and '.join(reasons)}" if reasons else ""
+
+
+def _tasks(source: Source) -> list[list[Piece]]:
+    """Return the pieces for each task: many small files, or a part of a large one."""
+    _start_ray()
+    least, most = _TASK_BYTES
+    total, cpus = sum(file.size for file in source.files), int(ray.cluster_resources().get("CPU", 1))
+    # Several tasks per CPU, so that all CPUs finish together; not many, as Ray Data takes 0.2 s to hand out the next.
+    size = max(least, min(most, total // (4 * cpus)))
+    tasks: list[list[Piece]] = []
+    room = 0
+    for piece in cut(source.files, size):
+        if piece.bytes > room:
+            tasks.append([])
+            room = size
+        tasks[-1].append(piece)
+        room -= piece.bytes
+    return tasks
+
+
+def _start_ray() -> None:
+    if ray.is_initialized():
+        return
+    # Outside a job, use the cluster that RAY_ADDRESS names, or start one for the lifetime of this process.
+    if "RAY_ADDRESS" in os.environ:
+        ray.init(logging_level=logging.WARNING)
+        return
+    folder = make_private_folder()
+    atexit.register(_stop_ray, folder)
+    # "local": otherwise Ray joins the cluster that a file in /tmp/ray names, and any user can write that file.
+    ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, _temp_dir=f"{folder}/r")
+
+
+def _stop_ray(folder: str) -> None:
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _documents(
+    tasks: list[list[Piece]], spec: JobSpec, columns: ColumnsSpec, tokenizer: Path | None, progress: Progress
+) -> Iterator[Document]:
+    """Yield all documents in the order of the files, read and tokenised by Ray Data."""
+    if not tasks:
+        return
+    ordered_context(block_bytes=_BLOCK_BYTES)
+    encode = partial(
+        encode_rows,
+        columns=columns,
+        vocab=model_shape(spec.model).vocab,
+        tokenizer=None if tokenizer is None else str(tokenizer),
+        system_prompt=spec.data.system_prompt,
+    )
+    options = {"tasks": tasks, "columns": columns, "encode": encode, "skip": spec.data.on_bad_rows == "skip"}
+    options |= {"fit": Fit.of(spec.data, columns)}
+    blocks = ray.data.range(len(tasks), override_num_blocks=len(tasks)).map_batches(
+        _encode_task, batch_size=None, fn_kwargs=options
+    )
+    for table in blocks.iter_batches(batch_format="pyarrow", batch_size=None):
+        yield from _from_table(table.combine_chunks(), tasks, progress)
+
+
+def _encode_task(
+    batch: dict[str, NDArray[np.int64]],
+    tasks: list[list[Piece]],
+    columns: ColumnsSpec,
+    encode: Callable[[list[Row]], list[Encoded]],
+    skip: bool,
+    fit: Fit,
+) -> Iterator[pa.Table]:
+    """Yield the documents of a task's pieces, one table per chunk of rows."""
+    # The task has one CPU: more threads would use the CPUs of other tasks and take more time in total.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    for task in batch["id"].tolist():
+        # The result needs columns even if the task has no rows.
+        yield _to_table([], fit, task=task, piece=0, read=0)
+        before = 0
+        for number, piece in enumerate(tasks[task]):
+            for chunk in read_piece(piece, columns):
+                encoded = encode(chunk.rows)
+                bad = next((row for row in encoded if isinstance(row, BadRow)), None)
+                if bad is not None and not skip:
+                    (where,) = locate([(piece.file, bad.place)])
+                    raise DataError(f"{where}: {bad.reason}; correct the row, or set on_bad_rows: skip")
+                _check_lengths(encoded, chunk.rows, piece, fit)
+                yield _to_table(encoded, fit, task=task, piece=number, read=before + chunk.read)
+            before += piece.bytes
+
+
+def _check_lengths(encoded: list[Encoded], rows: list[Row], piece: Piece, fit: Fit) -> None:
+    """Raise DataError for the first row that is too long, if on_long_rows is `fail`."""
+    for row, document in zip(rows, encoded, strict=True):
+        if isinstance(document, Document) and fit.refuses(document):
+            (where,) = locate([(piece.file, row.place)])
+            raise DataError(
+                f"{where} has {len(document.input_ids)} tokens, more than sequence_length={fit.length}, and "
+                "on_long_rows is fail; raise sequence_length, or choose drop, truncate, truncate_left or split"
+            )
+
+
+def _to_table(encoded: Sequence[Encoded], fit: Fit, **numbers: int) -> pa.Table:
+    """Return a table with a row per document or bad row; `numbers` are columns with one value."""
+    nothing = np.empty(0, np.int32)
+    fitted = [fit(row) if isinstance(row, Document) else (Document(nothing), None) for row in encoded]
+    documents = [document for document, _ in fitted]
+    labels = [nothing if document.labels is None else document.labels for document in documents]
+    return pa.table(
+        {
+            **{name: pa.array([number] * len(encoded), pa.int64()) for name, number in numbers.items()},
+            "place": pa.array([getattr(row, "place", None) for row in encoded], pa.int64()),
+            "reason": pa.array([getattr(row, "reason", None) for row in encoded], pa.string()),
+            "fate": pa.array([fate for _, fate in fitted], pa.string()),
+            "input_ids": _lists([document.input_ids for document in documents]),
+            "labels": _lists(labels),
+            "weight": pa.array([document.weight for document in documents], pa.float32()),
+        }
+    )
+
+
+def _lists(values: list[NDArray[np.int32]]) -> pa.Array:
+    offsets = np.cumsum([0, *map(len, values)], dtype=np.int64)
+    flat = np.concatenate(values) if values else np.empty(0, np.int32)
+    return pa.LargeListArray.from_arrays(offsets, pa.array(flat, pa.int32()))
+
+
+def _from_table(table: pa.Table, tasks: list[list[Piece]], progress: Progress) -> Iterator[Document]:
+    for task, piece, place, reason in zip(
+        *(table[name].to_pylist() for name in ("task", "piece", "place", "reason")), strict=True
+    ):
+        if reason is not None:
+            progress.skipped(tasks[task][piece].file, place, reason)
+    progress.fitted(fate for fate in table["fate"].to_pylist() if fate is not None)
+    ids, labels = (_arrays(table[name]) for name in ("input_ids", "labels"))
+    for number, weight in enumerate(table["weight"].to_pylist()):
+        if len(ids[number]):
+            yield Document(ids[number], labels[number] if len(labels[number]) else None, weight)
+    if len(ids):
+        task, read = (table[name][-1].as_py() for name in ("task", "read"))
+        progress.advance(len(ids), tokens=sum(map(len, ids)), task=task, read=read)
+
+
+def _arrays(column: pa.ChunkedArray) -> list[NDArray[np.int32]]:
+    array = column.combine_chunks()
+    offsets, flat = array.offsets.to_numpy(), array.values.to_numpy()
+    return [flat[start:stop] for start, stop in pairwise(offsets)]
+
+
+def _tokenizer(spec: JobSpec, sources: list[Source], cache: Path, report: Report) -> Path | None:
+    """Return the folder of the tokenizer; train it on the data if the spec names none. None if it is not needed."""
+    folder = tokenizer_home(spec, sources, cache)
+    if folder is None:
+        return None
+    vocab = model_shape(spec.model).vocab
+
+    def train(work: Path) -> None:
+        report("training_tokenizer", vocab_size=vocab)
+        train_tokenizer(_some_text(sources), vocab_size=vocab, folder=work)
+
+    if folder.parent == cache:
+        build_once(folder, train, is_whole=(folder / "tokenizer_config.json").is_file, report=report)
+    load_tokenizer(str(folder)).check_fits(vocab)
+    return folder
+
+
+def _some_text(sources: list[Source]) -> Iterator[str]:
+    """Yield text of each source, with the same maximum of characters per source."""
+    for source in sources:
+        left = _TOKENIZER_TEXT // len(sources)
+        for text in _texts(source):
+            yield text[:left]
+            left -= len(text)
+            if left <= 0:
+                break
+
+
+def _texts(source: Source) -> Iterator[str]:
+    columns = source.columns
+    for piece in cut(source.files, _TASK_BYTES[1]):
+        for chunk in read_piece(piece, columns):
+            for row in chunk.rows:
+                cells = (row.values.get(name) for name in (columns.text, columns.prompt, columns.response) if name)
+                # Encoding reports cells that are not text, with their places.
+                yield from filter(is_text, cells)

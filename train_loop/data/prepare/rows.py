@@ -1,0 +1,295 @@
+"""Raw files → rows, for all formats.
+
+A file is cut into pieces that can be read independently, so that many tasks can read one large file. Rows keep their
+place, so that errors can name it in terms of the file.
+"""
+
+import io
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from train_loop.data.files import chunks, damage_told, open_file
+from train_loop.data.prepare.sources import SourceFile
+from train_loop.errors import DataError
+from train_loop.spec import ColumnsSpec
+
+_CHUNK = 4 * 2**20
+"""Bytes of rows per chunk."""
+_PARQUET_ROWS = 1024
+_FOOTERS_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a file: row groups of Parquet, bytes of other formats."""
+
+    file: SourceFile
+    start: int
+    stop: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """The requested columns by name, or the reason why the row cannot be read."""
+
+    place: int
+    """Row number in Parquet, byte offset of a JSON line, 0 for a text file."""
+    values: dict[str, Any]
+    wrong: str | None = None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some rows of a piece, and the number of its bytes read so far."""
+
+    rows: list[Row]
+    read: int
+
+
+def cut(files: Sequence[SourceFile], size: int) -> list[Piece]:
+    """Return pieces of about `size` bytes, in file order. Raises DataError for invalid Parquet."""
+    files = [file for file in files if file.size]
+    if files and files[0].format == "parquet":
+        # Footers can be large: keep only the sizes of their row groups.
+        with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
+            return [
+                Piece(file, number, number + 1, size)
+                for file, sizes in zip(files, pool.map(_group_sizes, files), strict=True)
+                for number, size in enumerate(sizes)
+            ]
+    return [piece for file in files for piece in _cut(file, size)]
+
+
+def _cut(file: SourceFile, size: int) -> list[Piece]:
+    if file.format == "text" or file.codec:
+        return [Piece(file, 0, file.size, file.size)]
+    starts = range(0, file.size, size)
+    return [Piece(file, start, min(start + size, file.size), min(size, file.size - start)) for start in starts]
+
+
+def read_piece(piece: Piece, columns: ColumnsSpec) -> Iterator[Chunk]:
+    """Yield the rows of a piece, chunk by chunk. Raises DataError if the file itself cannot be read."""
+    with damage_told(piece.file.uri, piece.file.format):
+        if piece.file.format == "parquet":
+            yield from _parquet_rows(piece, columns)
+        elif piece.file.format == "jsonl":
+            yield from _json_rows(piece, columns)
+        else:
+            _check_names(piece.file, ["text"], columns)
+            yield Chunk([_text_row(piece.file)], piece.bytes)
+
+
+def locate(places: Sequence[tuple[SourceFile, int]]) -> list[str]:
+    """Return the place of each row as text, such as `<file>, line 3`; reads each file at most once."""
+    lines: dict[tuple[str, int], int] = {}
+    for file in {file for file, _ in places if file.format == "jsonl"}:
+        wanted = sorted({place for other, place in places if other == file})
+        lines |= {(file.uri, place): line for place, line in zip(wanted, _line_numbers(file, wanted), strict=True)}
+    words = {"text": "", "parquet": ", row {place}", "jsonl": ", line {line}"}
+    return [
+        file.uri + words[file.format].format(place=place, line=lines.get((file.uri, place))) for file, place in places
+    ]
+
+
+def _line_numbers(file: SourceFile, places: list[int]) -> Iterator[int]:
+    """Yield the number of the line that begins at each byte offset; the offsets must ascend."""
+    line, seen, data, parts = 1, 0, b"", _plain_bytes(file)
+    for place in places:
+        while seen + len(data) < place:
+            line += data.count(b"\n")
+            seen += len(data)
+            data = next(parts)
+        line += data[: place - seen].count(b"\n")
+        data, seen = data[place - seen :], place
+        yield line
+
+
+def _group_sizes(file: SourceFile) -> list[int]:
+    """Return the uncompressed bytes of each row group."""
+    footer = _footer(file)
+    return [footer.row_group(number).total_byte_size for number in range(footer.num_row_groups)]
+
+
+def _footer(file: SourceFile) -> Any:
+    with damage_told(file.uri, file.format), open_file(file, buffer=0) as opened:
+        return pq.ParquetFile(opened).metadata
+
+
+def is_empty(file: SourceFile) -> bool:
+    """Return whether a file has no rows. Raises DataError if its content does not have its format."""
+    if not file.size or file.format == "text":
+        return not file.size
+    if file.format == "parquet":
+        return bool(_footer(file).num_rows == 0)
+    with damage_told(file.uri, file.format):
+        return not any(line.strip() for _, line, _ in _lines(Piece(file, 0, file.size, file.size)))
+
+
+def check_columns(file: SourceFile, columns: ColumnsSpec, *, skip: bool = False) -> None:
+    """Raise DataError if a file lacks a column that the spec names, according to its schema or its first rows.
+
+    If bad rows are skipped, one good row among the first is enough.
+    """
+    if file.format == "text":
+        _check_names(file, ["text"], columns)
+    elif file.format == "parquet":
+        _check_names(file, _footer(file).schema.to_arrow_schema().names, columns)
+    else:
+        first = next(read_piece(Piece(file, 0, file.size, file.size), columns), Chunk([], 0)).rows
+        judged = first if skip else first[:1]
+        if judged and all(row.wrong for row in judged):
+            (where,) = locate([(file, judged[0].place)])
+            remedy = "correct the row, or data.columns"
+            if not all(row.wrong for row in first):
+                remedy += ", or set on_bad_rows: skip"
+            raise DataError(f"{where}: {judged[0].wrong}; {remedy}")
+
+
+def _check_names(file: SourceFile, present: list[str], columns: ColumnsSpec) -> None:
+    for name in columns.names:
+        if name not in present:
+            raise DataError(f"{file.uri} has no column {name!r}; it has {', '.join(present)}; correct data.columns")
+
+
+def _parquet_rows(piece: Piece, columns: ColumnsSpec) -> Iterator[Chunk]:
+    names = list(columns.names)
+    with open_file(piece.file, buffer=0) as opened:
+        file = pq.ParquetFile(opened, page_checksum_verification=True)
+        _check_names(piece.file, file.schema_arrow.names, columns)
+        groups = [file.metadata.row_group(n).num_rows for n in range(piece.stop)]
+        first, count = sum(groups[: piece.start]), sum(groups[piece.start :])
+        place = first
+        for batch in file.iter_batches(_PARQUET_ROWS, row_groups=list(range(piece.start, piece.stop)), columns=names):
+            some = max(1, _CHUNK * len(batch) // max(batch.nbytes, 1))
+            for start in range(0, len(batch), some):
+                values = [_cells(column) for column in batch.slice(start, some).select(names).columns]
+                cells = enumerate(zip(*values, strict=True), start=place)
+                rows = [Row(number, dict(zip(names, row, strict=True))) for number, row in cells]
+                place += len(rows)
+                yield Chunk(rows, piece.bytes * (place - first) // count)
+
+
+def _cells(column: pa.Array) -> list[Any]:
+    kind = column.type
+    if (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and pa.types.is_integer(kind.value_type):
+        # As arrays: a Python int per token would cost more than all other steps.
+        return [_array(cell) for cell in column]
+    try:
+        cells: list[Any] = column.to_pylist()
+    except UnicodeDecodeError:
+        cells = [_decoded(cell) for cell in column]
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        # Some writers store text as binary.
+        return [_text_of(cell) for cell in cells]
+    return [_present(cell) for cell in cells] if pa.types.is_nested(kind) else cells
+
+
+def _array(cell: Any) -> Any:
+    if not cell.is_valid or cell.values.null_count:
+        return cell.as_py()
+    return cell.values.to_numpy(zero_copy_only=False)
+
+
+def _decoded(cell: Any) -> Any:
+    try:
+        return cell.as_py()
+    except UnicodeDecodeError:
+        # No column may contain bytes, so encoding reports this row.
+        return cell.as_buffer().to_pybytes() if isinstance(cell, pa.BinaryScalar) else b""
+
+
+def _text_of(cell: Any) -> Any:
+    try:
+        return cell.decode() if isinstance(cell, bytes) else cell
+    except UnicodeDecodeError:
+        return cell
+
+
+def _present(value: Any) -> Any:
+    """Return a nested cell without its null keys: Parquet gives all rows the keys of any row."""
+    if isinstance(value, dict):
+        return {key: _present(item) for key, item in value.items() if item is not None}
+    return [_present(item) for item in value] if isinstance(value, list) else value
+
+
+def _text_row(file: SourceFile) -> Row:
+    content = b"".join(_plain_bytes(file))
+    try:
+        return Row(0, {"text": content.decode()})
+    except UnicodeDecodeError as error:
+        return Row(0, {}, f"not UTF-8 text: {error}")
+
+
+def _json_rows(piece: Piece, columns: ColumnsSpec) -> Iterator[Chunk]:
+    rows, size = [], 0
+    for place, line, read in _lines(piece):
+        if not line.strip():
+            continue
+        rows.append(_json_row(place, line, columns))
+        size += len(line)
+        if size > _CHUNK:
+            yield Chunk(rows, read)
+            rows, size = [], 0
+    if rows:
+        yield Chunk(rows, piece.bytes)
+
+
+def _json_row(place: int, line: bytes, columns: ColumnsSpec) -> Row:
+    try:
+        values = json.loads(line)
+    except json.JSONDecodeError as error:
+        # The error's own text contains a line number, which is always 1.
+        return Row(place, {}, f"invalid JSON: {error.msg} at column {error.colno}")
+    except (ValueError, RecursionError) as error:
+        return Row(place, {}, f"invalid JSON: {error}")
+    if not isinstance(values, dict):
+        return Row(place, {}, "not a JSON object")
+    missing = next((name for name in columns.names if name not in values and name != columns.tools), None)
+    if missing is not None:
+        return Row(place, {}, f"no column {missing!r}; it has {', '.join(values)}")
+    return Row(place, values)
+
+
+def _lines(piece: Piece) -> Iterator[tuple[int, bytes, int]]:
+    """Yield each line that begins in a piece, its offset, and the number of the piece's bytes read so far.
+
+    The last line is read to its end, which may lie after the piece.
+    """
+    with open_file(piece.file) as opened:
+        if piece.file.codec:
+            # Offsets refer to the uncompressed text, bytes read to the compressed file.
+            lines = _unpacked_lines(opened, piece.file.codec)
+            place = 0
+            for line in lines:
+                yield place, line, opened.tell()
+                place += len(line)
+            return
+        place = piece.start
+        if place:
+            # The current line began in the previous piece, unless the byte before ended it.
+            opened.seek(place - 1)
+            place += len(opened.readline()) - 1
+        while place < piece.stop and (line := opened.readline()):
+            yield place, line, min(place + len(line), piece.stop) - piece.start
+            place += len(line)
+
+
+def _unpacked_lines(opened: Any, codec: str) -> Iterator[bytes]:
+    with pa.CompressedInputStream(opened, codec) as stream, io.BufferedReader(stream, _CHUNK) as plain:
+        yield from plain
+
+
+def _plain_bytes(file: SourceFile) -> Iterator[bytes]:
+    if not file.codec:
+        yield from chunks(file, _CHUNK)
+        return
+    with open_file(file) as opened, pa.CompressedInputStream(opened, file.codec) as plain:
+        while data := plain.read(_CHUNK):
+            yield data

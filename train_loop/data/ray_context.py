@@ -1,0 +1,29 @@
+"""Settings of all Ray Data executions, and the check for a free CPU."""
+
+import logging
+
+from ray._private import state
+from ray.data import DataContext
+
+
+def ordered_context(*, block_bytes: int | None = None) -> DataContext:
+    """Return the process's Ray Data context: it keeps order, shows no progress, and raises the original errors.
+
+    `block_bytes`: size at which a task's output is cut into blocks. None keeps the output whole: if Ray Data split a
+    block, the blocks would be dealt out in another order.
+    """
+    context = DataContext.get_current()
+    context.execution_options.preserve_order = True
+    context.enable_progress_bars = False
+    # Suppress the warning that progress bars are off.
+    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
+    context.print_on_execution_start = False
+    context.target_max_block_size = block_bytes
+    # A DataError must reach the driver as itself, not wrapped in an error of Ray Data.
+    context.raise_original_map_exception = True
+    return context
+
+
+def has_whole_cpu() -> bool:
+    """Return whether any node has a whole free CPU, as a task needs."""
+    return any(amounts.get("CPU", 0.0) >= 1.0 for amounts in state.available_resources_per_node().values())

@@ -1,0 +1,128 @@
+"""Reports of a failed run: log lines, events and outcome."""
+
+import logging
+import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+
+from train_loop.errors import CheckpointError, FencedError, MemoryRanOutError, UserError, VersionSkewError
+from train_loop.loop.session import Session
+from train_loop.run_dir import Outcome, create_new, flush_all, storage_failed, storage_may_fail
+from train_loop.spec import SpecError
+from train_loop.system.redact import masker
+from train_loop.system.retry import retry_storage
+from train_loop.telemetry.event_log import group_journal
+
+log = logging.getLogger(__name__)
+MISTAKES = (UserError, SpecError)
+"""Errors that the user must fix; their messages contain the remedy."""
+_WRAPPERS = ("controller_failure", "health_check_failure", "_base_exc", "cause")
+"""Attributes of Ray's errors that hold the wrapped error."""
+_MOST_CHARACTERS = 4000
+_GLOO_PLACE = re.compile(r"\[\S*/gloo/\S*:\d+\] ")
+_GLOO_ADVICE = re.compile(r"\. This is typically caused by a remote.*")
+_RETRYABLE = (CheckpointError, VersionSkewError)
+_NAMED = (*MISTAKES, FencedError, *_RETRYABLE)
+"""Errors with a complete message, which become the outcome of an attempt."""
+_KILLED_FOR_MEMORY = re.compile(r"low on memory|OutOfMemoryError")
+"""Text in Ray's error after it killed a process because its node was low on memory."""
+
+
+@contextmanager
+def failure_told(session: Session) -> Iterator[None]:
+    """Log the error that ends a rank; write errors with a code as the event `training_ended`."""
+    try:
+        yield
+    except _NAMED as error:
+        # Log a library's error as well: it may show that the user is not at fault.
+        log.error("rank %d failed: %s", session.rank, error, exc_info=error.__cause__)
+        if not isinstance(error, FencedError):
+            _report_end(session, _named(error))
+        raise
+    except Exception as error:
+        log.error("rank %d failed: %s", session.rank, error, exc_info=error)
+        raise
+    finally:
+        # Ray kills its workers without cleanup.
+        flush_all()
+
+
+def _report_end(session: Session, outcome: Outcome) -> None:
+    """Write the event `training_ended` once per group, unless a newer group has taken over."""
+    if not _is_first(session):
+        return
+    with suppress(FencedError):
+        journal = group_journal(session.run_dir, session.token)
+        journal.event("training_ended", **outcome.model_dump(exclude_none=True))
+        with storage_may_fail(partial(log.error, "the end of training could not be reported: %s")):
+            retry_storage(journal.flush, seconds=session.patience)
+
+
+def _is_first(session: Session) -> bool:
+    """Return whether this rank is the first of its group to report; True also if storage is unavailable."""
+    try:
+        create_new(session.run_dir.attempt(session.attempt).end_mark(session.token.epoch), b"")
+    except FileExistsError:
+        return False
+    except Exception as error:
+        if not storage_failed(error):
+            raise
+    return True
+
+
+def failed(error: BaseException) -> Outcome:
+    """Return the outcome of an attempt that failed with an error: code, reason and retryable."""
+    found = cause(error)
+    if isinstance(found, (*_NAMED, MemoryRanOutError)):
+        return _named(found)
+    if killed_for_memory(message(error)):
+        return Outcome(result="failed", code=MemoryRanOutError.code, reason=message(error), retryable=True)
+    return Outcome(result="failed", code="worker_failure", reason=message(error), retryable=True)
+
+
+def _named(
+    error: UserError | SpecError | FencedError | CheckpointError | VersionSkewError | MemoryRanOutError,
+) -> Outcome:
+    # Ray Data appends advice to the errors of our functions.
+    said, retryable = masker()(str(error).partition("\n")[0]), isinstance(error, (*_RETRYABLE, MemoryRanOutError))
+    return Outcome(result="failed", code=error.code, reason=said, retryable=retryable)
+
+
+def reason(error: BaseException) -> str:
+    """Return the cause in one line; its traceback is in the logs."""
+    line = "".join(traceback.format_exception_only(cause(error))).strip().partition("\n")[0]
+    # Without the source location and the advice in gloo's errors.
+    return masker()(_GLOO_ADVICE.sub("", _GLOO_PLACE.sub("", line)))
+
+
+def message(error: BaseException) -> str:
+    """Return the full message of the cause, up to 4,000 characters."""
+    text = "".join(traceback.format_exception_only(cause(error))).strip()
+    return masker()(_GLOO_ADVICE.sub("", _GLOO_PLACE.sub("", text)))[:_MOST_CHARACTERS]
+
+
+def killed_for_memory(said: str) -> bool:
+    """Return whether Ray's error reports a process that it killed because its node was low on memory."""
+    return _KILLED_FOR_MEMORY.search(said) is not None
+
+
+def from_ranks(error: BaseException) -> bool:
+    """Return whether Ray Train reports the error as raised by ranks."""
+    return bool(getattr(error, "worker_failures", None))
+
+
+def cause(error: BaseException) -> BaseException:
+    """Return the original error inside Ray's wrappers. Errors of Trainshed are not unwrapped further."""
+    failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
+    # A user error or full memory on one rank makes its peers fail with lost connections: prefer it as the cause.
+    causes = sorted(
+        map(cause, failures.values()), key=lambda e: (not isinstance(e, MISTAKES), not isinstance(e, MemoryRanOutError))
+    )
+    wrapped = (getattr(error, name, None) for name in _WRAPPERS)
+    inner = next(filter(None, [*causes[:1], *wrapped]), None)
+    # Ray's wrapper of a task's error also has the class of that error: it is unwrapped before this check.
+    if inner is None and not isinstance(error, (*_NAMED, MemoryRanOutError)):
+        inner = error.__cause__
+    return cause(inner) if isinstance(inner, BaseException) and inner is not error else error

@@ -1,0 +1,130 @@
+"""Coordination of ranks before each step: stop requests, checkpoints, preemption checks and statistics."""
+
+import logging
+import os
+import socket
+import threading
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from train_loop.loop.batch import StepBatch
+from train_loop.loop.session import Session
+from train_loop.parallel.mesh import Mesh
+from train_loop.plan import MeshPlan, groups_across_hosts
+from train_loop.run_dir import Stop, is_remote, storage_may_fail
+from train_loop.system.limited_log import LimitedLog
+from train_loop.telemetry.event_log import Journal
+from train_loop.telemetry.timers import StepClock, Vitals
+
+_limited = LimitedLog(logging.getLogger(__name__))
+# By urgency: the first requested one applies.
+_STOPS = [Stop(mode=mode, checkpoint=keep) for mode in ("cancel", "pause", "resize", "move") for keep in (True, False)]
+_PAUSE, MOVE = Stop(mode="pause"), Stop(mode="move")
+_LOOK_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """Requests of one rank before a step."""
+
+    stop: Stop | None = None
+    """Request to stop before this step."""
+    save: bool = False
+    """A checkpoint is due by this rank's clock."""
+    look: bool = False
+    """A preemption check is due by this rank's clock."""
+    trouble: bool = False
+    """This rank has a fatal error, which must end the run."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Decisions before a step, identical on all ranks."""
+
+    divisor: float
+    """Divisor of the step's loss: the number of labels, or the sum of their weights."""
+    tokens: int
+    """Tokens of the whole step, without padding."""
+    stop: Stop | None
+    """Request to stop before this step; None to train it."""
+    save: bool
+    """Save a checkpoint after this step, in addition to the schedule."""
+    look: bool
+    """Check for preemptions after this step, on all ranks."""
+    trouble: bool
+    """At least one rank has a fatal error."""
+
+
+def who_works() -> list[dict[str, Any]]:
+    """Return rank, host and pid of every rank, for debugging. A collective call."""
+    workers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(workers, {"rank": dist.get_rank(), "host": socket.gethostname(), "pid": os.getpid()})
+    return workers
+
+
+def warn_of_hosts(mesh: MeshPlan, workers: list[dict[str, Any]], journal: Journal) -> None:
+    """Warn about Ulysses groups that span several hosts: each layer's all-to-all then crosses the network."""
+    found = groups_across_hosts(mesh, [worker["host"] for worker in workers])
+    if found:
+        named = "; ".join(f"ranks {group[0]}-{group[-1]} on {', '.join(hosts)}" for group, hosts in found.items())
+        journal.warn(
+            f"Ulysses groups span several hosts, where their all-to-all is slow: {named}; "
+            f"give each host a multiple of ulysses_size={mesh.sp} workers, or choose a smaller ulysses_size"
+        )
+
+
+class StopSign:
+    """Stop requests in the run directory, read by rank 0; on object storage a thread polls them every second."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._seen: Stop | None = None
+        self._at_every_step = session.rank == 0 and not is_remote(session.run_dir.root)
+        if session.rank == 0 and not self._at_every_step:
+            threading.Thread(target=self._keep_looking, name="stop", daemon=True).start()
+
+    @property
+    def seen(self) -> Stop | None:
+        """Return the stop request that this rank knows, or a pause after a signal."""
+        if self._at_every_step:
+            self._look()
+        return _PAUSE if self._session.told_to_end() else self._seen
+
+    def _keep_looking(self) -> None:
+        pause = threading.Event()
+        while not pause.wait(_LOOK_SECONDS):
+            self._look()
+
+    def _look(self) -> None:
+        # Storage may come back. The service repeats its request, or kills the process.
+        with storage_may_fail(partial(_limited.warning, "stop requests cannot be read: %s")):
+            self._seen = self._session.run_dir.stop(attempt=self._session.attempt)
+
+
+def agree(batch: StepBatch, clock: StepClock, mine: Wishes, mesh: Mesh) -> Agreement:
+    """Combine the requests and token counts of all ranks: one rank's request applies to all. A collective call."""
+    # Ulysses peers hold the same samples; count their tokens once.
+    divisor = batch.divisor
+    # A sum of weights makes the whole tensor float64, which represents all counts exactly.
+    counts = torch.stack([divisor, batch.lengths.sum().to(divisor.dtype)]) * (mesh.sequence_rank == 0)
+    stops = [0] * len(_STOPS)
+    if mine.stop is not None:
+        stops[_STOPS.index(mine.stop.model_copy(update={"deadline": None, "attempt": None}))] = 1
+    words = torch.cat([counts, counts.new_tensor([mine.save, mine.look, mine.trouble, *stops])])
+    with clock.waiting():
+        dist.all_reduce(words)
+        whole, tokens, save, look, trouble, *asked = words.tolist()
+    stop = next((stop for stop, times in zip(_STOPS, asked, strict=True) if times), None)
+    return Agreement(whole, int(tokens), stop, bool(save), bool(look), bool(trouble))
+
+
+def share_vitals(mine: Vitals, mesh: Mesh) -> list[Vitals]:
+    """Gather the statistics of all ranks. A collective call."""
+    told_WN = torch.zeros(mesh.plan.world, len(mine), dtype=torch.int64, device=mesh.device)
+    told_WN[mesh.rank] = torch.tensor(mine)
+    dist.all_reduce(told_WN)
+    return [Vitals(*rank) for rank in told_WN.tolist()]

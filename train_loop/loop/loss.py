@@ -1,0 +1,164 @@
+"""The loss: the sum of token cross entropies of an optimizer step, divided by its number of labels.
+
+If the data has token weights, the loss is the weighted mean.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from train_loop.data.dataset import IGNORE
+from train_loop.loop.batch import MicroBatch
+from train_loop.model.faults import own_faults
+
+
+@dataclass(frozen=True)
+class LossRule:
+    """Loss terms that are summed over tokens; by default only cross entropy."""
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    """Weight of log(Z)^2, which keeps the softmax's denominator Z near 1 (PaLM, Chowdhery et al., 2022)."""
+
+    def sum(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Sum the loss in fp32 over labels that are not IGNORE; logits [..., V], shifted labels and weights [...]."""
+        rows, targets = logits.float().flatten(0, -2), labels.flatten()
+        reduction = "sum" if weights is None else "none"
+        loss = F.cross_entropy(
+            rows, targets, ignore_index=IGNORE, reduction=reduction, label_smoothing=self.label_smoothing
+        )
+        if self.z_loss:
+            squares = rows.logsumexp(-1).masked_fill(targets == IGNORE, 0.0).square()
+            loss = loss + self.z_loss * (squares.sum() if weights is None else squares)
+        return loss if weights is None else (loss * weights.flatten()).sum()
+
+
+CROSS_ENTROPY = LossRule()
+
+
+class TokenLoss:
+    """The summed loss of a model's micro-batches, from whole logits or, inside the model's head, from chunks of them.
+
+    With chunks the head returns the loss instead of logits, while FSDP still has its weight gathered.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, rule: LossRule = CROSS_ENTROPY, *, chunk_rows: int | None = None
+    ) -> None:
+        self.model = model
+        self.rule = rule
+        self._chunk_rows = chunk_rows
+        self._due: tuple[LossRule, MicroBatch] | None = None
+        if chunk_rows is not None:
+            self._head: nn.Linear = model.get_output_embeddings()
+            self._head.forward = self._chunked_head
+
+    def __call__(self, batch: MicroBatch, *, rule: LossRule | None = None) -> Tensor:
+        """Return the summed loss of this rank's slice, by training's rule unless `rule` is given.
+
+        Raises ModelError for errors in the model's own code.
+        """
+        chosen = rule or self.rule
+        self._due = (chosen, batch)
+        with own_faults(self.model):
+            out: Tensor = self.model(
+                input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **batch.attention
+            ).logits
+        return out if self._chunk_rows else chosen.sum(out, batch.labels, batch.weights)
+
+    def _chunked_head(self, hidden: Tensor) -> Tensor:
+        """Return the loss for hidden states [B, T, H] without allocating logits [B * T, V]."""
+        assert self._due is not None
+        assert self._chunk_rows is not None
+        rule, batch = self._due
+        head, labels = self._head, batch.labels.flatten()
+        label_weights = None if batch.weights is None else batch.weights.flatten()
+        return chunked_sum(rule, hidden.flatten(0, 1), head.weight, head.bias, labels, self._chunk_rows, label_weights)
+
+
+def chunked_sum(
+    rule: LossRule,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    rows: int,
+    label_weights: Tensor | None = None,
+) -> Tensor:
+    """Compute `rule.sum` from hidden [N, H], weight [V, H], bias [V] and labels [N], `rows` at a time.
+
+    `label_weights` [N] are the weights of labels; None means 1.
+    """
+    if torch.is_grad_enabled():
+        loss: Tensor = _ChunkedSum.apply(  # type: ignore[no-untyped-call]
+            rule, hidden, weight, bias, labels, rows, label_weights
+        )
+        return loss
+    parts = (
+        rule.sum(F.linear(hidden[part], weight, bias), labels[part], _part(label_weights, part))
+        for part in _chunks(len(hidden), rows)
+    )
+    return torch.stack(list(parts)).sum()
+
+
+class _ChunkedSum(torch.autograd.Function):
+    """Autograd function that computes gradients in forward, chunk by chunk; backward only scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rule: LossRule,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        rows: int,
+        label_weights: Tensor | None,
+    ) -> Tensor:
+        total = hidden.new_zeros((), dtype=torch.float32)
+        d_hidden = torch.empty_like(hidden)
+        # In fp32: a bf16 sum over many chunks would lose later contributions.
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
+        d_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and bias.requires_grad else None
+        for part in _chunks(len(hidden), rows):
+            loss, d_logits = _loss_and_gradient(
+                rule, F.linear(hidden[part], weight, bias), labels[part], _part(label_weights, part)
+            )
+            total += loss
+            torch.mm(d_logits, weight, out=d_hidden[part])
+            if d_weight is not None:
+                d_weight += d_logits.T @ hidden[part]
+            if d_bias is not None:
+                d_bias += d_logits.sum(0, dtype=torch.float32)
+        ctx.save_for_backward(d_hidden, d_weight, d_bias)
+        ctx.dtype = weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        d_hidden, d_weight, d_bias = ctx.saved_tensors
+        weighed = [d if d is None else d.mul_(grad).to(ctx.dtype) for d in (d_weight, d_bias)]
+        return None, d_hidden.mul_(grad), *weighed, None, None, None
+
+
+def _loss_and_gradient(
+    rule: LossRule, logits: Tensor, labels: Tensor, label_weights: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    with torch.enable_grad():
+        leaf = logits.detach().requires_grad_()
+        loss = rule.sum(leaf, labels, label_weights)
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    return loss.detach(), gradient
+
+
+def _part(label_weights: Tensor | None, part: slice) -> Tensor | None:
+    return None if label_weights is None else label_weights[part]
+
+
+def _chunks(count: int, rows: int) -> Iterator[slice]:
+    return (slice(start, start + rows) for start in range(0, count, rows))

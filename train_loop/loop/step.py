@@ -1,0 +1,75 @@
+"""Optimizer step: forward, backward, clipping and update."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.distributed.fsdp import FSDPModule
+
+from train_loop.loop.batch import MicroBatch
+from train_loop.loop.loss import TokenLoss
+from train_loop.loop.state import TrainState
+from train_loop.optim import clip_gradients
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Results of an optimizer step, identical on all ranks."""
+
+    loss: float
+    """Loss per label, or per unit of weight, before the update."""
+    grad_norm: float
+    """Gradient norm before clipping."""
+    lr: float
+    """Learning rate of the step."""
+    applied: bool
+    """False if loss or gradients were not finite and the weights remained unchanged."""
+    overflow: bool
+    """True if the update was skipped because the fp16 gradient scaler's factor was too large; the scaler lowers it."""
+
+
+def train_step(
+    state: TrainState, loss: TokenLoss, batches: Iterable[MicroBatch], divisor: float, max_grad_norm: float | None
+) -> StepResult:
+    """Run forward, backward, clipping and update. `divisor` is the loss divisor over all ranks and micro-batches."""
+    scaler = state.scaler
+    mean = accumulate(loss, batches, divisor, scaler)
+    for optimizer in state.optimizers:
+        scaler.unscale_(optimizer)
+    norm = clip_gradients(state.model, max_grad_norm)
+    # Both numbers are identical on all ranks: either all skip or none does.
+    finite = bool(torch.isfinite(mean) & torch.isfinite(norm))
+    # The loss is unscaled: the scaler cannot cause a non-finite loss.
+    overflow = bool(torch.isfinite(mean)) and not finite and scaler.get_scale() > 1
+    lr = state.lr
+    if finite:
+        state.apply_gradients()
+    scaler.update()
+    state.drop_gradients()
+    return StepResult(mean.item(), norm.item(), lr, finite, overflow)
+
+
+def accumulate(loss: TokenLoss, batches: Iterable[MicroBatch], divisor: float, scaler: GradScaler) -> Tensor:
+    """Accumulate a step's gradients, times the scaler's factor, and return its loss over all ranks.
+
+    FSDP sums gradients over ranks. Each micro-batch's summed loss is divided only by the step's divisor.
+    """
+    root: FSDPModule = loss.model
+    # Prefetch the parameters that forward needs first, while masks are built.
+    for module in (loss.model, loss.model.get_input_embeddings()):
+        if isinstance(module, FSDPModule):
+            module.unshard(async_op=True)
+    total = torch.zeros(())
+    for batch in batches:
+        # Each micro-batch reduces its gradients to shards, because whole ones would not fit; replicas of a shard
+        # all-reduce once per step.
+        root.set_requires_all_reduce(batch.last)
+        # A step without labels is valid: its loss and gradients are zero.
+        mean = loss(batch) / (divisor or 1)
+        torch.autograd.backward(scaler.scale(mean))
+        total = total.to(mean.device) + mean.detach()
+    dist.all_reduce(total)
+    return total

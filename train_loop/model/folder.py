@@ -1,0 +1,72 @@
+"""Config and tokenizer of a spec's model, from the spec or from a Hugging Face folder. Torch-free."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from train_loop.errors import DataError, ModelError
+from train_loop.plan import ModelShape, read_shape
+from train_loop.run_dir import local_path
+from train_loop.spec import JobSpec, ModelSpec
+from train_loop.system.input_files import read_input
+
+
+def model_folder(model: ModelSpec) -> Path | None:
+    """Return the folder of model.path; None for random weights. Raises ModelError for an unsupported URI."""
+    try:
+        return None if model.path is None else local_path(model.path)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
+
+
+def model_config(model: ModelSpec) -> dict[str, Any]:
+    """Return the Hugging Face config of a model, from the spec or its folder. Raises ModelError."""
+    folder = model_folder(model)
+    return _read_config(folder) if folder else dict(model.config or {})
+
+
+def model_shape(model: ModelSpec) -> ModelShape:
+    """Return the sizes of a model, from the spec or its folder. Raises ModelError."""
+    try:
+        return read_shape(model_config(model))
+    except ValueError as error:
+        raise ModelError(str(error)) from error
+
+
+def tokenizer_folder(spec: JobSpec) -> Path | None:
+    """Return the tokenizer's folder, by default the model's; None if a tokenizer is trained on the data.
+
+    Raises DataError if the folder has no tokenizer.
+    """
+    uri = spec.model.tokenizer or spec.model.path
+    if uri is None:
+        return None
+    try:
+        folder = local_path(uri)
+    except ValueError as error:
+        raise DataError(str(error)) from error
+    if not (folder / "tokenizer.json").is_file():
+        remedy = "give the folder of a Hugging Face fast tokenizer"
+        if spec.model.tokenizer is None:
+            remedy = "set model.tokenizer to a folder with one, or give tokenised rows with columns.input_ids"
+        raise DataError(f"tokenizer.json not found in {uri}; {remedy}")
+    return folder
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        text = read_input(folder / "config.json")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ModelError(
+            f"config.json not found in {folder}; give a model's folder as save_pretrained of transformers writes it, "
+            "visible from service and workers"
+        ) from error
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise ModelError(f"{folder}/config.json is not valid JSON: {error}; copy it again") from error
+    except RecursionError as error:
+        raise ModelError(f"{folder}/config.json is nested too deeply to be read; copy it again") from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ModelError(f'model_type not found in {folder}/config.json; add it, for example "model_type": "qwen3"')
+    return config

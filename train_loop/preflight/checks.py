@@ -1,0 +1,224 @@
+"""Preflight checks of a spec's data and model before submission; a helper process of the service.
+
+`python -m train_loop.preflight.checks SOCKET` listens on SOCKET until its standard input closes. A request is
+{"spec": …, "read_policy": {…}, "parent": … or null, "seconds": …}, the answer {"problems": [{"pointer", "message"}],
+"shape": {…}, "preview": […], "count": {…}}. `shape` has the model's sizes, or is null if they are unknown. If storage
+is unavailable, the answer is {"unavailable": {"root", "error"}}. A separate process spares the service torch's memory
+and import time. It forks for each request, because a damaged file may crash the library that opens it.
+"""
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from train_loop.checkpoint.export.tensors import saved_shapes
+from train_loop.checkpoint.manifest import metadata_name, verify
+from train_loop.data.files import storage_patience
+from train_loop.data.prepare.chat import check_chat_template
+from train_loop.data.prepare.rows import check_columns, is_empty
+from train_loop.data.prepare.sources import check_allowed, check_folder, list_files
+from train_loop.data.prepare.tokenizer import load_tokenizer
+from train_loop.errors import DataError, ModelError
+from train_loop.model.bounds import large_numbers
+from train_loop.model.build import build_model, check_rules
+from train_loop.model.folder import model_config, model_folder, model_shape, tokenizer_folder
+from train_loop.model.freeze import freeze
+from train_loop.model.load import match_folder
+from train_loop.model.probe import Seen, check_attention, check_head, check_positions, probe
+from train_loop.model.tiled_mlp import apply_tiled_mlp
+from train_loop.parallel.units import decoder_layers, find_units
+from train_loop.plan import ModelShape, Preview, SampleCount
+from train_loop.preflight.fork_server import lacks_memory, looking_at, serve
+from train_loop.preflight.preview import preview_data
+from train_loop.preflight.sample_count import count_samples
+from train_loop.run_dir import Parent, ReadPolicy, RunDir, StorageUnavailable
+from train_loop.spec import ColumnsSpec, JobSpec, Problem, SourceSpec, parse
+from train_loop.system.input_files import limit_inputs
+
+# pathlib raises RuntimeError for symlink loops; parsers of nested text raise its subclass RecursionError.
+_MISTAKES = (ValueError, OSError, RuntimeError)
+_STORAGE_SECONDS = 5.0
+"""Seconds to retry failed storage, while a user waits."""
+
+
+def _said(error: Exception) -> str:
+    """Return the message of a user's error. Raise other errors, such as unavailable storage, unchanged."""
+    if isinstance(error, StorageUnavailable):
+        raise error
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply to be read; copy it again, or write it with fewer levels"
+    if isinstance(error, RuntimeError) and "Symlink loop" in str(error):
+        return f"its symbolic links form a loop ({error}); correct or remove them"
+    if lacks_memory(error) or isinstance(error, RuntimeError):
+        raise error
+    return str(error)
+
+
+def check_data(spec: JobSpec, policy: ReadPolicy) -> list[Problem]:
+    """Return the problems of a spec's data: path, existence, columns, empty files."""
+    data = spec.data
+    problems = []
+    for name, written, sources in (("train", data.train, data.sources), ("eval", data.eval, data.eval_sources)):
+        for number, source in enumerate(sources):
+            place = f"/data/{name}/{number}" if isinstance(written, tuple) else f"/data/{name}"
+            columns = f"{place}/columns" if source.columns else "/data/columns"
+            pointers = (f"{place}/path", columns)
+            skip = data.on_bad_rows == "skip"
+            problems += _source_problems(source, data.columns_of(source), policy, pointers, skip=skip)
+    return problems
+
+
+def check_model(
+    spec: JobSpec, policy: ReadPolicy, parent: Parent | None = None
+) -> tuple[ModelShape | None, list[Problem]]:
+    """Return the sizes of a spec's model, None if unknown, and the problems of model and tokenizer.
+
+    The model is built on the meta device, which needs no memory, and compared with the file headers of its folder, or
+    with the checkpoint of the parent run.
+    """
+    shape, pointer = None, "/model/config" if spec.model.path is None else "/model/path"
+    looking_at(pointer)
+    try:
+        if spec.model.path is not None:
+            check_folder(spec.model.path, policy)
+        if problems := large_numbers(model_config(spec.model), pointer):
+            return None, problems
+        shape = model_shape(spec.model)
+        model, folder = build_model(spec.model), model_folder(spec.model)
+        homes = match_folder(model, folder) if folder is not None else {}
+        check_rules(model, [name for name, stored in homes.items() if stored])
+        seen = probe(model)
+    except _MISTAKES as error:
+        return shape, [Problem(pointer, _said(error))]
+    problems = _checkpoint_problems(model, parent, pointer) if parent is not None else []
+    return shape, [*problems, *_tokenizer_problems(spec, policy, shape), *_wishes_not_granted(model, seen, spec)]
+
+
+def _checkpoint_problems(model: PreTrainedModel, parent: Parent, pointer: str) -> list[Problem]:
+    """Return the differences between the model and the parent's checkpoint."""
+    folder = RunDir.at(parent.run_dir).checkpoint(parent.manifest.step)
+    which = f"the checkpoint of step {parent.manifest.step} of {parent.job}"
+    try:
+        faults = verify(folder, parent.manifest, [metadata_name(parent.manifest)])
+        if faults:
+            return [Problem("/from_checkpoint", f"{which} is damaged: {faults[0]}; choose another one")]
+        saved, own = saved_shapes(folder), {name: tuple(p.shape) for name, p in model.named_parameters()}
+    except OSError as error:
+        return [Problem("/from_checkpoint", f"{which} cannot be read: {error}")]
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)} | dict(model.named_buffers()).keys()
+    differ = [
+        *(
+            f"{name} is {list(of)} and was {list(saved[name]) if name in saved else 'missing'}"
+            for name, of in own.items()
+            if saved.get(name) != of
+        ),
+        *(f"{name} is missing now" for name in saved if name not in known),
+    ]
+    if not differ:
+        return []
+    more = f", and {len(differ) - 1} more" if len(differ) > 1 else ""
+    return [Problem(pointer, f"the model differs from {which}: {differ[0]}{more}; a clone must keep the model's sizes")]
+
+
+def _wishes_not_granted(model: PreTrainedModel, seen: Seen, spec: JobSpec) -> list[Problem]:
+    """Return the settings of a spec that its model does not support."""
+    strategy, policy = spec.strategy, spec.strategy.wrap_policy
+    checks: list[tuple[str, Callable[[], object]]] = [
+        ("/strategy/ulysses_size", lambda: check_attention(seen, spec)),
+        ("/strategy/wrap_policy/transformer_layer_cls_to_wrap", lambda: find_units(model, policy)),
+        ("/training/chunked_loss", lambda: check_head(seen, spec)),
+        ("/data/sequence_length", lambda: check_positions(seen, spec)),
+        ("/model/freeze_module_prefix", lambda: freeze(model, spec.model.freeze_module_prefix)),
+    ]
+    if strategy.apply_tiled_mlp:
+        tiles = strategy.tiled_num_shards
+        checks.append(
+            ("/strategy/apply_tiled_mlp", lambda: apply_tiled_mlp(decoder_layers(model, policy), tiles=tiles))
+        )
+    problems = []
+    for pointer, check in checks:
+        try:
+            check()
+        except ModelError as error:
+            problems.append(Problem(pointer, str(error)))
+    return problems
+
+
+def _source_problems(
+    source: SourceSpec, columns: ColumnsSpec, policy: ReadPolicy, pointers: tuple[str, str], *, skip: bool
+) -> list[Problem]:
+    """Return the problems of one source; `pointers` are those of its path and its columns."""
+    looking_at(pointers[0])
+    try:
+        for uri in source.paths:
+            check_allowed(uri, policy)
+        files = list_files(source)
+        if all(is_empty(file) for file in files):
+            raise DataError(f"{', '.join(source.paths)} holds no rows; an empty dataset cannot be trained on")
+    except _MISTAKES as error:
+        return [Problem(pointers[0], _said(error))]
+    try:
+        check_columns(next(file for file in files if not is_empty(file)), columns, skip=skip)
+    except DataError as error:
+        return [Problem(pointers[1], str(error))]
+    return []
+
+
+def _tokenizer_problems(spec: JobSpec, policy: ReadPolicy, shape: ModelShape) -> list[Problem]:
+    if not spec.data.reads_text:
+        return []
+    looking_at("/model/tokenizer")
+    try:
+        if spec.model.tokenizer is not None:
+            check_folder(spec.model.tokenizer, policy)
+        folder = tokenizer_folder(spec)
+        if folder is not None:
+            load_tokenizer(str(folder)).check_fits(shape.vocab)
+            data = spec.data
+            if any(data.columns_of(source).messages for source in (*data.sources, *data.eval_sources)):
+                check_chat_template(str(folder))
+    except _MISTAKES as error:
+        return [Problem("/model/tokenizer", _said(error))]
+    return []
+
+
+def _preview(spec: JobSpec) -> list[Preview]:
+    """Return the effect of preparation on the first rows; empty for unreadable data, which the run reports."""
+    looking_at("/data/train")
+    with suppress(ValueError, OSError):
+        return preview_data(spec)
+    return []
+
+
+def _count(spec: JobSpec) -> SampleCount | None:
+    with suppress(ValueError, OSError):
+        return count_samples(spec)
+    return None
+
+
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    """Return the problems of a spec's data and model, the model's sizes, and counts of the first rows."""
+    spec, policy = parse(question["spec"]), ReadPolicy.model_validate(question["read_policy"])
+    parent = Parent.model_validate(question["parent"]) if question["parent"] else None
+    # Opened files are checked again: a link may replace a file after the first check.
+    with limit_inputs(policy), storage_patience(_STORAGE_SECONDS):
+        try:
+            shape, problems = check_model(spec, policy, parent)
+            problems = [*check_data(spec, policy), *problems]
+        except StorageUnavailable as error:
+            return {"unavailable": {"root": str(error.filename), "error": str(error.strerror)}}
+        preview, count = ([], None) if problems else (_preview(spec), _count(spec))
+    return {
+        "problems": [asdict(problem) for problem in problems],
+        "shape": shape and asdict(shape),
+        "preview": [asdict(source) for source in preview],
+        "count": count and asdict(count),
+    }
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], answer)

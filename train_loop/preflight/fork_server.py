@@ -1,0 +1,162 @@
+"""A fork server: a helper process with all imports that forks for each request, with time, CPU and memory limits."""
+
+import json
+import math
+import os
+import resource
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from socketserver import ForkingMixIn, StreamRequestHandler, UnixStreamServer
+from typing import Any
+
+Answer = Callable[[dict[str, Any]], object]
+_MIB = 1 << 20
+_REMEDY = "choose a smaller config or smaller files, or have the operator raise"
+_NO_MEMORY = b'{"limit": "memory"}'
+_subject: Callable[[str], None] = lambda pointer: None  # noqa: E731 - each fork replaces it
+
+
+def looking_at(pointer: str) -> None:
+    """Set the JSON pointer of the current check, at which the helper reports an exceeded limit."""
+    _subject(pointer)
+
+
+def serve(path: str, answer: Answer) -> None:
+    """Answer each request in a forked process until standard input closes: then the parent process has exited.
+
+    A request's `seconds` limit its time. Optional `cpu_seconds` and `memory_bytes` limit its CPU time and its memory
+    beyond the helper's. A request that exceeds a limit is answered with a problem at the pointer of its current check.
+    """
+
+    class Handler(StreamRequestHandler):
+        def handle(self) -> None:
+            self.wfile.write(_watched(json.load(self.rfile), answer))
+
+    with Server(path, Handler) as server:
+        threading.Thread(target=_leave_with_stdin, args=(Path(path),), daemon=True).start()
+        server.serve_forever()
+
+
+class Server(ForkingMixIn, UnixStreamServer):
+    """A server that forks for each request."""
+
+
+def _watched(question: dict[str, Any], answer: Answer) -> bytes:
+    """Answer in a child process. Return its answer, the limit that it exceeded, or nothing."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        try:
+            _answer(question, answer, writing)
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        *subjects, found = pipe.read().split(b"\n")
+    _, status, used = os.wait4(child, 0)
+    subject = subjects[-1].decode() if subjects else ""
+    limit = _limit_exceeded(question, status, used, found)
+    if limit is not None:
+        return json.dumps(_exceeded(subject, limit)).encode()
+    return json.dumps({"failed": _timed_out(question, subject)}).encode() if _by(status) == signal.SIGALRM else found
+
+
+def _answer(question: dict[str, Any], answer: Answer, writing: int) -> None:
+    global _subject
+    _subject = lambda pointer: _write(writing, f"{pointer}\n".encode())  # noqa: E731
+    _limit(question)
+    try:
+        found = json.dumps(answer(question)).encode()
+    except Exception as error:
+        if lacks_memory(error):
+            found = _NO_MEMORY
+        else:
+            traceback.print_exc()
+            found = json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode()
+    _write(writing, found)
+
+
+def lacks_memory(error: BaseException | None) -> bool:
+    """Return whether an error or one of its causes is a failed memory allocation."""
+    while error is not None:
+        if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error) or "bad_alloc" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _limit(question: dict[str, Any]) -> None:
+    """Set the limits of this process. The service waits at most `seconds`."""
+    signal.alarm(math.ceil(question["seconds"]))
+    # If the host runs out of memory, the kernel kills a fork before the service.
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    # SIGXCPU would write a core dump with all of torch.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if cpu := question.get("cpu_seconds"):
+        # The fork has used no CPU time yet; threads of libraries count, too.
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(cpu), math.ceil(cpu) + 1))
+    if memory := question.get("memory_bytes"):
+        most = _data_bytes() + memory
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
+def _data_bytes() -> int:
+    """Return the bytes of this process's writable private memory, which RLIMIT_DATA counts; 0 if unknown."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmData:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def _limit_exceeded(question: dict[str, Any], status: int, used: resource.struct_rusage, found: bytes) -> str | None:
+    """Return the text of the limit that a child exceeded, or None."""
+    killed = _by(status)
+    cpu, memory = question.get("cpu_seconds"), question.get("memory_bytes")
+    if cpu and killed == signal.SIGXCPU:
+        return f"took over {cpu:g} s of CPU time; {_REMEDY} TRAINSHED_PREFLIGHT_CPU_SECONDS"
+    if killed == signal.SIGALRM and used.ru_utime + used.ru_stime > question["seconds"] / 2:
+        return f"took over {question['seconds']:g} s; {_REMEDY} TRAINSHED_PREFLIGHT_SECONDS"
+    # Python raises MemoryError; libraries in Rust and C++ abort the process if an allocation fails.
+    refused = killed in (signal.SIGABRT, signal.SIGSEGV) and used.ru_maxrss * 1024 > (memory or math.inf) / 2
+    if memory and (refused or found == _NO_MEMORY):
+        return f"took over {memory // _MIB} MiB of memory; {_REMEDY} TRAINSHED_PREFLIGHT_MEMORY_BYTES"
+    return None
+
+
+def _by(status: int) -> int | None:
+    """Return the signal that killed a process with this wait status."""
+    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+
+
+def _timed_out(question: dict[str, Any], subject: str) -> str:
+    """Return the error of a check that waited for I/O: unlike high CPU time, this is not the spec's fault."""
+    return (
+        f"the check of {subject} took over {question['seconds']:g} s; check that its storage answers, or have the "
+        "operator raise TRAINSHED_PREFLIGHT_SECONDS"
+    )
+
+
+def _exceeded(subject: str, limit: str) -> dict[str, Any]:
+    return {"problems": [{"pointer": subject, "message": f"its check {limit}"}], "shape": None}
+
+
+def _write(file: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(file, data) :]
+
+
+def _leave_with_stdin(socket: Path) -> None:
+    os.read(sys.stdin.fileno(), 1)
+    # A killed service cannot remove the folder of the socket.
+    with suppress(OSError):
+        socket.unlink()
+        socket.parent.rmdir()
+    os._exit(0)

@@ -1,0 +1,40 @@
+"""Number of samples in the training data, if it is known before preparation."""
+
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from train_loop.data.files import damage_told, open_file
+from train_loop.data.prepare.sources import SourceFile, list_files
+from train_loop.plan import SampleCount
+from train_loop.spec import ColumnsSpec, DataSpec, JobSpec
+
+_MOST_BYTES = 64 * 2**20
+"""Maximum total size of the files that are read for a count."""
+
+
+def count_samples(spec: JobSpec) -> SampleCount | None:
+    """Return the samples per epoch of Parquet with tokens, from the lengths of its rows; None for other data.
+
+    For packed rows the number is an upper bound. Raises DataError and OSError for unreadable files.
+    """
+    data = spec.data
+    columns = [data.columns_of(source) for source in data.sources]
+    if not all(one.tokenised for one in columns) or any(source.weight is not None for source in data.sources):
+        return None
+    files = [(file, one) for source, one in zip(data.sources, columns, strict=True) for file in list_files(source)]
+    if any(file.format != "parquet" for file, _ in files) or sum(file.size for file, _ in files) > _MOST_BYTES:
+        return None
+    samples = sum(_samples(file, one, data) for file, one in files)
+    return SampleCount(samples, exact=not data.packing and data.on_bad_rows == "fail")
+
+
+def _samples(file: SourceFile, columns: ColumnsSpec, data: DataSpec) -> int:
+    """Return the samples of a file if no two rows share a sample."""
+    assert columns.input_ids is not None
+    with damage_told(file.uri, file.format), open_file(file, buffer=0) as opened:
+        table = pq.ParquetFile(opened).read(columns=[columns.input_ids])
+        lengths = pc.list_value_length(table[columns.input_ids]).drop_null().to_numpy()
+    rule = data.long_rows_of(columns)
+    if rule == "split":
+        return int((-(-lengths // data.sequence_length)).sum())
+    return int(((lengths > 0) & ((lengths <= data.sequence_length) | (rule != "drop"))).sum())

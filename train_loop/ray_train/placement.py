@@ -1,0 +1,101 @@
+"""Explicit placement: `lay_out` chooses the node of each rank, and Ray Train uses these nodes.
+
+Ray's PACK and SPREAD ignore Ulysses groups and choose nodes by their load, so that a plan cannot predict them.
+A label selector on each bundle of the placement group fixes its node; rank r gets bundle r.
+"""
+
+import time
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
+from ray.train.v2._internal.execution.callback import WorkerGroupCallback
+
+from train_loop.plan import AUTOSCALED_VARIABLE, lay_out, missing_places, splits
+from train_loop.ray_train import raylet
+from train_loop.spec import ScalingSpec
+
+Nodes = Mapping[str, Mapping[str, float]]
+"""Resources by node id."""
+NODE_ID = "ray.io/node-id"
+_SETTLE_SECONDS = 3.0
+"""Seconds to wait for the resources of the previous group, if they improve the layout."""
+_POLL_SECONDS = 0.25
+
+
+def autoscaled(environment: Mapping[str, str]) -> bool:
+    """Return whether nodes may join on demand: the operator set a limit, or Ray's autoscaler reports node types."""
+    return bool(environment.get(AUTOSCALED_VARIABLE)) or raylet.grows()
+
+
+class Placement(WorkerGroupCallback):  # type: ignore[misc]
+    """Callback of Ray Train that chooses the node of each rank whenever a worker group starts.
+
+    If no layout fits, it waits up to `timeout` seconds; then Ray Train retries. With `autoscaled` it leaves the choice
+    to Ray, because only a pending placement group makes the cluster grow.
+    """
+
+    def __init__(self, scaling: ScalingSpec, *, group: int, autoscaled: bool = False, timeout: float = 60.0) -> None:
+        self._scaling, self._group = scaling, group
+        self._autoscaled, self._timeout = autoscaled, timeout
+
+    def before_worker_group_start(self, worker_group_context: Any) -> None:
+        """Choose the nodes; called by Ray Train's controller before it creates the placement group."""
+        workers, each = worker_group_context.num_workers, worker_group_context.resources_per_worker
+        scaling = self._scaling.model_copy(update={"num_workers": workers, "resources_per_worker": dict(each)})
+        nodes = self.choose(scaling)
+        if nodes is not None:
+            # Ray Train has no public way to set the selector of each worker this late.
+            object.__setattr__(worker_group_context, "label_selector", [{NODE_ID: node} for node in nodes])
+
+    def choose(self, scaling: ScalingSpec) -> list[str] | None:
+        """Return the node of each rank, or None to leave the choice to Ray.
+
+        Raises WorkerGroupStartupTimeoutError if the nodes have no room within the timeout.
+        """
+        for waited in _ticks():
+            total, free = self._look()
+            doubtful = self.doubtful()
+            trusted = {node: has for node, has in free.items() if node not in doubtful}
+            if len(trusted) < len(free) and lay_out(scaling, list(trusted.values()), group=self._group) is not None:
+                free = trusted
+            ranks = lay_out(scaling, list(free.values()), group=self._group)
+            settled = waited >= _SETTLE_SECONDS
+            if ranks is not None and (settled or splits(ranks, self._group) <= self._least(scaling, total)):
+                names = list(free)
+                return [names[node] for node, mine in ranks.items() for _ in mine]
+            if ranks is None and settled and self._autoscaled:
+                return None
+            if waited >= self._timeout:
+                break
+            if ranks is None and settled:
+                self.waiting(missing_places(scaling, list(free.values())))
+        raise WorkerGroupStartupTimeoutError(num_workers=scaling.world)
+
+    def avoided(self) -> Collection[str]:
+        """Return ids of nodes to exclude, in addition to draining nodes. Subclasses override it."""
+        return ()
+
+    def doubtful(self) -> Collection[str]:
+        """Return ids of nodes to use only if the others have no room. Subclasses override it."""
+        return ()
+
+    def waiting(self, missing: str) -> None:
+        """Report missing capacity; called several times a second while nodes have no room. Subclasses override it."""
+
+    def _least(self, scaling: ScalingSpec, total: Nodes) -> int:
+        """Return the number of Ulysses groups that must cross hosts even on empty nodes."""
+        ranks = lay_out(scaling, list(total.values()), group=self._group)
+        return 0 if ranks is None else splits(ranks, self._group)
+
+    def _look(self) -> tuple[Nodes, Nodes]:
+        """Return the total and the free resources of the usable nodes."""
+        return raylet.usable(self.avoided())
+
+
+def _ticks() -> Iterator[float]:
+    """Yield the seconds since the first tick, every 0.25 s."""
+    begun = time.monotonic()
+    while True:
+        yield time.monotonic() - begun
+        time.sleep(_POLL_SECONDS)

@@ -1,0 +1,32 @@
+"""Masking of secrets from environment variables in texts."""
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+_NAMES = re.compile(
+    r"secret|token(?!iz)|(^|_)(pass|pwd|auth|apikey)$|passw(or)?d|passphrase|credential|(api|access|private|account)_?key"
+    r"|(?<!sort)(?<!primary)(?<!foreign)(?<!partition)_key$|connection_?string",
+    re.IGNORECASE,
+)
+_IN_URLS = re.compile(r"://[^/@:\s]*:([^/@\s]+)@")
+_LEAST = 6
+"""Minimum length of a secret; shorter values occur in ordinary words."""
+MASK = "***"
+
+
+def masker(environment: Mapping[str, str] = os.environ) -> Callable[[str], str]:
+    """Return a function that masks secrets in a text: values of variables with secret names, and URL passwords."""
+    values = {value for name, value in environment.items() if _NAMES.search(name)}
+    values |= {found for value in environment.values() for found in _IN_URLS.findall(value)}
+    secrets = sorted((value for value in values if _is_secret(value)), key=len, reverse=True)
+    if not secrets:
+        return lambda text: text
+    pattern = re.compile("|".join(map(re.escape, secrets)))
+    return lambda text: pattern.sub(MASK, text)
+
+
+def _is_secret(value: str) -> bool:
+    # The path of a secret's file is not secret, nor is a number such as a count of tokens.
+    return len(value) >= _LEAST and not value.isdigit() and not (value.startswith("/") and Path(value).exists())

@@ -1,0 +1,57 @@
+"""Retries of calls that may succeed later."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
+
+from train_loop.run_dir import is_transient, storage_seconds
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+_AWAY = "storage is unavailable; retrying for %g s: %s"
+
+
+def patiently(
+    call: Callable[[], T],
+    *,
+    seconds: float,
+    may_pass: Callable[[BaseException], bool],
+    told: Callable[[BaseException], None] | None = None,
+) -> T:
+    """Retry `call` while `may_pass` accepts its error, for up to `seconds`; then raise the last error.
+
+    `told` is called with the first error that is retried.
+    """
+
+    def tell(state: RetryCallState) -> None:
+        if told is not None and state.attempt_number == 1 and state.outcome is not None:
+            error = state.outcome.exception()
+            assert error is not None, "only failures are retried"
+            told(error)
+
+    retrying = Retrying(
+        retry=retry_if_exception(may_pass),
+        wait=wait_random_exponential(multiplier=0.5, max=15),
+        stop=stop_after_delay(seconds),
+        before_sleep=tell,
+        reraise=True,
+    )
+    return retrying(call)
+
+
+def retry_storage(
+    call: Callable[[], T],
+    *,
+    seconds: float | None = None,
+    may_pass: Callable[[BaseException], bool] = is_transient,
+    told: Callable[[BaseException], None] | None = None,
+) -> T:
+    """Retry `call` while storage is unavailable, for up to `seconds` (default: the setting); then raise the last error.
+
+    The first failure is logged, or passed to `told`.
+    """
+    limit = storage_seconds() if seconds is None else seconds
+    return patiently(call, seconds=limit, may_pass=may_pass, told=told or partial(log.warning, _AWAY, limit))

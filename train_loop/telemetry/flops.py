@@ -1,0 +1,96 @@
+"""FLOPs per trained token and model FLOPs utilisation (MFU)."""
+
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+FORMULA = "(6·N + 12·L·d·s) · tokens/s per device ÷ peak"
+"""Model FLOPs utilisation (Chowdhery et al., 2022): N all parameters, L layers, d heads x head_dim, s sequence length.
+
+By convention, recomputed activations do not count, and attention counts as neither causal nor split by documents.
+Packed rows therefore get a higher value the shorter their documents are.
+"""
+
+_HALF = ("bf16", "fp16")
+# From NVIDIA's data sheets: dense, not sparse; half precision on tensor cores, and fp32 without TF32, which torch
+# disables by default. The first pattern that matches the device's name counts.
+_PEAKS: tuple[tuple[str, tuple[str, ...], float, float], ...] = (
+    # pattern, dtypes of its tensor cores, TFLOP/s in them, TFLOP/s in fp32
+    (r"\bGB200\b", _HALF, 2500.0, 80.0),
+    (r"\bB200\b", _HALF, 2250.0, 75.0),
+    (r"\bH[12]00 NVL\b", _HALF, 835.5, 60.0),
+    (r"\bH100 PCIe\b", _HALF, 756.5, 51.0),
+    (r"\b(H100|H200|H800|GH200)\b", _HALF, 989.5, 67.0),
+    (r"\bH20\b", _HALF, 148.0, 44.0),
+    (r"\bA(100|800)\b", _HALF, 312.0, 19.5),
+    (r"\bA30\b", _HALF, 165.0, 10.3),
+    (r"\bA40\b", _HALF, 149.7, 37.4),
+    (r"\bA10G\b", _HALF, 70.0, 35.0),
+    (r"\bA10\b", _HALF, 125.0, 31.2),
+    (r"\bL40S\b", _HALF, 362.05, 91.6),
+    (r"\bL40\b", _HALF, 181.05, 90.5),
+    (r"\bL4\b", _HALF, 121.0, 30.3),
+    (r"\bV100-SXM2\b", ("fp16",), 125.0, 15.7),
+    (r"\bV100-PCIE\b", ("fp16",), 112.0, 14.0),
+    (r"\bT4\b", ("fp16",), 65.0, 8.1),
+)
+
+
+def peak_flops(device: str, dtype: str) -> float | None:
+    """Return the dense FLOP/s of a CUDA device, by name, in a compute dtype (bf16, fp16, fp32); None if unknown."""
+    if "MIG" in device:  # a slice of a GPU has the name of the whole GPU
+        return None
+    for pattern, tensor_dtypes, tensor, plain in _PEAKS:
+        if re.search(pattern, device):
+            peaks = dict.fromkeys(tensor_dtypes, tensor) | {"fp32": plain}
+            return peaks[dtype] * 1e12 if dtype in peaks else None
+    return None
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Numbers from which a run's MFU is computed."""
+
+    parameters: int
+    layers: int
+    attention_width: int
+    """Number of heads x head_dim."""
+    sequence_length: int
+    device: str
+    dtype: str
+
+    @property
+    def per_token(self) -> int:
+        """Return the FLOPs of one token, forward and backward."""
+        return 6 * self.parameters + 12 * self.layers * self.attention_width * self.sequence_length
+
+    @property
+    def peak(self) -> float | None:
+        """Return the peak FLOP/s of one device; None if unknown."""
+        return peak_flops(self.device, self.dtype)
+
+    def mfu(self, tokens_per_second: float) -> float | None:
+        """Return the fraction of its peak that a device reaches at `tokens_per_second`; None if the peak is unknown."""
+        peak = self.peak
+        return None if peak is None else self.per_token * tokens_per_second / peak
+
+    def stated(self) -> dict[str, Any]:
+        """Return the formula and its numbers, for the event `training_started`."""
+        return {"formula": FORMULA, **asdict(self), "flops_per_token": self.per_token, "peak_flops": self.peak}
+
+
+def count_flops(model: PreTrainedModel, *, sequence_length: int, dtype: str, device: torch.device) -> Flops:
+    """Return the FLOPs of a model on a device. A sharded model counts with all its parameters."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    return Flops(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        layers=config.num_hidden_layers,
+        attention_width=heads * (getattr(config, "head_dim", None) or config.hidden_size // heads),
+        sequence_length=sequence_length,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        dtype=dtype,
+    )

@@ -1,0 +1,1 @@
+"""The asynchronous client. `make client` generates the synchronous one, `trainshed/_sync`, from it."""

@@ -1,0 +1,77 @@
+"""The asynchronous client of a service."""
+
+from collections.abc import AsyncIterator, Mapping
+from types import TracebackType
+from typing import Self
+
+import httpx
+
+from service.api.schemas import PlanOut
+from trainshed._async.api import AsyncApi
+from trainshed._async.job import AsyncJob, pages
+from trainshed.address import find_key, find_url
+from trainshed.job_base import Spec, States, is_complete_id, resolve_id, spec_text, states_of
+
+_PATIENCE_SECONDS = 60.0
+_PAGE = 100
+
+
+class AsyncClient:
+    """A connection to one service. `AsyncClient()` finds URL and key as the `trainshed` command does.
+
+    Raises NoKeyError if no key is found. Every call raises ApiError, or httpx.HTTPError if the service does not
+    answer for `patience` seconds. `api` has all calls of the REST API.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        key: str | None = None,
+        *,
+        patience: float = _PATIENCE_SECONDS,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        headers = {"Authorization": f"Bearer {key or find_key()}"}
+        self._http = httpx.AsyncClient(base_url=url or find_url(), headers=headers, transport=transport)
+        self.api = AsyncApi(self._http, patience)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def submit(self, spec: Spec, *, idempotency_key: str | None = None) -> AsyncJob:
+        """Submit a job. Repeated submissions with the same key and spec return the same job."""
+        return AsyncJob(self.api, await self.api.submit(spec_text(spec), idempotency_key=idempotency_key))
+
+    async def plan(self, spec: Spec) -> PlanOut:
+        """Return the plan of a spec, after the checks of `submit`. Nothing is stored."""
+        return await self.api.plan(spec_text(spec))
+
+    async def job(self, job_id: str) -> AsyncJob:
+        """Return a job by its id or a unique prefix of it. Raises AmbiguousId if several ids match."""
+        found = None if is_complete_id(job_id) else resolve_id(job_id, (await self.api.jobs(id_prefix=job_id)).data)
+        return AsyncJob(self.api, found or await self.api.job(job_id))
+
+    def jobs(
+        self,
+        *,
+        state: States = (),
+        project: str | None = None,
+        name: str | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[AsyncJob]:
+        """Yield the jobs with one of these states, this project, this name and all these labels, newest first."""
+        found = pages(
+            lambda after: self.api.jobs(
+                states=states_of(state), project=project, name=name, labels=labels, after=after, limit=_PAGE
+            )
+        )
+        return (AsyncJob(self.api, info) async for info in found)

@@ -1,0 +1,78 @@
+"""Lookup of the service's URL and of an API key: in TRAINSHED_URL and TRAINSHED_KEY, then in the home of a service."""
+
+import os
+from typing import TYPE_CHECKING
+
+import httpx
+
+from trainshed.errors import InvalidUrl, NoKeyError
+
+if TYPE_CHECKING:
+    from service.config.address import LocalService
+
+_DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+def find_url() -> str:
+    """Return the service's URL. Raises InvalidUrl, or BadSettings if the settings of the local service are invalid."""
+    url = _variable("TRAINSHED_URL")
+    if url is None:
+        return _local_url()
+    if not _is_url(url):
+        # The part before an @ may contain a password.
+        raise InvalidUrl(f"TRAINSHED_URL={url.rpartition('@')[2]!r} is not a URL; write http://HOST:PORT")
+    return url
+
+
+def find_key() -> str:
+    """Return the API key. Raises NoKeyError, or BadSettings if the settings of the local service are invalid."""
+    key = (_variable("TRAINSHED_KEY") or _local_key()).strip()
+    if not (key.isascii() and key.isprintable()):
+        raise NoKeyError("the key holds characters that no key has; copy it anew into TRAINSHED_KEY, or unset that")
+    return key
+
+
+def _variable(name: str) -> str | None:
+    """Return an environment variable, or None if it is empty. Names are case-insensitive, as in the settings."""
+    return {known.upper(): value for known, value in os.environ.items()}.get(name) or None
+
+
+def _is_url(text: str) -> bool:
+    try:
+        url = httpx.URL(text)
+    except httpx.InvalidURL:
+        return False
+    return url.scheme in ("http", "https") and bool(url.host)
+
+
+def _local_service() -> "LocalService | None":
+    """Return the service on this machine. None if only the client is installed."""
+    try:
+        # Imported only here: without the extra `service`, pydantic-settings is missing.
+        from service.config.address import local_service  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.startswith("service"):
+            raise
+        return None
+    return local_service()
+
+
+def _local_url() -> str:
+    local = _local_service()
+    return _DEFAULT_URL if local is None else local.url
+
+
+def _local_key() -> str:
+    local = _local_service()
+    if local is None:
+        raise NoKeyError("there is no key; set TRAINSHED_KEY, and TRAINSHED_URL to the URL of the service")
+    try:
+        return local.key_file.read_text()
+    except FileNotFoundError as error:
+        raise NoKeyError(
+            f"there is no key: {local.key_file} does not exist; start the service first, or set TRAINSHED_KEY"
+        ) from error
+    except PermissionError as error:
+        raise NoKeyError(
+            f"there is no key: {local.key_file} may not be read; set TRAINSHED_KEY to one of your own"
+        ) from error

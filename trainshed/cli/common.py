@@ -1,0 +1,124 @@
+"""Arguments and options that commands share, and reading of spec files and their overrides."""
+
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from pydantic import BaseModel, ValidationError
+
+from train_loop.spec import SpecError, merged, read_yaml
+from trainshed.cli.exit_codes import Exit, fail
+from trainshed.cli.ids import LAST, complete_job
+
+M = TypeVar("M", bound=BaseModel)
+JOB_HELP = f"a job's id, or enough of its beginning; `{LAST}` is the newest one"
+_HEADER = re.compile("[!-~]([ -~]{0,253}[!-~])?")
+SpecFile = Annotated[Path, typer.Argument(help="job spec in YAML or JSON; - reads standard input", allow_dash=True)]
+JobRef = Annotated[str, typer.Argument(metavar="JOB", help=JOB_HELP, autocompletion=complete_job)]
+JobRefs = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[JOB]...", help=JOB_HELP, autocompletion=complete_job, show_default=False),
+]
+Step = Annotated[int, typer.Argument(help="step of a checkpoint, from `trainshed checkpoints`", min=0)]
+AsJson = Annotated[bool, typer.Option("--json", help="print the response as one JSON document")]
+AsJsonLines = Annotated[
+    bool, typer.Option("--json", help="print JSON: one document, or one line per entry with --follow")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=VALUE", help="override a spec field; VALUE is YAML"),
+]
+After = Annotated[str | None, typer.Option(metavar="CURSOR", help="`next` of the previous page")]
+Limit = Annotated[int, typer.Option(min=1, max=1000, help="maximum number of lines (ignored with --follow)")]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="stream until the job ends")]
+Wait = Annotated[bool, typer.Option("--wait", help="wait for the job to end; exit with 3 if it does not succeed")]
+
+
+def _header(value: str | None) -> str | None:
+    """Return the value. Raises BadParameter if it cannot be sent as a header."""
+    if value is not None and not _HEADER.fullmatch(value):
+        raise typer.BadParameter("write 1 to 255 characters of printable ASCII")
+    return value
+
+
+Once = Annotated[
+    str | None,
+    typer.Option(
+        "--idempotency-key", metavar="KEY", callback=_header, help="key that makes a repeated call return the same job"
+    ),
+]
+Grace = Annotated[
+    float | None, typer.Option(min=0, max=86400, metavar="SECONDS", help="seconds to wait before the job is killed")
+]
+
+
+def read_spec(file: Path, overrides: Sequence[str]) -> bytes:
+    """Read a spec and apply overrides. Exits with a one-line error and code 2 if either is invalid."""
+    text = _read(file)
+    if not overrides:
+        return text
+    try:
+        spec = read_yaml(text)
+        if not isinstance(spec, dict):
+            fail(f"{file}: a job spec is a mapping of fields, not {type(spec).__name__}", code=Exit.USAGE)
+        return json.dumps(merged(spec, read_overrides(overrides)), allow_nan=False).encode()
+    except (SpecError, TypeError, ValueError) as error:
+        fail(f"{file}: {error}", code=Exit.USAGE)
+
+
+def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """Merge overrides into one mapping; values are YAML. Exits with a one-line error and code 2 if one is invalid."""
+    whole: dict[str, Any] = {}
+    for override in overrides:
+        place, equals, value = override.partition("=")
+        *above, name = place.split(".")
+        part = whole
+        for step in above:
+            part = part.setdefault(step, {})
+            if not isinstance(part, dict):
+                fail(f"{override!r} is below a value that another --set sets", code=Exit.USAGE)
+        if not equals or not all((*above, name)):
+            fail(f"invalid override {override!r}; expected e.g. --set training.max_steps=200", code=Exit.USAGE)
+        try:
+            part[name] = read_yaml(value)
+        except SpecError as error:
+            fail(f"{override!r}: {error}", code=Exit.USAGE)
+    return whole
+
+
+def override_at(pointer: str, overrides: Sequence[str]) -> str | None:
+    """Return the override that sets the value at a JSON pointer, or None."""
+    places = {"/" + override.partition("=")[0].replace(".", "/"): override for override in overrides}
+    return next((override for place, override in places.items() if f"{pointer}/".startswith(f"{place}/")), None)
+
+
+def read_pairs(pairs: Sequence[str], option: str) -> dict[str, str]:
+    """Parse `K=V` pairs into a mapping. Exits with a one-line error and code 2 if one is invalid."""
+    split = [pair.partition("=") for pair in pairs]
+    for pair, (key, equals, _) in zip(pairs, split, strict=True):
+        if not key or not equals:
+            fail(f"invalid value {pair!r}; expected {option} key=value", code=Exit.USAGE)
+    return {key: value for key, _, value in split}
+
+
+def checked(model: type[M], given: Mapping[str, object], remedy: str) -> M:
+    """Validate options as a model. Exits with a one-line error and code 2 if they are invalid."""
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place = "/".join(map(str, problem["loc"]))
+        fail(f"{place}: {problem['msg']}; {remedy}", code=Exit.USAGE)
+
+
+def _read(file: Path) -> bytes:
+    if str(file) == "-":
+        return sys.stdin.buffer.read()
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        fail(f"{file}: {error.strerror}; name a readable job spec", code=Exit.USAGE)

@@ -1,0 +1,118 @@
+"""`trainshed events`, `metrics` and `logs`: the output of a run."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+from pydantic import RootModel
+
+from service.api.schemas import Level, LinePage, TextPage
+from trainshed import Api, Line
+from trainshed.cli.common import After, AsJsonLines, Follow, JobRef, Limit
+from trainshed.cli.connect import LONG_SECONDS, SHORT_SECONDS, connect
+from trainshed.cli.exit_codes import detach_on_interrupt
+from trainshed.cli.ids import find_job
+from trainshed.cli.show import next_command, show_json, show_line, show_next, show_text
+from trainshed.cli.sparklines import show_curves
+
+_POINTS = 1000
+Contains = Annotated[str | None, typer.Option(metavar="TEXT", help="only lines that contain this text")]
+Attempt = Annotated[int | None, typer.Option(min=1, help="attempt [default: the newest]")]
+Rank = Annotated[int | None, typer.Option(min=0, help="rank [default: the driver]")]
+AtLeast = Annotated[Level | None, typer.Option(help="minimum level", case_sensitive=False)]
+Points = Annotated[
+    int | None, typer.Option(min=2, max=10_000, help="downsample to at most this number of lines (not with --follow)")
+]
+AsLines = Annotated[bool, typer.Option("--lines", help="print one line per entry with all values, as --follow does")]
+
+
+class _One(RootModel[Line | str]):
+    """One line as JSON."""
+
+
+def events(
+    job: JobRef,
+    follow: Follow = False,
+    contains: Contains = None,
+    after: After = None,
+    limit: Limit = 100,
+    as_json: AsJsonLines = False,
+) -> None:
+    """Show the events of a job over all attempts, oldest first."""
+    with _run(job, follow=follow) as (api, job_id):
+        if follow:
+            _follow(api, job_id, api.follow_events(job_id, after=after, contains=contains), as_json)
+        else:
+            _show(api.events(job_id, after=after, contains=contains, limit=limit), f"events {job_id}", as_json)
+
+
+def logs(  # noqa: PLR0913 - each is an option of the command
+    job: JobRef,
+    follow: Follow = False,
+    attempt: Attempt = None,
+    rank: Rank = None,
+    contains: Contains = None,
+    level: AtLeast = None,
+    after: After = None,
+    limit: Limit = 1000,
+    as_json: AsJsonLines = False,
+) -> None:
+    """Show the log of the driver or of one rank."""
+    with _run(job, follow=follow) as (api, job_id):
+        if follow:
+            lines = api.follow_logs(job_id, attempt=attempt, rank=rank, after=after, contains=contains, level=level)
+            _follow(api, job_id, lines, as_json)
+            return
+        page = api.logs(job_id, attempt=attempt, rank=rank, after=after, contains=contains, level=level, limit=limit)
+        _show(page, f"logs {job_id}", as_json)
+
+
+def metrics(
+    job: JobRef,
+    follow: Follow = False,
+    lines: AsLines = False,
+    points: Points = None,
+    after: After = None,
+    limit: Limit = 100,
+    as_json: AsJsonLines = False,
+) -> None:
+    """Plot loss, throughput, gradient norm and learning rate. With --lines, print the metrics of each logged step."""
+    with _run(job, follow=follow) as (api, job_id):
+        if follow:
+            _follow(api, job_id, api.follow_metrics(job_id, after=after), as_json)
+        elif lines or as_json:
+            page = api.metrics(job_id, after=after, points=points, limit=limit)
+            _show(page, f"metrics {job_id} --lines", as_json)
+        else:
+            show_curves(api.metrics(job_id, after=after, points=points or _POINTS).data)
+            show_next(f"metrics {job_id} --lines")
+
+
+@contextmanager
+def _run(job: str, *, follow: bool) -> Iterator[tuple[Api, str]]:
+    """Yield the API and the job id. With `follow`, retry longer. Exit on Ctrl-C without affecting the job."""
+    with connect(retry_seconds=LONG_SECONDS if follow else SHORT_SECONDS) as api:
+        job_id = find_job(api, job)
+        with detach_on_interrupt(job_id):
+            yield api, job_id
+
+
+def _follow(api: Api, job_id: str, lines: Iterable[Line | str], as_json: bool) -> None:
+    for line in lines:
+        show_json(_One(line), lines=True) if as_json else _show_one(line)
+    if not as_json:
+        show_next(next_command(api.job(job_id)))
+
+
+def _show(page: LinePage | TextPage, command: str, as_json: bool) -> None:
+    if as_json:
+        show_json(page)
+        return
+    for line in page.data:
+        _show_one(line)
+    show_next(f"{command} --after {page.next}" if page.has_more else f"{command} --follow")
+
+
+def _show_one(line: Line | str) -> None:
+    show_text(line) if isinstance(line, str) else show_line(line)

@@ -1,0 +1,101 @@
+"""Output of commands: answers on stdout, notes and the suggested next command on stderr."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Literal
+
+from pydantic import BaseModel, JsonValue
+from rich.console import Console
+from rich.text import Text
+
+from service.api.schemas import JobOut
+from service.domain.jobs.job import JobState
+from train_loop.spec import show
+from train_loop.spec import show_json as escape_json
+
+console = Console(highlight=False, soft_wrap=True)
+notes = Console(highlight=False, soft_wrap=True, stderr=True)
+Cell = str | Text
+_NEXT_COMMANDS = {
+    JobState.QUEUED: "watch {}",
+    JobState.STARTING: "watch {}",
+    JobState.RUNNING: "watch {}",
+    JobState.RECOVERING: "watch {}",
+    JobState.PAUSING: "watch {} --until PAUSED",
+    JobState.PAUSED: "resume {}",
+    JobState.CANCELLING: "watch {} --until CANCELLED",
+    JobState.CANCELLED: "clone {}",
+    JobState.SUCCEEDED: "checkpoints {}",
+    JobState.FAILED: "logs {}",
+}
+
+
+class Gone(BaseModel):
+    """JSON output of a deletion or revocation, for which the service returns no body."""
+
+    id: str
+    gone: Literal[True] = True
+
+
+def show_json(answer: BaseModel, *, lines: bool = False) -> None:
+    """Print the service's answer as JSON. With `lines`, print it on one line."""
+    print(escape_json(answer.model_dump_json(indent=None if lines else 2)), flush=True)
+
+
+def show_text(text: str) -> None:
+    """Print a line. Terminal control characters are escaped, in pipes too."""
+    console.print(show(text), markup=False)
+
+
+def show_note(text: str) -> None:
+    """Print a note on stderr."""
+    notes.print(show(text), markup=False)
+
+
+def show_next(command: str) -> None:
+    """Print the suggested next command on stderr."""
+    notes.print(show(f"next: trainshed {command}"), markup=False, style="dim")
+
+
+def next_command(job: JobOut) -> str:
+    """Return the suggested next command for a job in its state."""
+    return _NEXT_COMMANDS[job.state].format(job.id)
+
+
+def show_line(line: Mapping[str, JsonValue]) -> None:
+    """Print an event or a metrics line: its local time, then its fields."""
+    time = line.get("time")
+    stamp = f"{datetime.fromtimestamp(time):%T}" if isinstance(time, int | float) else "--:--:--"
+    said = " ".join(f"{name}={_short(value)}" for name, value in line.items() if name not in ("seq", "time"))
+    show_text(f"{stamp} {said}")
+
+
+def show_facts(facts: Mapping[str, object]) -> None:
+    """Print one fact per line. Skips facts that are None."""
+    for name, value in facts.items():
+        if value is not None:
+            show_text(f"{name:>20}  {value}")
+
+
+def show_table(names: Sequence[str], rows: Iterable[Sequence[Cell]]) -> None:
+    """Print one line per row, truncated at the terminal's edge. The last column is the longest."""
+    lines = [[Text(name, "dim") for name in names], *([_first_line(cell) for cell in row] for row in rows)]
+    widths = [max(cell.cell_len for cell in column) for column in zip(*lines, strict=True)]
+    for line in lines:
+        for cell, width in zip(line, widths, strict=True):
+            cell.pad_right(width - cell.cell_len)
+        whole = Text("  ").join(line)
+        whole.rstrip()
+        if console.is_terminal:
+            whole.truncate(console.width, overflow="ellipsis")
+        console.print(whole)
+
+
+def _first_line(cell: Cell) -> Text:
+    return cell if isinstance(cell, Text) else Text(show(cell.partition("\n")[0]))
+
+
+def _short(value: JsonValue) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_short, value))}]"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
