@@ -285,7 +285,7 @@ class SecretsUnreadable(DatabaseUnusable):
     def __init__(self) -> None:
         super().__init__(
             "the webhook secrets in the database are encrypted with another key; set TRAINSHED_SECRET_KEY to the key "
-            "of the service that encrypted them, or restore its key file (docs/operations.md, Secrets at rest)"
+            "of the service that encrypted them, or restore its key file (docs/operate/operations.md, Secrets at rest)"
         )
 
 

@@ -1,4 +1,4 @@
-"""The typed Python client of Trainshed; docs/client.md shows its use.
+"""The typed Python client of Trainshed; docs/guides/client.md shows its use.
 
 It needs pydantic, PyYAML, httpx and httpx-sse only. `trainshed.cli`, the `trainshed` command, needs the extra
 `service`.

@@ -1,4 +1,4 @@
-"""Examples of docs/client.md, run from top to bottom."""
+"""Examples of docs/guides/client.md, run from top to bottom."""
 
 import re
 import threading
@@ -13,7 +13,7 @@ from tests.support.service import KEY, FakeService
 from tests.support.serving import serving
 from train_loop.run_dir import ExportStatus, ExportWish, Outcome
 
-PAGE = Path(__file__).parents[2] / "docs" / "client.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "client.md"
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""docs/first-hour.md, typed again: what a new user is told to type works, and answers what the page says."""
+"""docs/get-started/first-hour.md, typed again: what a new user is told to type works, and answers what the page says."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.typed import Shell, typed_in
 
-PAGE = Path("docs/first-hour.md")
+PAGE = Path("docs/get-started/first-hour.md")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""docs/several-hosts.md, typed on two test hosts: what its commands answer is compared with the page."""
+"""docs/operate/several-hosts.md, typed on two test hosts: what its commands answer is compared with the page."""
 
 import re
 import subprocess
@@ -12,7 +12,7 @@ import pytest
 from tests.support.hosts import REPOSITORY, Host, Lab, lab
 from tests.support.typed import Shell, Typed
 
-PAGE = Path("docs/several-hosts.md")
+PAGE = Path("docs/operate/several-hosts.md")
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _PROMPT = re.compile(r"^(head|node1)\$ ", re.MULTILINE)
 _UNITS = {"node1": "trainshed-node"}

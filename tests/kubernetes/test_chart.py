@@ -130,7 +130,7 @@ def test_pods_are_restricted(rendered: Rendered) -> None:
 @pytest.mark.skipif(shutil.which("jq") is None, reason="the command of the runbook needs jq")
 @pytest.mark.parametrize("variant", ["defaults", "own keys", "OpenShift"])
 def test_restore_pod_of_the_runbook_is_the_pod_of_the_service(variant: str) -> None:
-    (program,) = re.findall(r"jq '(\{apiVersion.+?)' \|", Path("docs/runbook.md").read_text(), re.DOTALL)
+    (program,) = re.findall(r"jq '(\{apiVersion.+?)' \|", Path("docs/operate/runbook.md").read_text(), re.DOTALL)
     deployment = render(VARIANTS[variant]).of("Deployment")
     made = subprocess.run(["jq", program], input=json.dumps(deployment), capture_output=True, text=True, check=True)
     pod, template = json.loads(made.stdout), deployment["spec"]["template"]["spec"]

@@ -1,6 +1,6 @@
 """Fencing of worker groups: only the newest group of a run may write to its run directory.
 
-Torch-free. `docs/decisions/0018-fencing.md` states what this guarantees.
+Torch-free. `docs/explanation/decisions/0018-fencing.md` states what this guarantees.
 """
 
 import logging

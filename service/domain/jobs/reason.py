@@ -1,8 +1,10 @@
 """Reasons for the state of a job: a stable code for programs, a message for people, and a remedy."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
+from types import MappingProxyType
 
 
 class Code(StrEnum):
@@ -77,3 +79,38 @@ def code_of(word: str | None) -> Code:
         return Code(word or "")
     except ValueError:
         return Code.WORKER_FAILURE
+
+
+MEANINGS: Mapping[Code, str] = MappingProxyType(
+    {
+        Code.CLUSTER_UNREACHABLE: "Ray's dashboard does not answer; the state of the workers is unknown",
+        Code.UNSCHEDULABLE: "the job can never start: it exceeds the cluster, its limit or a quota",
+        Code.QUEUE: "an earlier job in the queue waits for more capacity",
+        Code.QUOTA: "the running jobs of the project use up its quota",
+        Code.CAPACITY: "the cluster has too little free capacity now",
+        Code.STORAGE_UNAVAILABLE: "a storage root does not answer or is not mounted",
+        Code.EFFECT_FAILED: "an action of the service, such as a submission to Ray, failed and is retried",
+        Code.HOST_LOST: "a host of the worker group is silent or lost",
+        Code.STALLED: "no step finishes; the message names the waiting ranks if they are known",
+        Code.MOVING: "ranks move away from hosts that will be taken away",
+        Code.WORKERS_LOST: "workers were lost on a live host",
+        Code.DRIVER_LOST: "the driver was lost, usually with the head node; the next attempt resumes the run",
+        Code.WORKER_FAILURE: "a worker raised an error that a retry may fix",
+        Code.CHECKPOINT_FAILED: "too many saves in a row failed, or the last one failed",
+        Code.VERSION_SKEW: "service and cluster have different versions of Trainshed",
+        Code.INTERRUPTED: "the driver was interrupted, and no user or service had requested it",
+        Code.FENCED: "a newer worker group or attempt has replaced this one",
+        Code.HUNG: "no output for longer than `failure.hang_timeout_seconds`; the service stopped the attempt",
+        Code.CRASH_LOOP: "`failure.max_attempts` attempts in a row failed without a new committed step",
+        Code.USER_ERROR: "the spec, the model or the data is wrong; a retry cannot fix it",
+        Code.DATA_ERROR: "data that cannot be trained on",
+        Code.MODEL_ERROR: "a model that cannot be built or trained as specified",
+        Code.OUT_OF_MEMORY: "a rank ran out of device or host memory",
+        Code.NONFINITE: "loss or gradients were not finite, and the spec ends the run in this case",
+        Code.USER: "a user paused, resumed or cancelled the job",
+        Code.PREEMPTED: "the job was paused for a job of higher priority; it resumes when there is capacity",
+        Code.RESIZED: "the job changes its number of workers",
+        Code.SERVICE_STOPPED: "the service with embedded Ray was stopped; the job resumes with it",
+    }
+)
+"""The meaning of each code, for the reference page of the docs."""

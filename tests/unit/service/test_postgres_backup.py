@@ -17,7 +17,7 @@ from tests.support.databases import emptied
 from tests.support.service import a_job
 from trainshed.cli.main import app
 
-OPERATIONS = Path(__file__).parents[3] / "docs" / "operations.md"
+OPERATIONS = Path(__file__).parents[3] / "docs" / "operate" / "operations.md"
 
 
 @pytest.fixture

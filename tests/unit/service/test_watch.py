@@ -198,7 +198,7 @@ def test_every_series_is_in_the_series_list_and_the_docs(service: FakeService) -
     exported = {family.name for family in families if family.name.startswith("trainshed_")}
     known = {one.full_name.removesuffix("_total") for one in ALL}
     assert {name for name in exported if not name.endswith("_created")} == known
-    page = Path("docs/watching.md").read_text()
+    page = Path("docs/operate/monitoring.md").read_text()
     assert [one.full_name for one in ALL if f"`{one.full_name}`" not in page] == []
 
 

@@ -1,0 +1,27 @@
+"""Drift of the architecture page: it lists the folders that exist."""
+
+import re
+from pathlib import Path
+
+PAGE = Path("docs/explanation/architecture.md")
+PACKAGES = ("trainshed", "service", "train_loop")
+# A folder per feature below these; the features are the same in every layer.
+FEATURES = {Path("service/use_cases"), Path("service/domain")}
+
+
+def listed_folders() -> set[Path]:
+    table = PAGE.read_text().partition("## Folders\n")[2].partition("\n## ")[0]
+    return {Path(name) for name in re.findall(r"^\| `([a-z_/]+)/` \|", table, re.MULTILINE)}
+
+
+def existing_packages() -> set[Path]:
+    every = {file.parent for name in PACKAGES for file in Path(name).rglob("__init__.py")}
+    return {one for one in every if not FEATURES & set(one.parents) and "migrations" not in one.parts}
+
+
+def test_page_lists_every_package() -> None:
+    assert existing_packages() - listed_folders() == set()
+
+
+def test_listed_folders_exist() -> None:
+    assert [one for one in listed_folders() if not one.is_dir()] == []

@@ -1,0 +1,1 @@
+"""The documentation site: pages generated from the code when MkDocs builds it."""

@@ -1,0 +1,34 @@
+"""MkDocs hooks: add the generated pages to the site, and warn of assets that are not local."""
+
+import logging
+import re
+import sys
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[2]
+# MkDocs loads this file by its path.
+sys.path.insert(0, str(ROOT))
+
+from tools.docs.pages import generate  # noqa: E402
+
+# A warning of this logger fails a strict build.
+log = logging.getLogger("mkdocs.hooks.docs")
+_REMOTE = re.compile(r'<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="(?:https?:)?//[^"]+"')
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add one file per generated page."""
+    for path, text in generate().items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Warn of scripts, styles and images that a browser would load from another host."""
+    for found in _REMOTE.findall(output):
+        log.warning("%s loads a remote asset: %s", page.file.src_path, found)
+    return output

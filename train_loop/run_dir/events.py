@@ -1,0 +1,49 @@
+"""All events in `events.jsonl`, each with its meaning; the reference page of the docs is generated from this list."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+EVENTS: Mapping[str, str] = MappingProxyType(
+    {
+        # The driver.
+        "attempt_started": "the driver of an attempt has started",
+        "finished": "the attempt has ended; the fields are those of `outcome.json`",
+        "moving": "the worker group has stopped to leave `hosts`, and starts again on other hosts",
+        "sink_failed": "a metrics sink failed; it is retried, and training continues",
+        # Data preparation.
+        "waiting_for_preparation": "another job prepares the same data; this one waits for it",
+        "training_tokenizer": "a tokenizer of `vocab_size` tokens is trained on the data",
+        "preparing": "preparation of one source has started, with its number of files and bytes",
+        "prepare_progress": "rows and tokens prepared so far, percentage, and estimated remaining seconds",
+        "bad_rows_skipped": "bad rows were left out; the first of them are listed by file and line",
+        "prepared": "the samples of the run are ready; counts of rows, tokens and samples for each source",
+        # The controller of a worker group.
+        "waiting_for_capacity": "the cluster lacks capacity for the worker group since `since`",
+        "group_started": "a worker group has its ranks; `hosts` maps each rank to its host",
+        "host_silent": "no heartbeat has arrived from a host for `seconds`",
+        "host_lost": "a host of the worker group is lost",
+        "stalled": "no step finishes; the ranks in `waiting` wait for the ranks in `for`",
+        "progressing": "the run, or the named host, makes progress again after `stalled` or `host_silent`",
+        "workers_lost": "the worker group has failed; `cause`, ranks and hosts explain the loss",
+        "storage_unavailable": "a storage root does not answer or is not mounted; writers retry",
+        "storage_available": "the storage root answers again",
+        # The ranks.
+        "workers_ready": "all ranks of the worker group run and build the model",
+        "continued": "the run starts from the checkpoint of another job, its parent",
+        "training_started": "the first step follows; mesh, batch, hosts and the step that the run resumes from",
+        "compiled": "torch.compile has compiled, recompiled or split a graph",
+        "profiled": "trace and memory snapshot of a step were written to `folder`",
+        "step_skipped": "loss or gradients of a step were not finite, and the step was skipped",
+        "loss_scale_lowered": "gradients overflowed in fp16, and the loss scale was lowered",
+        "out_of_memory": "a rank ran out of device or host memory; the largest terms of the plan are in `estimate`",
+        "preemption_notice": "hosts of some ranks will be taken away at `deadline`",
+        "training_ended": "training has ended: succeeded, paused, cancelled, failed or moved",
+        "warning": "a message to the user; the run continues",
+        # Checkpoints.
+        "checkpoint_committed": "a checkpoint is committed, with its bytes and seconds",
+        "checkpoint_delayed": "storage failed during a save, which is retried",
+        "checkpoint_failed": "a save was given up; training continues until the next save",
+        "checkpoint_rejected": "a damaged checkpoint was skipped and set aside",
+    }
+)
+"""Each event's name and meaning. A test compares the list with the code that writes events."""
