@@ -5,10 +5,11 @@ from train_loop.spec.data import ColumnsSpec, DataSpec, SourceSpec
 from train_loop.spec.job import JobSpec
 from train_loop.spec.model import ModelSpec
 from train_loop.spec.parse import dump, load, merged, override, parse, parse_text
+from train_loop.spec.positions import add_positions, nearest_position
 from train_loop.spec.printable import refuse_hidden, show, show_json
 from train_loop.spec.running import CheckpointSpec, FailureSpec, ScalingSpec
 from train_loop.spec.strategy import SaveMode, StrategySpec, WrapPolicySpec
-from train_loop.spec.text import as_pointer, read_yaml
+from train_loop.spec.text import Position, as_pointer, read_positions, read_yaml
 from train_loop.spec.training import TrainingSpec
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "FailureSpec",
     "JobSpec",
     "ModelSpec",
+    "Position",
     "Problem",
     "SaveMode",
     "ScalingSpec",
@@ -26,13 +28,16 @@ __all__ = [
     "StrategySpec",
     "TrainingSpec",
     "WrapPolicySpec",
+    "add_positions",
     "as_pointer",
     "dump",
     "load",
     "merged",
+    "nearest_position",
     "override",
     "parse",
     "parse_text",
+    "read_positions",
     "read_yaml",
     "refuse_hidden",
     "show",

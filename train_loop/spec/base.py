@@ -20,6 +20,10 @@ class Problem:
 
     pointer: str
     message: str
+    line: int | None = None
+    """Line in the YAML text, from 1; None if the position is unknown."""
+    column: int | None = None
+    """Column in the YAML text, from 1, in characters; None if the position is unknown."""
 
 
 class SpecError(ValueError):
