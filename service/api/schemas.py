@@ -257,6 +257,8 @@ class ProblemOut(BaseModel):
 
     pointer: str
     message: str
+    line: int | None = Field(default=None, ge=1, description="line in the YAML body, from 1; absent for JSON")
+    column: int | None = Field(default=None, ge=1, description="column in the YAML body, from 1, in characters")
 
 
 class ProblemDetails(BaseModel):

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from service.cli.changes import read_changes
 from service.cli.ends import Exit, fail
 from service.cli.ids import LAST, complete_job
+from service.cli.spec_text import SpecText
 from train_loop.spec import SpecError, merged, read_yaml
 
 M = TypeVar("M", bound=BaseModel)
@@ -57,18 +58,26 @@ Grace = Annotated[
 ]
 
 
-def read_spec(file: Path, changes: Sequence[str]) -> bytes:
-    """Read a spec and apply its changes. Exits with a one-line error and code 2 if either is invalid."""
-    text = _read(file)
-    if not changes:
-        return text
+def read_spec(file: Path, changes: Sequence[str]) -> tuple[bytes, SpecText]:
+    """Read a spec. Return the request body, with its changes applied, and the text for errors.
+
+    Exits with a one-line error and code 2 if either is invalid.
+    """
+    spec = SpecText("<stdin>" if str(file) == "-" else str(file), _read(file), changes)
+    return (_changed(spec) if changes else spec.text), spec
+
+
+def _changed(spec: SpecText) -> bytes:
     try:
-        spec = read_yaml(text)
-        if not isinstance(spec, dict):
-            fail(f"{file}: a job spec is a mapping of fields, not {type(spec).__name__}", code=Exit.USAGE)
-        return json.dumps(merged(spec, read_changes(changes)), allow_nan=False).encode()
-    except (SpecError, TypeError, ValueError) as error:
-        fail(f"{file}: {error}", code=Exit.USAGE)
+        data = read_yaml(spec.text)
+        if not isinstance(data, dict):
+            fail(f"{spec.name}: a job spec is a mapping of fields, not {type(data).__name__}", code=Exit.USAGE)
+        return json.dumps(merged(data, read_changes(spec.changes)), allow_nan=False).encode()
+    except SpecError as error:
+        located = [one for one in error.problems if one.line is not None]
+        fail(spec.error(located[0]) if located else f"{spec.name}: {error}", code=Exit.USAGE)
+    except (TypeError, ValueError) as error:
+        fail(f"{spec.name}: {error}", code=Exit.USAGE)
 
 
 def read_pairs(pairs: Sequence[str], option: str) -> dict[str, str]:

@@ -1,15 +1,15 @@
 """Connection of the CLI to the service, and output of its errors."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
 import httpx
 
 from service.address import NoKeyError
-from service.api.schemas import ProblemDetails, ProblemOut
-from service.cli.changes import made_by
+from service.api.schemas import ProblemDetails
 from service.cli.ends import fail
+from service.cli.spec_text import SpecText
 from service.cli.told import settings
 from service.client import Api, ApiError, Client
 
@@ -20,8 +20,11 @@ LONG_SECONDS = 120.0
 
 
 @contextmanager
-def connect(changes: Sequence[str] = (), *, patience: float = SHORT_SECONDS) -> Iterator[Api]:
-    """Yield the API of the service. On an error, print a readable line, name the --set at fault, and exit with 1."""
+def connect(spec: SpecText | None = None, *, patience: float = SHORT_SECONDS) -> Iterator[Api]:
+    """Yield the API of the service. On an error, print a readable line and exit with 1.
+
+    Errors of a spec name the line of its file, or the --set at fault.
+    """
     settings()
     try:
         with Client(patience=patience) as client:
@@ -29,18 +32,13 @@ def connect(changes: Sequence[str] = (), *, patience: float = SHORT_SECONDS) -> 
     except NoKeyError as error:
         fail(str(error))
     except ApiError as error:
-        _refused(error.problem, changes)
+        _refused(error.problem, spec or SpecText("", b""))
     except httpx.HTTPError as error:
         fail(f"the service does not answer ({error}); start it with `trainshed up`, or set TRAINSHED_URL")
 
 
-def _refused(problem: ProblemDetails, changes: Sequence[str]) -> NoReturn:
-    faults = [_detail(one, changes) for one in problem.errors or []]
+def _refused(problem: ProblemDetails, spec: SpecText) -> NoReturn:
+    faults = [spec.error(one) for one in problem.errors or []]
     if len(faults) > 1:
         fail(f"{len(faults)} things are wrong:", faults)
     fail(faults[0] if faults else problem.detail)
-
-
-def _detail(problem: ProblemOut, changes: Sequence[str]) -> str:
-    change = made_by(problem.pointer, changes)
-    return f"{problem.pointer or '/'}: {problem.message}" + (f" (--set {change})" if change else "")

@@ -12,6 +12,7 @@ from service.cli.hints import next_of
 from service.cli.ids import find_job
 from service.cli.job_view import show_job, show_jobs
 from service.cli.show import Gone, show_json, show_next, show_note, show_text
+from service.cli.spec_text import SpecText
 from service.cli.tables import show_plan
 from service.cli.watch import wait_for_end
 from service.domain.job import JobState
@@ -21,8 +22,8 @@ def submit(
     spec: SpecFile, changes: Changes = None, wait: Wait = False, idempotency_key: Once = None, as_json: AsJson = False
 ) -> None:
     """Submit a job and print its id."""
-    body = read_spec(spec, changes or ())
-    with connect(changes or ()) as api:
+    body, text = read_spec(spec, changes or ())
+    with connect(text) as api:
         made = api.submit(body, idempotency_key=idempotency_key)
     _started(made, wait=wait, as_json=as_json)
 
@@ -38,15 +39,15 @@ def clone(
 ) -> None:
     """Submit a job that starts from a checkpoint of another job, with changes to its spec."""
     overrides = read_changes(changes or ())
-    with connect(changes or ()) as api:
+    with connect(SpecText("", b"", changes or ())) as api:
         made = api.clone(find_job(api, job), from_checkpoint=step, overrides=overrides)
     _started(made, wait=wait, as_json=as_json)
 
 
 def plan(spec: SpecFile, changes: Changes = None, as_json: AsJson = False) -> None:
     """Validate a spec and show its mesh, batch size, steps and memory, without submitting it."""
-    body = read_spec(spec, changes or ())
-    with connect(changes or ()) as api:
+    body, text = read_spec(spec, changes or ())
+    with connect(text) as api:
         answer = api.plan(body)
     if as_json:
         show_json(answer)

@@ -207,7 +207,7 @@ class _Builder:
     def _note(self, event: yaml.Event) -> None:
         """Note the position of the current field, if positions are needed."""
         if self.positions is not None:
-            self.positions[self._pointer()] = _position(event.start_mark)
+            self.positions[self._pointer()] = _position(event)
 
     def _pointer(self) -> str:
         """Return the JSON pointer of the current field."""
@@ -219,10 +219,11 @@ class _Builder:
         return as_pointer(steps)
 
     def _fault(self, event: yaml.Event, message: str) -> SpecError:
-        return _refused(self._pointer(), message, _position(event.start_mark))
+        return _refused(self._pointer(), message, _position(event))
 
 
-def _position(mark: yaml.Mark | None) -> Position:
+def _position(event: yaml.Event) -> Position:
+    mark = event.start_mark
     assert mark is not None, "libyaml marks every event"
     return mark.line + 1, mark.column + 1
 
@@ -235,7 +236,7 @@ def _read_events(text: str | bytes) -> Any:
         # libyaml reports the position as a part of its message.
         message = f"the body is neither YAML nor JSON: {' '.join(str(error).split())[:500]}"
         mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
-        line, column = (None, None) if mark is None else _position(mark)
+        line, column = (None, None) if mark is None else (mark.line + 1, mark.column + 1)
         raise SpecError([Problem("", message, line, column)]) from error
     return builder.root
 
@@ -248,7 +249,7 @@ def _feed(builder: _Builder, text: str | bytes) -> None:
         if isinstance(event, yaml.DocumentStartEvent):
             documents += 1
             if documents > 1:
-                raise _refused("", "a second document begins; send one spec", _position(event.start_mark))
+                raise _refused("", "a second document begins; send one spec", _position(event))
         builder.take(event)
 
 
