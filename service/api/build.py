@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from anyio import CapacityLimiter
 from fastapi import FastAPI
 
-from service.api import checkpoints, doctor, health, jobs, keys, nodes, runs, usage, watched, webhooks
+from service.api import checkpoints, doctor, health, jobs, keys, nodes, runs, spec_schema, usage, watched, webhooks
 from service.api.describe import DescribedApi, operation_id
 from service.api.fair import Checks, FairSlots
 from service.api.guard import Guard, HostCheck, RequestIds
@@ -65,7 +65,7 @@ def build_api(parts: Parts) -> FastAPI:
     app.add_middleware(Observed, watch=parts.watching.watch)
     app.add_middleware(RequestIds)
     install_problems(app)
-    for module in (health, jobs, runs, checkpoints, nodes, usage, keys, watched, webhooks, doctor):
+    for module in (health, spec_schema, jobs, runs, checkpoints, nodes, usage, keys, watched, webhooks, doctor):
         app.include_router(module.router)
     return app
 

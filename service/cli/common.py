@@ -99,6 +99,14 @@ def checked(model: type[M], given: Mapping[str, object], remedy: str) -> M:
         fail(f"{place}: {problem['msg']}; {remedy}", code=Exit.USAGE)
 
 
+def write_file(file: Path, content: bytes) -> None:
+    """Write a file. Exits with a one-line error and code 2 if it cannot be written."""
+    try:
+        file.write_bytes(content)
+    except OSError as error:
+        fail(f"{file}: {error.strerror}; name a writable file in an existing folder", code=Exit.USAGE)
+
+
 def _read(file: Path) -> bytes:
     if str(file) == "-":
         return sys.stdin.buffer.read()

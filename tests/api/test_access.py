@@ -18,7 +18,7 @@ from service.domain.token import Claims, TokenRules
 from service.domain.webhook import Delivery, Message
 from tests.support.service import KEY, FakeService, spec_body
 
-PUBLIC = {("get", "/healthz"), ("get", "/readyz")}
+PUBLIC = {("get", "/healthz"), ("get", "/readyz"), ("get", "/schemas/job.json")}
 ABOUT_ALL = {("get", path) for path in ("/jobs", "/nodes", "/usage", "/keys", "/audit", "/me", "/webhooks")}
 """What answers with as much as the caller may see, be it nothing."""
 SHUT = ("none", "unknown", "revoked", "expired", "token-expired")

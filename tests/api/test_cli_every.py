@@ -66,6 +66,14 @@ CASES = {
         "backup {spec}",
         "{spec} exists; name a new file",
     ),
+    "schema": Case(
+        "schema",
+        '"$id": "urn:trainshed:job-spec"',
+        "$schema $id title properties",
+        "schema --output {home}/nowhere/job.schema.json",
+        "{home}/nowhere/job.schema.json: No such file or directory; name a writable file in an existing folder",
+        bad_code=2,
+    ),
     "submit": Case(
         "submit {spec} --set name=another --set training.max_steps=7",
         "job-",

@@ -11,7 +11,7 @@ from service.client import Api
 from service.client.call import Operation, Stream
 from tests.support.service import FakeService
 
-NO_CALL = {("GET", "/healthz"), ("GET", "/readyz"), ("GET", "/metrics")}
+NO_CALL = {("GET", "/healthz"), ("GET", "/readyz"), ("GET", "/metrics"), ("GET", "/schemas/job.json")}
 """What others than callers of the API ask for."""
 
 

@@ -25,18 +25,29 @@ class ScheduleOptions(SpecModel):
     """All options of all schedules; null selects the schedule's own default."""
 
     num_cycles: float | None = Field(default=None, gt=0, description="cosine waves; null: half a wave, down to the end")
-    min_lr: float | None = Field(default=None, ge=0, description="where cosine_with_min_lr ends")
+    min_lr: float | None = Field(default=None, ge=0, description="final learning rate of cosine_with_min_lr")
     min_lr_rate: float | None = Field(
-        default=None, ge=0, le=1, description="the same as a part of learning_rate; null: 0.1, unless min_lr is given"
+        default=None,
+        ge=0,
+        le=1,
+        description="final learning rate of cosine_with_min_lr as a fraction of learning_rate; null: 0.1, unless "
+        "min_lr is set",
     )
-    lr_end: float | None = Field(default=None, ge=0, description="where polynomial ends; null: 1e-7")
-    power: float | None = Field(default=None, gt=0, description="of polynomial; null: 1")
-    timescale: int | None = Field(default=None, gt=0, description="of inverse_sqrt; null: warmup_steps, or 10000")
-    num_decay_steps: int | None = Field(default=None, ge=1, description="of wsd; null: the last tenth of the run")
-    warmup_type: Shape | None = Field(default=None, description="of wsd; null: linear")
-    decay_type: Shape | None = Field(default=None, description="of wsd; null: cosine")
+    lr_end: float | None = Field(default=None, ge=0, description="final learning rate of polynomial; null: 1e-7")
+    power: float | None = Field(default=None, gt=0, description="power of polynomial; null: 1")
+    timescale: int | None = Field(
+        default=None, gt=0, description="time scale of inverse_sqrt in steps; null: warmup_steps, or 10000"
+    )
+    num_decay_steps: int | None = Field(
+        default=None, ge=1, description="decay steps of wsd; null: the last tenth of the run"
+    )
+    warmup_type: Shape | None = Field(default=None, description="shape of the warm-up of wsd; null: linear")
+    decay_type: Shape | None = Field(default=None, description="shape of the decay of wsd; null: cosine")
     min_lr_ratio: float | None = Field(
-        default=None, ge=0, le=1, description="where wsd starts and ends, as a part of learning_rate; null: 0"
+        default=None,
+        ge=0,
+        le=1,
+        description="first and last learning rate of wsd as a fraction of learning_rate; null: 0",
     )
 
 
