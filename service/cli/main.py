@@ -7,6 +7,7 @@ from service.cli import (
     backup,
     checkpoints,
     doctor,
+    init,
     jobs,
     keys,
     local,
@@ -23,7 +24,7 @@ app = typer.Typer(no_args_is_help=True, help="Distributed training jobs that sur
 
 _PANELS = {
     "Service": (local.up, local.down, local.serve, doctor.doctor, nodes.nodes, backup.backup, backup.restore),
-    "Specs": (schema.schema,),
+    "Specs": (init.init, schema.schema),
     "Jobs": (
         *(jobs.submit, jobs.plan, jobs.ps, jobs.show, watch.watch),
         *(jobs.pause, jobs.resume, jobs.cancel, jobs.clone, jobs.rm),

@@ -24,4 +24,4 @@ def schema(
         if not as_json:
             show_text(str(output))
     if not as_json:
-        show_next("plan FILE")
+        show_next("init")

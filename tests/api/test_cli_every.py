@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 from service.api.access_schemas import KeyIn
 from service.api.webhook_schemas import WebhookIn
 from service.cli.ends import Exit
+from service.cli.init import Template
 from service.cli.main import app
 from service.client import Api, Client
 from service.domain.job import JobState
@@ -65,6 +66,14 @@ CASES = {
         "trainshed sha256",
         "backup {spec}",
         "{spec} exists; name a new file",
+    ),
+    "init": Case(
+        "init {home}/{ended}.yaml",
+        "{home}/{ended}.yaml",
+        "template spec json_schema data",
+        "init {spec}",
+        "{spec} already exists; name a new file, or add --force to replace it",
+        bad_code=2,
     ),
     "schema": Case(
         "schema",
@@ -342,6 +351,18 @@ def test_command(world: World, command: str) -> None:
     assert done.returncode == Exit.DONE, done.stderr
     assert world.fill(case.said.replace("{ended", "{gone")) in done.stdout
     assert re.search(r"^next: trainshed [a-z]", done.stderr, re.MULTILINE), done.stderr
+
+
+@pytest.mark.parametrize("template", Template)
+def test_init_writes_a_spec_that_plans_without_edits(world: World, template: Template) -> None:
+    file = f"{{home}}/{template}/job.yaml"
+    Path(world.fill(file)).parent.mkdir()
+    written = world.invoke(f"init {file} --from {template}")
+    assert (written.exit_code, written.stdout) == (Exit.DONE, world.fill(f"{file}\n"))
+    planned = world.invoke(f"plan {file}")
+    assert planned.exit_code == Exit.DONE, planned.stderr
+    assert "workers  2" in planned.stdout
+    assert "warning" not in planned.output
 
 
 def _said(stderr: str) -> str:

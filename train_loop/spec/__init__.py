@@ -8,12 +8,13 @@ from train_loop.spec.parse import dump, load, merged, override, parse, parse_tex
 from train_loop.spec.positions import add_positions, nearest_position
 from train_loop.spec.printable import refuse_hidden, show, show_json
 from train_loop.spec.running import CheckpointSpec, FailureSpec, ScalingSpec
-from train_loop.spec.schema import dump_schema, job_schema
+from train_loop.spec.schema import SCHEMA_ID, dump_schema, job_schema
 from train_loop.spec.strategy import SaveMode, StrategySpec, WrapPolicySpec
 from train_loop.spec.text import Position, as_pointer, read_positions, read_yaml
 from train_loop.spec.training import TrainingSpec
 
 __all__ = [
+    "SCHEMA_ID",
     "CheckpointSpec",
     "ColumnsSpec",
     "DataSpec",
