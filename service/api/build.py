@@ -13,7 +13,7 @@ from service.api.guard import Guard, HostCheck, RequestIds
 from service.api.openapi import DescribedApi, operation_id
 from service.api.problems import install_problems
 from service.api.readiness import Gate, Pulse
-from service.api.routes import access, checkpoints, doctor, health, jobs, metrics, nodes, runs, usage, webhooks
+from service.api.routes import access, checkpoints, doctor, health, jobs, metrics, nodes, runs, schemas, usage, webhooks
 from service.api.routes.metrics import Observed
 from service.lifecycle.shutdown import Leaving
 from service.lifecycle.startup import Opening, opened
@@ -65,7 +65,7 @@ def build_api(parts: Parts) -> FastAPI:
     app.add_middleware(Observed, watch=parts.watching.watch)
     app.add_middleware(RequestIds)
     install_problems(app)
-    for module in (health, jobs, runs, checkpoints, nodes, usage, access, metrics, webhooks, doctor):
+    for module in (health, schemas, jobs, runs, checkpoints, nodes, usage, access, metrics, webhooks, doctor):
         app.include_router(module.router)
     return app
 

@@ -18,6 +18,7 @@ Answers = dict[int | str, Part]
 """The responses of a route, by status."""
 TAGS = {
     "health": "Liveness and readiness of the service; no key needed.",
+    "schemas": "JSON schema of the job spec; no key needed.",
     "jobs": "Submit, plan, list, pause, resume, clone, cancel and delete jobs.",
     "runs": "Events, metrics and logs of a run, in pages or as a stream.",
     "checkpoints": "Committed checkpoints of a job: verify, pin and export them.",

@@ -18,7 +18,7 @@ from service.use_cases.access.access import Tokens
 from tests.support.fakes.stores import MemoryJobStore, MemoryTokens
 from tests.support.service import KEY, FakeService, spec_body
 
-PUBLIC = {("get", "/healthz"), ("get", "/readyz")}
+PUBLIC = {("get", "/healthz"), ("get", "/readyz"), ("get", "/schemas/job.json")}
 VISIBLE_ONLY = {("get", path) for path in ("/jobs", "/nodes", "/usage", "/keys", "/audit", "/me", "/webhooks")}
 """Calls that return only the resources that the caller may see."""
 REJECTED = ("none", "unknown", "revoked", "expired", "token-expired")

@@ -25,6 +25,7 @@ from tests.support.waiting import wait_for
 from train_loop.run_dir import ExportStatus, ExportWish, JsonLines, RunDir
 from trainshed import Api, Client
 from trainshed.cli.exit_codes import Exit
+from trainshed.cli.init import Template
 from trainshed.cli.main import app
 
 UNKNOWN = "job-00000000000000000000000000"
@@ -66,6 +67,22 @@ CASES = {
         "trainshed sha256",
         "backup {spec}",
         "{spec} already exists; choose another file name",
+    ),
+    "init": Case(
+        "init {home}/{ended}.yaml",
+        "{home}/{ended}.yaml",
+        "template spec json_schema data",
+        "init {spec}",
+        "{spec} already exists; name a new file, or add --force to replace it",
+        bad_code=2,
+    ),
+    "schema": Case(
+        "schema",
+        '"$id": "urn:trainshed:job-spec"',
+        "$schema $id title properties",
+        "schema --output {home}/nowhere/job.schema.json",
+        "{home}/nowhere/job.schema.json: No such file or directory; name a writable file in an existing folder",
+        bad_code=2,
     ),
     "submit": Case(
         "submit {spec} --set name=another --set training.max_steps=7",
@@ -335,6 +352,18 @@ def test_command_prints_output_json_and_error(world: World, command: str) -> Non
     assert done.returncode == Exit.DONE, done.stderr
     assert world.fill(case.output.replace("{ended", "{gone")) in done.stdout
     assert re.search(r"^next: trainshed [a-z]", done.stderr, re.MULTILINE), done.stderr
+
+
+@pytest.mark.parametrize("template", Template)
+def test_init_writes_a_spec_that_plans_without_edits(world: World, template: Template) -> None:
+    file = f"{{home}}/{template}/job.yaml"
+    Path(world.fill(file)).parent.mkdir()
+    written = world.invoke(f"init {file} --from {template}")
+    assert (written.exit_code, written.stdout) == (Exit.DONE, world.fill(f"{file}\n"))
+    planned = world.invoke(f"plan {file}")
+    assert planned.exit_code == Exit.DONE, planned.stderr
+    assert "workers  2" in planned.stdout
+    assert "warning" not in planned.output
 
 
 def _error_text(stderr: str) -> str:

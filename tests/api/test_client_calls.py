@@ -14,8 +14,8 @@ from service.api.schemas import ExportIn
 from tests.support.service import FakeService
 from trainshed import Api
 
-NO_CALL = {("GET", "/healthz"), ("GET", "/readyz"), ("GET", "/metrics")}
-"""Operations for probes and monitoring, not for users of the API."""
+NO_CALL = {("GET", "/healthz"), ("GET", "/readyz"), ("GET", "/metrics"), ("GET", "/schemas/job.json")}
+"""Operations for probes, monitoring and editors, not for users of the API."""
 OUR_MODULES = ("service.api.schemas", "service.domain", "train_loop.spec", "trainshed")
 LIBRARIES = {"annotated_types", "pydantic", "pydantic_core", "typing_extensions", "typing_inspection", "yaml"} | {
     *("httpx", "httpx_sse", "httpcore", "h11", "anyio", "certifi", "idna", "sniffio"),

@@ -5,19 +5,23 @@ from train_loop.spec.data import ColumnsSpec, DataSpec, SourceSpec
 from train_loop.spec.job import JobSpec
 from train_loop.spec.model import ModelSpec
 from train_loop.spec.parse import dump, load, merged, override, parse, parse_text
+from train_loop.spec.positions import add_positions, nearest_position
 from train_loop.spec.printable import refuse_hidden, show, show_json
 from train_loop.spec.running import CheckpointSpec, FailureSpec, ScalingSpec
+from train_loop.spec.schema import SCHEMA_ID, dump_schema, job_schema
 from train_loop.spec.strategy import SaveMode, StrategySpec, WrapPolicySpec
-from train_loop.spec.text import as_pointer, read_yaml
+from train_loop.spec.text import Position, as_pointer, read_positions, read_yaml
 from train_loop.spec.training import TrainingSpec
 
 __all__ = [
+    "SCHEMA_ID",
     "CheckpointSpec",
     "ColumnsSpec",
     "DataSpec",
     "FailureSpec",
     "JobSpec",
     "ModelSpec",
+    "Position",
     "Problem",
     "SaveMode",
     "ScalingSpec",
@@ -26,13 +30,18 @@ __all__ = [
     "StrategySpec",
     "TrainingSpec",
     "WrapPolicySpec",
+    "add_positions",
     "as_pointer",
     "dump",
+    "dump_schema",
+    "job_schema",
     "load",
     "merged",
+    "nearest_position",
     "override",
     "parse",
     "parse_text",
+    "read_positions",
     "read_yaml",
     "refuse_hidden",
     "show",

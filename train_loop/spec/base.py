@@ -4,8 +4,9 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
-from pydantic_core import to_json
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema, to_json, to_jsonable_python
 
 
 class SpecModel(BaseModel):
@@ -20,6 +21,10 @@ class Problem:
 
     pointer: str
     message: str
+    line: int | None = None
+    """Line in the YAML text, from 1; None if the position is unknown."""
+    column: int | None = None
+    """Column in the YAML text, from 1, in characters; None if the position is unknown."""
 
 
 class SpecError(ValueError):
@@ -32,18 +37,30 @@ class SpecError(ValueError):
         self.problems = problems
 
 
-def only(*supported: Any) -> AfterValidator:
+@dataclass(frozen=True)
+class _Only:
+    """A validator of a field, and its JSON schema."""
+
+    supported: tuple[Any, ...]
+
+    def check(self, value: Any) -> Any:
+        # Types are compared too, because 1 == True.
+        if any(type(value) is type(s) and value == s for s in self.supported):
+            return value
+        choices = " or ".join(json.dumps(s) for s in self.supported)
+        raise ValueError(f"{to_json(value).decode()} is not supported yet; choose {choices}")
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"enum": [*map(to_jsonable_python, self.supported)]}
+
+
+def only(*supported: Any) -> _Only:
     """Reject all values of a contract field except the values that the code supports today.
 
     It is declared at the field that it limits, so that no setting is accepted and ignored. A change that adds support
     extends or removes it.
     """
-
-    def check(value: Any) -> Any:
-        # Types are compared too, because 1 == True.
-        if any(type(value) is type(s) and value == s for s in supported):
-            return value
-        choices = " or ".join(json.dumps(s) for s in supported)
-        raise ValueError(f"{to_json(value).decode()} is not supported yet; choose {choices}")
-
-    return AfterValidator(check)
+    return _Only(supported)

@@ -14,19 +14,22 @@ CYCLE = 10_000
 class ColumnsSpec(SpecModel):
     """The columns of a row by role, for exactly one kind of row."""
 
-    text: str | None = None
-    input_ids: str | None = Field(default=None, description="tokens of an already tokenised row")
-    labels: str | None = Field(default=None, description="aligned with input_ids, not shifted; -100 is not trained")
+    text: str | None = Field(default=None, description="column with text")
+    input_ids: str | None = Field(default=None, description="column with token ids of tokenised rows")
+    labels: str | None = Field(
+        default=None, description="column with labels, aligned with input_ids and not shifted; -100 is not trained"
+    )
     messages: str | None = Field(
-        default=None, description="a conversation for the tokenizer's chat template; only assistant turns are trained"
+        default=None,
+        description="column with a conversation for the tokenizer's chat template; only assistant turns are trained",
     )
     tools: str | None = Field(
-        default=None, description="with messages: the row's tools for the template, a list or its JSON; may be absent"
+        default=None, description="column with the tools of a conversation, as a list or its JSON; rows may omit it"
     )
-    prompt: str | None = Field(default=None, description="text in front of the response, not trained")
-    response: str | None = Field(default=None, description="text that is trained, after its prompt")
-    weight: str | None = Field(default=None, description="weight of each token of the row in the loss")
-    image: Annotated[str | None, only(None)] = None
+    prompt: str | None = Field(default=None, description="column with the text before the response; not trained")
+    response: str | None = Field(default=None, description="column with the text that is trained, after its prompt")
+    weight: str | None = Field(default=None, description="column with the weight of the row's tokens in the loss")
+    image: Annotated[str | None, only(None)] = Field(default=None, description="column with images; not supported yet")
 
     @model_validator(mode="after")
     def _one_shape(self) -> "ColumnsSpec":
@@ -60,16 +63,20 @@ class ColumnsSpec(SpecModel):
 class SourceSpec(SpecModel):
     """A source of rows: a URI, a glob or a list of them."""
 
-    path: str | tuple[str, ...] = Field(description="URI, glob, or a list of them; stdlib:// is Python's own sources")
+    path: str | tuple[str, ...] = Field(
+        description="URI or glob of the files, or a list of them, below a storage root; stdlib:// is Python's "
+        "standard library"
+    )
     format: Literal["auto", "parquet", "jsonl", "text"] = Field(
-        default="auto", description="auto: by the file's extension; text: one document per file"
+        default="auto", description="file format; auto: by file extension; text: each file is one document"
     )
     weight: float | None = Field(
-        default=None, gt=0, le=1e9, description="share of the samples, relative to the weights of the other sources"
+        default=None,
+        gt=0,
+        le=1e9,
+        description="share of the samples, relative to the weights of the other sources; all sources have one, or none",
     )
-    columns: ColumnsSpec | None = Field(
-        default=None, description="columns of this source, if they differ from data.columns"
-    )
+    columns: ColumnsSpec | None = Field(default=None, description="columns of this source [default: data.columns]")
 
     @model_validator(mode="after")
     def _names_something(self) -> "SourceSpec":
@@ -96,24 +103,32 @@ Sources = Annotated[
 class DataSpec(SpecModel):
     """The training data, its shape and its order."""
 
-    train: Sources = Field(description="a source or a list of them; with weights they are mixed in these proportions")
+    train: Sources = Field(
+        description="source of the training data, or a list of sources; with weights they are mixed in these "
+        "proportions"
+    )
     eval: Sources | None = Field(
-        default=None, description="held-out rows of the same shape, evaluated every training.eval_steps steps"
+        default=None, description="source of held-out rows, or a list; evaluated every training.eval_steps steps"
     )
-    columns: ColumnsSpec = ColumnsSpec(text="text")
-    system_prompt: str | None = Field(
-        default=None, description="system message for every conversation without a system message"
+    columns: ColumnsSpec = Field(
+        default=ColumnsSpec(text="text"),
+        description="columns of a row; exactly one of text, input_ids, messages, or prompt with response",
     )
-    on_bad_rows: Literal["fail", "skip"] = "fail"
+    system_prompt: str | None = Field(default=None, description="system message for conversations that have none")
+    on_bad_rows: Literal["fail", "skip"] = Field(
+        default="fail", description="invalid rows: fail the job, or skip and count them"
+    )
     on_long_rows: LongRows | None = Field(
         default=None,
-        description="rows of more than sequence_length tokens; truncate keeps their beginning, truncate_left their "
-        "end; null: drop for messages and prompt with response, split for others",
+        description="rows longer than sequence_length; truncate keeps their start, truncate_left their end; null: "
+        "drop for messages and for prompt with response, split for others",
     )
-    sequence_length: int = Field(default=4096, ge=2, description="tokens per sample")
-    packing: bool = Field(default=True, description="several documents share a sample without attending to each other")
-    shuffle: bool = True
-    seed: int = Field(default=0, ge=0)
+    sequence_length: int = Field(default=4096, ge=2, description="tokens per sample, at least 2")
+    packing: bool = Field(
+        default=True, description="pack several documents into a sample; they do not attend to each other"
+    )
+    shuffle: bool = Field(default=True, description="shuffle the samples in each epoch")
+    seed: int = Field(default=0, ge=0, description="seed of the order of samples")
 
     @property
     def sources(self) -> tuple[SourceSpec, ...]:

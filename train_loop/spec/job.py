@@ -20,27 +20,40 @@ LabelValue = Annotated[str, StringConstraints(max_length=512)]
 class InferSpec(SpecModel):
     """The output of an `infer` job."""
 
-    output: Literal["logprobs"] = "logprobs"
-    batch_size: int = Field(default=4, ge=1)
-    path: str
+    output: Literal["logprobs"] = Field(default="logprobs", description="output of each token")
+    batch_size: int = Field(default=4, ge=1, description="sequences per batch")
+    path: str = Field(description="URI of the output")
 
 
 class JobSpec(SpecModel):
     """The spec of one training job."""
 
-    name: Name
-    kind: Annotated[Literal["train", "infer"], only("train")] = "train"
-    project: Name = "default"
-    priority: int = Field(default=0, ge=-1000, le=1000, description="higher starts first")
-    labels: dict[LabelKey, LabelValue] = Field(default={}, max_length=16)
-    model: ModelSpec
-    data: DataSpec
-    training: TrainingSpec
-    infer: Annotated[InferSpec | None, only(None)] = None
-    strategy: StrategySpec = StrategySpec()
-    checkpoint: CheckpointSpec = CheckpointSpec()
-    scaling: ScalingSpec = ScalingSpec()
-    failure: FailureSpec = FailureSpec()
+    name: Name = Field(description="name of the job: lower-case letters, digits and hyphens, at most 40 characters")
+    kind: Annotated[Literal["train", "infer"], only("train")] = Field(
+        default="train", description="kind of the job; only train is supported yet"
+    )
+    project: Name = Field(
+        default="default",
+        description="project of the job: lower-case letters, digits and hyphens, at most 40 characters",
+    )
+    priority: int = Field(
+        default=0, ge=-1000, le=1000, description="priority in the queue, from -1000 to 1000; higher starts first"
+    )
+    labels: dict[LabelKey, LabelValue] = Field(
+        default={},
+        max_length=16,
+        description="labels for filters and lists: at most 16, keys of 1 to 64 characters, values of at most 512",
+    )
+    model: ModelSpec = Field(description="the model to train")
+    data: DataSpec = Field(description="the training and evaluation data")
+    training: TrainingSpec = Field(description="optimizer, schedule, batch size and length of the run")
+    infer: Annotated[InferSpec | None, only(None)] = Field(
+        default=None, description="settings of an infer job; not supported yet"
+    )
+    strategy: StrategySpec = Field(default=StrategySpec(), description="sharding over the workers: FSDP2 and Ulysses")
+    checkpoint: CheckpointSpec = Field(default=CheckpointSpec(), description="schedule and retention of checkpoints")
+    scaling: ScalingSpec = Field(default=ScalingSpec(), description="number of workers and their resources")
+    failure: FailureSpec = Field(default=FailureSpec(), description="limits on failures and restarts")
 
     def at(self, workers: int) -> "JobSpec":
         """Return the spec with a chosen number of workers."""

@@ -12,36 +12,49 @@ Dtype = Literal["bf16", "fp16", "fp32"]
 class LoraSpec(SpecModel):
     """Low-rank adapters on the named modules."""
 
-    r: int = Field(gt=0)
-    alpha: float = Field(gt=0)
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    target_modules: tuple[str, ...]
+    r: int = Field(gt=0, description="rank of the adapters")
+    alpha: float = Field(gt=0, description="scale of the adapters")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="dropout probability of the adapters")
+    target_modules: tuple[str, ...] = Field(description="names of the adapted modules")
 
 
 class ModelSpec(SpecModel):
     """A Hugging Face causal language model: a folder of weights at `path`, or random weights from a `config`."""
 
-    path: str | None = Field(default=None, description="HF model folder (config.json, safetensors) at a storage URI")
-    config: dict[str, Any] | None = Field(default=None, description="HF config; the weights are random")
+    path: str | None = Field(
+        default=None, description="URI of a Hugging Face model folder (config.json, safetensors) below a storage root"
+    )
+    config: dict[str, Any] | None = Field(
+        default=None, description="Hugging Face config with a model_type; the weights start random"
+    )
     tokenizer: str | None = Field(
         default=None,
-        description="URI of an HF tokenizer folder, by default `path`; without either, a model built from `config` "
-        "gets a byte-level BPE of config.vocab_size tokens trained on data.train",
+        description="URI of a Hugging Face tokenizer folder [default: path]; without path, a byte-level BPE of "
+        "config.vocab_size tokens is trained on data.train",
     )
-    dtype: Dtype = Field(default="bf16", description="compute dtype; fp16 trains with a gradient scaler")
-    master_dtype: Dtype = Field(default="fp32", description="dtype of weights, gradients and moments between steps")
+    dtype: Dtype = Field(default="bf16", description="compute dtype; fp16 uses a gradient scaler")
+    master_dtype: Dtype = Field(
+        default="fp32", description="dtype of weights, gradients and optimizer states between steps; fp32 or bf16"
+    )
     attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
-        default="auto", description="auto: flash if it is installed, else sdpa, or flex for very long packed rows"
+        default="auto",
+        description="attention kernel; auto: flash if it is installed and the GPU supports it, else sdpa, or flex "
+        "for very long packed samples",
     )
     gradient_checkpointing: Literal["none", "full", "offload"] = Field(
         default="full",
-        description="full: recompute each layer in backward; offload: also keep its input in host memory",
+        description="full: recompute each layer in the backward pass; offload: also keep its input in host memory; "
+        "none: keep all activations",
     )
     freeze_module_prefix: tuple[str, ...] = Field(
-        default=(), description="prefixes of the names of modules whose parameters are not trained"
+        default=(), description="prefixes of module names whose parameters are not trained"
     )
-    lora: Annotated[LoraSpec | None, only(None)] = None
-    compile: bool = Field(default=False, description="torch.compile of each innermost unit of strategy.wrap_policy")
+    lora: Annotated[LoraSpec | None, only(None)] = Field(
+        default=None, description="low-rank adapters; not supported yet"
+    )
+    compile: bool = Field(
+        default=False, description="apply torch.compile to each innermost unit of strategy.wrap_policy"
+    )
 
     @model_validator(mode="after")
     def _exactly_one_source(self) -> "ModelSpec":

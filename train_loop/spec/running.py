@@ -10,22 +10,29 @@ from train_loop.spec.base import SpecModel
 class KeepBestSpec(SpecModel):
     """The metric that selects the best checkpoint."""
 
-    metric: Literal["loss", "grad_norm", "eval_loss", "eval_perplexity"]
-    mode: Literal["min", "max"]
+    metric: Literal["loss", "grad_norm", "eval_loss", "eval_perplexity"] = Field(
+        description="metric to compare; eval_loss and eval_perplexity need training.eval_steps"
+    )
+    mode: Literal["min", "max"] = Field(description="whether the smallest or the largest value is best")
 
 
 class CheckpointSpec(SpecModel):
     """The schedule of checkpoints, and the number of checkpoints to keep."""
 
-    every_steps: int | None = Field(default=100, ge=1)
-    every_seconds: float | None = Field(default=None, gt=0, description="seconds since the last save of any kind")
-    keep_last: int = Field(default=2, ge=1)
+    every_steps: int | None = Field(
+        default=100, ge=1, description="optimizer steps between checkpoints; null: not by steps"
+    )
+    every_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description="seconds between checkpoints, from the previous one of any kind; null: not by time",
+    )
+    keep_last: int = Field(default=2, ge=1, description="number of newest checkpoints to keep")
     keep_best: KeepBestSpec | None = Field(
         default=None,
-        description="also keep the best checkpoint by a metric of its step; loss is the mean since the last metrics "
-        "line",
+        description="keep the best checkpoint, too, among those with the metric; loss is the mean over logging_steps",
     )
-    save_final: bool = True
+    save_final: bool = Field(default=True, description="save a checkpoint after the last step")
     max_consecutive_failures: int = Field(default=3, ge=1, description="consecutive failed saves that end the attempt")
 
 
@@ -35,8 +42,8 @@ MOST_WORKERS = 4096
 class WorkerRange(SpecModel):
     """The numbers of workers that an elastic job accepts."""
 
-    min: int = Field(ge=1)
-    max: int = Field(ge=1, le=MOST_WORKERS)
+    min: int = Field(ge=1, description="minimum number of workers")
+    max: int = Field(ge=1, le=MOST_WORKERS, description="maximum number of workers, at most 4096")
 
     @model_validator(mode="after")
     def _in_order(self) -> "WorkerRange":
@@ -51,9 +58,17 @@ class ScalingSpec(SpecModel):
     num_workers: Annotated[
         Annotated[int, Field(ge=1, le=MOST_WORKERS), Tag("int")] | Annotated[WorkerRange, Tag("WorkerRange")],
         Discriminator(lambda given: "WorkerRange" if isinstance(given, dict | WorkerRange) else "int"),
-    ] = 1
-    resources_per_worker: dict[str, Annotated[float, Field(ge=0)]] = Field(default={"CPU": 1.0})
-    placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    ] = Field(
+        default=1,
+        description="number of workers, one rank each, at most 4096; or the range of an elastic job: {min: 2, max: 8}",
+    )
+    resources_per_worker: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        default={"CPU": 1.0}, description="Ray resources of each worker: {CPU: 4, GPU: 1}"
+    )
+    placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
+        default="PACK",
+        description="Ray placement of the workers: PACK: on few nodes; SPREAD: on many; STRICT_…: only so",
+    )
 
     @property
     def elastic(self) -> bool:
@@ -80,17 +95,20 @@ class ScalingSpec(SpecModel):
 class FailureSpec(SpecModel):
     """The limits on the failures of a run before the job fails."""
 
-    max_failures: int = Field(default=3, ge=0, description="restarts of the worker group inside one attempt")
+    max_failures: int = Field(default=3, ge=0, description="maximum restarts of the worker group in one attempt")
     max_attempts: int = Field(
-        default=3, ge=1, description="consecutive Ray submissions that may fail; committing a new step resets the count"
+        default=3,
+        ge=1,
+        description="maximum consecutive failed attempts (Ray submissions), counted since the last checkpoint",
     )
     spare_workers: bool = Field(
         default=True,
-        description="keep a standby process with all imports, about 0.5 GB, for every worker: it restarts in seconds",
+        description="keep a standby process per worker with all imports done, about 0.5 GB of memory; it restarts "
+        "in seconds",
     )
     hang_timeout_seconds: float = Field(
         default=1800.0,
         ge=1,
-        description="timeout for a step: after it, the stacks of all ranks are written, pending collectives fail, and "
-        "the worker group restarts, or as a last resort the attempt",
+        description="seconds without a finished step before the stacks of all ranks are written and the workers, "
+        "then the attempt, are restarted",
     )

@@ -24,26 +24,30 @@ SCHEDULE_OPTIONS: dict[str, tuple[str, ...]] = {
 class ScheduleOptions(SpecModel):
     """All options of all schedules; null selects the schedule's own default."""
 
-    num_cycles: float | None = Field(default=None, gt=0, description="number of cosine waves; null: half a wave")
+    num_cycles: float | None = Field(default=None, gt=0, description="cosine waves; null: half a wave, down to the end")
     min_lr: float | None = Field(default=None, ge=0, description="final learning rate of cosine_with_min_lr")
     min_lr_rate: float | None = Field(
-        default=None, ge=0, le=1, description="min_lr as a fraction of learning_rate; null: 0.1, unless min_lr is set"
+        default=None,
+        ge=0,
+        le=1,
+        description="final learning rate of cosine_with_min_lr as a fraction of learning_rate; null: 0.1, unless "
+        "min_lr is set",
     )
     lr_end: float | None = Field(default=None, ge=0, description="final learning rate of polynomial; null: 1e-7")
-    power: float | None = Field(default=None, gt=0, description="exponent of polynomial; null: 1")
+    power: float | None = Field(default=None, gt=0, description="power of polynomial; null: 1")
     timescale: int | None = Field(
-        default=None, gt=0, description="steps, for inverse_sqrt; null: warmup_steps, or 10000"
+        default=None, gt=0, description="time scale of inverse_sqrt in steps; null: warmup_steps, or 10000"
     )
     num_decay_steps: int | None = Field(
         default=None, ge=1, description="decay steps of wsd; null: the last tenth of the run"
     )
-    warmup_type: Shape | None = Field(default=None, description="shape of wsd's warmup; null: linear")
-    decay_type: Shape | None = Field(default=None, description="shape of wsd's decay; null: cosine")
+    warmup_type: Shape | None = Field(default=None, description="shape of the warm-up of wsd; null: linear")
+    decay_type: Shape | None = Field(default=None, description="shape of the decay of wsd; null: cosine")
     min_lr_ratio: float | None = Field(
         default=None,
         ge=0,
         le=1,
-        description="first and last learning rate of wsd, as a fraction of learning_rate; null: 0",
+        description="first and last learning rate of wsd as a fraction of learning_rate; null: 0",
     )
 
 

@@ -12,11 +12,14 @@ class WrapPolicySpec(SpecModel):
     """The modules that become FSDP units; by default the model's own decoder layers."""
 
     transformer_layer_cls_to_wrap: tuple[str, ...] = Field(
-        default=(), description="class names; empty: the classes that the model itself declares as unsplittable"
+        default=(),
+        description="class names of the modules; empty: the model's own list of modules that must not be split",
     )
-    wrap_embeddings: bool = False
-    wrap_lm_output: bool = False
-    moe_experts: Annotated[tuple[str, ...], only(())] = ()
+    wrap_embeddings: bool = Field(default=False, description="make the input embeddings an FSDP unit")
+    wrap_lm_output: bool = Field(default=False, description="make the output layer an FSDP unit")
+    moe_experts: Annotated[tuple[str, ...], only(())] = Field(
+        default=(), description="class names of experts; not supported yet"
+    )
 
 
 SaveMode = Literal["sync", "thread", "process"]
@@ -25,36 +28,55 @@ SaveMode = Literal["sync", "thread", "process"]
 class StrategySpec(SpecModel):
     """The settings of FSDP2 and Ulysses; `train_loop.plan.mesh` has the mesh rules."""
 
-    fsdp_size: int = Field(default=0, description="<= 1 or >= world: one fsdp dimension; else HSDP (world/n, n)")
+    fsdp_size: int = Field(
+        default=0,
+        description="workers that share a shard group; <= 1 or >= workers: all of them; else HSDP with a mesh of "
+        "(workers / n, n)",
+    )
     sharding_strategy: Literal["FULL_SHARD", "NO_SHARD"] = Field(
-        default="FULL_SHARD", description="NO_SHARD: every worker holds all parameters, as with DDP"
+        default="FULL_SHARD",
+        description="FULL_SHARD: parameters, gradients and optimizer states are sharded; NO_SHARD: each worker "
+        "holds all of them, as with DDP",
     )
-    ulysses_size: int = Field(default=1, ge=1)
+    ulysses_size: int = Field(
+        default=1, ge=1, description="workers that share each sequence (Ulysses sequence parallelism)"
+    )
     param_dtype: Dtype = Field(
-        default="bf16", description="FSDP's compute dtype; follows model.dtype if only one of the two is set"
+        default="bf16", description="compute dtype of FSDP; equals model.dtype if only one of the two is set"
     )
-    reduce_dtype: Dtype = "fp32"
+    reduce_dtype: Dtype = Field(default="fp32", description="dtype of gradient reduction")
     output_dtype: Literal["fp32"] | None = Field(
-        default=None, description="dtype of the model's output; the loss itself is always computed in fp32"
+        default=None,
+        description="dtype of the model's output; null: the compute dtype; the loss is always computed in fp32",
     )
     norm_dtype: Literal["fp32"] | None = Field(
         default=None, description="fp32: norms keep fp32 weights and compute in fp32"
     )
     reshard_after_forward: bool | int | None = Field(
-        default=None, description="null: all but the root; an integer: to groups of that many ranks"
+        default=None,
+        description="free gathered parameters after the forward pass; null: all units except the root; an integer: "
+        "reshard to groups of that many ranks",
     )
-    offload_policy: bool = Field(default=False, description="parameters, gradients and optimizer live on the CPU")
-    wrap_policy: WrapPolicySpec = WrapPolicySpec()
-    apply_expert_patch: Annotated[bool, only(False)] = False
-    apply_tiled_mlp: bool = Field(default=False, description="each MLP processes its tokens in tiles")
-    tiled_num_shards: int = Field(default=4, ge=1)
+    offload_policy: bool = Field(
+        default=False, description="keep parameters, gradients and optimizer states in host memory"
+    )
+    wrap_policy: WrapPolicySpec = Field(default=WrapPolicySpec(), description="modules that become FSDP units")
+    apply_expert_patch: Annotated[bool, only(False)] = Field(
+        default=False, description="patch of MoE experts; not supported yet"
+    )
+    apply_tiled_mlp: bool = Field(default=False, description="compute each MLP in tiles of tokens, which saves memory")
+    tiled_num_shards: int = Field(default=4, ge=1, description="number of tiles of apply_tiled_mlp")
     async_save_ckpt: bool | SaveMode = Field(
         default=True,
-        description="thread (true): a thread writes files during training; process: a separate process writes them; "
-        "sync (false): training waits for them",
+        description="thread (true): a thread writes checkpoints during training; process: a separate process does; "
+        "sync (false): training waits",
     )
-    forward_prefetch: int = Field(default=1, ge=1, description="layers gathered ahead; 1: by FSDP's own order")
-    backward_prefetch: int = Field(default=1, ge=1)
+    forward_prefetch: int = Field(
+        default=1, ge=1, description="layers to gather ahead in the forward pass; 1: FSDP's own order"
+    )
+    backward_prefetch: int = Field(
+        default=1, ge=1, description="layers to gather ahead in the backward pass; 1: FSDP's own order"
+    )
 
     @field_validator("async_save_ckpt", mode="before")
     @classmethod

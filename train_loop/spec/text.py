@@ -9,6 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,8 @@ _BOOLS = {
 }
 _JSON_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+Position = tuple[int, int]
+"""Line and column in a text, both from 1; columns count characters."""
 
 
 def read_yaml(text: str | bytes) -> Any:
@@ -47,6 +50,30 @@ def read_yaml(text: str | bytes) -> Any:
     data = _read(text)
     check_data(data)
     return data
+
+
+def read_positions(text: str | bytes) -> dict[str, Position]:
+    """Return the position of each field of YAML text, by JSON pointer.
+
+    The position of a field is that of its key. Invalid text gives the fields before its first error. JSON text, and
+    text that is too large for YAML, give none.
+    """
+    builder = _Builder(positions={})
+    if len(text) <= MAX_YAML_BYTES and not _is_json(text):
+        # The fields before an error are known all the same.
+        with suppress(yaml.YAMLError, UnicodeError, SpecError):
+            _feed(builder, text)
+    return builder.positions or {}
+
+
+def _is_json(text: str | bytes) -> bool:
+    try:
+        json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        return True
+    except ValueError:
+        return False
+    return True
 
 
 def _read(text: str | bytes) -> Any:
@@ -76,8 +103,12 @@ def _check_count(text: bytes) -> None:
             raise _refused("", _TOO_MANY)
 
 
-def _refused(pointer: str, message: str) -> SpecError:
-    return SpecError([Problem(pointer, message)])
+def _refused(pointer: str, message: str, position: Position | None = None) -> SpecError:
+    """Return the error for one problem. A position becomes part of the message, too."""
+    if position is None:
+        return SpecError([Problem(pointer, message)])
+    line, column = position
+    return SpecError([Problem(pointer, f"line {line}, column {column}: {message}", line, column)])
 
 
 def _mapping_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -111,8 +142,10 @@ class _Container:
 class _Builder:
     """A builder of data from YAML events, without recursion."""
 
-    def __init__(self) -> None:
+    def __init__(self, positions: dict[str, Position] | None = None) -> None:
         self.root: Any = None
+        self.positions = positions
+        """Position of each field by JSON pointer; None if they are not needed."""
         self._open: list[_Container] = []
         self._nodes = 0
 
@@ -133,8 +166,11 @@ class _Builder:
         above = self._open[-1] if self._open else None
         if above is not None and isinstance(above.data, dict) and above.key is None:
             above.key = self._key(event, above.data)
+            self._note(event)
             return
         value = self._value(event)
+        if above is None or isinstance(above.data, list):
+            self._note(event)
         step = ""
         if above is None:
             self.root = value
@@ -168,34 +204,53 @@ class _Builder:
             raise self._fault(event, f"{_written(event.tag)} does not fit here; remove the tag")
         return data
 
-    def _fault(self, event: yaml.Event, message: str) -> SpecError:
+    def _note(self, event: yaml.Event) -> None:
+        """Note the position of the current field, if positions are needed."""
+        if self.positions is not None:
+            self.positions[self._pointer()] = _position(event)
+
+    def _pointer(self) -> str:
+        """Return the JSON pointer of the current field."""
         steps = [one.step for one in self._open[1:]]
         if self._open:
             here = self._open[-1]
             step = here.key if isinstance(here.data, dict) else str(len(here.data))
             steps += [] if step is None else [step]
-        return _refused(as_pointer(steps), f"{_place(event)}: {message}")
+        return as_pointer(steps)
+
+    def _fault(self, event: yaml.Event, message: str) -> SpecError:
+        return _refused(self._pointer(), message, _position(event))
 
 
-def _place(event: yaml.Event) -> str:
+def _position(event: yaml.Event) -> Position:
     mark = event.start_mark
     assert mark is not None, "libyaml marks every event"
-    return f"line {mark.line + 1}, column {mark.column + 1}"
+    return mark.line + 1, mark.column + 1
 
 
 def _read_events(text: str | bytes) -> Any:
-    builder, documents = _Builder(), 0
+    builder = _Builder()
     try:
-        # Only its events are used; its constructors are not called.
-        for event in _events(yaml.CSafeLoader(text)):
-            if isinstance(event, yaml.DocumentStartEvent):
-                documents += 1
-                if documents > 1:
-                    raise _refused("", f"{_place(event)}: a second document begins; send one spec")
-            builder.take(event)
+        _feed(builder, text)
     except (yaml.YAMLError, UnicodeError) as error:
-        raise _refused("", f"the body is neither YAML nor JSON: {' '.join(str(error).split())[:500]}") from error
+        # libyaml reports the position as a part of its message.
+        message = f"the body is neither YAML nor JSON: {' '.join(str(error).split())[:500]}"
+        mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+        line, column = (None, None) if mark is None else (mark.line + 1, mark.column + 1)
+        raise SpecError([Problem("", message, line, column)]) from error
     return builder.root
+
+
+def _feed(builder: _Builder, text: str | bytes) -> None:
+    """Give the events of YAML text to a builder. Raises SpecError, YAMLError, UnicodeError."""
+    documents = 0
+    # Only its events are used; its constructors are not called.
+    for event in _events(yaml.CSafeLoader(text)):
+        if isinstance(event, yaml.DocumentStartEvent):
+            documents += 1
+            if documents > 1:
+                raise _refused("", "a second document begins; send one spec", _position(event))
+        builder.take(event)
 
 
 def _events(loader: yaml.CSafeLoader) -> Iterator[yaml.Event]:

@@ -20,59 +20,77 @@ OPTIMIZER_OPTIONS = {
 class TrainingSpec(SpecModel):
     """The settings of training. Steps are optimizer steps and batches count sequences, whatever the mesh."""
 
-    learning_rate: float = Field(gt=0)
-    weight_decay: float = Field(default=0.0, ge=0, description="not applied to norms and biases")
+    learning_rate: float = Field(gt=0, description="peak learning rate")
+    weight_decay: float = Field(default=0.0, ge=0, description="weight decay; not applied to norms and biases")
     optimizer: Literal["adamw", "sgd", "adafactor", "muon", "adamw_8bit"] = Field(
         default="adamw",
-        description="muon: adamw for embeddings, head, norms and biases, at one learning_rate; "
-        "adamw_8bit needs torchao on the workers",
+        description="muon: adamw for embeddings, head, norms and biases, at the same learning_rate; adamw_8bit: "
+        "needs torchao on the workers",
     )
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
-    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
-    adam_epsilon: float = Field(default=1e-8, gt=0)
-    momentum: float | None = Field(default=None, ge=0, lt=1, description="null: 0.9 for sgd, 0.95 for muon")
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="decay rate of the first moment")
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="decay rate of the second moment")
+    adam_epsilon: float = Field(default=1e-8, gt=0, description="term added to the denominator")
+    momentum: float | None = Field(
+        default=None, ge=0, lt=1, description="momentum of sgd and muon; null: 0.9 for sgd, 0.95 for muon"
+    )
     ema_decay: float | None = Field(
         default=None,
         gt=0,
         lt=1,
-        description="keep an exponential moving average of the weights, in fp32; evaluations use it",
+        description="decay of an exponential moving average of the weights, in fp32; evaluation uses it; null: no "
+        "average",
     )
-    lr_scheduler_type: Schedule = "cosine"
-    lr_scheduler_kwargs: ScheduleOptions = ScheduleOptions()
+    lr_scheduler_type: Schedule = Field(default="cosine", description="learning rate schedule")
+    lr_scheduler_kwargs: ScheduleOptions = Field(default=ScheduleOptions(), description="options of the schedule")
     warmup_steps: int = Field(default=0, ge=0, description="optimizer steps from learning rate 0 to learning_rate")
     per_device_train_batch_size: int = Field(
         default=1, ge=1, description="sequences per data-parallel rank and micro-batch"
     )
-    gradient_accumulation_steps: int | None = Field(default=None, ge=1, description="1 unless global_batch_size is set")
-    global_batch_size: int | None = Field(default=None, ge=1, description="sequences per optimizer step")
-    num_train_epochs: float | None = Field(default=None, gt=0, description="1 unless max_steps or max_tokens is set")
-    max_steps: int | None = Field(default=None, ge=1)
-    max_tokens: int | None = Field(
-        default=None, ge=1, description="tokens without padding; the run ends with the first step that reaches it"
+    gradient_accumulation_steps: int | None = Field(
+        default=None, ge=1, description="micro-batches per optimizer step; null: 1, or from global_batch_size"
     )
-    max_grad_norm: float | None = Field(default=1.0, gt=0, description="null: gradients are not clipped")
-    seed: int = Field(default=0, ge=0)
+    global_batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="sequences per optimizer step, at any number of workers; null: from the two fields above and "
+        "the number of workers",
+    )
+    num_train_epochs: float | None = Field(
+        default=None, gt=0, description="length of the run in epochs; null: 1 unless max_steps or max_tokens is set"
+    )
+    max_steps: int | None = Field(default=None, ge=1, description="length of the run in optimizer steps")
+    max_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="length of the run in tokens, without padding; it ends with the first step that reaches them",
+    )
+    max_grad_norm: float | None = Field(
+        default=1.0, gt=0, description="maximum norm of the gradients; null: no clipping"
+    )
+    seed: int = Field(default=0, ge=0, description="seed of random weights and dropout")
     logging_steps: int = Field(
-        default=1, ge=1, description="optimizer steps per metrics line; its loss is the mean over them"
+        default=1, ge=1, description="optimizer steps per metrics line, whose loss is the mean over them"
     )
     eval_steps: int | None = Field(
         default=None,
         ge=1,
-        description="optimizer steps between evaluations on data.eval; the last step is evaluated too",
+        description="optimizer steps between evaluations on data.eval; the last step is always evaluated",
     )
-    on_nonfinite: Literal["skip", "fail"] = "skip"
+    on_nonfinite: Literal["skip", "fail"] = Field(
+        default="skip", description="steps with a non-finite loss or gradient: skip the update, or fail the job"
+    )
     chunked_loss: bool | None = Field(
-        default=None, description="logits and loss in chunks of tokens; null: if that saves memory"
+        default=None, description="compute logits and loss in chunks of tokens; null: if that saves memory"
     )
-    label_smoothing_factor: float = Field(default=0.0, ge=0, lt=1)
-    z_loss: float = Field(default=0.0, ge=0, description="weight of the squared log of the softmax's denominator")
-    max_consecutive_skips: int = Field(
-        default=10, ge=1, description="consecutive skipped steps, with non-finite loss or gradients, that fail the job"
+    label_smoothing_factor: float = Field(default=0.0, ge=0, lt=1, description="label smoothing, from 0 to below 1")
+    z_loss: float = Field(
+        default=0.0, ge=0, description="weight of the squared log of the softmax's denominator in the loss"
     )
+    max_consecutive_skips: int = Field(default=10, ge=1, description="consecutive skipped steps that fail the job")
     profile_steps: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        default=(), description="optimizer steps whose trace and memory go into the run directory"
+        default=(), description="optimizer steps to profile; trace and memory are written to the run directory"
     )
-    audit_samples: bool = Field(default=False, description="every metrics line lists its sample indices")
+    audit_samples: bool = Field(default=False, description="write the sample indices of each step to its metrics line")
 
     @field_validator("lr_scheduler_kwargs", mode="before")
     @classmethod

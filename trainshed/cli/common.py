@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from train_loop.spec import SpecError, merged, read_yaml
 from trainshed.cli.exit_codes import Exit, fail
 from trainshed.cli.ids import LAST, complete_job
+from trainshed.cli.spec_text import SpecText
 
 M = TypeVar("M", bound=BaseModel)
 JOB_HELP = f"a job's id, or enough of its beginning; `{LAST}` is the newest one"
@@ -56,18 +57,26 @@ Grace = Annotated[
 ]
 
 
-def read_spec(file: Path, overrides: Sequence[str]) -> bytes:
-    """Read a spec and apply overrides. Exits with a one-line error and code 2 if either is invalid."""
-    text = _read(file)
-    if not overrides:
-        return text
+def read_spec(file: Path, overrides: Sequence[str]) -> tuple[bytes, SpecText]:
+    """Read a spec. Return the request body, with its overrides applied, and the text for errors.
+
+    Exits with a one-line error and code 2 if either is invalid.
+    """
+    spec = SpecText("<stdin>" if str(file) == "-" else str(file), _read(file), overrides)
+    return (_overridden(spec) if overrides else spec.text), spec
+
+
+def _overridden(spec: SpecText) -> bytes:
     try:
-        spec = read_yaml(text)
-        if not isinstance(spec, dict):
-            fail(f"{file}: a job spec is a mapping of fields, not {type(spec).__name__}", code=Exit.USAGE)
-        return json.dumps(merged(spec, read_overrides(overrides)), allow_nan=False).encode()
-    except (SpecError, TypeError, ValueError) as error:
-        fail(f"{file}: {error}", code=Exit.USAGE)
+        data = read_yaml(spec.text)
+        if not isinstance(data, dict):
+            fail(f"{spec.name}: a job spec is a mapping of fields, not {type(data).__name__}", code=Exit.USAGE)
+        return json.dumps(merged(data, read_overrides(spec.overrides)), allow_nan=False).encode()
+    except SpecError as error:
+        located = [one for one in error.problems if one.line is not None]
+        fail(spec.error(located[0]) if located else f"{spec.name}: {error}", code=Exit.USAGE)
+    except (TypeError, ValueError) as error:
+        fail(f"{spec.name}: {error}", code=Exit.USAGE)
 
 
 def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
@@ -90,12 +99,6 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     return whole
 
 
-def override_at(pointer: str, overrides: Sequence[str]) -> str | None:
-    """Return the override that sets the value at a JSON pointer, or None."""
-    places = {"/" + override.partition("=")[0].replace(".", "/"): override for override in overrides}
-    return next((override for place, override in places.items() if f"{pointer}/".startswith(f"{place}/")), None)
-
-
 def read_pairs(pairs: Sequence[str], option: str) -> dict[str, str]:
     """Parse `K=V` pairs into a mapping. Exits with a one-line error and code 2 if one is invalid."""
     split = [pair.partition("=") for pair in pairs]
@@ -113,6 +116,14 @@ def checked(model: type[M], given: Mapping[str, object], remedy: str) -> M:
         problem = error.errors()[0]
         place = "/".join(map(str, problem["loc"]))
         fail(f"{place}: {problem['msg']}; {remedy}", code=Exit.USAGE)
+
+
+def write_file(file: Path, content: bytes) -> None:
+    """Write a file. Exits with a one-line error and code 2 if it cannot be written."""
+    try:
+        file.write_bytes(content)
+    except OSError as error:
+        fail(f"{file}: {error.strerror}; name a writable file in an existing folder", code=Exit.USAGE)
 
 
 def _read(file: Path) -> bytes:

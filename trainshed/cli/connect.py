@@ -1,20 +1,20 @@
 """Settings of the CLI, its connection to the service, and output of errors of both."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
 import httpx
 
-from service.api.schemas import ProblemDetails, ProblemOut
+from service.api.schemas import ProblemDetails
 from service.config.environment import BadSettings, read_settings, strangers
 from service.config.settings import Settings
 from train_loop.spec import show
 from trainshed import Api, ApiError, Client, NoKeyError
 from trainshed.address import find_url
-from trainshed.cli.common import override_at
 from trainshed.cli.exit_codes import fail
+from trainshed.cli.spec_text import SpecText
 from trainshed.errors import InvalidUrl
 
 SHORT_SECONDS = 3.0
@@ -37,8 +37,11 @@ def load_settings() -> Settings:
 
 
 @contextmanager
-def connect(overrides: Sequence[str] = (), *, retry_seconds: float = SHORT_SECONDS) -> Iterator[Api]:
-    """Yield the API of the service. On an error, print a readable line, name the --set at fault, and exit with 1."""
+def connect(spec: SpecText | None = None, *, retry_seconds: float = SHORT_SECONDS) -> Iterator[Api]:
+    """Yield the API of the service. On an error, print a readable line and exit with 1.
+
+    Errors of a spec name the line of its file, or the --set at fault.
+    """
     load_settings()
     try:
         with Client(patience=retry_seconds) as client:
@@ -46,18 +49,13 @@ def connect(overrides: Sequence[str] = (), *, retry_seconds: float = SHORT_SECON
     except NoKeyError as error:
         fail(str(error))
     except ApiError as error:
-        _fail_with(error.problem, overrides)
+        _fail_with(error.problem, spec or SpecText("", b""))
     except httpx.HTTPError as error:
         fail(f"the service does not answer ({error}); start it with `trainshed up`, or set TRAINSHED_URL")
 
 
-def _fail_with(problem: ProblemDetails, overrides: Sequence[str]) -> NoReturn:
-    errors = [_detail(one, overrides) for one in problem.errors or []]
+def _fail_with(problem: ProblemDetails, spec: SpecText) -> NoReturn:
+    errors = [spec.error(one) for one in problem.errors or []]
     if len(errors) > 1:
         fail(f"{len(errors)} things are wrong:", errors)
     fail(errors[0] if errors else problem.detail)
-
-
-def _detail(problem: ProblemOut, overrides: Sequence[str]) -> str:
-    override = override_at(problem.pointer, overrides)
-    return f"{problem.pointer or '/'}: {problem.message}" + (f" (--set {override})" if override else "")

@@ -23,6 +23,7 @@ from trainshed.cli.connect import connect
 from trainshed.cli.ids import find_job
 from trainshed.cli.job_view import show_job, show_jobs
 from trainshed.cli.show import Gone, next_command, show_json, show_next, show_note, show_text
+from trainshed.cli.spec_text import SpecText
 from trainshed.cli.tables import show_plan
 from trainshed.cli.watch import wait_for_end
 
@@ -35,8 +36,8 @@ def submit(
     as_json: AsJson = False,
 ) -> None:
     """Submit a job and print its id."""
-    body = read_spec(spec, overrides or ())
-    with connect(overrides or ()) as api:
+    body, text = read_spec(spec, overrides or ())
+    with connect(text) as api:
         made = api.submit(body, idempotency_key=idempotency_key)
     _started(made, wait=wait, as_json=as_json)
 
@@ -52,15 +53,15 @@ def clone(
 ) -> None:
     """Submit a job that starts from a checkpoint of another job, with changes to its spec."""
     merged = read_overrides(overrides or ())
-    with connect(overrides or ()) as api:
+    with connect(SpecText("", b"", overrides or ())) as api:
         made = api.clone(find_job(api, job), from_checkpoint=step, overrides=merged)
     _started(made, wait=wait, as_json=as_json)
 
 
 def plan(spec: SpecFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Validate a spec and show its mesh, batch size, steps and memory, without submitting it."""
-    body = read_spec(spec, overrides or ())
-    with connect(overrides or ()) as api:
+    body, text = read_spec(spec, overrides or ())
+    with connect(text) as api:
         answer = api.plan(body)
     if as_json:
         show_json(answer)

@@ -2,13 +2,29 @@
 
 import typer
 
-from trainshed.cli import audit, backup, checkpoints, doctor, jobs, keys, local, nodes, runs, usage, watch, webhooks
+from trainshed.cli import (
+    audit,
+    backup,
+    checkpoints,
+    doctor,
+    init,
+    jobs,
+    keys,
+    local,
+    nodes,
+    runs,
+    schema,
+    usage,
+    watch,
+    webhooks,
+)
 from trainshed.cli.exit_codes import EPILOG
 
 app = typer.Typer(no_args_is_help=True, help="Distributed training jobs that survive faults.", epilog=EPILOG)
 
 _PANELS = {
     "Service": (local.up, local.down, local.serve, doctor.doctor, nodes.nodes, backup.backup, backup.restore),
+    "Specs": (init.init, schema.schema),
     "Jobs": (
         *(jobs.submit, jobs.plan, jobs.ps, jobs.show, watch.watch),
         *(jobs.pause, jobs.resume, jobs.cancel, jobs.clone, jobs.rm),

@@ -1,4 +1,4 @@
-"""/healthz and /readyz: besides the API description, the only calls without a key."""
+"""/healthz and /readyz: besides the API description and the schema of specs, the only calls without a key."""
 
 from fastapi import APIRouter, Request
 

@@ -19,6 +19,8 @@ from service.domain.access.roles import Caller
 from service.domain.jobs.job import JobState
 from service.ports import JobQuery, Once
 from service.use_cases.jobs.jobs import Jobs, JobView
+from service.use_cases.jobs.planning import PlanView
+from service.use_cases.jobs.specs import positions_in
 
 T = TypeVar("T")
 Given = TypeVarTuple("Given")
@@ -70,7 +72,19 @@ class Asked:
     async def submit(self, once: Once | None) -> tuple[JobView, bool]:
         """Submit as `Jobs.submit` does. If all checks are cached, store the job together with concurrent ones."""
         view = await self.known((self.jobs.caller, self.body, once))
-        return (view, True) if view is not None else await self.call(self.jobs.submit, self.body, once)
+        return (view, True) if view is not None else await self.call(self._submit, once)
+
+    async def plan(self) -> PlanView:
+        """Plan as `Jobs.plan` does."""
+        return await self.call(self._plan)
+
+    def _submit(self, once: Once | None) -> tuple[JobView, bool]:
+        with positions_in(self.body):
+            return self.jobs.submit(self.body, once)
+
+    def _plan(self) -> PlanView:
+        with positions_in(self.body):
+            return self.jobs.plan(self.body)
 
     async def call(self, use_case: Callable[[*Given], T], *given: *Given) -> T:
         """Return the result of the use case. It runs in separate threads, because checks may take long."""
@@ -110,7 +124,7 @@ def _answer(jobs: Jobs, response: Response, view: JobView, new: bool) -> JobOut:
 @router.post("/plan", openapi_extra=SPEC_BODY)
 async def plan(asked: ToCheck) -> PlanOut:
     """Check a spec as submit does and return its plan. Nothing is stored."""
-    return plan_out(await asked.call(asked.jobs.plan, asked.body))
+    return plan_out(await asked.plan())
 
 
 @router.api_route("/plan", methods=_OTHERS, include_in_schema=False)

@@ -3,7 +3,7 @@
 from datetime import datetime
 from typing import Annotated, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, JsonValue, PlainSerializer
+from pydantic import BaseModel, Field, JsonValue, PlainSerializer
 
 T = TypeVar("T")
 Time = Annotated[datetime, PlainSerializer(lambda time: time.isoformat(timespec="milliseconds"), return_type=str)]
@@ -36,6 +36,8 @@ class ProblemOut(BaseModel):
 
     pointer: str
     message: str
+    line: int | None = Field(default=None, ge=1, description="line in the YAML body, from 1; absent for JSON")
+    column: int | None = Field(default=None, ge=1, description="column in the YAML body, from 1, in characters")
 
 
 class ProblemDetails(BaseModel):

@@ -1,6 +1,7 @@
 """Parsing, overriding and resizing of specs. Each function raises InvalidSpec."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from pydantic import JsonValue
 
@@ -11,6 +12,7 @@ from train_loop.spec import (
     Problem,
     ScalingSpec,
     SpecError,
+    add_positions,
     as_pointer,
     dump,
     load,
@@ -37,6 +39,15 @@ def parsed(body: bytes, authorise: Callable[[str], None]) -> JobSpec:
         return spec
     except SpecError as error:
         raise InvalidSpec(error.problems) from error
+
+
+@contextmanager
+def positions_in(body: bytes) -> Iterator[None]:
+    """Add line and column of the YAML body to each problem of an InvalidSpec that the block raises."""
+    try:
+        yield
+    except InvalidSpec as error:
+        raise InvalidSpec(add_positions(error.problems, body)) from error
 
 
 def overridden(job: Job, overrides: Mapping[str, JsonValue]) -> JobSpec:

@@ -1,0 +1,97 @@
+"""`trainshed init`: a commented job spec to start from."""
+
+import os
+from enum import StrEnum
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import BaseModel
+
+from train_loop.run_dir import local_path
+from train_loop.spec import SCHEMA_ID, dump_schema
+from trainshed.cli.common import AsJson, write_file
+from trainshed.cli.connect import load_settings
+from trainshed.cli.exit_codes import Exit, fail
+from trainshed.cli.show import show_json, show_next, show_note, show_text
+
+_TEMPLATES = files("trainshed.cli") / "templates"
+_SAMPLE_DATA = "instructions.jsonl"
+_SAMPLE_FIELD = "SAMPLE_DATA"
+"""The text in a template that stands for the URI of the sample data."""
+_SCHEMA = "job.schema.json"
+
+
+class Template(StrEnum):
+    """A spec that `trainshed init` writes."""
+
+    PRETRAIN = "pretrain"
+    SFT = "sft"
+    LONG_CONTEXT = "long-context"
+
+
+class Init(BaseModel):
+    """Result of `init`: the files that it wrote."""
+
+    template: Template
+    spec: str
+    json_schema: str
+    data: str | None
+    """Sample data of the spec; None if the spec reads Python's standard library."""
+
+
+def init(
+    file: Annotated[Path, typer.Argument(help="path of the new spec")] = Path("job.yaml"),
+    template: Annotated[Template, typer.Option("--from", help="template of the spec")] = Template.PRETRAIN,
+    force: Annotated[bool, typer.Option("--force", help="replace an existing file")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a commented job spec that runs as it is, and its JSON schema for editors."""
+    schema = file.with_name(_SCHEMA)
+    if not force:
+        _check_new(file)
+        _check_schema(schema)
+    text = (_TEMPLATES / f"{template}.yaml").read_text(encoding="utf-8")
+    data = _write_sample_data() if _SAMPLE_FIELD in text else None
+    write_file(file, text.replace(_SAMPLE_FIELD, data.as_uri() if data else "").encode())
+    write_file(schema, dump_schema().encode())
+    done = Init(template=template, spec=str(file), json_schema=str(schema), data=str(data) if data else None)
+    if as_json:
+        show_json(done)
+        return
+    show_text(done.spec)
+    show_note(f"wrote {schema}, the schema that editors check it with")
+    if data is not None:
+        show_note(f"wrote {data}, its sample data")
+    show_next(f"plan {file}")
+
+
+def _check_new(file: Path) -> None:
+    if os.path.lexists(file):
+        fail(f"{file} already exists; name a new file, or add --force to replace it", code=Exit.USAGE)
+
+
+def _check_schema(file: Path) -> None:
+    """Exit with code 2 if a file with the name of the schema exists that is not a schema of job specs."""
+    try:
+        ours = SCHEMA_ID in file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError):
+        ours = False
+    if not ours:
+        _check_new(file)
+
+
+def _write_sample_data() -> Path:
+    """Write the sample data to the storage root of the home, which every job may read, and return its path."""
+    settings = load_settings()
+    file = local_path(settings.own_root) / "samples" / _SAMPLE_DATA
+    try:
+        settings.make_home()
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"{file.parent}: {error.strerror}; set TRAINSHED_HOME to a writable folder", code=Exit.USAGE)
+    write_file(file, (_TEMPLATES / _SAMPLE_DATA).read_bytes())
+    return file
