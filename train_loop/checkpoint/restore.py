@@ -1,4 +1,4 @@
-"""Resume from the newest checkpoint that verifies, or start from another run's checkpoint, at any world size."""
+"""Resumption from the newest checkpoint that verifies, or start from another run's, at any world size."""
 
 import pickle
 from collections.abc import Mapping

@@ -48,11 +48,11 @@ class Share(NamedTuple):
     files: dict[str, CheckpointFile]
     objects: Places
     delay: str | None
-    """First storage error that a retry has fixed; None without one."""
+    """Storage error that delayed this rank, for rank 0 to report; None without one, and on rank 0."""
 
 
 class Saver:
-    """The saves of one run. Every rank has a Saver and calls it at the same steps."""
+    """The writer of a run's checkpoints. Every rank has a Saver and calls it at the same steps."""
 
     def __init__(self, session: Session, journal: Journal, spec: CheckpointSpec, mode: SaveMode) -> None:
         self._run_dir = session.run_dir
@@ -177,7 +177,7 @@ class Saver:
         return words
 
     def _or_fault(self, step: int, act: Callable[[], T]) -> T | FencedError | str:
-        """Return the result of a storage operation, or its error after retries: other ranks wait for one of them."""
+        """Return the result of a storage operation or, after retries, its error: the other ranks wait for an answer."""
         try:
             return patiently(act, seconds=PATIENCE, may_pass=_may_pass, told=partial(self._tell_delay, step))
         except FencedError as error:

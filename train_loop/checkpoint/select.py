@@ -99,7 +99,7 @@ def faults_of_share(run: Run, run_dir: RunDir, manifest: Manifest) -> list[str] 
 
 
 def _says_damage(run: Run, error: Exception) -> bool:
-    """Return whether a disk reports an I/O error; fsspec's packages use the same errno for failed requests."""
+    """Return whether an error is a local disk's I/O error; fsspec's packages use its errno for failed requests."""
     return getattr(error, "errno", None) == errno.EIO and not is_remote(run.session.run_dir.root)
 
 

@@ -224,7 +224,7 @@ class _Remote:
 def _version(info: dict[str, Any]) -> str:
     names = ("ETag", "etag", "md5Hash", "content_md5", "LastModified", "last_modified", "mtime", "created")
     known = next((info[name] for name in names if info.get(name)), None)
-    # For a file system with other names, all metadata is the version.
+    # If the metadata has none of these names, all of it is the version.
     return hashlib.sha256(repr(sorted(info.items())).encode()).hexdigest() if known is None else str(known)
 
 

@@ -24,7 +24,7 @@ PADDING = -1
 
 _ROUNDS = 6
 _FEW = 4096
-"""Maximum size that is shuffled by sorting hashes: a Feistel network of few bits does not shuffle evenly."""
+"""Maximum size to shuffle by sorting hashes: a Feistel network of few bits does not shuffle evenly."""
 _U64 = np.uint64
 
 

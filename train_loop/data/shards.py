@@ -94,7 +94,7 @@ def _read_again(part: Part, sample: int) -> Cells:
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Return whether an error means that the storage is unavailable: if so, even the cache folder is missing."""
+    """Return whether a retry may succeed. If even the cache folder is missing, its storage is unavailable."""
     if isinstance(error, FileNotFoundError) and error.filename:
         return not Path(error.filename).parent.parent.is_dir()
     return is_transient(error)

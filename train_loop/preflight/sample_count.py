@@ -13,7 +13,7 @@ _MOST_BYTES = 64 * 2**20
 
 
 def count_samples(spec: JobSpec) -> SampleCount | None:
-    """Return the samples per epoch of Parquet with tokens, from the lengths of its rows; None for other data.
+    """Return the samples per epoch of tokenised Parquet, from the lengths of its rows; None for other data.
 
     For packed rows the number is an upper bound. Raises DataError and OSError for unreadable files.
     """

@@ -80,7 +80,7 @@ class Handover:
         """Return the next points and the position after them; None without new metrics."""
         place = self._place or read_place(self.run_dir.sink_file(self.name))
         self._place = place
-        # List attempts first: once a later attempt exists, all lines of the earlier one have been read.
+        # List attempts before reading lines: if a later attempt is listed, the earlier one's lines are complete.
         for attempt in self.run_dir.attempts():
             if attempt.number < place.attempt or attempt.number > (self._attempt or attempt.number):
                 continue
@@ -95,4 +95,4 @@ class Handover:
 
     def _check_fence(self) -> None:
         if self._attempt is not None and (newer := self.run_dir.fence().attempt) > self._attempt:
-            raise FencedError(f"attempt {newer} hands metrics to {self.name} now")
+            raise FencedError(f"attempt {newer} sends metrics to {self.name} now")

@@ -123,7 +123,7 @@ def _is_done(run_dir: RunDir, step: int, wish: ExportWish) -> bool:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Wait for a concurrent export of the same weights; on object storage both would write the same objects."""
+    """Hold a lock, so that the same export runs once. Object storage has no lock: there both write the same objects."""
     if is_remote(folder):
         yield
         return
@@ -170,7 +170,9 @@ def _open(run_dir: RunDir, step: int, wish: ExportWish) -> Source:
     spec = run_dir.spec()
     find_verified(run_dir, step)
     if wish.weights == "ema" and spec.training.ema_decay is None:
-        raise UserError("the run has no average of its weights (training.ema_decay is not set); export --weights model")
+        raise UserError(
+            "the run has no average of its weights (training.ema_decay is not set); export with weights=model"
+        )
     model, saved = build_model(spec.model), SavedTensors(run_dir.checkpoint(step))
     # Tied weights appear once, under transformers' name for them; of the buffers, only those that transformers saves.
     names = [name for name, _ in model.named_parameters()] + sorted(_buffers(model))
@@ -192,7 +194,7 @@ def _place(saved: SavedTensors, name: str, wish: ExportWish) -> str:
 
 def _write_weights(source: Source, folder: Path, wish: ExportWish, *, progress: "Progress", shard_bytes: int) -> None:
     saved, buffers = source.saved, _buffers(source.model)
-    # Buffers keep their dtype: some are counts, for some half precision is too coarse.
+    # Buffers keep their dtype: some are counts, and for some half precision is too coarse.
     tensors = {
         name: Kind(saved.shape(place), saved.dtype(place) if name in buffers else DTYPES[wish.dtype])
         for name, place in source.names.items()
@@ -241,7 +243,7 @@ def _tokenizer(spec: JobSpec, run_dir: RunDir) -> Path | None:
         return None
     if dataset.tokenizer is not None:
         return Path(dataset.tokenizer)
-    # Data of tokens needs no tokenizer; the model's own is exported.
+    # Tokenised data needs no tokenizer: export the model's own.
     uri = spec.model.tokenizer or spec.model.path
     return None if uri is None else local_path(uri)
 

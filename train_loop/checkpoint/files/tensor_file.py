@@ -44,7 +44,7 @@ class Frame:
 @cache
 def frame_of(shape: torch.Size, dtype: torch.dtype) -> Frame:
     """Return the frame of contiguous tensors of a shape and dtype, for this version of torch."""
-    # Its memory is never accessed, so it takes none.
+    # The tensor's memory is never accessed, so it takes no physical memory.
     tensor, crc = torch.empty(shape, dtype=dtype), get_crc32_options()
     sink = _Sink(tensor)
     # No CRC, as it would depend on the data; the manifest has a SHA-256 of the whole file.

@@ -65,7 +65,7 @@ class ProcessWriter:
         self._process: subprocess.Popen[bytes] | None = None
 
     def write(self, folder: Path, files: Files) -> dict[str, CheckpointFile]:
-        """Write files in the process. Start the process, also if it has died."""
+        """Write files in the process. Starts the process if it is not running."""
         lengths = {
             name: (shared.nbytes, sum(piece.nbytes for piece in rest)) for name, (shared, *rest) in files.items()
         }
@@ -159,7 +159,7 @@ def _write_directly(descriptor: int, left: "deque[memoryview]") -> None:
     """Write the whole blocks of the first piece with direct I/O, without the page cache.
 
     The page cache would take memory and time for a copy that is never read. If the file system does not support direct
-    I/O, or the memory is not page-aligned, everything is left for the page cache.
+    I/O, or the memory is not page-aligned, everything is left to `_write_all`.
     """
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:

@@ -29,7 +29,7 @@ class Ledger(Protocol):
         """Remove the files of a failed save."""
 
     def clear(self) -> list[int]:
-        """Remove unfinished saves and removals of dead processes. Return the steps whose checkpoints are damaged.
+        """Clean up unfinished saves and removals of dead processes. Return the steps whose checkpoints are damaged.
 
         Call it after the fence was raised and before checkpoints are selected: an older group that is still alive then
         cannot commit its unfinished save.

@@ -88,7 +88,7 @@ class FolderLedger:
         if aside.exists():
             # The same step may be rejected again by a later start of the same group.
             aside = aside.with_name(f"{aside.name}.{uuid.uuid4().hex}")
-        # A retry after a lost answer finds nothing to rename.
+        # A retry after a lost response finds nothing to rename.
         with suppress(FileNotFoundError):
             folder.rename(aside)
         self._give_back(aside)

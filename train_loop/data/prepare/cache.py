@@ -116,7 +116,7 @@ def evaluation_spec(spec: JobSpec, train: Dataset) -> JobSpec | None:
 def pinned_dataset(spec: JobSpec, pointer: Path) -> Dataset | None:
     """Return the dataset that a run's pointer names; None without a pointer, or if the cache has lost the samples.
 
-    Raises DataError if files that are read without preparation have changed since, or for an invalid pointer.
+    Raises DataError if the pointer is invalid, or if files that are read without preparation have changed since.
     """
     try:
         dataset = Dataset.model_validate_json(read_whole(pointer))
@@ -127,7 +127,7 @@ def pinned_dataset(spec: JobSpec, pointer: Path) -> Dataset | None:
     if not all(_is_whole(part) for part in dataset.parts if part.index):
         return None
     for written, part in zip(spec.data.sources, dataset.parts, strict=True):
-        # Prepared samples do not need their source files any longer.
+        # Only sources without prepared samples still need their files.
         if part.index is None and fingerprint(spec, _list_source(spec, written), None) != part.fingerprint:
             raise DataError(
                 f"the files of {', '.join(written.paths)} have changed since the run began; restore them, or start a "
@@ -159,7 +159,7 @@ def pin(dataset: Dataset, pointer: Path) -> None:
 
 
 def tokenizer_home(spec: JobSpec, sources: Sequence[Source], cache: Path) -> Path | None:
-    """Return the folder of the tokenizer for a spec's text; None if all sources contain tokens.
+    """Return the folder of the tokenizer for a spec's text; None if all sources are tokenised.
 
     A tokenizer that is trained on the data has a cache folder, which may not exist yet.
     """
@@ -197,7 +197,7 @@ def fingerprint(spec: JobSpec, source: Source, tokenizer: Path | None) -> str:
 
 
 def _ready_made(spec: JobSpec, source: Source) -> Part | None:
-    """Return the samples of small Parquet files with tokens, which are read without preparation; otherwise None.
+    """Return the samples of small tokenised Parquet files, which are read without preparation; otherwise None.
 
     Each row must be one sample. Raises DataError for unreadable files and for files without rows. Preparation reports
     invalid rows.

@@ -30,7 +30,7 @@ _LINKS = {"role", "content", "tool_call_id"}
 _THOUGHTS = {"reasoning", "reasoning_content", "thinking"}
 """Equivalent keys for an assistant's reasoning: transformers makes the value available under each of them."""
 _LONGEST_TEXT = 1 << 20
-"""Maximum characters of a rendered conversation, besides 100 times the characters of its messages."""
+"""Maximum characters of a rendered conversation, in addition to 100 times those of its messages."""
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,9 @@ Encoded = Document | BadRow
 def encode_rows(
     rows: list[Row], columns: ColumnsSpec, *, vocab: int, tokenizer: str | None = None, system_prompt: str | None = None
 ) -> list[Encoded]:
-    """Return a document for every row, or a BadRow with the reason against it.
+    """Return a document for every row, or a BadRow if the row cannot be trained on.
 
-    `tokenizer` is a folder; rows of tokens do not need it.
+    `tokenizer` is a folder; tokenised rows do not need it.
     """
     encoded: dict[int, Encoded] = {}
     good = []

@@ -29,7 +29,7 @@ class Fit:
         return cls(data.sequence_length, data.long_rows_of(columns), data.drops_untrained(columns))
 
     def refuses(self, document: Document) -> bool:
-        """Return whether a document fails the preparation because it is too long."""
+        """Return whether a document is too long and on_long_rows is `fail`, so that preparation fails."""
         return self.rule == "fail" and len(document.input_ids) > self.length
 
     def __call__(self, document: Document) -> tuple[Document, Fate]:

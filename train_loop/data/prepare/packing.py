@@ -60,7 +60,7 @@ def one_per_sample(documents: Iterable[Document], length: int) -> Iterator[Sampl
 
 
 def best_fit(sizes: list[int], room: int) -> list[list[int]]:
-    """Return bins of sizes that fit into `room`: lists of ascending indices, ordered by their first index."""
+    """Return the bins for `sizes`, each at most `room`: lists of ascending indices, ordered by their first index."""
     bins: list[list[int]] = []
     by_room: list[list[int]] = [[] for _ in range(room + 1)]
     # Bit r is set if a bin has room for r more. The lowest set bit from bit `size` on is the fullest bin that fits.

@@ -1,4 +1,4 @@
-"""Raw files → rows, for all formats.
+"""Raw files of all formats → rows.
 
 A file is cut into pieces that can be read independently, so that many tasks can read one large file. Rows keep their
 place, so that errors can name it in terms of the file.

@@ -58,7 +58,7 @@ def check_allowed(uri: str, policy: ReadPolicy) -> None:
 
     def check(place: str) -> None:
         if is_local(place):
-            # os.path.realpath would return a path for circular links.
+            # os.path.realpath would accept circular links.
             place = str(Path(place).resolve())
         if own is None:
             if refusal := policy.refusal(place, named=uri):

@@ -73,13 +73,13 @@ def load_tokenizer(folder: str) -> TextTokenizer:
         config = read_object(Path(folder, "tokenizer_config.json"))
     except DataError:
         raise
-    except Exception as error:  # tokenizers raises nothing more special
+    except Exception as error:  # tokenizers raises no narrower type
         raise DataError(
             f"the tokenizer in {folder} cannot be read: {error}; save it again with transformers"
         ) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    # Special tokens are never requested; the only other effect would be to remove spaces from the offsets of tokens.
+    # The post-processor would only add special tokens, which are never requested, and trim spaces from token offsets.
     tokenizer.post_processor = None
     named = config.get("eos_token")
     word = named.get("content") if isinstance(named, dict) else named

@@ -149,7 +149,7 @@ def _columns(part: Part) -> tuple[str, ...]:
 
 
 def _table(file: File, columns: tuple[str, ...]) -> pa.Table:
-    """Return a file's columns. Waits while this host cannot reach the storage, as for all files that a run reads."""
+    """Return a file's columns. Retries while the storage is unavailable, as for all files that a run reads."""
     return retry_storage(partial(_whole, file, columns), may_pass=partial(_may_pass, file))
 
 

@@ -34,7 +34,7 @@ from train_loop.system.ray_env import task_environment
 log = logging.getLogger(__name__)
 
 _WORTH_IT = 10.0
-"""Seconds before Ray Data starts: its processes take 8 CPU seconds to start, which a short run saves."""
+"""Seconds before Ray Data starts. Its processes take 8 CPU seconds to start; a short run avoids this cost."""
 _BLOCK_STEPS = 128
 """Maximum steps per block; each block costs Ray Data some 30 ms, whatever its size."""
 _BLOCK_BYTES = 32 * 2**20
