@@ -74,7 +74,7 @@ class StorageGuard:
 
     def _within(self, root: str, act: Callable[[], T], seconds: float) -> T:
         if not self._places.acquire(timeout=seconds):
-            raise TimeoutError(f"{_MOST_THREADS} earlier requests to storage have no answer yet")
+            raise TimeoutError(f"{_MOST_THREADS} earlier requests to storage are still waiting for an answer")
         answer, late = Future[T](), threading.Event()
 
         def run() -> None:

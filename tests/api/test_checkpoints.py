@@ -102,7 +102,7 @@ def test_an_export_that_finds_no_place_does_not_run(
     client: TestClient, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def be_full(*_: object) -> None:
-        raise Busy("2 exports are at work; ask again when one of them is done")
+        raise Busy("2 exports are running, the maximum; retry when one has finished")
 
     monkeypatch.setattr(HelperTools, "export", be_full)
     for _ in range(2):

@@ -51,9 +51,9 @@ def test_preflight_is_told_spec_and_roots_and_answers_problems() -> None:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ("1 / 0", "could not be looked at: ZeroDivisionError: division by zero"),
-        ("os.abort()", "died of the question"),
-        ("{'hello': 1}", "could not be looked at"),
+        ("1 / 0", "could not be checked: ZeroDivisionError: division by zero"),
+        ("os.abort()", "crashed during the check"),
+        ("{'hello': 1}", "could not be checked"),
     ],
 )
 def test_preflight_that_fails_says_why_and_is_asked_again(answer: str, message: str) -> None:
@@ -79,7 +79,7 @@ def test_preflight_tells_that_its_imports_are_not_done_and_restarts_a_helper_tha
         assert helper._helper is not None
         helper._helper.kill()
         helper._helper.wait()
-        assert helper.trouble() == "ended with -9 and is started again"
+        assert helper.trouble() == "exited with -9 and is restarting"
         wait_for(lambda: helper.trouble() is None, "another helper")
     finally:
         helper.stop()
@@ -147,7 +147,7 @@ def test_helper_of_a_killed_service_removes_its_folder(tmp_path: Path) -> None:
 def test_helper_that_cannot_start_says_so_and_one_that_was_killed_is_started_again() -> None:
     command = [sys.executable, "-c", "raise SystemExit(3)"]
     broken = HelperPreflight(read_policy=lambda _: may_read(), limits=Limits(30.0), command=command)
-    with pytest.raises(PreflightFailed, match="ended with 3; see the service's log"):
+    with pytest.raises(PreflightFailed, match="exited with 3; see the service's log"):
         broken.check(a_spec())
     broken.stop()
     with preflight(ECHO) as helper:

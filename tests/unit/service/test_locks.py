@@ -25,7 +25,7 @@ def test_urls_that_name_no_database(tmp_path: Path) -> None:
     settings = Settings(home=tmp_path, database_url="postgresql+psycopg://me:hush@db:port/shed")
     with pytest.raises(DatabaseUnusable) as refused, locked(settings):
         pass
-    assert "TRAINSHED_DATABASE_URL is no URL" in str(refused.value)
+    assert "TRAINSHED_DATABASE_URL is not the URL of" in str(refused.value)
     assert "hush" not in str(refused.value)
 
 

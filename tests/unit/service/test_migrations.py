@@ -261,7 +261,7 @@ def test_a_file_with_secrets_is_its_owner_s_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("statements", "rule"),
     [
-        (["CREATE TABLE jobs (title TEXT)"], r"tables that Trainshed did not make \(jobs\)"),
+        (["CREATE TABLE jobs (title TEXT)"], r"tables that Trainshed did not create \(jobs\)"),
         (
             ["CREATE TABLE alembic_version (version_num TEXT)", "INSERT INTO alembic_version VALUES ('0000')"],
             "revision '0000' of another program",

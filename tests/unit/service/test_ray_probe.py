@@ -141,7 +141,7 @@ def test_a_visit_is_read_from_the_log_of_its_job() -> None:
 )
 def test_a_visit_that_tells_nothing_says_how_its_job_ended(state: Submission, says: str) -> None:
     jobs = Jobs("Traceback\nModuleNotFoundError: No module named 'train_loop'\n\n", state)
-    with pytest.raises(ClusterError, match=f"{says}; its last word: ModuleNotFoundError"):
+    with pytest.raises(ClusterError, match=f"{says}; last line of its log: ModuleNotFoundError"):
         RayProbe(jobs).visit(None, seconds=0.1)
     assert jobs.forgotten == 1
 

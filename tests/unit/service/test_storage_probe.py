@@ -33,7 +33,7 @@ def runs(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 def test_good_storage_passes_and_is_left_as_it_was(runs: str) -> None:
     probe = RunsProbe(runs)
     assert runs in probe.read()
-    assert "read back" in probe.write()
+    assert "file written, synced, read" in probe.write()
     assert probe.replace()
     assert list_folder(storage_path(runs)) == []
 
@@ -72,7 +72,7 @@ def test_storage_that_shows_half_of_a_file_is_not_atomic(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(storage_probe, "write_durably", in_place)
     monkeypatch.setattr(storage_probe, "_REPLACEMENTS", 1000)
-    with pytest.raises(StorageFault, match="half written"):
+    with pytest.raises(StorageFault, match="partial content"):
         RunsProbe(tmp_path.as_uri()).replace()
     assert os.listdir(tmp_path) == []
 
@@ -83,6 +83,6 @@ def test_object_storage_that_lets_two_create_one_object_is_refused(
     for name, value in s3.environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(storage_probe, "create_object", lambda path, content: path.write_bytes(content))
-    with pytest.raises(StorageFault, match="once more"):
+    with pytest.raises(StorageFault, match="created again"):
         RunsProbe("s3://runs/all").replace()
     assert list_folder(storage_path("s3://runs/all")) == []
