@@ -33,7 +33,7 @@ class StorageGuard:
     """The guard of storage calls. It records which roots are unavailable, since when and why, and logs each change."""
 
     def __init__(self, check: Callable[[str], None], *, clock: Callable[[], float] = time.time) -> None:
-        """`check` raises OSError if a root is unavailable."""
+        """Create the guard. `check` raises OSError if a root is unavailable."""
         self._check = check
         self._clock = clock
         self._lock = threading.Lock()

@@ -37,7 +37,7 @@ class RunsProbe:
     def __init__(
         self, runs: str, roots: Sequence[str] = (), *, open_root: Callable[[str], object] | None = None
     ) -> None:
-        """`open_root` creates the root and its marker once, or raises OSError if they are gone."""
+        """Create the probe. `open_root` creates the root and its marker once, or raises OSError if they are gone."""
         self._open_root = open_root
         self._runs = runs
         self._roots = tuple(roots)

@@ -47,7 +47,7 @@ class Database:
     """
 
     def __init__(self, url: str, *, seconds: float = CALL_SECONDS) -> None:
-        """`seconds` is the time limit of each statement, and of the wait for a connection or a lock."""
+        """Create the engine. `seconds` is the timeout of each statement, and of the wait for a connection or a lock."""
         self.url = url
         try:
             self.engine = _engine(url, seconds)
