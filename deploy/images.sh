@@ -1,5 +1,5 @@
 #!/bin/sh
-# Builds both images without a Docker engine, on a Debian base from scratch: `make images`. Needs root, buildah, debootstrap.
+# Build both images without a Docker engine, on a Debian base from scratch: `make images`. Needs root, buildah, debootstrap.
 # IMAGE_OPTIONS: more options for `buildah bud`, e.g. --build-arg TORCH_INDEX=URL. TARGETS: "service worker".
 set -eu
 cd "$(dirname "$0")/.."

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Creates the secrets of the compose stack once, in deploy/secrets; a file that exists stays as it is.
-# The folder is open to its owner alone. Files in it are readable, because containers run as another user.
+# Create the secrets of the compose stack once, in deploy/secrets; existing files are kept.
+# Only the owner can enter the folder. Files in it are readable, because containers run as another user.
 set -eu
 folder=${1:-$(dirname "$0")/secrets}
 mkdir -p "$folder"

@@ -255,7 +255,7 @@ class DatabaseUnreachable(NotReady):
 
     @classmethod
     def because(cls, reason: str) -> "DatabaseUnreachable":
-        """Return the error for a caller, who cannot change the reason."""
+        """Return the error for a caller, without a remedy: a caller cannot fix the database."""
         return cls(f"the database does not answer: {reason}; the service reconnects automatically: retry later")
 
 

@@ -1,6 +1,6 @@
-"""`python deploy/grafana/build.py [FOLDER]`: writes our Grafana dashboards, from the list of our series.
+"""`python deploy/grafana/build.py [FOLDER]`: generator of the Grafana dashboards, from the list of series.
 
-A panel can only query a series of `service.domain.metrics`: queries are made from its members.
+Panels can only query series of `service.domain.metrics`: its members build the queries.
 """
 
 import json
@@ -19,12 +19,12 @@ from service.domain.metrics import Series
 FOLDER = Path(__file__).parent / "dashboards"
 _SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 _WIDTH, _HEIGHT = 8, 8
-"""Of a panel; Grafana's grid is 24 wide."""
+"""Size of a panel; Grafana's grid is 24 units wide."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel: queries with their legends, and a unit of Grafana's."""
+    """A panel: queries with their legends, and a Grafana unit."""
 
     title: str
     queries: tuple[tuple[str, str], ...]
@@ -34,20 +34,20 @@ class Panel:
 
 
 def whole(one: Series, by: str = "", where: str = "") -> str:
-    """Query a series that every replica tells alike."""
+    """Build the query of a series that all replicas report equally."""
     assert one.whole, one
     worst = "min" if one in (metrics.CLUSTER_UP, metrics.DATABASE_UP) else "max"
     return f"{worst}{_by(by)} ({one.full_name}{{{where}}})"
 
 
 def rate(one: Series, by: str = "", where: str = "", over: str = "$__rate_interval") -> str:
-    """Query how fast a counter grows, over all replicas."""
+    """Build the query of a counter's rate, summed over all replicas."""
     assert one.kind == "counter", one
     return f"sum{_by(by)} (rate({one.full_name}{{{where}}}[{over}]))"
 
 
 def quantile(part: float, one: Series, by: str = "", over: str = "$__rate_interval") -> str:
-    """Query a quantile of a histogram, over all replicas."""
+    """Build the query of a histogram's quantile over all replicas."""
     assert one.kind == "histogram", one
     labels = ", ".join(filter(None, ("le", by)))
     return f"histogram_quantile({part}, sum by ({labels}) (rate({one.full_name}_bucket[{over}])))"
@@ -68,20 +68,23 @@ FLEET = (
     ),
     Panel("Running jobs by project", ((whole(metrics.JOBS, "project", 'state="RUNNING"'), "{{project}}"),)),
     Panel(
-        "Goodput", ((whole(metrics.GOODPUT, "project"), "{{project}}"),), "percentunit", "Time of new steps ÷ all time."
+        "Goodput",
+        ((whole(metrics.GOODPUT, "project"), "{{project}}"),),
+        "percentunit",
+        "Fraction of the wall time spent on new steps.",
     ),
     Panel("Oldest queued job", ((whole(metrics.OLDEST_WAIT, "project"), "{{project}}"),), "s"),
     Panel("Queue wait (95 %)", ((quantile(0.95, metrics.QUEUE_WAIT, over="1h"), ""),), "s"),
-    Panel("Attempts that ended", ((rate(metrics.ATTEMPTS, "outcome", over="1h") + " * 3600", "{{outcome}} per hour"),)),
-    Panel("Reconcile lag", ((f"min({metrics.LAG.full_name})", ""),), "s", "Since somebody looked after every job."),
+    Panel("Finished attempts", ((rate(metrics.ATTEMPTS, "outcome", over="1h") + " * 3600", "{{outcome}} per hour"),)),
+    Panel(
+        "Reconcile lag", ((f"min({metrics.LAG.full_name})", ""),), "s", "Time since the last complete reconcile pass."
+    ),
     Panel("Reconcile pass (95 %)", ((quantile(0.95, metrics.PASS_SECONDS), ""),), "s"),
     Panel("Webhook backlog", ((whole(metrics.BACKLOG), ""),)),
-    Panel("Answers", ((rate(metrics.HTTP_REQUESTS, "status"), "{{status}}"),), "reqps"),
-    Panel("Answer time (99 %)", ((quantile(0.99, metrics.HTTP_SECONDS, "route"), "{{route}}"),), "s"),
+    Panel("HTTP responses", ((rate(metrics.HTTP_REQUESTS, "status"), "{{status}}"),), "reqps"),
+    Panel("Response time (99 %)", ((quantile(0.99, metrics.HTTP_SECONDS, "route"), "{{route}}"),), "s"),
     Panel("Open streams", ((f"sum({metrics.STREAMS.full_name})", ""),)),
-    Panel(
-        "Jobs that came into a state", ((rate(metrics.MOVES, "state", over="1h") + " * 3600", "{{state}} per hour"),)
-    ),
+    Panel("State changes", ((rate(metrics.MOVES, "state", over="1h") + " * 3600", "{{state}} per hour"),)),
 )
 _ONE = 'job_id=~"$job"'
 _NAMED = "{{name}} ({{job_id}})"
@@ -90,11 +93,13 @@ JOB = (
     Panel("Tokens per second", ((whole(metrics.JOB_TOKENS, "name, job_id", _ONE), _NAMED),)),
     Panel("Loss", ((whole(metrics.JOB_LOSS, "name, job_id", _ONE), _NAMED),)),
     Panel("Steps", ((whole(metrics.JOB_STEP, "name, job_id", _ONE), _NAMED),)),
-    Panel("Since the newest step", ((whole(metrics.JOB_PROGRESS_AGE, "name, job_id", _ONE), _NAMED),), "s"),
-    Panel("Since the newest checkpoint", ((whole(metrics.JOB_CHECKPOINT_AGE, "name, job_id", _ONE), _NAMED),), "s"),
+    Panel("Time since the newest step", ((whole(metrics.JOB_PROGRESS_AGE, "name, job_id", _ONE), _NAMED),), "s"),
+    Panel(
+        "Time since the newest checkpoint", ((whole(metrics.JOB_CHECKPOINT_AGE, "name, job_id", _ONE), _NAMED),), "s"
+    ),
     Panel("Restarts", ((whole(metrics.JOB_RESTARTS, "name, job_id", _ONE), _NAMED),)),
     Panel("Waiting for data", ((whole(metrics.JOB_DATA_WAIT, "name, job_id", _ONE), _NAMED),), "percentunit"),
-    Panel("Makes no progress", ((whole(metrics.JOB_WAITS, "name, job_id, code", _ONE), "{{name}}: {{code}}"),)),
+    Panel("Jobs without progress", ((whole(metrics.JOB_WAITS, "name, job_id, code", _ONE), "{{name}}: {{code}}"),)),
 )
 
 
@@ -118,7 +123,7 @@ def _place(place: int, columns: int) -> GridPos:
 
 
 def build(uid: str, title: str, panels: tuple[Panel, ...], *, by_job: bool = False) -> str:
-    """The dashboard as JSON."""
+    """Return the dashboard as JSON."""
     made = (
         dashboard.Dashboard(title)
         .uid(uid)
@@ -141,7 +146,7 @@ def build(uid: str, title: str, panels: tuple[Panel, ...], *, by_job: bool = Fal
 
 
 def all_dashboards() -> dict[str, str]:
-    """Every dashboard by the name of its file."""
+    """Return every dashboard by its file name."""
     return {
         "fleet.json": build("trainshed-fleet", "Trainshed: fleet", FLEET),
         "job.json": build("trainshed-job", "Trainshed: jobs", JOB, by_job=True),

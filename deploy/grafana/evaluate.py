@@ -1,7 +1,7 @@
-"""`python deploy/grafana/evaluate.py URL [--plots FILE]`: asks a Prometheus every query of our dashboards.
+"""`python deploy/grafana/evaluate.py URL [--plots FILE]`: check of all dashboard queries against a Prometheus server.
 
-Prints each panel with the number of its series, and exits 1 if a query fails. With --plots it draws the last minutes of
-all panels (needs matplotlib).
+Prints each panel with the number of its series, and exits with 1 if a query fails. With --plots it draws the last
+minutes of all panels (needs matplotlib).
 """
 
 import argparse
@@ -20,7 +20,7 @@ Panel = tuple[str, list[str]]
 
 
 def panels() -> list[Panel]:
-    """Every panel's title and queries, with Grafana's variables filled in."""
+    """Return every panel's title and queries, with Grafana's variables replaced."""
     found: list[Panel] = []
     for file in sorted(FOLDER.glob("*.json")):
         for panel in json.loads(file.read_text())["panels"]:
@@ -32,7 +32,7 @@ def panels() -> list[Panel]:
 
 
 def ask(client: httpx.Client, query: str, *, minutes: float) -> list[dict[str, Any]]:
-    """Return the series of a query over the last minutes. Raises httpx.HTTPStatusError if Prometheus refuses it."""
+    """Return the series of a query over the last minutes. Raises httpx.HTTPStatusError if Prometheus rejects it."""
     now = time.time()
     span = {"start": now - 60 * minutes, "end": now, "step": max(minutes, 1)}
     answer = client.get("/api/v1/query_range", params={"query": query, **span})
@@ -42,7 +42,7 @@ def ask(client: httpx.Client, query: str, *, minutes: float) -> list[dict[str, A
 
 
 def main() -> int:
-    """Ask, tell, and draw."""
+    """Run all queries, print the results, and draw the plots."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("url")
     parser.add_argument("--minutes", type=float, default=5.0)
@@ -64,8 +64,8 @@ def main() -> int:
 
 
 def draw(told: dict[str, list[dict[str, Any]]], file: Path) -> None:
-    """Draw all panels into one picture."""
-    import matplotlib.pyplot as plot  # noqa: PLC0415 - nothing else needs it
+    """Draw all panels into one image file."""
+    import matplotlib.pyplot as plot  # noqa: PLC0415 - needed for --plots only
 
     rows = -(-len(told) // _COLUMNS)
     figure, axes = plot.subplots(rows, _COLUMNS, figsize=(4 * _COLUMNS, 2.2 * rows), constrained_layout=True)

@@ -1,7 +1,7 @@
 #!/bin/sh
 # A Kubernetes cluster on this machine with KubeRay, Trainshed and one job. Needs docker, kind, kubectl, helm, 8 CPUs and
 # 20 GiB, and KubeRay's chart repository under the name kuberay (helm repo add kuberay URL; KubeRay's guide has the URL).
-# It was not run where Trainshed is developed: that machine has no kind.
+# Untested: kind was not available during development.
 set -eu
 cd "$(dirname "$0")/../.."
 cluster=${CLUSTER:-trainshed} namespace=${NAMESPACE:-trainshed} kuberay=${KUBERAY_VERSION:-1.7.0}
@@ -26,8 +26,8 @@ kubectl create namespace "$namespace" --dry-run=client --output yaml | kubectl a
 kubectl label --overwrite namespace "$namespace" pod-security.kubernetes.io/enforce=restricted
 helm upgrade --install trainshed helm/trainshed --namespace "$namespace" --wait --timeout 10m
 kubectl wait pod --namespace "$namespace" -l ray.io/cluster=trainshed-ray --for=condition=Ready --timeout=10m
-# The pod of the test stays if it fails.
+# The test's pod is kept if the test fails.
 helm test trainshed --namespace "$namespace" || { kubectl logs --namespace "$namespace" pod/trainshed-test; exit 1; }
-# The demo job, sent from the pod of the service, which has the key.
+# Submit the demo job from the service's pod, which has the key.
 kubectl exec --stdin --namespace "$namespace" deployment/trainshed -- sh -c \
     'TRAINSHED_URL=http://127.0.0.1:8000 TRAINSHED_KEY=$(cat "$TRAINSHED_ADMIN_KEY_FILE") trainshed submit --wait -' < examples/quickstart.yaml

@@ -136,8 +136,8 @@ def _headers(target: Target, webhook: Webhook, message: Message, now: float) -> 
 
 def _refusal(target: Target) -> str:
     return (
-        f"{target.host} has an address that is not on the open internet, so that nothing was sent; the operator can "
-        "name it in TRAINSHED_WEBHOOK_ALLOWED"
+        f"{target.host} has an address that is not on the public internet, so nothing was sent; the operator can add "
+        "the host to TRAINSHED_WEBHOOK_ALLOWED"
     )
 
 

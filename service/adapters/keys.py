@@ -36,11 +36,11 @@ def ensure_key(path: Path, *, setting: str = "TRAINSHED_ADMIN_KEY_FILE") -> str:
             os.fsync(descriptor)
     except OSError as error:
         raise KeyUnusable(
-            f"{path}: {error.strerror}; mount the key there, name its file in {setting}, or let the "
-            "service write to its home"
+            f"{path}: {error.strerror}; mount the key there, set {setting} to its file, or make the home of the "
+            "service writable"
         ) from error
     except UnicodeDecodeError as error:
-        raise KeyUnusable(f"{path}: is no text; remove it, and the next start makes another one") from error
+        raise KeyUnusable(f"{path}: is not text; delete it, and the next start creates another key") from error
     return key
 
 
@@ -53,10 +53,10 @@ def read_key(path: Path, *, setting: str) -> str:
     try:
         key = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "is no text"
+        why = error.strerror if isinstance(error, OSError) else "is not text"
         raise KeyUnusable(f"{path}: {why}; {remedy}") from error
     if not key or len(key.split()) != 1:
-        raise KeyUnusable(f"{path}: {'is empty' if not key else 'holds more than one word'}; {remedy}")
+        raise KeyUnusable(f"{path}: {'is empty' if not key else 'contains more than one word'}; {remedy}")
     _check_secret(path, key)
     return key
 
@@ -68,8 +68,8 @@ def _check_secret(path: Path, key: str) -> None:
     """
     if len(key) < _GUESSED:
         raise KeyUnusable(
-            f"{path}: the key has {len(key)} characters, and whoever tries will guess it; write {_SHORT} or more, for "
-            "example those of `openssl rand -hex 32`"
+            f"{path}: the key has only {len(key)} characters and can be guessed; use {_SHORT} or more, e.g. from "
+            "`openssl rand -hex 32`"
         )
     if len(key) < _SHORT:
         log.warning("key_is_short", file=str(path), characters=len(key), remedy=f"use {_SHORT} or more")

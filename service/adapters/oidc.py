@@ -70,7 +70,7 @@ class OidcVerifier:
                 )
             )
         except (jwt.InvalidTokenError, jwt.InvalidKeyError) as error:
-            raise Unauthorized(f"this token opens nothing ({error}); get a new one from {self._issuer}") from error
+            raise Unauthorized(f"invalid token ({error}); get a new one from {self._issuer}") from error
 
     def _key(self, kid: str | None) -> jwt.PyJWK:
         """Return the key with this id.
@@ -78,15 +78,15 @@ class OidcVerifier:
         Raises jwt.InvalidKeyError if the issuer has no such key, IssuerUnavailable if its keys are not available.
         """
         if kid is None:
-            raise jwt.InvalidKeyError("its header names no key, kid")
+            raise jwt.InvalidKeyError("its header has no key id, kid")
         age = self._clock() - self._found.at
         if kid not in self._found.keys or age >= _FRESH:
             self._ask(must=kid not in self._found.keys or age >= _GOOD)
         found = self._found
         if self._clock() - found.at >= _GOOD or (self._failure and kid not in found.keys):
-            raise IssuerUnavailable(self._failure or "it is being asked", self._pause())
+            raise IssuerUnavailable(self._failure or "the request is in progress", self._pause())
         if kid not in found.keys:
-            raise jwt.InvalidKeyError("its key, kid, is none of the issuer's")
+            raise jwt.InvalidKeyError("its key id, kid, is not among the issuer's keys")
         return found.keys[kid]
 
     def _ask(self, *, must: bool) -> None:
@@ -118,9 +118,9 @@ class OidcVerifier:
                 url = f"{self._issuer.rstrip('/')}/.well-known/openid-configuration"
                 told = _Discovery.model_validate_json(await _get(client, url))
                 if told.issuer != self._issuer:
-                    raise ValueError("it calls itself something else")
+                    raise ValueError("the discovery document contains another issuer")
                 if not tamper_proof(told.jwks_uri):
-                    raise ValueError("its keys would come over plain http")
+                    raise ValueError("its jwks_uri is not https")
                 published = _Published.model_validate_json(await _get(client, told.jwks_uri))
         # Leave out keys for encryption, and published symmetric keys: tokens must not be verified with them.
         usable = (key for key in jwt.PyJWKSet(published.keys).keys if key.algorithm_name in _ALGORITHMS)
@@ -135,5 +135,5 @@ async def _get(client: httpx.AsyncClient, url: str) -> bytes:
         async for part in answer.aiter_raw():
             body += part
             if len(body) > _MOST_BYTES:
-                raise ValueError("it answers without end")
+                raise ValueError(f"the response exceeds {_MOST_BYTES} bytes")
     return body

@@ -68,7 +68,7 @@ def read_secret_keys(path: Path) -> tuple[str, ...]:
         keys = tuple(path.read_text().split())
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "is not text"
-        raise KeyUnusable(f"{path}: {why}; it must be a readable file with a key in each line") from error
+        raise KeyUnusable(f"{path}: {why}; it must be a readable file with one key per line") from error
     if not keys or min(map(len, keys)) < 32:
-        raise KeyUnusable(f"{path}: a key must have at least 32 characters; `openssl rand -hex 32` writes one")
+        raise KeyUnusable(f"{path}: a key must have at least 32 characters; create one with `openssl rand -hex 32`")
     return keys

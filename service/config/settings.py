@@ -219,7 +219,7 @@ class Settings(BaseSettings):
     @field_validator("cache")
     @classmethod
     def _folder(cls, value: str | None) -> str | None:
-        # Samples are read by their offset in a file, which object storage does not support well.
+        # Samples are read by their offset in a file.
         if value is None or value.startswith("/"):
             return value
         if not value.startswith("file:"):
@@ -278,27 +278,27 @@ class Settings(BaseSettings):
 
     @property
     def rules(self) -> Rules:
-        """The queue policy."""
+        """Return the queue policy."""
         return Rules(self.quotas, self.backfill, self.preemption, self.resize_seconds)
 
     @property
     def receivers(self) -> Allowed:
-        """The allowed webhook receivers that are not on the public internet."""
+        """Return the allowed webhook receivers that are not on the public internet."""
         return Allowed.parse(self.webhook_allowed)
 
     @property
     def default_root(self) -> str:
-        """The storage root of run directories."""
+        """Return the storage root of run directories."""
         return self.runs or self.own_root
 
     @property
     def own_root(self) -> str:
-        """The default storage root, in the home."""
+        """Return the default storage root, in the home."""
         return (self.home / "runs").as_uri()
 
     @property
     def roots_file(self) -> Path:
-        """The file with the storage roots that this service has used, and the ids of their markers."""
+        """Return the file with the storage roots that this service has used, and the ids of their markers."""
         return self.home / "roots.json"
 
     @property
@@ -317,15 +317,15 @@ class Settings(BaseSettings):
 
     @property
     def database(self) -> str:
-        """The SQLAlchemy URL in use."""
+        """Return the SQLAlchemy URL in use."""
         return self.database_url or f"sqlite:///{self.home / 'trainshed.db'}"
 
     @property
     def admin_key(self) -> Path:
-        """The file with the admin key."""
+        """Return the file with the admin key."""
         return self.admin_key_file or self.home / "admin.key"
 
     @property
     def address_file(self) -> Path:
-        """The file with the URL of the running service."""
+        """Return the file with the URL of the running service."""
         return self.home / "service.json"

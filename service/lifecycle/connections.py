@@ -169,7 +169,7 @@ class BoundedProtocol(H11Protocol):
         self.transport.abort()
 
     def _update(self) -> None:
-        """Start or stop the timeouts, by what part of a request the client is sending."""
+        """Start or stop the timeouts, depending on the part of a request that the client is sending."""
         state, now = self.conn.their_state, self.loop.time()
         if state is h11.IDLE:
             self._all.mark_waiting(self)

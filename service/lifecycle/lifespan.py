@@ -1,4 +1,4 @@
-"""Background parts of the app: started in order, stopped in reverse order, each with a timeout."""
+"""Background parts of the app: started one after another, stopped in reverse, each with a timeout."""
 
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -32,7 +32,7 @@ def looping(name: str, loop: Callable[[threading.Event], object], leaving: Leavi
 
 
 class Background:
-    """Background parts: starts them in order, some once the database is open, and stops the started ones in reverse."""
+    """Start and stop of the background parts: some start once the database is open; all stop in reverse."""
 
     def __init__(self, parts: Sequence[Part], once_open: Sequence[Part], opening: Opening, leaving: Leaving) -> None:
         self._parts = parts

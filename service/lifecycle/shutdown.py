@@ -7,7 +7,7 @@ import structlog
 
 log = structlog.get_logger(__name__)
 SECONDS = 9.0
-"""Time from the stop signal until the process exits even if a part hangs. Documented are ten: one is for the exit."""
+"""Time from the stop signal until a forced exit. The documented limit is ten seconds; one is for the exit itself."""
 FORCED = 3
 """Exit code of a forced exit."""
 _LOG_SECONDS = 0.5
@@ -36,7 +36,7 @@ class Leaving(threading.Event):
         self.set()
 
     def end_now(self, code: int, why: str) -> None:
-        """Exit the process at once, and log what it was waiting for."""
+        """Exit the process at once, and log the part that it was waiting for."""
         threads = [each.name for each in threading.enumerate() if not each.daemon and each.name != "MainThread"]
         told = {"why": why, "waited_for": self.waits_for, "threads": threads}
         # In a thread, because the reader of the log may hang too.

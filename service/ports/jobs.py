@@ -98,7 +98,7 @@ class JobStore(Protocol):
         """Take or renew the queue's lease: only its owner decides about the queue. Return whether this owner has it."""
 
     def active(self) -> list[str]:
-        """Return the ids of the jobs to reconcile: not those that wait, are paused, or have ended."""
+        """Return the ids of the jobs to reconcile: all except waiting, paused and finished jobs."""
 
     def claim(self, job_id: str, lease: Lease) -> Job | None:
         """Lease a job to this owner until the lease ends, and return it; None if another owner has it."""

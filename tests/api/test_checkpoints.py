@@ -100,7 +100,7 @@ def test_export_without_a_free_slot_is_busy_and_does_not_run(
     client: TestClient, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def raise_busy(*_: object) -> None:
-        raise Busy("2 exports are at work; ask again when one of them is done")
+        raise Busy("2 exports are running, the maximum; retry when one has finished")
 
     monkeypatch.setattr(HelperTools, "export", raise_busy)
     for _ in range(2):

@@ -86,7 +86,7 @@ def test_clients_of_trusted_proxies_have_separate_rates(pod: Served) -> None:
     [
         ("TRAINSHED_ADMIN_KEY_FILE", None, "No such file or directory"),
         ("TRAINSHED_ADMIN_KEY_FILE", "", "is empty"),
-        ("TRAINSHED_ADMIN_KEY_FILE", "two words\n", "holds more than one word"),
+        ("TRAINSHED_ADMIN_KEY_FILE", "two words\n", "contains more than one word"),
         ("TRAINSHED_METRICS_KEY_FILE", None, "No such file or directory"),
     ],
 )
@@ -104,8 +104,8 @@ def test_service_without_a_valid_key_file_exits_with_one_line(
 def test_service_that_cannot_create_its_key_exits_with_one_line(tmp_path: Path) -> None:
     (tmp_path / "home" / "admin.key").mkdir(parents=True)
     assert failure(tmp_path / "home") == (
-        f"{tmp_path}/home/admin.key: Is a directory; mount the key there, name its file in TRAINSHED_ADMIN_KEY_FILE, "
-        "or let the service write to its home\n"
+        f"{tmp_path}/home/admin.key: Is a directory; mount the key there, set TRAINSHED_ADMIN_KEY_FILE to its "
+        "file, or make the home of the service writable\n"
     )
 
 

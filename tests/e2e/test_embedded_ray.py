@@ -125,7 +125,7 @@ def test_head_survives_killed_service_and_ends_with_stopped_service(
     assert jobs.status("job-1-1") is Submission.MISSING
     jobs.submit(launch(1))
     jobs.submit(launch(1))
-    with pytest.raises(ClusterError, match="Ray did not take job-1-1"):
+    with pytest.raises(ClusterError, match="Ray did not accept job-1-1"):
         RayJobs(ray.address, python="other").submit(launch(1))
     wait_for(lambda: jobs.status("job-1-1") is Submission.RUNNING)
     assert {ip.removeprefix("::ffff:") for ip in listen_addresses(left)} == {"127.0.0.1"}
@@ -189,7 +189,7 @@ def test_check_folder_accessible_to_others_raises_folder_open(tmp_path: Path, mo
     with pytest.raises(FolderOpen, match=f"has mode {mode:04o} and owner {os.geteuid()}; it must be"):
         head.check_folder()
     folder.rmdir()
-    with pytest.raises(FolderOpen, match="is not there"):
+    with pytest.raises(FolderOpen, match="does not exist"):
         head.check_folder()
     folder.symlink_to(tmp_path)
     with pytest.raises(FolderOpen, match="it must be a folder"):

@@ -1,4 +1,4 @@
-{{/* Names. A guard refuses what is too long for KubeRay: a name that is cut could be that of another release. */}}
+{{/* Names. A guard rejects names that are too long for KubeRay: a truncated name could belong to another release. */}}
 {{- define "trainshed.fullname" -}}
 {{- if contains "trainshed" .Release.Name }}{{ .Release.Name }}{{ else }}{{ printf "%s-trainshed" .Release.Name }}{{ end }}
 {{- end }}
@@ -22,10 +22,10 @@ app.kubernetes.io/component: api
 {{- define "trainshed.image" -}}{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}{{- end }}
 {{- define "trainshed.rayImage" -}}{{ .Values.ray.image.repository }}:{{ .Values.ray.image.tag | default .Chart.AppVersion }}{{- end }}
 
-{{/* Secrets: those of the user, or ours. */}}
+{{/* Secrets: existing ones, or the chart's. */}}
 {{- define "trainshed.adminSecret" -}}{{ .Values.adminKey.existingSecret | default (printf "%s-admin" (include "trainshed.fullname" .)) }}{{- end }}
 {{- define "trainshed.metricsSecret" -}}{{ .Values.metricsKey.existingSecret | default (printf "%s-metrics" (include "trainshed.fullname" .)) }}{{- end }}
-{{/* KubeRay names the Secret that it makes like the RayCluster. */}}
+{{/* KubeRay gives the Secret that it creates the name of the RayCluster. */}}
 {{- define "trainshed.raySecret" -}}{{ .Values.ray.tokenSecret | default (include "trainshed.rayName" .) }}{{- end }}
 
 {{- define "trainshed.storageClaim" -}}{{ .Values.storage.volume.existingClaim | default (printf "%s-storage" (include "trainshed.fullname" .)) }}{{- end }}
@@ -34,10 +34,10 @@ app.kubernetes.io/component: api
 {{- if .Values.ray.create }}http://{{ include "trainshed.rayName" . }}-head-svc.{{ .Release.Namespace }}.svc:8265{{ else }}{{ .Values.ray.address }}{{ end }}
 {{- end }}
 
-{{/* Whether all pods must share a node, because their volume can be mounted by one alone. */}}
+{{/* True if all pods must share a node, because only one node can mount their volume. */}}
 {{- define "trainshed.oneNode" -}}{{ if eq .Values.storage.volume.accessMode "ReadWriteOnce" }}true{{ end }}{{- end }}
 
-{{/* Pod Security "restricted": of the pod, then of each container. */}}
+{{/* Pod Security "restricted": for the pod, then for each container. */}}
 {{- define "trainshed.podSecurity" -}}
 runAsNonRoot: true
 {{- with .Values.user.uid }}
@@ -71,7 +71,7 @@ affinity:
 {{- end }}
 {{- end }}
 
-{{/* Where to run a pod: its node selector and tolerations. */}}
+{{/* Node selector and tolerations of a pod. */}}
 {{- define "trainshed.placement" -}}
 {{- with .nodeSelector }}
 nodeSelector: {{ toJson . }}

@@ -44,7 +44,7 @@ class HelperTools:
         command = [*self._python, "-m", "train_loop.checkpoint.export", run_dir, "--step", str(step)]
         command += ["--dtype", wish.dtype, "--weights", wish.weights]
         if not self._free.acquire(blocking=False):
-            raise Busy(f"{_AT_ONCE} exports are at work; ask again when one of them is done")
+            raise Busy(f"{_AT_ONCE} exports are running, the maximum; retry when one has finished")
         threading.Thread(target=self._run, args=(command,), name="export", daemon=True).start()
 
     def _run(self, command: Sequence[str]) -> None:

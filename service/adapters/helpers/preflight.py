@@ -84,7 +84,7 @@ class HelperPreflight:
             return "is not started"
         if (code := helper.poll()) is not None:
             threading.Thread(target=self.start, name="preflight", daemon=True).start()
-            return f"ended with {code} and is started again"
+            return f"exited with {code} and is restarting"
         # The helper creates its socket once its imports are done.
         return None if self._socket.exists() else "is importing its libraries"
 
@@ -132,7 +132,7 @@ class HelperPreflight:
             answer = b""
         except (TimeoutError, RetryError) as error:
             raise PreflightFailed(
-                f"looking at the data and the model took over {self._limits.seconds:g} s; check that the storage "
+                f"checking the data and the model took over {self._limits.seconds:g} s; check that the storage "
                 "answers, or raise TRAINSHED_PREFLIGHT_SECONDS"
             ) from error
         return _parse(answer)
@@ -165,7 +165,7 @@ class HelperPreflight:
             with attempt:
                 if self._helper is not None and (code := self._helper.poll()) is not None:
                     raise PreflightFailed(
-                        f"the helper that looks at data and model ended with {code}; see the service's log"
+                        f"the helper that checks data and model exited with {code}; see the service's log"
                     )
                 connection = socket.socket(socket.AF_UNIX)
                 try:
@@ -234,7 +234,7 @@ def _what_is_looked_at(spec: JobSpec) -> str:
 
 def _parse(answer: bytes) -> Findings:
     if not answer:
-        raise PreflightFailed("the helper that looks at data and model died of the question; see the service's log")
+        raise PreflightFailed("the helper that checks data and model crashed during the check; see the service's log")
     try:
         return _findings.validate_json(answer)
     except ValidationError as error:
@@ -242,4 +242,4 @@ def _parse(answer: bytes) -> Findings:
         if away := found.get("unavailable"):
             raise StorageAway(away["root"], None, away["error"]) from error
         said = found.get("failed", answer.decode()[:200])
-        raise PreflightFailed(f"the data and the model could not be looked at: {said}") from error
+        raise PreflightFailed(f"the data and the model could not be checked: {said}") from error

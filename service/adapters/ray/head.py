@@ -64,7 +64,7 @@ class RayHead(BaseModel):
         try:
             found = os.lstat(self.temp_dir)
         except OSError as error:
-            raise FolderOpen(f"Ray's folder {self.temp_dir} is not there: {error.strerror}") from error
+            raise FolderOpen(f"Ray's folder {self.temp_dir} does not exist: {error.strerror}") from error
         mode = stat.S_IMODE(found.st_mode)
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or mode & 0o077:
             raise FolderOpen(

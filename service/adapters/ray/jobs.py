@@ -120,7 +120,7 @@ class RayJobs:
         except _FAULTS as error:
             # Ray's error for "already exists" looks like a failure, so ask which job has this id.
             if self._entrypoint_of(launch.submission_id) != entrypoint:
-                raise ClusterError(f"Ray did not take {launch.submission_id}: {_first_line(error)}") from error
+                raise ClusterError(f"Ray did not accept {launch.submission_id}: {_first_line(error)}") from error
 
     def _limits(self, project: str) -> dict[str, str]:
         """Return the environment variable with the read policy of a job's processes."""
@@ -204,7 +204,7 @@ class RayJobs:
         try:
             return len(self._alive_nodes())
         except _FAULTS as error:
-            raise ClusterError(f"Ray does not tell its nodes: {_first_line(error)}") from error
+            raise ClusterError(f"Ray does not list its nodes: {_first_line(error)}") from error
 
     def run(self, submission_id: str, module: str, arguments: Sequence[str]) -> None:
         """Start a module of train_loop as a Ray job that belongs to no attempt. Raises ClusterError."""
@@ -213,14 +213,14 @@ class RayJobs:
         try:
             self._connect().submit_job(entrypoint=entrypoint, submission_id=submission_id, runtime_env=runtime_env)
         except _FAULTS as error:
-            raise ClusterError(f"Ray did not take {submission_id}: {_first_line(error)}") from error
+            raise ClusterError(f"Ray did not accept {submission_id}: {_first_line(error)}") from error
 
     def output(self, submission_id: str) -> str:
         """Return the output of a Ray job so far. Raises ClusterError."""
         try:
             return str(self._connect().get_job_logs(submission_id))
         except _FAULTS as error:
-            raise ClusterError(f"Ray does not show the log of {submission_id}: {_first_line(error)}") from error
+            raise ClusterError(f"Ray does not return the log of {submission_id}: {_first_line(error)}") from error
 
     def forget(self, submission_id: str) -> None:
         """Stop a Ray job that runs, or delete it from Ray's list if it has ended. Ignore errors."""

@@ -62,4 +62,4 @@ def _parse(output: str, state: Submission, seconds: float) -> ClusterVisit:
             return ClusterVisit.model_validate_json(line.removeprefix(VISIT_MARK))
     how = f"ended as {state}" if state in _ENDED else f"did not end within {seconds:g} s"
     last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing")
-    raise ClusterError(f"a Ray job that asks the nodes {how}; its last word: {last}")
+    raise ClusterError(f"the Ray job that checks the nodes {how}; last line of its log: {last}")

@@ -34,7 +34,7 @@ def copy_database(source: Path, target: Path) -> str:
                 there.execute(statement)
     except sqlite3.Error as error:
         raise BackupFailed(
-            f"the database {source} could not be copied: {error}; start the service once, or mend it"
+            f"the database {source} could not be copied: {error}; start the service once, or repair the database"
         ) from error
     return check_database(target)
 
@@ -46,7 +46,7 @@ def check_database(file: Path) -> str:
             said = connection.execute("PRAGMA integrity_check").fetchone()[0]
             revision = str(connection.execute("SELECT version_num FROM alembic_version").fetchone()[0])
     except (sqlite3.Error, TypeError) as error:
-        raise BackupFailed(f"{file.name} is no database of Trainshed: {error}; choose another backup") from error
+        raise BackupFailed(f"{file.name} is not a Trainshed database: {error}; choose another backup") from error
     if said != "ok":
         raise BackupFailed(f"{file.name} is damaged: {said}; choose another backup")
     if revision > newest_revision():

@@ -47,12 +47,12 @@ class Database:
     """
 
     def __init__(self, url: str, *, seconds: float = CALL_SECONDS) -> None:
-        """`seconds` is the time limit of each statement, and of the wait for a connection or a lock."""
+        """Create the engine. `seconds` is the timeout of each statement, and of the wait for a connection or a lock."""
         self.url = url
         try:
             self.engine = _engine(url, seconds)
         except (SQLAlchemyError, ImportError, ValueError) as error:
-            raise DatabaseUnusable(f"TRAINSHED_DATABASE_URL names no database that can be used: {error}") from error
+            raise DatabaseUnusable(f"TRAINSHED_DATABASE_URL is not the URL of a usable database: {error}") from error
 
     def bring_up_to_date(self) -> None:
         """Migrate the schema. Raises DatabaseUnreachable if a retry may help, else DatabaseUnusable."""
@@ -145,8 +145,8 @@ def _judged(url: str, error: SQLAlchemyError) -> ServiceError:
     shown = make_url(url).render_as_string(hide_password=True)
     said = " ".join(str(getattr(error, "orig", None) or error).split())
     if isinstance(error, OperationalError | InterfaceError | TimeoutError) and not _NEVER.search(said):
-        return DatabaseUnreachable(f"the database {shown} does not answer: {said}; it is asked again")
-    return DatabaseUnusable(f"the database {shown} cannot be used: {said}; mend it, or set TRAINSHED_DATABASE_URL")
+        return DatabaseUnreachable(f"the database {shown} does not answer: {said}; the service retries")
+    return DatabaseUnusable(f"the database {shown} cannot be used: {said}; fix it, or set TRAINSHED_DATABASE_URL")
 
 
 def open_database(url: str, *, revision: str = "head") -> Engine:
@@ -196,10 +196,10 @@ def sqlite_file(url: str) -> Path | None:
         parsed = make_url(url)
     # A port that is not a number raises ValueError.
     except (ArgumentError, ValueError) as error:
-        raise DatabaseUnusable(f"TRAINSHED_DATABASE_URL is no URL of a database: {error}") from error
+        raise DatabaseUnusable(f"TRAINSHED_DATABASE_URL is not the URL of a database: {error}") from error
     if parsed.get_backend_name() == "sqlite" and (parsed.database or "").startswith("file:"):
         # The service could not detect that two such URLs name the same file.
-        raise DatabaseUnusable("TRAINSHED_DATABASE_URL holds a file: URI; expected a path, sqlite:////PATH")
+        raise DatabaseUnusable("TRAINSHED_DATABASE_URL contains a file: URI; expected a path, sqlite:////PATH")
     return Path(parsed.database) if parsed.get_backend_name() == "sqlite" and parsed.database else None
 
 
@@ -226,12 +226,12 @@ def _migrate(connection: Connection, config: Config, revision: str) -> None:
 
 def _check_ours(connection: Connection, now: str | None) -> None:
     """Raise DatabaseUnusable if another program uses the database. Change nothing in it."""
-    remedy = "give Trainshed a database of its own (TRAINSHED_DATABASE_URL)"
+    remedy = "use a separate database for Trainshed (TRAINSHED_DATABASE_URL)"
     if now is None:
         foreign = sorted({*inspect(connection).get_table_names()} & metadata.tables.keys())
         if foreign:
             raise DatabaseUnusable(
-                f"the database has tables that Trainshed did not make ({', '.join(foreign[:5])}); {remedy}"
+                f"the database has tables that Trainshed did not create ({', '.join(foreign[:5])}); {remedy}"
             )
     elif not re.fullmatch(r"\d{4}", now) or now < "0001":
         raise DatabaseUnusable(f"the database is at schema revision {now[:40]!r} of another program; {remedy}")

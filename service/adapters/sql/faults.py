@@ -25,13 +25,13 @@ _IO = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
 _POSTGRES = {
     "57014": "a statement took longer than TRAINSHED_DATABASE_CALL_SECONDS",
     "55P03": "a lock was not released in time",
-    "25006": "it accepts no writes",
+    "25006": "it is read-only",
     "53300": "it has no connections left",
     "57P01": "it is shutting down",
-    "57P02": "it has crashed and restarts",
+    "57P02": "it has crashed and is restarting",
     "57P03": "it is starting",
-    "40001": "it ended the transaction because of another one",
-    "40P01": "it ended the transaction because of another one",
+    "40001": "it aborted the transaction because of a conflict",
+    "40P01": "it aborted the transaction because of a deadlock",
 }
 _FULL = "53100"
 _OUTAGES = ("08", "53", "55", "57", "58")
@@ -61,7 +61,7 @@ def _explain_sqlite(error: BaseException, file: Path) -> NotReady | None:
     if code in _LOCKED:
         return DatabaseUnreachable.because("another process holds its lock")
     if code in _UNWRITABLE:
-        return DatabaseUnreachable.because("it accepts no writes")
+        return DatabaseUnreachable.because("it is read-only")
     return DatabaseUnreachable.because("its file cannot be read or written") if code in _IO else None
 
 

@@ -79,7 +79,7 @@ class SqlOutbox:
     """An Outbox with messages as rows. A claim leases the webhook."""
 
     def __init__(self, engine: Engine, box: SecretBox | None = None) -> None:
-        """`box` decrypts the webhooks' secrets; without a box they are plain."""
+        """Create the outbox. `box` decrypts the webhooks' secrets; without a box they are plain."""
         self._engine = engine
         self._box = box or SecretBox()
 

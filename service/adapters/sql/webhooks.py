@@ -19,7 +19,7 @@ class SqlWebhookStore:
     """A WebhookStore with webhooks and deliveries as rows. Every method is one transaction."""
 
     def __init__(self, engine: Engine, box: SecretBox | None = None) -> None:
-        """`box` encrypts the secrets; without one they stay plain."""
+        """Create the store. `box` encrypts the secrets; without a box they stay plain."""
         self._engine = engine
         self._box = box or SecretBox()
 

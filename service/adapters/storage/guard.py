@@ -33,7 +33,7 @@ class StorageGuard:
     """The guard of storage calls. It records which roots are unavailable, since when and why, and logs each change."""
 
     def __init__(self, check: Callable[[str], None], *, clock: Callable[[], float] = time.time) -> None:
-        """`check` raises OSError if a root is unavailable."""
+        """Create the guard. `check` raises OSError if a root is unavailable."""
         self._check = check
         self._clock = clock
         self._lock = threading.Lock()
@@ -74,7 +74,7 @@ class StorageGuard:
 
     def _within(self, root: str, act: Callable[[], T], seconds: float) -> T:
         if not self._places.acquire(timeout=seconds):
-            raise TimeoutError(f"{_MOST_THREADS} earlier requests to storage have no answer yet")
+            raise TimeoutError(f"{_MOST_THREADS} earlier requests to storage are still waiting for an answer")
         answer, late = Future[T](), threading.Event()
 
         def run() -> None:

@@ -37,7 +37,7 @@ class RunsProbe:
     def __init__(
         self, runs: str, roots: Sequence[str] = (), *, open_root: Callable[[str], object] | None = None
     ) -> None:
-        """`open_root` creates the root and its marker once, or raises OSError if they are gone."""
+        """Create the probe. `open_root` creates the root and its marker once, or raises OSError if they are gone."""
         self._open_root = open_root
         self._runs = runs
         self._roots = tuple(roots)
@@ -65,10 +65,10 @@ class RunsProbe:
             file = folder / TOKEN_FILE
             write_durably(file, _OLD)
             if read_whole(file) != _OLD.encode():
-                raise StorageFault(f"{file} is not read as it was written")
+                raise StorageFault(f"{file} has other content than was written")
             if list_folder(folder) != [TOKEN_FILE]:
-                raise StorageFault(f"{file} is not listed after it was written")
-        return f"{self._runs}: written, made durable, read back, listed and removed"
+                raise StorageFault(f"{file} is missing in a listing after it was written")
+        return f"{self._runs}: file written, synced, read, listed and removed"
 
     def replace(self) -> str:
         """Replace a file while it is read. Return a description of the result. Raises StorageFault, OSError."""
@@ -119,8 +119,8 @@ def _create_twice(folder: Path) -> str:
     try:
         create_object(folder / TOKEN_FILE, _NEW.encode())
     except FileExistsError:
-        return "of two puts that create an object, the second is refused"
-    raise StorageFault("an object that was there was created once more: the storage ignores If-None-Match")
+        return "creating an existing object is rejected"
+    raise StorageFault("an existing object was created again: the storage ignores If-None-Match")
 
 
 def _replace_and_watch(folder: Path) -> str:
@@ -133,7 +133,7 @@ def _replace_and_watch(folder: Path) -> str:
                 write_durably(file, _OLD if number % 2 else _NEW)
         finally:
             done.set()
-        return f"{_REPLACEMENTS} replacements, {reads.result()} reads meanwhile, each of the whole old or the whole new"
+        return f"{_REPLACEMENTS} replacements, {reads.result()} concurrent reads, each of complete old or new content"
 
 
 def _read_until(file: Path, done: threading.Event) -> int:
@@ -142,8 +142,8 @@ def _read_until(file: Path, done: threading.Event) -> int:
         try:
             content = file.read_text()
         except FileNotFoundError as error:
-            raise StorageFault(f"{file} was not there for a moment while it was replaced") from error
+            raise StorageFault(f"{file} was missing for a moment while it was replaced") from error
         if content not in (_OLD, _NEW):
-            raise StorageFault(f"{file} was seen half written while it was replaced")
+            raise StorageFault(f"{file} had partial content while it was replaced")
         reads += 1
     return reads

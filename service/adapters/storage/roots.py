@@ -66,7 +66,7 @@ class StorageRoots:
 
     def _begin(self, root: str, place: Path) -> RootMarker:
         if self._used(root) and not list_folder(place):
-            raise StorageUnavailable(root, "it is empty, and jobs of this service have run there")
+            raise StorageUnavailable(root, "it is empty, but jobs of this service have run there")
         if not is_remote(place):
             make_folder(place)
         return create_root_marker(place)

@@ -156,7 +156,7 @@ def _step(check: str, seen: str | Trouble, remedy: str) -> Finding:
 
 
 def _shared(seen: Measured) -> Finding:
-    """Check that nodes see what the service writes, and the reverse."""
+    """Check that nodes see the service's writes, and the reverse."""
     check = "storage.shared"
     looked = [node for node in _visited(seen) if node.sight is not None]
     if not looked:

@@ -1,4 +1,4 @@
-"""Placement of the workers of running jobs on nodes, as far as it is known. Pure."""
+"""Placement of the workers of running jobs on nodes, if it is known. Pure."""
 
 from collections.abc import Iterable, Mapping
 

@@ -47,7 +47,7 @@ class Attempt:
 
     @property
     def digest(self) -> bytes:
-        """The SHA-256 digest that is stored instead of the secret."""
+        """Return the SHA-256 digest that is stored instead of the secret."""
         return hashlib.sha256(self.secret.encode()).digest()
 
 

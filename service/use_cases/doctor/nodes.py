@@ -42,7 +42,7 @@ class _Running:
 
 
 def list_nodes(jobs: Jobs) -> list[NodeView]:
-    """Return the living nodes, head first, then those that died in the last hour. Raises ClusterUnreachable."""
+    """Return the live nodes, head first, then the nodes that died in the last hour. Raises ClusterUnreachable."""
     nodes, now = jobs.cluster.nodes(), jobs.clock()
     if nodes is None:
         url, since = jobs.cluster.dashboard(None), jobs.board.silent_since

@@ -19,7 +19,7 @@ _ENOUGH = 3
 
 @dataclass(frozen=True)
 class _Idle:
-    """State of an attempt: number and size of its output, current idle time, and its earlier pauses."""
+    """State of an attempt: its number and the size of its output, its idle time, and its earlier pauses."""
 
     size: tuple[int, int]
     seen: float

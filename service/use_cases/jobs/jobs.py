@@ -89,7 +89,7 @@ class Jobs:
 
     @property
     def planner(self) -> Planner:
-        """The planner, which checks specs."""
+        """Return the planner, which checks specs."""
         return Planner(self.preflight, self.cluster)
 
     def submit(self, body: bytes, once: Once | None) -> tuple[JobView, bool]:

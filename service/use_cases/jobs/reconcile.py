@@ -75,12 +75,12 @@ class Reconciler:
 
     @cached_property
     def view(self) -> ClusterView:
-        """The cluster, with this reconciler's observations of it."""
+        """Return the cluster, with this reconciler's observations of it."""
         return ClusterView(self.cluster, self.clock)
 
     @cached_property
     def idle(self) -> IdleTimers:
-        """The idle time of each attempt."""
+        """Return the idle time of each attempt."""
         return IdleTimers(self.clock)
 
     def run(self, stopped: threading.Event, *, interval: float) -> None:

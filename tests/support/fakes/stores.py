@@ -226,7 +226,7 @@ class MemoryTokens:
     def verify(self, token: str) -> Claims:
         """Return the claims of a token. Raises Unauthorized if it is unknown."""
         if token not in self.known:
-            raise Unauthorized("this token opens nothing (it is over)")
+            raise Unauthorized("invalid token (it has expired)")
         return self.known[token]
 
 

@@ -261,7 +261,7 @@ def sqlite_error(code: int) -> sqlite3.Error:
     ("error", "status", "reason"),
     [
         (psycopg.errors.DiskFull("no room"), 507, "no disk space left"),
-        (psycopg.errors.ReadOnlySqlTransaction("standby"), 503, "accepts no writes"),
+        (psycopg.errors.ReadOnlySqlTransaction("standby"), 503, "is read-only"),
         (psycopg.errors.QueryCanceled("too slow"), 503, "TRAINSHED_DATABASE_CALL_SECONDS"),
         (psycopg.errors.AdminShutdown("going"), 503, "is shutting down"),
         (psycopg.OperationalError("refused"), 503, "the connection failed"),
@@ -269,7 +269,7 @@ def sqlite_error(code: int) -> sqlite3.Error:
         (psycopg.errors.InFailedSqlTransaction("a programming error"), None, ""),
         (sqlite_error(sqlite3.SQLITE_FULL), 507, "no disk space left"),
         (sqlite_error(sqlite3.SQLITE_BUSY_SNAPSHOT), 503, "another process holds its lock"),
-        (sqlite_error(sqlite3.SQLITE_READONLY_DBMOVED), 503, "accepts no writes"),
+        (sqlite_error(sqlite3.SQLITE_READONLY_DBMOVED), 503, "is read-only"),
         (sqlite_error(sqlite3.SQLITE_IOERR_FSYNC), 503, "cannot be read or written"),
         (sqlite_error(sqlite3.SQLITE_ERROR), None, ""),
     ],

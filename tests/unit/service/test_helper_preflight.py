@@ -53,9 +53,9 @@ def test_preflight_receives_spec_and_roots_and_returns_problems() -> None:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ("1 / 0", "could not be looked at: ZeroDivisionError: division by zero"),
-        ("os.abort()", "died of the question"),
-        ("{'hello': 1}", "could not be looked at"),
+        ("1 / 0", "could not be checked: ZeroDivisionError: division by zero"),
+        ("os.abort()", "crashed during the check"),
+        ("{'hello': 1}", "could not be checked"),
     ],
 )
 def test_failed_check_raises_its_reason_and_the_next_check_succeeds(answer: str, message: str) -> None:
@@ -81,7 +81,7 @@ def test_trouble_reports_pending_imports_and_ended_helper_restarts(tmp_path: Pat
         assert helper._helper is not None
         helper._helper.kill()
         helper._helper.wait()
-        assert helper.trouble() == "ended with -9 and is started again"
+        assert helper.trouble() == "exited with -9 and is restarting"
         wait_for(lambda: helper.trouble() is None, "another helper")
     finally:
         helper.stop()
@@ -149,7 +149,7 @@ def test_helper_of_killed_service_removes_its_folder(tmp_path: Path) -> None:
 def test_helper_that_cannot_start_raises_and_killed_helper_restarts() -> None:
     command = [sys.executable, "-c", "raise SystemExit(3)"]
     broken = HelperPreflight(read_policy=lambda _: may_read(), limits=Limits(30.0), command=command)
-    with pytest.raises(PreflightFailed, match="ended with 3; see the service's log"):
+    with pytest.raises(PreflightFailed, match="exited with 3; see the service's log"):
         broken.check(a_spec())
     broken.stop()
     with preflight(ECHO) as helper:

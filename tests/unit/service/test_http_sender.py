@@ -147,7 +147,7 @@ def test_name_with_internal_address_is_rejected(addresses: list[str]) -> None:
         webhook = a_webhook(receiver.url(host="hooks.example"))
         found = HttpSender(Allowed(), look_up=lambda host: addresses).send(webhook, MESSAGE, now=1.0)
     assert found is not None
-    assert "hooks.example has an address that is not on the open internet" in (found.error or "")
+    assert "hooks.example has an address that is not on the public internet" in (found.error or "")
     assert receiver.got == []
 
 

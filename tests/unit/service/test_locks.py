@@ -25,7 +25,7 @@ def test_invalid_database_url_raises_database_unusable_without_password(tmp_path
     settings = Settings(home=tmp_path, database_url="postgresql+psycopg://me:hush@db:port/shed")
     with pytest.raises(DatabaseUnusable) as raised, locked(settings):
         pass
-    assert "TRAINSHED_DATABASE_URL is no URL" in str(raised.value)
+    assert "TRAINSHED_DATABASE_URL is not the URL of" in str(raised.value)
     assert "hush" not in str(raised.value)
 
 

@@ -261,7 +261,7 @@ def test_database_file_is_readable_only_by_its_owner(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("statements", "rule"),
     [
-        (["CREATE TABLE jobs (title TEXT)"], r"tables that Trainshed did not make \(jobs\)"),
+        (["CREATE TABLE jobs (title TEXT)"], r"tables that Trainshed did not create \(jobs\)"),
         (
             ["CREATE TABLE alembic_version (version_num TEXT)", "INSERT INTO alembic_version VALUES ('0000')"],
             "revision '0000' of another program",

@@ -140,7 +140,7 @@ def test_visit_is_read_from_the_log_of_its_job() -> None:
 )
 def test_visit_without_result_reports_state_and_last_log_line(state: Submission, expected: str) -> None:
     jobs = FakeJobs("Traceback\nModuleNotFoundError: No module named 'train_loop'\n\n", state)
-    with pytest.raises(ClusterError, match=f"{expected}; its last word: ModuleNotFoundError"):
+    with pytest.raises(ClusterError, match=f"{expected}; last line of its log: ModuleNotFoundError"):
         RayProbe(jobs).visit(None, seconds=0.1)
     assert jobs.forgotten == 1
 

@@ -30,9 +30,9 @@ def test_key_is_random_persistent_and_private(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "mode", "rule"),
     [
-        (b"a", 0o600, "has 1 characters, and whoever tries will guess it"),
+        (b"a", 0o600, "has only 1 characters and can be guessed"),
         (b"0" * 64, 0o666, r"other users may write to it \(0666\); chmod 600"),
-        (b"\xff\xfe", 0o600, "is no text"),
+        (b"\xff\xfe", 0o600, "is not text"),
         (None, 0o700, "Is a directory"),
     ],
 )

@@ -33,7 +33,7 @@ def runs(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 def test_probe_of_good_storage_passes_and_leaves_no_files(runs: str) -> None:
     probe = RunsProbe(runs)
     assert runs in probe.read()
-    assert "read back" in probe.write()
+    assert "file written, synced, read" in probe.write()
     assert probe.replace()
     assert list_folder(storage_path(runs)) == []
 
@@ -72,7 +72,7 @@ def test_partially_visible_file_fails_the_atomic_check(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(storage_probe, "write_durably", in_place)
     monkeypatch.setattr(storage_probe, "_REPLACEMENTS", 1000)
-    with pytest.raises(StorageFault, match="half written"):
+    with pytest.raises(StorageFault, match="partial content"):
         RunsProbe(tmp_path.as_uri()).replace()
     assert os.listdir(tmp_path) == []
 
@@ -83,6 +83,6 @@ def test_object_storage_without_exclusive_create_fails_the_atomic_check(
     for name, value in s3.environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(storage_probe, "create_object", lambda path, content: path.write_bytes(content))
-    with pytest.raises(StorageFault, match="once more"):
+    with pytest.raises(StorageFault, match="created again"):
         RunsProbe("s3://runs/all").replace()
     assert list_folder(storage_path("s3://runs/all")) == []
