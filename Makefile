@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 PEERS := .venv/.peers
+TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup demo test test-fast hosts images bench serve client check format docs docs-serve
 .DEFAULT_GOAL := setup
@@ -19,14 +20,15 @@ demo:
 	@start=$$(date +%s); $(MAKE) --no-print-directory setup && \
 	TRAINSHED_SETUP_SECONDS=$$(( $$(date +%s) - start )) $(BIN)/python -m examples.demo
 
-# Without Ray and without ranks.
+# Without Ray and without ranks; searches try a tenth of their seeds.
 test-fast: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/unit tests/api tests/kubernetes
+	QUICK=1 $(BIN)/python -m pytest $(TWO_AT_A_TIME) tests/unit tests/api tests/kubernetes
 
-# Tests of one process each run two at a time; the others have all cores.
+# Two files at a time, but for those that start real Ray, which takes all cores.
 test: $(INSTALLED)
-	@failed=0; $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/unit tests/api tests/kubernetes || failed=1; \
-	$(BIN)/python -m pytest tests/distributed tests/e2e tests/hosts tests/benchmarks || failed=1; exit $$failed
+	@failed=0; $(BIN)/python -m pytest $(TWO_AT_A_TIME) tests/unit tests/api tests/kubernetes || failed=1; \
+	$(BIN)/python -m pytest $(TWO_AT_A_TIME) tests/distributed || failed=1; \
+	$(BIN)/python -m pytest tests/e2e tests/hosts tests/benchmarks || failed=1; exit $$failed
 
 # All tests on hosts in namespaces, with those that `make test` leaves out. Needs root and iproute2.
 hosts: $(INSTALLED)

@@ -9,10 +9,11 @@ from multiprocessing.pool import Pool
 import pytest
 import structlog
 
+from tests.support.searches import seeds
 from tests.support.simulated_world import EXPECTED, RuleBroken
 from tests.support.simulation import simulate
 
-SEEDS = int(os.environ.get("TRAINSHED_SIMULATION_SEEDS", "4000"))
+SEEDS = int(os.environ.get("TRAINSHED_SIMULATION_SEEDS", seeds(4000)))
 _BATCH = 100
 
 

@@ -20,6 +20,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from tests.support.checkpoints import checkpoint, unfinished
 from tests.support.checkpoints import manifest as draft_of
 from tests.support.pauses import ObjectPath, Schedule, paused_storage
+from tests.support.searches import seeds
 from train_loop.checkpoint import manifest as manifest_module
 from train_loop.checkpoint.manifest import describe_file, verify
 from train_loop.checkpoint.retention import retire_others
@@ -31,7 +32,7 @@ from train_loop.run_dir import Fence, Manifest, RunDir, lines, read_lines, segme
 from train_loop.spec import CheckpointSpec
 from train_loop.telemetry.event_log import Journal, group_journal
 
-SCHEDULES = {"folders": 5_000, "objects": 5_010}
+SCHEDULES = {"folders": seeds(5_000), "objects": seeds(5_010)}
 """Seeds of each kind of storage: two tests of about the same time."""
 T = TypeVar("T")
 _SPEC = CheckpointSpec(keep_last=1)
