@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 PEERS := .venv/.peers
 
-.PHONY: setup demo test hosts images bench serve client check format docs docs-serve
+.PHONY: setup demo test test-fast hosts images bench serve client check format docs docs-serve
 .DEFAULT_GOAL := setup
 
 setup: $(INSTALLED)
@@ -18,6 +18,10 @@ $(INSTALLED): constraints.txt pyproject.toml
 demo:
 	@start=$$(date +%s); $(MAKE) --no-print-directory setup && \
 	TRAINSHED_SETUP_SECONDS=$$(( $$(date +%s) - start )) $(BIN)/python -m examples.demo
+
+# Without Ray and without ranks.
+test-fast: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/unit tests/api tests/kubernetes
 
 # Tests of one process each run two at a time; the others have all cores.
 test: $(INSTALLED)

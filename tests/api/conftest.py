@@ -1,4 +1,4 @@
-"""A service on fakes, a caller with its key, and a home from which the command finds it."""
+"""Fixtures: a service on fakes, a client with its key, and a home for the CLI."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ from tests.support.service import KEY, FakeService, spec_body
 
 @pytest.fixture(autouse=True)
 def quiet_log() -> Iterator[None]:
-    """No line for each request: whoever tests a command reads what that says."""
+    """Log only warnings, so that request lines do not mix with the output of a command."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     yield
     structlog.reset_defaults()
@@ -48,7 +48,7 @@ def url(service: FakeService) -> Iterator[str]:
 
 @pytest.fixture
 def home(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home as a running service leaves it, and a terminal wide enough."""
+    """Create the home of a running service and set a terminal width of 200 columns."""
     for name in ("TRAINSHED_URL", "TRAINSHED_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TRAINSHED_HOME", str(tmp_path))

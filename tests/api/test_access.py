@@ -1,4 +1,4 @@
-"""Who gets what answer: every call, every role, in one's own project and in another, and keys that open nothing."""
+"""Access control: every call with every role, in the caller's project and in another, and with invalid keys."""
 
 import json
 from collections.abc import Callable
@@ -19,32 +19,32 @@ from tests.support.fakes.stores import MemoryJobStore, MemoryTokens
 from tests.support.service import KEY, FakeService, spec_body
 
 PUBLIC = {("get", "/healthz"), ("get", "/readyz")}
-ABOUT_ALL = {("get", path) for path in ("/jobs", "/nodes", "/usage", "/keys", "/audit", "/me", "/webhooks")}
-"""What answers with as much as the caller may see, be it nothing."""
-SHUT = ("none", "unknown", "revoked", "expired", "token-expired")
+VISIBLE_ONLY = {("get", path) for path in ("/jobs", "/nodes", "/usage", "/keys", "/audit", "/me", "/webhooks")}
+"""Calls that return only the resources that the caller may see."""
+REJECTED = ("none", "unknown", "revoked", "expired", "token-expired")
 TOKENS = {f"token-{role}": f"token.{role}.sound" for role in Role}
 CLAIMS: dict[str, Claims] = {TOKENS[f"token-{role}"]: {"sub": role, "exp": 1e12, "groups": [role]} for role in Role}
 RULES = TokenRules("groups", {role: {"own": role} for role in Role})
-OF_THE_SERVICE = {("post", "/doctor")}
-"""What only an admin of all projects may."""
+ADMIN_ONLY = {("post", "/doctor")}
+"""Calls that only an admin of all projects may make."""
 Call = tuple[str, str]
 Best = Callable[[Call, str], tuple[int, str | None]]
 
 
 @cache
 def app() -> FastAPI:
-    """The routes, which are the same in every world and take long to make."""
+    """Build the routes once: they are the same in every world and slow to build."""
     return FakeService(Path("/nowhere")).app()
 
 
 def calls() -> list[Call]:
-    """Every call that there is: a new one is in the matrix before anybody thinks of it."""
+    """Return every call of the OpenAPI document, so that the tests also cover new calls."""
     paths = app().openapi()["paths"]
     return [(method, path) for path, methods in paths.items() for method in methods]
 
 
 class World:
-    """A service with a job, and a key to it, in a project; the one that was made last answers."""
+    """A service with a job, a key and a webhook in a project; the shared routes serve the newest World."""
 
     def __init__(self, root: Path, project: str) -> None:
         self.service = FakeService(root, tokens=Tokens(MemoryTokens(CLAIMS), RULES))
@@ -53,26 +53,26 @@ class World:
         self.client = TestClient(app(), base_url="http://127.0.0.1", headers={"authorization": f"Bearer {KEY}"})
         self.job = self.client.post("/jobs", content=spec_body(project=project)).json()["id"]
         self.target, _ = self.key({project: "viewer"})
-        wish = {"project": project, "url": "https://hooks.example/x"}
-        self.webhook = self.client.post("/webhooks", json=wish).json()["webhook"]["id"]
+        body = {"project": project, "url": "https://hooks.example/x"}
+        self.webhook = self.client.post("/webhooks", json=body).json()["webhook"]["id"]
         self.service.hooks.log.append(
             Delivery(1, self.webhook, Message("m", "job.state", self.job, "{}", 1.0), 1.0, 1.0)
         )
 
     def key(self, roles: dict[str, str], **fields: Any) -> tuple[str, str]:
-        """The id and the secret of a new key."""
-        answer = self.client.post("/keys", json={"name": "somebody", "roles": roles} | fields)
+        """Create a key; return its id and its secret."""
+        answer = self.client.post("/keys", json={"name": "alice", "roles": roles} | fields)
         assert answer.status_code == 201, answer.text
         return answer.json()["key"]["id"], answer.json()["secret"]
 
-    def written(self) -> tuple[object, ...]:
-        """All jobs, keys and webhooks."""
+    def stored(self) -> tuple[object, ...]:
+        """Return all jobs, keys, webhooks and deliveries."""
         assert isinstance(self.service.store, MemoryJobStore)
         hooks = self.service.hooks
         return dict(self.service.store.jobs), dict(self.service.keys.keys), dict(hooks.webhooks), list(hooks.log)
 
     def secret(self, kind: str) -> str | None:
-        """What somebody sends."""
+        """Return the secret or token of a kind of caller."""
         if kind in ("none", "unknown"):
             return None if kind == "none" else f"trainshed_0001_{'0' * 64}"
         if kind.startswith("token-"):
@@ -87,8 +87,8 @@ class World:
             self.service.clock.now = 1010.0
         return secret
 
-    def ask(self, call: Call, secret: str | None) -> Any:
-        """What somebody with this key is answered."""
+    def send(self, call: Call, secret: str | None) -> Any:
+        """Send a call with `secret` and return the answer."""
         method, path = call
         path = path.format(job_id=self.job, step=10, key_id=self.target, webhook_id=self.webhook, number=1)
         bodies = {
@@ -102,23 +102,23 @@ class World:
 
 
 def code_of(answer: Any) -> tuple[int, str | None]:
-    """The status, and the code of a problem."""
+    """Return the status and the code of the problem, if any."""
     return answer.status_code, answer.json().get("code") if answer.content and answer.status_code >= 400 else None
 
 
 def expected(call: Call, kind: str, project: str, best: tuple[int, str | None]) -> tuple[int, str | None]:
-    """What somebody is answered, where the operator is answered `best`."""
+    """Return the expected status and code for a kind of caller, given the operator's answer `best`."""
     method, path = call
     if call in PUBLIC:
         return best
-    if kind in SHUT:
+    if kind in REJECTED:
         return 401, "unauthorized"
     if path == "/metrics":
-        # It tells of all projects.
+        # The metrics cover all projects.
         return 403, "forbidden"
-    if call in ABOUT_ALL:
+    if call in VISIBLE_ONLY:
         return 200, None
-    if call in OF_THE_SERVICE:
+    if call in ADMIN_ONLY:
         return 403, "forbidden"
     admins = path.startswith(("/keys", "/webhooks"))
     needed = Role.ADMIN if admins else Role.VIEWER if method == "get" else Role.EDITOR
@@ -133,23 +133,23 @@ def expected(call: Call, kind: str, project: str, best: tuple[int, str | None]) 
 
 @pytest.fixture(scope="module")
 def best_of(tmp_path_factory: pytest.TempPathFactory) -> Best:
-    """What the operator is answered, asked once."""
-    return cache(lambda call, project: code_of(World(tmp_path_factory.mktemp("best"), project).ask(call, KEY)))
+    """Return a cached function: the operator's answer to a call in a project."""
+    return cache(lambda call, project: code_of(World(tmp_path_factory.mktemp("best"), project).send(call, KEY)))
 
 
 @pytest.mark.parametrize("project", ["own", "other"])
-@pytest.mark.parametrize("kind", [*Role, *TOKENS, *SHUT])
+@pytest.mark.parametrize("kind", [*Role, *TOKENS, *REJECTED])
 @pytest.mark.parametrize("call", calls(), ids=" ".join)
-def test_every_call_answers_each_caller_as_its_role_says(
+def test_every_call_answers_by_role_of_the_caller(
     tmp_path: Path, best_of: Best, call: Call, kind: str, project: str
 ) -> None:
     best, world = best_of(call, project), World(tmp_path, project)
     secret = world.secret(kind)
-    before, deeds = world.written(), len(world.service.keys.done)
-    answer = code_of(world.ask(call, secret))
+    before, deeds = world.stored(), len(world.service.keys.done)
+    answer = code_of(world.send(call, secret))
     assert answer == expected(call, kind, project, best)
-    changed = world.written() != before
-    assert len(world.service.keys.done) == deeds + changed, "what was written is in the audit log, and nothing else"
+    changed = world.stored() != before
+    assert len(world.service.keys.done) == deeds + changed, "the audit log has each change and nothing else"
     assert not changed or (answer[0] < 300 and call[0] != "get")
 
 
@@ -158,7 +158,7 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path, "own")
 
 
-def test_lists_hold_what_the_caller_may_see(world: World) -> None:
+def test_lists_contain_only_what_the_caller_may_see(world: World) -> None:
     other = world.client.post("/jobs", content=spec_body(project="other")).json()["id"]
     secret = world.secret("viewer")
     mine = {"authorization": f"Bearer {secret}"}
@@ -169,13 +169,13 @@ def test_lists_hold_what_the_caller_may_see(world: World) -> None:
     assert world.client.get("/me", headers=mine).json()["roles"] == {"own": "viewer"}
 
 
-def test_metrics_of_all_projects_are_for_a_viewer_of_all(world: World) -> None:
+def test_metrics_need_a_viewer_of_all_projects(world: World) -> None:
     _, secret = world.key({ANY: "viewer"})
     answer = world.client.get("/metrics", headers={"authorization": f"Bearer {secret}"})
     assert (answer.status_code, 'project="own"' in answer.text) == (200, True)
 
 
-def test_secret_is_shown_once_and_not_kept(world: World) -> None:
+def test_key_secret_is_shown_once_and_not_stored(world: World) -> None:
     key_id, secret = world.key({"own": "editor", "b": "viewer"})
     assert secret.startswith(f"trainshed_{key_id.removeprefix('key-')}_")
     assert len(bytes.fromhex(secret.rpartition("_")[2])) == 32
@@ -183,15 +183,15 @@ def test_secret_is_shown_once_and_not_kept(world: World) -> None:
     assert secret.rpartition("_")[2] not in repr(world.service.keys)
 
 
-def test_key_with_another_secret_opens_nothing(world: World) -> None:
+def test_key_with_wrong_secret_is_unauthorized(world: World) -> None:
     _, secret = world.key({"own": "admin"})
-    for wrong in (secret[:-1] + "x", secret[:-65], "trainshed", "trainshed__", f"trainshed_nobody_{'0' * 64}", "ü"):
+    for wrong in (secret[:-1] + "x", secret[:-65], "trainshed", "trainshed__", f"trainshed_none_{'0' * 64}", "ü"):
         answer = world.client.get("/me", headers=[(b"authorization", f"Bearer {wrong}".encode())])
         assert code_of(answer) == (401, "unauthorized")
     assert world.client.get("/me", headers={"authorization": f"bearer {secret}"}).status_code == 200
 
 
-def test_nobody_lets_others_in_further_than_oneself(world: World) -> None:
+def test_admin_cannot_create_or_revoke_keys_beyond_own_projects(world: World) -> None:
     _, secret = world.key({"own": "admin"})
     mine = {"authorization": f"Bearer {secret}"}
     for roles in ({"own": "admin", "other": "viewer"}, {ANY: "viewer"}):
@@ -201,7 +201,7 @@ def test_nobody_lets_others_in_further_than_oneself(world: World) -> None:
     assert code_of(world.client.delete(f"/keys/{both}", headers=mine)) == (403, "forbidden")
 
 
-def test_key_shows_an_admin_no_roles_in_other_projects(world: World) -> None:
+def test_admin_sees_no_roles_of_keys_in_other_projects(world: World) -> None:
     _, secret = world.key({"own": "admin"})
     mine = {"authorization": f"Bearer {secret}"}
     both, _ = world.key({"own": "editor", "secret-project": "viewer"})
@@ -233,7 +233,7 @@ def test_key_shows_an_admin_no_roles_in_other_projects(world: World) -> None:
         ({"name": "x", "roles": {"own": "viewer"}, "expires_at": "9999-12-31T23:59:59-12:00"}, "/expires_at"),
     ],
 )
-def test_key_that_makes_no_sense_is_refused(world: World, body: dict[str, Any], pointer: str) -> None:
+def test_invalid_key_is_rejected(world: World, body: dict[str, Any], pointer: str) -> None:
     answer = world.client.post("/keys", json=body)
     assert (answer.status_code, answer.json()["errors"][0]["pointer"]) == (422, pointer)
 
@@ -252,16 +252,16 @@ def test_same_idempotency_key_of_two_callers_makes_two_jobs(world: World) -> Non
     assert len({answer.json()["id"] for answer in found}) == 3
 
 
-@pytest.mark.parametrize("wish", [{}, {"from_checkpoint": 0}])
-def test_clone_in_another_project_needs_an_editor_of_both(world: World, wish: dict[str, Any]) -> None:
-    path, wish = f"/jobs/{world.job}/clone", wish | {"overrides": {"project": "mine"}}
+@pytest.mark.parametrize("body", [{}, {"from_checkpoint": 0}])
+def test_clone_in_another_project_needs_an_editor_of_both(world: World, body: dict[str, Any]) -> None:
+    path, body = f"/jobs/{world.job}/clone", body | {"overrides": {"project": "mine"}}
     for roles, status in (
         ({"own": "viewer", "mine": "editor"}, 403),
         ({"own": "editor", "mine": "viewer"}, 403),
         ({"own": "editor", "mine": "editor"}, 201),
     ):
         _, secret = world.key(roles)
-        answer = world.client.post(path, json=wish, headers={"authorization": f"Bearer {secret}"})
+        answer = world.client.post(path, json=body, headers={"authorization": f"Bearer {secret}"})
         assert answer.status_code == status, roles
     assert answer.json()["project"] == "mine"
 
@@ -275,7 +275,7 @@ def test_clone_in_another_project_is_in_the_audit_log_of_both(world: World) -> N
     assert world.client.get("/audit?project=own").json()["data"][0]["action"] == "job.submit"
 
 
-def test_audit_log_tells_who_did_what_and_what_it_changed(world: World) -> None:
+def test_audit_log_names_caller_action_and_change(world: World) -> None:
     key_id, secret = world.key({"own": "editor"})
     headers = {"authorization": f"Bearer {secret}", "x-request-id": "abc-1"}
     assert world.client.post(f"/jobs/{world.job}/pause", headers=headers).status_code == 200
@@ -284,7 +284,7 @@ def test_audit_log_tells_who_did_what_and_what_it_changed(world: World) -> None:
     (deed,) = first["data"]
     assert {name: deed[name] for name in ("key_id", "key_name", "request_id", "action", "project", "target")} == {
         "key_id": key_id,
-        "key_name": "somebody",
+        "key_name": "alice",
         "request_id": "abc-1",
         "action": "job.pause",
         "project": "own",
@@ -296,7 +296,7 @@ def test_audit_log_tells_who_did_what_and_what_it_changed(world: World) -> None:
     assert not rest["has_more"]
 
 
-def test_every_answer_has_the_id_of_its_request(world: World) -> None:
+def test_every_answer_has_a_request_id(world: World) -> None:
     given = [world.client.get("/healthz", headers={"x-request-id": sent}) for sent in ("mine.1", "not plain", "x" * 65)]
     found = [answer.headers["x-request-id"] for answer in given]
     assert found[0] == "mine.1"

@@ -1,4 +1,4 @@
-"""Every refusal: its code, where it points, and the rule, value and remedy it names."""
+"""Rejected requests: status, code, pointer, and a message with rule, value and remedy."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -74,19 +74,19 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("parts", "pointer", "message"), CASES)
-def test_spec_that_breaks_a_rule(client: TestClient, parts: dict[str, Any], pointer: str, message: str) -> None:
+def test_spec_that_breaks_a_rule_is_rejected(
+    client: TestClient, parts: dict[str, Any], pointer: str, message: str
+) -> None:
     assert problems(client, raw_spec(**parts)) == [(pointer, message)]
 
 
-def test_required_field_that_is_missing(client: TestClient) -> None:
+def test_missing_required_field_is_rejected(client: TestClient) -> None:
     spec = raw_spec()
     del spec["training"]["learning_rate"]
     assert problems(client, spec) == [("/training/learning_rate", "this field is required")]
 
 
-def test_everything_wrong_with_data_plan_and_resources_is_said_at_once(
-    client: TestClient, service: FakeService
-) -> None:
+def test_problems_of_data_plan_and_resources_are_reported_together(client: TestClient, service: FakeService) -> None:
     service.preflight.problems = [Problem("/data/train/path", "no such folder")]
     found = problems(client, raw_spec(scaling={"num_workers": 8}, strategy={"ulysses_size": 8}))
     assert [pointer for pointer, _ in found] == [
@@ -96,13 +96,13 @@ def test_everything_wrong_with_data_plan_and_resources_is_said_at_once(
     ]
 
 
-def test_a_model_whose_sizes_cannot_be_told_has_no_plan(client: TestClient, service: FakeService) -> None:
+def test_model_of_unknown_shape_reports_only_its_problem(client: TestClient, service: FakeService) -> None:
     service.preflight.problems = [Problem("/model/path", "holds no config.json")]
     found = problems(client, raw_spec(model={"config": None, "path": "file:///m"}))
     assert found == [("/model/path", "holds no config.json")]
 
 
-def test_body_that_is_no_mapping(client: TestClient) -> None:
+def test_body_that_is_not_a_mapping_is_rejected(client: TestClient) -> None:
     assert problems(client, [1]) == [("", "a job spec is a mapping of fields, not list")]
 
 
@@ -115,7 +115,7 @@ def test_body_that_is_no_mapping(client: TestClient) -> None:
         "!!bool x",
         f'{{"priority": {"9" * 5000}}}',
         "{",
-        "a: *nobody",
+        "a: *unknown",
         'name: !!int ""',
         'name: !!float ""',
         "name: !!map [1]",
@@ -126,7 +126,7 @@ def test_body_that_is_no_mapping(client: TestClient) -> None:
         '"\\ud800": 1\n"x',
     ],
 )
-def test_body_that_cannot_be_read_is_refused_with_its_place(client: TestClient, body: str) -> None:
+def test_unreadable_body_is_rejected_with_its_line(client: TestClient, body: str) -> None:
     answer = client.post("/jobs", content=body)
     assert (answer.status_code, answer.json()["code"]) == (422, "invalid_spec")
     (error,) = answer.json()["errors"]
@@ -146,19 +146,19 @@ def test_body_that_cannot_be_read_is_refused_with_its_place(client: TestClient, 
         (b"priority: 1" + b":59" * 1000 + b".5", "/priority", "valid integer"),
     ],
 )
-def test_hostile_body_is_refused_with_its_place(client: TestClient, body: bytes, pointer: str, rule: str) -> None:
+def test_hostile_body_is_rejected_with_its_pointer(client: TestClient, body: bytes, pointer: str, rule: str) -> None:
     answer = client.post("/jobs", content=body)
     assert (answer.status_code, answer.json()["code"]) == (422, "invalid_spec")
     assert any(one["pointer"] == pointer and rule in one["message"] for one in answer.json()["errors"]), answer.text
 
 
 @pytest.mark.parametrize("path", ["/jobs/%00", "/jobs?project=a%00b", "/jobs?label.team=%00"])
-def test_address_that_no_database_takes(client: TestClient, path: str) -> None:
+def test_nul_character_in_url_is_rejected(client: TestClient, path: str) -> None:
     code, _, detail = refusal(client, "GET", path)
     assert code == 422, detail
 
 
-def test_labels_have_no_control_characters(client: TestClient) -> None:
+def test_label_with_control_character_is_rejected(client: TestClient) -> None:
     ((pointer, _),) = problems(client, raw_spec(labels={"team": "a\0b"}))
     assert pointer == "/labels/team"
 
@@ -166,7 +166,7 @@ def test_labels_have_no_control_characters(client: TestClient) -> None:
 @pytest.mark.parametrize(
     "character", ["\x1b", "\x7f", "\x9b", "\x85", "\u200b", "\u2028", "\u202e", "\ufeff"], ids=ascii
 )
-def test_hidden_characters_are_refused_in_labels_and_key_names(client: TestClient, character: str) -> None:
+def test_hidden_characters_in_labels_and_names_are_rejected(client: TestClient, character: str) -> None:
     ((pointer, message),) = problems(client, raw_spec(labels={"team": f"a{character}b"}))
     assert (pointer, f"U+{ord(character):04X}" in message) == ("/labels/team", True)
     ((pointer, _),) = problems(client, raw_spec(labels={f"a{character}b": "team"}))
@@ -181,7 +181,7 @@ def test_hidden_characters_are_refused_in_labels_and_key_names(client: TestClien
     assert refusal(client, "POST", f"/jobs/{job_id}/clone", json=changes)[0] == 422
 
 
-def test_a_label_of_former_times_does_not_prevent_a_clone(client: TestClient, service: FakeService) -> None:
+def test_invalid_label_of_an_older_version_does_not_prevent_a_clone(client: TestClient, service: FakeService) -> None:
     job = a_job("job-old", labels={"team": "a\u200db"})
     service.store.add(NewJob(job, None, (service.jobs.deed("submit", job, {}, {}),)))
     assert client.get("/jobs/job-old").json()["spec"]["labels"] == {"team": "a\u200db"}
@@ -189,7 +189,7 @@ def test_a_label_of_former_times_does_not_prevent_a_clone(client: TestClient, se
     assert answer.status_code == 201, answer.text
 
 
-def test_a_day_that_has_no_next_one_is_a_last_day(client: TestClient) -> None:
+def test_usage_accepts_the_last_representable_day(client: TestClient) -> None:
     assert client.get("/usage", params={"since": "0001-01-01", "until": "9999-12-31"}).json() == {"data": []}
 
 
@@ -203,7 +203,7 @@ def refusal(client: TestClient, method: str, path: str, **arguments: Any) -> tup
 
 @pytest.mark.parametrize("path", ["/jobs", "/jobs/job-1", "/jobs/job-1/events"])
 @pytest.mark.parametrize("given", ["", "Bearer wrong", "Basic abc", f"Bearer {KEY}x"])
-def test_no_key_or_a_wrong_one(service: FakeService, path: str, given: str) -> None:
+def test_missing_or_wrong_key_is_unauthorized(service: FakeService, path: str, given: str) -> None:
     with service.client(authorization=given) as client:
         status, code, detail = refusal(client, "GET", path)
         assert (status, code) == (401, "unauthorized")
@@ -212,13 +212,13 @@ def test_no_key_or_a_wrong_one(service: FakeService, path: str, given: str) -> N
 
 
 @pytest.mark.parametrize("path", ["", "/events", "/metrics", "/logs", "/checkpoints"])
-def test_unknown_job(client: TestClient, path: str) -> None:
+def test_unknown_job_returns_404(client: TestClient, path: str) -> None:
     expected = (404, "job_not_found", "job job-x not found; list jobs with GET /jobs")
     assert refusal(client, "GET", f"/jobs/job-x{path}") == expected
     assert refusal(client, "POST", "/jobs/job-x/cancel") == expected
 
 
-def test_unknown_route_and_method(client: TestClient) -> None:
+def test_unknown_route_returns_404_and_unknown_method_405(client: TestClient) -> None:
     assert refusal(client, "GET", "/nothing")[:2] == (404, "not_found")
     assert refusal(client, "PUT", "/jobs")[:2] == (405, "method_not_allowed")
     assert refusal(client, "GET", "/jobs/")[:2] == (404, "not_found")
@@ -235,17 +235,19 @@ def test_unknown_route_and_method(client: TestClient) -> None:
         ("POST", "/openapi.json", "GET, HEAD"),
     ],
 )
-def test_wrong_method_is_told_the_right_ones(client: TestClient, method: str, path: str, allowed: str) -> None:
+def test_wrong_method_returns_405_with_allowed_methods(
+    client: TestClient, method: str, path: str, allowed: str
+) -> None:
     answer = client.request(method, path)
     assert (answer.status_code, answer.headers["allow"], answer.json()["code"]) == (405, allowed, "method_not_allowed")
 
 
-def test_body_over_the_limit(client: TestClient) -> None:
+def test_body_over_the_limit_returns_413(client: TestClient) -> None:
     expected = (413, "body_too_large", "the body is over 65536 bytes; a job spec is text, send less of it")
     assert refusal(client, "POST", "/jobs", content=b"x" * 65537) == expected
 
 
-def test_chunked_body_over_the_limit(client: TestClient) -> None:
+def test_chunked_body_over_the_limit_returns_413(client: TestClient) -> None:
     def chunks() -> Iterator[bytes]:
         for _ in range(5):
             yield b"x" * 20000
@@ -253,7 +255,7 @@ def test_chunked_body_over_the_limit(client: TestClient) -> None:
     assert refusal(client, "POST", "/jobs", content=chunks())[:2] == (413, "body_too_large")
 
 
-def test_foreign_host_header(client: TestClient) -> None:
+def test_foreign_host_header_is_rejected(client: TestClient) -> None:
     expected = (400, "host_refused", "Host 'evil.example' is not allowed; use localhost, or add it to ")
     status, code, detail = refusal(client, "GET", "/healthz", headers={"host": "evil.example"})
     assert (status, code, detail) == (*expected[:2], f"{expected[2]}TRAINSHED_ALLOWED_HOSTS")
@@ -275,7 +277,7 @@ def test_foreign_host_header(client: TestClient) -> None:
         ("/usage?since=0", "/query/since"),
     ],
 )
-def test_parameter_that_breaks_a_rule(client: TestClient, path: str, pointer: str) -> None:
+def test_invalid_parameter_is_rejected_with_its_pointer(client: TestClient, path: str, pointer: str) -> None:
     job_id = client.post("/jobs", content=spec_body()).json()["id"]
     answer = client.get(path.format(id=job_id)).json()
     assert (answer["code"], [error["pointer"] for error in answer["errors"]]) == ("invalid_request", [pointer])
@@ -285,12 +287,12 @@ def test_parameter_that_breaks_a_rule(client: TestClient, path: str, pointer: st
 @pytest.mark.parametrize(
     "body", [b"\xff\xfe", b'{"name": "\\ud800"}', b'{"project": "\\u0000", "name": "a\\u0000"}', b"\0"]
 )
-def test_text_that_is_none(client: TestClient, path: str, body: bytes) -> None:
+def test_body_that_is_not_text_is_rejected(client: TestClient, path: str, body: bytes) -> None:
     job_id = client.post("/jobs", content=spec_body()).json()["id"]
     assert refusal(client, "POST", path.format(id=job_id), content=body)[0] == 422
 
 
-def test_cancel_with_a_field_that_does_not_exist(client: TestClient) -> None:
+def test_cancel_with_unknown_field_is_rejected(client: TestClient) -> None:
     job_id = client.post("/jobs", content=spec_body()).json()["id"]
     answer = client.post(f"/jobs/{job_id}/cancel", json={"grace": 5}).json()
     assert (answer["code"], answer["errors"][0]["pointer"]) == ("invalid_request", "/grace")
@@ -301,7 +303,7 @@ class BrokenPreflight(MemoryPreflight):
         raise RuntimeError("the password is 1234")
 
 
-def test_fault_is_a_problem_and_tells_no_secrets(service: FakeService) -> None:
+def test_internal_error_is_a_problem_without_secrets(service: FakeService) -> None:
     service.preflight = BrokenPreflight()
     headers = {"authorization": f"Bearer {KEY}"}
     client = TestClient(service.app(), "http://127.0.0.1", headers=headers, raise_server_exceptions=False)
@@ -312,7 +314,7 @@ def test_fault_is_a_problem_and_tells_no_secrets(service: FakeService) -> None:
     assert [(line["event"], line["request_id"]) for line in logged] == [("request_failed", "mine")]
 
 
-def test_refused_path_is_logged_as_it_was_sent(service: FakeService) -> None:
+def test_rejected_path_is_logged_as_sent(service: FakeService) -> None:
     with capture_logs() as logged, service.client(authorization="Bearer wrong") as client:
         assert client.get("/jobs/%1b]0;PWNED%07%0aforged").status_code == 401
     assert [line["path"] for line in logged if line["event"] == "refused"] == ["/jobs/%1b]0;PWNED%07%0aforged"]

@@ -1,4 +1,4 @@
-"""Checkpoints over HTTP and from the shell: what is listed, verified, kept and exported."""
+"""Checkpoints over HTTP: list, verify, pin and export."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def job_id(client: TestClient) -> str:
 
 @pytest.fixture
 def url(service: FakeService, job_id: str) -> str:
-    """The checkpoints of a job that has two."""
+    """Return the path of the checkpoints of a job that has two."""
     job = service.get(job_id)
     service.run_dirs.prepare(job.run_dir, job.spec, job.size, attempt=1)
     for step in (10, 20):
@@ -31,7 +31,7 @@ def url(service: FakeService, job_id: str) -> str:
     return f"/jobs/{job_id}/checkpoints"
 
 
-def test_checkpoints_are_what_manifests_say(client: TestClient, url: str) -> None:
+def test_checkpoint_list_shows_fields_of_the_manifests(client: TestClient, url: str) -> None:
     expected: dict[str, Any] = {"bytes": 7, "time": "1970-01-01T00:00:00.000+00:00", "attempt": 1, "world": 1}
     expected |= {"mesh": {"fsdp": 1}, "metrics": {}, "pinned": False}
     assert client.get(url).json() == {
@@ -39,16 +39,14 @@ def test_checkpoints_are_what_manifests_say(client: TestClient, url: str) -> Non
     }
 
 
-def test_a_checkpoint_is_verified_by_reading_all_of_it(
-    client: TestClient, service: FakeService, job_id: str, url: str
-) -> None:
+def test_verify_reads_the_whole_checkpoint(client: TestClient, service: FakeService, job_id: str, url: str) -> None:
     assert client.post(f"{url}/20/verify").json() == {"step": 20, "ok": True, "faults": []}
     (service.run_dir(job_id).checkpoint(20) / "weights").write_bytes(b"1234568")
     fault = "weights has another SHA-256 than when it was committed"
     assert client.post(f"{url}/20/verify").json() == {"step": 20, "ok": False, "faults": [fault]}
 
 
-def test_a_pinned_checkpoint_is_kept_and_shown(client: TestClient, service: FakeService, job_id: str, url: str) -> None:
+def test_pinned_checkpoint_is_kept_and_shown(client: TestClient, service: FakeService, job_id: str, url: str) -> None:
     run_dir = service.run_dir(job_id)
     for _ in range(2):
         answer = client.post(f"{url}/10/pin")
@@ -63,7 +61,7 @@ def test_a_pinned_checkpoint_is_kept_and_shown(client: TestClient, service: Fake
 @pytest.mark.parametrize(
     ("method", "path"), [("POST", "verify"), ("POST", "pin"), ("DELETE", "pin"), ("POST", "export")]
 )
-def test_what_is_not_there_is_not_found(client: TestClient, url: str, method: str, path: str) -> None:
+def test_call_for_missing_checkpoint_returns_404(client: TestClient, url: str, method: str, path: str) -> None:
     answer = client.request(method, f"{url}/30/{path}")
     assert (answer.status_code, answer.json()["code"]) == (404, "checkpoint_not_found")
     assert "checkpoint of step 30 of job-0001 not found, or deleted" in answer.json()["detail"]
@@ -71,11 +69,11 @@ def test_what_is_not_there_is_not_found(client: TestClient, url: str, method: st
     assert client.request(method, f"/jobs/job-9/checkpoints/10/{path}").json()["code"] == "job_not_found"
 
 
-def test_an_export_that_fails_says_why_and_can_be_tried_again(client: TestClient, url: str) -> None:
-    """What it makes of a real checkpoint, the tests of the export show."""
-    asked = client.post(f"{url}/20/export", json={"dtype": "bf16"})
-    assert asked.status_code == 202
-    assert (asked.json()["state"], asked.json()["path"].rpartition("/")[2]) == ("running", "step-00000020-model-bf16")
+def test_failed_export_reports_its_reason_and_can_be_retried(client: TestClient, url: str) -> None:
+    """Export a fake checkpoint; the tests of the export cover real ones."""
+    answer = client.post(f"{url}/20/export", json={"dtype": "bf16"})
+    assert answer.status_code == 202
+    assert (answer.json()["state"], answer.json()["path"].rpartition("/")[2]) == ("running", "step-00000020-model-bf16")
 
     def ended() -> dict[str, Any] | None:
         status: dict[str, Any] = client.get(f"{url}/20/export", params={"dtype": "bf16"}).json()
@@ -87,7 +85,7 @@ def test_an_export_that_fails_says_why_and_can_be_tried_again(client: TestClient
     wait_for(ended, "the end of the second export")
 
 
-def test_an_export_is_made_once(client: TestClient, service: FakeService, job_id: str, url: str) -> None:
+def test_export_is_made_once(client: TestClient, service: FakeService, job_id: str, url: str) -> None:
     wish = ExportWish(dtype="fp32")
     exports = service.run_dir(job_id).exports
     exports.write(ExportStatus(step=20, wish=wish, state="running", progress=0.5, time=service.clock()))
@@ -98,13 +96,13 @@ def test_an_export_is_made_once(client: TestClient, service: FakeService, job_id
     assert (done.status_code, done.json()["state"]) == (200, "done")
 
 
-def test_an_export_that_finds_no_place_does_not_run(
+def test_export_without_a_free_slot_is_busy_and_does_not_run(
     client: TestClient, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def be_full(*_: object) -> None:
+    def raise_busy(*_: object) -> None:
         raise Busy("2 exports are at work; ask again when one of them is done")
 
-    monkeypatch.setattr(HelperTools, "export", be_full)
+    monkeypatch.setattr(HelperTools, "export", raise_busy)
     for _ in range(2):
         answer = client.post(f"{url}/20/export")
         assert (answer.status_code, answer.json()["code"], answer.headers["Retry-After"]) == (503, "busy", "5")
@@ -122,7 +120,7 @@ def test_an_export_that_finds_no_place_does_not_run(
         ),
     ],
 )
-def test_a_wish_that_cannot_be_met_is_refused(
+def test_invalid_export_options_are_rejected(
     client: TestClient, url: str, body: dict[str, str], pointer: str, message: str
 ) -> None:
     answer = client.post(f"{url}/20/export", json=body)
@@ -130,6 +128,6 @@ def test_a_wish_that_cannot_be_met_is_refused(
     assert answer.json()["errors"] == [{"pointer": pointer, "message": message}]
 
 
-def test_an_export_that_nobody_asked_for_is_not_found(client: TestClient, url: str) -> None:
+def test_export_that_was_not_requested_returns_404(client: TestClient, url: str) -> None:
     answer = client.get(f"{url}/20/export")
     assert (answer.status_code, answer.json()["code"]) == (404, "export_not_found")

@@ -1,4 +1,4 @@
-"""The `trainshed` command against a service that listens."""
+"""The `trainshed` command against a listening service."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from trainshed.cli.job_view import span
 from trainshed.cli.show import next_command
 
 
-def test_a_clone_is_submitted_with_changes(home: Path, service: FakeService) -> None:
+def test_clone_command_submits_a_job_with_changes(home: Path, service: FakeService) -> None:
     run("submit", str(home / "spec.json"))
     checkpoint(service.run_dir("job-0001"), 10, weights=b"1234567")
     changes = ("--set", "training.learning_rate=5e-4", "--set", "labels={team: nlp}", "--set", "training.max_steps=30")
@@ -34,40 +34,40 @@ def test_a_clone_is_submitted_with_changes(home: Path, service: FakeService) -> 
         assert (refused.exit_code, f"{change!r}" in refused.stderr.splitlines()[0]) == (2, True), refused.stderr
 
 
-def test_a_job_from_submit_to_cancel(home: Path, service: FakeService) -> None:
+def test_job_commands_work_from_submit_to_cancel(home: Path, service: FakeService) -> None:
     assert run("submit", str(home / "spec.json")).stdout == "job-0001\n"
     service.reconciler().run_once()
     service.event("job-0001", "prepared", samples=3)
     service.metric("job-0001", step=1, loss=2.0, rank_seconds=[0.123456789, 1.0])
     folder = service.run_dir("job-0001").attempt(1)
     folder.logs.mkdir(parents=True)
-    folder.driver_log.write_text("[red]as it is\n")
+    folder.driver_log.write_text("[red]first line\n")
     assert "STARTING" in run("ps", "--state", "STARTING").stdout
     assert "file://" in run("show", "job-0001").stdout
     assert "event=prepared samples=3" in run("events", "job-0001").stdout
     assert "step=1 loss=2 rank_seconds=[0.123457, 1]" in run("metrics", "job-0001", "--lines").stdout
-    assert run("logs", "job-0001").stdout == "[red]as it is\n"
+    assert run("logs", "job-0001").stdout == "[red]first line\n"
     assert "step" in run("checkpoints", "job-0001").stdout
     assert run("cancel", "job-0001", "--grace", "5", "--no-checkpoint").stdout == "job-0001 is CANCELLING\n"
 
 
-def test_others_control_characters_are_shown_escaped(home: Path, service: FakeService) -> None:
+def test_control_characters_are_shown_escaped(home: Path, service: FakeService) -> None:
     service.submit()
     service.reconciler().run_once()
-    odd, seen = "a\x1b]0;PWNED\x07\x9b\u202e\u2028b", r"a\x1b]0;PWNED\x07\x9b\u202e\u2028b"
-    service.event("job-0001", "rows_skipped", file=odd)
+    raw, escaped = "a\x1b]0;PWNED\x07\x9b\u202e\u2028b", r"a\x1b]0;PWNED\x07\x9b\u202e\u2028b"
+    service.event("job-0001", "rows_skipped", file=raw)
     folder = service.run_dir("job-0001").attempt(1)
     folder.logs.mkdir(parents=True)
-    folder.driver_log.write_text(f"{odd}\n")
+    folder.driver_log.write_text(f"{raw}\n")
     deed = Deed(1.0, OPERATOR, "key.create", "default", "key-1")
-    service.keys.add(Key("key-1", odd, {"default": Role.VIEWER}, "0" * 64, 1.0, "operator"), deed)
+    service.keys.add(Key("key-1", raw, {"default": Role.VIEWER}, "0" * 64, 1.0, "operator"), deed)
     for command in (("events", "job-0001"), ("logs", "job-0001"), ("keys", "ls")):
         shown = run(*command).stdout
-        assert seen in shown, command
+        assert escaped in shown, command
         assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e]", shown), command
         document = run(*command, "--json").stdout
         assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e]", document), command
-        assert odd in json.dumps(json.loads(document), ensure_ascii=False).replace("\\u001b", "\x1b").replace(
+        assert raw in json.dumps(json.loads(document), ensure_ascii=False).replace("\\u001b", "\x1b").replace(
             "\\u0007", "\x07"
         )
 
@@ -98,7 +98,7 @@ def test_checkpoints_are_verified_pinned_and_exported(home: Path, service: FakeS
     )
 
 
-def test_json_is_what_the_service_answered(home: Path) -> None:
+def test_json_output_is_the_answer_of_the_service(home: Path) -> None:
     job = json.loads(run("submit", "-", "--json", "--idempotency-key", "k", stdin=spec_body()).stdout)
     assert json.loads(run("show", job["id"], "--json").stdout) == job
     assert json.loads(run("ps", "--json").stdout)["data"] == [job]
@@ -107,9 +107,9 @@ def test_json_is_what_the_service_answered(home: Path) -> None:
 
 
 def test_plan_names_mesh_and_warnings(home: Path) -> None:
-    said = run("plan", "-", stdin=spec_body(scaling={"num_workers": 99})).stdout
-    assert "fsdp 99, ulysses 1" in said
-    assert "warning: the job would stay QUEUED: 99 workers need 99 CPU" in said
+    output = run("plan", "-", stdin=spec_body(scaling={"num_workers": 99})).stdout
+    assert "fsdp 99, ulysses 1" in output
+    assert "warning: the job would stay QUEUED: 99 workers need 99 CPU" in output
 
 
 def test_submit_prints_each_warning_once(home: Path) -> None:
@@ -117,7 +117,7 @@ def test_submit_prints_each_warning_once(home: Path) -> None:
     assert printed.count("99 workers need 99 CPU") == 1
 
 
-def test_refusal_ends_with_the_reason_and_code_1(home: Path) -> None:
+def test_rejected_submit_prints_the_reason_and_exits_1(home: Path) -> None:
     answer = run("submit", "-", stdin=spec_body(strategy={"fsdp_size": 3}, scaling={"num_workers": 4}))
     assert answer.exit_code == 1
     assert "/strategy/fsdp_size: fsdp_size=3 does not divide the 4 workers" in answer.stderr
@@ -132,19 +132,24 @@ def test_environment_overrides_the_home(home: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("url", ["localhost:8000", "http://[::1", "https://", "http://me:hush@h:x"])
 @pytest.mark.parametrize("command", ["ps", "doctor"])
-def test_an_address_that_is_none_is_told(home: Path, monkeypatch: pytest.MonkeyPatch, command: str, url: str) -> None:
+def test_invalid_url_is_reported_without_its_password(
+    home: Path, monkeypatch: pytest.MonkeyPatch, command: str, url: str
+) -> None:
     monkeypatch.setenv("TRAINSHED_URL", url)
-    told = run(command)
-    assert (told.exit_code, told.stdout) == (1, "")
-    assert told.stderr.startswith("trainshed: invalid configuration\n  TRAINSHED_URL=")
-    assert "expected http://HOST:PORT" in told.stderr
-    assert "hush" not in told.stderr
+    result = run(command)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("trainshed: invalid configuration\n  TRAINSHED_URL=")
+    assert "expected http://HOST:PORT" in result.stderr
+    assert "hush" not in result.stderr
 
 
-def test_a_key_that_is_none_is_told(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_key_is_reported(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINSHED_KEY", "café")
-    told = run("ps")
-    assert (told.exit_code, told.stderr.startswith("trainshed: the key contains invalid characters")) == (1, True)
+    result = run("ps")
+    assert (result.exit_code, result.stderr.startswith("trainshed: the key contains invalid characters")) == (
+        1,
+        True,
+    )
     monkeypatch.setenv("TRAINSHED_KEY", f"{KEY}\n")
     assert run("ps").exit_code == 0
 
@@ -158,19 +163,21 @@ def test_a_key_that_is_none_is_told(home: Path, monkeypatch: pytest.MonkeyPatch)
     ],
     ids=lambda line: f"{line[0]} {line[-1]!r}",
 )
-def test_what_no_option_can_be_is_a_mistake_of_the_command_line(home: Path, line: tuple[str, ...]) -> None:
+def test_invalid_option_value_exits_2(home: Path, line: tuple[str, ...]) -> None:
     refused = run(*line)
     assert (refused.exit_code, "Invalid value for" in refused.stderr) == (2, True), refused.stderr
 
 
-def test_missing_key_and_missing_file_say_what_to_do(home: Path) -> None:
+def test_missing_key_or_file_names_the_remedy(home: Path) -> None:
     assert "name a readable job spec" in run("submit", "nowhere.yaml").stderr
     (home / "admin.key").unlink()
     answer = run("ps")
     assert (answer.exit_code, "start the service first, or set TRAINSHED_KEY" in answer.stderr) == (1, True)
 
 
-def test_keys_from_create_to_revoke(home: Path, service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_commands_work_from_create_to_revoke(
+    home: Path, service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = run("keys", "create", "alice", "--role", "nlp=editor", "--role", "default=viewer", "--days", "30")
     assert (made.exit_code, made.stdout.count("\n")) == (0, 1), made.stderr
     assert made.stderr.startswith("key-0001; keep the line above")
@@ -194,7 +201,7 @@ def test_keys_from_create_to_revoke(home: Path, service: FakeService, monkeypatc
 
 
 @pytest.mark.parametrize("role", ["nlp", "nlp=owner", "=viewer", "N!=viewer"])
-def test_a_key_that_makes_no_sense_is_not_made(home: Path, service: FakeService, role: str) -> None:
+def test_invalid_role_creates_no_key(home: Path, service: FakeService, role: str) -> None:
     refused = run("keys", "create", "alice", "--role", role)
     assert (refused.exit_code, refused.stdout) == (2, "")
     assert refused.stderr.startswith("trainshed: roles/")
@@ -202,7 +209,7 @@ def test_a_key_that_makes_no_sense_is_not_made(home: Path, service: FakeService,
     assert service.keys.all() == []
 
 
-def test_a_spec_is_submitted_with_changes(home: Path, service: FakeService) -> None:
+def test_submit_command_applies_changes(home: Path, service: FakeService) -> None:
     run(
         "submit", "-", "--set", "training.max_steps=7", "--set", "labels.team=nlp", stdin=spec_body(labels={"by": "me"})
     )
@@ -232,7 +239,7 @@ def test_ps_shows_all_pages(home: Path, service: FakeService) -> None:
     assert run("ps", "--name", "none").stderr == "next: trainshed submit FILE\n"
 
 
-def test_metrics_are_curves(home: Path, service: FakeService) -> None:
+def test_metrics_command_draws_sparklines(home: Path, service: FakeService) -> None:
     job_id = service.submit().id
     assert run("metrics", job_id).stdout == "no step is logged yet\n"
     for step in (1, 2, 3, 2, 3):
@@ -243,16 +250,16 @@ def test_metrics_are_curves(home: Path, service: FakeService) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"), [(0, "0s"), (59, "59s"), (61, "1m1s"), (7200, "2h"), (90061, "1d1h"), (-5, "0s")]
+    ("seconds", "expected"), [(0, "0s"), (59, "59s"), (61, "1m1s"), (7200, "2h"), (90061, "1d1h"), (-5, "0s")]
 )
-def test_times_are_told_in_two_units(seconds: float, said: str) -> None:
-    assert span(seconds) == said
+def test_span_has_at_most_two_units(seconds: float, expected: str) -> None:
+    assert span(seconds) == expected
 
 
 def test_every_state_has_a_next_command(home: Path, service: FakeService) -> None:
     job = service.submit()
     with Client() as client:
         found = client.api.job(job.id)
-    said = {state: next_command(found.model_copy(update={"state": state})) for state in JobState}
-    assert said[JobState.PAUSED] == f"resume {job.id}"
-    assert all(job.id in command for command in said.values())
+    commands = {state: next_command(found.model_copy(update={"state": state})) for state in JobState}
+    assert commands[JobState.PAUSED] == f"resume {job.id}"
+    assert all(job.id in command for command in commands.values())

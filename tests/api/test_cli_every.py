@@ -1,4 +1,4 @@
-"""Every command as a user types it, against a real service process: its exit code, its JSON, its error."""
+"""Every command line against a real service process: exit code, output, JSON and error."""
 
 import json
 import os
@@ -32,22 +32,22 @@ UNKNOWN = "job-00000000000000000000000000"
 
 @dataclass(frozen=True)
 class Case:
-    """A command line and what comes of it; names in braces stand for what the service has."""
+    """A command line with its output, and an invalid one with its error; `{names}` stand for ids of the service."""
 
     typed: str
-    said: str
-    """What stdout holds, and is without --json."""
+    output: str
+    """Text that stdout contains without --json."""
     fields: str
-    """What its JSON has, at least."""
+    """Keys that the JSON output contains, separated by spaces."""
     bad: str
-    refusal: str
-    """All of stderr."""
+    error: str
+    """The whole error of `bad`, without its prefix or frame."""
     bad_code: int = 1
 
 
 _NO_JOB = f"job {UNKNOWN} not found; list jobs with GET /jobs"
 _NO_HOOK = "hook-zz not found; list ids with `trainshed webhooks ls`"
-_NOTHING_BEGINS = "job-zz not found; list ids with `trainshed ps`"
+_NO_MATCH = "job-zz not found; list ids with `trainshed ps`"
 _NO_STEP = (
     "checkpoint of step 7 of {trained} not found, or deleted; list checkpoints with GET /jobs/{trained}/checkpoints"
 )
@@ -98,7 +98,7 @@ CASES = {
         "invalid value 'team'; expected --label key=value",
         bad_code=2,
     ),
-    "show": Case("show {short}", "{trained}", "id state", "show zz", _NOTHING_BEGINS),
+    "show": Case("show {short}", "{trained}", "id state", "show zz", _NO_MATCH),
     "watch": Case("watch {trained} --until queued", "QUEUED", "id state", f"watch {UNKNOWN}", _NO_JOB),
     "pause": Case("pause {other}", "{other} is PAUS", "state", f"pause {UNKNOWN}", _NO_JOB),
     "resume": Case(
@@ -218,13 +218,13 @@ CASES = {
         bad_code=2,
     ),
 }
-# They change what others look at.
+# These run last: they change jobs that other commands read.
 _LAST = ("cancel", "rm")
 ELSEWHERE = {
-    "serve": "runs until it is told to stop: test_serve.py",
+    "serve": "runs until it is stopped: test_serve.py",
     "nodes": "needs a cluster that answers: test_nodes.py",
     "restore": "needs a home without one: tests/unit/service/test_backup.py",
-    **dict.fromkeys(("down", "doctor"), "on homes of their own: test_local.py"),
+    **dict.fromkeys(("down", "doctor"), "need separate homes: test_local.py"),
 }
 
 
@@ -237,22 +237,22 @@ class World:
     names: dict[str, str]
 
     def fill(self, text: str) -> str:
-        """A text with the names of what the service has."""
+        """Replace `{names}` in a text by ids of the service."""
         return text.format_map(self.names)
 
     def type(self, line: str) -> subprocess.CompletedProcess[str]:
-        """A command line in a process of its own."""
+        """Run a command line in a separate process."""
         command = [sys.executable, "-m", "trainshed.cli.main", *shlex.split(self.fill(line))]
         return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=120)
 
     def invoke(self, line: str) -> Result:
-        """The same in this process, which is sooner."""
+        """Run a command line in this process, which is faster."""
         return CliRunner(env=self.environment).invoke(app, shlex.split(self.fill(line)))
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """A service of its own, whose cluster never answers."""
+    """Start a service whose cluster never answers."""
     home = tmp_path_factory.mktemp("home")
     own = {"TRAINSHED_HOME": str(home), "TRAINSHED_PORT": "0", "TRAINSHED_RAY_ADDRESS": "http://127.0.0.1:9"}
     allowed = {"TRAINSHED_WEBHOOK_ALLOWED": "127.0.0.1"}
@@ -285,9 +285,9 @@ def _names(api: Api, home: Path, receiver: str) -> dict[str, str]:
     key = api.create_key(KeyIn.model_validate({"name": "bob", "roles": {"nlp": "viewer"}})).key
     jobs = {"trained": trained.id, "short": trained.id.removeprefix("job-").upper()[:-1], "other": other.id}
     jobs |= {"ended": ended.id, "gone": gone.id}
-    told = {"hook": hook, "number": str(api.deliveries(hook).data[0].number)}
-    told |= dict(zip(("ended_hook", "gone_hook"), hooks, strict=True))
-    return {**jobs, **told, "key": key.id, "home": str(home), "spec": str(home / "spec.json")}
+    webhooks = {"hook": hook, "number": str(api.deliveries(hook).data[0].number)}
+    webhooks |= dict(zip(("ended_hook", "gone_hook"), hooks, strict=True))
+    return {**jobs, **webhooks, "key": key.id, "home": str(home), "spec": str(home / "spec.json")}
 
 
 def _has_ended(api: Api, job_id: str) -> bool:
@@ -295,7 +295,7 @@ def _has_ended(api: Api, job_id: str) -> bool:
 
 
 def _train(run_dir: RunDir) -> None:
-    """What two steps and a checkpoint leave behind."""
+    """Write the files of two steps and a checkpoint."""
     attempt = run_dir.attempt(1)
     attempt.logs.mkdir(parents=True)
     JsonLines(attempt.events, attempt=1).append(event="prepared", samples=3)
@@ -323,21 +323,21 @@ def test_every_command_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("command", sorted(CASES, key=_LAST.count))
-def test_command(world: World, command: str) -> None:
+def test_command_prints_output_json_and_error(world: World, command: str) -> None:
     case = CASES[command]
     refused = world.invoke(case.bad)
     assert (refused.exit_code, refused.stdout) == (case.bad_code, ""), refused.output
-    assert _said(refused.stderr) == world.fill(case.refusal)
+    assert _error_text(refused.stderr) == world.fill(case.error)
     answer = world.invoke(f"{case.typed} --json")
     assert (answer.exit_code, answer.stderr) == (Exit.DONE, "")
     assert json.loads(answer.stdout).keys() >= set(case.fields.split())
     done = world.type(case.typed.replace("{ended", "{gone"))
     assert done.returncode == Exit.DONE, done.stderr
-    assert world.fill(case.said.replace("{ended", "{gone")) in done.stdout
+    assert world.fill(case.output.replace("{ended", "{gone")) in done.stdout
     assert re.search(r"^next: trainshed [a-z]", done.stderr, re.MULTILINE), done.stderr
 
 
-def _said(stderr: str) -> str:
-    """An error without its frame: one of ours is a line, one of the command line stands in a box."""
+def _error_text(stderr: str) -> str:
+    """Return an error without its prefix or frame: Trainshed prints a line, the option parser a box."""
     boxed = [line.strip("│ ") for line in stderr.splitlines() if line.startswith("│")]
     return " ".join(boxed) if boxed else stderr.removeprefix("trainshed: ").rstrip("\n")

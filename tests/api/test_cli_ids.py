@@ -1,4 +1,4 @@
-"""Ids may be shortened, and shells complete them."""
+"""Shortened ids, and completion of ids in shells."""
 
 import os
 import subprocess
@@ -28,13 +28,13 @@ def jobs(home: Path, service: FakeService) -> list[str]:
     return made
 
 
-def test_what_only_one_begins_with_is_enough(jobs: list[str]) -> None:
+def test_unique_id_prefix_is_enough(jobs: list[str]) -> None:
     for short in ("job-0001", "0001", "JOB-0001", "000", "job-00"):
         assert f"id  {jobs[0]}" in run("show", short).stdout, short
     assert f"id  {jobs[2]}" in run("show", "last").stdout
 
 
-def test_what_several_begin_with_names_them(jobs: list[str]) -> None:
+def test_ambiguous_id_prefix_lists_the_matches(jobs: list[str]) -> None:
     refused = run("cancel", "011")
     assert (refused.exit_code, refused.stdout, refused.stderr) == (
         1,
@@ -46,11 +46,11 @@ def test_what_several_begin_with_names_them(jobs: list[str]) -> None:
     assert run("show", "what?").stderr == ("trainshed: job-what? not found; list ids with `trainshed ps`\n")
 
 
-def test_without_a_job_the_last_one_is_none(home: Path) -> None:
+def test_last_without_jobs_is_an_error(home: Path) -> None:
     assert run("logs", "last").stderr == "trainshed: no jobs yet; submit one with `trainshed submit FILE`\n"
 
 
-def test_keys_may_be_shortened_too(home: Path) -> None:
+def test_key_ids_may_be_shortened(home: Path) -> None:
     for name in ("alice", "bob"):
         run("keys", "create", name, "--role", "nlp=viewer")
     assert "several ids start with it" in run("keys", "revoke", "00").stderr
@@ -58,21 +58,21 @@ def test_keys_may_be_shortened_too(home: Path) -> None:
 
 
 @given(IDS)
-def test_short_ids_tell_jobs_apart(ids: list[str]) -> None:
+def test_shortened_ids_are_unique(ids: list[str]) -> None:
     short = shorten(ids)
     assert len(set(short)) == len(ids)
     assert all(whole.startswith(part) and len(part) >= 12 for whole, part in zip(ids, short, strict=True))
 
 
 def complete(*words: str, shell: str = "bash") -> subprocess.CompletedProcess[str]:
-    """What a shell does on Tab."""
+    """Run the completion that a shell runs on Tab."""
     line = " ".join(("trainshed", *words))
-    asked = {"_TRAINSHED_COMPLETE": f"complete_{shell}", "COMP_WORDS": line, "COMP_CWORD": str(len(words))}
+    variables = {"_TRAINSHED_COMPLETE": f"complete_{shell}", "COMP_WORDS": line, "COMP_CWORD": str(len(words))}
     command = [sys.executable, "-c", "from trainshed.cli.main import app; app(prog_name='trainshed')"]
-    return subprocess.run(command, env=os.environ | asked, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=60)
 
 
-def test_the_shell_completes_ids(jobs: list[str]) -> None:
+def test_shell_completes_ids(jobs: list[str]) -> None:
     assert complete("pause", "job-").stdout.split() == jobs[::-1]
     assert complete("logs", "--rank", "0", "000").stdout.split() == ["0001"]
     assert complete("watch", jobs[0], "01").stdout.split() == ["0113", "0112"]
@@ -86,7 +86,7 @@ def test_the_shell_completes_ids(jobs: list[str]) -> None:
     assert complete("chec").stdout.split() == ["checkpoints"]
 
 
-def test_the_shell_hears_nothing_of_trouble(jobs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completion_prints_no_error(jobs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINSHED_URL", "http://127.0.0.1:9")
     done = complete("show", "job-")
     assert (done.stdout.strip(), done.stderr) == ("", "")
@@ -100,7 +100,7 @@ def test_completion_can_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "from trainshed.cli.main import app; app(prog_name='trainshed')",
         "--install-completion",
     ]
-    # Typer installs for the shell that started the command, and tests may run below another one.
+    # Typer installs completion for the parent shell, which may not be bash.
     in_bash = ["bash", "-c", '"$@"; exit $?', "bash", *command]
     done = subprocess.run(in_bash, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

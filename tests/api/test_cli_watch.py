@@ -1,4 +1,4 @@
-"""What goes on while a job does: watch, --wait, --follow, and Ctrl-C."""
+"""Commands that follow a running job: watch, --wait, --follow, and Ctrl-C."""
 
 import io
 import json
@@ -24,7 +24,7 @@ def job_id(home: Path, service: FakeService) -> str:
 
 
 def step(service: FakeService, job_id: str) -> None:
-    """Let the job start, and do a step."""
+    """Start the job and log a step."""
     service.reconciler().run_once()
     service.cluster.submissions[f"{job_id}-1"] = Submission.RUNNING
     service.event(job_id, "training_started", resumed_from=0, steps=20)
@@ -39,12 +39,12 @@ def end(service: FakeService, job_id: str, outcome: Outcome) -> None:
 
 
 def read(process: subprocess.Popen[str], text: str) -> str:
-    """The first line of stdout that holds a text."""
+    """Return the first line of stdout that contains `text`."""
     assert process.stdout is not None
     return next(line for line in process.stdout if text in line)
 
 
-def test_watch_tells_what_changes_and_ends_with_the_job(job_id: str, service: FakeService) -> None:
+def test_watch_prints_changes_and_ends_with_the_job(job_id: str, service: FakeService) -> None:
     with running("watch", "0001") as process:
         assert "tiny  QUEUED" in read(process, job_id)
         step(service, job_id)
@@ -56,19 +56,19 @@ def test_watch_tells_what_changes_and_ends_with_the_job(job_id: str, service: Fa
         assert process.stderr.read() == f"next: trainshed checkpoints {job_id}\n"
 
 
-def test_watch_without_names_ends_when_nothing_goes_on(job_id: str, service: FakeService) -> None:
+def test_watch_without_names_ends_when_no_job_is_active(job_id: str, service: FakeService) -> None:
     with running("watch", "--json") as process:
         assert json.loads(read(process, job_id))["state"] == "QUEUED"
         step(service, job_id)
         assert json.loads(read(process, "RUNNING"))["progress"]["step"] == 5
         end(service, job_id, Outcome(result="failed", reason="[it] broke"))
         assert json.loads(read(process, "FAILED"))["reason"]["message"] == "[it] broke"
-        # Whoever looks at all of them waits for none.
+        # Without names, the exit code does not depend on the jobs.
         assert process.wait(timeout=60) == 0
     assert run("watch").stderr == "next: trainshed ps\n"
 
 
-def test_a_wait_ends_with_3_where_hopes_are_disappointed(job_id: str, service: FakeService) -> None:
+def test_watch_for_a_state_that_is_not_reached_exits_3(job_id: str, service: FakeService) -> None:
     assert run("watch", job_id, "--until", "QUEUED").exit_code == 0
     with running("watch", job_id, "--until", "paused") as process:
         read(process, "QUEUED")
@@ -79,7 +79,7 @@ def test_a_wait_ends_with_3_where_hopes_are_disappointed(job_id: str, service: F
     assert run("watch", job_id, "--until", "FAILED").exit_code == 3
 
 
-def test_submit_waits_for_the_end(home: Path, service: FakeService) -> None:
+def test_submit_with_wait_ends_with_the_job(home: Path, service: FakeService) -> None:
     with running("submit", str(home / "spec.json"), "--wait") as process:
         job_id = read(process, "job-").strip()
         step(service, job_id)
@@ -88,12 +88,12 @@ def test_submit_waits_for_the_end(home: Path, service: FakeService) -> None:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.read() == ""
-        said = process.stderr.read()
-    assert "FAILED  5/20 loss 2.5000  it broke" in said
-    assert said.endswith(f"next: trainshed logs {job_id}\n")
+        stderr = process.stderr.read()
+    assert "FAILED  5/20 loss 2.5000  it broke" in stderr
+    assert stderr.endswith(f"next: trainshed logs {job_id}\n")
 
 
-def test_json_of_a_wait_is_the_job_at_its_end(home: Path, service: FakeService) -> None:
+def test_submit_with_wait_and_json_prints_the_ended_job(home: Path, service: FakeService) -> None:
     with (
         running("submit", str(home / "spec.json"), "--wait", "--json") as process,
         Client(json.loads((home / "service.json").read_text())["url"], KEY) as client,
@@ -106,7 +106,7 @@ def test_json_of_a_wait_is_the_job_at_its_end(home: Path, service: FakeService) 
     assert (process.returncode, json.loads(out)["state"], err) == (3, "CANCELLED", "")
 
 
-def test_ctrl_c_leaves_the_job_alone(job_id: str, service: FakeService) -> None:
+def test_ctrl_c_exits_130_and_does_not_stop_the_job(job_id: str, service: FakeService) -> None:
     service.event(job_id, "prepared")
     for command in ("watch", "events --follow"):
         with running(*command.split(), job_id) as process:
@@ -117,7 +117,7 @@ def test_ctrl_c_leaves_the_job_alone(job_id: str, service: FakeService) -> None:
     assert service.get(job_id).state == "QUEUED"
 
 
-def test_whoever_follows_sees_the_end(job_id: str, service: FakeService) -> None:
+def test_follow_prints_new_lines_until_the_end(job_id: str, service: FakeService) -> None:
     step(service, job_id)
     log = service.run_dir(job_id).attempt(1).driver_log
     log.parent.mkdir(parents=True)
@@ -135,7 +135,7 @@ def test_whoever_follows_sees_the_end(job_id: str, service: FakeService) -> None
     assert "step=5 loss=2.5" in run("metrics", "-f", job_id).stdout
 
 
-def test_a_terminal_has_bars(job_id: str, home: Path, service: FakeService) -> None:
+def test_watch_on_a_terminal_draws_progress_bars(job_id: str, home: Path, service: FakeService) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=200, _environ={"TERM": "xterm"})
     other = service.submit(name="other", scaling={"num_workers": 999}).id
@@ -150,7 +150,7 @@ def test_a_terminal_has_bars(job_id: str, home: Path, service: FakeService) -> N
         assert part in drawn
 
 
-def test_nobody_reads_on(job_id: str, service: FakeService) -> None:
+def test_closed_stdout_ends_the_command_without_an_error(job_id: str, service: FakeService) -> None:
     for number in range(500):
         service.event(job_id, "prepared", text="x" * 1000, number=number)
     with running("events", job_id, "--limit", "1000", "--json") as process:
@@ -162,8 +162,8 @@ def test_nobody_reads_on(job_id: str, service: FakeService) -> None:
         assert process.wait(timeout=60) == 1
 
 
-def test_help_is_there_at_once() -> None:
-    """What takes long to load is not needed to say what there is."""
+def test_help_imports_no_heavy_library() -> None:
+    """Check that the help imports no heavy library."""
     heavy = "{'fastapi', 'starlette', 'sqlalchemy', 'ray', 'torch', 'transformers', 'pyarrow'}"
     look = "from trainshed.cli.main import app; app(['--help'], standalone_mode=False); import sys"
     command = [sys.executable, "-c", f"{look}; print({heavy} & sys.modules.keys())"]

@@ -1,4 +1,4 @@
-"""`trainshed webhooks` where receivers fail, and what it shows of that."""
+"""`trainshed webhooks` with receivers that fail."""
 
 from pathlib import Path
 
@@ -11,24 +11,24 @@ from tests.support.service import FakeService
 
 @pytest.fixture
 def webhook(home: Path) -> str:
-    """The id of one."""
+    """Create a webhook and return its id."""
     made = run("webhooks", "create", "https://hooks.example/in", "--project", "nlp", "--state", "failed")
     assert (made.exit_code, made.stdout[:6], made.stdout.count("\n")) == (0, "whsec_", 1), made.stderr
     assert "next: trainshed webhooks test hook-0001" in made.stderr
     return "hook-0001"
 
 
-def test_a_test_call_that_is_not_received_ends_with_1(webhook: str, service: FakeService) -> None:
+def test_failed_test_call_exits_1(webhook: str, service: FakeService) -> None:
     service.sender.answers = [Answer(500, "answered 500"), Answer(None, "no answer within 10 s"), Answer(204)]
     refused = run("webhooks", "test", webhook)
     assert (refused.exit_code, refused.stdout) == (1, f"{webhook} has not received it: answered 500\n")
     assert f"next: trainshed webhooks show {webhook}" in refused.stderr
-    asked = run("webhooks", "test", webhook, "--json")
-    assert (asked.exit_code, '"received": false' in asked.stdout, asked.stderr) == (1, True, "")
+    answer = run("webhooks", "test", webhook, "--json")
+    assert (answer.exit_code, '"received": false' in answer.stdout, answer.stderr) == (1, True, "")
     assert run("webhooks", "test", "0001").stdout == f"{webhook} has received it\n"
 
 
-def test_one_that_is_disabled_says_why_and_what_enables_it(webhook: str, service: FakeService) -> None:
+def test_disabled_webhook_shows_its_reason_and_the_next_command(webhook: str, service: FakeService) -> None:
     for name, value in (("disabled_at", 5.0), ("disabled_because", "answered 410")):
         object.__setattr__(service.hooks.webhooks[webhook], name, value)
     shown = run("webhooks", "show", webhook)
@@ -39,7 +39,7 @@ def test_one_that_is_disabled_says_why_and_what_enables_it(webhook: str, service
     assert "is disabled; POST" in run("webhooks", "redeliver", webhook, "1").stderr
 
 
-def test_the_log_tells_what_failed_and_goes_on_page_by_page(webhook: str, service: FakeService) -> None:
+def test_deliveries_show_failures_page_by_page(webhook: str, service: FakeService) -> None:
     nothing = run("webhooks", "deliveries", webhook)
     assert f"next: trainshed webhooks test {webhook}" in nothing.stderr
     for number in (1, 2):
@@ -60,7 +60,7 @@ def test_the_log_tells_what_failed_and_goes_on_page_by_page(webhook: str, servic
     assert run("webhooks", "redeliver", "hook-00", "1").stdout == f"1 of {webhook} is sent again\n"
 
 
-def test_what_the_service_refuses_names_the_field(home: Path) -> None:
+def test_rejected_webhook_names_the_field(home: Path) -> None:
     refused = run("webhooks", "create", "https://127.0.0.1/in", "--project", "nlp")
     assert (refused.exit_code, refused.stdout) == (1, "")
     assert refused.stderr.startswith("trainshed: /url: 127.0.0.1 is not on the open internet")

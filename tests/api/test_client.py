@@ -1,4 +1,4 @@
-"""The Python client, for threads and for event loops, against a real service on a network that is not what it was."""
+"""The Python client, sync and async, against a real service behind a faulty network."""
 
 import random
 import socket
@@ -36,7 +36,7 @@ from trainshed import (
 from trainshed.job_base import is_exported
 
 BUSY = say("503 Service Unavailable")
-WISH = KeyIn(name="alice", roles={"nlp": Role.EDITOR})
+NEW_KEY = KeyIn(name="alice", roles={"nlp": Role.EDITOR})
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def proxy(service: FakeService) -> Iterator[Proxy]:
 
 @pytest.fixture(params=["sync", "async"])
 def client(request: pytest.FixtureRequest, proxy: Proxy) -> Iterator[Client]:
-    """Either of them; the body of a test is the same."""
+    """Provide the sync and the async client; tests call both in the same way."""
     with _client(request.param, proxy.url) as client:
         yield client
 
@@ -67,7 +67,7 @@ def _client(kind: str, url: str, *, patience: float = 60.0) -> Iterator[Any]:
         yield Blocking(portal, waiting)
 
 
-def test_submit_whose_answer_is_lost_is_the_same_job(client: Client, proxy: Proxy, service: FakeService) -> None:
+def test_submit_with_lost_answer_returns_the_same_job(client: Client, proxy: Proxy, service: FakeService) -> None:
     proxy.faults.extend([lose, BUSY, drop])
     job = client.submit(spec_body())
     assert len(proxy.seen) == 4
@@ -78,7 +78,7 @@ def test_submit_whose_answer_is_lost_is_the_same_job(client: Client, proxy: Prox
 
 
 def start(service: FakeService, job_id: str) -> None:
-    """Let the job have its first attempt."""
+    """Start the first attempt of a job."""
     service.reconciler().run_once()
     service.run_dir(job_id).attempt(1).logs.mkdir(parents=True)
 
@@ -89,41 +89,41 @@ def end(service: FakeService, job_id: str, outcome: Outcome, *, attempt: int = 1
     service.reconciler().run_once()
 
 
-def test_job_deleted_by_a_try_whose_answer_was_lost_is_deleted(
-    client: Client, proxy: Proxy, service: FakeService
-) -> None:
+def test_delete_with_lost_answer_succeeds(client: Client, proxy: Proxy, service: FakeService) -> None:
     job = client.submit(spec_body())
     end(service, job.id, Outcome(result="succeeded"))
     proxy.faults.append(lose)
     job.delete()
     assert list(client.jobs()) == []
-    key = client.api.create_key(WISH).key
+    key = client.api.create_key(NEW_KEY).key
     proxy.faults.append(lose)
     client.api.revoke_key(key.id)
 
 
-def test_what_was_never_there_cannot_be_deleted(client: Client, proxy: Proxy) -> None:
-    # Whoever was kept out has deleted nothing.
+def test_delete_of_unknown_job_raises_api_error(client: Client, proxy: Proxy) -> None:
+    # A request that the rate limit rejects deletes nothing.
     proxy.faults.append(say("429 Too Many Requests", Retry_After="0"))
     with pytest.raises(ApiError, match="job job-none not found") as refused:
         client.api.delete("job-none")
     assert (refused.value.code, refused.value.status, len(proxy.seen)) == ("job_not_found", 404, 2)
 
 
-def test_key_is_not_made_twice(client: Client, proxy: Proxy, service: FakeService) -> None:
+def test_create_key_with_lost_answer_is_not_retried(client: Client, proxy: Proxy, service: FakeService) -> None:
     proxy.faults.append(lose)
     with pytest.raises(httpx.RemoteProtocolError):
-        client.api.create_key(WISH)
+        client.api.create_key(NEW_KEY)
     assert len(service.keys.all()) == 1
     proxy.faults.append(say("429 Too Many Requests", Retry_After="1"))
     began = time.monotonic()
-    assert client.api.create_key(WISH).key.name == "alice"
+    assert client.api.create_key(NEW_KEY).key.name == "alice"
     assert time.monotonic() - began >= 1
     assert len(service.keys.all()) == 2
 
 
 @pytest.mark.parametrize("error", [KeyInFlight("k"), DatabaseFull()], ids=["in_flight", "full"])
-def test_submit_waits_for_a_key_in_flight_and_for_disk_space(client: Client, proxy: Proxy, error: ServiceError) -> None:
+def test_submit_retries_while_the_key_is_in_flight_or_the_disk_is_full(
+    client: Client, proxy: Proxy, error: ServiceError
+) -> None:
     error.retry_after = None
     answer = problem(error)
     head = f"HTTP/1.1 {answer.status_code} Later\r\nconnection: close\r\ncontent-length: {len(answer.body)}\r\n\r\n"
@@ -133,7 +133,7 @@ def test_submit_waits_for_a_key_in_flight_and_for_disk_space(client: Client, pro
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-def test_patience_ends(kind: str, proxy: Proxy) -> None:
+def test_retries_end_after_the_timeout(kind: str, proxy: Proxy) -> None:
     with _client(kind, proxy.url, patience=0.5) as client:
         proxy.faults.append(say("429 Too Many Requests", Retry_After="3600"))
         with pytest.raises(httpx.HTTPStatusError, match="does not answer like Trainshed"):
@@ -149,10 +149,10 @@ def test_patience_ends(kind: str, proxy: Proxy) -> None:
 
 
 def write(service: FakeService, job_id: str, attempt: int) -> list[str]:
-    """What an attempt writes; the lines of its log."""
+    """Write events, metrics and the log of an attempt; return the lines of the log."""
     lines = [f"attempt {attempt} line {number} {'ü' * (number % 7)}\u2028 tab\t" for number in range(60)]
     for number in range(60):
-        service.event(job_id, "said", attempt=attempt, number=number)
+        service.event(job_id, "note", attempt=attempt, number=number)
         service.metric(job_id, attempt=attempt, step=number)
     log = service.run_dir(job_id).attempt(attempt).driver_log
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -160,7 +160,7 @@ def write(service: FakeService, job_id: str, attempt: int) -> list[str]:
     return lines
 
 
-def test_every_line_comes_once_however_often_it_is_cut_off(client: Client, proxy: Proxy, service: FakeService) -> None:
+def test_followed_lines_come_once_despite_disconnects(client: Client, proxy: Proxy, service: FakeService) -> None:
     job = client.submit(spec_body())
     start(service, job.id)
     chance = random.Random(7)
@@ -183,7 +183,7 @@ def test_every_line_comes_once_however_often_it_is_cut_off(client: Client, proxy
     assert list(job.logs(attempt=1, contains="line 7 ")) == log[7:8]
 
 
-def test_stream_that_is_cut_before_its_first_line_stays_with_its_attempt(
+def test_stream_disconnected_before_its_first_line_stays_with_its_attempt(
     client: Client, proxy: Proxy, service: FakeService
 ) -> None:
     job = client.submit(spec_body())
@@ -204,7 +204,7 @@ def test_stream_that_is_cut_before_its_first_line_stays_with_its_attempt(
     assert (len(log), len(proxy.seen)) == (120, 3)
 
 
-def test_jobs_are_asked_for_a_page_at_a_time(client: Client, proxy: Proxy, service: FakeService) -> None:
+def test_jobs_are_requested_page_by_page(client: Client, proxy: Proxy, service: FakeService) -> None:
     ids = [service.submit(name=f"n{number % 2}", labels={"half": str(number % 2)}).id for number in range(110)][::-1]
     found = client.jobs()
     assert proxy.seen == []
@@ -217,7 +217,7 @@ def test_jobs_are_asked_for_a_page_at_a_time(client: Client, proxy: Proxy, servi
     assert list(client.jobs(state=[JobState.FAILED, JobState.PAUSED])) == []
 
 
-def test_metrics_of_many_steps_come_whole(client: Client, service: FakeService) -> None:
+def test_metrics_of_many_steps_are_complete(client: Client, service: FakeService) -> None:
     job = client.submit(spec_body())
     start(service, job.id)
     metrics = service.run_dir(job.id).attempt(1).metrics
@@ -234,13 +234,15 @@ SPECS: list[Callable[[Path], object]] = [
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=["mapping", "model", "bytes", "file"])
-def test_spec_may_have_any_form(client: Client, service: FakeService, tmp_path: Path, spec: Any) -> None:
+def test_submit_and_plan_accept_a_spec_in_any_form(
+    client: Client, service: FakeService, tmp_path: Path, spec: Any
+) -> None:
     (tmp_path / "spec.json").write_text(spec_body())
     assert service.get(client.submit(spec(tmp_path)).id).spec == a_spec()
     assert client.plan(spec(tmp_path)).world == 2
 
 
-def test_job_is_found_by_what_only_its_id_begins_with(client: Client, service: FakeService) -> None:
+def test_job_is_found_by_unique_id_prefix(client: Client, service: FakeService) -> None:
     for _ in range(12):
         service.submit()
     assert client.job("job-0012").id == client.job("0012").id == "job-0012"
@@ -250,7 +252,7 @@ def test_job_is_found_by_what_only_its_id_begins_with(client: Client, service: F
         client.job("job-9")
 
 
-def test_waiting_ends_with_the_job(client: Client, service: FakeService) -> None:
+def test_wait_returns_or_raises_when_the_job_ends(client: Client, service: FakeService) -> None:
     failed, cancelled, done = (client.submit(spec_body(name=name)) for name in ("a", "b", "c"))
     with pytest.raises(TimeoutError, match=f"0 s were not enough for {failed.id} to be SUCCEEDED"):
         failed.wait(timeout=0)
@@ -269,7 +271,7 @@ def test_waiting_ends_with_the_job(client: Client, service: FakeService) -> None
     assert error.value.job.state is JobState.FAILED
 
 
-def test_job_is_paused_resumed_and_shown(client: Client, service: FakeService) -> None:
+def test_job_is_paused_and_resumed_at_another_size(client: Client, service: FakeService) -> None:
     job = client.submit(spec_body(training={"global_batch_size": 4}))
     assert repr(job).endswith(f"Job({job.id!r}, QUEUED)") or isinstance(job, Blocking)
     job.pause()
@@ -301,7 +303,7 @@ def test_newest_checkpoint_is_exported(client: Client, service: FakeService) -> 
         is_exported(failed)
 
 
-def test_client_finds_the_service_as_the_command_does(
+def test_client_finds_service_and_key_as_the_cli_does(
     proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("TRAINSHED_URL", "TRAINSHED_KEY"):

@@ -1,4 +1,4 @@
-"""docs/guides/client.md, run from top to bottom."""
+"""Examples of docs/guides/client.md, run from top to bottom."""
 
 import re
 import threading
@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "guides" / "client.md"
 
 @pytest.fixture
 def cluster(service: FakeService) -> Iterator[None]:
-    """Reconciles, and does what drivers do."""
+    """Run the reconciler and act as the drivers."""
     leave = threading.Event()
 
     def work() -> None:
@@ -36,7 +36,7 @@ def cluster(service: FakeService) -> Iterator[None]:
 
 
 def _drive(service: FakeService, job: Job) -> None:
-    """What its driver would do."""
+    """Act as the driver of a job."""
     if not job.attempts or service.run_dir(job.id).attempt(job.attempts[-1].number).outcome_file.exists():
         return
     if job.state is JobState.STARTING and job.parent is None:
@@ -63,7 +63,7 @@ def _train(service: FakeService, job_id: str) -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.usefixtures("cluster")
-def test_examples_run(
+def test_client_docs_examples_run(
     service: FakeService, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     examples = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
@@ -73,8 +73,8 @@ def test_examples_run(
         names: dict[str, object] = {}
         for example in examples:
             exec(compile(example, str(PAGE), "exec"), names)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert names["losses"] == [1.0, 0.5]
-    assert "begin\nend\njob-0001 SUCCEEDED" in said
-    assert "['key.revoke', 'key.create', 'job.delete'" in said
-    assert "404 job_not_found job job-none not found" in said
+    assert "begin\nend\njob-0001 SUCCEEDED" in output
+    assert "['key.revoke', 'key.create', 'job.delete'" in output
+    assert "404 job_not_found job job-none not found" in output

@@ -1,4 +1,4 @@
-"""Jobs that go on from the checkpoint of another one, over HTTP and from the shell."""
+"""Clones over HTTP: jobs that start from the checkpoint of another job."""
 
 from typing import Any
 
@@ -16,24 +16,24 @@ from train_loop.spec import CheckpointSpec
 
 @pytest.fixture
 def parent(client: TestClient, service: FakeService) -> str:
-    """A job with checkpoints of step 10 and 20."""
+    """Create a job with checkpoints of steps 10 and 20."""
     job_id = str(client.post("/jobs", content=spec_body(training={"max_steps": 20})).json()["id"])
     for step in (10, 20):
         checkpoint(service.run_dir(job_id), step, weights=b"1234567")
     return job_id
 
 
-def clone(client: TestClient, job_id: str, **wish: Any) -> Any:
-    return client.post(f"/jobs/{job_id}/clone", json=wish)
+def clone(client: TestClient, job_id: str, **body: Any) -> Any:
+    return client.post(f"/jobs/{job_id}/clone", json=body)
 
 
 def retire(run_dir: RunDir) -> list[int]:
-    """What retention leaves of a run's checkpoints that keeps one."""
+    """Apply retention with keep_last=1; return the steps of the checkpoints that remain."""
     retire_others(run_dir, ledger_of(run_dir, Fence(1)), CheckpointSpec(keep_last=1))
     return sorted(run_dir.manifests())
 
 
-def test_a_clone_goes_on_from_the_step_that_is_named(client: TestClient, service: FakeService, parent: str) -> None:
+def test_clone_starts_from_the_named_step(client: TestClient, service: FakeService, parent: str) -> None:
     answer = clone(client, parent, from_checkpoint=10, overrides={"name": "again", "training": {"learning_rate": 0.5}})
     job = answer.json()
     assert (answer.status_code, answer.headers["location"]) == (201, f"/jobs/{job['id']}")
@@ -49,12 +49,12 @@ def test_a_clone_goes_on_from_the_step_that_is_named(client: TestClient, service
     assert client.get(f"/jobs/{parent}").json()["parent"] is None
 
 
-def test_without_a_step_it_is_the_newest(client: TestClient, parent: str) -> None:
+def test_clone_without_a_step_starts_from_the_newest(client: TestClient, parent: str) -> None:
     job = clone(client, parent, overrides={"training": {"max_steps": 30}}).json()
     assert job["parent"] == {"job": parent, "step": 20}
 
 
-def test_step_0_begins_anew_and_so_does_the_clone_of_a_job_without_checkpoints(
+def test_clone_of_step_0_or_of_a_job_without_checkpoints_starts_at_step_0(
     client: TestClient, service: FakeService, parent: str
 ) -> None:
     bare = client.post("/jobs", content=spec_body()).json()["id"]
@@ -63,7 +63,7 @@ def test_step_0_begins_anew_and_so_does_the_clone_of_a_job_without_checkpoints(
         assert service.run_dir(job["id"]).parent() is None
 
 
-def test_other_orders_and_optimizers_are_told_to_the_workers(
+def test_clone_with_other_order_or_optimizer_records_it_for_the_workers(
     client: TestClient, service: FakeService, parent: str
 ) -> None:
     changed = {"data": {"seed": 7}, "training": {"optimizer": "sgd"}}
@@ -73,19 +73,21 @@ def test_other_orders_and_optimizers_are_told_to_the_workers(
     assert (found.same_order, found.same_optimizer) == (False, False)
 
 
-def test_either_home_of_the_dtype_may_be_overridden(client: TestClient, parent: str) -> None:
+def test_dtype_may_be_overridden_in_model_and_in_strategy(client: TestClient, parent: str) -> None:
     for part in ({"model": {"dtype": "bf16"}}, {"strategy": {"param_dtype": "bf16"}}):
         spec = clone(client, parent, from_checkpoint=10, overrides=part).json()["spec"]
         assert (spec["model"]["dtype"], spec["strategy"]["param_dtype"]) == ("bf16", "bf16")
 
 
-def test_null_is_what_it_is_in_a_spec(client: TestClient, parent: str) -> None:
+def test_null_in_overrides_sets_the_field_to_null(client: TestClient, parent: str) -> None:
     part = {"training": {"max_grad_norm": None, "max_steps": None, "num_train_epochs": 3}}
     training = clone(client, parent, from_checkpoint=10, overrides=part).json()["spec"]["training"]
     assert (training["max_grad_norm"], training["max_steps"], training["num_train_epochs"]) == (None, None, 3)
 
 
-def test_the_checkpoint_stays_until_the_clone_has_ended(client: TestClient, service: FakeService, parent: str) -> None:
+def test_parent_checkpoint_is_kept_until_the_clone_has_ended(
+    client: TestClient, service: FakeService, parent: str
+) -> None:
     job_id = clone(client, parent, from_checkpoint=10).json()["id"]
     assert retire(service.run_dir(parent)) == [10, 20]
     assert [c["pinned"] for c in client.get(f"/jobs/{parent}/checkpoints").json()["data"]] == [False, False]
@@ -102,7 +104,7 @@ def test_the_checkpoint_stays_until_the_clone_has_ended(client: TestClient, serv
     assert retire(service.run_dir(parent)) == [20]
 
 
-def test_a_run_that_ended_within_an_epoch_has_none_of_it_left(client: TestClient, service: FakeService) -> None:
+def test_clone_of_a_run_with_all_epochs_trained_is_rejected(client: TestClient, service: FakeService) -> None:
     training = {"max_steps": None, "num_train_epochs": 1.5}
     job_id = client.post("/jobs", content=spec_body(training=training)).json()["id"]
     service.reconciler().run_once()
@@ -119,7 +121,7 @@ def test_a_run_that_ended_within_an_epoch_has_none_of_it_left(client: TestClient
     assert clone(client, job_id, overrides={"training": {"num_train_epochs": 2.0}}).status_code == 201
 
 
-def test_a_clone_that_is_cancelled_in_the_queue_lets_go_too(
+def test_clone_cancelled_in_the_queue_releases_the_parent_checkpoint(
     client: TestClient, service: FakeService, parent: str
 ) -> None:
     job_id = clone(client, parent, from_checkpoint=10).json()["id"]
@@ -129,7 +131,7 @@ def test_a_clone_that_is_cancelled_in_the_queue_lets_go_too(
     assert retire(service.run_dir(parent)) == [20]
 
 
-def test_a_key_stands_for_one_clone(client: TestClient, parent: str) -> None:
+def test_idempotency_key_makes_one_clone(client: TestClient, parent: str) -> None:
     key, other = {"Idempotency-Key": "k"}, client.post("/jobs", content=spec_body()).json()["id"]
     answers = [client.post(f"/jobs/{parent}/clone", json={"from_checkpoint": 10}, headers=key) for _ in range(2)]
     assert [answer.status_code for answer in answers] == [201, 200]
@@ -138,7 +140,7 @@ def test_a_key_stands_for_one_clone(client: TestClient, parent: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "status", "code", "pointer", "message"),
+    ("body", "status", "code", "pointer", "message"),
     [
         ({"from_checkpoint": 15}, 404, "checkpoint_not_found", None, "checkpoint of step 15 of"),
         ({"from_checkpoint": -1}, 422, "invalid_request", "/from_checkpoint", "greater than or equal to 0"),
@@ -161,17 +163,17 @@ def test_a_key_stands_for_one_clone(client: TestClient, parent: str) -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused_and_nothing_is_stored_or_kept(
+def test_invalid_clone_is_rejected_and_stores_nothing(
     client: TestClient,
     service: FakeService,
     parent: str,
-    wish: dict[str, Any],
+    body: dict[str, Any],
     status: int,
     code: str,
     pointer: str | None,
     message: str,
 ) -> None:
-    answer = clone(client, parent, **wish)
+    answer = clone(client, parent, **body)
     assert (answer.status_code, answer.json()["code"]) == (status, code)
     errors = answer.json().get("errors") or [{"pointer": None, "message": answer.json()["detail"]}]
     assert errors[0]["pointer"] == pointer
@@ -180,7 +182,7 @@ def test_what_cannot_be_is_refused_and_nothing_is_stored_or_kept(
     assert retire(service.run_dir(parent)) == [20]
 
 
-def test_a_clone_that_has_no_checkpoint_yet_names_the_one_it_goes_on_from(client: TestClient, parent: str) -> None:
+def test_clone_of_a_clone_without_checkpoint_names_the_parents_step(client: TestClient, parent: str) -> None:
     job_id = clone(client, parent, from_checkpoint=10).json()["id"]
     answer = clone(client, job_id).json()
     assert answer["code"] == "illegal_state"

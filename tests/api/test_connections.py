@@ -1,4 +1,4 @@
-"""Connections that send no whole request, to a real service with few open files."""
+"""Incomplete and excess connections to a real service with few open files."""
 
 import resource
 import socket
@@ -21,7 +21,7 @@ FILES = 1024
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A service that may open 1,024 files, the limit of a login shell on most systems."""
+    """Start a service that may open 1,024 files, the limit of a login shell on most systems."""
     home = tmp_path_factory.mktemp("served")
     settings: dict[str, Any] = {"TRAINSHED_HEAD_SECONDS": "2", "TRAINSHED_BODY_BYTES_PER_SECOND": "1000"}
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -35,13 +35,13 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def connect(service: Served) -> socket.socket:
-    """A new connection."""
+    """Open a connection."""
     url = service.client.base_url
     return socket.create_connection((url.host, url.port), timeout=10)
 
 
 def seconds_until_closed(connection: socket.socket, *, limit: float) -> float:
-    """How long the other end keeps a connection."""
+    """Return the seconds until the service closes a connection."""
     begun = time.monotonic()
     connection.settimeout(limit)
     try:
@@ -52,7 +52,7 @@ def seconds_until_closed(connection: socket.socket, *, limit: float) -> float:
     return time.monotonic() - begun
 
 
-def test_more_half_open_connections_than_files_stop_nobody(service: Served) -> None:
+def test_excess_half_open_connections_do_not_block_requests(service: Served) -> None:
     with ExitStack() as stack:
         for _ in range(FILES + 300):
             half = stack.enter_context(closing(connect(service)))
@@ -64,13 +64,13 @@ def test_more_half_open_connections_than_files_stop_nobody(service: Served) -> N
     assert "Traceback" not in log
 
 
-def test_head_that_does_not_arrive_is_not_waited_for(service: Served) -> None:
+def test_incomplete_head_is_closed_after_its_timeout(service: Served) -> None:
     with closing(connect(service)) as half:
         half.sendall(HALF)
         assert 1 < seconds_until_closed(half, limit=20) < 10
 
 
-def test_head_that_arrives_letter_by_letter_is_not_waited_for(service: Served) -> None:
+def test_slow_head_is_closed_after_its_timeout(service: Served) -> None:
     with closing(connect(service)) as slow:
         begun = time.monotonic()
 
@@ -89,7 +89,7 @@ def test_head_that_arrives_letter_by_letter_is_not_waited_for(service: Served) -
         assert time.monotonic() - begun < 15
 
 
-def test_body_that_does_not_arrive_is_not_waited_for(service: Served) -> None:
+def test_incomplete_body_is_closed_after_its_timeout(service: Served) -> None:
     key = service.client.headers["authorization"]
     head = f"POST /jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: {key}\r\nContent-Length: 100\r\n\r\n"
     with closing(connect(service)) as half:
@@ -97,29 +97,29 @@ def test_body_that_does_not_arrive_is_not_waited_for(service: Served) -> None:
         assert seconds_until_closed(half, limit=40) < 20
 
 
-def test_connection_is_kept_for_the_next_request(service: Served) -> None:
+def test_idle_connection_is_kept_for_the_next_request(service: Served) -> None:
     url = service.client.base_url
     with closing(HTTPConnection(url.host, url.port or 80)) as kept:
         for _ in range(2):
             kept.request("GET", "/healthz")
             used = kept.sock
             assert kept.getresponse().read() == b'{"status":"ok"}'
-            # Longer than the time for a head, which begins with its first byte.
+            # Wait longer than the timeout for a head, which starts with its first byte.
             time.sleep(2.5)
             assert kept.sock is used
 
 
-def test_connections_of_one_address_have_a_limit_unless_it_is_a_proxy(tmp_path: Path) -> None:
+def test_connections_of_an_address_that_is_not_a_trusted_proxy_are_limited(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"TRAINSHED_CONNECTIONS_PER_ADDRESS": "20", "FORWARDED_ALLOW_IPS": "10.9.9.9"}
     with served(tmp_path, **settings) as service, ExitStack() as stack:
         service.ready()
-        some = [stack.enter_context(closing(connect(service))) for _ in range(60)]
-        for one in some:
+        connections = [stack.enter_context(closing(connect(service))) for _ in range(60)]
+        for one in connections:
             one.setblocking(False)
 
         def ended() -> int:
             found = 0
-            for one in some:
+            for one in connections:
                 try:
                     found += one.recv(1) == b""
                 except BlockingIOError:
@@ -128,7 +128,7 @@ def test_connections_of_one_address_have_a_limit_unless_it_is_a_proxy(tmp_path: 
                     found += 1
             return found
 
-        assert wait_for(lambda: ended() >= 40 and ended(), "the end of those that are too many") <= 45
+        assert wait_for(lambda: ended() >= 40 and ended(), "the end of the excess connections") <= 45
         lines = [line for line in service.log.read_text().splitlines() if "connections_refused" in line]
         assert 1 <= len(lines) <= 5
         assert "address" in lines[0]
@@ -144,19 +144,19 @@ def test_connections_of_one_address_have_a_limit_unless_it_is_a_proxy(tmp_path: 
         ("", set()),
     ],
 )
-def test_proxies_are_those_that_uvicorn_trusts(allowed: str, trusted: set[str]) -> None:
+def test_trusted_proxies_are_those_of_uvicorn(allowed: str, trusted: set[str]) -> None:
     limits = Limits(1, 1, 1.0, 1.0, parse_proxies(allowed))
-    everybody = {"127.0.0.1", "10.1.2.3", "::1", "fe80::1%eth0", "", "unix"}
-    assert {address for address in everybody if limits.trusts(address)} == trusted
+    addresses = {"127.0.0.1", "10.1.2.3", "::1", "fe80::1%eth0", "", "unix"}
+    assert {address for address in addresses if limits.trusts(address)} == trusted
 
 
-def test_connections_leave_files_for_everything_else() -> None:
+def test_connection_limit_leaves_files_for_other_uses() -> None:
     assert connections_within(1024) == 384
     assert connections_within(64) == 16
 
 
 @pytest.mark.parametrize("rejected", [ValueError, OSError])
-def test_unlimited_open_files_that_the_system_rejects_change_nothing(
+def test_rejected_increase_of_open_files_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, rejected: type[Exception]
 ) -> None:
     def reject(*_: object) -> None:

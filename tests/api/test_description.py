@@ -1,4 +1,4 @@
-"""The real service against its own description: schemathesis looks for an answer that it does not allow."""
+"""The real service against its OpenAPI document: schemathesis searches for answers that violate it."""
 
 import json
 import os
@@ -41,37 +41,41 @@ SETTINGS = """
 [phases.stateful]
 generation.max-examples = 40
 
-# Thousands of specs that break a rule each: once is enough, and plan reads them as submit does.
+# Send the thousands of invalid specs only to POST /jobs/plan, which parses them in the same way.
 [[operations]]
 include-name = "POST /jobs"
 phases.coverage.enabled = false
 
-# It examines the whole cluster each time.
+# Each call examines the whole cluster.
 [[operations]]
 include-name = "POST /doctor"
 enabled = false
 
-# Its cluster never answers; tests/api/test_nodes.py has one that does.
+# The cluster never answers here; tests/api/test_nodes.py covers this call.
 [[operations]]
 include-name = "GET /nodes"
 enabled = false
 
-# Two exports at a time are made; more are told to come again.
+# The service runs two exports at a time and answers 503 to more.
 [[operations]]
 include-name = "POST /jobs/{job_id}/checkpoints/{step}/export"
 checks.not_a_server_error.expected-statuses = ["2xx", "4xx", 503]
 """
-NOBODY = "http://127.0.0.1:9"
-"""Where nobody answers."""
-HOOK = {"project": "default", "url": NOBODY, "states": ["CANCELLED"]}
+UNREACHABLE = "http://127.0.0.1:9"
+"""An address that does not answer."""
+HOOK = {"project": "default", "url": UNREACHABLE, "states": ["CANCELLED"]}
 LIMIT = 600.0
-"""Seconds; it takes some forty where nobody else computes, and CI may be slow."""
+"""Timeout in seconds; the test takes about forty on an idle machine, and CI may be slow."""
 
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[LiveService]:
-    """A service whose cluster never answers, with what each call needs in order to succeed."""
-    alone = {"TRAINSHED_RAY_ADDRESS": NOBODY, "RAY_AUTH_MODE": "disabled", "TRAINSHED_WEBHOOK_ALLOWED": "127.0.0.1"}
+    """Start a service whose cluster never answers."""
+    alone = {
+        "TRAINSHED_RAY_ADDRESS": UNREACHABLE,
+        "RAY_AUTH_MODE": "disabled",
+        "TRAINSHED_WEBHOOK_ALLOWED": "127.0.0.1",
+    }
     service = LiveService(tmp_path / "home", environment=alone)
     service.home.mkdir()
     service.start()
@@ -99,15 +103,15 @@ def webhook(http: httpx.Client) -> str:
 
 
 def delivery(http: httpx.Client, hook: str) -> int:
-    """The number of what a webhook is told of a job that has ended."""
-    (told,) = wait_for(lambda: http.get(f"/webhooks/{hook}/deliveries").json()["data"], "a delivery")
-    return int(told["number"])
+    """Return the number of a delivery of a webhook."""
+    (message,) = wait_for(lambda: http.get(f"/webhooks/{hook}/deliveries").json()["data"], "a delivery")
+    return int(message["number"])
 
 
 def examples(client: Api, http: httpx.Client) -> Examples:
-    """What the calls are made with that are to succeed."""
+    """Create what the calls need to succeed; return their parameters and bodies."""
     hook, other_hook, ended = webhook(http), webhook(http), ended_job(client)
-    key = client.create_key(KeyIn(name="somebody", roles={"default": Role.VIEWER})).key
+    key = client.create_key(KeyIn(name="alice", roles={"default": Role.VIEWER})).key
     paused = client.submit(spec_body())
     return {
         "*": {"job_id": client.submit(spec_body()).id, "key_id": key.id, "webhook_id": hook},
@@ -126,14 +130,14 @@ def examples(client: Api, http: httpx.Client) -> Examples:
 
 
 def run(service: LiveService, folder: Path) -> "subprocess.CompletedProcess[str]":
-    """Schemathesis, to its end."""
+    """Run schemathesis until it ends."""
     address = json.loads((service.home / "service.json").read_bytes())["url"]
     authorization = f"Bearer {(service.home / 'admin.key').read_text().strip()}"
     with httpx.Client(base_url=address, headers={"authorization": authorization}, timeout=60) as http:
         (folder / "examples.json").write_text(json.dumps(examples(service.client, http)))
     (folder / "schemathesis.toml").write_text(SETTINGS)
-    told = {
-        # It runs in a folder of its own, and looks for its hooks from here.
+    variables = {
+        # Schemathesis runs in another folder and imports its hooks from here.
         "PYTHONPATH": str(Path.cwd()),
         "SCHEMATHESIS_HOOKS": "tests.support.described",
         EXAMPLES: str(folder / "examples.json"),
@@ -144,14 +148,14 @@ def run(service: LiveService, folder: Path) -> "subprocess.CompletedProcess[str]
     command += ["--max-examples", "12", "--seed", "1", "--generation-deterministic"]
     command += ["--no-color", "--suppress-health-check", "all", "--request-timeout", "60"]
     return subprocess.run(
-        command, cwd=folder, env=os.environ | told, capture_output=True, text=True, timeout=LIMIT, check=False
+        command, cwd=folder, env=os.environ | variables, capture_output=True, text=True, timeout=LIMIT, check=False
     )
 
 
 @pytest.mark.timeout(LIMIT + 100)
-def test_service_answers_as_its_description_says(service: LiveService, tmp_path: Path) -> None:
+def test_service_conforms_to_its_openapi_document(service: LiveService, tmp_path: Path) -> None:
     ended = run(service, tmp_path)
-    (tmp_path / "said").write_text(ended.stdout)
+    (tmp_path / "output").write_text(ended.stdout)
     log = (service.home / "service.log").read_text()
     assert ended.returncode == 0, f"{ended.stdout[-20000:]}\n{ended.stderr[-3000:]}\n{log[-5000:]}"
     assert "request_failed" not in log
@@ -160,11 +164,11 @@ def test_service_answers_as_its_description_says(service: LiveService, tmp_path:
         status, _, call = line.partition(" ")
         answers[call].add(int(status))
     never = {call: sorted(found) for call, found in answers.items() if not any(200 <= one < 300 for one in found)}
-    assert not never, "no such call succeeded; `examples` says what calls need for that"
+    assert not never, "these calls never succeeded; add what they need to `examples`"
     assert all(any(400 <= one < 500 for one in found) for found in answers.values())
 
 
-def test_description_holds_together(tmp_path: Path) -> None:
+def test_openapi_document_is_consistent(tmp_path: Path) -> None:
     document = FakeService(tmp_path).app().openapi()
     text = json.dumps(document)
     schemas = document["components"]["schemas"]

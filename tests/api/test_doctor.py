@@ -1,11 +1,11 @@
-"""POST /doctor: what is found, as it is answered."""
+"""Findings over HTTP: POST /doctor."""
 
 from fastapi.testclient import TestClient
 
 from tests.support.service import FakeService
 
 
-def test_findings_are_told_in_order_to_admins_of_all_projects(client: TestClient) -> None:
+def test_doctor_returns_findings_in_order(client: TestClient) -> None:
     answer = client.post("/doctor").json()
     assert answer["ok"] is True
     assert answer["findings"][0] == {
@@ -17,6 +17,6 @@ def test_findings_are_told_in_order_to_admins_of_all_projects(client: TestClient
     assert {finding["verdict"] for finding in answer["findings"]} == {"ok"}
 
 
-def test_admin_of_all_projects_need_not_be_the_operator(client: TestClient, service: FakeService) -> None:
+def test_doctor_accepts_every_admin_of_all_projects(client: TestClient, service: FakeService) -> None:
     made = client.post("/keys", json={"name": "ops", "roles": {"*": "admin"}}).json()
     assert client.post("/doctor", headers={"authorization": f"Bearer {made['secret']}"}).status_code == 200

@@ -1,4 +1,4 @@
-"""A service whose disk is full, and whose database another process locks: what it answers, and what its log holds."""
+"""Answers and log of a service while its disk is full or another process locks its database."""
 
 import os
 import sqlite3
@@ -24,7 +24,7 @@ from tests.support.waiting import wait_for
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 6 MB."""
+    """Mount a file system of 6 MB."""
     if os.geteuid() != 0:
         pytest.skip("a file system of 6 MB takes root to mount")
     folder = tmp_path / "disk"
@@ -51,13 +51,13 @@ def _webhook(service: Served, number: int) -> int:
     return service.client.post("/webhooks", json={"project": "nlp", "url": url}).status_code
 
 
-def test_full_disk_is_507_until_there_is_room_and_no_secret_is_in_the_log(small_disk: Path) -> None:
+def test_full_disk_returns_507_and_logs_no_secret(small_disk: Path) -> None:
     with served(small_disk, TRAINSHED_DATABASE_CALL_SECONDS="0.5") as service:
         service.takes_jobs()
         assert _key(service, "first") == (201, None, False)
 
         _fill(small_disk / "filler")
-        # Until the room that SQLite had set aside is used up.
+        # The first writes may succeed, until SQLite has used up the space that it had allocated.
         answers = [_key(service, f"full-{number}") for number in range(40)]
         assert answers[-1] == (507, "storage_full", True)
         assert {status for status, _, _ in answers} <= {201, 507}
@@ -89,7 +89,7 @@ def test_full_disk_is_507_until_there_is_room_and_no_secret_is_in_the_log(small_
     assert "left_out=" in log
 
 
-def test_full_storage_of_runs_is_507_for_a_write_and_answers_reads(small_disk: Path) -> None:
+def test_full_storage_of_runs_returns_507_to_writes_and_serves_reads(small_disk: Path) -> None:
     roots = StorageRoots()
     run_dirs = GuardedRunDirs(LocalRunDirs(roots), StorageGuard(roots.check))
     service = FakeService(small_disk, run_dirs=run_dirs)

@@ -1,4 +1,4 @@
-"""Idempotency keys: one job for each, whether or not its spec has just been looked at."""
+"""Idempotency keys: one job per key, whether or not the check of its spec is cached."""
 
 import hashlib
 import threading
@@ -17,10 +17,10 @@ from train_loop.spec import JobSpec, Problem
 BODIES = (spec_body(), spec_body(priority=1))
 
 
-@pytest.fixture(autouse=True, params=["unknown", "known"])
+@pytest.fixture(autouse=True, params=["unchecked", "checked"])
 def specs(request: pytest.FixtureRequest, client: TestClient) -> None:
-    """What is known is stored with what comes at once; what is not is looked at first."""
-    if request.param == "known":
+    """Run each test with specs whose check is cached and with specs that are checked first."""
+    if request.param == "checked":
         for body in BODIES:
             assert client.post("/jobs/plan", content=body).status_code == 200
 
@@ -33,21 +33,21 @@ def test_same_idempotency_key_gives_the_same_job(client: TestClient) -> None:
     assert len(client.get("/jobs").json()["data"]) == 1
 
 
-def test_replay_answers_even_where_the_data_has_gone_since(client: TestClient, service: FakeService) -> None:
+def test_replay_does_not_check_the_spec_again(client: TestClient, service: FakeService) -> None:
     key = {"Idempotency-Key": "k1"}
     client.post("/jobs", content=spec_body(), headers=key)
     service.cluster.total = {"CPU": 2.0}
     assert client.post("/jobs", content=spec_body(), headers=key).status_code == 200
 
 
-def test_idempotency_key_with_another_body_is_refused(client: TestClient) -> None:
+def test_idempotency_key_with_another_body_is_rejected(client: TestClient) -> None:
     key = {"Idempotency-Key": "k1"}
     client.post("/jobs", content=spec_body(), headers=key)
     answer = client.post("/jobs", content=spec_body(priority=1), headers=key)
     assert (answer.status_code, answer.json()["code"]) == (422, "idempotency_mismatch")
 
 
-def test_key_of_a_refused_spec_can_be_used_again(client: TestClient, service: FakeService) -> None:
+def test_key_of_a_rejected_spec_can_be_used_again(client: TestClient, service: FakeService) -> None:
     key, body = {"Idempotency-Key": "k1"}, spec_body(priority=2)
     service.preflight.problems = [Problem("/data", "bad")]
     assert client.post("/jobs", content=body, headers=key).status_code == 422
@@ -55,13 +55,13 @@ def test_key_of_a_refused_spec_can_be_used_again(client: TestClient, service: Fa
     assert client.post("/jobs", content=body, headers=key).status_code == 201
 
 
-def test_key_whose_request_is_at_work_is_a_conflict(client: TestClient, service: FakeService) -> None:
-    key, begun, go_on = {"Idempotency-Key": "k2"}, threading.Event(), threading.Event()
+def test_key_in_flight_is_a_conflict(client: TestClient, service: FakeService) -> None:
+    key, begun, proceed = {"Idempotency-Key": "k2"}, threading.Event(), threading.Event()
     slow = spec_body(name="slow")
 
     def check(spec: JobSpec, parent: Parent | None = None) -> Findings:
         begun.set()
-        go_on.wait(30)
+        proceed.wait(30)
         return MemoryPreflight.check(service.preflight, spec, parent)
 
     service.preflight.check = check  # type: ignore[method-assign]
@@ -69,7 +69,7 @@ def test_key_whose_request_is_at_work_is_a_conflict(client: TestClient, service:
         first = thread.submit(client.post, "/jobs", content=slow, headers=key)
         assert begun.wait(30)
         again, other = (client.post("/jobs", content=body, headers=key) for body in (slow, spec_body(name="other")))
-        go_on.set()
+        proceed.set()
         assert first.result().status_code == 201
     assert (again.status_code, again.json()["code"]) == (409, "idempotency_in_flight")
     assert (other.status_code, other.json()["code"]) == (422, "idempotency_mismatch")
@@ -89,7 +89,7 @@ def test_key_that_another_replica_used_meanwhile_gives_its_job(client: TestClien
     assert (answer.status_code, answer.json()["id"]) == (200, "job-theirs")
 
 
-def test_keys_that_come_at_once_make_one_job_each(client: TestClient) -> None:
+def test_concurrent_requests_make_one_job_per_key(client: TestClient) -> None:
     keys = [f"k{number % 10}" for number in range(60)]
 
     def submit(key: str) -> tuple[str, int, str | None]:
@@ -103,13 +103,13 @@ def test_keys_that_come_at_once_make_one_job_each(client: TestClient) -> None:
     assert len({(key, job) for key, _, job in answers if job}) == len(client.get("/jobs").json()["data"]) == 10
 
 
-def test_spec_that_is_wrong_under_a_key_that_was_used_is_told_of_the_key(client: TestClient) -> None:
+def test_invalid_spec_under_a_used_key_is_an_idempotency_mismatch(client: TestClient) -> None:
     client.post("/jobs", content=spec_body(), headers={"Idempotency-Key": "k1"})
     answer = client.post("/jobs", content="{}", headers={"Idempotency-Key": "k1"})
     assert (answer.status_code, answer.json()["code"]) == (422, "idempotency_mismatch")
 
 
-def test_job_without_a_key_is_another_one_each_time(client: TestClient) -> None:
+def test_submits_without_a_key_make_separate_jobs(client: TestClient) -> None:
     answers = [client.post("/jobs", content=body) for body in (spec_body(), spec_body(), spec_body(name="x" * 9000))]
     assert [answer.status_code for answer in answers] == [201, 201, 422]
     assert len(client.get("/jobs").json()["data"]) == 2

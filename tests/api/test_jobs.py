@@ -18,7 +18,7 @@ training: {learning_rate: 1e-3}
 """
 
 
-def test_submit_answers_201_with_location_and_the_resolved_job(client: TestClient, service: FakeService) -> None:
+def test_submit_returns_201_with_location_and_the_resolved_job(client: TestClient, service: FakeService) -> None:
     answer = client.post("/jobs", content=spec_body(labels={"team": "nlp"}, priority=3))
     job = answer.json()
     assert (answer.status_code, answer.headers["location"]) == (201, "/jobs/job-0001")
@@ -32,11 +32,11 @@ def test_submit_answers_201_with_location_and_the_resolved_job(client: TestClien
     assert client.get("/jobs/job-0001").json() == job
 
 
-def test_yaml_is_a_spec_too(client: TestClient) -> None:
+def test_yaml_spec_is_accepted(client: TestClient) -> None:
     assert client.post("/jobs", content=YAML).json()["spec"]["training"]["learning_rate"] == 1e-3
 
 
-def test_plan_shows_the_arithmetic_and_stores_nothing(client: TestClient, service: FakeService) -> None:
+def test_plan_returns_mesh_memory_and_steps_and_stores_nothing(client: TestClient, service: FakeService) -> None:
     service.cluster.total = {"CPU": 16.0}
     strategy, scaling = {"fsdp_size": 4, "ulysses_size": 2}, {"num_workers": 8}
     plan = client.post("/jobs/plan", content=spec_body(strategy=strategy, scaling=scaling)).json()
@@ -48,16 +48,14 @@ def test_plan_shows_the_arithmetic_and_stores_nothing(client: TestClient, servic
     assert client.get("/jobs").json()["data"] == []
 
 
-def test_more_workers_than_the_cluster_holds_stay_queued_with_a_reason(
-    client: TestClient, service: FakeService
-) -> None:
+def test_job_larger_than_the_cluster_stays_queued_with_a_reason(client: TestClient, service: FakeService) -> None:
     body = spec_body(scaling={"num_workers": 99})
     what, remedy = (
         "99 workers need 99 CPU (the cluster has 8)",
         "add nodes, or cancel and submit fewer or smaller workers",
     )
-    told = f"the job would stay QUEUED: {what}; {remedy}"
-    assert client.post("/jobs/plan", content=body).json()["warnings"] == [told]
+    warning = f"the job would stay QUEUED: {what}; {remedy}"
+    assert client.post("/jobs/plan", content=body).json()["warnings"] == [warning]
     job_id = client.post("/jobs", content=body).json()["id"]
     service.reconciler().run_once()
     job = client.get(f"/jobs/{job_id}").json()
@@ -110,9 +108,7 @@ def test_running_job_shows_progress_attempts_and_lost_work(client: TestClient, s
     }
 
 
-def test_plan_says_the_steps_of_an_epoch_and_that_the_warm_up_is_longer(
-    client: TestClient, service: FakeService
-) -> None:
+def test_plan_counts_steps_of_epochs_and_rejects_a_longer_warmup(client: TestClient, service: FakeService) -> None:
     service.preflight.count = SampleCount(80, exact=True)
     training = {"learning_rate": 1e-3, "max_steps": None, "num_train_epochs": 2, "global_batch_size": 8}
     body = spec_body(training=training | {"warmup_steps": 19})
@@ -123,7 +119,7 @@ def test_plan_says_the_steps_of_an_epoch_and_that_the_warm_up_is_longer(
         (error,) = answer.json()["errors"]
         assert error["pointer"] == "/training/warmup_steps"
         assert error["message"].startswith("warmup_steps=20 is not less than the 20 steps of the run")
-    # There may be fewer samples: then the plan cannot say how many steps there are, only that there are no more.
+    # The count is an upper bound: the plan knows the maximum number of steps, but not the exact number.
     service.preflight.count = SampleCount(80, exact=False)
     assert client.post("/jobs/plan", content=spec_body(training=training)).json()["steps"] is None
     assert client.post("/jobs/plan", content=spec_body(training=training | {"warmup_steps": 20})).status_code == 422
@@ -133,25 +129,25 @@ def test_plan_says_the_steps_of_an_epoch_and_that_the_warm_up_is_longer(
 @pytest.mark.parametrize(
     ("each", "said"), [({"TPU": 4}, "training on TPU is not supported"), ({"GPU": 0.5}, "GPU: 0.5 per worker")]
 )
-def test_worker_with_a_device_that_it_would_not_use_is_refused(
-    client: TestClient, path: str, each: dict[str, float], said: str
+def test_worker_with_an_unusable_device_is_rejected(
+    client: TestClient, path: str, each: dict[str, float], message: str
 ) -> None:
     answer = client.post(path, content=spec_body(scaling={"num_workers": 1, "resources_per_worker": each}))
     assert answer.status_code == 422
     (error,) = answer.json()["errors"]
     assert error["pointer"] == "/scaling/resources_per_worker"
-    assert error["message"].startswith(said)
+    assert error["message"].startswith(message)
 
 
-def test_plan_and_job_warn_of_gpus_that_the_job_does_not_ask_for(client: TestClient, service: FakeService) -> None:
+def test_plan_and_job_warn_about_unrequested_gpus(client: TestClient, service: FakeService) -> None:
     service.cluster.total = {"CPU": 16.0, "GPU": 2.0}
     warning = "the job requests no GPU and trains on CPUs, but the cluster has 2 GPU"
     for path in ("/jobs/plan", "/jobs"):
-        (said,) = client.post(path, content=spec_body()).json()["warnings"]
-        assert said.startswith(warning)
+        (message,) = client.post(path, content=spec_body()).json()["warnings"]
+        assert message.startswith(warning)
 
 
-def test_hours_count_attempts_and_are_told_by_day(client: TestClient, service: FakeService) -> None:
+def test_hours_are_counted_by_day_and_kept_after_deletion(client: TestClient, service: FakeService) -> None:
     service.cluster.total = {"CPU": 16.0, "GPU": 2.0}
     service.clock.now = datetime(2026, 11, 21, 23, tzinfo=UTC).timestamp()
     scaling = {"num_workers": 2, "resources_per_worker": {"CPU": 3, "GPU": 1}}
@@ -165,7 +161,7 @@ def test_hours_count_attempts_and_are_told_by_day(client: TestClient, service: F
     assert client.get("/usage").json() == {"data": [first, second]}
     assert client.get("/usage", params={"until": "2026-11-21"}).json() == {"data": [first]}
     assert client.get("/usage", params={"project": "other"}).json() == {"data": []}
-    # A job that is forgotten has used what it used.
+    # The usage of a deleted job is kept.
     service.end(job_id, Outcome(result="succeeded", step=20))
     service.cluster.submissions[f"{job_id}-1"] = Submission.SUCCEEDED
     service.reconciler().run_once()
@@ -184,16 +180,16 @@ def test_cancel_can_be_repeated(client: TestClient, service: FakeService) -> Non
     assert states == ["CANCELLING", "CANCELLING", "CANCELLED"]
 
 
-def test_second_cancel_can_shorten_the_grace_only(client: TestClient, service: FakeService) -> None:
+def test_second_cancel_can_only_shorten_the_grace(client: TestClient, service: FakeService) -> None:
     job_id = client.post("/jobs", content=spec_body()).json()["id"]
     for grace in (50, 5, 500):
         client.post(f"/jobs/{job_id}/cancel", json={"grace_seconds": grace})
-    wish = service.get(job_id).wish
-    assert wish is not None
-    assert wish.deadline == service.clock.now + 5
+    stop_request = service.get(job_id).wish
+    assert stop_request is not None
+    assert stop_request.deadline == service.clock.now + 5
 
 
-def test_job_is_paused_resumed_at_another_size_and_forgotten(client: TestClient, service: FakeService) -> None:
+def test_job_is_paused_resumed_at_another_size_and_deleted(client: TestClient, service: FakeService) -> None:
     job_id = client.post("/jobs", content=spec_body(training={"global_batch_size": 4})).json()["id"]
     service.reconciler().run_once()
     service.cluster.submissions[f"{job_id}-1"] = Submission.RUNNING
@@ -225,7 +221,7 @@ def test_job_is_paused_resumed_at_another_size_and_forgotten(client: TestClient,
     assert run_dir.spec().name == "tiny"
 
 
-def test_size_that_would_change_a_step_is_refused(client: TestClient) -> None:
+def test_resize_that_would_change_a_step_is_rejected(client: TestClient) -> None:
     job_id = client.post("/jobs", content=spec_body()).json()["id"]
     answer = client.post(f"/jobs/{job_id}/resume", json={"scaling": {"num_workers": 4}})
     assert (answer.status_code, answer.json()["code"]) == (422, "invalid_spec")
@@ -257,13 +253,13 @@ def test_health_needs_no_key(service: FakeService, path: str) -> None:
 ELASTIC = {"training": {"global_batch_size": 8}, "scaling": {"num_workers": {"min": 1, "max": 6}}}
 
 
-def test_plan_of_an_elastic_job_tells_its_sizes_and_is_that_of_the_largest(client: TestClient) -> None:
+def test_plan_of_an_elastic_job_lists_its_sizes_and_plans_the_largest(client: TestClient) -> None:
     plan = client.post("/jobs/plan", content=spec_body(**ELASTIC)).json()
     assert (plan["sizes"], plan["world"], plan["gradient_accumulation_steps"]) == ([1, 2, 4], 4, 2)
     assert client.post("/jobs/plan", content=spec_body()).json()["sizes"] == []
 
 
-def test_range_in_which_no_size_works_is_refused(client: TestClient) -> None:
+def test_elastic_range_without_a_valid_size_is_rejected(client: TestClient) -> None:
     parts = ELASTIC | {"scaling": {"num_workers": {"min": 5, "max": 7}}}
     (error,) = client.post("/jobs", content=spec_body(**parts)).json()["errors"]
     assert error["pointer"] == "/training/global_batch_size"
@@ -272,7 +268,7 @@ def test_range_in_which_no_size_works_is_refused(client: TestClient) -> None:
     )
 
 
-def test_elastic_job_starts_at_what_there_is_and_is_resized_by_its_user(
+def test_elastic_job_starts_at_the_size_that_fits_and_is_resized_by_its_user(
     client: TestClient, service: FakeService
 ) -> None:
     service.cluster.total = {"CPU": 4.0}
@@ -316,9 +312,7 @@ def test_plan_keeps_ulysses_groups_on_one_node(client: TestClient, service: Fake
     assert client.post("/jobs/plan", content=body).json()["nodes"] is None
 
 
-def test_groups_that_must_cross_nodes_are_a_warning_in_plan_and_submission(
-    client: TestClient, service: FakeService
-) -> None:
+def test_ulysses_groups_across_nodes_are_a_warning_in_plan_and_job(client: TestClient, service: FakeService) -> None:
     service.cluster.total, service.cluster.nodes_total = {"CPU": 7.0}, ({"CPU": 3.0}, {"CPU": 3.0}, {"CPU": 1.0})
     warning = (
         "1 of 3 Ulysses groups cross nodes, where their all-to-all is slow: nodes with places for 3 (x 2 nodes) + 1 "
@@ -333,15 +327,15 @@ def test_groups_that_must_cross_nodes_are_a_warning_in_plan_and_submission(
     assert client.get(f"/jobs/{job['id']}").json()["warnings"] == []
 
 
-def test_worker_that_no_node_has_room_for_is_told_and_not_started(client: TestClient, service: FakeService) -> None:
+def test_worker_too_large_for_every_node_is_reported_and_not_started(client: TestClient, service: FakeService) -> None:
     service.cluster.total = {"CPU": 6.0}
     service.cluster.nodes_total = ({"CPU": 3.0}, {"CPU": 3.0})
     body = spec_body(scaling={"num_workers": 1, "resources_per_worker": {"CPU": 4}})
-    said = "a worker needs 4 CPU, which no single node of the cluster has"
+    message = "a worker needs 4 CPU, which no single node of the cluster has"
     remedy = "add larger nodes, or ask for less"
     plan = client.post("/jobs/plan", content=body).json()
-    assert (plan["nodes"], plan["warnings"]) == (None, [f"the job would stay QUEUED: {said}; {remedy}"])
+    assert (plan["nodes"], plan["warnings"]) == (None, [f"the job would stay QUEUED: {message}; {remedy}"])
     job_id = client.post("/jobs", content=body).json()["id"]
     service.reconciler().run_once()
     waits = client.get(f"/jobs/{job_id}").json()["progress"]["waits_for"]
-    assert waits == {"code": "unschedulable", "message": said, "remedy": remedy}
+    assert waits == {"code": "unschedulable", "message": message, "remedy": remedy}

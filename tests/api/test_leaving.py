@@ -1,5 +1,4 @@
-"""Real processes that are asked to stop while something hangs: what is being answered is, leases are given up, and all
-of it is over in ten seconds."""
+"""Shutdown of real processes while something hangs: in-flight answers finish, leases are released, within 10 s."""
 
 import json
 import signal
@@ -28,11 +27,11 @@ from tests.support.silent_servers import mute_server
 from tests.support.waiting import wait_for
 
 LIMIT = 20.0
-"""Ten seconds are promised, by a timer of nine; as many again are for a machine that is busy with other tests."""
+"""Seconds; a timer of nine ends the process within ten, and ten more are for a machine that is busy."""
 
 
 class SlowRequest:
-    """A POST whose first half was sent, and is being waited for by the service."""
+    """A POST request of which only a part is sent until `finish` sends the rest."""
 
     def __init__(self, served: Served, path: str, body: bytes) -> None:
         url = served.client.base_url
@@ -41,12 +40,12 @@ class SlowRequest:
         key = served.client.headers["authorization"]
         head = f"POST {path} HTTP/1.1\r\nhost: {url.host}\r\nauthorization: {key}\r\ncontent-length: {len(body)}\r\n"
         self._socket.sendall(f"{head}expect: 100-continue\r\n\r\n".encode())
-        # Said by uvicorn once the handler asks for the body.
+        # uvicorn sends this once the handler reads the body.
         assert self._socket.recv(1000).startswith(b"HTTP/1.1 100 ")
         self._socket.sendall(body[:5])
 
     def finish(self) -> bytes:
-        """Send the rest; the whole answer."""
+        """Send the rest and return the whole answer."""
         self._socket.sendall(self._body[5:])
         parts = list[bytes]()
         while part := self._socket.recv(1 << 16):
@@ -55,7 +54,7 @@ class SlowRequest:
         return b"".join(parts)
 
 
-def listens(served: Served) -> bool:
+def is_listening(served: Served) -> bool:
     try:
         socket.create_connection((served.client.base_url.host, served.client.base_url.port or 0)).close()
     except ConnectionRefusedError:
@@ -63,13 +62,13 @@ def listens(served: Served) -> bool:
     return True
 
 
-def ends(served: Served, *, since: float) -> int:
+def exit_code(served: Served, *, since: float) -> int:
     code = served.process.wait(timeout=60)
     assert time.monotonic() - since < LIMIT
     return code
 
 
-def test_answer_that_is_being_given_is_given_though_the_cluster_never_answers(tmp_path: Path) -> None:
+def test_in_flight_answer_finishes_although_the_cluster_never_answers(tmp_path: Path) -> None:
     with mute_server() as mute, served(tmp_path / "home", TRAINSHED_RAY_ADDRESS=mute) as service:
         service.ready()
         job = service.client.post("/jobs", content=json.dumps({}))
@@ -77,9 +76,9 @@ def test_answer_that_is_being_given_is_given_though_the_cluster_never_answers(tm
         slow = SlowRequest(service, "/keys", json.dumps({"name": "late", "roles": {"*": "viewer"}}).encode())
         service.process.send_signal(signal.SIGTERM)
         since = time.monotonic()
-        wait_for(lambda: not listens(service), "a closed door")
+        wait_for(lambda: not is_listening(service), "the end of listening")
         assert slow.finish().startswith(b"HTTP/1.1 201 ")
-        assert ends(service, since=since) == 0
+        assert exit_code(service, since=since) == 0
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +88,7 @@ def postgres() -> Iterator[str]:
 
 
 def owners(connection: "psycopg.Connection[tuple[str]]") -> set[str]:
-    """Who holds the queue, and who holds jobs."""
+    """Return the owners of the queue's lease and of the jobs' leases."""
     rows = connection.execute(
         "SELECT owner FROM leases UNION SELECT lease_owner FROM jobs WHERE lease_owner IS NOT NULL"
     ).fetchall()
@@ -97,13 +96,13 @@ def owners(connection: "psycopg.Connection[tuple[str]]") -> set[str]:
     return {row[0].rpartition("/")[2] for row in rows}
 
 
-def waits(connection: "psycopg.Connection[tuple[str]]") -> bool:
-    """Whether somebody wants to list jobs, and has to wait."""
+def lists_jobs_blocked(connection: "psycopg.Connection[tuple[str]]") -> bool:
+    """Return True if a query that lists jobs waits for a lock."""
     query = "SELECT query FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%ORDER BY jobs.id DESC%'"
     return connection.execute(query).fetchone() is not None
 
 
-def test_replicas_take_over_at_once_and_end_though_the_database_hangs(postgres: str, tmp_path: Path) -> None:
+def test_replicas_take_over_at_once_and_end_although_the_database_hangs(postgres: str, tmp_path: Path) -> None:
     engine = open_database(postgres)
     SqlJobStore(engine).add(NewJob(start(a_job("job-1", run_dir=(tmp_path / "run").as_uri()), now=time.time())))
     engine.dispose()
@@ -120,9 +119,9 @@ def test_replicas_take_over_at_once_and_end_though_the_database_hangs(postgres: 
         assert owners(connection) == {"first"}
         since = time.monotonic()
         first.process.send_signal(signal.SIGTERM)
-        assert ends(first, since=since) == 0
-        # In an hour, were they not given up.
-        wait_for(lambda: owners(connection) and "first" not in owners(connection), "leases of another one")
+        assert exit_code(first, since=since) == 0
+        # Leases that are not released expire after an hour.
+        wait_for(lambda: owners(connection) and "first" not in owners(connection), "leases of another replica")
 
         connection.execute("LOCK TABLE jobs, leases, keys IN ACCESS EXCLUSIVE MODE")
         pid = psutil.Process(second.process.pid)
@@ -132,24 +131,24 @@ def test_replicas_take_over_at_once_and_end_though_the_database_hangs(postgres: 
         assert pid.num_threads() <= threads + 1
         assert second.client.get("/healthz").status_code == 200
 
-        hung = threading.Thread(target=_ask, args=(second,), daemon=True)
+        hung = threading.Thread(target=_list_jobs, args=(second,), daemon=True)
         hung.start()
-        looker = stack.enter_context(psycopg.connect(plain, autocommit=True))
-        wait_for(lambda: waits(looker), "a request that waits for the database")
+        observer = stack.enter_context(psycopg.connect(plain, autocommit=True))
+        wait_for(lambda: lists_jobs_blocked(observer), "a request that waits for the database")
         since = time.monotonic()
         for service in (second, third):
             service.process.send_signal(signal.SIGTERM)
-        wait_for(lambda: not listens(third), "a closed door")
-        # Asked again, it does not wait for anything.
+        wait_for(lambda: not is_listening(third), "the end of listening")
+        # A second SIGTERM ends the process at once.
         third.process.send_signal(signal.SIGTERM)
-        assert ends(third, since=since) == 128 + signal.SIGTERM
-        assert ends(second, since=since) == FORCED
+        assert exit_code(third, since=since) == 128 + signal.SIGTERM
+        assert exit_code(second, since=since) == FORCED
         connection.rollback()
     assert "second stop signal" in third.log.read_text()
     assert "the service did not stop within 9 s" in second.log.read_text()
 
 
-def _ask(service: Served) -> None:
+def _list_jobs(service: Served) -> None:
     try:
         httpx.get(f"{service.client.base_url}/jobs", headers=service.client.headers, timeout=60)
     except httpx.HTTPError:

@@ -1,4 +1,4 @@
-"""`trainshed up`, `down` and `doctor` as a user types them, against the real process; settings that cannot be."""
+"""`trainshed up`, `down` and `doctor` against the real process, and invalid settings."""
 
 import json
 import os
@@ -19,7 +19,7 @@ Done = subprocess.CompletedProcess[str]
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """A home of its own, and a cluster that never answers: no Ray is started."""
+    """Return an environment with a new home and a cluster that never answers, so that no Ray starts."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TRAINSHED_")}
     own = {
         "TRAINSHED_HOME": str(tmp_path / "home"),
@@ -32,7 +32,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def home(environment: dict[str, str]) -> Iterator[Path]:
-    """The home; whatever still runs on it in the end is killed."""
+    """Return the home; kill the service that still runs on it after the test."""
     home = Path(environment["TRAINSHED_HOME"])
     yield home
     if (home / "service.json").exists():
@@ -44,20 +44,20 @@ def run(environment: dict[str, str], *arguments: str) -> Done:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
 
 
-def test_up_twice_doctor_and_down_twice(environment: dict[str, str], home: Path) -> None:
+def test_up_doctor_and_down_work_and_can_be_repeated(environment: dict[str, str], home: Path) -> None:
     first = run(environment, "up", "--json")
     assert first.returncode == 0, first.stderr
     up = json.loads(first.stdout)
     assert (up["started"], up["home"], up["log"]) == (True, str(home), str(home / "service.log"))
     assert httpx.get(f"{up['url']}/readyz").json() == {"status": "ready"}
-    assert os.getsid(up["pid"]) == up["pid"], "it outlives the terminal"
+    assert os.getsid(up["pid"]) == up["pid"], "the service outlives the terminal"
 
     second = run(environment, "up")
     assert (second.returncode, second.stdout) == (0, f"{up['url']}\n")
     assert f"runs already (pid {up['pid']})" in second.stderr
     assert "next: trainshed" in second.stderr
 
-    # Nobody listens where Ray should: that and nothing else is wrong.
+    # The address of Ray does not answer, and no other check fails.
     examined = run(environment, "doctor", "--json")
     assert examined.returncode == 1, examined.stderr
     found = {one["check"]: one for one in json.loads(examined.stdout)["findings"]}
@@ -77,8 +77,8 @@ def test_up_twice_doctor_and_down_twice(environment: dict[str, str], home: Path)
     assert (again.returncode, again.stdout) == (0, f"no service runs on {home}\n")
 
 
-def test_down_ends_nobody_else_s_process(environment: dict[str, str], home: Path) -> None:
-    """service.json may be left over, and its pid be given out again."""
+def test_down_does_not_end_a_foreign_process(environment: dict[str, str], home: Path) -> None:
+    """Write a stale service.json whose pid belongs to another process."""
     home.mkdir()
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as other:
         try:
@@ -90,16 +90,16 @@ def test_down_ends_nobody_else_s_process(environment: dict[str, str], home: Path
             (home / "service.json").unlink()
 
 
-def test_up_that_fails_shows_the_last_lines_of_the_log(environment: dict[str, str], home: Path) -> None:
+def test_failed_up_shows_the_last_lines_of_the_log(environment: dict[str, str], home: Path) -> None:
     home.mkdir()
-    (home / "trainshed.db").write_text("this is no database, and long enough to be looked at" * 100)
+    (home / "trainshed.db").write_text("this is not a database, and long enough to be read" * 100)
     failed = run(environment, "up")
     assert (failed.returncode, failed.stdout) == (1, "")
     assert f"the service ended with 1; {home}/service.log ends with" in failed.stderr
     assert "file is not a database" in failed.stderr
 
 
-def test_doctor_without_a_service_checks_what_is_here(environment: dict[str, str], home: Path) -> None:
+def test_doctor_without_a_service_checks_the_home(environment: dict[str, str], home: Path) -> None:
     home.mkdir()
     (home / "admin.key").write_text("0" * 64)
     (home / "admin.key").chmod(0o644)
@@ -122,13 +122,13 @@ def test_doctor_without_a_service_checks_what_is_here(environment: dict[str, str
     [["up"], ["down"], ["doctor"], ["ps"], ["serve"], ["backup", "b.tar"], ["restore", "b.tar"]],
     ids=" ".join,
 )
-def test_settings_that_cannot_be_are_told_in_lines(environment: dict[str, str], home: Path, command: list[str]) -> None:
+def test_invalid_settings_are_reported_in_lines(environment: dict[str, str], home: Path, command: list[str]) -> None:
     wrong = {"TRAINSHED_PORT": "http", "TRAINSHED_DATABASE_URL": "mysql://a:hush@b/c", "TRAINSHED_PROT": "8000"}
-    told = run(environment | wrong, *command)
-    assert (told.returncode, told.stdout) == (1, "")
-    assert "TRAINSHED_PORT='http': Input should be a valid integer" in told.stderr
-    assert "TRAINSHED_DATABASE_URL='mysql://***@b/c': must begin with" in told.stderr
-    assert "unknown setting TRAINSHED_PROT has no effect; did you mean TRAINSHED_PORT?" in told.stderr
-    assert "Traceback" not in told.stderr
-    assert "hush" not in told.stderr
+    result = run(environment | wrong, *command)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert "TRAINSHED_PORT='http': Input should be a valid integer" in result.stderr
+    assert "TRAINSHED_DATABASE_URL='mysql://***@b/c': must begin with" in result.stderr
+    assert "unknown setting TRAINSHED_PROT has no effect; did you mean TRAINSHED_PORT?" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert "hush" not in result.stderr
     assert not home.exists()

@@ -1,4 +1,4 @@
-"""Hosts of the cluster over HTTP and as a command."""
+"""Nodes of the cluster over HTTP and with `trainshed nodes`."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ def node(host: str, number: int, *, started: float = 100.0, died: float | None =
 
 
 def training(service: FakeService, *hosts: str, project: str = "default") -> Job:
-    """A job whose ranks are on these hosts, one on each."""
+    """Start a job with one rank on each of `hosts`."""
     job = service.submit(project=project)
     service.reconciler().run_once()
     workers = [{"rank": rank, "host": host} for rank, host in enumerate(hosts)]
@@ -60,13 +60,13 @@ def test_nodes_are_listed_with_their_jobs_head_first(client: TestClient, service
     assert (first["is_head"], first["jobs"], third["jobs"]) == (True, [], [])
 
 
-def test_draining_host_is_named(client: TestClient, service: FakeService) -> None:
+def test_draining_host_is_listed_as_draining(client: TestClient, service: FakeService) -> None:
     service.cluster.known_nodes = [node("node2", 2), node("node3", 3)]
     service.event(training(service, "node2", "node3").id, "preemption_notice", ranks=[1], deadline=None)
     assert [one["state"] for one in client.get("/nodes").json()["data"]] == ["alive", "draining"]
 
 
-def test_dead_host_is_listed_for_an_hour_unless_it_has_joined_again(client: TestClient, service: FakeService) -> None:
+def test_dead_host_is_listed_for_an_hour_unless_it_has_rejoined(client: TestClient, service: FakeService) -> None:
     dead, old = node("node3", 3, died=900.0), node("node9", 9, died=1000.0 - 3601)
     service.cluster.known_nodes = [node("node2", 2), dead, old]
     alive, gone = client.get("/nodes").json()["data"]
@@ -85,7 +85,7 @@ def test_each_death_of_a_host_has_its_own_failure(client: TestClient, service: F
     assert found == [("id-33", "no memory"), ("id-3", "Unexpected termination: health check failed")]
 
 
-def test_newest_loss_that_names_the_host_is_its_last_failure(client: TestClient, service: FakeService) -> None:
+def test_newest_loss_that_names_a_host_is_its_last_failure(client: TestClient, service: FakeService) -> None:
     service.cluster.known_nodes = [node("node2", 2), node("node3", 3)]
     job = training(service, "node2", "node3")
     killed = "rank 1 on node3 was killed by signal 9"
@@ -105,7 +105,7 @@ def test_viewer_sees_all_hosts_and_only_the_jobs_of_its_projects(client: TestCli
     assert (found["host"], found["jobs"]) == ("node2", [mine.id])
 
 
-def test_unreachable_cluster_is_a_problem_that_names_since_when(client: TestClient, service: FakeService) -> None:
+def test_unreachable_cluster_returns_503_with_the_start_of_the_outage(client: TestClient, service: FakeService) -> None:
     service.cluster.total, service.board.silent_since = None, 990.0
     answer = client.get("/nodes")
     assert (answer.status_code, answer.json()["code"]) == (503, "cluster_unreachable")

@@ -1,4 +1,4 @@
-"""Tokens of a real issuer on this machine: those in order open what their groups may, and no others anything."""
+"""OIDC tokens of a real local issuer: a valid token has the roles of its groups, others are unauthorized."""
 
 import base64
 import hashlib
@@ -25,240 +25,240 @@ from service.use_cases.access.access import Tokens
 from tests.support.issuer import AUDIENCE, Issuer, ec_key, issuer, public_pem, rsa_key
 from tests.support.service import KEY, Clock, FakeService, spec_body
 
-GROUPS = {"nlp-team": {"nlp": Role.EDITOR}, "everybody": {"nlp": Role.VIEWER, "default": Role.VIEWER}}
+GROUPS = {"nlp-team": {"nlp": Role.EDITOR}, "all-staff": {"nlp": Role.VIEWER, "default": Role.VIEWER}}
 
 
 @pytest.fixture
-def known() -> Iterator[Issuer]:
+def idp() -> Iterator[Issuer]:
     with issuer() as found:
         yield found
 
 
-class Door:
-    """A service that takes the tokens of an issuer."""
+class TokenService:
+    """A service that accepts the tokens of an issuer."""
 
-    def __init__(self, root: Path, known: Issuer) -> None:
+    def __init__(self, root: Path, idp: Issuer) -> None:
         self.clock = Clock()
-        verifier = OidcVerifier(known.url, AUDIENCE, clock=self.clock)
+        verifier = OidcVerifier(idp.url, AUDIENCE, clock=self.clock)
         self.service = FakeService(root, tokens=Tokens(verifier, TokenRules("groups", GROUPS)))
         self.client = TestClient(self.service.app(), base_url="http://127.0.0.1")
 
-    def ask(self, secret: str, path: str = "/me") -> Any:
-        """What whoever sends this is answered."""
+    def send(self, secret: str, path: str = "/me") -> Any:
+        """Send a GET request with `secret` and return the answer."""
         return self.client.get(path, headers={"authorization": f"Bearer {secret}"})
 
     def code(self, secret: str) -> tuple[int, str | None]:
-        """Its status and code."""
-        answer = self.ask(secret)
+        """Return the status and the problem code of the answer to `secret`."""
+        answer = self.send(secret)
         return answer.status_code, answer.json().get("code")
 
 
 @pytest.fixture
-def door(tmp_path: Path, known: Issuer) -> Door:
-    return Door(tmp_path, known)
+def api(tmp_path: Path, idp: Issuer) -> TokenService:
+    return TokenService(tmp_path, idp)
 
 
-def test_token_opens_what_its_groups_may_and_the_audit_log_tells_its_subject(door: Door, known: Issuer) -> None:
+def test_token_has_roles_of_its_groups_and_its_subject_is_audited(api: TokenService, idp: Issuer) -> None:
     sub = "repo:acme/" + "very-long-" * 20
-    token = known.token(sub=sub, email="alice@acme.example", groups=["everybody", "nlp-team", "unheard-of", 7])
-    assert door.ask(token).json() == {
+    token = idp.token(sub=sub, email="alice@acme.example", groups=["all-staff", "nlp-team", "unknown-group", 7])
+    assert api.send(token).json() == {
         "id": f"oidc:{sub}",
         "name": "alice@acme.example",
         "roles": {"nlp": "editor", "default": "viewer"},
     }
     headers = {"authorization": f"Bearer {token}", "idempotency-key": "k" * 255}
-    sent = [door.client.post("/jobs", content=spec_body(project="nlp"), headers=headers) for _ in range(2)]
+    sent = [api.client.post("/jobs", content=spec_body(project="nlp"), headers=headers) for _ in range(2)]
     assert [answer.status_code for answer in sent] == [201, 200]
-    (deed,) = door.ask(KEY, "/audit").json()["data"]
+    (deed,) = api.send(KEY, "/audit").json()["data"]
     assert (deed["key_id"], deed["key_name"], deed["action"]) == (f"oidc:{sub}", "alice@acme.example", "job.submit")
-    assert known.calls == ["/.well-known/openid-configuration", "/keys"], "once for all of them"
+    assert idp.calls == ["/.well-known/openid-configuration", "/keys"], "the keys are fetched once for all tokens"
 
 
-def test_idempotency_key_opens_no_project_that_the_groups_have_left(door: Door, known: Issuer) -> None:
+def test_idempotency_key_does_not_return_a_job_after_leaving_the_group(api: TokenService, idp: Issuer) -> None:
     sent = [
-        door.client.post(
+        api.client.post(
             "/jobs",
             content=spec_body(project="nlp"),
-            headers={"authorization": f"Bearer {known.token(groups=groups)}", "idempotency-key": "k"},
+            headers={"authorization": f"Bearer {idp.token(groups=groups)}", "idempotency-key": "k"},
         )
-        for groups in ("nlp-team", "nlp-team", "everybody", None)
+        for groups in ("nlp-team", "nlp-team", "all-staff", None)
     ]
     assert [answer.status_code for answer in sent] == [201, 200, 403, 403]
     assert not any(sent[0].json()["id"] in answer.text for answer in sent[2:])
 
 
-def test_token_submits_where_its_groups_may_and_nowhere_else(door: Door, known: Issuer) -> None:
-    mine = {"authorization": f"Bearer {known.token(groups='nlp-team')}"}
+def test_token_submits_only_to_projects_of_its_groups(api: TokenService, idp: Issuer) -> None:
+    mine = {"authorization": f"Bearer {idp.token(groups='nlp-team')}"}
     sent = [
-        door.client.post("/jobs", content=spec_body(project=project), headers=mine) for project in ("nlp", "default")
+        api.client.post("/jobs", content=spec_body(project=project), headers=mine) for project in ("nlp", "default")
     ]
     assert [answer.status_code for answer in sent] == [201, 403]
 
 
-def test_token_without_groups_is_somebody_who_may_nothing(door: Door, known: Issuer) -> None:
-    for groups in (None, [], "unheard-of", {"a": "b"}, ["unheard-of"]):
-        token = known.token(groups=groups)
-        assert door.ask(token).json() == {"id": "oidc:alice-1", "name": "alice-1", "roles": {}}
-        assert door.ask(token, "/jobs").json()["data"] == []
+def test_token_without_groups_has_no_roles(api: TokenService, idp: Issuer) -> None:
+    for groups in (None, [], "unknown-group", {"a": "b"}, ["unknown-group"]):
+        token = idp.token(groups=groups)
+        assert api.send(token).json() == {"id": "oidc:alice-1", "name": "alice-1", "roles": {}}
+        assert api.send(token, "/jobs").json()["data"] == []
         headers = {"authorization": f"Bearer {token}"}
-        assert door.client.post("/jobs", content=spec_body(), headers=headers).status_code == 403
+        assert api.client.post("/jobs", content=spec_body(), headers=headers).status_code == 403
 
 
-def test_audience_may_be_one_of_several_and_curves_sign_as_well(door: Door, known: Issuer) -> None:
-    known.keys["curve"] = ec_key("curve")
-    assert door.code(known.token(kid="curve", aud=["other", AUDIENCE])) == (200, None)
+def test_audience_list_and_elliptic_curve_signature_are_accepted(api: TokenService, idp: Issuer) -> None:
+    idp.keys["curve"] = ec_key("curve")
+    assert api.code(idp.token(kid="curve", aud=["other", AUDIENCE])) == (200, None)
 
 
 def segments(*parts: Any) -> str:
-    """Parts of a token as JSON."""
+    """Encode parts of a token as base64url JSON."""
     return ".".join(base64.urlsafe_b64encode(json.dumps(one).encode()).rstrip(b"=").decode() for one in parts)
 
 
-def signed_with_the_public_key(known: Issuer) -> str:
-    """What a library that believes the header takes for the issuer's."""
-    claims = jwt.decode(known.token(), options={"verify_signature": False})
+def signed_with_the_public_key(idp: Issuer) -> str:
+    """Return a token that a library accepts if it trusts the algorithm in the header."""
+    claims = jwt.decode(idp.token(), options={"verify_signature": False})
     signed = segments({"alg": "HS256", "kid": "first", "typ": "JWT"}, claims)
-    digest = hmac.digest(public_pem(known.keys["first"]), signed.encode(), hashlib.sha256)
+    digest = hmac.digest(public_pem(idp.keys["first"]), signed.encode(), hashlib.sha256)
     return f"{signed}.{base64.urlsafe_b64encode(digest).rstrip(b'=').decode()}"
 
 
-def unsigned(known: Issuer) -> str:
-    """A token whose header says that nobody signed it."""
-    claims = jwt.decode(known.token(), options={"verify_signature": False})
+def unsigned(idp: Issuer) -> str:
+    """Return an unsigned token with the algorithm `none`."""
+    claims = jwt.decode(idp.token(), options={"verify_signature": False})
     return f"{segments({'alg': 'none', 'kid': 'first'}, claims)}."
 
 
-def test_no_other_token_opens_anything(door: Door, known: Issuer) -> None:
-    now, sound = time.time(), known.token()
+def test_invalid_token_is_unauthorized(api: TokenService, idp: Issuer) -> None:
+    now, sound = time.time(), idp.token()
     head, _, signature = sound.split(".")
     wrong = {
-        "expired": known.token(exp=now - 60),
-        "not yet valid": known.token(nbf=now + 3600),
-        "for somebody else": known.token(aud="other"),
-        "for nobody": known.token(aud=None),
-        "of somebody else": known.token(iss="https://other.example"),
-        "without an end": known.token(exp=None),
-        "without a subject": known.token(sub=None),
-        "with a subject that is none": known.token(sub=""),
-        "with a subject that is too long": known.token(sub="x" * 256),
-        "with a subject that no database takes": known.token(sub="a\0b"),
-        "with another's signature": known.token(key=rsa_key("another")),
+        "expired": idp.token(exp=now - 60),
+        "not yet valid": idp.token(nbf=now + 3600),
+        "for another audience": idp.token(aud="other"),
+        "without an audience": idp.token(aud=None),
+        "of another issuer": idp.token(iss="https://other.example"),
+        "without an expiry": idp.token(exp=None),
+        "without a subject": idp.token(sub=None),
+        "with an empty subject": idp.token(sub=""),
+        "with a subject that is too long": idp.token(sub="x" * 256),
+        "with a NUL in its subject": idp.token(sub="a\0b"),
+        "with the signature of another key": idp.token(key=rsa_key("another")),
         "with other claims": f"{head}.{segments(jwt.decode(sound, options={'verify_signature': False}))}.{signature}",
-        "unsigned": unsigned(known),
-        "signed with what everybody knows": signed_with_the_public_key(known),
-        "of an unknown key": known.token(kid="unknown", key=rsa_key("another")),
-        "of no key": jwt.encode({"sub": "x"}, rsa_key("first"), "RS256"),
+        "unsigned": unsigned(idp),
+        "signed with the public key": signed_with_the_public_key(idp),
+        "of an unknown key": idp.token(kid="unknown", key=rsa_key("another")),
+        "without a key id": jwt.encode({"sub": "x"}, rsa_key("first"), "RS256"),
         "rubbish": "a.b.c",
         "empty": "..",
     }
-    assert {why: door.code(token) for why, token in wrong.items()} == dict.fromkeys(wrong, (401, "unauthorized"))
-    assert door.code(sound) == (200, None)
-    assert all(token not in door.ask(token).text for token in wrong.values())
+    assert {why: api.code(token) for why, token in wrong.items()} == dict.fromkeys(wrong, (401, "unauthorized"))
+    assert api.code(sound) == (200, None)
+    assert all(token not in api.send(token).text for token in wrong.values())
 
 
-def test_clocks_may_differ_a_little(door: Door, known: Issuer) -> None:
+def test_small_clock_difference_is_accepted(api: TokenService, idp: Issuer) -> None:
     now = time.time()
-    assert door.code(known.token(exp=now - 5, nbf=now + 5)) == (200, None)
+    assert api.code(idp.token(exp=now - 5, nbf=now + 5)) == (200, None)
 
 
-def test_key_that_is_new_is_asked_for_and_one_that_nobody_has_is_not_asked_for_each_time(
-    door: Door, known: Issuer
-) -> None:
-    assert door.code(known.token()) == (200, None)
-    known.keys = {"second": rsa_key("second")}
-    stranger = known.token(kid="unknown", key=rsa_key("another"))
+def test_new_key_is_fetched_and_unknown_key_is_not_fetched_each_time(api: TokenService, idp: Issuer) -> None:
+    assert api.code(idp.token()) == (200, None)
+    idp.keys = {"second": rsa_key("second")}
+    stranger = idp.token(kid="unknown", key=rsa_key("another"))
     for _ in range(5):
-        assert door.code(stranger) == (401, "unauthorized")
-    assert len(known.calls) == 2
-    door.clock.now += 11
-    assert door.code(known.token(kid="second")) == (200, None)
-    assert len(known.calls) == 4
-    old = known.token(kid="first", key=rsa_key("first"))
-    assert door.code(old) == (401, "unauthorized"), "a key that was taken back opens nothing"
+        assert api.code(stranger) == (401, "unauthorized")
+    assert len(idp.calls) == 2
+    api.clock.now += 11
+    assert api.code(idp.token(kid="second")) == (200, None)
+    assert len(idp.calls) == 4
+    old = idp.token(kid="first", key=rsa_key("first"))
+    assert api.code(old) == (401, "unauthorized"), "a removed key is rejected"
 
 
-@pytest.mark.parametrize("how", ["down", "redirecting", "another", "endless", "insecure"])
-def test_issuer_that_does_not_tell_its_keys_stops_tokens_and_nobody_else(door: Door, known: Issuer, how: str) -> None:
-    known.status = {"down": 503, "redirecting": 302}.get(how, 200)
-    known.called = "https://other.example" if how == "another" else None
-    known.padding = 1 << 20 if how == "endless" else 0
-    known.jwks_url = "http://192.0.2.1/keys" if how == "insecure" else known.jwks_url
-    token = known.token()
+@pytest.mark.parametrize("fault", ["down", "redirecting", "another", "endless", "insecure"])
+def test_unavailable_issuer_affects_only_tokens(api: TokenService, idp: Issuer, fault: str) -> None:
+    idp.status = {"down": 503, "redirecting": 302}.get(fault, 200)
+    idp.called = "https://other.example" if fault == "another" else None
+    idp.padding = 1 << 20 if fault == "endless" else 0
+    idp.jwks_url = "http://192.0.2.1/keys" if fault == "insecure" else idp.jwks_url
+    token = idp.token()
     for _ in range(3):
-        answer = door.ask(token)
+        answer = api.send(token)
         assert (answer.status_code, answer.json()["code"]) == (503, "issuer_unavailable")
         assert 1 <= int(answer.headers["retry-after"]) <= 11
-    assert len(known.calls) == 1, "it is left alone for a while"
-    assert door.code(KEY) == (200, None)
-    known.status, known.called, known.padding, known.jwks_url = 200, None, 0, f"{known.url}/keys"
-    door.clock.now += int(answer.headers["retry-after"])
-    assert door.code(token) == (200, None)
+    assert len(idp.calls) == 1, "the issuer is not called again at once"
+    assert api.code(KEY) == (200, None)
+    idp.status, idp.called, idp.padding, idp.jwks_url = 200, None, 0, f"{idp.url}/keys"
+    api.clock.now += int(answer.headers["retry-after"])
+    assert api.code(token) == (200, None)
 
 
-def test_keys_of_an_issuer_that_went_down_are_good_for_an_hour(door: Door, known: Issuer) -> None:
-    token = known.token()
-    assert door.code(token) == (200, None)
-    known.status = 503
-    door.clock.now += 3500
-    assert door.code(token) == (200, None)
-    assert len(known.calls) == 3
-    door.clock.now += 200
-    assert door.code(token) == (503, "issuer_unavailable")
+def test_keys_of_an_unavailable_issuer_are_used_for_an_hour(api: TokenService, idp: Issuer) -> None:
+    token = idp.token()
+    assert api.code(token) == (200, None)
+    idp.status = 503
+    api.clock.now += 3500
+    assert api.code(token) == (200, None)
+    assert len(idp.calls) == 3
+    api.clock.now += 200
+    assert api.code(token) == (503, "issuer_unavailable")
 
 
-def test_issuer_that_is_slow_is_given_up(door: Door, known: Issuer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_issuer_times_out(api: TokenService, idp: Issuer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.adapters.oidc._LIMIT", 0.3)
-    known.released.clear()
-    assert door.code(known.token()) == (503, "issuer_unavailable")
-    assert door.code(KEY) == (200, None)
+    idp.released.clear()
+    assert api.code(idp.token()) == (503, "issuer_unavailable")
+    assert api.code(KEY) == (200, None)
 
 
-def test_nobody_with_a_key_waits_for_an_issuer(door: Door, known: Issuer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caller_with_a_key_does_not_wait_for_the_issuer(
+    api: TokenService, idp: Issuer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("service.adapters.oidc._LIMIT", 60.0)
-    known.released.clear()
-    _, secret = door.service.access.create("bob", {"nlp": Role.VIEWER}, None)
+    idp.released.clear()
+    _, secret = api.service.access.create("bob", {"nlp": Role.VIEWER}, None)
     found = list[int]()
 
     async def call(client: httpx.AsyncClient, secret: str) -> None:
         found.append((await client.get("/me", headers={"authorization": f"Bearer {secret}"})).status_code)
 
-    async def everybody() -> None:
-        transport = httpx.ASGITransport(door.service.app())
+    async def run_all() -> None:
+        transport = httpx.ASGITransport(api.service.app())
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             with anyio.fail_after(60):
                 async with anyio.create_task_group() as tokens:
-                    # More than there are threads for all that is asked.
+                    # More requests than the service has threads.
                     for _ in range(60):
-                        tokens.start_soon(call, client, known.token())
-                    while not known.calls:
+                        tokens.start_soon(call, client, idp.token())
+                    while not idp.calls:
                         await anyio.sleep(0.01)
                     await call(client, secret)
-                    assert found == [200], "while all others wait"
-                    known.released.set()
+                    assert found == [200], "the key is accepted while all tokens wait"
+                    idp.released.set()
 
-    anyio.run(everybody)
+    anyio.run(run_all)
     assert found == [200] * 61
-    assert len(known.calls) == 2
+    assert len(idp.calls) == 2
 
 
-def test_tokens_are_refused_where_no_issuer_is_named(tmp_path: Path, known: Issuer) -> None:
-    client = FakeService(tmp_path).client(authorization=f"Bearer {known.token()}")
+def test_token_without_a_configured_issuer_is_unauthorized(tmp_path: Path, idp: Issuer) -> None:
+    client = FakeService(tmp_path).client(authorization=f"Bearer {idp.token()}")
     answer = client.get("/me")
     assert (answer.status_code, answer.json()["code"]) == (401, "unauthorized")
     assert "TRAINSHED_OIDC_ISSUER" in answer.json()["detail"]
 
 
-def test_settings_name_an_issuer_and_limits(tmp_path: Path, known: Issuer) -> None:
+def test_settings_configure_issuer_and_rate_limits(tmp_path: Path, idp: Issuer) -> None:
     settings = Settings(
         home=tmp_path,
         ray_address="http://127.0.0.1:9",
-        oidc_issuer=known.url,
+        oidc_issuer=idp.url,
         oidc_audience=AUDIENCE,
         oidc_groups_claim="teams",
         oidc_groups=GROUPS,
         reads_per_key=Rate(2, "hour"),
     )
-    mine = {"authorization": f"Bearer {known.token(teams=['nlp-team'])}"}
+    mine = {"authorization": f"Bearer {idp.token(teams=['nlp-team'])}"}
     with TestClient(create_app(settings), base_url="http://127.0.0.1", headers=mine) as client:
         found = [client.get("/me") for _ in range(3)]
     assert [answer.status_code for answer in found] == [200, 200, 429]
@@ -267,7 +267,7 @@ def test_settings_name_an_issuer_and_limits(tmp_path: Path, known: Issuer) -> No
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("values", "message"),
     [
         ({"oidc_issuer": "http://issuer.example"}, "https://"),
         ({"oidc_issuer": "https://issuer.example"}, "TRAINSHED_OIDC_AUDIENCE"),
@@ -275,6 +275,6 @@ def test_settings_name_an_issuer_and_limits(tmp_path: Path, known: Issuer) -> No
         ({"oidc_groups": {"a": {"nlp": "owner"}}}, "viewer"),
     ],
 )
-def test_settings_that_let_nobody_in_are_refused(given: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        Settings(**given)
+def test_incomplete_or_insecure_oidc_settings_are_rejected(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Settings(**values)

@@ -1,4 +1,4 @@
-"""What is answered while the database is being opened, and once it hangs."""
+"""API answers while the database opens and while it hangs."""
 
 import sqlite3
 import subprocess
@@ -19,15 +19,15 @@ from tests.support.waiting import wait_for
 
 
 class HangingStore(MemoryJobStore):
-    """A store that answers once it is let."""
+    """A store whose `ping` waits until `released` is set."""
 
-    let = threading.Event()
+    released = threading.Event()
 
     def ping(self) -> None:
-        self.let.wait()
+        self.released.wait()
 
 
-def test_nothing_is_answered_before_the_database_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_return_503_until_the_database_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_HOLD_SECONDS", 0.1)
     opening = Opening(lambda: None, patience=0.0)
     app = FakeService(tmp_path).app(opening=opening)
@@ -45,7 +45,7 @@ def test_nothing_is_answered_before_the_database_is_open(tmp_path: Path, monkeyp
         assert (answer.status_code, answer.json()["code"]) == (503, "leaving")
 
 
-def test_call_that_comes_just_before_the_database_is_open_waits_for_it(tmp_path: Path) -> None:
+def test_call_shortly_before_the_database_opens_waits_for_it(tmp_path: Path) -> None:
     opening = Opening(lambda: None, patience=0.0)
     with TestClient(FakeService(tmp_path).app(opening=opening), base_url="http://127.0.0.1") as client:
         timer = threading.Timer(0.2, opening.run, (threading.Event(),))
@@ -54,18 +54,18 @@ def test_call_that_comes_just_before_the_database_is_open_waits_for_it(tmp_path:
         timer.join()
 
 
-def test_database_that_hangs_costs_one_thread_however_many_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_database_blocks_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PATIENCE_SECONDS", 0.05)
     store = HangingStore()
     with FakeService(tmp_path, store=store).client() as client:
         codes = {client.get("/readyz").json()["code"] for _ in range(5)}
         assert codes == {"database_unreachable"}
         assert [thread.name for thread in threading.enumerate()].count("pulse") == 1
-        store.let.set()
+        store.released.set()
         wait_for(lambda: client.get("/readyz").status_code == 200)
 
 
-def test_service_is_not_ready_before_specs_can_be_checked(tmp_path: Path) -> None:
+def test_service_is_not_ready_until_preflight_has_started(tmp_path: Path) -> None:
     service = FakeService(tmp_path)
     with service.client() as client:
         service.preflight.starting = "is importing its libraries"
@@ -76,23 +76,23 @@ def test_service_is_not_ready_before_specs_can_be_checked(tmp_path: Path) -> Non
         assert client.get("/readyz").status_code == 200
 
 
-def test_locked_database_is_waited_for(tmp_path: Path) -> None:
+def test_locked_database_is_retried(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     with closing(sqlite3.connect(tmp_path / "home" / "trainshed.db", isolation_level=None)) as connection:
         connection.execute("BEGIN EXCLUSIVE")
-        # Seconds that SQLite waits for a lock.
+        # SQLite waits three seconds for a lock.
         url = f"sqlite:///{tmp_path / 'home' / 'trainshed.db'}?timeout=3"
         with served(tmp_path / "home", TRAINSHED_DATABASE_URL=url) as service:
             assert service.trouble() == "migrating"
             assert service.client.get("/healthz").status_code == 200
-            wait_for(lambda: service.trouble() == "database_unreachable", "the word that it does not answer")
+            wait_for(lambda: service.trouble() == "database_unreachable", "the code database_unreachable")
             assert "database is locked" in service.client.get("/readyz").json()["detail"]
             connection.rollback()
             service.ready()
         assert "database_does_not_answer" in service.log.read_text()
 
 
-def test_database_of_a_newer_version_ends_the_process_with_one_line(tmp_path: Path) -> None:
+def test_newer_schema_revision_ends_the_process_with_one_line(tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / "trainshed.db")) as connection:
         connection.execute("CREATE TABLE alembic_version (version_num VARCHAR(32))")
         connection.execute("INSERT INTO alembic_version VALUES ('9999')")

@@ -1,4 +1,4 @@
-"""The service as a pod runs it: keys from mounted files, probes by address, a proxy in front of it."""
+"""The service in a pod: keys from mounted files, probes by address, and trusted proxies."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ import pytest
 from tests.support.served import Served, environment_of, served
 
 POD = "127.0.0.9"
-"""An address of this machine that is in no setting."""
+"""A local address that is not part of any setting."""
 METRICS_KEY = "only-for-prometheus"
 
 
@@ -21,7 +21,7 @@ def pod(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("pod")
     for name, key in {"admin": "the-admin-key", "metrics": METRICS_KEY}.items():
         (folder / name).write_text(f"{key}\n")
-        # As Kubernetes mounts a Secret for a pod with an fsGroup.
+        # Kubernetes mounts a Secret with this mode for a pod with an fsGroup.
         (folder / name).chmod(0o440)
     settings: dict[str, Any] = {
         "TRAINSHED_HOST": "0.0.0.0",
@@ -36,7 +36,7 @@ def pod(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield service
 
 
-def test_probes_and_scrapes_reach_a_pod_by_its_address(pod: Served) -> None:
+def test_probes_and_scrapes_by_pod_address_are_answered(pod: Served) -> None:
     url = f"http://{POD}:{pod.client.base_url.port}"
     for path in ("/healthz", "/readyz", "/metrics"):
         assert pod.client.get(f"{url}{path}").status_code == 200
@@ -44,13 +44,13 @@ def test_probes_and_scrapes_reach_a_pod_by_its_address(pod: Served) -> None:
 
 
 @pytest.mark.parametrize("host", ["10.9.9.9", "evil.example", "127.0.0.9.evil.example", "[fd77::1]", "127.0.0.99"])
-def test_other_names_and_addresses_are_still_refused(pod: Served, host: str) -> None:
+def test_other_hosts_and_addresses_are_rejected(pod: Served, host: str) -> None:
     url = f"http://{POD}:{pod.client.base_url.port}/healthz"
     answer = pod.client.get(url, headers={"host": host})
     assert (answer.status_code, answer.json()["code"]) == (400, "host_refused")
 
 
-def test_metrics_key_opens_the_metrics_and_nothing_else(pod: Served) -> None:
+def test_metrics_key_opens_only_the_metrics(pod: Served) -> None:
     key = {"authorization": f"Bearer {METRICS_KEY}"}
     answer = pod.client.get("/metrics", headers=key)
     assert answer.status_code == 200
@@ -62,22 +62,27 @@ def test_metrics_key_opens_the_metrics_and_nothing_else(pod: Served) -> None:
     assert pod.client.get("/metrics", headers={"authorization": "Bearer x"}).status_code == 401
 
 
-def test_each_client_of_a_trusted_proxy_has_its_own_rate(pod: Served) -> None:
+def test_clients_of_trusted_proxies_have_separate_rates(pod: Served) -> None:
     url = str(pod.client.base_url)
 
-    def strange_calls(proxy: str, clients: list[str]) -> list[int]:
+    def unauthenticated_calls(proxy: str, clients: list[str]) -> list[int]:
         with httpx.Client(base_url=url, transport=httpx.HTTPTransport(local_address=proxy)) as client:
             return [client.get("/jobs", headers={"x-forwarded-for": one}).status_code for one in clients]
 
-    assert strange_calls("127.0.0.7", ["192.0.2.1", "192.0.2.1", "192.0.2.2", "192.0.2.1"]) == [401, 401, 401, 429]
-    # The second proxy speaks for the same clients.
-    assert strange_calls("127.0.0.8", ["192.0.2.1"]) == [429]
-    # Whoever is no proxy is counted under its own address, whatever it claims.
-    assert strange_calls("127.0.0.6", ["192.0.2.3", "192.0.2.4", "192.0.2.5"]) == [401, 401, 429]
+    assert unauthenticated_calls("127.0.0.7", ["192.0.2.1", "192.0.2.1", "192.0.2.2", "192.0.2.1"]) == [
+        401,
+        401,
+        401,
+        429,
+    ]
+    # The second proxy forwards requests of the same clients.
+    assert unauthenticated_calls("127.0.0.8", ["192.0.2.1"]) == [429]
+    # A caller that is not a trusted proxy is counted under its own address.
+    assert unauthenticated_calls("127.0.0.6", ["192.0.2.3", "192.0.2.4", "192.0.2.5"]) == [401, 401, 429]
 
 
 @pytest.mark.parametrize(
-    ("setting", "text", "said"),
+    ("setting", "text", "reason"),
     [
         ("TRAINSHED_ADMIN_KEY_FILE", None, "No such file or directory"),
         ("TRAINSHED_ADMIN_KEY_FILE", "", "is empty"),
@@ -85,18 +90,18 @@ def test_each_client_of_a_trusted_proxy_has_its_own_rate(pod: Served) -> None:
         ("TRAINSHED_METRICS_KEY_FILE", None, "No such file or directory"),
     ],
 )
-def test_service_without_a_key_that_it_needs_says_so_in_one_line(
-    tmp_path: Path, setting: str, text: str | None, said: str
+def test_service_without_a_valid_key_file_exits_with_one_line(
+    tmp_path: Path, setting: str, text: str | None, reason: str
 ) -> None:
     file = tmp_path / "key"
     if text is not None:
         file.write_text(text)
     assert failure(tmp_path / "home", **{setting: str(file)}) == (
-        f"{file}: {said}; {setting} must name a readable file with a key in one line\n"
+        f"{file}: {reason}; {setting} must name a readable file with a key in one line\n"
     )
 
 
-def test_service_that_cannot_create_its_key_says_so_in_one_line(tmp_path: Path) -> None:
+def test_service_that_cannot_create_its_key_exits_with_one_line(tmp_path: Path) -> None:
     (tmp_path / "home" / "admin.key").mkdir(parents=True)
     assert failure(tmp_path / "home") == (
         f"{tmp_path}/home/admin.key: Is a directory; mount the key there, name its file in TRAINSHED_ADMIN_KEY_FILE, "
@@ -105,7 +110,7 @@ def test_service_that_cannot_create_its_key_says_so_in_one_line(tmp_path: Path) 
 
 
 def failure(home: Path, **settings: str) -> str:
-    """What a service says that cannot start."""
+    """Start a service that fails; return its stderr."""
     command = [sys.executable, "-m", "service.serve"]
     done = subprocess.run(
         command, env=environment_of(home, **settings), capture_output=True, text=True, timeout=60, check=False

@@ -1,4 +1,4 @@
-"""The run audit over HTTP, from the client and as a command."""
+"""Run audit over HTTP, in the client and as a command."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ BODY = spec_body(training={"audit_samples": True, "max_steps": 5})
 
 
 def train(service: FakeService, job_id: str, *, wrong: bool = False) -> None:
-    """Five steps of two samples out of ten; the second attempt trains step 3 again."""
+    """Write five steps of two samples out of ten; the second attempt repeats step 3."""
     for attempt, resumed, last in ((1, 0, 3), (2, 2, 5)):
         fields = {"resumed_from": resumed, "steps": 5, "samples": 10, "global_batch": 2, "world": 2, "epoch": 1}
         service.event(job_id, "training_started", attempt=attempt, **fields)
@@ -42,7 +42,7 @@ def test_audit_names_the_wrong_sample(client: TestClient, service: FakeService, 
     assert (found["clean"], found["missing_samples"]["listed"]) == (False, [{"sample": 9, "data_epoch": 0}])
 
 
-def test_audit_of_a_run_that_has_not_begun_is_clean(client: TestClient, job_id: str) -> None:
+def test_audit_of_a_run_without_steps_is_clean(client: TestClient, job_id: str) -> None:
     found = client.get(f"/jobs/{job_id}/audit").json()
     assert (found["clean"], found["steps"], found["first_step"]) == (True, 0, None)
 
@@ -62,7 +62,7 @@ def test_audit_command_exits_1_if_anything_is_found(home: Path, url: str, servic
     assert (clean.exit_code, wrong.exit_code) == (0, 1)
     assert "attempt 2 resumed from step 2: 1 steps again" in clean.stdout
     assert "sample 0 in steps 1 and 5 of data epoch 0" in wrong.stdout
-    assert run("audit", good).exit_code == 1, "a step was trained again"
+    assert run("audit", good).exit_code == 1, "a step was repeated"
     assert run("audit", good, "--project", "nlp").exit_code == 2
     assert "job.submit" in run("audit").stdout
     with Client(url, KEY) as client:

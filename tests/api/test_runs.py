@@ -1,4 +1,4 @@
-"""What a run leaves behind, over HTTP."""
+"""Events, metrics and logs of a run over HTTP."""
 
 import pytest
 from fastapi.testclient import TestClient
@@ -26,7 +26,7 @@ def test_lines_of_all_attempts_page_by_cursor(client: TestClient, service: FakeS
     assert client.get(url, params={"after": "2.2"}).json() == {"data": [], "has_more": False, "next": "2.2"}
 
 
-def test_logs_of_driver_and_rank(client: TestClient, service: FakeService, job_id: str) -> None:
+def test_logs_of_driver_and_rank_page_by_cursor(client: TestClient, service: FakeService, job_id: str) -> None:
     for attempt in (1, 2):
         folder = service.run_dir(job_id).attempt(attempt)
         folder.logs.mkdir(parents=True)
@@ -38,11 +38,11 @@ def test_logs_of_driver_and_rank(client: TestClient, service: FakeService, job_i
     assert client.get(url, params={"after": "2.9"}).json()["data"] == []
     first = client.get(url, params={"after": "1.0"}).json()
     assert (first["data"], first["next"]) == (["driver 1"], "1.9")
-    # What an attempt writes is all there before the next one begins.
+    # All lines of an attempt come before the lines of the next one.
     assert client.get(url, params={"after": "1.9"}).json()["data"] == ["driver 2"]
     assert client.get(url, params={"after": "1.9", "attempt": 1}).json()["data"] == []
-    nobody = client.get(url, params={"rank": 2})
-    assert (nobody.status_code, nobody.json()["errors"]) == (
+    unknown_rank = client.get(url, params={"rank": 2})
+    assert (unknown_rank.status_code, unknown_rank.json()["errors"]) == (
         422,
         [
             {
@@ -71,7 +71,7 @@ ValueError: step 1
         ({"contains": "none of it"}, []),
     ],
 )
-def test_logs_can_be_searched(
+def test_logs_are_filtered_by_text_and_level(
     client: TestClient, service: FakeService, job_id: str, wanted: dict[str, str], lines: list[int]
 ) -> None:
     path = service.run_dir(job_id).attempt(1).driver_log
@@ -81,7 +81,7 @@ def test_logs_can_be_searched(
     assert page == {"data": [LOG.splitlines()[line] for line in lines], "has_more": False, "next": f"1.{len(LOG)}"}
 
 
-def test_metrics_are_thinned_out_with_their_extremes(client: TestClient, service: FakeService, job_id: str) -> None:
+def test_metrics_are_downsampled_with_their_extremes(client: TestClient, service: FakeService, job_id: str) -> None:
     losses = [3.0, 1.0, 2.0, 9.0, 2.5, 2.4, float("nan"), 2.2, 2.1, 0.5]
     for step, loss in enumerate(losses, start=1):
         service.metric(job_id, step=step, loss=loss)
@@ -97,7 +97,7 @@ def test_job_without_a_run_directory_has_empty_pages(client: TestClient, job_id:
     assert client.get(f"/jobs/{job_id}/checkpoints").json() == {"data": []}
 
 
-def test_openapi_describes_the_spec_that_can_be_posted(client: TestClient) -> None:
+def test_openapi_document_describes_the_job_spec(client: TestClient) -> None:
     described = client.get("/openapi.json").json()
     content = described["paths"]["/jobs"]["post"]["requestBody"]["content"]
     assert content["application/yaml"]["schema"] == {"$ref": "#/components/schemas/JobSpec"}
@@ -106,7 +106,7 @@ def test_openapi_describes_the_spec_that_can_be_posted(client: TestClient) -> No
     assert client.get("/docs").status_code == 200
 
 
-def test_events_are_filtered_by_what_they_hold(client: TestClient, service: FakeService) -> None:
+def test_events_are_filtered_by_text(client: TestClient, service: FakeService) -> None:
     job_id = client.post("/jobs", content=spec_body()).json()["id"]
     for number in range(3):
         service.event(job_id, "checkpoint_committed", step=number)

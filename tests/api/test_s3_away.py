@@ -1,4 +1,4 @@
-"""What the service answers while the object storage of its run directories returns errors, or hangs."""
+"""API answers while the object storage of run directories returns errors or hangs."""
 
 import signal
 import threading
@@ -28,7 +28,7 @@ from trainshed import Client
 
 @dataclass(frozen=True)
 class Bucket:
-    """A storage root of its own for each test, in the place of a folder."""
+    """A separate storage root for each test, used instead of a folder."""
 
     name: str
 
@@ -51,7 +51,7 @@ def service(s3: S3Server, tmp_path: Path) -> FakeService:
 
 @pytest.fixture
 def job_id(service: FakeService) -> str:
-    """A job that runs and has trained seven steps."""
+    """Start a job and train seven steps."""
     job = service.submit()
     service.reconciler().run_once()
     service.cluster.submissions[service.get(job.id).attempts[-1].submission_id] = Submission.RUNNING
@@ -82,17 +82,17 @@ def _frozen(s3: S3Server) -> Iterator[None]:
         s3._process.send_signal(signal.SIGCONT)
 
 
-def _away(s3: S3Server, how: str) -> AbstractContextManager[None]:
-    return s3.refuse() if how == "refuses" else _frozen(s3)
+def _outage(s3: S3Server, fault: str) -> AbstractContextManager[None]:
+    return s3.refuse() if fault == "refuses" else _frozen(s3)
 
 
-@pytest.mark.parametrize("how", ["refuses", "hangs"])
-def test_job_is_answered_with_its_age_and_its_files_are_503(
-    service: FakeService, s3: S3Server, job_id: str, how: str
+@pytest.mark.parametrize("fault", ["refuses", "hangs"])
+def test_job_is_answered_with_its_age_and_its_files_return_503(
+    service: FakeService, s3: S3Server, job_id: str, fault: str
 ) -> None:
     client = service.client()
     assert client.get(f"/jobs/{job_id}").json()["progress"]["step"] == 7
-    with _away(s3, how):
+    with _outage(s3, fault):
         began = time.monotonic()
         service.clock.now += 40.0
         found = client.get(f"/jobs/{job_id}").json()
@@ -102,12 +102,12 @@ def test_job_is_answered_with_its_age_and_its_files_are_503(
             answer = client.get(f"/jobs/{job_id}/{path}")
             assert (answer.status_code, answer.json()["code"]) == (503, "storage_unavailable")
             assert answer.headers["retry-after"] == "5"
-        # Two seconds of a read and two of the look at the root, for each of the calls at most.
+        # Each of the five calls takes at most two seconds for a read and two for the check of the root.
         assert time.monotonic() - began < 5 * 4
     wait_for(lambda: client.get(f"/jobs/{job_id}/metrics").status_code == 200, "an answer", seconds=10)
 
 
-def test_stream_stays_open_while_storage_refuses_and_misses_nothing(
+def test_stream_stays_open_during_storage_errors_and_misses_nothing(
     service: FakeService, s3: S3Server, job_id: str
 ) -> None:
     steps = list[int]()

@@ -1,4 +1,4 @@
-"""The real process: what it prints, what it leaves, and what survives when it is killed."""
+"""The real service process: start, stop, kill and a second start."""
 
 import json
 import signal
@@ -18,7 +18,7 @@ def home(tmp_path: Path) -> Path:
     return tmp_path / "home"
 
 
-def test_job_outlives_a_killed_service(home: Path) -> None:
+def test_job_survives_a_killed_service(home: Path) -> None:
     with served(home) as service:
         process, client = service.process, service.client
         service.takes_jobs()
@@ -29,7 +29,7 @@ def test_job_outlives_a_killed_service(home: Path) -> None:
         process, client = service.process, service.client
         again = client.get(f"/jobs/{job['id']}").json()
         assert (again["id"], again["state"], again["spec"]) == (job["id"], "QUEUED", job["spec"])
-        # Whoever follows a job does not keep the service from leaving, and is not told that the job has ended.
+        # An open stream does not delay shutdown, and it gets no `end` event.
         headers = {"accept": "text/event-stream"}
         with client.stream("GET", f"/jobs/{job['id']}/events", headers=headers) as answer:
             lines = answer.iter_lines()
@@ -40,7 +40,7 @@ def test_job_outlives_a_killed_service(home: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_asked_to_stop_it_leaves_with_0(home: Path, number: signal.Signals) -> None:
+def test_sigterm_and_sigint_end_the_service_with_exit_code_0(home: Path, number: signal.Signals) -> None:
     address = home / "service.json"
     with served(home) as service:
         process, client = service.process, service.client
@@ -51,7 +51,7 @@ def test_asked_to_stop_it_leaves_with_0(home: Path, number: signal.Signals) -> N
     assert not address.exists()
 
 
-def test_second_service_on_one_home_is_refused(home: Path) -> None:
+def test_second_service_on_one_home_is_rejected(home: Path) -> None:
     command = [sys.executable, "-m", "service.serve"]
     with served(home) as service:
         second = subprocess.run(command, env=environment_of(home), capture_output=True, text=True, timeout=60)
@@ -59,7 +59,7 @@ def test_second_service_on_one_home_is_refused(home: Path) -> None:
     assert second.stderr == f"Another service uses {home}; stop it, or set TRAINSHED_HOME\n"
 
 
-def test_second_service_on_one_sqlite_database_is_refused(home: Path, tmp_path: Path) -> None:
+def test_second_service_on_one_sqlite_database_is_rejected(home: Path, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'home' / 'trainshed.db'}"
     other = environment_of(tmp_path / "other", TRAINSHED_DATABASE_URL=url)
     command = [sys.executable, "-m", "service.serve"]

@@ -1,4 +1,4 @@
-"""Checks that take as long as a storage that does not answer: nobody else waits for them."""
+"""Checks that hang: other requests do not wait for them."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,24 +16,24 @@ from train_loop.run_dir import Parent
 from train_loop.spec import JobSpec
 
 MANY = 60
-"""More than the threads that a server has for what is not async."""
+"""More requests than the server has threads for sync handlers."""
 
 
 @dataclass
 class StuckPreflight(MemoryPreflight):
-    """Looks at data until it is let go."""
+    """A preflight whose checks wait until `go` is set."""
 
     go: threading.Event = field(default_factory=threading.Event)
-    asked: int = 0
+    begun: int = 0
 
     def check(self, spec: JobSpec, parent: Parent | None = None) -> Findings:
-        """Wait, then answer as the other does."""
-        self.asked += 1
+        """Wait for `go`, then check as MemoryPreflight does."""
+        self.begun += 1
         self.go.wait(600)
         return super().check(spec, parent)
 
 
-def test_jobs_are_shown_while_many_are_being_checked(tmp_path: Path) -> None:
+def test_jobs_are_listed_while_many_specs_are_checked(tmp_path: Path) -> None:
     stuck = StuckPreflight()
     with FakeService(tmp_path, preflight=stuck).client() as client, ThreadPoolExecutor(MANY + 1) as threads:
         try:
@@ -42,18 +42,18 @@ def test_jobs_are_shown_while_many_are_being_checked(tmp_path: Path) -> None:
                 for path in ("/jobs", "/jobs/plan")
                 for _ in range(MANY // 2)
             ]
-            wait_for(lambda: stuck.asked >= 8, "specs that are being checked")
+            wait_for(lambda: stuck.begun >= 8, "specs that are being checked")
             assert threads.submit(client.get, "/jobs").result(timeout=60).json()["data"] == []
         finally:
             stuck.go.set()
         assert {answer.result().status_code for answer in answers} == {200, 201}
 
 
-def test_jobs_are_shown_while_many_checkpoints_are_being_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go, asked, service = threading.Event(), list[int](), FakeService(tmp_path)
+def test_jobs_are_listed_while_many_checkpoints_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, begun, service = threading.Event(), list[int](), FakeService(tmp_path)
 
     def read(self: HelperTools, run_dir: str, step: int) -> list[str]:
-        asked.append(step)
+        begun.append(step)
         go.wait(600)
         return []
 
@@ -62,9 +62,9 @@ def test_jobs_are_shown_while_many_checkpoints_are_being_read(tmp_path: Path, mo
     with service.client() as client, ThreadPoolExecutor(MANY + 1) as threads:
         try:
             answers = [threads.submit(client.post, path) for _ in range(MANY)]
-            wait_for(lambda: asked, "a checkpoint that is being read")
+            wait_for(lambda: begun, "a checkpoint that is being read")
             assert len(threads.submit(client.get, "/jobs").result(timeout=60).json()["data"]) == 1
-            assert len(asked) < MANY, "each of them is a process"
+            assert len(begun) < MANY, "each verification is a process"
         finally:
             go.set()
         assert {answer.result().status_code for answer in answers} == {200}

@@ -1,4 +1,4 @@
-"""What the service answers while the storage of its run directories is away."""
+"""API and reconciler while the storage of run directories is unavailable."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +30,7 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSer
 
 @pytest.fixture
 def job_id(service: FakeService) -> str:
-    """A job that runs and has trained seven steps."""
+    """Start a job and train seven steps."""
     job = service.submit()
     service.reconciler().run_once()
     service.cluster.submissions[service.get(job.id).attempts[-1].submission_id] = Submission.RUNNING
@@ -78,7 +78,7 @@ def test_run_endpoints_answer_503_with_retry_after(service: FakeService, job_id:
     assert list(service.root.iterdir()) == []
 
 
-def test_reconciler_names_the_storage_once_and_forgets_it_when_it_is_back(service: FakeService, job_id: str) -> None:
+def test_reconciler_reports_the_outage_once_and_clears_it_afterwards(service: FakeService, job_id: str) -> None:
     unmount(service)
     reconciler = service.reconciler()
     with capture_logs() as logs:

@@ -1,4 +1,4 @@
-"""Followed byte for byte: by many at once, over attempts, and over a service that ends and comes back."""
+"""Streams compared byte for byte: many readers at once, several attempts, and restarts of the service."""
 
 import json
 import random
@@ -29,7 +29,7 @@ def service(tmp_path: Path) -> FakeService:
 
 
 class Reader(threading.Thread):
-    """Follows one address to the end of the job, from the last id that it got whenever it is cut off."""
+    """A thread that follows a stream to the end of the job and resumes from the last id after a disconnect."""
 
     def __init__(self, address: Address, path: str) -> None:
         super().__init__(daemon=True)
@@ -41,7 +41,7 @@ class Reader(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Until the stream says that it is over."""
+        """Follow until the stream sends the event `end`."""
         while not self._follow():
             time.sleep(0.05)
 
@@ -75,7 +75,7 @@ class Reader(threading.Thread):
 
 
 def write(service: FakeService, job_id: str, attempt: int, restart: threading.Event) -> None:
-    """One attempt: lines of every rank and events, in no even pace, torn now and then."""
+    """Write the logs of all ranks and the events of an attempt, at a random pace and in torn lines."""
     chance, folder = random.Random(attempt), service.run_dir(job_id).attempt(attempt)
     folder.logs.mkdir(parents=True)
     for number in range(LINES):
@@ -85,13 +85,13 @@ def write(service: FakeService, job_id: str, attempt: int, restart: threading.Ev
             with folder.rank_log(rank).open("ab", buffering=0) as log:
                 log.write(line[:cut])
                 log.write(line[cut:])
-        service.event(job_id, "said", attempt=attempt, number=number)
+        service.event(job_id, "note", attempt=attempt, number=number)
         if number == LINES // 2:
             restart.set()
         time.sleep(chance.random() * 0.06)
 
 
-def test_nothing_is_missed_or_seen_twice_over_restarts(service: FakeService) -> None:
+def test_stream_over_restarts_misses_and_repeats_nothing(service: FakeService) -> None:
     job_id = service.submit(scaling={"num_workers": RANKS, "resources_per_worker": {"CPU": 0.5}}).id
     address, restart, done = Address(service), threading.Event(), threading.Event()
     service.reconciler().run_once()
@@ -126,7 +126,7 @@ def test_nothing_is_missed_or_seen_twice_over_restarts(service: FakeService) -> 
     assert address.starts >= ATTEMPTS
 
 
-def test_lines_come_while_the_job_runs_and_the_end_is_told(service: FakeService) -> None:
+def test_lines_arrive_while_the_job_runs_and_the_stream_ends_with_it(service: FakeService) -> None:
     job_id, address = service.submit().id, Address(service)
     service.reconciler().run_once()
     with address.serving():
@@ -142,7 +142,7 @@ def test_lines_come_while_the_job_runs_and_the_end_is_told(service: FakeService)
 
 
 class Follower(threading.Thread):
-    """Follows a job once, with a secret, until the stream ends, however it does."""
+    """A thread that follows a job once, with a secret, until the stream ends."""
 
     def __init__(self, address: Address, job_id: str, secret: str) -> None:
         super().__init__(daemon=True)
@@ -151,13 +151,13 @@ class Follower(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """To the end, which comes in good order: the connection is not broken."""
+        """Read to the end of the stream; a broken connection raises an error."""
         headers = {"authorization": f"Bearer {self._secret}", "accept": "text/event-stream"}
         with httpx.stream("GET", self._url, headers=headers, timeout=60) as answer:
             self.lines.extend(line for line in answer.iter_lines() if line)
 
 
-def test_stream_ends_with_its_key_on_every_service_and_others_go_on(tmp_path: Path) -> None:
+def test_stream_ends_with_its_key_on_every_replica_and_others_continue(tmp_path: Path) -> None:
     claims: dict[str, Claims] = {"t.o.ken": {"sub": "carol", "exp": 5000.0, "groups": ["all"]}}
     tokens = Tokens(MemoryTokens(claims), TokenRules("groups", {"all": {"default": Role.VIEWER}}))
     one = FakeService(tmp_path, tokens=tokens)
@@ -169,22 +169,22 @@ def test_stream_ends_with_its_key_on_every_service_and_others_go_on(tmp_path: Pa
     with here.serving(), there.serving():
         with_keys = [Follower(address, job_id, secret) for address in (here, there) for _ in range(3)]
         expiring, with_token, operator = (Follower(there, job_id, sent) for sent in (over, "t.o.ken", KEY))
-        everybody = [*with_keys, expiring, with_token, operator]
-        wait_for(lambda: all(reader.lines for reader in everybody), "all streams")
+        followers = [*with_keys, expiring, with_token, operator]
+        wait_for(lambda: all(reader.lines for reader in followers), "all streams")
         one.access.revoke(alice.id)
         for ended, now in ((with_keys, 2000.0), ([expiring], 3000.0), ([with_token], 5000.0 + LEEWAY)):
             one.clock.now = now
             for reader in ended:
                 reader.join(timeout=60)
                 assert not reader.is_alive()
-                assert reader.lines == [": begin", "id: 0.0"], "nobody says that the job has ended"
-                everybody.remove(reader)
-            assert all(reader.is_alive() for reader in everybody)
-        one.event(job_id, "said")
-        wait_for(lambda: len(operator.lines) > 1, "a line to who may still read")
+                assert reader.lines == [": begin", "id: 0.0"], "the stream has no end event"
+                followers.remove(reader)
+            assert all(reader.is_alive() for reader in followers)
+        one.event(job_id, "note")
+        wait_for(lambda: len(operator.lines) > 1, "a line in the remaining stream")
 
 
-def test_stream_of_no_job_is_not_found_and_a_bad_cursor_is_refused(service: FakeService) -> None:
+def test_stream_of_unknown_job_returns_404_and_invalid_cursor_422(service: FakeService) -> None:
     headers = {"accept": "text/event-stream"}
     with service.client() as client:
         job_id = service.submit().id

@@ -1,4 +1,4 @@
-"""/metrics and the log as operators see them, of a real process and of one on fakes; and its traces."""
+"""Metrics, log and traces of a real process and of a service on fakes."""
 
 import json
 import os
@@ -30,7 +30,7 @@ STARTED = re.compile(r"Trainshed listens on (http://\S+) \(docs: /docs\)\n")
 
 @dataclass
 class Process:
-    """A service of its own, on a cluster that never answers, whose spans go to a collector of ours."""
+    """A service process on a cluster that never answers, which sends its spans to a test collector."""
 
     process: subprocess.Popen[str]
     client: httpx.Client
@@ -39,8 +39,8 @@ class Process:
     store: SqlJobStore
 
     def lines(self, **wanted: object) -> list[dict[str, Any]]:
-        """The lines of its log, each a JSON object, that say this."""
-        # The last one may be half written.
+        """Return the lines of its log, parsed as JSON, that contain `wanted`."""
+        # The last line may be incomplete.
         whole = self.log.read_text().split("\n")[:-1]
         return [line for line in map(json.loads, whole) if wanted.items() <= line.items()]
 
@@ -55,7 +55,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
             "TRAINSHED_RAY_ADDRESS": "http://127.0.0.1:9",
             "TRAINSHED_LOGS": "json",
             "OTEL_EXPORTER_OTLP_ENDPOINT": spans.url,
-            # Nothing but the promise of the service ends the wait for a collector that hangs.
+            # Only the limit of the service ends the wait for a hanging collector.
             "OTEL_EXPORTER_OTLP_TIMEOUT": "600",
             "OTEL_BSP_SCHEDULE_DELAY": "100",
         }
@@ -78,7 +78,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
 
 def test_every_request_is_a_line_of_json(watched: Process) -> None:
     assert watched.client.get("/jobs?limit=1", headers={"x-request-id": "r-1"}).status_code == 200
-    assert watched.client.get("/jobs/nobody%0Aelse", headers={"x-request-id": "r-2"}).status_code == 404
+    assert watched.client.get("/jobs/unknown%0Aelse", headers={"x-request-id": "r-2"}).status_code == 404
     assert watched.client.get("/readyz", headers={"x-request-id": "r-3"}).status_code in (200, 503)
     assert watched.client.get("/jobs", headers={"x-request-id": "r-4", "authorization": ""}).status_code == 401
     (line,) = wait_for(lambda: watched.lines(request_id="r-4", event="request"), "the line of the last request")
@@ -97,11 +97,11 @@ def test_every_request_is_a_line_of_json(watched: Process) -> None:
         "status": 200,
     }
     (line,) = watched.lines(request_id="r-2")
-    assert (line["route"], line["path"], line["status"]) == ("/jobs/{job_id}", "/jobs/nobody%0Aelse", 404)
-    assert watched.lines(request_id="r-3") == [], "machines ask for health every few seconds"
+    assert (line["route"], line["path"], line["status"]) == ("/jobs/{job_id}", "/jobs/unknown%0Aelse", 404)
+    assert watched.lines(request_id="r-3") == [], "health probes are not logged"
 
 
-def test_metrics_of_a_process_grow_with_what_it_does(watched: Process) -> None:
+def test_metrics_of_a_process_count_its_work(watched: Process) -> None:
     watched.store.add(NewJob(a_job(project="seen")))
     answer = watched.client.get("/metrics")
     assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
@@ -119,13 +119,13 @@ def test_metrics_of_a_process_grow_with_what_it_does(watched: Process) -> None:
     assert 'trainshed_http_requests_total{method="GET",route="(none)",status="404"} 1.0' in text
     assert 'trainshed_http_requests_total{method="(other)",route="/jobs",status="405"} 1.0' in text
     queued = 'trainshed_jobs{project="seen",state="QUEUED"} 1.0'
-    wait_for(lambda: queued in watched.client.get("/metrics").text, "the job among those of the database")
-    wait_for(lambda: following not in watched.client.get("/metrics").text, "nobody that follows")
+    wait_for(lambda: queued in watched.client.get("/metrics").text, "the job in the counts of the database")
+    wait_for(lambda: following not in watched.client.get("/metrics").text, "the end of the stream")
 
 
-# The last one: it ends the process.
-def test_spans_have_routes_and_a_collector_that_hangs_does_not_hold_up_the_end(watched: Process) -> None:
-    assert watched.client.get("/jobs/nobody").status_code == 404
+# This test is the last one with `watched`, because it ends the process.
+def test_spans_have_routes_and_a_hanging_collector_does_not_delay_shutdown(watched: Process) -> None:
+    assert watched.client.get("/jobs/unknown").status_code == 404
     (span, *_) = wait_for(lambda: watched.collector.named("GET /jobs/{job_id}"), "the span of a request")
     assert span.attributes["http.route"] == "/jobs/{job_id}"
     assert wait_for(lambda: watched.collector.named("reconcile.pass"), "the span of a pass")
@@ -138,7 +138,7 @@ def test_spans_have_routes_and_a_collector_that_hangs_does_not_hold_up_the_end(w
     assert [line for line in watched.lines() if line["level"] not in ("info", "warning")] == []
 
 
-def test_a_job_s_step_is_a_span_of_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_span_is_a_child_of_a_pass_span(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with collector() as spans:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", spans.url)
         service, traces = FakeService(tmp_path), open_traces(os.environ)
@@ -156,9 +156,9 @@ def test_a_job_s_step_is_a_span_of_a_pass(tmp_path: Path, monkeypatch: pytest.Mo
         assert step.parent in [one.id for one in spans.named("reconcile.pass")]
 
 
-def test_nobody_is_traced_unless_asked_and_missing_packages_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traces_are_off_by_default_and_missing_packages_log_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(open_traces({}), Untraced)
-    # As where the extra is not installed.
+    # Simulate that the extra is not installed.
     monkeypatch.delitem(sys.modules, "service.adapters.otel")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with capture_logs() as lines:

@@ -1,4 +1,4 @@
-"""Webhooks over HTTP, and by the real process: nothing that was to be told is lost when it is killed."""
+"""Webhooks over HTTP and with the real process: no message is lost when it is killed."""
 
 import json
 import signal
@@ -21,19 +21,19 @@ from tests.support.served import served
 from tests.support.service import FakeService, spec_body
 from tests.support.waiting import wait_for
 
-WISH = {"project": "default", "url": "https://hooks.example/in?a=b"}
+REQUEST = {"project": "default", "url": "https://hooks.example/in?a=b"}
 
 
 @pytest.fixture
 def made(client: TestClient) -> dict[str, Any]:
-    """The answer to a webhook that was made."""
-    answer = client.post("/webhooks", json=WISH)
+    """Create a webhook and return the answer."""
+    answer = client.post("/webhooks", json=REQUEST)
     assert answer.status_code == 201, answer.text
     found: dict[str, Any] = answer.json()
     return found
 
 
-def test_a_webhook_is_made_and_its_secret_is_shown_once(client: TestClient, made: dict[str, Any]) -> None:
+def test_created_webhook_shows_its_secret_once(client: TestClient, made: dict[str, Any]) -> None:
     webhook = made["webhook"]
     assert made["secret"].startswith("whsec_")
     assert webhook["states"] == list(JobState)
@@ -64,22 +64,22 @@ def test_a_webhook_is_made_and_its_secret_is_shown_once(client: TestClient, made
         ({"more": 1}, "/more", "not permitted"),
     ],
 )
-def test_what_makes_no_sense_is_refused(
+def test_invalid_webhook_is_rejected(
     client: TestClient, service: FakeService, change: dict[str, object], pointer: str, word: str
 ) -> None:
-    refused = client.post("/webhooks", json=WISH | change)
+    refused = client.post("/webhooks", json=REQUEST | change)
     (error,) = refused.json()["errors"]
     assert (refused.status_code, error["pointer"]) == (422, pointer)
     assert word in error["message"]
     assert service.hooks.webhooks == {}
 
 
-def test_a_project_has_so_many_and_no_more(client: TestClient) -> None:
-    found = [client.post("/webhooks", json=WISH).status_code for _ in range(33)]
+def test_webhook_limit_of_a_project_returns_409(client: TestClient) -> None:
+    found = [client.post("/webhooks", json=REQUEST).status_code for _ in range(33)]
     assert found == [201] * 32 + [409]
 
 
-def test_a_test_call_says_what_came_of_it(client: TestClient, service: FakeService, made: dict[str, Any]) -> None:
+def test_test_call_returns_its_result(client: TestClient, service: FakeService, made: dict[str, Any]) -> None:
     path = f"/webhooks/{made['webhook']['id']}/test"
     service.sender.answers = [Answer(None, "no answer within 10 s"), Answer(204), None]
     found = [client.post(path) for _ in range(3)]
@@ -91,7 +91,7 @@ def test_a_test_call_says_what_came_of_it(client: TestClient, service: FakeServi
     assert client.get(f"/webhooks/{made['webhook']['id']}/deliveries").json()["data"] == []
 
 
-def test_one_that_was_gone_is_enabled_by_a_test_call_that_is_received(
+def test_received_test_call_enables_a_disabled_webhook(
     client: TestClient, service: FakeService, made: dict[str, Any]
 ) -> None:
     webhook_id = made["webhook"]["id"]
@@ -111,7 +111,7 @@ def test_one_that_was_gone_is_enabled_by_a_test_call_that_is_received(
     assert deeds == ["webhook.redeliver", "webhook.enable", "webhook.create"]
 
 
-def test_a_rotation_gives_another_secret_and_keeps_the_one_before_for_a_day(
+def test_rotation_returns_another_secret_and_keeps_the_previous_one_for_a_day(
     client: TestClient, service: FakeService, made: dict[str, Any]
 ) -> None:
     rotated = client.post(f"/webhooks/{made['webhook']['id']}/rotate").json()
@@ -120,7 +120,7 @@ def test_a_rotation_gives_another_secret_and_keeps_the_one_before_for_a_day(
     assert service.hooks.webhooks[made["webhook"]["id"]].secrets(1001.0) == (rotated["secret"], made["secret"])
 
 
-def test_the_log_is_paged_newest_first(client: TestClient, service: FakeService, made: dict[str, Any]) -> None:
+def test_deliveries_are_paged_newest_first(client: TestClient, service: FakeService, made: dict[str, Any]) -> None:
     webhook_id = made["webhook"]["id"]
     for number in range(1, 6):
         message = Message(f"job-1.{number}", "job.state", "job-1", "{}", 1.0)
@@ -144,14 +144,14 @@ def test_the_log_is_paged_newest_first(client: TestClient, service: FakeService,
     assert ([one["number"] for one in rest["data"]], rest["has_more"], rest["next"]) == ([3, 2, 1], False, None)
 
 
-def test_a_setting_that_names_no_receiver_is_refused() -> None:
+def test_invalid_webhook_allowed_setting_is_rejected() -> None:
     with pytest.raises(ValueError, match="is not a CIDR or host name"):
         Settings(webhook_allowed=("10.0.0.0/99",))
 
 
 @contextmanager
 def serving(home: Path) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
-    """A real service that may call receivers on loopback."""
+    """Start a real service that may call receivers on loopback."""
     with served(home, TRAINSHED_WEBHOOK_ALLOWED="127.0.0.1") as service:
         service.ready()
         yield service.process, service.client
@@ -169,20 +169,20 @@ def receiver() -> Iterator[Receiver]:
 
 
 def make(client: httpx.Client, receiver: Receiver) -> tuple[str, str]:
-    """The id and the secret of a new webhook."""
-    wish = {"project": "default", "url": receiver.url(), "states": ["QUEUED", "CANCELLED"]}
-    found = client.post("/webhooks", json=wish).raise_for_status().json()
+    """Create a webhook; return its id and its secret."""
+    body = {"project": "default", "url": receiver.url(), "states": ["QUEUED", "CANCELLED"]}
+    found = client.post("/webhooks", json=body).raise_for_status().json()
     return found["webhook"]["id"], found["secret"]
 
 
-def test_nothing_is_lost_when_the_service_is_killed(home: Path, receiver: Receiver) -> None:
+def test_no_message_is_lost_when_the_service_is_killed(home: Path, receiver: Receiver) -> None:
     with serving(home) as (process, client):
         webhook_id, secret = make(client, receiver)
         jobs = [client.post("/jobs", content=spec_body()).raise_for_status().json()["id"] for _ in range(3)]
         for job_id in jobs:
             client.post(f"/jobs/{job_id}/cancel", json={}).raise_for_status()
         wait_for(lambda: receiver.got, "a first attempt, which fails")
-        # In the middle of an attempt.
+        # Kill the service in the middle of an attempt.
         receiver.act = say_nothing
         client.post(f"/webhooks/{webhook_id}/deliveries/1/redeliver").raise_for_status()
         before = len(receiver.got)
@@ -206,7 +206,7 @@ def test_nothing_is_lost_when_the_service_is_killed(home: Path, receiver: Receiv
     assert {json.loads(one.body)["data"]["to"] for one in got.values()} == {"QUEUED", "CANCELLED"}
     assert len(got) == 6
     assert failed.keys() <= got.keys()
-    assert all(got[message_id].body == body for message_id, body in failed.items()), "the same words each time"
+    assert all(got[message_id].body == body for message_id, body in failed.items()), "each attempt sends the same body"
     for one in got.values():
         standardwebhooks.Webhook(secret).verify(one.body, one.headers)
     order = [one.headers["webhook-id"] for one in receiver.got]
@@ -215,7 +215,7 @@ def test_nothing_is_lost_when_the_service_is_killed(home: Path, receiver: Receiv
         assert mine == sorted(mine)
 
 
-def test_redirects_are_told_and_a_slow_receiver_does_not_hold_up_the_end(home: Path, receiver: Receiver) -> None:
+def test_redirect_is_reported_and_a_slow_receiver_does_not_delay_shutdown(home: Path, receiver: Receiver) -> None:
     with receiving() as inside, serving(home) as (process, client):
         receiver.act = answer(302, location=inside.url())
         webhook_id, _ = make(client, receiver)
@@ -228,12 +228,12 @@ def test_redirects_are_told_and_a_slow_receiver_does_not_hold_up_the_end(home: P
             (one,) = client.get(f"/webhooks/{webhook_id}/deliveries").json()["data"]
             return one if one["attempts"] else None
 
-        told = wait_for(tried, "a first attempt")
-        assert (told["settled"], told["status"]) == ("waiting", 302)
-        assert "redirects are not followed" in told["error"]
+        delivery = wait_for(tried, "a first attempt")
+        assert (delivery["settled"], delivery["status"]) == ("waiting", 302)
+        assert "redirects are not followed" in delivery["error"]
         receiver.act = say_nothing
         receiver.got.clear()
-        client.post(f"/webhooks/{webhook_id}/deliveries/{told['number']}/redeliver").raise_for_status()
+        client.post(f"/webhooks/{webhook_id}/deliveries/{delivery['number']}/redeliver").raise_for_status()
         wait_for(lambda: receiver.got, "an attempt that is not answered")
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 0
@@ -241,6 +241,6 @@ def test_redirects_are_told_and_a_slow_receiver_does_not_hold_up_the_end(home: P
     receiver.act = answer(200)
     receiver.got.clear()
     with serving(home):
-        # What was on its way is due, and nobody else's: the lease was given back.
+        # The message that was in flight is due, because the lease was released.
         wait_for(lambda: receiver.got, "the message again")
     assert receiver.got[0].headers["webhook-id"] == f"{job_id}.1"

@@ -2,7 +2,6 @@
 
 import errno
 import resource
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from tests.support.small_runs import LENGTH, STEPS, events, lines, run
 from tests.support.specs import TINY, raw_spec
 from tests.support.torchrun import write_tokens
 from tests.support.waiting import wait_for
+from tests.support.warm_runs import WarmRun
 from train_loop import train
 from train_loop.checkpoint import save
 from train_loop.checkpoint.files import writer
@@ -242,26 +242,44 @@ def test_of_two_attempts_alive_at_once_only_the_newer_commits(tmp_path: Path) ->
     assert newest_verified(run_dir)[1] == {}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint(tmp_path: Path, number: signal.Signals) -> None:
-    run_dir = RunDir(tmp_path / "run")
-    torchrun.write_tokens(tmp_path / "d.parquet", rows=64, length=32, vocab=TINY["vocab_size"])
-    spec = raw_spec(
-        data={"train": {"path": str(tmp_path / "d.parquet")}, "columns": {"input_ids": "ids"}, "packing": False},
+def endless_spec(data: Path) -> dict[str, Any]:
+    """Return the spec of a run of two ranks that saves only when it is stopped."""
+    return raw_spec(
+        data={"train": {"path": str(data)}, "columns": {"input_ids": "ids"}, "packing": False},
         training={"max_steps": 100_000, "global_batch_size": 2},
         checkpoint={"every_steps": None},
         scaling={"num_workers": 2},
     )
-    process = torchrun.start(spec, run_dir.root, 2)
-    torchrun.wait_for_step(run_dir.root, 3)
-    ranks = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(number)
-    process.wait(timeout=60)
-    psutil.wait_procs(ranks, timeout=30)
+
+
+def assert_paused(run_dir: RunDir) -> None:
+    """Raise unless the run has paused after its last step, with a checkpoint of that step."""
     outcome = run_dir.attempt(1).outcome()
     assert outcome is not None, run_dir.root.with_suffix(".log").read_text()[-3000:]
     assert (outcome.result, outcome.step) == ("paused", torchrun.lines(run_dir.root)[-1]["step"])
     assert sorted(run_dir.manifests()) == [outcome.step]
+
+
+def test_sigterm_to_torchrun_pauses_the_run_after_its_step_with_a_checkpoint(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    torchrun.write_tokens(tmp_path / "d.parquet", rows=64, length=32, vocab=TINY["vocab_size"])
+    process = torchrun.start(endless_spec(tmp_path / "d.parquet"), run_dir.root, 2)
+    torchrun.wait_for_step(run_dir.root, 3)
+    ranks = psutil.Process(process.pid).children(recursive=True)
+    process.terminate()
+    process.wait(timeout=60)
+    psutil.wait_procs(ranks, timeout=30)
+    assert_paused(run_dir)
+
+
+def test_sigint_to_every_rank_pauses_the_run_after_its_step_with_a_checkpoint(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    torchrun.write_tokens(tmp_path / "d.parquet", rows=64, length=32, vocab=TINY["vocab_size"])
+    process = WarmRun(endless_spec(tmp_path / "d.parquet"), run_dir.root, 2)
+    torchrun.wait_for_step(run_dir.root, 3)
+    process.interrupt()
+    process.wait(timeout=60)
+    assert_paused(run_dir)
 
 
 def pause_and_damage(data: Path, folder: Path) -> None:

@@ -1,4 +1,7 @@
-"""The same run on a disk, on a network file system on a bad day, and on object storage: it is the same run on all."""
+"""A run on a network file system on a bad day, and on object storage, is the run on a local disk.
+
+What a run does on a local disk is tested in test_kills, test_resume and test_saver.
+"""
 
 import threading
 import time
@@ -47,7 +50,7 @@ def folder(server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["disk", "nfs", "s3"])
+@pytest.fixture(scope="module", params=["nfs", "s3"])
 def place(request: pytest.FixtureRequest, folder: Path) -> Place:
     """Where run directories are, by name."""
     if request.param == "s3":

@@ -1,4 +1,4 @@
-"""docs/get-started/first-hour.md, typed again: what a new user is told to type works, and answers what the page says."""
+"""docs/get-started/first-hour.md, run as a new user types it: each command works and prints what the page shows."""
 
 import os
 import sys

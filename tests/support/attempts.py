@@ -37,12 +37,12 @@ def pausing(*, deadline: float = 200.0, submitted: bool = True, by: Code = Code.
     return replace(job, wish=Wish("pause", checkpoint=True, deadline=deadline, reason=reason))
 
 
-def asked(job: Job) -> Stop:
+def expected_stop(job: Job) -> Stop:
     assert job.wish is not None
     return wanted_stop(job.wish, job.attempts[-1])
 
 
-def said(job: Job) -> str:
+def reason_message(job: Job) -> str:
     assert job.reason is not None
     return job.reason.message
 

@@ -4,6 +4,7 @@ Ranks that torchrun starts import for ten seconds. Tests of torchrun itself use 
 """
 
 import os
+import signal
 import sys
 from multiprocessing import get_context, set_forkserver_preload
 from pathlib import Path
@@ -55,6 +56,12 @@ class WarmRun:
         """Wait until all ranks have ended; return what `poll` returns then. Raises TimeoutError."""
         wait_for(lambda: self.poll() is not None, "the end of a run", seconds=timeout)
         return int(self.poll() or 0)
+
+    def interrupt(self) -> None:
+        """Send SIGINT to all ranks, as a terminal does for Ctrl-C."""
+        for rank in self._ranks:
+            assert rank.pid
+            os.kill(rank.pid, signal.SIGINT)
 
     def kill(self) -> None:
         """SIGKILL all ranks at once."""

@@ -73,7 +73,7 @@ def _pack(rows: Rows, *, weighted: bool) -> Tensor:
     parts: list[NDArray[Any]] = [rows.samples[:, None], rows.lengths[:, None]]
     parts += [rows.input_ids, rows.labels, rows.position_ids]
     if weighted:
-        assert rows.weights is not None, "rows of a dataset with weights have them"
+        assert rows.weights is not None, "rows of a dataset with weights have weights"
         parts.append(rows.weights.view(np.int32))
     return torch.cat([torch.from_numpy(part.copy()).long() for part in parts], dim=1)
 

@@ -1,4 +1,4 @@
-"""A real Postgres for the tests of a module, where its binaries are."""
+"""Fixture for a real Postgres server, one per module; skipped if its binaries are not installed."""
 
 import shutil
 from collections.abc import Iterator

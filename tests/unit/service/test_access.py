@@ -1,4 +1,4 @@
-"""Roles by project, and the contract of a KeyStore: in memory, on SQLite and, where its binaries are, on Postgres."""
+"""Roles per project and the KeyStore contract, on memory, SQLite and Postgres (if its binaries are installed)."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -44,26 +44,26 @@ def a_deed(action: str, project: str = "default", target: str = "job-1") -> Deed
 
 
 @given(ROLES)
-def test_a_role_is_had_where_it_or_a_higher_one_was_given(roles: dict[str, Role]) -> None:
+def test_caller_has_role_if_it_or_a_higher_one_was_granted(roles: dict[str, Role]) -> None:
     caller, ranks = Caller("key-1", "bob", roles), list(Role)
     for project in ("a", "b", "c"):
-        given_here = [ranks.index(roles[scope]) for scope in (project, ANY) if scope in roles]
+        granted = [ranks.index(roles[scope]) for scope in (project, ANY) if scope in roles]
         for role in Role:
-            assert caller.may(role, project) == any(rank >= ranks.index(role) for rank in given_here)
+            assert caller.may(role, project) == any(rank >= ranks.index(role) for rank in granted)
             seen = caller.projects(role)
             assert caller.may(role, project) == (seen is None or project in seen)
 
 
 @given(st.lists(st.sampled_from(["x", "y", "z", "unheard-of"])), st.dictionaries(st.sampled_from("xyz"), ROLES))
-def test_a_token_gives_the_highest_role_of_its_groups(names: list[str], groups: dict[str, dict[str, Role]]) -> None:
+def test_caller_of_token_gets_highest_role_of_its_groups(names: list[str], groups: dict[str, dict[str, Role]]) -> None:
     caller = TokenRules("teams", groups).caller_of({"sub": "1", "exp": 9, "teams": [*names, 7, None]})
     for project in ("a", "b", "c"):
         for role in Role:
-            given_here = (Caller("key-1", "bob", groups[name]) for name in names if name in groups)
-            assert caller.may(role, project) == any(one.may(role, project) for one in given_here)
+            granted = (Caller("key-1", "bob", groups[name]) for name in names if name in groups)
+            assert caller.may(role, project) == any(one.may(role, project) for one in granted)
 
 
-def test_a_token_names_its_bearer_as_people_know_them() -> None:
+def test_caller_of_token_takes_name_from_claims_and_rejects_invalid_sub_or_exp() -> None:
     rules = TokenRules("groups", {})
     bare: dict[str, JsonValue] = {"sub": "00u1", "exp": 9.5}
     assert rules.caller_of(bare) == Caller("oidc:00u1", "00u1", {}, until=9.5 + LEEWAY)
@@ -75,7 +75,7 @@ def test_a_token_names_its_bearer_as_people_know_them() -> None:
             rules.caller_of({**bare, name: wrong})
 
 
-def test_idempotency_keys_of_two_callers_are_never_the_same() -> None:
+def test_idempotency_key_ids_of_different_callers_never_collide() -> None:
     callers = [
         Caller(one, "x", {}, until=until) for one, until in (("oidc:a", 1.0), ("oidc:a:b", 1.0), ("key-1", None))
     ]
@@ -83,14 +83,14 @@ def test_idempotency_keys_of_two_callers_are_never_the_same() -> None:
     assert all(len(Once("x" * 255, "", one.scope).id) <= 320 for one in callers)
 
 
-def test_a_key_opens_until_it_is_over_or_revoked() -> None:
+def test_key_opens_until_expired_or_revoked() -> None:
     key = a_key(1)
     assert [key.opens(now) for now in (0.0, 9.4, 9.5, 10.0)] == [True, True, False, False]
     assert not replace(key, revoked_at=5.0).opens(5.0)
     assert replace(key, expires_at=None).opens(1e12)
 
 
-def test_keys_come_back_as_they_were_stored_and_are_revoked_once(stores: Stores) -> None:
+def test_key_store_returns_keys_unchanged_and_revokes_each_once(stores: Stores) -> None:
     _, keys = stores
     first, second = a_key(1), a_key(2, a=Role.VIEWER, b=Role.ADMIN)
     for key in (first, second):
@@ -109,7 +109,7 @@ def test_keys_come_back_as_they_were_stored_and_are_revoked_once(stores: Stores)
     ]
 
 
-def test_a_deed_is_written_with_what_it_tells_of_or_not_at_all(stores: Stores) -> None:
+def test_deed_is_stored_only_if_its_change_succeeds(stores: Stores) -> None:
     jobs, keys = stores
     job = a_job()
     jobs.add(NewJob(job, deeds=(a_deed("job.submit"),)))
@@ -117,7 +117,7 @@ def test_a_deed_is_written_with_what_it_tells_of_or_not_at_all(stores: Stores) -
     paused = replace(job, wish=Wish("pause", checkpoint=True, deadline=5.0))
     assert jobs.save(paused, deed=a_deed("job.pause"))
     assert not jobs.save(paused, deed=a_deed("job.pause")), "the version has changed"
-    assert not jobs.save(a_job(), owner="me", deed=a_deed("job.pause")), "nobody has its lease"
+    assert not jobs.save(a_job(), owner="me", deed=a_deed("job.pause")), "owner 'me' does not hold the lease"
     assert not jobs.delete(job, {}, a_deed("job.delete"))
     newest = jobs.get("job-1")
     assert newest is not None
@@ -127,7 +127,7 @@ def test_a_deed_is_written_with_what_it_tells_of_or_not_at_all(stores: Stores) -
     assert found[1] == a_deed("job.pause")
 
 
-def test_deeds_are_paged_and_those_of_other_projects_left_out(stores: Stores) -> None:
+def test_deeds_are_paged_and_filtered_by_project(stores: Stores) -> None:
     _, keys = stores
     for number in range(6):
         keys.record(a_deed(f"job.{number}", project="ab"[number % 2]))

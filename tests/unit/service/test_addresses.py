@@ -1,4 +1,4 @@
-"""Where requests to addresses that users give may go."""
+"""SSRF protection: parsing of user-supplied URLs and the addresses they may resolve to."""
 
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
@@ -11,7 +11,7 @@ from service.domain.webhooks.ssrf import Allowed, Target, is_public, parse_targe
 
 PUBLIC = ["1.1.1.1", "93.184.216.34", "172.32.0.1", "2606:4700::1111", "2a00:1450:4001::200e"]
 # fmt: off
-SHUT = [
+NOT_PUBLIC = [
     "0.0.0.0", "10.1.2.3", "100.64.0.1", "100.100.100.200", "127.0.0.1", "127.9.9.9", "169.254.169.254",
     "172.16.0.1", "172.31.255.255", "192.0.0.192", "192.0.2.1", "192.88.99.1", "192.168.1.1", "198.18.0.1",
     "198.51.100.1", "203.0.113.1", "224.0.0.1", "239.255.255.255", "240.0.0.1", "255.255.255.255",
@@ -25,37 +25,37 @@ LOCAL = [ip_network(text) for text in ("127.0.0.0/8", "10.0.0.0/8", "192.168.0.0
 
 
 @pytest.mark.parametrize("address", PUBLIC)
-def test_public_addresses_are_open(address: str) -> None:
+def test_public_address_is_public(address: str) -> None:
     assert is_public(ip_address(address))
 
 
-@pytest.mark.parametrize("address", SHUT)
-def test_no_other_address_is(address: str) -> None:
+@pytest.mark.parametrize("address", NOT_PUBLIC)
+def test_non_public_address_is_blocked(address: str) -> None:
     assert not is_public(ip_address(address))
     assert not Allowed().opens(Target("https", "hooks.example", 443, "/"), address)
 
 
 @given(st.sampled_from(LOCAL).flatmap(lambda network: st.ip_addresses(v=4, network=str(network))))
-def test_a_local_address_is_shut_in_every_disguise(address: IPv4Address | IPv6Address) -> None:
+def test_local_address_embedded_in_ipv6_is_not_public(address: IPv4Address | IPv6Address) -> None:
     number = int(address)
-    disguises = [
+    embeddings = [
         IPv6Address((0xFFFF << 32) | number),
         IPv6Address(number),
         IPv6Address((0x64FF9B << 96) | number),
         IPv6Address((0x2002 << 112) | (number << 80)),
         IPv6Address((0x20010000 << 96) | (number ^ 0xFFFFFFFF)),
     ]
-    assert not any(is_public(one) for one in (address, *disguises))
+    assert not any(is_public(one) for one in (address, *embeddings))
 
 
 @given(st.ip_addresses())
-def test_what_is_open_is_global_unicast(address: IPv4Address | IPv6Address) -> None:
+def test_public_address_is_global_unicast(address: IPv4Address | IPv6Address) -> None:
     if is_public(address):
         assert address.is_global
         assert not any((address.is_multicast, address.is_private, address.is_loopback, address.is_link_local))
 
 
-def test_operator_opens_networks_and_hosts_by_name() -> None:
+def test_allow_list_opens_networks_and_host_names() -> None:
     allowed = Allowed.parse(["10.1.0.0/16", "fd00::/8", "Hooks.Internal", "127.0.0.1"])
     named, other = Target("http", "hooks.internal", 80, "/"), Target("https", "hooks.example", 443, "/")
     assert allowed.names(named)
@@ -70,12 +70,12 @@ def test_operator_opens_networks_and_hosts_by_name() -> None:
 
 
 @pytest.mark.parametrize("entry", ["10.0.0.1/8", "10.0.0.0/33", "-x", "a b", "http://x", ""])
-def test_what_the_operator_cannot_mean_is_refused(entry: str) -> None:
+def test_invalid_allow_list_entry_raises_value_error(entry: str) -> None:
     with pytest.raises(ValueError, match=r"expected e\.g\. 10"):
         Allowed.parse([entry])
 
 
-def test_a_url_is_taken_apart() -> None:
+def test_parse_target_splits_url() -> None:
     assert parse_target("HTTPS://Hooks.Example/a/b?c=d") == Target("https", "hooks.example", 443, "/a/b?c=d")
     assert parse_target("http://[::1]:8080") == Target("http", "::1", 8080, "/")
     assert parse_target("https://2130706433/").literal is None
@@ -105,13 +105,13 @@ def test_a_url_is_taken_apart() -> None:
         ("https://x/\ty", "percent-encode"),
     ],
 )
-def test_a_url_that_may_mean_two_things_is_refused(url: str, word: str) -> None:
+def test_parse_target_of_invalid_or_ambiguous_url_raises_value_error(url: str, word: str) -> None:
     with pytest.raises(ValueError, match=word):
         parse_target(url)
 
 
 @given(st.text())
-def test_any_text_is_a_target_or_no_value(text: str) -> None:
+def test_parse_target_of_any_text_returns_target_or_raises_value_error(text: str) -> None:
     for url in (text, f"https://{text}"):
         with suppress(ValueError):
             target = parse_target(url)

@@ -1,4 +1,4 @@
-"""Backup of a database that is being written to, and restore: whole or refused, and nothing lost either way."""
+"""Backup during writes, and restore: complete or rejected, without data loss."""
 
 import io
 import json
@@ -26,7 +26,7 @@ from trainshed.cli.main import app
 
 
 def home(path: Path, *, jobs: int = 0) -> Settings:
-    """A home as a service leaves it, with some jobs."""
+    """Create a service home with an admin key, a database and `jobs` jobs."""
     settings = Settings(home=path)
     settings.make_home()
     ensure_key(settings.admin_key)
@@ -49,7 +49,7 @@ def used(tmp_path: Path) -> Settings:
     return home(tmp_path / "used", jobs=3)
 
 
-def test_backup_of_a_database_that_is_written_to_is_a_moment_of_it(used: Settings, tmp_path: Path) -> None:
+def test_backup_during_writes_is_a_consistent_snapshot(used: Settings, tmp_path: Path) -> None:
     store, enough = SqlJobStore(open_database(used.database)), threading.Event()
 
     def write() -> None:
@@ -76,7 +76,7 @@ def test_backup_of_a_database_that_is_written_to_is_a_moment_of_it(used: Setting
     assert found == [f"job-{number:04d}" for number in range(len(found))]
 
 
-def test_restored_jobs_are_anybodys_at_once(used: Settings, tmp_path: Path) -> None:
+def test_restore_removes_leases_of_jobs_and_leader(used: Settings, tmp_path: Path) -> None:
     SqlJobStore(open_database(used.database)).claim("job-0000", Lease("dead", now=0.0, until=1e12))
     SqlJobStore(open_database(used.database)).lead(Lease("dead", now=0.0, until=1e12))
     back_up(used, tmp_path / "b.tar")
@@ -87,7 +87,7 @@ def test_restored_jobs_are_anybodys_at_once(used: Settings, tmp_path: Path) -> N
     assert store.lead(Lease("me", now=1.0, until=2.0))
 
 
-def test_restore_over_a_home_in_use_needs_force_and_keeps_what_was_there(used: Settings, tmp_path: Path) -> None:
+def test_restore_over_existing_files_needs_force_and_keeps_them(used: Settings, tmp_path: Path) -> None:
     back_up(used, tmp_path / "b.tar")
     other = home(tmp_path / "other", jobs=1)
     key = other.admin_key.read_text()
@@ -124,8 +124,8 @@ def test_restore_that_fails_half_way_changes_nothing(
     assert (jobs_of(other), other.admin_key.read_text()) == (["job-0000"], key)
 
 
-def changed(tar: Path, name: str, content: bytes) -> None:
-    """The same backup with another file in it."""
+def put_file(tar: Path, name: str, content: bytes) -> None:
+    """Add or replace one file in a backup."""
     with tarfile.open(tar) as archive:
         files = {member.name: archive.extractfile(member) for member in archive}
         held = {known: file.read() for known, file in files.items() if file is not None} | {name: content}
@@ -136,12 +136,12 @@ def changed(tar: Path, name: str, content: bytes) -> None:
             archive.addfile(member, io.BytesIO(content))
 
 
-def test_damaged_backups_are_refused_and_leave_nothing(used: Settings, tmp_path: Path) -> None:
+def test_damaged_backup_is_rejected_and_restores_nothing(used: Settings, tmp_path: Path) -> None:
     fresh, tar = Settings(home=tmp_path / "fresh"), tmp_path / "b.tar"
     for name, message in (("trainshed.db", "wrong checksum of trainshed.db"), ("manifest.json", "cannot be restored")):
         tar.unlink(missing_ok=True)
         back_up(used, tar)
-        changed(tar, name, b"{}")
+        put_file(tar, name, b"{}")
         with pytest.raises(BackupFailed, match=message):
             restore(fresh, tar, force=False)
     tar.write_bytes(b"no tar")
@@ -150,7 +150,7 @@ def test_damaged_backups_are_refused_and_leave_nothing(used: Settings, tmp_path:
     assert {path.name for path in fresh.home.iterdir()} <= {"service.lock", "trainshed.db.lock"}
 
 
-def test_backup_of_a_newer_version_is_refused(used: Settings, tmp_path: Path) -> None:
+def test_backup_of_newer_schema_revision_fails(used: Settings, tmp_path: Path) -> None:
     with closing(sqlite3.connect(used.home / "trainshed.db")) as connection:
         connection.execute("UPDATE alembic_version SET version_num = '9999'")
         connection.commit()
@@ -159,19 +159,21 @@ def test_backup_of_a_newer_version_is_refused(used: Settings, tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["used"]
 
 
-def test_database_that_is_damaged_is_not_backed_up(used: Settings, tmp_path: Path) -> None:
+def test_backup_of_damaged_database_fails(used: Settings, tmp_path: Path) -> None:
     (used.home / "trainshed.db").write_bytes(b"x" * 8192)
     with pytest.raises(BackupFailed, match="file is not a database"):
         back_up(used, tmp_path / "b.tar")
     assert [path.name for path in tmp_path.iterdir()] == ["used"]
 
 
-def test_the_commands(used: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backup_and_restore_commands_print_paths_and_exit_codes(
+    used: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runner, tar = CliRunner(), tmp_path / "b.tar"
     monkeypatch.setenv("TRAINSHED_HOME", str(used.home))
-    told = runner.invoke(app, ["backup", str(tar)])
-    assert (told.exit_code, told.stdout) == (0, f"{tar}\n")
-    assert f"next: trainshed restore {tar}" in told.stderr.replace("\n", "")
+    result = runner.invoke(app, ["backup", str(tar)])
+    assert (result.exit_code, result.stdout) == (0, f"{tar}\n")
+    assert f"next: trainshed restore {tar}" in result.stderr.replace("\n", "")
     again = runner.invoke(app, ["backup", str(tar)])
     assert (again.exit_code, again.stderr) == (1, f"trainshed: {tar} already exists; choose another file name\n")
     assert runner.invoke(app, ["backup"]).exit_code == 2
@@ -179,8 +181,8 @@ def test_the_commands(used: Settings, tmp_path: Path, monkeypatch: pytest.Monkey
     missing = runner.invoke(app, ["restore", str(tmp_path / "none.tar")])
     assert missing.exit_code == 1
     assert "No such file" in missing.stderr
-    told = runner.invoke(app, ["restore", str(tar), "--json"])
-    assert (told.exit_code, json.loads(told.stdout)["kept"]) == (0, [])
+    result = runner.invoke(app, ["restore", str(tar), "--json"])
+    assert (result.exit_code, json.loads(result.stdout)["kept"]) == (0, [])
     refused = runner.invoke(app, ["restore", str(tar)])
     assert (refused.exit_code, "--force" in refused.stderr) == (1, True)
     forced = runner.invoke(app, ["restore", str(tar), "--force"])
@@ -188,11 +190,13 @@ def test_the_commands(used: Settings, tmp_path: Path, monkeypatch: pytest.Monkey
     assert runner.invoke(app, ["restore"]).exit_code == 2
 
 
-def test_postgres_is_left_to_its_own_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backup_command_on_postgres_suggests_pg_dump_without_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TRAINSHED_HOME", str(tmp_path))
     monkeypatch.setenv("TRAINSHED_DATABASE_URL", "postgresql+psycopg://shed:secret@db.example:5433/shed")
-    told = CliRunner().invoke(app, ["backup", str(tmp_path / "b.dump")])
-    assert told.exit_code == 1
+    result = CliRunner().invoke(app, ["backup", str(tmp_path / "b.dump")])
+    assert result.exit_code == 1
     dump = f"pg_dump --format=custom --file={tmp_path / 'b.dump'} postgresql://shed@db.example:5433/shed"
-    assert dump in told.stderr
-    assert "secret" not in told.stderr
+    assert dump in result.stderr
+    assert "secret" not in result.stderr

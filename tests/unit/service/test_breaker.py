@@ -1,4 +1,4 @@
-"""A cluster that does not answer: nobody waits for it, and who answers again is asked again."""
+"""Circuit breaker of cluster calls: a timeout opens it, an answer to its probe closes it."""
 
 import threading
 import time
@@ -22,14 +22,14 @@ from tests.support.waiting import wait_for
 
 
 class Cluster:
-    """Answers after `takes` seconds, or not at all within the time that it is given."""
+    """A cluster that answers after `takes` seconds, or raises TimeoutError if the caller's timeout is shorter."""
 
     def __init__(self) -> None:
         self.takes: float | None = 0.0
-        self.given: list[float] = []
+        self.timeouts: list[float] = []
 
-    def ask(self, seconds: float) -> str:
-        self.given.append(seconds)
+    def request(self, seconds: float) -> str:
+        self.timeouts.append(seconds)
         if self.takes is None or self.takes > seconds:
             time.sleep(seconds)
             raise TimeoutError("no answer")
@@ -38,60 +38,60 @@ class Cluster:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tenth of all times."""
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Divide all times of the breaker by ten."""
     for name in ("SHORT", "LONG", "_WORTH_IT", "_PAUSE", "_SLOW_FOR"):
         monkeypatch.setattr(module, name, getattr(module, name) / 10)
 
 
-@pytest.mark.usefixtures("quick")
-def test_after_one_call_without_an_answer_all_fail_at_once_until_it_answers() -> None:
+@pytest.mark.usefixtures("short_times")
+def test_breaker_after_a_timeout_fails_fast_until_the_cluster_answers() -> None:
     cluster = Cluster()
-    breaker = Breaker(cluster.ask)
-    assert breaker.call(cluster.ask) == "yes"
+    breaker = Breaker(cluster.request)
+    assert breaker.call(cluster.request) == "yes"
     cluster.takes = None
     with pytest.raises(TimeoutError, match="no answer"):
-        breaker.call(cluster.ask)
+        breaker.call(cluster.request)
     began = time.monotonic()
     for _ in range(100):
         with pytest.raises(ClusterSilentError, match="it has not answered for 0 s"):
-            breaker.call(cluster.ask)
+            breaker.call(cluster.request)
     assert time.monotonic() - began < SHORT / 10
     cluster.takes = 0.0
-    assert wait_for(lambda: answers(breaker, cluster), "an answer", seconds=5)
+    assert wait_for(lambda: is_answering(breaker, cluster), "an answer", seconds=5)
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("short_times")
 def test_probe_with_an_unexpected_answer_closes_the_breaker() -> None:
     cluster = Cluster()
 
     def answer_wrongly(seconds: float) -> str:
-        cluster.ask(seconds)
+        cluster.request(seconds)
         raise ValueError("no JSON")
 
     breaker = Breaker(answer_wrongly)
     cluster.takes = None
     with pytest.raises(TimeoutError):
-        breaker.call(cluster.ask)
+        breaker.call(cluster.request)
     cluster.takes = 0.0
-    assert wait_for(lambda: answers(breaker, cluster), "an answer", seconds=5)
+    assert wait_for(lambda: is_answering(breaker, cluster), "an answer", seconds=5)
 
 
-@pytest.mark.usefixtures("quick")
-def test_slow_cluster_is_given_more_time_after_its_first_late_answer() -> None:
+@pytest.mark.usefixtures("short_times")
+def test_breaker_after_a_late_answer_uses_the_long_timeout() -> None:
     cluster = Cluster()
-    breaker = Breaker(cluster.ask)
+    breaker = Breaker(cluster.request)
     cluster.takes = 2 * SHORT / 10
     with pytest.raises(TimeoutError):
-        breaker.call(cluster.ask)
-    assert wait_for(lambda: answers(breaker, cluster), "an answer", seconds=5)
-    assert (cluster.given[0], cluster.given[-1]) == (SHORT / 10, LONG / 10)
+        breaker.call(cluster.request)
+    assert wait_for(lambda: is_answering(breaker, cluster), "an answer", seconds=5)
+    assert (cluster.timeouts[0], cluster.timeouts[-1]) == (SHORT / 10, LONG / 10)
 
 
-@pytest.mark.usefixtures("quick")
-def test_quick_failure_does_not_open_it() -> None:
+@pytest.mark.usefixtures("short_times")
+def test_quick_failure_does_not_open_breaker() -> None:
     def refuse(seconds: float) -> None:
-        raise ConnectionRefusedError("nobody listens")
+        raise ConnectionRefusedError("connection refused")
 
     breaker = Breaker(refuse)
     for _ in range(3):
@@ -99,26 +99,26 @@ def test_quick_failure_does_not_open_it() -> None:
             breaker.call(refuse)
 
 
-@pytest.mark.usefixtures("quick")
-def test_its_thread_ends_if_nobody_asks_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("short_times")
+def test_breaker_thread_ends_without_further_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_FORGOTTEN", 0.0)
     cluster = Cluster()
     cluster.takes = None
-    breaker = Breaker(cluster.ask)
+    breaker = Breaker(cluster.request)
     with pytest.raises(TimeoutError):
-        breaker.call(cluster.ask)
+        breaker.call(cluster.request)
     wait_for(lambda: all(one.name != "cluster breaker" for one in threading.enumerate()), "the end of the thread")
 
 
-def answers(breaker: Breaker, cluster: Cluster) -> bool:
+def is_answering(breaker: Breaker, cluster: Cluster) -> bool:
     try:
-        return breaker.call(cluster.ask) == "yes"
+        return breaker.call(cluster.request) == "yes"
     except TimeoutError:
         return False
 
 
 @pytest.mark.parametrize("server", [dropping_server, mute_server])
-def test_pass_over_fifty_jobs_is_short_and_keeps_all_leases_while_the_cluster_is_silent(
+def test_reconcile_pass_with_silent_cluster_is_short_and_keeps_leases(
     tmp_path: Path, server: Callable[[], AbstractContextManager[str]]
 ) -> None:
     service = FakeService(tmp_path)

@@ -1,4 +1,4 @@
-"""Measurements → findings, and who measures: nothing hides anything else."""
+"""Doctor checks: measurements to findings; a failing check does not hide the others."""
 
 import os
 import threading
@@ -22,7 +22,7 @@ CHECKS = (
     *("storage.readable", "storage.writable", "storage.atomic", "storage.shared"),
     *("network", "versions", "user", "clock", "data_cpus", "files"),
 )
-WELL = Measured(
+HEALTHY = Measured(
     Greeting(Reach.ANSWERS, "http://ray:8265", "Ray 2.60.0", (-0.5, 0.5)),
     1,
     a_visit(),
@@ -36,26 +36,26 @@ WELL = Measured(
     uid=os.getuid(),
     connections=(512, 512),
 )
-BEHIND_RAY = {"ray.nodes", "ray.tasks", "storage.shared", "network", "versions", "user", "clock", "data_cpus"}
+NEEDS_RAY = {"ray.nodes", "ray.tasks", "storage.shared", "network", "versions", "user", "clock", "data_cpus"}
 
 
-def verdicts(seen: Measured) -> dict[str, str]:
-    """What is not ok, by check."""
-    findings = check_up(seen)
+def verdicts(measured: Measured) -> dict[str, str]:
+    """Return the verdict of each check that is not ok."""
+    findings = check_up(measured)
     assert tuple(finding.check for finding in findings) == CHECKS
-    wrong = [finding for finding in findings if finding.verdict in (Verdict.FAILED, Verdict.WARNING)]
-    assert all(finding.remedy for finding in wrong), "what is wrong has a remedy"
+    problems = [finding for finding in findings if finding.verdict in (Verdict.FAILED, Verdict.WARNING)]
+    assert all(finding.remedy for finding in problems), "each failure and warning has a remedy"
     return {finding.check: finding.verdict.value for finding in findings if finding.verdict is not Verdict.OK}
 
 
-def test_where_all_is_well_all_is_ok() -> None:
-    assert verdicts(WELL) == {}
+def test_healthy_measurements_give_only_ok_verdicts() -> None:
+    assert verdicts(HEALTHY) == {}
 
 
 @pytest.mark.parametrize("reach", [Reach.NOBODY, Reach.STRANGE, Reach.STARTING])
-def test_where_ray_does_not_answer_what_lies_behind_it_is_skipped(reach: Reach) -> None:
-    found = verdicts(replace(WELL, greeting=Greeting(reach, "http://ray:8265", "no"), visit=Trouble("not asked")))
-    assert found == {"ray.reachable": "failed"} | dict.fromkeys({"ray.authenticated"} | BEHIND_RAY, "skipped")
+def test_ray_not_answering_skips_checks_that_need_it(reach: Reach) -> None:
+    found = verdicts(replace(HEALTHY, greeting=Greeting(reach, "http://ray:8265", "no"), visit=Trouble("not measured")))
+    assert found == {"ray.reachable": "failed"} | dict.fromkeys({"ray.authenticated"} | NEEDS_RAY, "skipped")
 
 
 @pytest.mark.parametrize(
@@ -66,37 +66,35 @@ def test_where_ray_does_not_answer_what_lies_behind_it_is_skipped(reach: Reach) 
         ("file:///runs", None, {"user": "skipped"}),
     ],
 )
-def test_service_and_nodes_must_run_as_the_same_user_where_they_share_folders(
-    runs: str, uid: int | None, found: dict[str, str]
-) -> None:
-    seen = replace(WELL, runs=runs, visit=a_visit(a_node(uid=uid)))
-    assert verdicts(seen) == found
-    (finding,) = [one for one in check_up(seen) if one.check == "user"]
+def test_user_check_on_shared_folders_fails_if_uids_differ(runs: str, uid: int | None, found: dict[str, str]) -> None:
+    measured = replace(HEALTHY, runs=runs, visit=a_visit(a_node(uid=uid)))
+    assert verdicts(measured) == found
+    (finding,) = [one for one in check_up(measured) if one.check == "user"]
     assert uid is None or f"uid {os.getuid()}" in finding.seen
 
 
-def test_fewer_files_than_connections_are_a_warning_with_both_numbers() -> None:
-    seen = replace(WELL, connections=(512, 2048))
-    assert verdicts(seen) == {"files": "warning"}
-    (files,) = [finding for finding in check_up(seen) if finding.check == "files"]
+def test_files_check_warns_if_open_file_limit_is_below_connections() -> None:
+    measured = replace(HEALTHY, connections=(512, 2048))
+    assert verdicts(measured) == {"files": "warning"}
+    (files,) = [finding for finding in check_up(measured) if finding.check == "files"]
     assert files.seen == "the limit of open files allows 512 connections, and TRAINSHED_CONNECTIONS is 2048"
 
 
-def test_a_wrong_token_is_not_an_unreachable_ray() -> None:
+def test_wrong_token_fails_authenticated_and_not_reachable() -> None:
     refused = Greeting(Reach.REFUSED, "http://ray:8265", "403")
-    found = verdicts(replace(WELL, greeting=refused, visit=Trouble("not asked")))
-    assert found == {"ray.authenticated": "failed"} | dict.fromkeys(BEHIND_RAY, "skipped")
+    found = verdicts(replace(HEALTHY, greeting=refused, visit=Trouble("not measured")))
+    assert found == {"ray.authenticated": "failed"} | dict.fromkeys(NEEDS_RAY, "skipped")
 
 
-def test_a_cluster_without_nodes_is_told_as_one() -> None:
-    found = verdicts(replace(WELL, nodes=0, visit=Trouble("not asked")))
-    assert found == {"ray.nodes": "failed"} | dict.fromkeys(BEHIND_RAY - {"ray.nodes"}, "skipped")
+def test_cluster_without_nodes_fails_nodes_check() -> None:
+    found = verdicts(replace(HEALTHY, nodes=0, visit=Trouble("not measured")))
+    assert found == {"ray.nodes": "failed"} | dict.fromkeys(NEEDS_RAY - {"ray.nodes"}, "skipped")
 
 
 @pytest.mark.parametrize(("part", "check"), [("read", "readable"), ("write", "writable"), ("replace", "atomic")])
-def test_a_trial_of_the_storage_that_fails_is_one_finding(part: str, check: str) -> None:
+def test_failing_storage_probe_fails_only_its_check(part: str, check: str) -> None:
     changed = {"read": "x", "write": "x", "replace": "x"} | {part: Trouble("Permission denied")}
-    assert verdicts(replace(WELL, **changed)) == {f"storage.{check}": "failed"}  # type: ignore[arg-type]
+    assert verdicts(replace(HEALTHY, **changed)) == {f"storage.{check}": "failed"}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -118,25 +116,27 @@ def test_a_trial_of_the_storage_that_fails_is_one_finding(part: str, check: str)
         (a_visit(left_out=3), {"ray.tasks": "warning"}),
     ],
 )
-def test_what_a_visit_finds(visit: ClusterVisit, found: dict[str, str]) -> None:
-    assert verdicts(replace(WELL, visit=visit)) == found
+def test_visit_with_fault_fails_its_check(visit: ClusterVisit, found: dict[str, str]) -> None:
+    assert verdicts(replace(HEALTHY, visit=visit)) == found
 
 
-def test_nodes_that_differ_from_each_other_fail_even_where_the_service_would_not_mind() -> None:
+def test_nodes_with_different_torch_versions_fail_versions_check() -> None:
     other = a_node("n2", versions=VERSIONS | {"torch": "9"})
-    seen = replace(WELL, visit=a_visit(a_node(), other), arrived=frozenset({"n1", "n2"}))
-    assert verdicts(seen) == {"versions": "failed"}
+    measured = replace(HEALTHY, visit=a_visit(a_node(), other), arrived=frozenset({"n1", "n2"}))
+    assert verdicts(measured) == {"versions": "failed"}
 
 
-def test_many_nodes_with_one_trouble_are_not_all_listed() -> None:
+def test_many_nodes_with_the_same_fault_are_not_all_listed() -> None:
     nodes = [a_node(f"n{number}", sight=Sight()) for number in range(300)]
-    (shared,) = [found for found in check_up(replace(WELL, visit=a_visit(*nodes))) if found.check == "storage.shared"]
+    (shared,) = [
+        found for found in check_up(replace(HEALTHY, visit=a_visit(*nodes))) if found.check == "storage.shared"
+    ]
     assert "and 295 more" in shared.seen
 
 
 @given(ahead=st.floats(-1e4, 1e4), delays=st.lists(st.floats(0, 60), min_size=4, max_size=4), share=st.floats(-1, 1))
-def test_a_skew_that_is_told_is_never_more_than_there_is(ahead: float, delays: list[float], share: float) -> None:
-    """A clock was read at some moment between question and answer, on the head and on a node."""
+def test_reported_clock_skew_never_exceeds_actual_skew(ahead: float, delays: list[float], share: float) -> None:
+    """Read the clocks of the head and of a node at any moment between request and response."""
     head = (ahead * share - delays[0], ahead * share + delays[1])
     node = (ahead * (1 - share) - delays[2], ahead * (1 - share) + delays[3])
     bounds = add(head, node)
@@ -144,28 +144,28 @@ def test_a_skew_that_is_told_is_never_more_than_there_is(ahead: float, delays: l
     assert least(bounds) <= abs(ahead) + 1e-6
 
 
-def test_network_that_fails_between_two_nodes_names_the_pair() -> None:
+def test_network_failure_between_two_nodes_names_the_pair() -> None:
     visit = a_visit(a_node(), a_node("n2"), failed={"10.0.0.1 and 10.0.0.2": "Connection refused"})
-    (finding,) = [one for one in check_up(replace(WELL, nodes=2, visit=visit)) if one.check == "network"]
+    (finding,) = [one for one in check_up(replace(HEALTHY, nodes=2, visit=visit)) if one.check == "network"]
     assert finding.verdict is Verdict.FAILED
     assert finding.seen == "no connection between 10.0.0.1 and 10.0.0.2: Connection refused"
 
 
-def test_network_of_two_nodes_that_was_not_tried_is_skipped() -> None:
+def test_network_check_without_measurement_is_skipped() -> None:
     visit = a_visit(a_node(), a_node("n2")).model_copy(update={"network": None})
-    assert verdicts(replace(WELL, nodes=2, visit=visit))["network"] == "skipped"
+    assert verdicts(replace(HEALTHY, nodes=2, visit=visit))["network"] == "skipped"
 
 
 def doctor(cluster: FakeClusterProbe, storage: FakeStorageProbe) -> Doctor:
     return Doctor(cluster, storage, VERSIONS, limit=0.05)
 
 
-def wrong(cluster: FakeClusterProbe, storage: FakeStorageProbe) -> dict[str, str]:
+def problems(cluster: FakeClusterProbe, storage: FakeStorageProbe) -> dict[str, str]:
     findings = doctor(cluster, storage).examine().findings
     return {finding.check: finding.verdict.value for finding in findings if finding.verdict is not Verdict.OK}
 
 
-def test_an_examination_asks_all_and_leaves_nothing() -> None:
+def test_examine_runs_all_checks_and_removes_its_folder() -> None:
     cluster, storage = FakeClusterProbe(), FakeStorageProbe()
     examination = doctor(cluster, storage).examine()
     assert [finding.verdict.value for finding in examination.findings] == ["ok"] * len(CHECKS)
@@ -174,26 +174,26 @@ def test_an_examination_asks_all_and_leaves_nothing() -> None:
     assert str(cluster.folder).startswith("file:///runs/_doctor-")
 
 
-def test_storage_that_hangs_hides_nothing_else() -> None:
+def test_hanging_storage_probe_hides_no_other_check() -> None:
     storage = FakeStorageProbe(hanging=("write", "leave_token"))
-    assert wrong(FakeClusterProbe(), storage) == {"storage.writable": "failed", "storage.shared": "skipped"}
+    assert problems(FakeClusterProbe(), storage) == {"storage.writable": "failed", "storage.shared": "skipped"}
 
 
-def test_storage_that_fails_hides_nothing_else() -> None:
+def test_failing_storage_probe_hides_no_other_check() -> None:
     faults: dict[str, Exception] = {"replace": StorageFault("torn"), "answers": OSError("gone")}
-    found = wrong(FakeClusterProbe(), FakeStorageProbe(faults))
+    found = problems(FakeClusterProbe(), FakeStorageProbe(faults))
     assert found == {"storage.atomic": "failed", "storage.shared": "failed"}
 
 
 @pytest.mark.parametrize("cluster", [FakeClusterProbe(found=ClusterError("no python")), FakeClusterProbe(hangs=True)])
-def test_nodes_that_do_not_answer_hide_nothing_of_the_storage(cluster: FakeClusterProbe) -> None:
+def test_unreachable_nodes_do_not_hide_storage_checks(cluster: FakeClusterProbe) -> None:
     storage = FakeStorageProbe()
     behind = ("storage.shared", "network", "versions", "user", "clock", "data_cpus")
-    assert wrong(cluster, storage) == {"ray.tasks": "failed"} | dict.fromkeys(behind, "skipped")
+    assert problems(cluster, storage) == {"ray.tasks": "failed"} | dict.fromkeys(behind, "skipped")
     assert len(storage.removed) == 1
 
 
-def test_who_asks_meanwhile_gets_the_same_answer() -> None:
+def test_concurrent_examine_calls_share_one_result() -> None:
     go = threading.Event()
 
     class Slow(FakeStorageProbe):
@@ -202,12 +202,12 @@ def test_who_asks_meanwhile_gets_the_same_answer() -> None:
             return "read"
 
     cluster = FakeClusterProbe()
-    asked = Doctor(cluster, Slow(), VERSIONS)
+    slow_doctor = Doctor(cluster, Slow(), VERSIONS)
     with ThreadPoolExecutor(4) as pool:
-        answers = [pool.submit(asked.examine) for _ in range(4)]
+        answers = [pool.submit(slow_doctor.examine) for _ in range(4)]
         wait_for(lambda: cluster.visits == 1)
         go.set()
         first = answers[0].result()
         assert all(answer.result() is first for answer in answers)
     assert cluster.visits == 1
-    assert asked.examine() is not first
+    assert slow_doctor.examine() is not first

@@ -1,4 +1,4 @@
-"""What the events of an attempt report about why it makes no progress."""
+"""Conditions: reasons for missing progress, read from the events of an attempt."""
 
 from typing import Any
 
@@ -61,7 +61,7 @@ def test_each_condition_ends_with_its_own_event(event: dict[str, Any], end: dict
     assert read(STARTED, event, end).newest is None
 
 
-def test_silence_of_a_host_ends_with_that_host_alone() -> None:
+def test_host_silent_condition_ends_only_with_progress_of_that_host() -> None:
     other = SILENT | {"host": "node9"}
     newest = read(STARTED, other, SILENT, {"event": "progressing", "host": SILENT["host"]}).newest
     assert newest is not None
@@ -69,14 +69,14 @@ def test_silence_of_a_host_ends_with_that_host_alone() -> None:
     assert read(STARTED, SILENT, {"event": "progressing"}).newest is not None
 
 
-def test_storage_that_is_unavailable_outlasts_progress() -> None:
+def test_storage_unavailable_condition_outlasts_progress() -> None:
     found = read(STARTED, STORAGE, STALLED, {"event": "progressing"}).newest
     assert found is not None
     assert found.code is Code.STORAGE_UNAVAILABLE
     assert read(STORAGE, {"event": "storage_available"}).newest is None
 
 
-def test_newest_of_several_conditions_counts() -> None:
+def test_newest_of_several_conditions_wins() -> None:
     newest = read(SILENT, STALLED).newest
     assert newest is not None
     assert newest.code is Code.STALLED
@@ -85,11 +85,11 @@ def test_newest_of_several_conditions_counts() -> None:
     assert again.code is Code.HOST_LOST
 
 
-def test_new_group_ends_the_wait_for_capacity() -> None:
+def test_group_started_ends_capacity_condition() -> None:
     assert read(STARTED, WAITING, STARTED).newest is None
 
 
-def test_lost_host_is_named_with_what_the_survivors_reported() -> None:
+def test_workers_lost_message_names_host_and_survivor_reports() -> None:
     survivors = "rank 0 reported: connection closed by peer."
     event = {"event": "workers_lost", "hosts": ["node3"], "cause": "host_lost", "error": "host node3 was lost"}
     found = read(STARTED, SILENT, event | {"survivors": survivors})
@@ -101,13 +101,13 @@ def test_lost_host_is_named_with_what_the_survivors_reported() -> None:
     )
 
 
-def test_rank_that_the_kernel_killed_is_out_of_memory() -> None:
+def test_workers_lost_to_the_oom_killer_is_out_of_memory() -> None:
     found = read({"event": "workers_lost", "hosts": ["node3"], "cause": "out_of_memory", "error": "rank 2 was killed"})
     assert found.lost is not None
     assert found.lost.code is Code.OUT_OF_MEMORY
 
 
-def test_killed_rank_is_workers_lost() -> None:
+def test_killed_rank_is_reported_as_workers_lost() -> None:
     error = "rank 2 on node3 was killed by signal 9"
     found = read({"event": "workers_lost", "hosts": ["node3"], "cause": "killed", "error": error})
     assert found.lost is not None
@@ -123,7 +123,7 @@ def test_preemption_notice_names_draining_hosts() -> None:
 
 
 @pytest.mark.parametrize("event", [STARTED, SILENT, WAITING, STALLED, MOVING, STORAGE])
-def test_events_with_other_fields_than_expected_are_read(event: dict[str, Any]) -> None:
+def test_events_with_unexpected_field_values_are_read(event: dict[str, Any]) -> None:
     values: list[Any] = [None, "x", 3, [], {}, [{}], {"CPU": "x"}]
     for name in event.keys() - {"event"}:
         for value in values:

@@ -1,4 +1,4 @@
-"""A real database that is stopped, frozen or locked: what callers are told, and that no key stays in flight."""
+"""API answers while a real database is stopped, frozen or locked; no idempotency key stays in flight."""
 
 import json
 import shutil
@@ -50,10 +50,10 @@ class Postgres:
     def __init__(self, server: PostgresServer) -> None:
         self.server, self.url = server, server.url
 
-    def break_off(self) -> None:
+    def disconnect(self) -> None:
         self.server.stop()
 
-    def bring_back(self) -> None:
+    def reconnect(self) -> None:
         self.server.start()
 
 
@@ -64,21 +64,21 @@ class Sqlite:
         self.url = f"sqlite:///{file}"
         self._other = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
 
-    def break_off(self) -> None:
+    def disconnect(self) -> None:
         self._other.execute("BEGIN EXCLUSIVE")
 
-    def bring_back(self) -> None:
+    def reconnect(self) -> None:
         self._other.execute("ROLLBACK")
 
 
 class BreakingPreflight(MemoryPreflight):
-    """Breaks the database off while a spec is checked, once."""
+    """A preflight that disconnects the database once, while it checks a spec."""
 
     database: Postgres | Sqlite | None = None
 
     def check(self, spec: JobSpec, parent: Parent | None = None) -> Findings:
         if self.database is not None:
-            self.database.break_off()
+            self.database.disconnect()
             self.database = None
         return super().check(spec, parent)
 
@@ -101,21 +101,23 @@ def _client(url: str, folder: Path, preflight: MemoryPreflight) -> Iterator[Test
         database.close()
 
 
-def _refused(answer: Response) -> tuple[int, str, bool]:
+def _error(answer: Response) -> tuple[int, str, bool]:
     return answer.status_code, answer.json()["code"], "retry-after" in answer.headers
 
 
-AWAY = (503, "database_unreachable", True)
+UNREACHABLE = (503, "database_unreachable", True)
 
 
-def test_key_is_free_after_the_database_broke_off_during_its_post(database: Postgres | Sqlite, tmp_path: Path) -> None:
+def test_idempotency_key_is_free_after_database_disconnects_during_post(
+    database: Postgres | Sqlite, tmp_path: Path
+) -> None:
     preflight = BreakingPreflight()
     preflight.database = database
     with _client(database.url, tmp_path, preflight) as client:
         body = spec_body(labels={"n": "1"})
         refused = client.post("/jobs", content=body, headers=KEY)
-        database.bring_back()
-        assert _refused(refused) == AWAY
+        database.reconnect()
+        assert _error(refused) == UNREACHABLE
         made, again = (client.post("/jobs", content=body, headers=KEY) for _ in range(2))
         assert (made.status_code, again.status_code) == (201, 200)
         assert made.json()["id"] == again.json()["id"]
@@ -123,7 +125,7 @@ def test_key_is_free_after_the_database_broke_off_during_its_post(database: Post
 
 
 @pytest.mark.parametrize("committed", [False, True])
-def test_connection_that_breaks_at_the_commit_leaves_job_and_key_or_neither(
+def test_disconnect_at_commit_stores_both_job_and_key_or_neither(
     server: PostgresServer, tmp_path: Path, committed: bool
 ) -> None:
     with _client(server.url, tmp_path, MemoryPreflight()) as client:
@@ -135,7 +137,7 @@ def test_connection_that_breaks_at_the_commit_leaves_job_and_key_or_neither(
                 stopped.set()
                 if committed:
                     connection.connection.commit()
-                    # A transaction for the commit that comes, and fails.
+                    # Open a transaction so that the commit that follows fails.
                     connection.connection.cursor().execute("SELECT 1")
                 server.stop()
 
@@ -143,12 +145,12 @@ def test_connection_that_breaks_at_the_commit_leaves_job_and_key_or_neither(
         body, key = spec_body(), {"Idempotency-Key": f"commit-{committed}"}
         refused = client.post("/jobs", content=body, headers=key)
         server.start()
-        assert _refused(refused) == AWAY
+        assert _error(refused) == UNREACHABLE
         again = client.post("/jobs", content=body, headers=key)
         assert again.status_code == (200 if committed else 201)
 
 
-def test_calls_while_postgres_is_stopped_are_503_and_work_once_it_is_back(
+def test_calls_return_503_while_postgres_is_stopped_and_succeed_after_restart(
     server: PostgresServer, tmp_path: Path
 ) -> None:
     with _client(server.url, tmp_path, MemoryPreflight()) as client:
@@ -156,34 +158,34 @@ def test_calls_while_postgres_is_stopped_are_503_and_work_once_it_is_back(
         server.stop()
         try:
             for _ in range(3):
-                assert _refused(client.get("/jobs")) == AWAY
-                assert _refused(client.post("/jobs", content=spec_body(), headers=KEY)) == AWAY
-                assert _refused(client.get("/readyz")) == AWAY
+                assert _error(client.get("/jobs")) == UNREACHABLE
+                assert _error(client.post("/jobs", content=spec_body(), headers=KEY)) == UNREACHABLE
+                assert _error(client.get("/readyz")) == UNREACHABLE
         finally:
             server.start()
         assert client.get("/jobs").status_code == 200
         assert client.get("/readyz").status_code == 200
 
 
-def test_calls_while_postgres_is_frozen_cost_their_time_limit(server: PostgresServer, tmp_path: Path) -> None:
+def test_calls_return_503_within_timeouts_while_postgres_is_frozen(server: PostgresServer, tmp_path: Path) -> None:
     with _client(f"{server.url}?connect_timeout=2", tmp_path, MemoryPreflight()) as client:
         assert client.get("/jobs").status_code == 200
         with server.frozen():
             began = time.monotonic()
-            assert _refused(client.get("/jobs")) == AWAY
-            # The limit of a statement, by which the pooled connection is found out, and that of a connection.
+            assert _error(client.get("/jobs")) == UNREACHABLE
+            # The statement timeout detects the dead pooled connection; then the connect timeout applies.
             assert time.monotonic() - began < SECONDS + 1 + 2 + 1
         assert client.get("/jobs").status_code == 200
 
 
-def test_statement_that_waits_for_a_lock_on_postgres_ends_in_time_and_reads_go_on(
+def test_statement_waiting_for_postgres_lock_times_out_and_reads_succeed(
     server: PostgresServer, tmp_path: Path
 ) -> None:
     with _client(server.url, tmp_path, MemoryPreflight()) as client:
         engine = client.app.state.jobs.store._engine  # type: ignore[attr-defined]
         with engine.connect() as other:
             other.exec_driver_sql("LOCK TABLE jobs IN SHARE MODE")
-            assert _refused(client.post("/jobs", content=spec_body())) == AWAY
+            assert _error(client.post("/jobs", content=spec_body())) == UNREACHABLE
             assert client.get("/jobs").status_code == 200
         assert client.post("/jobs", content=spec_body()).status_code == 201
 
@@ -194,21 +196,21 @@ def _locked(file: Path) -> AbstractContextManager[sqlite3.Connection]:
     return closing(connection)
 
 
-def test_locked_sqlite_answers_reads_and_is_not_ready_until_a_write_works(tmp_path: Path) -> None:
+def test_locked_sqlite_serves_reads_and_is_not_ready(tmp_path: Path) -> None:
     file = tmp_path / "shed.db"
     with _client(f"sqlite:///{file}?timeout=0.2", tmp_path, MemoryPreflight()) as client:
         assert client.post("/jobs", content=spec_body()).status_code == 201
         with _locked(file):
             refused = client.post("/jobs", content=spec_body())
-            assert _refused(refused) == AWAY
+            assert _error(refused) == UNREACHABLE
             assert "another process holds its lock" in refused.json()["detail"]
             assert len(client.get("/jobs").json()["data"]) == 1
-            assert _refused(client.get("/readyz")) == AWAY
+            assert _error(client.get("/readyz")) == UNREACHABLE
         assert client.get("/readyz").status_code == 200
         assert client.post("/jobs", content=spec_body()).status_code == 201
 
 
-def test_stream_ends_in_order_when_the_database_goes_away_and_is_resumed_by_its_id(
+def test_stream_ends_cleanly_when_database_stops_and_resumes_by_last_event_id(
     server: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams, "_END_SECONDS", 0.1)
@@ -224,7 +226,7 @@ def test_stream_ends_in_order_when_the_database_goes_away_and_is_resumed_by_its_
             lines = answer.iter_lines()
             ids = [line for line in islice(lines, 6) if line.startswith("id: ")]
             server.stop()
-            # A connection that is cut raises RemoteProtocolError here.
+            # A dropped connection raises RemoteProtocolError here.
             rest = list(lines)
         assert "event: end" not in rest
         server.start()
@@ -236,7 +238,7 @@ def test_stream_ends_in_order_when_the_database_goes_away_and_is_resumed_by_its_
     assert json.loads(data.removeprefix("data: "))["step"] == 2
 
 
-def test_error_of_a_failing_write_holds_no_value_of_the_row(database: Postgres | Sqlite) -> None:
+def test_error_of_failing_write_contains_no_row_value(database: Postgres | Sqlite) -> None:
     engine = open_database(database.url)
     with engine.begin() as connection:
         connection.exec_driver_sql("ALTER TABLE webhooks RENAME TO elsewhere")
@@ -263,8 +265,8 @@ def sqlite_error(code: int) -> sqlite3.Error:
         (psycopg.errors.QueryCanceled("too slow"), 503, "TRAINSHED_DATABASE_CALL_SECONDS"),
         (psycopg.errors.AdminShutdown("going"), 503, "is shutting down"),
         (psycopg.OperationalError("refused"), 503, "the connection failed"),
-        (psycopg.errors.StatementTooComplex("a mistake of ours"), None, ""),
-        (psycopg.errors.InFailedSqlTransaction("a mistake of ours"), None, ""),
+        (psycopg.errors.StatementTooComplex("a programming error"), None, ""),
+        (psycopg.errors.InFailedSqlTransaction("a programming error"), None, ""),
         (sqlite_error(sqlite3.SQLITE_FULL), 507, "no disk space left"),
         (sqlite_error(sqlite3.SQLITE_BUSY_SNAPSHOT), 503, "another process holds its lock"),
         (sqlite_error(sqlite3.SQLITE_READONLY_DBMOVED), 503, "accepts no writes"),
@@ -272,7 +274,7 @@ def sqlite_error(code: int) -> sqlite3.Error:
         (sqlite_error(sqlite3.SQLITE_ERROR), None, ""),
     ],
 )
-def test_driver_error_is_an_outage_with_its_reason_or_a_mistake(
+def test_explain_driver_error_returns_outage_with_reason_or_none(
     error: Exception, status: int | None, reason: str, tmp_path: Path
 ) -> None:
     found = explain(error, tmp_path / "shed.db" if isinstance(error, sqlite3.Error) else None)

@@ -1,4 +1,4 @@
-"""Every rule by which a job moves."""
+"""Rules of decide: the state change and the effects that follow from each observation."""
 
 from dataclasses import replace
 from typing import Literal
@@ -11,25 +11,25 @@ from service.domain.jobs.decide import Decision, Effect, Seen, Submission, Train
 from service.domain.jobs.job import TRANSITIONS, Job, JobState
 from service.domain.jobs.reason import Code, Reason
 from service.domain.jobs.transitions import start
-from tests.support.attempts import ALIVE, NOW, asked, cancelling, failed, live, pausing, said, step
+from tests.support.attempts import ALIVE, NOW, cancelling, expected_stop, failed, live, pausing, reason_message, step
 from tests.support.service import a_job
 from train_loop.run_dir import Outcome, Stop
 
 
-def test_admitted_job_gets_its_attempt_before_anything_is_submitted() -> None:
+def test_start_creates_attempt_before_any_submission() -> None:
     job = start(a_job("job-7"), now=NOW)
     assert job.state is JobState.STARTING
     assert [attempt.submission_id for attempt in job.attempts] == ["job-7-1"]
     assert [attempt.workers for attempt in job.attempts] == [2]
 
 
-def test_new_attempt_that_the_cluster_does_not_have_is_submitted() -> None:
+def test_attempt_missing_on_the_cluster_is_submitted() -> None:
     decision = step(live(JobState.STARTING, submitted=False), Seen(Submission.MISSING))
     assert decision.effects == (Effect.SUBMIT,)
     assert decision.job.attempts[-1].submitted_at == NOW
 
 
-def test_submission_found_after_a_crash_is_not_made_again() -> None:
+def test_submission_found_after_a_crash_is_not_repeated() -> None:
     decision = step(live(JobState.STARTING, submitted=False), Seen(Submission.PENDING))
     assert decision.effects == ()
     assert decision.job.attempts[-1].submitted_at == NOW
@@ -39,13 +39,13 @@ def test_starting_job_runs_once_training_started() -> None:
     assert step(live(JobState.STARTING), Seen(ALIVE, Training.YES)).job.state is JobState.RUNNING
 
 
-def test_lost_workers_are_recovering_and_then_running_again() -> None:
+def test_lost_workers_make_job_recovering_until_training_restarts() -> None:
     lost = step(live(), Seen(ALIVE, Training.LOST)).job
     assert (lost.state, len(lost.attempts)) == (JobState.RECOVERING, 1)
     assert step(lost, Seen(ALIVE, Training.YES)).job.state is JobState.RUNNING
 
 
-def test_workers_lost_between_two_looks_pass_through_running() -> None:
+def test_workers_lost_between_two_observations_pass_through_running() -> None:
     seen = Seen(ALIVE, Training.LOST)
     running = step(live(JobState.STARTING), seen).job
     assert (running.state, step(running, seen).job.state) == (JobState.RUNNING, JobState.RECOVERING)
@@ -57,26 +57,29 @@ def test_success_ends_the_job(state: JobState) -> None:
     assert (job.state, job.finished_at, job.attempts[-1].result) == (JobState.SUCCEEDED, NOW, "succeeded")
 
 
-def test_failure_that_repeats_itself_is_final() -> None:
+def test_non_retryable_failure_fails_the_job() -> None:
     job = step(live(), Seen(ALIVE, outcome=failed(retryable=False))).job
     assert (job.state, job.reason) == (JobState.FAILED, Reason(Code.DATA_ERROR, "the data ended"))
 
 
-def test_retryable_failure_waits_longer_each_time() -> None:
+def test_retryable_failure_delay_grows_with_each_attempt() -> None:
     first = step(live(), Seen(ALIVE, outcome=failed(retryable=True))).job
     second = step(live(attempt=2), Seen(ALIVE, outcome=failed(retryable=True))).job
     assert first.state is JobState.RECOVERING
     assert 7.5 <= (first.next_attempt_at or 0) - NOW <= 10
     assert 15 <= (second.next_attempt_at or 0) - NOW <= 20
-    assert said(first) == "attempt 1 failed (1 of 3): the data ended"
+    assert reason_message(first) == "attempt 1 failed (1 of 3): the data ended"
 
 
-def test_attempts_that_found_another_version_are_repeated_ever_later_and_do_not_count() -> None:
+def test_version_skew_is_retried_with_growing_delay_and_not_counted_as_failure() -> None:
     skew = Outcome(result="failed", code="version_skew", reason="the service runs 2 and the cluster 1", retryable=True)
     job, delays = live(JobState.STARTING), list[float]()
     for _ in range(8):
         job = step(job, Seen(ALIVE, outcome=skew)).job
-        assert (job.state, said(job)) == (JobState.STARTING, f"attempt {len(job.attempts)} failed: {skew.reason}")
+        assert (job.state, reason_message(job)) == (
+            JobState.STARTING,
+            f"attempt {len(job.attempts)} failed: {skew.reason}",
+        )
         delays.append((job.next_attempt_at or 0) - NOW)
         job = replace(job.begin_attempt(now=NOW), next_attempt_at=None)
     assert job.failures == ()
@@ -88,13 +91,13 @@ def test_starting_job_stays_starting_when_an_attempt_fails() -> None:
     assert step(live(JobState.STARTING), Seen(ALIVE, outcome=failed(retryable=True))).job.state is JobState.STARTING
 
 
-def test_last_attempt_is_the_last_and_tells_of_all() -> None:
+def test_last_failed_attempt_is_a_crash_loop_and_its_reason_lists_all_attempts() -> None:
     job = step(live(attempt=3), Seen(ALIVE, outcome=failed(retryable=True))).job
     assert (job.state, job.reason and job.reason.code) == (JobState.FAILED, Code.CRASH_LOOP)
-    assert said(job).endswith("without progress: attempt 1: x; attempt 2: x; attempt 3: the data ended")
+    assert reason_message(job).endswith("without progress: attempt 1: x; attempt 2: x; attempt 3: the data ended")
 
 
-def test_attempt_that_committed_a_step_has_the_count_begin_anew() -> None:
+def test_attempt_that_committed_a_step_resets_failure_count() -> None:
     job = live(attempt=3)
     job = step(job, Seen(ALIVE, outcome=failed(retryable=True), committed=10)).job
     assert (job.state, [attempt.number for attempt in job.failures]) == (JobState.RECOVERING, [3])
@@ -103,27 +106,27 @@ def test_attempt_that_committed_a_step_has_the_count_begin_anew() -> None:
     assert (job.state, [attempt.number for attempt in job.failures]) == (JobState.RECOVERING, [3, 4])
 
 
-def test_one_attempt_is_one_attempt_even_where_it_got_further() -> None:
+def test_max_attempts_1_fails_job_even_after_progress() -> None:
     job = replace(live(), spec=a_job(failure={"max_attempts": 1}).spec)
     assert step(job, Seen(ALIVE, outcome=failed(retryable=True), committed=10)).job.state is JobState.FAILED
 
 
 @pytest.mark.parametrize("gone", [Submission.MISSING, Submission.FAILED, Submission.STOPPED, Submission.SUCCEEDED])
-def test_driver_that_is_gone_without_a_word_is_a_failed_attempt(gone: Submission) -> None:
+def test_driver_lost_without_outcome_fails_the_attempt(gone: Submission) -> None:
     job = step(live(), Seen(gone)).job
     assert job.state is JobState.RECOVERING
     lost = f"the driver was lost (status of its submission: {gone})"
     assert job.attempts[-1].reason == Reason(Code.DRIVER_LOST, lost)
-    assert said(job) == f"attempt 1 failed (1 of 3): {lost}"
+    assert reason_message(job) == f"attempt 1 failed (1 of 3): {lost}"
 
 
-def test_next_attempt_begins_when_its_time_has_come() -> None:
+def test_next_attempt_begins_after_its_delay() -> None:
     job = step(live(), Seen(Submission.FAILED)).job
     assert step(job, Seen(Submission.FAILED), now=NOW + 7).job is job
     assert [a.number for a in step(job, Seen(Submission.FAILED), now=NOW + 10).job.attempts] == [1, 2]
 
 
-def test_attempt_is_submitted_only_once_the_driver_before_it_is_gone() -> None:
+def test_attempt_is_submitted_only_after_previous_driver_is_gone() -> None:
     job = live(JobState.RECOVERING, submitted=False, attempt=2)
     found = [step(job, Seen(Submission.MISSING, previous=before)) for before in (ALIVE, Submission.UNKNOWN)]
     assert found == [Decision(job, (Effect.STOP_PREVIOUS,)), Decision(job)]
@@ -131,13 +134,13 @@ def test_attempt_is_submitted_only_once_the_driver_before_it_is_gone() -> None:
 
 
 @pytest.mark.parametrize("outcome", ["succeeded", "paused"])
-def test_who_leaves_the_cluster_is_shut_out_first(outcome: Literal["succeeded", "paused"]) -> None:
+def test_job_leaving_the_cluster_is_fenced_off_first(outcome: Literal["succeeded", "paused"]) -> None:
     job = pausing() if outcome == "paused" else live()
     assert step(job, Seen(ALIVE, outcome=Outcome(result=outcome))).effects == (Effect.FENCE_OFF,)
     assert step(live(attempt=3), Seen(Submission.FAILED)).effects == (Effect.FENCE_OFF,)
 
 
-def test_attempt_that_writes_nothing_for_too_long_is_stopped_and_tried_again() -> None:
+def test_idle_attempt_is_stopped_and_retried_after_hang_timeout() -> None:
     job = replace(live(), spec=a_job(failure={"hang_timeout_seconds": 100}, training={"logging_steps": 3}).spec)
     assert step(job, Seen(ALIVE, Training.YES, quiet=360.0)) == Decision(job)
     decision = step(job, Seen(ALIVE, Training.YES, quiet=361.0, committed=10))
@@ -147,13 +150,13 @@ def test_attempt_that_writes_nothing_for_too_long_is_stopped_and_tried_again() -
     )
 
 
-def test_attempt_that_hangs_is_stopped_even_where_it_was_the_last() -> None:
+def test_hung_last_attempt_is_stopped_and_fails_the_job() -> None:
     job = replace(live(), spec=a_job(failure={"hang_timeout_seconds": 100, "max_attempts": 1}).spec)
     decision = step(job, Seen(ALIVE, Training.YES, quiet=999.0))
     assert (decision.effects, decision.job.state) == ((Effect.STOP_NOW, Effect.FENCE_OFF), JobState.FAILED)
 
 
-def test_lost_workers_say_what_was_said_of_them() -> None:
+def test_lost_workers_reason_is_the_observed_loss() -> None:
     lost = step(live(), Seen(ALIVE, Training.LOST, lost=Reason(Code.HOST_LOST, "host node3 was lost"))).job
     assert lost.reason == Reason(Code.HOST_LOST, "host node3 was lost")
 
@@ -163,7 +166,7 @@ STALLED = Reason(Code.STALLED, "step 7 has made no progress for 12 s")
 
 
 @pytest.mark.parametrize("job", [live(), live(JobState.STARTING), live(JobState.RECOVERING), cancelling(), pausing()])
-def test_silent_cluster_changes_the_reason_once_and_nothing_else(job: Job) -> None:
+def test_unreachable_cluster_changes_only_the_reason(job: Job) -> None:
     silent = step(job, Seen(Submission.UNKNOWN, stop=_stop(job), unreachable=SILENT))
     assert silent == Decision(replace(job, reason=SILENT))
     later = replace(SILENT, message="Ray has not answered since 11:00:00 UTC")
@@ -174,7 +177,7 @@ def test_silent_cluster_changes_the_reason_once_and_nothing_else(job: Job) -> No
 
 
 def _stop(job: Job) -> Stop | None:
-    return None if job.wish is None else asked(job)
+    return None if job.wish is None else expected_stop(job)
 
 
 def test_condition_is_the_reason_while_it_lasts() -> None:
@@ -184,7 +187,7 @@ def test_condition_is_the_reason_while_it_lasts() -> None:
     assert (again.reason, again.waits_for) == (None, None)
 
 
-def test_recovering_job_waits_for_room_and_then_names_the_loss_again() -> None:
+def test_recovering_job_reports_capacity_wait_and_then_the_loss_again() -> None:
     lost, room = Reason(Code.HOST_LOST, "host node3 was lost"), Reason(Code.CAPACITY, "waits for 2 CPU")
     recovering = step(live(), Seen(ALIVE, Training.LOST, lost=lost)).job
     waits = step(recovering, Seen(ALIVE, Training.LOST, lost=lost, condition=room)).job
@@ -202,7 +205,7 @@ sightings = st.builds(
     submission=st.sampled_from(Submission),
     training=st.sampled_from(Training),
     outcome=st.none() | outcomes,
-    stop=st.none() | st.just(asked(cancelling())) | st.just(asked(pausing())),
+    stop=st.none() | st.just(expected_stop(cancelling())) | st.just(expected_stop(pausing())),
     committed=st.none() | st.integers(0, 30),
     condition=st.none() | st.just(STALLED),
     group_up=st.booleans(),
@@ -217,20 +220,20 @@ jobs = st.sampled_from([a_job(), *stopping]) | st.builds(
 
 
 @given(jobs, sightings)
-def test_unknown_is_not_failed(job: Job, seen: Seen) -> None:
+def test_unknown_submission_changes_nothing(job: Job, seen: Seen) -> None:
     if job.attempts:
         assert step(job, replace(seen, submission=Submission.UNKNOWN, outcome=None)).job == job
 
 
 @given(jobs, sightings, outcomes)
-def test_an_outcome_counts_without_a_cluster_to_confirm_it(job: Job, seen: Seen, outcome: Outcome) -> None:
+def test_outcome_counts_without_confirmation_by_the_cluster(job: Job, seen: Seen, outcome: Outcome) -> None:
     if job.attempts:
         found = [step(job, replace(seen, submission=s, outcome=outcome)).job for s in (ALIVE, Submission.UNKNOWN)]
         assert found[0] == found[1]
 
 
 @given(jobs, st.lists(sightings, max_size=12))
-def test_any_history_is_legal_and_has_one_live_attempt(job: Job, history: list[Seen]) -> None:
+def test_any_history_has_legal_transitions_and_one_live_attempt(job: Job, history: list[Seen]) -> None:
     for passed, seen in enumerate(history):
         after = step(job, seen, now=NOW + 60 * passed).job
         assert after.state is job.state or after.state in TRANSITIONS[job.state]
@@ -241,6 +244,6 @@ def test_any_history_is_legal_and_has_one_live_attempt(job: Job, history: list[S
 
 
 @given(sightings, st.sampled_from([state for state in JobState if state.terminal]))
-def test_terminal_is_final(seen: Seen, state: JobState) -> None:
+def test_terminal_job_never_changes(seen: Seen, state: JobState) -> None:
     job = replace(live(), state=state)
     assert step(job, seen) == Decision(job)

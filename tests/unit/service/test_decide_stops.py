@@ -1,4 +1,4 @@
-"""Every rule by which a job pauses or is cancelled."""
+"""Rules of decide for pausing and cancelling a job."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from service.domain.jobs.decide import Decision, Effect, Seen, Submission
 from service.domain.jobs.job import Job, JobState, Wish
 from service.domain.jobs.reason import Code, Reason
 from service.domain.jobs.transitions import make_room, start, stop_with_service
-from tests.support.attempts import ALIVE, NOW, asked, cancelling, live, pausing, said, step
+from tests.support.attempts import ALIVE, NOW, cancelling, expected_stop, live, pausing, reason_message, step
 from tests.support.service import a_job
 from train_loop.run_dir import Outcome, Stop
 
@@ -18,15 +18,15 @@ def test_cancel_before_any_attempt_ends_at_once() -> None:
     assert step(job, Seen()).job.state is JobState.CANCELLED
 
 
-def test_cancel_before_the_submit_never_submits() -> None:
+def test_cancel_before_submission_never_submits() -> None:
     job = cancelling(submitted=False)
     first = step(job, Seen(Submission.MISSING))
-    done = step(job, Seen(Submission.MISSING, stop=asked(job)))
+    done = step(job, Seen(Submission.MISSING, stop=expected_stop(job)))
     assert (first.effects, done.effects) == ((Effect.ASK_TO_STOP,), (Effect.FENCE_OFF,))
     assert done.job.state is JobState.CANCELLED
 
 
-def test_cancel_asks_the_loop_once_and_waits_for_its_answer() -> None:
+def test_cancel_requests_stop_once_and_waits_for_outcome() -> None:
     job = cancelling()
     stop = Stop(mode="cancel", checkpoint=True, deadline=200.0, attempt=1)
     assert step(job, Seen(ALIVE)).effects == (Effect.ASK_TO_STOP,)
@@ -35,38 +35,38 @@ def test_cancel_asks_the_loop_once_and_waits_for_its_answer() -> None:
     assert (ended.state, ended.attempts[-1].result) == (JobState.CANCELLED, "cancelled")
 
 
-def test_cancel_ends_the_driver_when_patience_ends() -> None:
+def test_cancel_stops_driver_at_deadline() -> None:
     job = cancelling(deadline=150.0)
-    seen = Seen(ALIVE, stop=asked(job))
+    seen = Seen(ALIVE, stop=expected_stop(job))
     assert step(job, seen, now=149.0).effects == ()
     assert step(job, seen, now=150.0).effects == (Effect.STOP_NOW,)
     assert step(job, replace(seen, submission=Submission.STOPPED), now=151.0).job.state is JobState.CANCELLED
 
 
-def test_what_went_wrong_on_the_way_to_a_pause_is_forgotten_when_it_is_over() -> None:
+def test_finished_pause_replaces_reason_of_earlier_failure() -> None:
     job = replace(pausing(), reason=Reason(Code.EFFECT_FAILED, "the disk was slow"))
     assert step(job, Seen(ALIVE, outcome=Outcome(result="paused"))).job.reason == Reason(Code.USER, "paused")
 
 
-def test_pause_is_over_only_when_the_driver_has_said_so() -> None:
+def test_pause_finishes_only_with_an_outcome_of_the_driver() -> None:
     job = pausing()
     assert step(job, Seen(ALIVE)).effects == (Effect.ASK_TO_STOP,)
-    assert step(job, Seen(ALIVE, stop=asked(job))) == Decision(job)
-    done = step(job, Seen(ALIVE, stop=asked(job), outcome=Outcome(result="paused", step=7), committed=7)).job
+    assert step(job, Seen(ALIVE, stop=expected_stop(job))) == Decision(job)
+    done = step(job, Seen(ALIVE, stop=expected_stop(job), outcome=Outcome(result="paused", step=7), committed=7)).job
     assert (done.state, done.reason) == (JobState.PAUSED, job.reason)
     assert (done.attempts[-1].result, done.attempts[-1].step) == ("paused", 7)
     assert not done.holds_resources
 
 
-def test_pause_whose_driver_died_says_where_the_run_goes_on() -> None:
-    done = step(pausing(), Seen(Submission.FAILED, stop=asked(pausing()), committed=10)).job
+def test_pause_with_failed_driver_reports_step_to_resume_from() -> None:
+    done = step(pausing(), Seen(Submission.FAILED, stop=expected_stop(pausing()), committed=10)).job
     assert done.state is JobState.PAUSED
-    assert said(done).endswith("before it saved; the run resumes from step 10)")
+    assert reason_message(done).endswith("before it saved; the run resumes from step 10)")
 
 
-def test_pause_of_what_never_ran_is_over_at_once() -> None:
+def test_pause_of_job_that_never_ran_is_immediate() -> None:
     job = pausing(submitted=False)
-    assert step(job, Seen(Submission.MISSING, stop=asked(job))).job.state is JobState.PAUSED
+    assert step(job, Seen(Submission.MISSING, stop=expected_stop(job))).job.state is JobState.PAUSED
     held = replace(a_job(), state=JobState.PAUSING, wish=pausing().wish)
     assert step(held, Seen()).job.state is JobState.PAUSED
 
@@ -79,11 +79,11 @@ def test_pause_of_what_never_ran_is_over_at_once() -> None:
         (Outcome(result="failed", reason="no disk", code="checkpoint_failed", retryable=True), JobState.PAUSED),
     ],
 )
-def test_run_that_ends_while_it_is_to_pause_ends_as_it_did(outcome: Outcome, state: JobState) -> None:
+def test_outcome_during_pause_determines_the_state(outcome: Outcome, state: JobState) -> None:
     assert step(pausing(), Seen(ALIVE, outcome=outcome)).job.state is state
 
 
-def test_pause_that_was_taken_back_goes_on_when_it_is_over() -> None:
+def test_pause_with_then_resume_queues_the_job_afterwards() -> None:
     job = pausing()
     assert job.wish is not None
     job = replace(job, wish=replace(job.wish, then_resume=True))
@@ -92,22 +92,22 @@ def test_pause_that_was_taken_back_goes_on_when_it_is_over() -> None:
     assert JobState.PAUSED in done.times
 
 
-def test_job_that_saved_for_the_end_of_the_service_is_queued_and_has_not_failed() -> None:
+def test_job_saved_before_service_stop_is_queued_without_failure() -> None:
     job = stop_with_service(live(), deadline=200.0, now=NOW)
     assert step(job, Seen(ALIVE)).effects == (Effect.ASK_TO_STOP,)
-    done = step(job, Seen(ALIVE, stop=asked(job), outcome=Outcome(result="paused", step=7), committed=7)).job
+    done = step(job, Seen(ALIVE, stop=expected_stop(job), outcome=Outcome(result="paused", step=7), committed=7)).job
     assert (done.state, done.attempts[-1].result, done.attempts[-1].step) == (JobState.QUEUED, "service_stopped", 7)
     assert (done.failures, done.wish) == ((), None)
 
 
 @pytest.mark.parametrize("submission", [Submission.MISSING, Submission.FAILED, Submission.STOPPED])
-def test_job_that_did_not_save_before_the_end_of_the_service_has_not_failed_either(submission: Submission) -> None:
+def test_job_unsaved_at_service_stop_is_queued_without_failure(submission: Submission) -> None:
     job = stop_with_service(live(), deadline=200.0, now=NOW)
-    done = step(job, Seen(submission, stop=asked(job), committed=3), now=500.0).job
+    done = step(job, Seen(submission, stop=expected_stop(job), committed=3), now=500.0).job
     assert (done.state, done.attempts[-1].result, done.failures) == (JobState.QUEUED, "service_stopped", ())
 
 
-def test_job_that_made_room_starts_again_by_itself() -> None:
+def test_preempted_job_starts_again_without_a_request() -> None:
     job = make_room(live(), whom="job-9", deadline=200.0, now=NOW)
     paused = step(job, Seen(ALIVE, outcome=Outcome(result="paused"))).job
     assert (paused.state, paused.reason and paused.reason.code) == (JobState.PAUSED, Code.PREEMPTED)
@@ -115,22 +115,22 @@ def test_job_that_made_room_starts_again_by_itself() -> None:
     assert (again.state, again.attempts[-1].submission_id, again.wish) == (JobState.STARTING, "job-1-2", None)
 
 
-def test_a_stop_is_for_one_attempt() -> None:
-    assert asked(pausing()) == Stop(mode="pause", checkpoint=True, deadline=200.0, attempt=1)
+def test_stop_names_its_attempt() -> None:
+    assert expected_stop(pausing()) == Stop(mode="pause", checkpoint=True, deadline=200.0, attempt=1)
 
 
-def test_a_disk_that_takes_no_stop_file_does_not_keep_a_job_alive_past_its_deadline() -> None:
+def test_unwritten_stop_file_does_not_delay_forced_stop_past_deadline() -> None:
     job = cancelling()
     assert step(job, Seen(ALIVE), now=NOW).effects == (Effect.ASK_TO_STOP,)
     assert step(job, Seen(ALIVE), now=1e9).effects == (Effect.STOP_NOW,)
 
 
 @pytest.mark.parametrize("job", [cancelling(), pausing()])
-def test_stop_without_workers_is_written_and_then_forced_at_once(job: Job) -> None:
+def test_stop_without_worker_group_is_requested_and_forced_at_once(job: Job) -> None:
     assert step(job, Seen(ALIVE, group_up=False)).effects == (Effect.ASK_TO_STOP, Effect.STOP_NOW)
-    assert step(job, Seen(ALIVE, group_up=False, stop=asked(job))).effects == (Effect.STOP_NOW,)
-    gone = step(job, Seen(Submission.STOPPED, group_up=False, stop=asked(job), committed=10))
-    # We stopped the driver: its end is no failure, even if it had no time to say so.
+    assert step(job, Seen(ALIVE, group_up=False, stop=expected_stop(job))).effects == (Effect.STOP_NOW,)
+    gone = step(job, Seen(Submission.STOPPED, group_up=False, stop=expected_stop(job), committed=10))
+    # The service stopped the driver: an attempt without an outcome has not failed.
     assert gone.job.attempts[-1].result in ("cancelled", "paused")
     assert (gone.job.state, gone.effects) == (
         JobState.CANCELLED if job.state is JobState.CANCELLING else JobState.PAUSED,

@@ -1,4 +1,4 @@
-"""Elastic jobs: how large they start, when they shrink and grow, and how they come to another size."""
+"""Elastic jobs: initial size, growth, shrinking and resizes by users."""
 
 from dataclasses import replace
 from typing import Any
@@ -23,8 +23,8 @@ from train_loop.spec import ScalingSpec
 
 GPU = {"CPU": 0.1, "GPU": 1}
 RETRY = Retry(base=10.0, cap=100.0)
-EVERY = 600.0
-"""Seconds between two times that a job grows."""
+RESIZE_SECONDS = 600.0
+"""Seconds that an attempt runs before its job may grow."""
 
 
 def elastic(job_id: str, sizes: tuple[int, ...], **parts: Any) -> Job:
@@ -41,43 +41,45 @@ def fixed(job_id: str, workers: int, **parts: Any) -> Job:
     return a_job(job_id, scaling={"num_workers": workers, "resources_per_worker": GPU}, **parts)
 
 
-def look(jobs: list[Job], gpus: float, rules: Rules | None = None, *, now: float = EVERY) -> Admission:
+def admit_jobs(jobs: list[Job], gpus: float, rules: Rules | None = None, *, now: float = RESIZE_SECONDS) -> Admission:
     cluster = Capacity({"CPU": 999.0, "GPU": gpus})
-    return admit(map(Ticket.of, jobs), cluster, rules or Rules(resize_seconds=EVERY), now=now)
+    return admit(map(Ticket.of, jobs), cluster, rules or Rules(resize_seconds=RESIZE_SECONDS), now=now)
 
 
 @pytest.mark.parametrize(("gpus", "workers"), [(2, 2), (3, 2), (5, 4), (7, 6), (100, 6)])
-def test_it_starts_as_large_as_there_is_room_for(gpus: float, workers: int) -> None:
-    found = look([elastic("job-1", (2, 4, 6))], gpus)
+def test_elastic_job_starts_at_largest_size_that_fits(gpus: float, workers: int) -> None:
+    found = admit_jobs([elastic("job-1", (2, 4, 6))], gpus)
     assert (found.starts, found.workers) == (("job-1",), {"job-1": workers})
 
 
-def test_it_waits_for_its_smallest_size() -> None:
-    found = look([fixed("job-1", 3), elastic("job-2", (2, 4))], 4)
+def test_elastic_job_waits_for_its_smallest_size() -> None:
+    found = admit_jobs([fixed("job-1", 3), elastic("job-2", (2, 4))], 4)
     assert found.starts == ("job-1",)
     assert "waits for 2 GPU (3 of the cluster's 4 are in use)" in found.waits["job-2"].message
-    assert look([elastic("job-2", (2, 4))], 1).waits["job-2"].code is Code.UNSCHEDULABLE
+    assert admit_jobs([elastic("job-2", (2, 4))], 1).waits["job-2"].code is Code.UNSCHEDULABLE
 
 
-def test_quotas_and_whoever_is_before_it_make_it_smaller() -> None:
+def test_elastic_job_starts_smaller_within_quota_and_beside_earlier_jobs() -> None:
     rules = Rules(quotas={"*": Quota(workers=5)})
-    assert look([elastic("job-1", (2, 4, 6))], 8, rules).workers == {"job-1": 4}
+    assert admit_jobs([elastic("job-1", (2, 4, 6))], 8, rules).workers == {"job-1": 4}
     held, first = running(elastic("job-0", (4,)), 4), fixed("job-1", 6)
-    assert look([held, first, elastic("job-2", (1, 2, 3))], 8).workers == {"job-2": 2}, "job-1 fits beside two of them"
+    assert admit_jobs([held, first, elastic("job-2", (1, 2, 3))], 8).workers == {"job-2": 2}, (
+        "job-1 fits alongside two workers"
+    )
 
 
-def test_it_grows_where_nobody_waits_and_not_too_often() -> None:
+def test_elastic_job_grows_if_no_job_waits_and_resize_seconds_have_passed() -> None:
     job = running(elastic("job-1", (2, 4, 6)), 2, since=100.0)
-    assert look([job], 8, now=100.0 + EVERY - 1).resizes == {}
-    assert look([job], 8, now=100.0 + EVERY).resizes == {"job-1": 6}
-    assert look([job, running(fixed("job-2", 3), 3)], 8, now=9e9).resizes == {"job-1": 4}
-    assert look([job, fixed("job-2", 7)], 8, now=9e9).resizes == {}, "the room is kept for who waits for it"
-    assert look([job], 8, Rules(quotas={"*": Quota(gpus=5)}), now=9e9).resizes == {"job-1": 4}
+    assert admit_jobs([job], 8, now=100.0 + RESIZE_SECONDS - 1).resizes == {}
+    assert admit_jobs([job], 8, now=100.0 + RESIZE_SECONDS).resizes == {"job-1": 6}
+    assert admit_jobs([job, running(fixed("job-2", 3), 3)], 8, now=9e9).resizes == {"job-1": 4}
+    assert admit_jobs([job, fixed("job-2", 7)], 8, now=9e9).resizes == {}, "free GPUs are kept for the waiting job"
+    assert admit_jobs([job], 8, Rules(quotas={"*": Quota(gpus=5)}), now=9e9).resizes == {"job-1": 4}
     for state in (JobState.STARTING, JobState.RECOVERING):
-        assert look([replace(job, state=state)], 8, now=9e9).resizes == {}
+        assert admit_jobs([replace(job, state=state)], 8, now=9e9).resizes == {}
 
 
-def test_it_grows_only_to_what_the_nodes_have_places_for() -> None:
+def test_elastic_job_grows_only_to_size_that_nodes_can_place() -> None:
     job = running(elastic("job-1", (2, 3)), 2)
     pair = replace(
         job,
@@ -88,22 +90,22 @@ def test_it_grows_only_to_what_the_nodes_have_places_for() -> None:
     total = {"CPU": 9.0, "GPU": 6.0}
     whole, halves = Capacity(total, (total,)), Capacity(total, ({"CPU": 9.0, "GPU": 3.0}, {"GPU": 3.0}))
     tickets = [Ticket.of(replace(pair, attempts=(replace(pair.attempts[0], resources={"GPU": 2.0}),)))]
-    assert admit(tickets, whole, Rules(), now=EVERY).resizes == {"job-1": 3}
-    assert admit(tickets, halves, Rules(), now=EVERY).resizes == {}
+    assert admit(tickets, whole, Rules(), now=RESIZE_SECONDS).resizes == {"job-1": 3}
+    assert admit(tickets, halves, Rules(), now=RESIZE_SECONDS).resizes == {}
 
 
 def on_nodes(jobs: list[Job], nodes: int, **each: float) -> Admission:
     every = {"CPU": 99.0, **each}
     cluster = Capacity({name: nodes * amount for name, amount in every.items()}, (every,) * nodes)
-    return admit(map(Ticket.of, jobs), cluster, Rules(resize_seconds=EVERY), now=EVERY)
+    return admit(map(Ticket.of, jobs), cluster, Rules(resize_seconds=RESIZE_SECONDS), now=RESIZE_SECONDS)
 
 
 def with_scaling(job: Job, **parts: Any) -> Job:
     return replace(job, spec=job.spec.model_copy(update={"scaling": job.spec.scaling.model_copy(update=parts)}))
 
 
-def test_it_neither_starts_at_nor_grows_to_a_size_without_places_between_the_others() -> None:
-    # One GPU of each node is taken, and a worker needs two: of three that would fit into six, one has no place.
+def test_elastic_job_starts_and_grows_only_to_sizes_that_can_be_placed() -> None:
+    # Each node has 3 free GPUs and a worker needs 2: two workers can be placed, although 6 GPUs are free.
     other = running(with_scaling(fixed("job-1", 2), placement_strategy="SPREAD"), 2)
     job = with_scaling(elastic("job-2", (1, 2, 3)), resources_per_worker={"CPU": 0.1, "GPU": 2.0})
     assert on_nodes([other, job], 2, GPU=4.0).workers == {"job-2": 2}
@@ -112,36 +114,36 @@ def test_it_neither_starts_at_nor_grows_to_a_size_without_places_between_the_oth
 
 
 @pytest.mark.parametrize("strategy", ["PACK", "STRICT_SPREAD", "STRICT_PACK"])
-def test_it_shrinks_where_the_sums_fit_and_the_places_do_not(strategy: str) -> None:
+def test_recovering_job_shrinks_if_gpus_suffice_but_placement_fails(strategy: str) -> None:
     each = {"CPU": 0.1, "GPU": 2.0}
     job = with_scaling(elastic("job-1", (1, 2, 3)), resources_per_worker=each, placement_strategy=strategy)
     lost = running(job, 3, state=JobState.RECOVERING)
-    # Six GPUs are there, and places for one worker on each of two nodes.
+    # The cluster has six GPUs, but each of the two nodes fits only one worker.
     fits = 1 if strategy == "STRICT_PACK" else 2
     assert on_nodes([lost], 2, GPU=3.0).resizes == {"job-1": fits}
 
 
-def test_two_that_could_grow_do_not_both_get_the_same_room() -> None:
+def test_elastic_jobs_do_not_grow_into_the_same_resources() -> None:
     jobs = [running(elastic(f"job-{n}", (2, 4)), 2) for n in range(3)]
-    assert look(jobs, 8).resizes == {"job-0": 4}
+    assert admit_jobs(jobs, 8).resizes == {"job-0": 4}
 
 
-def test_it_shrinks_where_its_workers_were_lost_and_have_no_room() -> None:
+def test_recovering_job_shrinks_if_lost_workers_do_not_fit() -> None:
     job = running(elastic("job-1", (1, 2, 4)), 4, state=JobState.RECOVERING)
-    assert look([job], 3).resizes == {"job-1": 2}
-    assert look([job], 4).resizes == {}, "they come back by themselves"
-    assert look([job], 0.5).resizes == {}, "there is no room for it at any size"
-    assert look([replace(job, state=JobState.RUNNING)], 3).resizes == {}, "it has lost nobody"
-    assert look([job, running(fixed("job-2", 1), 1)], 3).resizes == {"job-1": 2}
+    assert admit_jobs([job], 3).resizes == {"job-1": 2}
+    assert admit_jobs([job], 4).resizes == {}, "the lost workers fit and restart without a resize"
+    assert admit_jobs([job], 0.5).resizes == {}, "no size fits"
+    assert admit_jobs([replace(job, state=JobState.RUNNING)], 3).resizes == {}, "it has lost no worker"
+    assert admit_jobs([job, running(fixed("job-2", 1), 1)], 3).resizes == {"job-1": 2}
 
 
-def test_a_fixed_job_is_never_resized() -> None:
+def test_fixed_size_job_is_never_resized() -> None:
     job = running(fixed("job-1", 2), 2)
-    assert look([job], 8, now=9e9).resizes == {}
-    assert look([replace(job, state=JobState.RECOVERING)], 1).resizes == {}
+    assert admit_jobs([job], 8, now=9e9).resizes == {}
+    assert admit_jobs([replace(job, state=JobState.RECOVERING)], 1).resizes == {}
 
 
-def test_a_resize_saves_and_goes_on_through_the_queue() -> None:
+def test_resize_saves_and_restarts_through_the_queue() -> None:
     job = resize(running(elastic("job-1", (2, 4)), 2), workers=4, patience=300.0, now=50.0)
     assert (job.state, job.reason and job.reason.code) == (JobState.PAUSING, Code.RESIZED)
     assert job.wish is not None
@@ -151,11 +153,11 @@ def test_a_resize_saves_and_goes_on_through_the_queue() -> None:
     assert (queued.state, queued.wish, queued.granted) == (JobState.QUEUED, None, None)
     assert [(attempt.result, attempt.workers) for attempt in queued.attempts] == [("resized", 2)]
     assert queued.failures == ()
-    again = start(queued, now=61.0, workers=look([queued], 8).workers["job-1"])
+    again = start(queued, now=61.0, workers=admit_jobs([queued], 8).workers["job-1"])
     assert (again.size.world, again.attempts[-1].workers) == (4, 4)
 
 
-def test_whose_workers_are_gone_is_not_waited_for() -> None:
+def test_resize_of_job_with_lost_workers_has_short_deadline() -> None:
     job = resize(running(elastic("job-1", (2, 4)), 4), workers=2, patience=300.0, now=50.0)
     assert job.wish is not None
     assert job.wish.deadline == 60.0
@@ -163,26 +165,26 @@ def test_whose_workers_are_gone_is_not_waited_for() -> None:
     assert job.reason.message == "resumes with 2 workers instead of 4: the cluster has lost capacity"
 
 
-def test_job_that_shrinks_names_the_host_that_it_lost() -> None:
+def test_shrinking_job_names_the_lost_host() -> None:
     lost = Reason(Code.HOST_LOST, "host node1 was lost (rank 1)")
     job = resize(replace(running(elastic("job-1", (1, 2)), 2), reason=lost), workers=1, patience=300.0, now=50.0)
     assert job.reason is not None
     assert job.reason.message == "resumes with 1 workers instead of 2: host node1 was lost (rank 1)"
 
 
-def test_an_attempt_that_is_tried_again_keeps_its_size() -> None:
+def test_retried_attempt_keeps_its_size() -> None:
     job = running(elastic("job-1", (2, 4)), 4)
     failed = decide(job, Seen(Submission.FAILED), now=10.0, retry=RETRY).job
     tried = decide(failed, Seen(), now=9e9, retry=RETRY).job
     assert [attempt.workers for attempt in tried.attempts] == [4, 4]
 
 
-def test_users_resize_what_runs() -> None:
-    job, asked = running(fixed("job-1", 2), 2), ScalingSpec(num_workers=4, resources_per_worker=GPU)
-    resized = resumed(job, asked, deadline=90.0, now=50.0)
+def test_resume_with_other_scaling_resizes_running_job() -> None:
+    job, requested = running(fixed("job-1", 2), 2), ScalingSpec(num_workers=4, resources_per_worker=GPU)
+    resized = resumed(job, requested, deadline=90.0, now=50.0)
     assert (resized.state, resized.wish and resized.wish.mode) == (JobState.PAUSING, "resize")
-    assert Ticket.of(resized).scaling.world == 2, "what it holds is what its attempt has"
-    assert resumed(resized, asked, deadline=99.0, now=51.0) == resized
+    assert Ticket.of(resized).scaling.world == 2, "it still holds the resources of its attempt"
+    assert resumed(resized, requested, deadline=99.0, now=51.0) == resized
     assert resumed(job, job.asked, deadline=90.0, now=50.0) == job
     seen = Seen(Submission.SUCCEEDED, outcome=Outcome(result="resized", step=7), committed=7)
     queued = decide(resized, seen, now=60.0, retry=RETRY).job
@@ -195,10 +197,10 @@ sizes = st.lists(st.integers(1, 8), min_size=1, max_size=4, unique=True).map(lam
 
 
 @given(st.lists(st.tuples(sizes, st.booleans()), min_size=1, max_size=5), st.integers(0, 12))
-def test_nobody_gets_more_than_there_is_at_any_size(asked: list[tuple[tuple[int, ...], bool]], gpus: int) -> None:
-    jobs = [elastic(f"job-{n}", of) for n, (of, _) in enumerate(asked)]
-    jobs = [running(job, job.sizes[0]) if runs else job for job, (_, runs) in zip(jobs, asked, strict=True)]
-    found = look(jobs, gpus, now=9e9)
+def test_elastic_jobs_never_exceed_capacity(requested: list[tuple[tuple[int, ...], bool]], gpus: int) -> None:
+    jobs = [elastic(f"job-{n}", of) for n, (of, _) in enumerate(requested)]
+    jobs = [running(job, job.sizes[0]) if runs else job for job, (_, runs) in zip(jobs, requested, strict=True)]
+    found = admit_jobs(jobs, gpus, now=9e9)
     now = {job.id: job.attempts[-1].workers for job in jobs if job.attempts}
     then = now | dict(found.workers) | dict(found.resizes)
     assert sum(then.values()) <= max(gpus, sum(now.values()))

@@ -1,4 +1,4 @@
-"""What is said of settings that cannot be: name, value, rule and remedy, a line each, and no secret."""
+"""Errors for invalid settings: name, value, rule and remedy in one line each, without secrets."""
 
 import os
 
@@ -16,8 +16,8 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def problems(monkeypatch: pytest.MonkeyPatch, **told: str) -> list[str]:
-    for name, value in told.items():
+def problems(monkeypatch: pytest.MonkeyPatch, **variables: str) -> list[str]:
+    for name, value in variables.items():
         monkeypatch.setenv(f"TRAINSHED_{name}", value)
     with pytest.raises(BadSettings) as raised:
         read_settings()
@@ -25,7 +25,7 @@ def problems(monkeypatch: pytest.MonkeyPatch, **told: str) -> list[str]:
     return list(raised.value.problems)
 
 
-def test_every_problem_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_settings_reports_all_problems_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     found = problems(monkeypatch, PORT="99999", QUOTAS="{nlp", BACKFILL="perhaps", HOST="127.0.0.1")
     assert [line.split("=")[0] for line in found] == ["TRAINSHED_PORT", "TRAINSHED_QUOTAS", "TRAINSHED_BACKFILL"]
     assert found[0] == (
@@ -35,7 +35,7 @@ def test_every_problem_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "says"),
+    ("name", "value", "expected"),
     [
         ("RAY_ADDRESS", "10.0.0.1:8265", "must be the URL of the cluster's dashboard"),
         ("DATABASE_URL", "mysql://x", "must begin with sqlite:///"),
@@ -53,37 +53,37 @@ def test_every_problem_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ("LEASE_SECONDS", "0", "greater than 0"),
     ],
 )
-def test_a_line_says_what_would_do(monkeypatch: pytest.MonkeyPatch, name: str, value: str, says: str) -> None:
+def test_problem_line_states_the_remedy(monkeypatch: pytest.MonkeyPatch, name: str, value: str, expected: str) -> None:
     (line,) = problems(monkeypatch, **{name: value})
     assert line.startswith(f"TRAINSHED_{name}=")
-    assert says in line
+    assert expected in line
 
 
-class Together(Settings):
-    """Settings that can be one by one, and not together."""
+class Conflicting(Settings):
+    """Settings that are valid individually but not together."""
 
     @model_validator(mode="after")
-    def _never(self) -> "Together":
+    def _never(self) -> "Conflicting":
         raise ValueError("TRAINSHED_HOST and TRAINSHED_PORT do not go together; leave out one")
 
 
-def test_what_is_wrong_with_several_together_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "Settings", Together)
+def test_conflicting_settings_are_one_problem_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "Settings", Conflicting)
     (line,) = problems(monkeypatch)
     assert line == "TRAINSHED_HOST and TRAINSHED_PORT do not go together; leave out one"
 
 
-def test_passwords_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_problem_line_hides_passwords(monkeypatch: pytest.MonkeyPatch) -> None:
     (line,) = problems(monkeypatch, DATABASE_URL="mysql://shed:hunter2@db/shed")
     assert "hunter2" not in line
     assert "mysql://***@db/shed" in line
 
 
-def test_what_nobody_reads_is_told_with_the_nearest_name() -> None:
-    told = {"TRAINSHED_PROT": "1", "TRAINSHED_URL": "x", "TRAINSHED_PORT": "1", "TRAINSHED_XYZZY": "1", "PATH": ""}
-    # What tests are told is no setting of theirs, and no mistake.
-    told["TRAINSHED_TEST_CRDS"] = "/folder"
-    assert strangers(told) == [
+def test_unknown_variable_is_reported_with_nearest_name() -> None:
+    variables = {"TRAINSHED_PROT": "1", "TRAINSHED_URL": "x", "TRAINSHED_PORT": "1", "TRAINSHED_XYZZY": "1", "PATH": ""}
+    # TRAINSHED_TEST_ variables configure the tests; the service does not report them.
+    variables["TRAINSHED_TEST_CRDS"] = "/folder"
+    assert strangers(variables) == [
         "unknown setting TRAINSHED_PROT has no effect; did you mean TRAINSHED_PORT?",
         "unknown setting TRAINSHED_XYZZY has no effect; unset it",
     ]

@@ -1,4 +1,4 @@
-"""Slots for checks: no key and no project takes them all."""
+"""Fair slots for spec checks: limits per key and per project."""
 
 import asyncio
 from collections import Counter
@@ -11,7 +11,7 @@ from service.domain.access.roles import OPERATOR, Caller, Role
 
 
 class Callers:
-    """Calls that hold their slots until they are told to leave."""
+    """Calls that hold their slots until `leave` is set."""
 
     def __init__(self, slots: FairSlots) -> None:
         self.slots, self.held, self.leave = slots, list[Claim](), asyncio.Event()
@@ -28,8 +28,8 @@ async def _settled() -> None:
         await asyncio.sleep(0)
 
 
-def test_a_key_holds_a_quarter_and_another_project_starts_at_once() -> None:
-    async def story() -> None:
+def test_one_key_holds_at_most_a_quarter_and_another_project_starts_at_once() -> None:
+    async def scenario() -> None:
         callers = Callers(FairSlots(32))
         async with asyncio.TaskGroup() as tasks:
             for _ in range(36):
@@ -50,11 +50,11 @@ def test_a_key_holds_a_quarter_and_another_project_starts_at_once() -> None:
             callers.leave.set()
         assert len(callers.held) == 36 + 40 + 40 + 1
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_a_caller_that_leaves_while_it_waits_or_holds_gives_its_slot_back() -> None:
-    async def story() -> None:
+def test_cancelled_call_releases_its_slot() -> None:
+    async def scenario() -> None:
         callers = Callers(FairSlots(4))
         first = asyncio.create_task(callers.call(Claim("a", "p")))
         second = asyncio.create_task(callers.call(Claim("a", "p")))
@@ -68,12 +68,12 @@ def test_a_caller_that_leaves_while_it_waits_or_holds_gives_its_slot_back() -> N
         callers.leave.set()
         await third
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=60), st.integers(4, 12))
-def test_limits_hold_and_every_call_has_its_turn(calls: list[tuple[int, int]], total: int) -> None:
-    async def story() -> None:
+def test_limits_hold_and_every_call_gets_a_slot(calls: list[tuple[int, int]], total: int) -> None:
+    async def scenario() -> None:
         slots, now, done = FairSlots(total), list[Claim](), list[Claim]()
 
         async def call(claim: Claim) -> None:
@@ -91,10 +91,10 @@ def test_limits_hold_and_every_call_has_its_turn(calls: list[tuple[int, int]], t
                 tasks.create_task(call(Claim(f"{project} {key}", str(project))))
         assert len(done) == len(calls)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_a_key_for_several_projects_stands_for_itself() -> None:
+def test_claim_of_key_with_several_projects_uses_the_key() -> None:
     one = Caller("key-1", "a", {"nlp": Role.EDITOR, "vision": Role.VIEWER})
     several = Caller("key-2", "b", {"nlp": Role.EDITOR, "vision": Role.EDITOR})
     assert Claim.of(one) == Claim("key-1", "nlp")

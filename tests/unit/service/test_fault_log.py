@@ -1,4 +1,4 @@
-"""How often the service logs a fault that repeats."""
+"""Rate limit of log lines for repeated faults."""
 
 import logging
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def fail(message: str) -> Exception:
         return error
 
 
-def test_fault_that_repeats_is_one_line_a_minute_with_a_count(lines: list[EventDict]) -> None:
+def test_repeated_fault_is_logged_once_a_minute_with_a_count(lines: list[EventDict]) -> None:
     clock = Clock()
     faults = FaultLog(clock)
     for second in range(120):
@@ -43,7 +43,7 @@ def test_fault_that_repeats_is_one_line_a_minute_with_a_count(lines: list[EventD
     assert all(line["exc_info"] for line in lines)
 
 
-def test_faults_of_other_jobs_and_places_have_lines_of_their_own(lines: list[EventDict]) -> None:
+def test_faults_of_different_jobs_or_errors_are_logged_separately(lines: list[EventDict]) -> None:
     faults = FaultLog(Clock())
     for job in ("job-1", "job-2"):
         faults.report("reconcile_failed", fail("x"), job=job)
@@ -51,7 +51,7 @@ def test_faults_of_other_jobs_and_places_have_lines_of_their_own(lines: list[Eve
     assert len(lines) == 4
 
 
-def test_each_failed_request_has_a_line_and_one_of_them_a_traceback(lines: list[EventDict]) -> None:
+def test_report_each_logs_every_request_and_one_traceback(lines: list[EventDict]) -> None:
     faults = FaultLog(Clock())
     for _ in range(3):
         faults.report_each("request_failed", fail("x"))
@@ -63,7 +63,7 @@ class BrokenRunDirs(LocalRunDirs):
         raise RuntimeError("a bug")
 
 
-def test_job_that_fails_at_every_pass_is_one_line(tmp_path: Path, lines: list[EventDict]) -> None:
+def test_job_that_fails_at_every_pass_is_logged_once(tmp_path: Path, lines: list[EventDict]) -> None:
     service = FakeService(tmp_path, run_dirs=BrokenRunDirs())
     stuck, reconciler = service.submit(), service.reconciler()
     for _ in range(5):

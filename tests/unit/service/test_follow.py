@@ -1,4 +1,4 @@
-"""Many who follow one run: what they share, and that nobody misses a line by it."""
+"""Many followers of one run: they share disk reads, and each receives every line."""
 
 import math
 import threading
@@ -16,30 +16,30 @@ from train_loop.run_dir import JsonLines, RunDir
 MANY = 50
 
 
-class Counting(LocalRunDirs):
-    """Counts what is asked of the disk."""
+class CountingRunDirs(LocalRunDirs):
+    """Run directories that count calls to `mark` and `tail`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked = Counter[str]()
+        self.calls = Counter[str]()
 
     def mark(self, run_dir: str, what: Written) -> Hashable:
-        self.asked["mark"] += 1
+        self.calls["mark"] += 1
         return super().mark(run_dir, what)
 
     def tail(self, run_dir: str, what: Written, place: Place) -> Tail:
-        self.asked["tail"] += 1
+        self.calls["tail"] += 1
         return super().tail(run_dir, what, place)
 
 
-def test_those_who_wait_ask_the_disk_together_and_all_of_them_get_every_line(tmp_path: Path) -> None:
-    dirs, recent, ended = Counting(), Recent(), threading.Event()
+def test_waiting_followers_share_disk_reads_and_receive_every_line(tmp_path: Path) -> None:
+    dirs, recent, ended = CountingRunDirs(), Recent(), threading.Event()
     lines = JsonLines(RunDir(tmp_path).attempt(1).events, attempt=1)
     found: list[list[str]] = [[] for _ in range(MANY)]
-    asked: dict[str, int] = {}
+    calls: dict[str, int] = {}
 
     def may_stay() -> bool:
-        dirs.asked["listener"] += 1
+        dirs.calls["listener"] += 1
         return True
 
     listener = Listener("key-1", may_stay)
@@ -55,27 +55,27 @@ def test_those_who_wait_ask_the_disk_together_and_all_of_them_get_every_line(tmp
     async def write() -> None:
         lines.append(event="first")
         before = Counter(tail=-1)
-        while before["tail"] != dirs.asked["tail"] or not all(found):
-            before = Counter(dirs.asked)
+        while before["tail"] != dirs.calls["tail"] or not all(found):
+            before = Counter(dirs.calls)
             await anyio.sleep(1.0)
-        before, began = Counter(dirs.asked), anyio.current_time()
+        before, began = Counter(dirs.calls), anyio.current_time()
         await anyio.sleep(2.0)
-        asked.update(dirs.asked - before, seconds=math.ceil(anyio.current_time() - began))
+        calls.update(dirs.calls - before, seconds=math.ceil(anyio.current_time() - began))
         lines.append(event="second")
         await anyio.sleep(0.2)
         lines.append(event="last")
         ended.set()
 
-    async def all_of_them() -> None:
+    async def run_all() -> None:
         with anyio.fail_after(120):
             async with anyio.create_task_group() as group:
                 for texts in found:
                     group.start_soon(follow, texts)
                 group.start_soon(write)
 
-    anyio.run(all_of_them)
+    anyio.run(run_all)
     assert len(found[0]) == 3
     assert all(texts == found[0] for texts in found)
-    assert asked["mark"] <= 4 * asked["seconds"] + 4, "one look in a quarter of a second serves all"
-    assert asked["listener"] <= asked["seconds"] / 2 + 1, "nor is the key of all of them looked up for each"
-    assert "tail" not in asked, "nothing was written, and nothing read"
+    assert calls["mark"] <= 4 * calls["seconds"] + 4, "all followers share four checks per second"
+    assert calls["listener"] <= calls["seconds"] / 2 + 1, "all followers share one check of their key"
+    assert "tail" not in calls, "without new lines, followers read nothing"

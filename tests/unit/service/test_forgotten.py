@@ -1,4 +1,4 @@
-"""A service whose database is older than its run directories, as after a restore: it takes the runs up as they are."""
+"""Recovery of a service whose database is older than its run directories, e.g. after a restore."""
 
 import copy
 from pathlib import Path
@@ -23,7 +23,7 @@ def service(tmp_path: Path) -> FakeService:
     return FakeService(tmp_path)
 
 
-def backed_up(service: FakeService) -> dict[str, Job]:
+def copy_jobs(service: FakeService) -> dict[str, Job]:
     return copy.copy(store_of(service).jobs)
 
 
@@ -33,7 +33,7 @@ def store_of(service: FakeService) -> MemoryJobStore:
 
 
 def restore(service: FakeService, jobs: dict[str, Job], *, same_cluster: bool) -> None:
-    """The database is as it was, and its leases are nobody's; the cluster is another one unless it is the same."""
+    """Reset the database to `jobs` and remove all leases; replace the cluster unless `same_cluster`."""
     store_of(service).jobs = jobs
     store_of(service).leases.clear()
     if not same_cluster:
@@ -41,7 +41,7 @@ def restore(service: FakeService, jobs: dict[str, Job], *, same_cluster: bool) -
 
 
 def lose_attempt(service: FakeService, job: Job, number: int) -> None:
-    """Have an attempt fail, and the next one train."""
+    """Let an attempt fail and the next one train."""
     service.cluster.submissions[f"{job.id}-{number}"] = Submission.FAILED
     service.reconciler().run_once()
     service.clock.now += 1000
@@ -56,71 +56,71 @@ def train(service: FakeService, job: Job, number: int) -> None:
     assert service.get(job.id).state is JobState.RUNNING
 
 
-def launched(service: FakeService) -> list[str]:
+def launched_attempts(service: FakeService) -> list[str]:
     return [launch.submission_id.rpartition("-")[2] for launch in service.cluster.launches]
 
 
 @pytest.mark.parametrize("known", [0, 1])
 @pytest.mark.parametrize("forgotten", [1, 2])
-def test_run_that_went_on_is_taken_up_where_it_is(service: FakeService, known: int, forgotten: int) -> None:
+def test_restored_job_adopts_the_running_attempt(service: FakeService, known: int, forgotten: int) -> None:
     job, saved = service.submit(), dict[str, Job]()
     for number in range(known + forgotten):
         if number == known:
-            saved = backed_up(service)
+            saved = copy_jobs(service)
         if number == 0:
             service.reconciler().run_once()
             train(service, job, 1)
         else:
             lose_attempt(service, job, number)
-    before, newest = launched(service), known + forgotten
+    before, newest = launched_attempts(service), known + forgotten
     restore(service, saved, same_cluster=True)
     for _ in range(4):
         service.reconciler().run_once()
     now = service.get(job.id)
     assert (now.state, len(now.attempts), now.failures) == (JobState.RUNNING, newest, ())
     assert [attempt.ended_at is None for attempt in now.attempts] == [False] * (newest - 1) + [True]
-    assert launched(service) == before
+    assert launched_attempts(service) == before
     service.end(job.id, Outcome(result="succeeded", step=20), attempt=newest)
     service.reconciler().run_once()
     assert service.get(job.id).state is JobState.SUCCEEDED
 
 
 @pytest.mark.parametrize("known", [0, 1])
-def test_on_another_cluster_the_next_attempt_shuts_the_forgotten_one_out(service: FakeService, known: int) -> None:
+def test_restored_job_on_another_cluster_fences_the_forgotten_attempt(service: FakeService, known: int) -> None:
     job, saved = service.submit(), dict[str, Job]()
     if known == 0:
-        saved = backed_up(service)
+        saved = copy_jobs(service)
     service.reconciler().run_once()
     train(service, job, 1)
     if known == 1:
-        saved = backed_up(service)
+        saved = copy_jobs(service)
         lose_attempt(service, job, 1)
     restore(service, saved, same_cluster=False)
     for _ in range(4):
         service.reconciler().run_once()
         service.clock.now += 100
-    assert launched(service) == [str(known + 2)]
+    assert launched_attempts(service) == [str(known + 2)]
     assert service.run_dir(job.id).fence() == Fence(known + 2)
     train(service, job, known + 2)
     assert len(service.get(job.id).failures) == 1
 
 
-def test_run_that_ended_meanwhile_has_ended(service: FakeService) -> None:
+def test_restored_job_whose_run_succeeded_is_succeeded(service: FakeService) -> None:
     job = service.submit()
     service.reconciler().run_once()
     train(service, job, 1)
-    saved = backed_up(service)
+    saved = copy_jobs(service)
     lose_attempt(service, job, 1)
     service.end(job.id, Outcome(result="succeeded", step=20), attempt=2)
     service.reconciler().run_once()
     restore(service, saved, same_cluster=False)
     service.reconciler().run_once()
-    assert (service.get(job.id).state, launched(service)) == (JobState.SUCCEEDED, [])
+    assert (service.get(job.id).state, launched_attempts(service)) == (JobState.SUCCEEDED, [])
 
 
-def test_attempt_that_was_shut_out_before_it_began_is_stepped_over(service: FakeService) -> None:
+def test_attempt_fenced_before_it_began_is_skipped(service: FakeService) -> None:
     job = service.submit()
-    saved = backed_up(service)
+    saved = copy_jobs(service)
     service.reconciler().run_once()
     service.jobs.pause(job.id, grace_seconds=0)
     service.cluster.submissions[f"{job.id}-1"] = Submission.STOPPED
@@ -130,14 +130,14 @@ def test_attempt_that_was_shut_out_before_it_began_is_stepped_over(service: Fake
     for _ in range(4):
         service.reconciler().run_once()
         service.clock.now += 100
-    assert launched(service) == ["2"]
+    assert launched_attempts(service) == ["2"]
 
 
-def test_cancel_of_a_restored_job_reaches_the_attempt_that_runs(service: FakeService) -> None:
+def test_cancel_of_restored_job_reaches_the_running_attempt(service: FakeService) -> None:
     job = service.submit()
     service.reconciler().run_once()
     train(service, job, 1)
-    saved = backed_up(service)
+    saved = copy_jobs(service)
     lose_attempt(service, job, 1)
     restore(service, saved, same_cluster=True)
     service.jobs.cancel(job.id, grace_seconds=5, checkpoint=True)
@@ -150,7 +150,7 @@ def test_cancel_of_a_restored_job_reaches_the_attempt_that_runs(service: FakeSer
     assert service.get(job.id).state is JobState.CANCELLED
 
 
-def test_backup_while_a_job_runs_is_gone_on_with_on_an_empty_machine(tmp_path: Path) -> None:
+def test_backup_of_running_job_resumes_on_an_empty_machine(tmp_path: Path) -> None:
     here, there = Settings(home=tmp_path / "here"), Settings(home=tmp_path / "there")
     here.make_home()
     ensure_key(here.admin_key)
@@ -169,7 +169,7 @@ def test_backup_while_a_job_runs_is_gone_on_with_on_an_empty_machine(tmp_path: P
     for _ in range(4):
         elsewhere.reconciler().run_once()
         elsewhere.clock.now += 100
-    assert launched(elsewhere) == ["3"]
+    assert launched_attempts(elsewhere) == ["3"]
     train(elsewhere, job, 3)
     elsewhere.end(job.id, Outcome(result="succeeded", step=20), attempt=3)
     elsewhere.reconciler().run_once()

@@ -1,4 +1,4 @@
-"""The helper process that checks specs: its answers, its limits, and storage that is away."""
+"""Preflight helper process: answers, limits and unavailable storage."""
 
 import gzip
 import json
@@ -29,9 +29,9 @@ from train_loop.spec import Problem
 
 @contextmanager
 def preflight(answer: str, *, timeout: float = 30.0, limits: Limits | None = None) -> Iterator[HelperPreflight]:
-    """One whose helper answers so: Python that may use `asked`."""
+    """Start a preflight whose helper evaluates `answer`, a Python expression that may use `request`."""
     imports = "import os, sys, time\nfrom train_loop.preflight.fork_server import looking_at, serve\n"
-    command = [sys.executable, "-c", f"{imports}serve(sys.argv[1], lambda asked: {answer})"]
+    command = [sys.executable, "-c", f"{imports}serve(sys.argv[1], lambda request: {answer})"]
     limits = limits or Limits(timeout)
     helper = HelperPreflight(read_policy=lambda _: may_read("file:///data"), limits=limits, command=command)
     try:
@@ -40,10 +40,12 @@ def preflight(answer: str, *, timeout: float = 30.0, limits: Limits | None = Non
         helper.stop()
 
 
-ECHO = "{'problems': [{'pointer': asked['spec']['name'], 'message': asked['read_policy']['roots'][0]}], 'shape': None}"
+ECHO = (
+    "{'problems': [{'pointer': request['spec']['name'], 'message': request['read_policy']['roots'][0]}], 'shape': None}"
+)
 
 
-def test_preflight_is_told_spec_and_roots_and_answers_problems() -> None:
+def test_preflight_receives_spec_and_roots_and_returns_problems() -> None:
     with preflight(ECHO) as helper:
         assert helper.check(a_spec()) == Findings((Problem("tiny", "file:///data"),), None)
 
@@ -56,15 +58,15 @@ def test_preflight_is_told_spec_and_roots_and_answers_problems() -> None:
         ("{'hello': 1}", "could not be looked at"),
     ],
 )
-def test_preflight_that_fails_says_why_and_is_asked_again(answer: str, message: str) -> None:
-    with preflight(f"{answer} if asked['spec']['name'] == 'bad' else {ECHO}") as helper:
+def test_failed_check_raises_its_reason_and_the_next_check_succeeds(answer: str, message: str) -> None:
+    with preflight(f"{answer} if request['spec']['name'] == 'bad' else {ECHO}") as helper:
         for _ in range(2):
             with pytest.raises(PreflightFailed, match=message):
                 helper.check(a_spec(name="bad"))
             assert helper.check(a_spec()).problems
 
 
-def test_preflight_tells_that_its_imports_are_not_done_and_restarts_a_helper_that_ended(tmp_path: Path) -> None:
+def test_trouble_reports_pending_imports_and_ended_helper_restarts(tmp_path: Path) -> None:
     code = f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.01)\n"
     code += "import sys\npathlib.Path(sys.argv[1]).touch()\ntime.sleep(3600)"
     helper = HelperPreflight(
@@ -85,21 +87,21 @@ def test_preflight_tells_that_its_imports_are_not_done_and_restarts_a_helper_tha
         helper.stop()
 
 
-def test_preflight_that_hangs_is_ended() -> None:
+def test_hanging_check_is_killed_after_timeout() -> None:
     hangs = "looking_at('/data/train') or time.sleep(3600)"
-    with preflight(f"{hangs} if asked['spec']['name'] == 'bad' else {ECHO}", timeout=20.0) as helper:
+    with preflight(f"{hangs} if request['spec']['name'] == 'bad' else {ECHO}", timeout=20.0) as helper:
         assert helper.check(a_spec()).problems
         helper._limits = Limits(0.2)
         with pytest.raises(PreflightFailed, match=r"the check of /data/train took over 0\.2 s; check that its storage"):
             helper.check(a_spec(name="bad"))
         assert helper._helper is not None
         here = psutil.Process(helper._helper.pid)
-        wait_for(lambda: not here.children(), "the end of who hangs")
+        wait_for(lambda: not here.children(), "the end of the hanging fork")
 
 
 @pytest.fixture(scope="module")
 def helper() -> Iterator[HelperPreflight]:
-    """The real one, with small limits."""
+    """Start the real helper with small limits."""
     limits = Limits(100.0, cpu_seconds=3.0, memory_bytes=1 << 30)
     one = HelperPreflight(read_policy=lambda _: may_read("file:///"), limits=limits)
     yield one
@@ -117,25 +119,25 @@ _SMALL = Limits(60.0, cpu_seconds=1.0, memory_bytes=64 << 20)
         ("sum(iter(int, 1))", "took over 1 s of CPU time; .* TRAINSHED_PREFLIGHT_CPU_SECONDS"),
     ],
 )
-def test_check_that_exceeds_a_limit_is_a_problem_of_what_it_looked_at(answer: str, rule: str) -> None:
+def test_check_exceeding_a_limit_is_a_problem_of_its_field(answer: str, rule: str) -> None:
     hostile = f"looking_at('/data/train/path') or looking_at('/model') or {answer}"
-    with preflight(f"{hostile} if asked['spec']['name'] == 'bad' else {ECHO}", limits=_SMALL) as helper:
+    with preflight(f"{hostile} if request['spec']['name'] == 'bad' else {ECHO}", limits=_SMALL) as helper:
         ((problem,),) = [helper.check(a_spec(name="bad")).problems]
         assert problem.pointer == "/model"
         assert re.search(rule, problem.message), problem.message
         assert helper.check(a_spec()).problems[0].pointer == "tiny"
 
 
-def test_forks_go_first_if_the_host_has_no_memory() -> None:
+def test_fork_is_killed_first_if_host_runs_out_of_memory() -> None:
     score = "open('/proc/self/oom_score_adj').read().strip()"
     with preflight(f"{{'problems': [{{'pointer': '', 'message': {score}}}], 'shape': None}}") as helper:
         assert helper.check(a_spec()).problems[0].message == "1000"
 
 
-def test_helper_of_a_killed_service_removes_its_folder(tmp_path: Path) -> None:
+def test_helper_of_killed_service_removes_its_folder(tmp_path: Path) -> None:
     socket = tmp_path / "shed" / "preflight"
     socket.parent.mkdir()
-    code = "import sys\nfrom train_loop.preflight.fork_server import serve\nserve(sys.argv[1], lambda asked: None)"
+    code = "import sys\nfrom train_loop.preflight.fork_server import serve\nserve(sys.argv[1], lambda request: None)"
     with subprocess.Popen([sys.executable, "-c", code, str(socket)], stdin=subprocess.PIPE) as helper:
         wait_for(socket.exists, "the helper")
         assert helper.stdin is not None
@@ -144,7 +146,7 @@ def test_helper_of_a_killed_service_removes_its_folder(tmp_path: Path) -> None:
     assert not socket.parent.exists()
 
 
-def test_helper_that_cannot_start_says_so_and_one_that_was_killed_is_started_again() -> None:
+def test_helper_that_cannot_start_raises_and_killed_helper_restarts() -> None:
     command = [sys.executable, "-c", "raise SystemExit(3)"]
     broken = HelperPreflight(read_policy=lambda _: may_read(), limits=Limits(30.0), command=command)
     with pytest.raises(PreflightFailed, match="ended with 3; see the service's log"):
@@ -158,7 +160,7 @@ def test_helper_that_cannot_start_says_so_and_one_that_was_killed_is_started_aga
         assert helper.check(a_spec()).problems
 
 
-def test_what_was_in_order_is_not_looked_at_again_at_once() -> None:
+def test_passed_check_is_cached_for_same_model_data_and_project() -> None:
     shape = asdict(read_shape({"model_type": "qwen3"}))
     with preflight(f"{{'problems': [], 'shape': {{**{shape}, 'layers': os.getpid()}}}}") as helper:
         first = helper.check(a_spec())
@@ -169,11 +171,11 @@ def test_what_was_in_order_is_not_looked_at_again_at_once() -> None:
         assert helper.check(a_spec(project="other")) is not first
 
 
-def test_what_is_known_is_what_was_found_in_order_a_moment_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_returns_only_recent_passed_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = asdict(read_shape({"model_type": "qwen3"}))
     good, bad, ill = a_spec(), a_spec(data={"sequence_length": 64}), a_spec(data={"sequence_length": 256})
     others = f"{{64: {ECHO}, 256: {{'failed': 'no'}}}}"
-    found = f"{others}.get(asked['spec']['data']['sequence_length'], {{'problems': [], 'shape': {shape}}})"
+    found = f"{others}.get(request['spec']['data']['sequence_length'], {{'problems': [], 'shape': {shape}}})"
     with preflight(found) as helper:
         assert helper.known(good) is None
         first = helper.check(good)
@@ -188,19 +190,19 @@ def test_what_is_known_is_what_was_found_in_order_a_moment_ago(monkeypatch: pyte
         assert helper.known(good) is None
 
 
-def test_who_asks_the_same_at_once_waits_for_one_answer() -> None:
+def test_concurrent_equal_checks_share_one_answer() -> None:
     shape = asdict(read_shape({"model_type": "qwen3"}))
     slow = f"time.sleep(1) or {{'problems': [], 'shape': {{**{shape}, 'layers': os.getpid()}}}}"
     with preflight(slow) as helper, ThreadPoolExecutor(8) as threads:
         answers = list(threads.map(helper.check, [a_spec(name=f"job-{number}") for number in range(8)]))
         assert all(answer is answers[0] for answer in answers)
     with preflight("time.sleep(1) or 1 / 0") as helper, ThreadPoolExecutor(8) as threads:
-        asked = [threads.submit(helper.check, a_spec()) for _ in range(8)]
-        errors = [one.exception() for one in asked]
+        futures = [threads.submit(helper.check, a_spec()) for _ in range(8)]
+        errors = [one.exception() for one in futures]
         assert all(error is errors[0] and isinstance(error, PreflightFailed) for error in errors)
 
 
-def test_the_real_helper_tells_the_sizes_of_a_model_in_a_folder(helper: HelperPreflight, tmp_path: Path) -> None:
+def test_real_helper_returns_shape_of_model_in_a_folder(helper: HelperPreflight, tmp_path: Path) -> None:
     write_tokenizer(write_model(tmp_path))
     spec = a_spec(model={"config": None, "path": tmp_path.as_uri()})
     assert helper.check(spec) == Findings((), read_shape(TINY))
@@ -215,7 +217,7 @@ def test_the_real_helper_tells_the_sizes_of_a_model_in_a_folder(helper: HelperPr
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "s of CPU time"),
     ],
 )
-def test_chat_template_that_takes_too_much_is_a_problem_of_its_field(
+def test_chat_template_exceeding_a_limit_is_a_problem_of_its_field(
     helper: HelperPreflight, tmp_path: Path, template: str, rule: str
 ) -> None:
     write_tokenizer(write_model(tmp_path))
@@ -229,16 +231,14 @@ def test_chat_template_that_takes_too_much_is_a_problem_of_its_field(
     assert re.search(rule, problem.message), problem.message
 
 
-def test_check_that_computes_until_its_time_is_over_is_a_problem_of_what_it_looked_at() -> None:
+def test_check_exceeding_its_timeout_is_a_problem_of_its_field() -> None:
     with preflight("looking_at('/model') or sum(iter(int, 1))", limits=Limits(1.0)) as helper:
         (problem,) = helper.check(a_spec()).problems
         assert problem.pointer == "/model"
         assert "took over 1 s; choose a smaller config" in problem.message
 
 
-def test_compressed_file_that_grows_a_thousandfold_is_a_problem_of_its_field(
-    helper: HelperPreflight, tmp_path: Path
-) -> None:
+def test_gzip_bomb_is_a_problem_of_its_field(helper: HelperPreflight, tmp_path: Path) -> None:
     write_tokenizer(write_model(tmp_path))
     with gzip.open(tmp_path / "a.jsonl.gz", "wb", compresslevel=1) as bomb:
         for _ in range(2048):
@@ -252,7 +252,7 @@ def test_compressed_file_that_grows_a_thousandfold_is_a_problem_of_its_field(
     assert "MiB" in problem.message
 
 
-def test_data_on_storage_that_is_away_are_told_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_on_unavailable_storage_raises_storage_away_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     with s3_server() as s3:
         for variable, value in s3.environment().items():
             monkeypatch.setenv(variable, value)
@@ -263,10 +263,10 @@ def test_data_on_storage_that_is_away_are_told_within_seconds(monkeypatch: pytes
         try:
             assert away.check(spec).problems == ()
             other = a_spec(data={"train": {"path": "s3://corpus/b.jsonl"}, "columns": {"input_ids": "ids"}})
-            told = r"s3://corpus/b\.jsonl has been unavailable: it has failed for 5 s"
+            message = r"s3://corpus/b\.jsonl has been unavailable: it has failed for 5 s"
             for outage in (s3.refuse, s3.gone):
                 began = time.monotonic()
-                with outage(), pytest.raises(StorageAway, match=told):
+                with outage(), pytest.raises(StorageAway, match=message):
                     away.check(other)
                 assert time.monotonic() - began < 60
         finally:

@@ -1,4 +1,4 @@
-"""Sending to real receivers that answer, fail, lead elsewhere, say nothing, or never stop."""
+"""HTTP sender of webhooks against real receivers that answer, fail, redirect, stay silent or never finish."""
 
 import json
 import ssl
@@ -40,7 +40,7 @@ def send(receiver: Receiver, *, seconds: float = 60.0) -> Answer | None:
     return sender.send(a_webhook(receiver.url("/hook?a=b")), MESSAGE, now=time.time())
 
 
-def test_receiver_verifies_what_it_got_with_the_standard_library_of_webhooks() -> None:
+def test_receiver_verifies_signature_with_standardwebhooks() -> None:
     with receiving(answer(204)) as receiver:
         assert send(receiver) == Answer(204)
     (got,) = receiver.got
@@ -53,7 +53,7 @@ def test_receiver_verifies_what_it_got_with_the_standard_library_of_webhooks() -
             standardwebhooks.Webhook(secret).verify(body, got.headers)
 
 
-def test_after_a_rotation_both_secrets_verify_until_the_old_one_is_over() -> None:
+def test_rotated_secret_and_previous_secret_verify_until_it_expires() -> None:
     now = time.time()
     with receiving() as receiver:
         for until in (now + 60, now - 60):
@@ -79,7 +79,9 @@ def test_after_a_rotation_both_secrets_verify_until_the_old_one_is_over() -> Non
         (talk_for_ever, 200, None, None),
     ],
 )
-def test_an_answer_is_understood(act: Act, status: int | None, retry_after: float | None, word: str | None) -> None:
+def test_answer_gives_status_retry_after_and_error(
+    act: Act, status: int | None, retry_after: float | None, word: str | None
+) -> None:
     with receiving(act) as receiver:
         found = send(receiver)
     assert found is not None
@@ -89,23 +91,23 @@ def test_an_answer_is_understood(act: Act, status: int | None, retry_after: floa
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_a_redirect_is_told_and_not_followed(status: int) -> None:
+def test_redirect_is_reported_and_not_followed(status: int) -> None:
     with receiving() as inside, receiving(answer(status, location=inside.url())) as receiver:
         found = send(receiver)
     assert found is not None
     assert found.status == status
     assert "redirects are not followed" in (found.error or "")
     assert inside.got == []
-    assert str(inside.port) not in (found.error or ""), "where it leads is nobody's business"
+    assert str(inside.port) not in (found.error or ""), "the error does not contain the redirect target"
 
 
 @pytest.mark.parametrize("act", [say_nothing, drip])
-def test_who_is_slow_is_given_up_in_time(act: Act) -> None:
+def test_slow_receiver_times_out(act: Act) -> None:
     with receiving(act) as receiver:
         assert send(receiver, seconds=0.5) == Answer(None, "no answer within 0.5 s")
 
 
-def test_the_look_up_of_a_name_is_in_that_time() -> None:
+def test_timeout_includes_the_name_lookup() -> None:
     done = threading.Event()
 
     def slow(host: str) -> list[str]:
@@ -117,7 +119,7 @@ def test_the_look_up_of_a_name_is_in_that_time() -> None:
     assert found == Answer(None, "no answer within 0.5 s")
 
 
-def test_nobody_there_and_names_that_nobody_knows_are_told() -> None:
+def test_refused_connection_and_unknown_name_are_reported() -> None:
     with receiving() as receiver:
         pass
     found = send(receiver)
@@ -131,7 +133,7 @@ def test_nobody_there_and_names_that_nobody_knows_are_told() -> None:
     assert found == Answer(None, "OSError: no such name")
 
 
-def test_what_can_be_no_name_is_told_at_once() -> None:
+def test_invalid_name_is_reported_at_once() -> None:
     def refuse(host: str) -> list[str]:
         raise UnicodeError("label empty or too long")
 
@@ -140,7 +142,7 @@ def test_what_can_be_no_name_is_told_at_once() -> None:
 
 
 @pytest.mark.parametrize("addresses", [["127.0.0.1"], ["93.184.216.34", "10.0.0.1"], ["::ffff:127.0.0.1"], []])
-def test_a_name_that_stands_for_something_inside_is_refused(addresses: list[str]) -> None:
+def test_name_with_internal_address_is_rejected(addresses: list[str]) -> None:
     with receiving() as receiver:
         webhook = a_webhook(receiver.url(host="hooks.example"))
         found = HttpSender(Allowed(), look_up=lambda host: addresses).send(webhook, MESSAGE, now=1.0)
@@ -150,7 +152,7 @@ def test_a_name_that_stands_for_something_inside_is_refused(addresses: list[str]
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.1", "2130706433", "0x7f000001"])
-def test_loopback_by_any_other_name_is_refused(host: str) -> None:
+def test_loopback_in_other_notation_is_rejected(host: str) -> None:
     with receiving() as receiver:
         found = HttpSender(Allowed()).send(a_webhook(receiver.url(host=host)), MESSAGE, now=1.0)
     assert found is not None
@@ -158,25 +160,25 @@ def test_loopback_by_any_other_name_is_refused(host: str) -> None:
     assert receiver.got == []
 
 
-def test_a_name_is_looked_up_once_and_what_was_checked_is_what_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = list[str]()
+def test_name_is_resolved_once_and_the_checked_address_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    lookups = list[str]()
 
     def rebinding(host: str) -> list[str]:
-        """What is checked; from the second time on, something inside."""
-        asked.append(host)
-        return ["127.0.0.1"] if len(asked) == 1 else ["10.0.0.1"]
+        """Return an allowed address on the first call and an internal address afterwards."""
+        lookups.append(host)
+        return ["127.0.0.1"] if len(lookups) == 1 else ["10.0.0.1"]
 
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
     with receiving() as receiver:
-        # No resolver knows this name: only a connection to the very address that was checked can work.
+        # No resolver knows this name: only a connection to the checked address can work.
         webhook = a_webhook(receiver.url(host="hooks.invalid"))
         assert HttpSender(LOOPBACK, look_up=rebinding).send(webhook, MESSAGE, now=1.0) == Answer(200)
-    assert asked == ["hooks.invalid"]
+    assert lookups == ["hooks.invalid"]
     assert receiver.got[0].headers["host"] == f"hooks.invalid:{receiver.port}"
 
 
-def test_another_address_of_the_name_is_tried_where_one_does_not_answer() -> None:
+def test_next_address_is_tried_if_the_first_does_not_answer() -> None:
     allowed = Allowed.parse(["127.0.0.0/8"])
     with receiving() as receiver:
         webhook = a_webhook(receiver.url(host="hooks.invalid"))
@@ -186,7 +188,7 @@ def test_another_address_of_the_name_is_tried_where_one_does_not_answer() -> Non
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A certificate for hooks.invalid, and its key."""
+    """Create a certificate for hooks.invalid and its key."""
     folder = tmp_path_factory.mktemp("tls")
     made, key = folder / "cert.pem", folder / "key.pem"
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=hooks.invalid"
@@ -195,7 +197,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return made, key
 
 
-def test_tls_verifies_the_name_though_the_connection_goes_to_an_address(certificate: tuple[Path, Path]) -> None:
+def test_tls_verifies_the_name_when_connecting_to_an_address(certificate: tuple[Path, Path]) -> None:
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context(cafile=certificate[0])
     server.load_cert_chain(*certificate)
     with receiving(tls=server) as receiver:
@@ -208,7 +210,7 @@ def test_tls_verifies_the_name_though_the_connection_goes_to_an_address(certific
     assert len(receiver.got) == 1
 
 
-def test_closing_lets_go_of_what_is_on_its_way() -> None:
+def test_close_aborts_in_flight_requests() -> None:
     sender, found = HttpSender(LOOPBACK, seconds=600.0), list[Answer | None]()
     with receiving(say_nothing) as receiver:
         webhook = a_webhook(receiver.url())
@@ -222,5 +224,5 @@ def test_closing_lets_go_of_what_is_on_its_way() -> None:
     assert len(receiver.got) == 1
 
 
-def test_the_system_knows_localhost() -> None:
+def test_look_up_resolves_localhost() -> None:
     assert set(look_up("localhost")) <= {"127.0.0.1", "::1"}

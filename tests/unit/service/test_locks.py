@@ -1,4 +1,4 @@
-"""What one process at a time may have is refused in a line where it cannot be had at all."""
+"""Locks of the home and the SQLite database: one process at a time, and errors for unusable paths."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from service.errors import DatabaseUnusable, HomeInUse, HomeUnusable
 from service.lifecycle.locks import locked
 
 
-def test_places_that_cannot_be_written_to(tmp_path: Path) -> None:
+def test_unwritable_home_or_database_raises_home_unusable(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     for settings in (
@@ -21,12 +21,12 @@ def test_places_that_cannot_be_written_to(tmp_path: Path) -> None:
             pass
 
 
-def test_urls_that_name_no_database(tmp_path: Path) -> None:
+def test_invalid_database_url_raises_database_unusable_without_password(tmp_path: Path) -> None:
     settings = Settings(home=tmp_path, database_url="postgresql+psycopg://me:hush@db:port/shed")
-    with pytest.raises(DatabaseUnusable) as refused, locked(settings):
+    with pytest.raises(DatabaseUnusable) as raised, locked(settings):
         pass
-    assert "TRAINSHED_DATABASE_URL is no URL" in str(refused.value)
-    assert "hush" not in str(refused.value)
+    assert "TRAINSHED_DATABASE_URL is no URL" in str(raised.value)
+    assert "hush" not in str(raised.value)
 
 
 @pytest.mark.parametrize("link", ["file", "folder", "relative", "chain", "not there yet"])
@@ -64,7 +64,7 @@ def test_two_services_cannot_open_one_database_through_a_symbolic_link(
         pass
 
 
-def test_database_with_a_hard_link_is_refused(tmp_path: Path) -> None:
+def test_database_with_a_hard_link_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "shed.db"
     file.touch()
     (tmp_path / "other.db").hardlink_to(file)

@@ -1,4 +1,4 @@
-"""What the log looks like, for people and for machines; in processes of their own, because there is one log in each."""
+"""Log formats `console` and `json`; each test runs a subprocess because logging is global to a process."""
 
 import ast
 import json
@@ -14,10 +14,10 @@ from service.config.logs import configure_logs
 
 configure_logs(sys.argv[1])
 log = structlog.get_logger()
-log.debug("unheard")
-log.info("said", job="job-1", text="a\\nb", state=JobState.QUEUED)
-logging.getLogger("sqlalchemy.pool").warning("a library %s", "speaks")
-logging.getLogger("httpx").info("unheard")
+log.debug("hidden")
+log.info("reported", job="job-1", text="a\\nb", state=JobState.QUEUED)
+logging.getLogger("sqlalchemy.pool").warning("a library %s", "warns")
+logging.getLogger("httpx").info("hidden")
 warnings.warn("careful")
 def fail(secret):
     raise ValueError("it failed")
@@ -29,19 +29,19 @@ except ValueError:
 """
 
 
-def said(kind: str) -> str:
-    """What the program says."""
+def log_output(kind: str) -> str:
+    """Run the program and return its log."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, kind], capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout == ""
-    assert "unheard" not in done.stderr
-    assert "hunter2" not in done.stderr, "local variables may be keys"
+    assert "hidden" not in done.stderr
+    assert "hunter2" not in done.stderr, "tracebacks do not show local variables"
     return done.stderr
 
 
-def test_json_is_an_object_a_line_whoever_speaks() -> None:
-    lines = [json.loads(line) for line in said("json").splitlines()]
+def test_json_log_has_one_object_per_line_from_every_logger() -> None:
+    lines = [json.loads(line) for line in log_output("json").splitlines()]
     assert all({"time", "level", "event"} <= line.keys() for line in lines)
     assert [(line["level"], line.get("logger")) for line in lines] == [
         ("info", None),
@@ -51,7 +51,7 @@ def test_json_is_an_object_a_line_whoever_speaks() -> None:
         ("error", "uvicorn.error"),
     ]
     assert (lines[0]["job"], lines[0]["text"], lines[0]["state"]) == ("job-1", "a\nb", "QUEUED")
-    assert lines[1]["event"] == "a library speaks"
+    assert lines[1]["event"] == "a library warns"
     for line in lines[-2:]:
         ((trace,),) = [line["exception"]]
         assert (trace["exc_type"], trace["exc_value"], trace["frames"][-1]["name"]) == (
@@ -61,10 +61,10 @@ def test_json_is_an_object_a_line_whoever_speaks() -> None:
         )
 
 
-def test_people_get_lines_and_plain_tracebacks() -> None:
-    lines = said("console").splitlines()
-    assert lines[0].endswith(r"Z [info] said job='job-1' text='a\nb' state='QUEUED'")
-    assert lines[1].endswith("Z [warning] a library speaks logger='sqlalchemy.pool'")
+def test_console_log_has_plain_lines_and_tracebacks() -> None:
+    lines = log_output("console").splitlines()
+    assert lines[0].endswith(r"Z [info] reported job='job-1' text='a\nb' state='QUEUED'")
+    assert lines[1].endswith("Z [warning] a library warns logger='sqlalchemy.pool'")
     assert lines.count("ValueError: it failed") == 2
 
 

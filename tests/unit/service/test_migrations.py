@@ -1,4 +1,4 @@
-"""The schema brought up to date, and back, with jobs in it; on SQLite and on a real Postgres."""
+"""Schema upgrades and downgrades with stored jobs, on SQLite and Postgres."""
 
 import json
 import sqlite3
@@ -46,21 +46,21 @@ def empty_database(url: str) -> None:
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """An empty database, and again when the test is over."""
+    """Provide an empty database and empty it again after the test."""
     url = request.getfixturevalue("postgres") if request.param == "postgres" else f"sqlite:///{tmp_path / 'jobs.db'}"
     empty_database(url)
     yield url
     empty_database(url)
 
 
-def test_migrations_lead_to_the_tables_that_the_code_uses(tmp_path: Path) -> None:
+def test_migrations_create_the_tables_of_the_code(tmp_path: Path) -> None:
     engine = open_database(f"sqlite:///{tmp_path / 'jobs.db'}")
     with engine.connect() as connection:
         assert compare_metadata(MigrationContext.configure(connection), metadata) == []
     engine.dispose()
 
 
-def test_migrations_carry_jobs_up_and_down(database: str) -> None:
+def test_migrations_keep_jobs_on_upgrade_and_downgrade(database: str) -> None:
     open_database(database, revision="0001").dispose()
     engine = create_engine(database)
     attempts = [{"number": 1, "submission_id": "job-2-1", "started_at": 1.5, "submitted_at": 2.0, "ended_at": None}]
@@ -117,7 +117,7 @@ def test_migrations_carry_jobs_up_and_down(database: str) -> None:
     assert json.loads(found["job-2"].attempts)[0].keys() == {*attempts[0], "result", "reason"}
 
 
-def test_an_elastic_job_stays_at_its_largest_size_where_nobody_knows_ranges(database: str) -> None:
+def test_downgrade_fixes_elastic_job_at_its_largest_size(database: str) -> None:
     store = SqlJobStore(engine := open_database(database))
     workers = {"min": 1, "max": 5}
     job = a_job(scaling={"num_workers": workers}, training={"global_batch_size": 8})
@@ -137,13 +137,13 @@ def test_an_elastic_job_stays_at_its_largest_size_where_nobody_knows_ranges(data
     engine.dispose()
 
 
-def test_a_job_that_made_room_goes_on_by_itself_after_every_migration(database: str) -> None:
+def test_preempted_job_restarts_after_every_migration(database: str) -> None:
     store = SqlJobStore(engine := open_database(database))
     paused = a_job().move(JobState.STARTING, now=1.0).move(JobState.PAUSING, now=2.0).move(JobState.PAUSED, now=3.0)
     wish = Wish("pause", checkpoint=True, deadline=9.0, reason=Reason(Code.PREEMPTED, "makes room for job-9"))
     store.add(NewJob(replace(paused, wish=wish)))
     engine.dispose()
-    # Where the second revision knows only who asked.
+    # Revision 0002 stores only who requested the pause.
     engine = open_database(database, revision="0002")
     with engine.connect() as connection:
         table = Table("jobs", MetaData(), autoload_with=connection)
@@ -171,7 +171,7 @@ def test_a_job_that_made_room_goes_on_by_itself_after_every_migration(database: 
     engine.dispose()
 
 
-def test_hours_of_deleted_jobs_are_gone_where_nobody_knows_of_them_and_jobs_are_not(database: str) -> None:
+def test_downgrade_drops_usage_of_deleted_jobs_and_keeps_jobs(database: str) -> None:
     store, day = SqlJobStore(engine := open_database(database)), date(2026, 11, 21)
     for number in (1, 2):
         store.add(NewJob(a_job(f"job-{number}")))
@@ -185,7 +185,7 @@ def test_hours_of_deleted_jobs_are_gone_where_nobody_knows_of_them_and_jobs_are_
     engine.dispose()
 
 
-def test_keys_are_gone_where_nobody_knows_of_them_and_what_they_submitted_is_not(database: str) -> None:
+def test_downgrade_drops_keys_and_keeps_their_jobs(database: str) -> None:
     engine = open_database(database)
     store, keys = SqlJobStore(engine), SqlKeyStore(engine)
     key = Key("key-1", "alice", {"nlp": Role.EDITOR}, "ab" * 32, 1.0, "operator")
@@ -206,7 +206,7 @@ def test_keys_are_gone_where_nobody_knows_of_them_and_what_they_submitted_is_not
     engine.dispose()
 
 
-def test_webhooks_are_gone_where_nobody_knows_of_them_and_jobs_are_not(database: str) -> None:
+def test_downgrade_drops_webhooks_and_keeps_jobs(database: str) -> None:
     engine = open_database(database)
     store, hooks = SqlJobStore(engine), SqlWebhookStore(engine)
     deed = Deed(1.0, OPERATOR, "webhook.create", "default", "hook-1")
@@ -222,7 +222,7 @@ def test_webhooks_are_gone_where_nobody_knows_of_them_and_jobs_are_not(database:
     engine.dispose()
 
 
-def test_key_that_an_older_version_left_in_flight_is_free(database: str) -> None:
+def test_idempotency_key_left_in_flight_by_older_version_is_free(database: str) -> None:
     engine = open_database(database, revision="0009")
     with engine.begin() as connection:
         connection.execute(idempotency_keys.insert().values(key="key", body="sha", created_at=1.0))
@@ -239,7 +239,7 @@ def test_services_that_start_at_once_migrate_one_after_the_other(postgres: str) 
     assert [process.wait(timeout=60) for process in started] == [0, 0, 0]
 
 
-def test_migration_that_is_cut_off_changes_nothing(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_migration_changes_nothing(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
     open_database(database, revision="0001").dispose()
     with monkeypatch.context() as patch:
         patch.setattr(Operations, "create_index", lambda *_: 1 / 0)
@@ -248,7 +248,7 @@ def test_migration_that_is_cut_off_changes_nothing(database: str, monkeypatch: p
     open_database(database).dispose()
 
 
-def test_a_file_with_secrets_is_its_owner_s_alone(tmp_path: Path) -> None:
+def test_database_file_is_readable_only_by_its_owner(tmp_path: Path) -> None:
     file = tmp_path / "trainshed.db"
     file.touch(mode=0o644)
     database = Database(f"sqlite:///{file}")
@@ -272,7 +272,7 @@ def test_a_file_with_secrets_is_its_owner_s_alone(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_database_of_another_program_is_refused_and_stays_as_it_is(
+def test_database_of_another_program_is_rejected_and_unchanged(
     tmp_path: Path, statements: list[str], rule: str
 ) -> None:
     file = tmp_path / "other.db"

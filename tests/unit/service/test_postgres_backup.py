@@ -1,4 +1,4 @@
-"""The commands that the docs and the CLI give for a Postgres database, run as they are."""
+"""Backup commands for Postgres, run exactly as the docs and the CLI give them."""
 
 import os
 import re
@@ -31,7 +31,7 @@ def store(postgres: str) -> Iterator[SqlJobStore]:
 
 
 def commands_of_the_docs() -> list[str]:
-    """The lines of the console blocks of the part on Postgres."""
+    """Return the commands in the console blocks of the Postgres section."""
     part = OPERATIONS.read_text().partition("\n**Postgres**")[2].partition("\n**")[0]
     return re.findall(r"^\$ (.*)$", part, re.MULTILINE)
 
@@ -60,7 +60,7 @@ def test_commands_of_the_docs_back_up_and_restore(store: SqlJobStore, postgres: 
     assert jobs_of(postgres) == ["job-1"]
 
 
-def test_commands_that_backup_and_restore_print_do_so(
+def test_commands_printed_by_backup_and_restore_work(
     store: SqlJobStore, postgres: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRAINSHED_HOME", str(tmp_path))

@@ -1,4 +1,4 @@
-"""How often is too often: in no stretch of time more than the rate, and room exactly when it was promised."""
+"""Rate limits: no time window exceeds the rate, and the reported wait is exact."""
 
 import math
 from itertools import pairwise
@@ -19,7 +19,7 @@ PAUSES = st.lists(st.integers(0, 40_000).map(lambda thousandths: thousandths / 1
 
 
 @given(RATES, PAUSES)
-def test_no_stretch_of_time_holds_more_than_the_rate(rate: Rate, pauses: list[float]) -> None:
+def test_window_never_admits_more_than_the_rate(rate: Rate, pauses: list[float]) -> None:
     window, now, taken = Window(rate), 0.0, list[float]()
     for pause in pauses:
         now += pause
@@ -32,7 +32,7 @@ def test_no_stretch_of_time_holds_more_than_the_rate(rate: Rate, pauses: list[fl
 
 
 @given(RATES, PAUSES)
-def test_there_is_room_when_it_was_promised_and_not_before(rate: Rate, pauses: list[float]) -> None:
+def test_window_wait_is_exact(rate: Rate, pauses: list[float]) -> None:
     window, now = Window(rate), 0.0
     for pause in pauses:
         now += pause
@@ -47,7 +47,7 @@ def test_there_is_room_when_it_was_promised_and_not_before(rate: Rate, pauses: l
 
 
 @pytest.mark.parametrize("text", ["", "600", "600/fortnight", "0/second", "-1/second", "1.5/second", "100000/second"])
-def test_what_is_no_rate_is_refused_with_one_that_is(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_rate_is_rejected_with_an_example(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="600/minute"):
         Rate.parse(text)
     monkeypatch.setenv("TRAINSHED_READS_PER_KEY", text or "?")
@@ -55,7 +55,7 @@ def test_what_is_no_rate_is_refused_with_one_that_is(text: str, monkeypatch: pyt
         Settings()
 
 
-def test_limits_are_settings_and_may_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_are_settings_and_none_disables_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(Settings().writes_per_key) == "600/minute"
     monkeypatch.setenv("TRAINSHED_WRITES_PER_KEY", "5/second")
     monkeypatch.setenv("TRAINSHED_READS_PER_KEY", "none")
@@ -75,11 +75,11 @@ def test_limits_are_settings_and_may_be_switched_off(monkeypatch: pytest.MonkeyP
         ("", ""),
     ],
 )
-def test_neighbours_are_counted_together(address: str, counted: str) -> None:
+def test_neighbourhood_groups_ipv6_addresses_by_network(address: str, counted: str) -> None:
     assert neighbourhood(address) == counted
 
 
-def test_of_many_addresses_only_so_many_are_remembered() -> None:
+def test_rates_remember_a_bounded_number_of_addresses() -> None:
     rates = Rates(Limits({Kind.STRANGERS: Rate(1, "hour")}), Clock())
     for number in range(_MOST_NAMES + 10):
         rates.turned_away(Attempt("x", f"address-{number}", Kind.READS))
@@ -89,7 +89,7 @@ def test_of_many_addresses_only_so_many_are_remembered() -> None:
     assert len(rates._windows) == _MOST_NAMES
 
 
-def test_a_flood_is_told_of_once_each_time_that_it_begins() -> None:
+def test_rate_limit_error_is_notable_once_per_flood() -> None:
     clock, bob = Clock(), Caller("key-1", "bob", {})
     rates, attempt = Rates(Limits({Kind.READS: Rate(1, "second")}), clock), Attempt("x", "a", Kind.READS)
     rates.let_in(attempt, bob)
@@ -104,7 +104,7 @@ def test_a_flood_is_told_of_once_each_time_that_it_begins() -> None:
     assert [error.notable for error in found] == [True, False, False, False] * 3
 
 
-def test_those_who_come_at_once_are_counted_before_anybody_has_looked_who_they_are() -> None:
+def test_attempts_before_authentication_count_towards_the_limit() -> None:
     rates, bob = Rates(Limits({Kind.WRITES: Rate(3, "minute")}), Clock()), Caller("key-1", "bob", {})
     attempt = Attempt("x", "a", Kind.WRITES)
     assert [rates.admit(attempt) for _ in range(3)] == [False] * 3
@@ -115,7 +115,7 @@ def test_those_who_come_at_once_are_counted_before_anybody_has_looked_who_they_a
             more()
 
 
-def test_what_is_over_takes_no_room() -> None:
+def test_window_forgets_expired_entries() -> None:
     window = Window(Rate(1000, "second"))
     for thousandths in range(900):
         window.take(thousandths / 1000)

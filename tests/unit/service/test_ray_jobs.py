@@ -1,4 +1,4 @@
-"""What is asked of Ray, and how often."""
+"""Ray jobs: caching of the status, and environment and metadata of a submission."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,8 +22,8 @@ class Clock:
         return self.now
 
 
-class Asked(RayJobs):
-    """Answers from a list, in the place of Ray's."""
+class ScriptedRayJobs(RayJobs):
+    """Ray jobs whose status comes from a list instead of Ray."""
 
     def __init__(self, *answers: Submission) -> None:
         super().__init__(lambda: None, python="python")
@@ -40,29 +40,29 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_a_driver_that_runs_is_asked_for_again_after_two_seconds(clock: Clock) -> None:
-    jobs = Asked(Submission.RUNNING, Submission.SUCCEEDED)
+def test_running_status_is_cached_for_two_seconds(clock: Clock) -> None:
+    jobs = ScriptedRayJobs(Submission.RUNNING, Submission.SUCCEEDED)
     assert [jobs.status("job-1-1"), jobs.status("job-1-1")] == [Submission.RUNNING, Submission.RUNNING]
     clock.now += 2
     assert jobs.status("job-1-1") is Submission.SUCCEEDED
 
 
 @pytest.mark.parametrize("first", [answer for answer in Submission if answer is not Submission.RUNNING])
-def test_any_other_answer_is_asked_for_every_time(clock: Clock, first: Submission) -> None:
-    jobs = Asked(first, Submission.RUNNING)
+def test_other_statuses_are_not_cached(clock: Clock, first: Submission) -> None:
+    jobs = ScriptedRayJobs(first, Submission.RUNNING)
     assert [jobs.status("job-1-1"), jobs.status("job-1-1")] == [first, Submission.RUNNING]
 
 
-def test_drivers_are_told_apart_and_a_stopped_one_is_asked_for_at_once(clock: Clock) -> None:
-    jobs = Asked(Submission.RUNNING, Submission.PENDING, Submission.STOPPED)
+def test_status_cache_is_per_driver_and_cleared_by_stop(clock: Clock) -> None:
+    jobs = ScriptedRayJobs(Submission.RUNNING, Submission.PENDING, Submission.STOPPED)
     assert [jobs.status("job-1-1"), jobs.status("job-2-1")] == [Submission.RUNNING, Submission.PENDING]
     with pytest.raises(ClusterError):
         jobs.stop("job-1-1")
     assert jobs.status("job-1-1") is Submission.STOPPED
 
 
-class Submitted:
-    """Takes a submission, in the place of Ray's client."""
+class FakeClient:
+    """A fake of Ray's client that records a submission."""
 
     def __init__(self) -> None:
         self.environment: dict[str, str] = {}
@@ -72,28 +72,28 @@ class Submitted:
         self.environment, self.metadata = runtime_env["env_vars"], metadata
 
 
-def test_a_driver_is_told_what_the_service_says_and_how_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = {"TRAINSHED_SINKS": "mlflow", "RAY_JOB_STOP_SIGNAL": "SIGKILL"}
-    jobs, client = RayJobs(lambda: None, python="python", environment=told), Submitted()
+def test_submission_passes_environment_and_sets_stop_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {"TRAINSHED_SINKS": "mlflow", "RAY_JOB_STOP_SIGNAL": "SIGKILL"}
+    jobs, client = RayJobs(lambda: None, python="python", environment=environment), FakeClient()
     monkeypatch.setattr(jobs, "_connect", lambda: client)
     jobs.submit(Launch("job-1-1", "job-1", "tiny", attempt=1, run_dir="file:///nowhere"))
     assert client.environment["TRAINSHED_SINKS"] == "mlflow"
-    assert client.environment["RAY_JOB_STOP_SIGNAL"] == "SIGINT", "its own way to be stopped is nobody's choice"
+    assert client.environment["RAY_JOB_STOP_SIGNAL"] == "SIGINT", "the environment cannot override the stop signal"
 
 
-def test_driver_knows_what_its_project_may_read_without_passwords(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submission_passes_read_policy_without_passwords(monkeypatch: pytest.MonkeyPatch) -> None:
     def read_policy(project: str) -> ReadPolicy:
         return may_read(f"s3://{project}", "sftp://user:secret@host/data", project=project)
 
-    jobs, client = RayJobs(lambda: None, python="python", read_policy=read_policy), Submitted()
+    jobs, client = RayJobs(lambda: None, python="python", read_policy=read_policy), FakeClient()
     monkeypatch.setattr(jobs, "_connect", lambda: client)
     jobs.submit(Launch("job-1-1", "job-1", "tiny", attempt=1, run_dir="file:///nowhere", project="nlp"))
-    told = ReadPolicy.model_validate_json(client.environment["TRAINSHED_READ_POLICY"])
-    assert told == may_read("s3://nlp", "sftp://host/data", project="nlp")
+    policy = ReadPolicy.model_validate_json(client.environment["TRAINSHED_READ_POLICY"])
+    assert policy == may_read("s3://nlp", "sftp://host/data", project="nlp")
 
 
-def test_an_attempt_has_a_name_and_what_it_belongs_to_in_ray_s_dashboard(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs, client = RayJobs(lambda: None, python="python"), Submitted()
+def test_submission_metadata_names_job_attempt_project_and_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs, client = RayJobs(lambda: None, python="python"), FakeClient()
     monkeypatch.setattr(jobs, "_connect", lambda: client)
     launch = Launch("job-1-2", "job-1", "tiny", attempt=2, run_dir="file:///nowhere", project="nlp")
     jobs.submit(replace(launch, labels={"team": "b"}))

@@ -1,4 +1,4 @@
-"""Nodes from the JSON of Ray's dashboard, as Ray 2.60 answers it."""
+"""Nodes parsed from the dashboard's JSON as Ray 2.60 sends it."""
 
 import json
 from typing import Any
@@ -8,7 +8,7 @@ from service.adapters.ray.nodes import NODES, SUMMARY, USAGE, read_nodes
 GROUP = "CPU_group_0_93f100cb05afe3a7ea614d81280601000000"
 
 
-def answers(usage: dict[str, Any] | None) -> dict[str, str]:
+def dashboard_json(usage: dict[str, Any] | None) -> dict[str, str]:
     alive = {
         "node_id": "0a7a",
         "node_ip": "10.0.0.2",
@@ -40,10 +40,10 @@ def answers(usage: dict[str, Any] | None) -> dict[str, str]:
     }
 
 
-def test_nodes_have_hosts_free_resources_and_the_reason_of_their_end() -> None:
+def test_nodes_have_hosts_free_resources_and_death_message() -> None:
     usage = {"0a7a": {"CPU": [1.5, 2.0], "acceleratorType:A100": [1.0, 1.0]}}
     hosts = {"0b7b": "node3", "gone": "node9"}
-    alive, dead = read_nodes(answers(usage).__getitem__, hosts)
+    alive, dead = read_nodes(dashboard_json(usage).__getitem__, hosts)
     assert (alive.host, alive.address, alive.alive, alive.started_at) == ("node2", "10.0.0.2", True, 1795537378.886)
     assert alive.total == {"CPU": 2.0, "accelerator_type:A100": 1.0}
     assert alive.free == {"CPU": 0.5, "accelerator_type:A100": 0.0}
@@ -53,4 +53,4 @@ def test_nodes_have_hosts_free_resources_and_the_reason_of_their_end() -> None:
 
 
 def test_free_resources_are_unknown_if_ray_does_not_report_usage() -> None:
-    assert [node.free for node in read_nodes(answers(None).__getitem__, {})] == [None, None]
+    assert [node.free for node in read_nodes(dashboard_json(None).__getitem__, {})] == [None, None]

@@ -1,4 +1,4 @@
-"""What is said of a dashboard, by how it answers; what a visit's log is taken for."""
+"""Ray probe: classification of dashboard answers and parsing of a visit's log."""
 
 import threading
 from collections.abc import Iterator
@@ -17,13 +17,12 @@ from train_loop.run_dir import VISIT_MARK
 
 
 class Dashboard(ThreadingHTTPServer):
-    """Answers everything in one way."""
+    """A server that gives every request the same answer."""
 
     status, body = 200, b'{"ray_version": "2.60.0"}'
 
     @property
     def url(self) -> str:
-        """Where it is."""
         return f"http://127.0.0.1:{self.server_port}"
 
 
@@ -35,7 +34,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(self.server.body)
 
     def log_message(self, *_: object) -> None:
-        """Not on the terminal."""
+        """Suppress log lines."""
 
 
 @pytest.fixture
@@ -55,7 +54,7 @@ def probe(url: str | None) -> RayProbe:
 
 
 @pytest.mark.parametrize("body", [b"{}", b"[]", b"7", b'{"ray_version": 7}', b"<html>"])
-def test_somebody_who_is_no_dashboard_is_a_cluster_that_does_not_answer(dashboard: Dashboard, body: bytes) -> None:
+def test_invalid_dashboard_answer_counts_as_no_answer(dashboard: Dashboard, body: bytes) -> None:
     dashboard.body = body
     jobs = RayJobs(lambda: RayAddress(dashboard.url, "a-token"), python="python")
     assert jobs.capacity() is None
@@ -64,7 +63,7 @@ def test_somebody_who_is_no_dashboard_is_a_cluster_that_does_not_answer(dashboar
         jobs.stop("job-1-1")
 
 
-def test_a_dashboard_that_answers_tells_version_and_time(dashboard: Dashboard) -> None:
+def test_greet_returns_version_and_clock_offset(dashboard: Dashboard) -> None:
     greeting = probe(dashboard.url).greet()
     assert (greeting.reach, greeting.said) == (Reach.ANSWERS, "Ray 2.60.0")
     assert greeting.ahead is not None
@@ -82,44 +81,44 @@ def test_a_dashboard_that_answers_tells_version_and_time(dashboard: Dashboard) -
         (502, b"bad gateway", Reach.STRANGE),
     ],
 )
-def test_other_answers_are_told_apart(dashboard: Dashboard, status: int, body: bytes, reach: Reach) -> None:
+def test_greet_classifies_other_answers(dashboard: Dashboard, status: int, body: bytes, reach: Reach) -> None:
     dashboard.status, dashboard.body = status, body
     greeting = probe(dashboard.url).greet()
     assert (greeting.reach, greeting.url) == (reach, dashboard.url)
     assert greeting.said
 
 
-def test_nobody_is_not_somebody_who_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greet_distinguishes_refused_connection_from_starting_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setattr(ray_probe, "_RAY_SECONDS", 0.3)
     assert probe("http://127.0.0.1:9").greet().reach is Reach.NOBODY
     assert probe(None).greet().reach is Reach.STARTING
 
 
-def test_who_has_just_started_ray_need_not_ask_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greet_waits_for_the_address_of_a_starting_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     looks = iter([None, None])
     starting = RayProbe(RayJobs(lambda: next(looks, RayAddress("http://127.0.0.1:9", token=None)), python="python"))
     assert starting.greet().reach is Reach.NOBODY
 
 
-class Jobs(RayJobs):
-    """Runs nothing, and has this log and these states."""
+class FakeJobs(RayJobs):
+    """Ray jobs that run nothing and return a fixed log and a list of states."""
 
     def __init__(self, output: str, *states: Submission) -> None:
         super().__init__(lambda: None, python="python")
-        self.told, self.states = output, list(states)
-        self.asked: list[str] = []
+        self.log, self.states = output, list(states)
+        self.arguments: list[str] = []
         self.forgotten = 0
 
     def run(self, submission_id: str, module: str, arguments: object) -> None:
-        self.asked = list(arguments) if isinstance(arguments, list) else []
+        self.arguments = list(arguments) if isinstance(arguments, list) else []
 
     def status(self, submission_id: str) -> Submission:
         return self.states.pop(0) if len(self.states) > 1 else self.states[0]
 
     def output(self, submission_id: str) -> str:
-        return self.told
+        return self.log
 
     def forget(self, submission_id: str) -> None:
         self.forgotten += 1
@@ -128,24 +127,24 @@ class Jobs(RayJobs):
         return 1 if self.states.pop(0) is Submission.RUNNING else 0
 
 
-def test_a_visit_is_read_from_the_log_of_its_job() -> None:
-    told = f"2026 INFO connecting\n{VISIT_MARK}{a_visit().model_dump_json()}\nbye\n"
-    jobs = Jobs(told, Submission.PENDING, Submission.UNKNOWN, Submission.RUNNING, Submission.SUCCEEDED)
+def test_visit_is_read_from_the_log_of_its_job() -> None:
+    log = f"2026 INFO connecting\n{VISIT_MARK}{a_visit().model_dump_json()}\nbye\n"
+    jobs = FakeJobs(log, Submission.PENDING, Submission.UNKNOWN, Submission.RUNNING, Submission.SUCCEEDED)
     assert RayProbe(jobs, roots=["file:///a"]).visit("file:///runs/x", seconds=30.0) == a_visit()
-    assert jobs.asked == ["--seconds", "22", "--folder", "file:///runs/x", "--root", "file:///a"]
+    assert jobs.arguments == ["--seconds", "22", "--folder", "file:///runs/x", "--root", "file:///a"]
     assert jobs.forgotten == 1
 
 
 @pytest.mark.parametrize(
-    ("state", "says"), [(Submission.FAILED, "ended as failed"), (Submission.PENDING, "did not end within 0.1 s")]
+    ("state", "expected"), [(Submission.FAILED, "ended as failed"), (Submission.PENDING, "did not end within 0.1 s")]
 )
-def test_a_visit_that_tells_nothing_says_how_its_job_ended(state: Submission, says: str) -> None:
-    jobs = Jobs("Traceback\nModuleNotFoundError: No module named 'train_loop'\n\n", state)
-    with pytest.raises(ClusterError, match=f"{says}; its last word: ModuleNotFoundError"):
+def test_visit_without_result_reports_state_and_last_log_line(state: Submission, expected: str) -> None:
+    jobs = FakeJobs("Traceback\nModuleNotFoundError: No module named 'train_loop'\n\n", state)
+    with pytest.raises(ClusterError, match=f"{expected}; its last word: ModuleNotFoundError"):
         RayProbe(jobs).visit(None, seconds=0.1)
     assert jobs.forgotten == 1
 
 
-def test_a_head_that_has_just_started_is_given_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_waits_for_a_head_that_has_just_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_probe, "_LOOK_SECONDS", 0.0)
-    assert RayProbe(Jobs("", Submission.PENDING, Submission.PENDING, Submission.RUNNING)).nodes() == 1
+    assert RayProbe(FakeJobs("", Submission.PENDING, Submission.PENDING, Submission.RUNNING)).nodes() == 1

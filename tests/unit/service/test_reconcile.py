@@ -1,4 +1,4 @@
-"""The reconciler on a cluster that does what the test says, and with a crash after every side effect."""
+"""The reconciler on a scripted cluster, also with a crash after each side effect."""
 
 import threading
 import time
@@ -36,7 +36,7 @@ def test_job_goes_from_queue_to_success(service: FakeService) -> None:
     assert service.get(job.id).state is JobState.SUCCEEDED
 
 
-def test_lost_driver_becomes_a_second_attempt_after_the_pause(service: FakeService) -> None:
+def test_lost_driver_gets_a_second_attempt_after_a_delay(service: FakeService) -> None:
     job = started(service)
     service.cluster.submissions[f"{job.id}-1"] = Submission.FAILED
     service.reconciler().run_once()
@@ -78,7 +78,7 @@ def test_unreachable_cluster_changes_only_the_reason_and_only_after_ten_seconds(
     assert (service.get(job.id).reason, service.jobs.get(job.id).waits_for) == (None, None)
 
 
-def test_recovering_job_without_room_names_what_is_missing_and_which_node_left(service: FakeService) -> None:
+def test_recovering_job_without_capacity_names_missing_resources_and_lost_node(service: FakeService) -> None:
     job, reconciler = started(service), service.reconciler()
     service.event(job.id, "workers_lost", ranks=[1], hosts=["node3"], cause="host_lost", error="host node3 was lost")
     reconciler.run_once()
@@ -86,7 +86,7 @@ def test_recovering_job_without_room_names_what_is_missing_and_which_node_left(s
     assert lost.reason is not None
     assert (lost.state, lost.reason.code) == (JobState.RECOVERING, Code.HOST_LOST)
     assert lost.reason.message == "host node3 was lost; the run resumes from its newest checkpoint"
-    # Room for all workers is room, also if it leaves no CPU for Ray Data: the ranks read their rows themselves.
+    # All workers fit, although no CPU is left for Ray Data: the ranks read their rows themselves.
     service.cluster.total, service.cluster.nodes_total = {"CPU": 2.0}, ({"CPU": 2.0},)
     reconciler.run_once()
     assert service.get(job.id).reason == lost.reason
@@ -118,7 +118,7 @@ def test_stalled_group_is_the_reason_until_it_progresses(service: FakeService) -
     assert service.get(job.id).reason is None
 
 
-def test_unusually_long_silence_is_the_reason_even_if_no_event_explains_it(service: FakeService) -> None:
+def test_long_silence_without_events_is_reported_as_stalled(service: FakeService) -> None:
     job, reconciler = started(service), service.reconciler()
     reconciler.run_once()
     for number in range(1, 5):
@@ -126,7 +126,7 @@ def test_unusually_long_silence_is_the_reason_even_if_no_event_explains_it(servi
         for _ in range(4):
             reconciler.run_once()
             service.clock.now += 1
-    # The newest line was seen at 1012, and three seconds passed between two lines.
+    # The newest line was seen at 1012 s; two lines are at most 3 s apart.
     for now in range(1017, 1026):
         service.clock.now = now
         reconciler.run_once()
@@ -153,13 +153,13 @@ def test_draining_host_gets_no_new_job(service: FakeService) -> None:
     second = service.submit()
     reconciler.run_once()
     assert service.get(second.id).state is JobState.QUEUED
-    # Another node at the same host is not the one that was to be taken away.
+    # A newer node on the same host is not the draining node.
     service.cluster.known_nodes = [replace(node, started_at=9e9) for node in service.cluster.known_nodes]
     reconciler.run_once()
     assert service.get(second.id).state is JobState.STARTING
 
 
-def test_one_job_that_cannot_be_handled_does_not_hold_up_the_others(service: FakeService) -> None:
+def test_job_that_raises_does_not_block_other_jobs(service: FakeService) -> None:
     stuck = service.submit()
     service.reconciler().run_once()
     service.run_dir(stuck.id).attempt(1).events.mkdir()
@@ -169,7 +169,7 @@ def test_one_job_that_cannot_be_handled_does_not_hold_up_the_others(service: Fak
     assert service.get(other.id).state is JobState.STARTING
 
 
-def test_submission_that_the_cluster_refuses_says_why_and_is_tried_again(service: FakeService) -> None:
+def test_failed_submission_reports_its_reason_and_is_retried(service: FakeService) -> None:
     job = service.submit()
     blocked = service.root / "default"
     blocked.write_text("a file where the folder should be")
@@ -182,7 +182,7 @@ def test_submission_that_the_cluster_refuses_says_why_and_is_tried_again(service
 
 
 def running(service: FakeService, **parts: Any) -> Job:
-    """The next job, once it trains."""
+    """Submit a job and run the reconciler until it trains."""
     job = service.submit(**parts)
     service.reconciler().run_once()
     service.cluster.submissions[f"{job.id}-1"] = Submission.RUNNING
@@ -191,7 +191,7 @@ def running(service: FakeService, **parts: Any) -> Job:
     return job
 
 
-def test_higher_priority_makes_a_lower_one_pause_and_it_goes_on_by_itself(service: FakeService) -> None:
+def test_higher_priority_job_preempts_a_lower_one_that_restarts_afterwards(service: FakeService) -> None:
     service.cluster.total = {"CPU": 4.0}
     low = running(service)
     high = service.submit(priority=5)
@@ -212,7 +212,7 @@ def test_higher_priority_makes_a_lower_one_pause_and_it_goes_on_by_itself(servic
     assert service.cluster.launches[-1].submission_id == f"{low.id}-2"
 
 
-def test_only_one_of_two_decides_about_the_queue(service: FakeService) -> None:
+def test_only_the_leader_admits_jobs(service: FakeService) -> None:
     job = service.submit()
     service.store.lead(Lease("other", now=service.clock.now, until=service.clock.now + 30))
     service.reconciler().run_once()
@@ -222,27 +222,27 @@ def test_only_one_of_two_decides_about_the_queue(service: FakeService) -> None:
     assert service.get(job.id).state is JobState.STARTING
 
 
-def look_for(service: FakeService, reconciler: Reconciler, *, seconds: int) -> None:
-    """Passes of ten seconds each."""
+def run_passes(service: FakeService, reconciler: Reconciler, *, seconds: int) -> None:
+    """Run one pass every ten seconds for `seconds` seconds."""
     for _ in range(0, seconds, 10):
         service.clock.now += 10
         reconciler.run_once()
 
 
-def test_attempt_that_hangs_is_replaced_and_one_that_writes_is_not(service: FakeService) -> None:
+def test_hung_attempt_is_replaced_and_writing_attempt_is_not(service: FakeService) -> None:
     job, reconciler = running(service, failure={"hang_timeout_seconds": 100}), service.reconciler()
     for step in range(1, 4):
         service.metric(job.id, step=step)
-        look_for(service, reconciler, seconds=150)
+        run_passes(service, reconciler, seconds=150)
     assert service.get(job.id).state is JobState.RUNNING
-    # A machine that slept for an hour is no hang.
+    # An hour of machine sleep does not count as a hang.
     service.metric(job.id, step=4)
     reconciler.run_once()
     service.clock.now += 3600
     reconciler.run_once()
-    look_for(service, reconciler, seconds=90)
+    run_passes(service, reconciler, seconds=90)
     assert service.get(job.id).state is JobState.RUNNING
-    look_for(service, reconciler, seconds=20)
+    run_passes(service, reconciler, seconds=20)
     recovering = service.get(job.id)
     assert (recovering.state, recovering.reason and recovering.reason.code) == (JobState.RECOVERING, Code.HUNG)
     assert service.cluster.submissions[f"{job.id}-1"] is Submission.STOPPED
@@ -251,24 +251,24 @@ def test_attempt_that_hangs_is_replaced_and_one_that_writes_is_not(service: Fake
     assert service.cluster.launches[-1].submission_id == f"{job.id}-2"
 
 
-def test_attempt_whose_workers_hang_before_they_train_is_replaced(service: FakeService) -> None:
+def test_attempt_whose_workers_hang_before_training_is_replaced(service: FakeService) -> None:
     job, reconciler = service.submit(failure={"hang_timeout_seconds": 100}), service.reconciler()
     reconciler.run_once()
     service.cluster.submissions[f"{job.id}-1"] = Submission.RUNNING
     # Data may take long to prepare.
-    look_for(service, reconciler, seconds=1000)
+    run_passes(service, reconciler, seconds=1000)
     service.event(job.id, "workers_ready", world=2)
-    look_for(service, reconciler, seconds=160)
+    run_passes(service, reconciler, seconds=160)
     assert service.get(job.id).state is JobState.STARTING
-    look_for(service, reconciler, seconds=20)
+    run_passes(service, reconciler, seconds=20)
     reason = service.get(job.id).reason
     assert reason is not None
     assert reason.code is Code.HUNG
     assert service.cluster.submissions[f"{job.id}-1"] is Submission.STOPPED
 
 
-class CancelsMeanwhile(MemoryCluster):
-    """A user cancels while the queue is being looked at."""
+class CancelsDuringAdmission(MemoryCluster):
+    """A cluster on which a user cancels the job during admission."""
 
     service: FakeService
 
@@ -277,8 +277,8 @@ class CancelsMeanwhile(MemoryCluster):
         return super().capacity()
 
 
-def test_cancel_while_the_queue_is_looked_at_wins(service: FakeService) -> None:
-    job, cluster = service.submit(), CancelsMeanwhile()
+def test_cancel_during_admission_wins(service: FakeService) -> None:
+    job, cluster = service.submit(), CancelsDuringAdmission()
     cluster.service = service
     service.reconciler(cluster=cluster).run_once()
     assert service.get(job.id).state is JobState.CANCELLING
@@ -287,12 +287,12 @@ def test_cancel_while_the_queue_is_looked_at_wins(service: FakeService) -> None:
 
 
 class Crash(BaseException):
-    """The process dies here: nothing may catch it."""
+    """Simulated death of the process; a BaseException, so that no handler catches it."""
 
 
 @dataclass
 class Countdown:
-    """Lets a number of side effects happen, and dies after the last of them."""
+    """A counter that raises Crash after `left` side effects."""
 
     left: int
 
@@ -303,7 +303,7 @@ class Countdown:
 
 
 class Mortal:
-    """An adapter whose writes are followed by a tick."""
+    """An adapter that ticks the countdown after each write."""
 
     def __init__(self, real: object, writes: frozenset[str], countdown: Countdown) -> None:
         self._real, self._writes, self._countdown = real, writes, countdown
@@ -334,8 +334,8 @@ def test_job_survives_a_crash_after_any_side_effect(service: FakeService, after:
     assert [attempt.number for attempt in service.get(job.id).attempts] == [1]
 
 
-class CancelsInside(MemoryCluster):
-    """A user cancels just while the cluster is being asked to submit."""
+class CancelsDuringSubmit(MemoryCluster):
+    """A cluster on which a user cancels the job during its submission."""
 
     service: FakeService
 
@@ -345,7 +345,7 @@ class CancelsInside(MemoryCluster):
 
 
 def test_cancel_during_the_submit_wins(service: FakeService) -> None:
-    cluster = CancelsInside()
+    cluster = CancelsDuringSubmit()
     cluster.service = service
     service.cluster = cluster
     job = service.submit()
@@ -358,7 +358,7 @@ def test_cancel_during_the_submit_wins(service: FakeService) -> None:
     assert service.get(job.id).state is JobState.CANCELLED
 
 
-def test_job_that_somebody_else_looks_after_is_left_to_them(service: FakeService) -> None:
+def test_job_leased_by_another_service_is_left_alone(service: FakeService) -> None:
     job = service.submit()
     service.store.claim(job.id, Lease("other", now=service.clock.now, until=service.clock.now + 30))
     service.reconciler().run_once()
@@ -368,7 +368,7 @@ def test_job_that_somebody_else_looks_after_is_left_to_them(service: FakeService
     assert [launch.submission_id for launch in service.cluster.launches] == [f"{job.id}-1"]
 
 
-def test_a_pass_that_takes_long_is_followed_by_a_longer_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_pass_is_followed_by_a_longer_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reconciler = FakeService(tmp_path).reconciler()
 
     def busy(self: Reconciler, stopped: threading.Event) -> None:

@@ -1,4 +1,4 @@
-"""The reconciler and jobs that are to stop: cancelled, paused, or saved before the service ends."""
+"""The reconciler and stops of jobs: cancel, pause, and save at shutdown of the service."""
 
 import threading
 import time
@@ -18,7 +18,7 @@ def service(tmp_path: Path) -> FakeService:
     return FakeService(tmp_path)
 
 
-def test_jobs_save_before_the_service_ends_their_cluster(service: FakeService) -> None:
+def test_stop_jobs_saves_running_jobs_before_the_cluster_ends(service: FakeService) -> None:
     job, waiting = started(service), service.submit()
     ending = threading.Thread(target=service.reconciler().stop_jobs, kwargs={"seconds": 30.0})
     ending.start()
@@ -35,7 +35,7 @@ def test_jobs_save_before_the_service_ends_their_cluster(service: FakeService) -
     assert f"{job.id}-2" in [launch.submission_id for launch in service.cluster.launches]
 
 
-def test_end_of_the_service_waits_no_longer_than_it_says(service: FakeService) -> None:
+def test_stop_jobs_waits_at_most_its_timeout(service: FakeService) -> None:
     job, begun = started(service), time.monotonic()
     service.reconciler().stop_jobs(seconds=0.5)
     assert time.monotonic() - begun < 10
@@ -64,13 +64,13 @@ def test_stop_of_a_job_without_workers_takes_effect_at_once(
     service.reconciler().run_once()
     assert service.cluster.submissions[f"{job.id}-1"] is Submission.STOPPED
     assert service.get(job.id).state is ends
-    # A group that started just then finds the request to stop, and may commit nothing any more.
+    # A worker group that starts at this moment finds the stop request, and the fence rejects its commits.
     stop = service.run_dir(job.id).stop(attempt=1)
     assert stop is not None
     assert service.run_dir(job.id).fence().attempt == 2
 
 
-def test_cancel_asks_the_loop_and_ends_with_its_outcome(service: FakeService) -> None:
+def test_cancel_requests_stop_and_finishes_with_the_outcome(service: FakeService) -> None:
     job = started(service)
     service.jobs.cancel(job.id, grace_seconds=5, checkpoint=True)
     service.reconciler().run_once()
@@ -82,7 +82,7 @@ def test_cancel_asks_the_loop_and_ends_with_its_outcome(service: FakeService) ->
     assert service.get(job.id).state is JobState.CANCELLED
 
 
-def test_cancel_ends_the_driver_after_the_grace(service: FakeService) -> None:
+def test_cancel_stops_driver_after_grace_seconds(service: FakeService) -> None:
     job = started(service)
     service.jobs.cancel(job.id, grace_seconds=5, checkpoint=True)
     service.reconciler().run_once()
@@ -93,7 +93,7 @@ def test_cancel_ends_the_driver_after_the_grace(service: FakeService) -> None:
     assert service.get(job.id).state is JobState.CANCELLED
 
 
-def test_cancelled_while_queued_is_never_submitted(service: FakeService) -> None:
+def test_job_cancelled_while_queued_is_never_submitted(service: FakeService) -> None:
     job = service.submit()
     service.jobs.cancel(job.id, grace_seconds=5, checkpoint=True)
     service.reconciler().run_once()

@@ -1,4 +1,4 @@
-"""Two replicas on one Postgres, killed and frozen while 200 jobs go through: none lost, none submitted twice."""
+"""Two replicas on one Postgres, killed and frozen during 200 jobs: no job is lost or submitted twice."""
 
 import random
 import signal
@@ -25,7 +25,7 @@ SEED = 6
 
 
 class Replicas:
-    """Processes that somebody kills, freezes and starts again."""
+    """Replica processes that the test kills, freezes and restarts."""
 
     def __init__(self, url: str, folder: Path) -> None:
         self._url, self._folder = url, folder
@@ -35,13 +35,13 @@ class Replicas:
         self.done: Counter[str] = Counter()
 
     def start(self, owner: str) -> None:
-        """Start one."""
+        """Start a replica."""
         command = [sys.executable, "-m", "tests.support.replica", self._url, str(self._folder), owner]
         with (self._folder / f"{owner}.log").open("ab") as log:
             self._processes[owner] = subprocess.Popen(command, stdout=log, stderr=log)
 
     def disturb(self) -> None:
-        """Now and then SIGKILL one, which starts again, or freeze it for longer than its leases."""
+        """At random, kill and restart a replica, or freeze it for longer than its leases."""
         for owner, until in list(self._frozen.items()):
             if time.monotonic() > until:
                 self._processes[owner].send_signal(signal.SIGCONT)
@@ -62,13 +62,13 @@ class Replicas:
         self._processes[owner].wait()
 
     def end(self) -> None:
-        """Kill all of them."""
+        """Kill all replicas."""
         for owner in self._processes:
             self._kill(owner)
 
 
-def run_what_was_submitted(folder: Path) -> None:
-    """Be the cluster: each submission trains for a moment and says that it has succeeded."""
+def run_submissions(folder: Path) -> None:
+    """Act as the cluster: each submission trains for 0.2 s and succeeds."""
     for new in folder.glob("*.new"):
         done = new.with_suffix(".done")
         if done.exists() or time.time() - new.stat().st_mtime < 0.2:
@@ -86,7 +86,9 @@ def store(postgres: str) -> Iterator[SqlJobStore]:
     engine.dispose()
 
 
-def test_no_job_is_lost_or_submitted_twice(store: SqlJobStore, postgres: str, tmp_path: Path) -> None:
+def test_killed_and_frozen_replicas_lose_no_job_and_submit_none_twice(
+    store: SqlJobStore, postgres: str, tmp_path: Path
+) -> None:
     for number in range(JOBS):
         job_id = f"job-{number:04d}"
         store.add(NewJob(a_job(job_id, run_dir=(tmp_path / "runs" / "p" / job_id).as_uri(), priority=number % 3)))
@@ -95,12 +97,12 @@ def test_no_job_is_lost_or_submitted_twice(store: SqlJobStore, postgres: str, tm
         for owner in ("a", "b"):
             replicas.start(owner)
         limit = time.monotonic() + 200
-        # In this order: one that is admitted between the two looks is in both.
+        # Read the tickets first: a job that is admitted between the two reads appears in both.
         while store.tickets() or store.active():
             assert time.monotonic() < limit, [store.get(job_id) for job_id in store.active()]
             held = sum(ticket.needs["CPU"] for ticket in store.tickets() if ticket.holds)
-            assert held <= CPUS, f"{held} CPUs are given away, and there are {CPUS}"
-            run_what_was_submitted(tmp_path)
+            assert held <= CPUS, f"{held} CPUs are reserved, but the cluster has {CPUS}"
+            run_submissions(tmp_path)
             replicas.disturb()
             time.sleep(0.02)
     finally:
@@ -111,6 +113,6 @@ def test_no_job_is_lost_or_submitted_twice(store: SqlJobStore, postgres: str, tm
     assert not odd, odd
     made = sorted(path.stem for path in tmp_path.glob("*.new"))
     assert made == [f"job-{number:04d}-1" for number in range(JOBS)]
-    asked = len((tmp_path / "asked").read_text().split())
-    print(f"{dict(replicas.done)}, {asked} requests for {JOBS} submissions")  # noqa: T201
+    requests = len((tmp_path / "asked").read_text().split())
+    print(f"{dict(replicas.done)}, {requests} requests for {JOBS} submissions")  # noqa: T201
     assert min(replicas.done[what] for what in ("killed", "frozen")) >= 3

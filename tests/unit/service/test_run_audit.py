@@ -1,4 +1,4 @@
-"""The run audit: clean schedules with any faults are clean, and any sample that is wrong is found."""
+"""Run audit: a correct schedule is clean after any faults, and any wrong sample is found."""
 
 import random
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from service.domain.runs.audit_report import LISTED, Gap, Repeat, RunAudit
 
 
 def order(samples: int, *, epochs: int, seed: int = 0) -> list[int]:
-    """Sample ids of some shuffled epochs, one after the other."""
+    """Return the sample ids of `epochs` shuffled epochs, one after the other."""
     chance, ids = random.Random(seed), list[int]()
     for _ in range(epochs):
         epoch = list(range(samples))
@@ -23,7 +23,7 @@ def order(samples: int, *, epochs: int, seed: int = 0) -> list[int]:
 
 
 def steps_of(ids: Sequence[int], batch: int) -> list[tuple[int, ...]]:
-    """The sorted samples of each step; the last step may be short."""
+    """Return the sorted samples of each step; the last step may be short."""
     return [tuple(sorted(ids[place : place + batch])) for place in range(0, len(ids), batch)]
 
 
@@ -47,7 +47,7 @@ def history(
     logging_steps: int = 1,
     seed: int = 0,
 ) -> History:
-    """A run of groups, each (attempt, epoch, resumed from, last step)."""
+    """Return a run of groups, each (attempt, epoch, step resumed from, last step)."""
     wanted = steps_of(order(samples, epochs=epochs, seed=seed), batch)
     lines, starts, time = list[StepLine](), list[GroupStart](), 0.0
     for attempt, epoch, resumed, last in groups:
@@ -139,7 +139,7 @@ def test_audit_of_a_mixture_checks_each_source() -> None:
     assert not audit_run(lambda: lines, [], plan).clean
 
 
-def test_audit_of_a_run_that_goes_on_meanwhile_leaves_new_groups_out() -> None:
+def test_audit_of_an_active_run_ignores_groups_started_meanwhile() -> None:
     run = history(groups=((1, 1, 0, 6), (1, 2, 4, 8)))
     run.schedule = replace(run.schedule, last=None)
     readings = iter([run.lines[:6], run.lines])
@@ -160,7 +160,7 @@ cuts = st.lists(st.tuples(st.integers(1, 12), st.integers(0, 12), st.booleans())
 
 
 def faulty(shape: tuple[int, int, int, int], faults: list[tuple[int, int, bool]]) -> History:
-    """A run that is killed some steps later each time, and resumes some steps before."""
+    """Return a run that is killed repeatedly and resumes some steps before each kill."""
     samples, batch, epochs, seed = shape
     last = -(-samples * epochs // batch)
     groups, attempt, epoch, resumed = list[tuple[int, int | None, int, int]](), 1, 1, 0
@@ -174,7 +174,7 @@ def faulty(shape: tuple[int, int, int, int], faults: list[tuple[int, int, bool]]
 
 
 @given(runs, cuts)
-def test_any_kills_and_resumes_of_a_right_schedule_are_clean(
+def test_audit_of_correct_schedule_with_any_kills_and_resumes_is_clean(
     shape: tuple[int, int, int, int], faults: list[tuple[int, int, bool]]
 ) -> None:
     found = faulty(shape, faults).audit()
@@ -183,7 +183,7 @@ def test_any_kills_and_resumes_of_a_right_schedule_are_clean(
 
 
 @given(runs, cuts, st.data())
-def test_any_wrong_sample_or_missing_line_is_found(
+def test_audit_finds_any_wrong_sample_or_missing_line(
     shape: tuple[int, int, int, int], faults: list[tuple[int, int, bool]], data: st.DataObject
 ) -> None:
     run = faulty(shape, faults)

@@ -1,4 +1,4 @@
-"""What the service reads from a run directory."""
+"""Run directories as the service reads them."""
 
 import time
 from functools import partial
@@ -28,13 +28,13 @@ def uri(run_dir: RunDir) -> str:
     return run_dir.root.as_uri()
 
 
-def test_empty_run_directory_tells_nothing(run_dir: RunDir) -> None:
+def test_empty_run_directory_has_no_progress(run_dir: RunDir) -> None:
     sighting, story = LocalRunDirs().observe(uri(run_dir), 1), LocalRunDirs().story(uri(run_dir))
     assert (sighting.training, sighting.outcome, sighting.stop) == (Training.NOT_YET, None, None)
     assert (story.restarts, story.lost_steps, story.progress) == (0, 0, None)
 
 
-def test_newest_event_says_whether_the_workers_train(run_dir: RunDir) -> None:
+def test_newest_event_determines_training_status(run_dir: RunDir) -> None:
     seen = []
     for name in ("attempt_started", "training_started", "workers_lost", "checkpoint_committed", "training_started"):
         event(run_dir, name)
@@ -50,7 +50,7 @@ def test_restarts_and_lost_work_are_counted_over_attempts(run_dir: RunDir) -> No
     assert (story.restarts, story.lost_steps) == (2, 7)
 
 
-def test_progress_is_that_of_the_newest_line(run_dir: RunDir) -> None:
+def test_progress_comes_from_the_newest_line(run_dir: RunDir) -> None:
     event(run_dir, "training_started")
     for attempt, step in ((1, 5), (2, 3)):
         lines = JsonLines(run_dir.attempt(attempt).metrics, attempt=attempt)
@@ -60,8 +60,8 @@ def test_progress_is_that_of_the_newest_line(run_dir: RunDir) -> None:
     assert (progress.step, progress.of, progress.loss, progress.eta_seconds) == (3, 10, 1.5, 14.0)
 
 
-def test_lines_of_a_superseded_group_count_in_nothing(run_dir: RunDir) -> None:
-    """Group 1 was frozen, and goes on next to its successor."""
+def test_lines_of_a_superseded_group_are_ignored(run_dir: RunDir) -> None:
+    """Let group 1 write alongside its successor, as after a freeze."""
     attempt, reader = run_dir.attempt(1), LocalRunDirs()
     for epoch, step in ((1, 5), (2, 4), (1, 6), (2, 5)):
         events = JsonLines(attempt.events, attempt=1, epoch=partial(int, epoch))
@@ -76,7 +76,7 @@ def test_lines_of_a_superseded_group_count_in_nothing(run_dir: RunDir) -> None:
     assert (sighting.training, sighting.lost) == (Training.YES, None)
 
 
-def test_progress_of_a_run_that_needs_more_steps_than_it_was_thought_to_is_not_beyond_its_end(run_dir: RunDir) -> None:
+def test_progress_beyond_planned_steps_uses_its_step_as_total(run_dir: RunDir) -> None:
     event(run_dir, "training_started")
     JsonLines(run_dir.attempt(1).metrics, attempt=1).append(step=12, step_seconds=2.0)
     progress = LocalRunDirs().story(uri(run_dir)).progress
@@ -84,7 +84,7 @@ def test_progress_of_a_run_that_needs_more_steps_than_it_was_thought_to_is_not_b
     assert (progress.step, progress.of, progress.eta_seconds) == (12, 12, 0.0)
 
 
-def test_last_line_is_found_behind_one_longer_than_the_window(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newest_whole_line_longer_than_the_window_is_found(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_WINDOW", 16)
     JsonLines(run_dir.attempt(1).metrics, attempt=1).append(step=4, samples=list(range(100)))
     with run_dir.attempt(1).metrics.open("a") as file:
@@ -94,13 +94,13 @@ def test_last_line_is_found_behind_one_longer_than_the_window(run_dir: RunDir, m
     assert progress.step == 4
 
 
-def test_lines_of_all_attempts_are_one_list_with_a_cursor(run_dir: RunDir) -> None:
+def test_lines_of_all_attempts_form_one_list_with_a_cursor(run_dir: RunDir) -> None:
     for attempt in (1, 2, 10):
         event(run_dir, "a", attempt=attempt)
         event(run_dir, "b", attempt=attempt)
 
     with run_dir.attempt(2).events.open("a") as file:
-        file.write('no JSON\n{"event": "nobody counted"}\n[1]\n')
+        file.write('no JSON\n{"event": "not counted"}\n[1]\n')
 
     def page(after: Cursor, limit: int, *filters: Filter) -> tuple[list[str], bool]:
         reader = Reader(LocalRunDirs(), uri(run_dir), Written("events"), filters=filters)
@@ -113,8 +113,8 @@ def test_lines_of_all_attempts_are_one_list_with_a_cursor(run_dir: RunDir) -> No
     assert page(Cursor(1, 2), 9, contains('"event": "b"')) == (["2.2", "10.2"], False)
 
 
-def test_faults_cost_the_time_until_there_is_something_new(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = LocalRunDirs()
+def test_lost_seconds_last_until_new_progress(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = LocalRunDirs()
 
     def at(seconds: float, *steps: int, starts: bool = False, attempt: int = 1) -> None:
         monkeypatch.setattr(time, "time", lambda: seconds)
@@ -122,27 +122,27 @@ def test_faults_cost_the_time_until_there_is_something_new(run_dir: RunDir, monk
             event(run_dir, "training_started", attempt=attempt)
         for step in steps:
             JsonLines(run_dir.attempt(attempt).metrics, attempt=attempt).append(step=step, step_seconds=2.0)
-        told.story(uri(run_dir))
+        reader.story(uri(run_dir))
 
     at(100.0, starts=True)
     at(102.0, 1)
     at(104.0, 2)
-    # Killed, and back 30 seconds later; one step is done again.
+    # Killed and restarted 30 seconds later; one step is repeated.
     at(134.0, starts=True)
     at(136.0, 2)
     at(138.0, 3)
-    story = told.story(uri(run_dir))
+    story = reader.story(uri(run_dir))
     assert (story.lost_seconds, story.productive_seconds) == (32.0, 6.0)
-    # Paused for a thousand seconds, which nobody has lost.
+    # A pause of 1000 seconds is not lost time.
     run_dir.attempt(1).write_outcome(Outcome(result="paused", step=3))
     at(1138.0, starts=True, attempt=2)
     at(1140.0, 4, attempt=2)
-    assert told.story(uri(run_dir)) == LocalRunDirs().story(uri(run_dir))
-    assert told.story(uri(run_dir)).lost_seconds == 32.0
+    assert reader.story(uri(run_dir)) == LocalRunDirs().story(uri(run_dir))
+    assert reader.story(uri(run_dir)).lost_seconds == 32.0
 
 
 @pytest.mark.parametrize(("lost", "seconds"), [(True, 37.0), (False, 0.0)])
-def test_resize_costs_time_only_if_workers_were_lost(
+def test_resize_loses_time_only_after_a_worker_loss(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, lost: bool, seconds: float
 ) -> None:
     def step(number: int, at: float, attempt: int) -> None:
@@ -175,7 +175,7 @@ def texts(tail: Tail) -> list[str]:
     return [entry.text for entry in tail.entries]
 
 
-def test_tail_gives_whole_lines_and_goes_on_where_it_stopped(run_dir: RunDir) -> None:
+def test_tail_returns_whole_lines_and_resumes_from_its_place(run_dir: RunDir) -> None:
     write_log(run_dir, "one\ntwo\nthree\nhalf a li")
     first = LocalRunDirs().tail(uri(run_dir), LOG, Place(1))
     assert texts(first) == ["one", "two", "three"]
@@ -183,7 +183,7 @@ def test_tail_gives_whole_lines_and_goes_on_where_it_stopped(run_dir: RunDir) ->
     assert texts(LocalRunDirs().tail(uri(run_dir), LOG, first.entries[1].after)) == ["three"]
 
 
-def test_line_longer_than_the_window_comes_in_pieces(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_longer_than_the_window_is_split(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_WINDOW", 4)
     write_log(run_dir, "abcdefg\n")
     tail = LocalRunDirs().tail(uri(run_dir), LOG, Place(1))
@@ -191,5 +191,5 @@ def test_line_longer_than_the_window_comes_in_pieces(run_dir: RunDir, monkeypatc
     assert texts(LocalRunDirs().tail(uri(run_dir), LOG, Place(1, 4))) == ["efg"]
 
 
-def test_missing_file_is_no_lines(run_dir: RunDir) -> None:
+def test_missing_file_has_no_lines(run_dir: RunDir) -> None:
     assert LocalRunDirs().tail(uri(run_dir), Written("log", rank=1), Place(3, 5)) == Tail((), False, None)

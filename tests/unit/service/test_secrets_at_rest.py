@@ -1,4 +1,4 @@
-"""Webhook secrets in the database: encrypted, also those of older versions, and with other keys after a rotation."""
+"""Encryption of webhook secrets in the database: new secrets, secrets of older versions, and key rotation."""
 
 import stat
 from collections.abc import Iterator
@@ -45,20 +45,20 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Databas
 
 
 def stored(database: Database) -> str:
-    """What the columns hold."""
+    """Return the content of the secret columns."""
     with database.engine.connect() as connection:
         return str(connection.execute(select(webhooks.c.secret, webhooks.c.previous_secret)).all())
 
 
-def opened(database: Database, *keys: str) -> SecretBox:
-    """The box of a service that starts with these keys."""
+def open_box(database: Database, *keys: str) -> SecretBox:
+    """Return the secret box of a service that starts with `keys`."""
     box = SecretBox()
     seal_secrets(database, box, keys, None)
     return box
 
 
 def test_secrets_are_encrypted_in_the_database_and_sign_messages(database: Database) -> None:
-    box = opened(database, OLD_KEY)
+    box = open_box(database, OLD_KEY)
     store = SqlWebhookStore(database.engine, box)
     store.add(HOOK, DEED)
     rotated = store.rotate("hook-1", NEXT, until=1e12, deed=DEED)
@@ -71,42 +71,42 @@ def test_secrets_are_encrypted_in_the_database_and_sign_messages(database: Datab
     assert batch.webhook.secrets(2.0) == (NEXT, SECRET)
 
 
-def test_secrets_of_an_older_version_are_encrypted_at_the_start(database: Database) -> None:
+def test_secrets_of_an_older_version_are_encrypted_at_startup(database: Database) -> None:
     store = SqlWebhookStore(database.engine)
     store.add(HOOK, DEED)
     store.rotate("hook-1", NEXT, until=1e12, deed=DEED)
     assert stored(database).count("whsec_") == 2
-    box = opened(database, OLD_KEY)
+    box = open_box(database, OLD_KEY)
     assert "whsec_" not in stored(database)
     found = SqlWebhookStore(database.engine, box).get("hook-1")
     assert found is not None
     assert found.secrets(2.0) == (NEXT, SECRET)
 
 
-def test_first_key_encrypts_after_a_rotation_and_the_old_one_is_needed_no_longer(database: Database) -> None:
-    SqlWebhookStore(database.engine, opened(database, OLD_KEY)).add(HOOK, DEED)
+def test_key_rotation_re_encrypts_and_the_old_key_is_not_needed_afterwards(database: Database) -> None:
+    SqlWebhookStore(database.engine, open_box(database, OLD_KEY)).add(HOOK, DEED)
     before = stored(database)
-    opened(database, OLD_KEY)
+    open_box(database, OLD_KEY)
     assert stored(database) == before
-    opened(database, NEW_KEY, OLD_KEY)
+    open_box(database, NEW_KEY, OLD_KEY)
     assert stored(database) != before
-    assert SqlWebhookStore(database.engine, opened(database, NEW_KEY)).get("hook-1") == HOOK
+    assert SqlWebhookStore(database.engine, open_box(database, NEW_KEY)).get("hook-1") == HOOK
     with pytest.raises(SecretsUnreadable):
-        opened(database, OLD_KEY)
+        open_box(database, OLD_KEY)
 
 
 @pytest.mark.parametrize("hooks", [0, 1])
-def test_service_with_another_key_or_with_none_is_refused(database: Database, hooks: int) -> None:
-    box = opened(database, OLD_KEY)
+def test_service_with_another_key_or_without_key_is_rejected(database: Database, hooks: int) -> None:
+    box = open_box(database, OLD_KEY)
     if hooks:
         SqlWebhookStore(database.engine, box).add(HOOK, DEED)
     for keys in ((OTHER_KEY,), ()):
         with pytest.raises(SecretsUnreadable, match="TRAINSHED_SECRET_KEY to the key of the service that encrypted"):
-            opened(database, *keys)
+            open_box(database, *keys)
 
 
-def test_sqlite_gets_a_key_file_of_its_own_and_postgres_stays_plain_without_a_key(database: Database) -> None:
-    box = opened(database)
+def test_sqlite_creates_a_key_file_and_postgres_without_key_stores_plain_text(database: Database) -> None:
+    box = open_box(database)
     SqlWebhookStore(database.engine, box).add(HOOK, DEED)
     file = Path(database.engine.url.database or "").with_suffix(".db.key")
     if database.engine.dialect.name == "postgresql":
@@ -115,18 +115,18 @@ def test_sqlite_gets_a_key_file_of_its_own_and_postgres_stays_plain_without_a_ke
     assert (box.encrypts, SECRET in stored(database)) == (True, False)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert all(b"whsec_" not in path.read_bytes() for path in file.parent.iterdir())
-    # A key of the operator takes over, and the file may go.
-    opened(database, NEW_KEY)
+    # The operator's key replaces the key file, which can then be deleted.
+    open_box(database, NEW_KEY)
     file.unlink()
-    assert SqlWebhookStore(database.engine, opened(database, NEW_KEY)).get("hook-1") == HOOK
+    assert SqlWebhookStore(database.engine, open_box(database, NEW_KEY)).get("hook-1") == HOOK
 
 
-def test_key_file_that_others_may_use_or_that_holds_no_key_is_refused(tmp_path: Path) -> None:
+def test_insecure_or_invalid_key_file_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(f"{NEW_KEY}\n{OLD_KEY}\n")
     file.chmod(0o600)
     assert read_secret_keys(file) == (NEW_KEY, OLD_KEY)
-    # As Compose mounts a secret for a service of another user.
+    # Compose mounts a secret with this mode if the service runs as another user.
     file.chmod(0o444)
     read_secret_keys(file)
     file.chmod(0o646)
@@ -141,7 +141,7 @@ def test_key_file_that_others_may_use_or_that_holds_no_key_is_refused(tmp_path: 
         read_secret_keys(tmp_path / "none")
 
 
-def test_setting_with_a_short_key_is_refused_and_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_secret_key_is_rejected_and_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINSHED_SECRET_KEY", f"{NEW_KEY}, {OLD_KEY}")
     assert [key.get_secret_value() for key in read_settings().secret_key] == [NEW_KEY, OLD_KEY]
     monkeypatch.setenv("TRAINSHED_SECRET_KEY", f"{NEW_KEY},short-one")
@@ -152,14 +152,14 @@ def test_setting_with_a_short_key_is_refused_and_not_printed(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_backup_tells_whether_it_holds_the_key(tmp_path: Path, own: bool) -> None:
+def test_backup_records_whether_it_holds_the_secret_key(tmp_path: Path, own: bool) -> None:
     used, fresh = Settings(home=tmp_path / "used"), Settings(home=tmp_path / "fresh")
     used.make_home()
     ensure_key(used.admin_key)
     database = Database(used.database)
     database.bring_up_to_date()
     keys = () if own else (NEW_KEY,)
-    SqlWebhookStore(database.engine, opened(database, *keys)).add(HOOK, DEED)
+    SqlWebhookStore(database.engine, open_box(database, *keys)).add(HOOK, DEED)
     database.close()
     made = back_up(used, tmp_path / "b.tar")
     assert made.holds_secret_key is own
@@ -167,5 +167,5 @@ def test_backup_tells_whether_it_holds_the_key(tmp_path: Path, own: bool) -> Non
     assert restore(fresh, tmp_path / "b.tar", force=False).backup == made
     restored = Database(fresh.database)
     restored.bring_up_to_date()
-    assert SqlWebhookStore(restored.engine, opened(restored, *keys)).get("hook-1") == replace(HOOK)
+    assert SqlWebhookStore(restored.engine, open_box(restored, *keys)).get("hook-1") == replace(HOOK)
     restored.close()

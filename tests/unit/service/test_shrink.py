@@ -1,4 +1,4 @@
-"""Whether an elastic job can shrink when the cluster loses a node."""
+"""Shrink check: can an elastic job shrink after the loss of a node?"""
 
 from typing import Any
 
@@ -18,25 +18,25 @@ def cluster(*cpus: float) -> Capacity:
     return Capacity({"CPU": sum(cpus)}, tuple({"CPU": one} for one in cpus))
 
 
-def test_job_that_no_loss_leaves_room_for_is_reported_with_the_arithmetic() -> None:
-    said = cannot_shrink(scaling(0.75), (2, 4), cluster(0, 2, 2))
-    assert said is not None
+def test_job_that_fits_after_no_node_loss_is_reported_with_arithmetic() -> None:
+    message = cannot_shrink(scaling(0.75), (2, 4), cluster(0, 2, 2))
+    assert message is not None
     assert (
         "when a node is lost: its smallest size needs 2 x 0.75 CPU + 1 CPU for Ray Data > 2 CPU on the other nodes"
-        in said
+        in message
     )
 
 
-def test_job_that_only_some_losses_leave_room_for_is_reported_with_the_node() -> None:
-    said = cannot_shrink(scaling(1.0), (2, 4), cluster(4, 2))
-    assert said is not None
-    assert said.startswith("the job cannot shrink when a node with 4 CPU is lost: its smallest size needs 2 x 1 CPU")
+def test_job_that_fits_after_some_node_losses_is_reported_with_the_node() -> None:
+    message = cannot_shrink(scaling(1.0), (2, 4), cluster(4, 2))
+    assert message is not None
+    assert message.startswith("the job cannot shrink when a node with 4 CPU is lost: its smallest size needs 2 x 1 CPU")
 
 
 def test_job_with_one_size_can_never_shrink() -> None:
-    said = cannot_shrink(scaling(0.1), (4,), cluster(2, 2))
-    assert said is not None
-    assert said.startswith("the job can never shrink: 4 is the only number of workers")
+    message = cannot_shrink(scaling(0.1), (4,), cluster(2, 2))
+    assert message is not None
+    assert message.startswith("the job can never shrink: 4 is the only number of workers")
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_job_with_one_size_can_never_shrink() -> None:
         (0.75, (2, 4), None),
     ],
 )
-def test_job_that_can_shrink_or_need_not_is_not_reported(
+def test_job_that_can_or_need_not_shrink_is_not_reported(
     cpus: float, sizes: tuple[int, ...], known: Capacity | None
 ) -> None:
     assert cannot_shrink(scaling(cpus), sizes, known) is None

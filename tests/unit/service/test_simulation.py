@@ -1,4 +1,4 @@
-"""Thousands of worlds: one live attempt, no committed step lost, ends are final, quotas hold, and every job ends."""
+"""Simulation of thousands of seeds: one live attempt, no committed step lost, quotas hold, and every job ends."""
 
 import multiprocessing
 import os
@@ -13,24 +13,24 @@ from tests.support.simulated_world import EXPECTED, RuleBroken
 from tests.support.simulation import simulate
 
 SEEDS = int(os.environ.get("TRAINSHED_SIMULATION_SEEDS", "4000"))
-_AT_ONCE = 100
+_BATCH = 100
 
 
-def _quiet() -> None:
-    structlog.configure(processors=[_hear])
+def _configure_log() -> None:
+    structlog.configure(processors=[_check_log_line])
 
 
-def _hear(logger: object, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """What fails on purpose is told in vain; what else fails is a fault."""
+def _check_log_line(logger: object, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Drop the log line of an injected fault; raise RuleBroken for any other logged exception."""
     error = sys.exc_info()[1]
     if event.get("exc_info") and not isinstance(error, EXPECTED):
         raise RuleBroken(repr(error)) from error
     raise structlog.DropEvent
 
 
-def _worlds(first: int) -> str | None:
-    """What goes wrong in so many worlds, with the seed; None where nothing does."""
-    for seed in range(first, min(first + _AT_ONCE, SEEDS)):
+def _simulate_batch(first: int) -> str | None:
+    """Simulate a batch of seeds; return the first broken rule with its seed, or None."""
+    for seed in range(first, min(first + _BATCH, SEEDS)):
         try:
             simulate(seed)
         except RuleBroken as error:
@@ -40,10 +40,10 @@ def _worlds(first: int) -> str | None:
 
 @pytest.fixture
 def workers() -> Iterator[Pool]:
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count(), initializer=_quiet) as pool:
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count(), initializer=_configure_log) as pool:
         yield pool
 
 
-def test_whatever_fails_every_job_ends_once_and_as_it_should(workers: Pool) -> None:
-    found = workers.imap_unordered(_worlds, range(0, SEEDS, _AT_ONCE))
+def test_simulated_jobs_end_once_and_correctly_despite_faults(workers: Pool) -> None:
+    found = workers.imap_unordered(_simulate_batch, range(0, SEEDS, _BATCH))
     assert [fault for fault in found if fault] == []

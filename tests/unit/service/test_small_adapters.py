@@ -1,4 +1,4 @@
-"""Keys and settings."""
+"""Key files and settings."""
 
 import os
 import stat
@@ -14,7 +14,7 @@ from service.errors import KeyUnusable
 from train_loop.run_dir import SinkName
 
 
-def test_key_is_random_kept_and_for_its_owner_alone(tmp_path: Path) -> None:
+def test_key_is_random_persistent_and_private(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         key = ensure_key(tmp_path / "admin.key")
@@ -36,7 +36,7 @@ def test_key_is_random_kept_and_for_its_owner_alone(tmp_path: Path) -> None:
         (None, 0o700, "Is a directory"),
     ],
 )
-def test_key_file_that_keeps_no_secret_is_refused(tmp_path: Path, text: bytes | None, mode: int, rule: str) -> None:
+def test_insecure_or_invalid_key_file_is_rejected(tmp_path: Path, text: bytes | None, mode: int, rule: str) -> None:
     file = tmp_path / "admin.key"
     if text is None:
         file.mkdir()
@@ -48,7 +48,7 @@ def test_key_file_that_keeps_no_secret_is_refused(tmp_path: Path, text: bytes | 
             read(file)
 
 
-def test_key_file_that_others_may_read_or_guess_is_warned_of(tmp_path: Path) -> None:
+def test_short_or_readable_key_file_logs_warnings(tmp_path: Path) -> None:
     file = tmp_path / "admin.key"
     file.write_text("0123456789")
     file.chmod(0o644)
@@ -73,7 +73,7 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     assert settings.ray_cpus >= 2
 
 
-def test_storage_roots_may_be_told_by_project(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_roots_may_be_set_per_project(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINSHED_HOME", "/srv/shed")
     monkeypatch.setenv("TRAINSHED_RUNS", "s3://runs/x")
     monkeypatch.setenv("TRAINSHED_CACHE", "/srv/cache")
@@ -87,16 +87,16 @@ def test_storage_roots_may_be_told_by_project(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("said", "sinks"), [("", ("tensorboard",)), ("none", ()), ("wandb,tensorboard", ("tensorboard", "wandb"))]
+    ("value", "sinks"), [("", ("tensorboard",)), ("none", ()), ("wandb,tensorboard", ("tensorboard", "wandb"))]
 )
 def test_sinks_come_from_the_environment(
-    monkeypatch: pytest.MonkeyPatch, said: str, sinks: tuple[SinkName, ...]
+    monkeypatch: pytest.MonkeyPatch, value: str, sinks: tuple[SinkName, ...]
 ) -> None:
-    monkeypatch.setenv("TRAINSHED_SINKS", said)
+    monkeypatch.setenv("TRAINSHED_SINKS", value)
     assert Settings().sinks == sinks
 
 
-def test_a_service_does_not_start_with_a_sink_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_sink_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINSHED_SINKS", "tensorbored")
     with pytest.raises(ValueError, match="names tensorbored; expected any of tensorboard, mlflow, wandb, or none"):
         Settings()

@@ -1,4 +1,4 @@
-"""Trials of real storage: a folder, and S3; nothing is left behind."""
+"""Storage probe on a folder and on S3; it leaves no files."""
 
 import os
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def s3() -> Iterator[S3Server]:
 
 @pytest.fixture(params=["folder", "s3"])
 def runs(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """URI of a place where run directories could go."""
+    """Return the URI of a folder or a bucket for run directories."""
     if request.param == "folder":
         return (tmp_path / "runs").as_uri()
     for name, value in request.getfixturevalue("s3").environment().items():
@@ -30,7 +30,7 @@ def runs(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     return "s3://runs/all"
 
 
-def test_good_storage_passes_and_is_left_as_it_was(runs: str) -> None:
+def test_probe_of_good_storage_passes_and_leaves_no_files(runs: str) -> None:
     probe = RunsProbe(runs)
     assert runs in probe.read()
     assert "read back" in probe.write()
@@ -38,7 +38,7 @@ def test_good_storage_passes_and_is_left_as_it_was(runs: str) -> None:
     assert list_folder(storage_path(runs)) == []
 
 
-def test_nodes_find_the_token_and_their_answers_are_found(runs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_returns_nodes_that_wrote_the_token(runs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage_probe, "_ARRIVAL_SECONDS", 0.5)
     probe, folder = RunsProbe(runs), f"{runs}/_doctor-1"
     token = probe.leave_token(folder)
@@ -50,19 +50,19 @@ def test_nodes_find_the_token_and_their_answers_are_found(runs: str, monkeypatch
     assert list_folder(storage_path(runs)) == []
 
 
-def test_a_root_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_root_is_named(tmp_path: Path) -> None:
     probe = RunsProbe((tmp_path / "runs").as_uri(), [(tmp_path / "data").as_uri()])
     with pytest.raises(StorageFault, match="data"):
         probe.read()
 
 
-def test_a_place_that_cannot_be_written_is_no_place(tmp_path: Path) -> None:
+def test_write_to_unwritable_folder_raises_os_error(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(OSError):
         RunsProbe((tmp_path / "runs").as_uri()).write()
 
 
-def test_storage_that_shows_half_of_a_file_is_not_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partially_visible_file_fails_the_atomic_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def in_place(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w") as file:
@@ -77,7 +77,7 @@ def test_storage_that_shows_half_of_a_file_is_not_atomic(tmp_path: Path, monkeyp
     assert os.listdir(tmp_path) == []
 
 
-def test_object_storage_that_lets_two_create_one_object_is_refused(
+def test_object_storage_without_exclusive_create_fails_the_atomic_check(
     s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in s3.environment().items():

@@ -1,4 +1,4 @@
-"""The service's storage roots, and the guard that keeps storage that is away from holding it up."""
+"""Storage roots of the service, and the guard that fails fast while storage is unavailable."""
 
 import shutil
 import threading
@@ -23,7 +23,7 @@ def place(tmp_path: Path) -> Iterator[Path]:
     forget_expected(tmp_path / "runs")
 
 
-def test_root_is_created_once_and_never_anew(tmp_path: Path, place: Path) -> None:
+def test_root_is_created_once_and_never_again(tmp_path: Path, place: Path) -> None:
     memory = tmp_path / "roots.json"
     marker = StorageRoots(memory).open(place.as_uri())
     assert (place / ROOT_MARKER).exists()
@@ -33,7 +33,7 @@ def test_root_is_created_once_and_never_anew(tmp_path: Path, place: Path) -> Non
             roots.open(place.as_uri())
         with pytest.raises(StorageUnavailable):
             roots.check(place.as_uri())
-    # An empty mount point, and another storage.
+    # Try an empty mount point, then another storage.
     place.mkdir()
     with pytest.raises(StorageUnavailable):
         StorageRoots(memory).open(place.as_uri())
@@ -44,7 +44,7 @@ def test_root_is_created_once_and_never_anew(tmp_path: Path, place: Path) -> Non
     assert StorageRoots(memory).open(place.as_uri()).id == marker.id
 
 
-def test_root_from_before_markers_is_adopted_unless_it_is_empty(place: Path) -> None:
+def test_root_without_marker_is_adopted_unless_it_is_empty(place: Path) -> None:
     roots = StorageRoots(used=lambda root: True)
     with pytest.raises(StorageUnavailable, match="is empty"):
         roots.open(place.as_uri())
@@ -67,7 +67,7 @@ def test_guard_reports_outage_of_object_storage_at_first_failure() -> None:
     guard = StorageGuard(partial(roots.check, max_age=0.0))
     guard.probe(root, seconds=5)
     MemoryFileSystem().rm("/runs-that-go", recursive=True)
-    # An answer of the last five seconds counts here.
+    # `check` reuses a result of the last five seconds.
     roots.check(root)
 
     def fail() -> None:
@@ -82,11 +82,11 @@ def test_root_of_a_run_dir_is_two_folders_above() -> None:
     assert root_of("s3://runs/all/default/job-1") == "s3://runs/all"
 
 
-def test_guard_answers_at_once_while_storage_hangs_and_logs_each_change_once() -> None:
-    heal, asked = threading.Event(), list[float]()
+def test_guard_fails_fast_while_storage_hangs_and_logs_each_change_once() -> None:
+    heal, calls = threading.Event(), list[float]()
 
     def hang(root: str = "") -> None:
-        asked.append(time.monotonic())
+        calls.append(time.monotonic())
         heal.wait()
 
     guard = StorageGuard(hang)
@@ -95,9 +95,9 @@ def test_guard_answers_at_once_while_storage_hangs_and_logs_each_change_once() -
             began = time.monotonic()
             with pytest.raises(StorageAway, match="no answer within"):
                 guard.call("file:///mnt", hang, seconds=0.05)
-            # The first call also asks whether the root itself answers.
+            # The first call also probes the root.
             assert time.monotonic() - began < (4.0 if number == 0 else 1.0)
-        assert len(asked) <= 3
+        assert len(calls) <= 3
         heal.set()
         assert guard.call("file:///other", lambda: 1, seconds=1.0) == 1
         while guard.outage("file:///mnt") is not None:
@@ -109,7 +109,7 @@ def test_guard_answers_at_once_while_storage_hangs_and_logs_each_change_once() -
     assert [entry["event"] for entry in logs] == ["storage_unavailable", "storage_available"]
 
 
-def test_guard_names_a_broken_file_without_giving_up_the_root() -> None:
+def test_guard_reports_a_broken_file_without_marking_the_root_unavailable() -> None:
     guard = StorageGuard(lambda root: None)
 
     def broken() -> None:

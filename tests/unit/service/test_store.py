@@ -1,4 +1,4 @@
-"""The contract of a JobStore: in memory, on SQLite and, where its binaries are, on a real Postgres."""
+"""JobStore contract, on memory, SQLite and Postgres (if its binaries are installed)."""
 
 import threading
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[JobStore]:
         yield SqlJobStore(engine)
 
 
-def test_job_comes_back_as_it_was_stored(store: JobStore) -> None:
+def test_stored_job_is_returned_unchanged(store: JobStore) -> None:
     reason = Reason(Code.CAPACITY, "because", "wait")
     job = a_job(labels={"team": "nlp"}).begin_attempt(now=1.5).mark_submitted(now=2.25)
     job = job.end_attempt("failed", now=2.5, reason=reason, step=7).begin_attempt(now=2.75)
@@ -52,7 +52,7 @@ def test_unknown_job_is_none(store: JobStore) -> None:
     assert store.get("job-none") is None
 
 
-def test_change_on_top_of_an_older_version_is_discarded(store: JobStore) -> None:
+def test_save_of_an_older_version_is_discarded(store: JobStore) -> None:
     store.add(NewJob(a_job()))
     mine = store.get("job-1")
     assert mine is not None
@@ -63,7 +63,7 @@ def test_change_on_top_of_an_older_version_is_discarded(store: JobStore) -> None
     assert (stored.next_attempt_at, stored.version) == (1.0, 2)
 
 
-def test_lease_keeps_others_away_until_it_ends(store: JobStore) -> None:
+def test_lease_excludes_other_owners_until_it_expires(store: JobStore) -> None:
     store.add(NewJob(a_job()))
     assert store.claim("job-1", Lease("a", now=0.0, until=10.0)) is not None
     assert store.claim("job-1", Lease("b", now=5.0, until=15.0)) is None
@@ -71,7 +71,7 @@ def test_lease_keeps_others_away_until_it_ends(store: JobStore) -> None:
     assert store.claim("job-1", Lease("b", now=20.0, until=30.0)) is not None
 
 
-def test_leases_that_are_given_up_are_anybodys_and_their_owner_cannot_save(store: JobStore) -> None:
+def test_released_leases_can_be_claimed_and_their_owner_cannot_save(store: JobStore) -> None:
     for job_id in ("job-1", "job-2"):
         store.add(NewJob(a_job(job_id)))
     mine = store.claim("job-1", Lease("a", now=0.0, until=1000.0))
@@ -106,19 +106,19 @@ def test_job_of_key_with_the_same_body_is_the_first_job(store: JobStore) -> None
     assert (first and first.id, store.get("job-2")) == ("job-1", None)
 
 
-def test_job_of_key_with_another_body_is_refused(store: JobStore) -> None:
+def test_job_of_key_with_another_body_raises_idempotency_mismatch(store: JobStore) -> None:
     store.add(NewJob(a_job("job-1"), ONCE))
     with pytest.raises(IdempotencyMismatch, match="'key' was used with another body"):
         store.job_of(Once("key", "other"), now=1.0)
 
 
-def test_key_is_forgotten_after_a_day(store: JobStore) -> None:
+def test_key_expires_after_a_day(store: JobStore) -> None:
     store.add(NewJob(a_job("job-1"), ONCE))
     assert store.job_of(ONCE, now=KEPT_SECONDS + 1) is None
     assert store.add(NewJob(a_job("job-2", now=KEPT_SECONDS + 1), ONCE))
 
 
-def test_one_key_used_at_once_makes_one_job(store: JobStore) -> None:
+def test_concurrent_adds_with_one_key_store_one_job(store: JobStore) -> None:
     added: list[bool] = []
 
     def submit(number: int) -> None:
@@ -133,7 +133,7 @@ def test_one_key_used_at_once_makes_one_job(store: JobStore) -> None:
     assert len(store.page(JobQuery())) == 1
 
 
-def test_many_jobs_are_stored_at_once_with_the_keys_that_stand_for_them(store: JobStore) -> None:
+def test_add_all_stores_jobs_with_their_keys(store: JobStore) -> None:
     labelled = a_job("job-2", labels={"team": "nlp"})
     assert store.add_all(
         [NewJob(a_job("job-1")), NewJob(labelled, ONCE), NewJob(a_job("job-3"), Once("other", "sha"))], now=0.0
@@ -145,7 +145,7 @@ def test_many_jobs_are_stored_at_once_with_the_keys_that_stand_for_them(store: J
         store.job_of(Once("other", "another"), now=1.0)
 
 
-def test_nothing_of_many_is_stored_where_a_key_stands_for_another(store: JobStore) -> None:
+def test_add_all_stores_nothing_if_a_key_is_taken(store: JobStore) -> None:
     added = [NewJob(a_job("job-1")), NewJob(a_job("job-2"), ONCE)]
     store.add(NewJob(a_job("job-0"), ONCE))
     assert not store.add_all(added, now=1.0)
@@ -158,7 +158,7 @@ def test_nothing_of_many_is_stored_where_a_key_stands_for_another(store: JobStor
     assert len(store.page(JobQuery())) == 3
 
 
-def test_forgotten_job_is_gone_with_its_labels_and_its_key(store: JobStore) -> None:
+def test_deleted_job_is_gone_with_its_labels_and_key(store: JobStore) -> None:
     job = a_job("job-1", labels={"team": "nlp"})
     store.add(NewJob(job, ONCE))
     assert not store.delete(replace(job, version=7), {})
@@ -182,7 +182,7 @@ def test_pages_are_newest_first_and_filtered(store: JobStore) -> None:
     assert ids(JobQuery(states=(JobState.RUNNING,))) == []
 
 
-def test_jobs_whose_ids_begin_alike(store: JobStore) -> None:
+def test_page_filters_by_id_prefix(store: JobStore) -> None:
     stored = [
         "job-01m7zz0000",
         "job-01m8000000",
@@ -199,7 +199,7 @@ def test_jobs_whose_ids_begin_alike(store: JobStore) -> None:
     assert [job.id for job in store.page(JobQuery(id_prefix="job-01m8", limit=1))] == ["job-01m8z00000"]
 
 
-def test_jobs_that_used_the_cluster_between_two_moments(store: JobStore) -> None:
+def test_used_between_returns_jobs_active_in_the_interval(store: JobStore) -> None:
     for number, (started, finished) in enumerate([(10.0, 20.0), (15.0, None), (30.0, 40.0), (None, None)], start=1):
         job = a_job(f"job-{number}", project="p" if number < 3 else "q")
         store.add(NewJob(replace(job, started_at=started, finished_at=finished)))
@@ -216,7 +216,7 @@ def test_jobs_that_used_the_cluster_between_two_moments(store: JobStore) -> None
     assert ids(45.0, 50.0) == ["job-2"]
 
 
-def test_hours_of_deleted_jobs_stay_by_project_and_day(store: JobStore) -> None:
+def test_usage_of_deleted_jobs_is_kept_by_project_and_day(store: JobStore) -> None:
     first, second = date(2026, 11, 20), date(2026, 11, 21)
     for number, (project, used) in enumerate(
         [("p", {first: Usage(1.0, 2.0, 0.5), second: Usage(0.25)}), ("p", {second: Usage(0.5, 0.5)}), ("q", {})]
@@ -224,7 +224,7 @@ def test_hours_of_deleted_jobs_stay_by_project_and_day(store: JobStore) -> None:
         job = a_job(f"job-{number}", project=project)
         store.add(NewJob(job))
         assert store.delete(job, used)
-        assert not store.delete(job, used), "it is gone"
+        assert not store.delete(job, used), "the job is already deleted"
     both = {("p", first): Usage(1.0, 2.0, 0.5), ("p", second): Usage(0.75, 0.5)}
     assert (
         store.used_by_deleted(first, second) == store.used_by_deleted(first, second, projects=frozenset({"p"})) == both
@@ -233,10 +233,10 @@ def test_hours_of_deleted_jobs_stay_by_project_and_day(store: JobStore) -> None:
     assert store.used_by_deleted(first, second, projects=frozenset({"q"})) == {}
 
 
-def test_tickets_follow_every_change_of_a_long_queue(store: JobStore) -> None:
+def test_tickets_reflect_every_change_of_a_long_queue(store: JobStore) -> None:
     for number in range(1100):
         store.add(NewJob(a_job(f"job-{number:04}")))
-    assert len(store.tickets()) == 1100, "more than a statement names"
+    assert len(store.tickets()) == 1100, "more ids than one statement takes"
     first, second = store.get("job-0001"), store.get("job-0002")
     assert first is not None
     assert second is not None
@@ -253,14 +253,14 @@ def test_tickets_follow_every_change_of_a_long_queue(store: JobStore) -> None:
     assert {ticket.id: ticket for ticket in store.tickets()} == found
 
 
-def test_ticket_of_a_stored_job_is_that_of_the_job(store: JobStore) -> None:
+def test_ticket_of_stored_job_equals_ticket_of_job(store: JobStore) -> None:
     job = a_job(strategy={"ulysses_size": 2})
     store.add(NewJob(job))
     assert store.tickets() == [Ticket.of(job)]
     assert store.tickets()[0].group == 2
 
 
-def test_tickets_are_of_those_that_hold_room_or_wait_for_some(store: JobStore) -> None:
+def test_tickets_cover_queued_and_active_jobs(store: JobStore) -> None:
     running = replace(a_job("job-2", priority=5).begin_attempt(now=3.5), state=JobState.RUNNING)
     for job in (a_job("job-1"), running, replace(a_job("job-3"), state=JobState.FAILED)):
         store.add(NewJob(job))
@@ -268,7 +268,7 @@ def test_tickets_are_of_those_that_hold_room_or_wait_for_some(store: JobStore) -
     assert store.active() == ["job-2"]
 
 
-def test_tickets_name_the_ulysses_size(store: JobStore) -> None:
+def test_tickets_include_the_ulysses_size(store: JobStore) -> None:
     job = a_job()
     strategy = job.spec.strategy.model_copy(update={"ulysses_size": 2})
     job = replace(job, spec=job.spec.model_copy(update={"strategy": strategy}))
@@ -277,14 +277,14 @@ def test_tickets_name_the_ulysses_size(store: JobStore) -> None:
     assert store.tickets()[0].group == 2
 
 
-def test_one_at_a_time_decides_about_the_queue(store: JobStore) -> None:
+def test_only_one_owner_leads_at_a_time(store: JobStore) -> None:
     assert store.lead(Lease("a", now=0.0, until=10.0))
     assert not store.lead(Lease("b", now=5.0, until=15.0))
     assert store.lead(Lease("a", now=9.0, until=19.0))
     assert store.lead(Lease("b", now=20.0, until=30.0))
 
 
-def test_whoever_lost_the_lead_can_start_nobody(store: JobStore) -> None:
+def test_owner_that_lost_the_lead_cannot_save_as_leader(store: JobStore) -> None:
     store.add(NewJob(a_job()))
     store.lead(Lease("a", now=0.0, until=10.0))
     mine = store.claim("job-1", Lease("a", now=0.0, until=100.0))
@@ -294,7 +294,7 @@ def test_whoever_lost_the_lead_can_start_nobody(store: JobStore) -> None:
     assert store.save(mine, owner="a")
 
 
-def test_whoever_leads_needs_no_lease_of_the_job(store: JobStore) -> None:
+def test_leader_saves_without_a_lease_of_the_job(store: JobStore) -> None:
     store.add(NewJob(a_job()))
     store.claim("job-1", Lease("b", now=0.0, until=1e9))
     store.lead(Lease("a", now=0.0, until=10.0))
@@ -304,7 +304,7 @@ def test_whoever_leads_needs_no_lease_of_the_job(store: JobStore) -> None:
     assert not store.save(job, owner="a", leads=True)
 
 
-def test_sqlite_commits_are_on_disk_before_they_return(tmp_path: Path) -> None:
+def test_sqlite_uses_wal_and_full_synchronous_mode(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'jobs.db'}"
     open_database(url).dispose()
     engine = open_database(url)

@@ -1,4 +1,4 @@
-"""Group commit: what comes while others are answered is answered at once, and each has its own trouble."""
+"""Group commit: calls that arrive during a batch form the next batch, and each gets its own result or error."""
 
 import asyncio
 import threading
@@ -12,15 +12,15 @@ LIMIT_SECONDS = 10.0
 
 
 class Doubling:
-    """Answers the double of each number, the first time only once it is let go; odd ones below 100 are refused."""
+    """A batch function that doubles numbers once `go` is set; odd numbers below 100 raise ValueError."""
 
     def __init__(self) -> None:
-        self.asked: list[list[int]] = []
+        self.batches: list[list[int]] = []
         self.first, self.go = threading.Event(), threading.Event()
 
     def __call__(self, numbers: Sequence[int]) -> list[int]:
-        """The doubles. Raises ValueError."""
-        self.asked.append(list(numbers))
+        """Return the doubles. Raises ValueError."""
+        self.batches.append(list(numbers))
         self.first.set()
         assert self.go.wait(LIMIT_SECONDS)
         if any(number < 100 and number % 2 for number in numbers):
@@ -28,8 +28,8 @@ class Doubling:
         return [2 * number for number in numbers]
 
 
-async def _ask(doubling: Doubling, first: int, others: Sequence[int]) -> "list[asyncio.Task[int]]":
-    """The others come while the first one is being answered."""
+async def _start_calls(doubling: Doubling, first: int, others: Sequence[int]) -> "list[asyncio.Task[int]]":
+    """Start a call with `first`, then calls with `others` while the first is in flight."""
     together = Together(doubling)
     tasks = [asyncio.create_task(together(first))]
     assert await asyncio.to_thread(doubling.first.wait, LIMIT_SECONDS)
@@ -38,35 +38,35 @@ async def _ask(doubling: Doubling, first: int, others: Sequence[int]) -> "list[a
     return tasks
 
 
-def test_what_waits_is_answered_at_once() -> None:
+def test_waiting_calls_form_one_batch() -> None:
     doubling, others = Doubling(), range(1000, 1064)
 
-    async def ask() -> list[int]:
-        tasks = await _ask(doubling, 100, others)
+    async def run() -> list[int]:
+        tasks = await _start_calls(doubling, 100, others)
         doubling.go.set()
         return await asyncio.wait_for(asyncio.gather(*tasks), LIMIT_SECONDS)
 
-    assert asyncio.run(ask()) == [200, *(2 * number for number in others)]
-    assert doubling.asked == [[100], list(others)]
+    assert asyncio.run(run()) == [200, *(2 * number for number in others)]
+    assert doubling.batches == [[100], list(others)]
 
 
-def test_one_that_fails_fails_alone() -> None:
+def test_failing_call_fails_alone() -> None:
     doubling, others = Doubling(), range(2, 20)
 
-    async def ask() -> list[int | BaseException]:
-        tasks = await _ask(doubling, 1, others)
+    async def run() -> list[int | BaseException]:
+        tasks = await _start_calls(doubling, 1, others)
         doubling.go.set()
         return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), LIMIT_SECONDS)
 
-    told = [f"not [{number}]" if number % 2 else str(2 * number) for number in (1, *others)]
-    assert [str(answer) for answer in asyncio.run(ask())] == told
+    expected = [f"not [{number}]" if number % 2 else str(2 * number) for number in (1, *others)]
+    assert [str(answer) for answer in asyncio.run(run())] == expected
 
 
-def test_who_has_gone_keeps_nobody_waiting() -> None:
+def test_cancelled_calls_do_not_block_others() -> None:
     doubling = Doubling()
 
-    async def ask() -> list[int]:
-        tasks = await _ask(doubling, 1, [200, 300, 400])
+    async def run() -> list[int]:
+        tasks = await _start_calls(doubling, 1, [200, 300, 400])
         for gone in tasks[:2]:
             gone.cancel()
         doubling.go.set()
@@ -74,15 +74,15 @@ def test_who_has_gone_keeps_nobody_waiting() -> None:
             await tasks[0]
         return await asyncio.wait_for(asyncio.gather(*tasks[2:]), LIMIT_SECONDS)
 
-    assert asyncio.run(ask()) == [600, 800]
+    assert asyncio.run(run()) == [600, 800]
 
 
-def test_what_comes_to_the_next_loop_is_answered_as_well() -> None:
+def test_calls_from_a_later_event_loop_are_answered() -> None:
     doubling = Doubling()
     doubling.go.set()
     together = Together(doubling)
 
-    async def ask(number: int) -> int:
+    async def run(number: int) -> int:
         return await asyncio.wait_for(together(number), LIMIT_SECONDS)
 
-    assert [asyncio.run(ask(number)) for number in (100, 102)] == [200, 204]
+    assert [asyncio.run(run(number)) for number in (100, 102)] == [200, 204]

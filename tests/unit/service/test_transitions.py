@@ -1,4 +1,4 @@
-"""The table of legal transitions, whole, against the design's words."""
+"""Legal state transitions: the whole table as in the design."""
 
 import pytest
 
@@ -19,7 +19,7 @@ FAILED →
 """
 
 
-def test_table_is_the_design() -> None:
+def test_transitions_equal_the_design() -> None:
     table = {
         JobState(before): frozenset(map(JobState, after.split()))
         for before, _, after in (line.partition(" →") for line in LEGAL.strip().splitlines())

@@ -1,4 +1,4 @@
-"""What those who watch are told: waits, outcomes, counts, goodput, and how far the reconciler is behind."""
+"""Service metrics: queue waits, outcomes, job counts, goodput and the series of each job."""
 
 import time
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ counts = st.dictionaries(
 
 
 @given(counts, st.integers(min_value=0, max_value=9))
-def test_bounded_counts_lose_no_job_and_have_few_projects(jobs: dict[tuple[JobState, str], int], most: int) -> None:
+def test_bounded_counts_keep_every_job_and_few_projects(jobs: dict[tuple[JobState, str], int], most: int) -> None:
     found = bounded(jobs, most)
     own = {project for _, project in found} - {OTHERS}
     assert len(own) == min(most, len({project for _, project in jobs}))
@@ -43,7 +43,7 @@ def test_bounded_counts_lose_no_job_and_have_few_projects(jobs: dict[tuple[JobSt
 
 
 @given(st.floats(min_value=0, max_value=1e9), st.floats(min_value=-1e6, max_value=1e6))
-def test_a_wait_is_told_once_and_is_never_negative(since: float, seconds: float) -> None:
+def test_waited_is_returned_once_and_never_negative(since: float, seconds: float) -> None:
     queued = replace(a_job(now=since), times={JobState.QUEUED: since})
     started = start(queued, now=since + seconds)
     assert waited(queued, started) == pytest.approx(max(seconds, 0.0), abs=1e-3)
@@ -51,7 +51,7 @@ def test_a_wait_is_told_once_and_is_never_negative(since: float, seconds: float)
     assert waited(queued, queued) is None
 
 
-def test_an_attempt_that_ends_is_told_once() -> None:
+def test_outcome_of_an_attempt_is_returned_once() -> None:
     running = start(a_job(), now=1.0)
     over = running.end_attempt("failed", now=2.0)
     assert (outcomes(running, over), outcomes(over, over), outcomes(over, over.begin_attempt(now=3.0))) == (
@@ -64,13 +64,13 @@ def test_an_attempt_that_ends_is_told_once() -> None:
 
 
 def series(text: bytes) -> dict[tuple[str, Labels], float]:
-    """Every sample by name and labels."""
+    """Return the value of every sample, keyed by name and labels."""
     families = text_string_to_metric_families(text.decode())
     return {(one.name, tuple(sorted(one.labels.items()))): one.value for each in families for one in each.samples}
 
 
 def value(service: FakeService, series_name: str, /, **labels: str) -> float | None:
-    """What a sample says now."""
+    """Return the current value of a sample, or None."""
     return series(service.watching.text()).get((f"trainshed_{series_name}", tuple(sorted(labels.items()))))
 
 
@@ -79,7 +79,7 @@ def service(tmp_path: Path) -> FakeService:
     return FakeService(tmp_path)
 
 
-def test_a_job_is_told_of_from_the_queue_to_its_end(service: FakeService) -> None:
+def test_job_metrics_follow_a_job_from_queue_to_end(service: FakeService) -> None:
     assert value(service, "attempts_total", outcome="failed") == value(service, "job_moves_total", state="FAILED") == 0
     job = service.submit(project="nlp")
     assert value(service, "jobs", state="QUEUED", project="nlp") == 1
@@ -99,10 +99,10 @@ def test_a_job_is_told_of_from_the_queue_to_its_end(service: FakeService) -> Non
     assert [value(service, "job_moves_total", state=one) for one in ("STARTING", "RUNNING", "SUCCEEDED")] == [1, 1, 1]
     assert value(service, "jobs", state="QUEUED", project="nlp") == 0
     assert value(service, "jobs", state="SUCCEEDED", project="nlp") == 1
-    assert value(service, "goodput_ratio", project="nlp") is None, "of jobs that run"
+    assert value(service, "goodput_ratio", project="nlp") is None, "only for running jobs"
 
 
-def test_a_job_that_runs_has_series_of_its_own(service: FakeService) -> None:
+def test_running_job_has_its_own_series(service: FakeService) -> None:
     job = service.submit(project="nlp")
     service.clock.now += 40
     assert value(service, "queue_oldest_seconds", project="nlp") == 40
@@ -124,7 +124,7 @@ def test_a_job_that_runs_has_series_of_its_own(service: FakeService) -> None:
         "data_wait_ratio": 0.25,
         "restarts": 0,
         "progress_age_seconds": pytest.approx(100, abs=5),
-        # It has none yet, and began long before the clock was moved.
+        # The job has no checkpoint yet and began long before the clock was moved.
         "checkpoint_age_seconds": pytest.approx(written + 100 - 1040, abs=5),
     }
     service.event(job.id, "checkpoint_committed", step=3)
@@ -136,7 +136,7 @@ def test_a_job_that_runs_has_series_of_its_own(service: FakeService) -> None:
     service.end(job.id, Outcome(result="succeeded", step=20))
     service.reconciler().run_once()
     service.clock.now += 5
-    assert value(service, "job_step", **labels) is None, "of jobs that run"
+    assert value(service, "job_step", **labels) is None, "only for running jobs"
 
 
 JOB_SERIES = (
@@ -145,17 +145,17 @@ JOB_SERIES = (
 )
 
 
-def test_cluster_and_database_that_do_not_answer_are_told(service: FakeService) -> None:
+def test_cluster_and_database_outages_are_reported(service: FakeService) -> None:
     assert (value(service, "cluster_up"), value(service, "database_up")) == (1, 1)
     service.board.unreachable = True
     assert value(service, "cluster_up") == 0
     found = series(service.watching.text(database_up=False))
     assert found["trainshed_database_up", ()] == 0
     assert not any(name == "trainshed_jobs" for name, _ in found)
-    assert any(name == "trainshed_build_info" for name, _ in found), "what the process knows itself"
+    assert any(name == "trainshed_build_info" for name, _ in found), "metrics of the process need no database"
 
 
-def test_idle_service_knows_whether_ray_answers(service: FakeService) -> None:
+def test_idle_service_detects_cluster_outage_and_recovery(service: FakeService) -> None:
     def passes(seconds: int) -> None:
         for _ in range(seconds):
             service.clock.now += 1
@@ -169,13 +169,13 @@ def test_idle_service_knows_whether_ray_answers(service: FakeService) -> None:
     assert value(service, "cluster_up") == 1, "not before ten seconds without an answer"
     passes(16)
     assert value(service, "cluster_up") == 0
-    # An outage is over when Ray answers again, whether or not anybody submits a job.
+    # The outage ends when Ray answers again, even without a new job.
     service.cluster.total = total
     passes(12)
     assert value(service, "cluster_up") == 1
 
 
-def test_time_before_the_newest_attempt_is_no_lack_of_progress(service: FakeService) -> None:
+def test_progress_age_starts_at_the_newest_attempt(service: FakeService) -> None:
     job = service.submit()
     service.reconciler().run_once()
     service.cluster.submissions[f"{job.id}-1"] = Submission.RUNNING
@@ -183,7 +183,7 @@ def test_time_before_the_newest_attempt_is_no_lack_of_progress(service: FakeServ
     service.metric(job.id, step=1)
     service.event(job.id, "checkpoint_committed", step=1)
     service.reconciler().run_once()
-    # As after a pause of hours: what is written bears the time of this machine's clock.
+    # As after a pause of hours: written lines carry the time of this machine's clock.
     service.clock.now = time.time() + 3 * 3600
     attempt = replace(service.get(job.id).attempts[0], started_at=service.clock.now - 30)
     assert service.store.save(replace(service.get(job.id), attempts=(attempt,)))
@@ -192,17 +192,17 @@ def test_time_before_the_newest_attempt_is_no_lack_of_progress(service: FakeServ
         assert value(service, f"job_{name}_age_seconds", **labels) == pytest.approx(30, abs=1)
 
 
-def test_every_series_is_in_the_list_that_dashboards_are_made_from_and_in_the_docs(service: FakeService) -> None:
+def test_every_series_is_in_the_series_list_and_the_docs(service: FakeService) -> None:
     service.submit()
     families = text_string_to_metric_families(service.watching.text().decode())
-    told = {family.name for family in families if family.name.startswith("trainshed_")}
+    exported = {family.name for family in families if family.name.startswith("trainshed_")}
     known = {one.full_name.removesuffix("_total") for one in ALL}
-    assert {name for name in told if not name.endswith("_created")} == known
+    assert {name for name in exported if not name.endswith("_created")} == known
     page = Path("docs/operate/monitoring.md").read_text()
     assert [one.full_name for one in ALL if f"`{one.full_name}`" not in page] == []
 
 
-def test_those_who_scrape_at_once_ask_the_database_once(service: FakeService) -> None:
+def test_concurrent_scrapes_query_the_database_once(service: FakeService) -> None:
     watching = service.watching
     service.submit()
     first = watching.text()
@@ -221,7 +221,7 @@ def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Sql
     engine.dispose()
 
 
-def test_databases_count_as_memory_does(stores: tuple[SqlJobStore, SqlJobCounts]) -> None:
+def test_sql_counts_equal_memory_counts(stores: tuple[SqlJobStore, SqlJobCounts]) -> None:
     (store, database), memory = stores, MemoryJobStore()
     before = dict(database.counts())
     jobs = [a_job(f"job-watch-{n}", project=f"watch-{n % 2}") for n in range(5)]
@@ -241,10 +241,10 @@ def test_databases_count_as_memory_does(stores: tuple[SqlJobStore, SqlJobCounts]
     )
 
 
-def test_databases_know_since_when_jobs_wait_as_memory_does(stores: tuple[SqlJobStore, SqlJobCounts]) -> None:
+def test_sql_queued_since_equals_memory_queued_since(stores: tuple[SqlJobStore, SqlJobCounts]) -> None:
     (store, database), memory = stores, MemoryJobStore()
     jobs = [a_job(f"job-wait-{n}", project=f"wait-{n % 3}", now=100.0 - n) for n in range(6)]
-    # One that was paused and resumed waits since then, and one that has started no more.
+    # A resumed job waits since its resume; a started job does not wait.
     jobs[3] = replace(jobs[3], times={JobState.QUEUED: 500.0})
     jobs[5] = start(jobs[5], now=1.0)
     for one in (store, memory):

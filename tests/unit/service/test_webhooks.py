@@ -1,4 +1,4 @@
-"""What webhooks are told and when: the outbox on SQLite and on a real Postgres."""
+"""Webhook messages and their delivery from the outbox, on SQLite and Postgres."""
 
 import json
 import random
@@ -48,7 +48,7 @@ def a_webhook(number: int = 1, *, project: str = "default", states: tuple[JobSta
 
 @dataclass
 class World:
-    """A database with jobs, webhooks and an outbox, and receivers that answer as they are told."""
+    """A database with jobs, webhooks and an outbox, and a sender with scripted answers."""
 
     engine: Engine
     jobs: SqlJobStore
@@ -62,29 +62,29 @@ class World:
         return Deliverer(self.outbox, self.sender, self.clock, lambda: 1.0, "me")
 
     def deliver(self) -> list[str]:
-        """The messages that are sent until nothing is due."""
+        """Deliver until nothing is due; return the ids of the messages sent."""
         before = len(self.sender.sent)
         while self.deliverer.run_once():
             pass
         return [message.id for _, message in self.sender.sent[before:]]
 
     def log(self, number: int = 1) -> list[Delivery]:
-        """What a webhook was told or is to be told, oldest first."""
+        """Return the deliveries of a webhook, oldest first."""
         return self.hooks.deliveries(f"hook-{number}", after=None, limit=1000)[::-1]
 
-    def told(self, number: int = 1) -> list[tuple[str, str | None, str]]:
-        """Message, from and to."""
+    def messages(self, number: int = 1) -> list[tuple[str, str | None, str]]:
+        """Return the message id, the old and the new state of each delivery."""
         bodies = [(one.message.id, json.loads(one.message.body)["data"]) for one in self.log(number)]
         return [(message_id, data["from"], data["to"]) for message_id, data in bodies]
 
     def claimed(self) -> bool:
-        """Whether anybody is about to tell something."""
+        """Return True if a deliverer holds the lease of a webhook."""
         query = select(webhooks.c.id).where(webhooks.c.lease_owner.is_not(None))
         with self.engine.connect() as connection:
             return connection.execute(query).first() is not None
 
     def move(self, job_id: str, *states: JobState) -> None:
-        """Let a job come to these states."""
+        """Move a job through `states`."""
         for state in states:
             job = self.jobs.get(job_id)
             assert job is not None
@@ -101,9 +101,7 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
 
 
 @pytest.mark.parametrize("before", JobState)
-def test_every_legal_transition_makes_one_message_for_each_webhook_that_wants_it(
-    world: World, before: JobState
-) -> None:
+def test_every_transition_creates_one_message_per_matching_webhook(world: World, before: JobState) -> None:
     for number, project in enumerate(("default", ANY, "other"), 1):
         world.hooks.add(a_webhook(number, project=project), DEED)
     world.hooks.add(a_webhook(4, states=(JobState.SUCCEEDED, JobState.FAILED)), DEED)
@@ -113,16 +111,16 @@ def test_every_legal_transition_makes_one_message_for_each_webhook_that_wants_it
         world.jobs.add(NewJob(job))
         assert world.jobs.save(job.move(after, now=5.0, reason=Reason(Code.USER, "why", "what helps")))
         expected += [(f"{job.id}.1", None, before), (f"{job.id}.2", before, after)]
-    assert world.told(1) == world.told(2) == expected
-    assert world.told(3) == []
-    assert world.told(4) == [told for told in expected if told[2] in (JobState.SUCCEEDED, JobState.FAILED)]
+    assert world.messages(1) == world.messages(2) == expected
+    assert world.messages(3) == []
+    assert world.messages(4) == [one for one in expected if one[2] in (JobState.SUCCEEDED, JobState.FAILED)]
 
 
-def test_a_message_tells_what_became_of_the_job(world: World) -> None:
+def test_message_body_describes_the_transition(world: World) -> None:
     world.hooks.add(a_webhook(), DEED)
     job = a_job().move(JobState.STARTING, now=1.0).begin_attempt(now=1.0).move(JobState.RUNNING, now=2.0)
     world.jobs.add(NewJob(job))
-    assert world.jobs.save(job.move(JobState.FAILED, now=3.5, reason=Reason(Code.DATA_ERROR, "row 7", "mend it")))
+    assert world.jobs.save(job.move(JobState.FAILED, now=3.5, reason=Reason(Code.DATA_ERROR, "row 7", "fix it")))
     assert json.loads(world.log()[-1].message.body) == {
         "id": "job-1.2",
         "type": "job.state",
@@ -131,40 +129,40 @@ def test_a_message_tells_what_became_of_the_job(world: World) -> None:
             "job": {"id": "job-1", "name": "tiny", "project": "default"},
             "from": "RUNNING",
             "to": "FAILED",
-            "reason": {"code": "data_error", "message": "row 7", "remedy": "mend it"},
+            "reason": {"code": "data_error", "message": "row 7", "remedy": "fix it"},
             "attempt": 1,
         },
     }
 
 
-def test_what_is_not_stored_is_not_told(world: World) -> None:
+def test_change_that_is_not_stored_creates_no_message(world: World) -> None:
     world.hooks.add(a_webhook(), DEED)
     job = a_job()
     assert world.jobs.add_all([NewJob(job), NewJob(a_job("job-2"))], now=0.0)
-    before = world.told()
+    before = world.messages()
     assert len(before) == 2
     paused = job.move(JobState.PAUSING, now=1.0)
     assert not world.jobs.save(replace(paused, version=7))
-    assert not world.jobs.save(paused, owner="nobody")
-    assert not world.jobs.save(paused, owner="nobody", leads=True)
+    assert not world.jobs.save(paused, owner="other")
+    assert not world.jobs.save(paused, owner="other", leads=True)
     assert world.jobs.save(replace(job, next_attempt_at=2.0)), "not a change of state"
-    assert not world.jobs.save(paused), "on top of an older version"
-    with pytest.raises(ZeroDivisionError), cut_off(world.engine):
+    assert not world.jobs.save(paused), "the version is outdated"
+    with pytest.raises(ZeroDivisionError), failing_database(world.engine):
         world.jobs.save(replace(paused, version=2))
-    with pytest.raises(ZeroDivisionError), cut_off(world.engine):
+    with pytest.raises(ZeroDivisionError), failing_database(world.engine):
         world.jobs.add(NewJob(a_job("job-3")))
-    assert world.told() == before
+    assert world.messages() == before
     stored = world.jobs.get("job-1")
     assert stored is not None
     assert (stored.state, world.jobs.get("job-3")) == (JobState.QUEUED, None)
-    with pytest.raises(ZeroDivisionError), cut_off(world.engine, "INSERT INTO deliveries"):
+    with pytest.raises(ZeroDivisionError), failing_database(world.engine, "INSERT INTO deliveries"):
         world.jobs.save(replace(paused, version=2))
-    assert world.jobs.get("job-1") == stored, "nor is anything stored that cannot be told"
+    assert world.jobs.get("job-1") == stored, "a change is not stored without its message"
 
 
 @contextmanager
-def cut_off(engine: Engine, statement: str | None = None) -> Iterator[None]:
-    """Have every commit fail, or every statement of a kind, as if the service ended there."""
+def failing_database(engine: Engine, statement: str | None = None) -> Iterator[None]:
+    """Fail every commit, or every statement that starts with `statement`, as if the service died there."""
 
     def at(*given: object) -> None:
         if statement is None or str(given[2]).startswith(statement):
@@ -178,7 +176,7 @@ def cut_off(engine: Engine, statement: str | None = None) -> Iterator[None]:
         event.remove(engine, name, at)
 
 
-def test_messages_of_a_job_go_in_order_and_another_jobs_dead_end_does_not_hold_them_up(world: World) -> None:
+def test_messages_of_a_job_are_sent_in_order_without_blocking_other_jobs(world: World) -> None:
     world.hooks.add(a_webhook(), DEED)
     for job_id in ("job-1", "job-2"):
         world.jobs.add(NewJob(a_job(job_id, now=900.0)))
@@ -194,7 +192,7 @@ def test_messages_of_a_job_go_in_order_and_another_jobs_dead_end_does_not_hold_t
     assert {one.error for one in world.log()} == {None}
 
 
-def test_a_receiver_that_does_not_answer_is_asked_once_and_others_have_their_turn(world: World) -> None:
+def test_unreachable_receiver_is_tried_once_before_other_webhooks(world: World) -> None:
     for number in (1, 2):
         world.hooks.add(a_webhook(number), DEED)
     for job_id in ("job-1", "job-2", "job-3"):
@@ -207,7 +205,7 @@ def test_a_receiver_that_does_not_answer_is_asked_once_and_others_have_their_tur
     assert [webhook.id for webhook, _ in world.sender.sent] == ["hook-1", *["hook-2"] * 3]
 
 
-def test_what_fails_for_three_days_is_given_up_and_can_be_sent_again(world: World) -> None:
+def test_message_failing_for_three_days_is_given_up_and_can_be_redelivered(world: World) -> None:
     world.hooks.add(a_webhook(), DEED)
     world.jobs.add(NewJob(a_job(now=1000.0)))
     world.move("job-1", JobState.CANCELLING)
@@ -219,7 +217,7 @@ def test_what_fails_for_three_days_is_given_up_and_can_be_sent_again(world: Worl
     assert PATIENCE - 2 * LONGEST_PAUSE < world.clock.now - 1000.0 <= PATIENCE
     assert first.attempts > PATIENCE / LONGEST_PAUSE
     world.sender.answers = [RECEIVED]
-    assert world.deliver() == ["job-1.2"], "the next one is not held up for ever"
+    assert world.deliver() == ["job-1.2"], "the next message is not blocked"
     again = world.hooks.redeliver("hook-1", first.number, now=world.clock(), deed=DEED)
     assert again is not None
     assert (again.settled, again.attempts) == (Settled.WAITING, 0)
@@ -228,7 +226,7 @@ def test_what_fails_for_three_days_is_given_up_and_can_be_sent_again(world: Worl
     assert world.hooks.redeliver("hook-2", first.number, now=1.0, deed=DEED) is None
 
 
-def test_who_is_gone_is_told_nothing_until_it_is_enabled(world: World) -> None:
+def test_webhook_answering_410_is_disabled_until_enabled(world: World) -> None:
     world.hooks.add(a_webhook(), DEED)
     for number in (1, 2):
         world.jobs.add(NewJob(a_job(f"job-{number}", now=900.0)))
@@ -245,12 +243,12 @@ def test_who_is_gone_is_told_nothing_until_it_is_enabled(world: World) -> None:
     assert world.deliver() == ["job-1.3"]
 
 
-def test_a_webhook_is_one_deliverers_until_its_lease_ends_or_is_given_back(world: World) -> None:
+def test_webhook_lease_excludes_other_deliverers_until_it_ends_or_is_released(world: World) -> None:
     world.hooks.add(a_webhook(), DEED)
     world.jobs.add(NewJob(a_job(now=900.0)))
     assert world.outbox.claim(Lease("a", 1000.0, 1000.0 + LEASE)) is not None
     assert world.outbox.claim(Lease("b", 1001.0, 1061.0)) is None
-    assert world.outbox.claim(Lease("a", 1001.0, 1061.0)) is None, "it has several threads"
+    assert world.outbox.claim(Lease("a", 1001.0, 1061.0)) is None, "threads of one owner do not share a webhook"
     world.outbox.release("hook-1", owner="b", now=1001.0)
     assert world.outbox.claim(Lease("b", 1001.0, 1061.0)) is None
     world.outbox.release_all("a", now=1001.0)
@@ -261,24 +259,24 @@ def test_a_webhook_is_one_deliverers_until_its_lease_ends_or_is_given_back(world
     assert [one.message.id for one in found.deliveries] == ["job-1.1"]
 
 
-def test_nothing_is_lost_or_sent_twice_at_once_where_several_deliver(world: World) -> None:
+def test_concurrent_deliverers_send_every_message_once(world: World) -> None:
     for number in (1, 2, 3):
         world.hooks.add(a_webhook(number), DEED)
     for number in range(10):
         world.jobs.add(NewJob(a_job(f"job-{number}", now=900.0)))
         world.move(f"job-{number}", JobState.STARTING, JobState.RUNNING)
     chance = random.Random(7)
-    underway, twice = set[tuple[str, str]](), list[object]()
+    in_flight, twice = set[tuple[str, str]](), list[object]()
 
     class Sender(MemorySender):
         def send(self, webhook: Webhook, message: Message, *, now: float) -> Answer | None:
             this = (webhook.id, message.id)
-            twice.extend([this] if this in underway else [])
-            underway.add(this)
+            twice.extend([this] if this in in_flight else [])
+            in_flight.add(this)
             answer = chance.choice([RECEIVED, RECEIVED, FAILED])
             if answer.received:
                 self.sent.append((webhook, message))
-            underway.discard(this)
+            in_flight.discard(this)
             return answer
 
     world.sender = Sender()
@@ -286,7 +284,7 @@ def test_nothing_is_lost_or_sent_twice_at_once_where_several_deliver(world: Worl
     def work() -> None:
         while any(one.next_at is not None for number in (1, 2, 3) for one in world.log(number)):
             if not world.deliverer.run_once() and not world.claimed():
-                # Nothing is due: somebody lets the time pass, but not so much that a lease ends.
+                # Nothing is due: advance the clock, but by less than a lease.
                 world.clock.now += FIRST_PAUSE
 
     threads = [threading.Thread(target=work) for _ in range(4)]
@@ -302,7 +300,7 @@ def test_nothing_is_lost_or_sent_twice_at_once_where_several_deliver(world: Worl
             assert [one for one in got if one.startswith(f"job-{job}.")] == [f"job-{job}.{n}" for n in (1, 2, 3)]
 
 
-def test_a_webhook_that_is_deleted_takes_its_messages_with_it(world: World) -> None:
+def test_deleted_webhook_loses_its_messages(world: World) -> None:
     world.hooks.add(a_webhook(), DEED)
     world.jobs.add(NewJob(a_job(now=900.0)))
     assert world.hooks.delete("hook-1", DEED)
@@ -310,7 +308,7 @@ def test_a_webhook_that_is_deleted_takes_its_messages_with_it(world: World) -> N
     assert (world.log(), world.deliver()) == ([], [])
 
 
-def test_what_is_over_is_forgotten_and_what_was_never_tried_is_not(world: World) -> None:
+def test_prune_removes_settled_messages_and_keeps_untried_ones(world: World) -> None:
     for number in (1, 2):
         world.hooks.add(a_webhook(number), DEED)
     world.jobs.add(NewJob(a_job(now=1000.0)))
@@ -340,7 +338,7 @@ def hooks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WebhookSto
         yield SqlWebhookStore(engine)
 
 
-def test_webhooks_come_back_as_they_were_stored(hooks: WebhookStore) -> None:
+def test_webhook_store_returns_webhooks_unchanged(hooks: WebhookStore) -> None:
     first, second = a_webhook(1), a_webhook(2, project="other", states=(JobState.FAILED,))
     for webhook in (first, second):
         hooks.add(webhook, DEED)
@@ -356,7 +354,7 @@ def test_webhooks_come_back_as_they_were_stored(hooks: WebhookStore) -> None:
     assert "whsec_" not in repr(rotated) + repr(rotated.facts)
 
 
-def test_a_project_has_so_many_webhooks_however_many_are_made_at_once(hooks: WebhookStore) -> None:
+def test_webhook_limit_of_a_project_holds_under_concurrent_adds(hooks: WebhookStore) -> None:
     for number in range(LIMIT - 2):
         hooks.add(a_webhook(number), DEED)
     refused = list[WebhookLimit]()
@@ -379,11 +377,11 @@ def test_a_project_has_so_many_webhooks_however_many_are_made_at_once(hooks: Web
     hooks.add(a_webhook(201, project="other"), DEED)
 
 
-def test_jobs_without_webhooks_cost_one_question(world: World) -> None:
-    asked = list[str]()
-    event.listen(world.engine, "before_cursor_execute", lambda *given: asked.append(given[2]))
+def test_change_without_webhooks_costs_one_query(world: World) -> None:
+    statements = list[str]()
+    event.listen(world.engine, "before_cursor_execute", lambda *given: statements.append(given[2]))
     job: Job = a_job()
     world.jobs.add(NewJob(job))
     world.jobs.save(job.move(JobState.STARTING, now=1.0))
-    assert sum("webhooks" in statement for statement in asked) == 2
-    assert not any("deliveries" in statement for statement in asked)
+    assert sum("webhooks" in statement for statement in statements) == 2
+    assert not any("deliveries" in statement for statement in statements)

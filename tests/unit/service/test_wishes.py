@@ -1,4 +1,4 @@
-"""Pause, resume and cancel, at any moment and again."""
+"""Pause, resume and cancel requests in every state, also repeated."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +21,7 @@ ENDED = (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
 
 
 def in_state(state: JobState) -> Job:
-    """A job that came to a state as jobs do."""
+    """Return a job in `state`, with the attempts and the stop request that belong to it."""
     if state is JobState.QUEUED:
         return a_job()
     job = replace(start(a_job(), now=1.0), state=JobState.RUNNING)
@@ -47,39 +47,41 @@ def resume(job: Job, scaling: ScalingSpec | None = None) -> Job:
 
 
 @pytest.mark.parametrize("state", [state for state in JobState if state not in ENDED])
-def test_everything_that_lives_can_be_cancelled(state: JobState) -> None:
+def test_live_job_can_be_cancelled(state: JobState) -> None:
     job = cancel(in_state(state))
     assert (job.state, job.wish and job.wish.mode) == (JobState.CANCELLING, "cancel")
     assert cancel(job) == job
 
 
 @pytest.mark.parametrize("state", [JobState.QUEUED, JobState.STARTING, JobState.RUNNING, JobState.RECOVERING])
-def test_what_waits_or_runs_can_be_paused(state: JobState) -> None:
+def test_queued_or_active_job_can_be_paused(state: JobState) -> None:
     job = pause(in_state(state))
     assert (job.state, job.wish and job.wish.reason.code) == (JobState.PAUSING, Code.USER)
     assert pause(job) == job
 
 
-@pytest.mark.parametrize("wish", [pause, resume])
+@pytest.mark.parametrize("request_change", [pause, resume])
 @pytest.mark.parametrize("state", [*ENDED, JobState.CANCELLING])
-def test_what_has_ended_or_will_is_neither_paused_nor_resumed(state: JobState, wish: Callable[[Job], Job]) -> None:
+def test_ended_or_cancelling_job_is_neither_paused_nor_resumed(
+    state: JobState, request_change: Callable[[Job], Job]
+) -> None:
     with pytest.raises(IllegalState, match=f"job-1 is {state} and cannot be .*; clone it"):
-        wish(in_state(state))
+        request_change(in_state(state))
 
 
 @pytest.mark.parametrize("state", [JobState.SUCCEEDED, JobState.FAILED])
-def test_what_has_ended_cannot_be_cancelled(state: JobState) -> None:
+def test_ended_job_cannot_be_cancelled(state: JobState) -> None:
     with pytest.raises(IllegalState, match="nothing needs to be done"):
         cancel(in_state(state))
 
 
-def test_asked_again_there_is_only_less_time() -> None:
+def test_repeated_pause_can_only_shorten_the_deadline() -> None:
     job = pause(in_state(JobState.RUNNING), grace=50)
     found = [pause(job, grace=grace).wish for grace in (5, 500)]
-    assert [wish and wish.deadline for wish in found] == [NOW + 5, NOW + 50]
+    assert [stop and stop.deadline for stop in found] == [NOW + 5, NOW + 50]
 
 
-def test_resume_before_the_pause_is_over_is_done_after_it_unless_it_is_taken_back() -> None:
+def test_resume_during_a_pause_follows_it_unless_paused_again() -> None:
     job = resume(pause(in_state(JobState.RUNNING)))
     assert job.state is JobState.PAUSING
     assert job.wish is not None
@@ -88,19 +90,19 @@ def test_resume_before_the_pause_is_over_is_done_after_it_unless_it_is_taken_bac
     assert pause(job) == pause(in_state(JobState.RUNNING))
 
 
-def test_resumed_job_is_back_in_the_queue_and_asked_for_nothing() -> None:
+def test_resumed_job_is_queued_without_a_stop_request() -> None:
     job = resume(in_state(JobState.PAUSED))
     assert (job.state, job.wish, job.reason) == (JobState.QUEUED, None, None)
     assert resume(job) == job
 
 
 @pytest.mark.parametrize("state", [JobState.STARTING, JobState.RUNNING, JobState.RECOVERING])
-def test_resume_of_what_goes_on_anyway_changes_nothing(state: JobState) -> None:
+def test_resume_of_active_job_changes_nothing(state: JobState) -> None:
     job = in_state(state)
     assert resume(job) == job
 
 
-def test_another_size_counts_from_the_next_attempt_on() -> None:
+def test_new_scaling_applies_from_the_next_attempt() -> None:
     four = ScalingSpec(num_workers=4)
     job = resume(in_state(JobState.PAUSED), four)
     assert (job.size, job.spec.scaling.world, job.attempts[-1].workers) == (four, 2, 2)
@@ -110,12 +112,12 @@ def test_another_size_counts_from_the_next_attempt_on() -> None:
     assert (running.state, running.wish and running.wish.mode) == (JobState.PAUSING, "resize")
 
 
-def test_room_that_is_held_is_that_of_what_runs_whatever_size_comes_next() -> None:
+def test_held_resources_are_those_of_the_current_attempt() -> None:
     job = resume(in_state(JobState.PAUSING), ScalingSpec(num_workers=1))
     assert (job.size.world, Ticket.of(job).scaling.world) == (1, 2)
 
 
-def test_user_who_pauses_what_made_room_keeps_it_paused() -> None:
+def test_user_pause_of_a_preempted_job_keeps_it_paused() -> None:
     leaving = make_room(in_state(JobState.RUNNING), whom="job-9", deadline=NOW + 30, now=NOW)
     left = leaving.end_attempt("paused", now=NOW).move(JobState.PAUSED, now=NOW, reason=leaving.reason)
     for job in (leaving, left):
@@ -127,12 +129,14 @@ def test_user_who_pauses_what_made_room_keeps_it_paused() -> None:
 
 
 @given(st.lists(st.sampled_from([cancel, pause, resume]), max_size=8), st.sampled_from(JobState))
-def test_any_order_of_wishes_is_legal_or_told(wishes: list[Callable[[Job], Job]], state: JobState) -> None:
+def test_any_sequence_of_requests_is_legal_or_raises_illegal_state(
+    requests: list[Callable[[Job], Job]], state: JobState
+) -> None:
     job = in_state(state)
-    for wish in wishes:
+    for request_change in requests:
         try:
-            after = wish(job)
+            after = request_change(job)
         except IllegalState:
             continue
-        assert wish(after) == after
+        assert request_change(after) == after
         job = after

@@ -5,6 +5,7 @@ import threading
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ray
 
@@ -12,6 +13,8 @@ from tests.support.specs import TINY, spec
 from tests.support.torchrun import write_tokens
 from tests.support.waiting import wait_for
 from train_loop.data.dataset import Dataset
+from train_loop.data.prepare.packing import Sample
+from train_loop.data.shards import write_part
 from train_loop.errors import DataError
 from train_loop.faults.failure import failed
 from train_loop.model.folder import model_shape
@@ -81,13 +84,13 @@ def test_data_that_stays_away_fails_the_attempt_and_not_the_job(
     assert failed(raised.value).retryable
 
 
-def test_prepared_data_that_a_host_does_not_see_is_named_with_the_setting(run_dir: RunDir, tmp_path: Path) -> None:
-    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "a line"}) + "\n")
-    job = spec(data={"train": {"path": str(tmp_path / "text.jsonl")}})
-    prepare_samples(job, run_dir, Journal(run_dir.attempt(1)))
-    dataset = Dataset.model_validate_json(run_dir.data.read_text())
+def test_prepared_data_that_a_host_does_not_see_is_named_with_the_setting(tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "fingerprint"
+    folder.mkdir(parents=True)
+    part = write_part([Sample(np.arange(4, dtype=np.int32), None, None, [4])], folder)
+    dataset = Dataset(fingerprint=folder.name, parts=(part,), sequence_length=4)
     expect_prepared(dataset)
-    run_dir.cache.rename(tmp_path / "elsewhere")
+    folder.parent.rename(tmp_path / "elsewhere")
     with pytest.raises(StorageUnavailable, match="not found on this host; TRAINSHED_CACHE must be a folder"):
         expect_prepared(dataset)
 

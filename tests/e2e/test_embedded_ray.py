@@ -1,4 +1,4 @@
-"""A real Ray head: started, left behind by a SIGKILL, taken over, replaced, and gone without a trace."""
+"""Embedded Ray head: start, takeover after the service was killed, replacement and clean stop."""
 
 import errno
 import os
@@ -26,7 +26,7 @@ from train_loop.system.private_folder import parent_folder
 
 CPUS = 2
 OBJECT_STORE_BYTES = 80_000_000
-LEFT_BEHIND = """
+KILLED_SERVICE = """
 import sys, time
 from pathlib import Path
 from service.adapters.ray.embedded import EmbeddedRay
@@ -34,7 +34,7 @@ ray = EmbeddedRay(Path(sys.argv[1]), cpus=2, object_store_bytes=80_000_000)
 ray.start()
 while ray.address() is None:
     time.sleep(0.1)
-# In a file: on standard output another thread logs, and lines of two threads can run into each other.
+# Use a file: another thread logs to standard output, and lines of two threads can mix.
 Path(sys.argv[1], "up").touch()
 time.sleep(600)
 """
@@ -43,7 +43,7 @@ REACHABLE = 'for path; do [ -e "$path" ] && echo "$path"; done; echo done'
 
 @pytest.fixture
 def driver(tmp_path: Path) -> str:
-    """Something that Ray can run in Python's place, and that stays."""
+    """Return an executable that Ray runs instead of Python and that keeps running."""
     script = tmp_path / "driver"
     script.write_text("#!/bin/sh\nexec sleep 600\n")
     script.chmod(0o755)
@@ -64,7 +64,7 @@ def recorded(home: Path) -> RayHead:
 
 
 def processes(head: RayHead) -> list[psutil.Process]:
-    """All processes of a head, by its session and what they descend from."""
+    """Return all processes of a head: its session and the descendants of those processes."""
     session = [p for p in psutil.process_iter() if _session(p) == head.pid]
     return list({*session, *(child for p in session for child in _children(p))})
 
@@ -83,39 +83,41 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-def listens_on(head: RayHead) -> set[str]:
-    """The addresses on which any process of a head listens."""
+def listen_addresses(head: RayHead) -> set[str]:
+    """Return the addresses on which processes of a head listen."""
     family = {process.pid for process in processes(head)}
     connections = psutil.net_connections(kind="tcp")
     return {c.laddr[0] for c in connections if c.status == psutil.CONN_LISTEN and c.pid in family and c.laddr}
 
 
 def assert_closed_to_others(head: RayHead) -> None:
-    """Check that another user cannot reach any of Ray's files; with root's rights as such a user would try it."""
+    """Check that another user cannot reach any of Ray's files; if run as root, try it as such a user."""
     paths = [head.temp_dir, *(str(path) for path in Path(head.temp_dir).rglob("*"))]
     assert any(path.endswith("/sockets/dash_JobHead") for path in paths)
     assert stat.S_IMODE(Path(head.temp_dir).stat().st_mode) == 0o700
     if os.geteuid() == 0:
         command = ["/bin/sh", "-c", REACHABLE, "sh", *paths[1:]]
-        asked = subprocess.run(command, user=65534, group=65534, extra_groups=[], capture_output=True, check=True)
-        assert asked.stdout == b"done\n"
+        result = subprocess.run(command, user=65534, group=65534, extra_groups=[], capture_output=True, check=True)
+        assert result.stdout == b"done\n"
 
 
 def launch(attempt: int) -> Launch:
     return Launch(f"job-1-{attempt}", "job-1", "tiny", attempt=attempt, run_dir="file:///nowhere")
 
 
-def test_head_outlives_a_killed_service_and_not_a_stopped_one(tmp_path: Path, driver: str, ray: EmbeddedRay) -> None:
-    with subprocess.Popen([sys.executable, "-c", LEFT_BEHIND, str(tmp_path)]) as service:
+def test_head_survives_killed_service_and_ends_with_stopped_service(
+    tmp_path: Path, driver: str, ray: EmbeddedRay
+) -> None:
+    with subprocess.Popen([sys.executable, "-c", KILLED_SERVICE, str(tmp_path)]) as service:
         try:
             wait_for((tmp_path / "up").exists, what="the first head", seconds=120)
         finally:
             service.send_signal(signal.SIGKILL)
     left = recorded(tmp_path)
 
-    # Taken over: the same head, and what runs there goes on.
+    # Takeover: the head stays the same and its jobs keep running.
     ray.start()
-    address = wait_for(ray.address, what="the head that was left behind")
+    address = wait_for(ray.address, what="the head of the killed service")
     assert (recorded(tmp_path), address.url) == (left, left.dashboard_url)
     assert httpx.get(f"{address.url}/api/version").status_code == 401
     jobs = RayJobs(ray.address, python=driver)
@@ -126,24 +128,24 @@ def test_head_outlives_a_killed_service_and_not_a_stopped_one(tmp_path: Path, dr
     with pytest.raises(ClusterError, match="Ray did not take job-1-1"):
         RayJobs(ray.address, python="other").submit(launch(1))
     wait_for(lambda: jobs.status("job-1-1") is Submission.RUNNING)
-    assert {ip.removeprefix("::ffff:") for ip in listens_on(left)} == {"127.0.0.1"}
+    assert {ip.removeprefix("::ffff:") for ip in listen_addresses(left)} == {"127.0.0.1"}
     jobs.stop("job-1-none")
     assert_closed_to_others(left)
 
-    # Replaced when it dies: what it ran is gone, and that is known, not guessed.
+    # Replacement after the head dies: its jobs are reported as missing.
     family = processes(left)
     os.kill(left.pid, signal.SIGKILL)
     wait_for(lambda: ray.address() not in (None, address), what="another head")
     assert jobs.status("job-1-1") is Submission.MISSING
     assert [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
 
-    # Replaced when others could enter its folder.
+    # Replacement if other users can enter its folder.
     before = ray.address()
     Path(recorded(tmp_path).temp_dir).chmod(0o711)
     wait_for(lambda: ray.address() not in (None, before), what="a head with a private folder")
     assert_closed_to_others(recorded(tmp_path))
 
-    # Stopped: no process, no file.
+    # Stop: no process and no file is left.
     jobs.submit(launch(2))
     wait_for(lambda: jobs.status("job-1-2") is Submission.RUNNING)
     jobs.stop("job-1-2")
@@ -157,7 +159,7 @@ def test_head_outlives_a_killed_service_and_not_a_stopped_one(tmp_path: Path, dr
     assert jobs.status("job-1-1") is Submission.UNKNOWN
 
 
-def test_start_that_fails_leaves_no_folder_and_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_start_leaves_no_folder_and_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(prefix="t-") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         monkeypatch.setattr(ray_head, "write_durably", _full_disk)
@@ -171,14 +173,14 @@ def _full_disk(path: Path, text: str) -> None:
     raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
 
-def test_folder_for_ray_is_short_enough_for_its_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_parent_folder_is_short_enough_for_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     for folder, chosen in (("/var/tmp", "/var/tmp"), (f"/{'x' * 60}", "/tmp")):
         monkeypatch.setattr(tempfile, "tempdir", folder)
         assert parent_folder() == chosen
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o710, 0o702, 0o1777])
-def test_folder_that_others_can_enter_is_refused(tmp_path: Path, mode: int) -> None:
+def test_check_folder_accessible_to_others_raises_folder_open(tmp_path: Path, mode: int) -> None:
     folder = tmp_path / "shed"
     folder.mkdir(mode=0o700)
     head = RayHead(pid=1, create_time=0, dashboard_url="", address="", temp_dir=str(folder))
