@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 # MkDocs loads this file by its path.
 sys.path.insert(0, str(ROOT))
 
+from tools.docs.markdown import separate_blocks  # noqa: E402
 from tools.docs.pages import generate  # noqa: E402
 
 # A warning of this logger fails a strict build.
@@ -25,6 +26,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path, text in generate().items():
         files.append(File.generated(config, path, content=text))
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Return the page in the form that Python-Markdown expects."""
+    return separate_blocks(markdown)
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:

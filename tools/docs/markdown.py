@@ -1,6 +1,9 @@
 """Markdown tables and cells."""
 
+import re
 from collections.abc import Iterable, Sequence
+
+_ITEM = re.compile(r"\s*([-*]|\d+\.) ")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -25,3 +28,24 @@ def sentence(text: str) -> str:
     first = text.partition(" ")[0]
     is_value = first.endswith(":") or any(sign in first.rstrip(".,;") for sign in "._/=`")
     return text and (text if is_value else text[0].upper() + text[1:]) + ("" if text.endswith((".", ":")) else ".")
+
+
+def separate_blocks(text: str) -> str:
+    """Return a page with an empty line before each list and table that directly follows a paragraph.
+
+    GitHub's Markdown starts a list or a table there; Python-Markdown needs the empty line.
+    """
+    lines = list[str]()
+    in_code, in_list = False, False
+    for line in text.split("\n"):
+        is_item, is_row = _ITEM.match(line) is not None, line.startswith("|")
+        before = lines[-1] if lines else ""
+        if not in_code and before.strip() and not before.startswith("#"):
+            starts_list = is_item and not in_list
+            starts_table = is_row and not before.startswith("|")
+            if starts_list or starts_table:
+                lines.append("")
+        lines.append(line)
+        in_code ^= line.lstrip().startswith("```")
+        in_list = is_item or (in_list and line.startswith(" "))
+    return "\n".join(lines)
