@@ -14,8 +14,8 @@ from tests.support.command import run
 from tests.support.service import KEY, FakeService, spec_body
 from train_loop.run_dir import ExportStatus, ExportWish
 from trainshed import Client
-from trainshed.cli.job_view import span
-from trainshed.cli.show import next_command
+from trainshed.cli.output.job_view import span
+from trainshed.cli.output.show import next_command
 
 
 def test_clone_command_submits_a_job_with_changes(home: Path, service: FakeService) -> None:

@@ -15,7 +15,7 @@ from tests.support.command import run, running
 from tests.support.service import KEY, FakeService
 from train_loop.run_dir import Outcome
 from trainshed import Client
-from trainshed.cli.progress import display
+from trainshed.cli.output.progress import display
 
 
 @pytest.fixture
