@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from service.domain.access.roles import OPERATOR, Deed, Key, Role
+from service.domain.access.roles import OPERATOR, AuditEntry, Key, Role
 from service.domain.jobs.job import JobState
 from tests.support.checkpoints import checkpoint
 from tests.support.command import run
@@ -59,7 +59,7 @@ def test_control_characters_are_shown_escaped(home: Path, service: FakeService) 
     folder = service.run_dir("job-0001").attempt(1)
     folder.logs.mkdir(parents=True)
     folder.driver_log.write_text(f"{raw}\n")
-    deed = Deed(1.0, OPERATOR, "key.create", "default", "key-1")
+    deed = AuditEntry(1.0, OPERATOR, "key.create", "default", "key-1")
     service.keys.add(Key("key-1", raw, {"default": Role.VIEWER}, "0" * 64, 1.0, "operator"), deed)
     for command in (("events", "job-0001"), ("logs", "job-0001"), ("keys", "ls")):
         shown = run(*command).stdout

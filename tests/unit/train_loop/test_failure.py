@@ -6,7 +6,7 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from train_loop.errors import DataError, FencedError
-from train_loop.faults.failure import failed, failure_told
+from train_loop.faults.failure import failed, report_failure
 from train_loop.loop.session import Session
 from train_loop.run_dir import Outcome, RunDir, read_lines
 from train_loop.spec import Problem, SpecError
@@ -75,7 +75,7 @@ def test_mistake_is_the_cause_whatever_a_library_raised_before_it() -> None:
     ],
 )
 def test_events_tell_of_what_ends_a_run_for_good(tmp_path: Path, error: Exception, said: list[tuple[str, str]]) -> None:
-    with pytest.raises(type(error)), failure_told(a_session(tmp_path)):
+    with pytest.raises(type(error)), report_failure(a_session(tmp_path)):
         raise error
     ends = [line for line in read_lines(RunDir(tmp_path).attempt(1).events) if line["event"] == "training_ended"]
     assert [(line["code"], line["reason"]) for line in ends] == said
@@ -83,7 +83,7 @@ def test_events_tell_of_what_ends_a_run_for_good(tmp_path: Path, error: Exceptio
 
 def test_end_that_all_ranks_know_is_reported_once(tmp_path: Path) -> None:
     for _ in range(3):
-        with pytest.raises(DataError), failure_told(a_session(tmp_path)):
+        with pytest.raises(DataError), report_failure(a_session(tmp_path)):
             raise DataError("no rows")
     (end,) = [line for line in read_lines(RunDir(tmp_path).attempt(1).events) if line["event"] == "training_ended"]
     assert end["reason"] == "no rows"
@@ -105,7 +105,7 @@ def test_the_log_traces_what_a_message_does_not_tell(
     behind: Exception | None,
     traced: type[Exception] | None,
 ) -> None:
-    with pytest.raises(type(error)), failure_told(a_session(tmp_path)):
+    with pytest.raises(type(error)), report_failure(a_session(tmp_path)):
         raise error from behind
     (record,) = caplog.records
     assert str(error) in record.getMessage()

@@ -24,7 +24,7 @@ from train_loop.ray_train.worker import expect_prepared
 from train_loop.run_dir import RunDir, StorageUnavailable, read_lines
 from train_loop.run_dir.transient import STORAGE_SECONDS_VARIABLE
 from train_loop.spec import JobSpec
-from train_loop.telemetry.event_log import Journal
+from train_loop.telemetry.event_log import EventLog
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_data_whose_storage_is_away_is_waited_for(
     run_dir: RunDir, data: Path, below: str, prepared: bool, mount_point: bool
 ) -> None:
     """`prepared`: an earlier attempt has found the data; `mount_point`: an empty folder is in their place."""
-    job, journal = job_of(f"{data}{below}"), Journal(run_dir.attempt(1))
+    job, journal = job_of(f"{data}{below}"), EventLog(run_dir.attempt(1))
     if prepared:
         prepare_samples(job, run_dir, journal)
     away = data.parent.rename(data.parent.with_name("away"))
@@ -80,7 +80,7 @@ def test_data_that_stays_away_fails_the_attempt_and_not_the_job(
 ) -> None:
     monkeypatch.setenv(STORAGE_SECONDS_VARIABLE, "0.5")
     with pytest.raises(StorageUnavailable, match="gone is unavailable: it is missing or an empty folder") as raised:
-        prepare_samples(job_of(f"{data}/gone"), run_dir, Journal(run_dir.attempt(1)))
+        prepare_samples(job_of(f"{data}/gone"), run_dir, EventLog(run_dir.attempt(1)))
     assert failed(raised.value).retryable
 
 
@@ -112,7 +112,7 @@ def test_model_folder_that_is_away_is_waited_for(tmp_path: Path) -> None:
 
 def test_files_that_are_missing_in_a_folder_that_is_there_fail_at_once(run_dir: RunDir, data: Path) -> None:
     with pytest.raises(DataError, match="matches no file"):
-        prepare_samples(job_of(f"{data}/*.jsonl"), run_dir, Journal(run_dir.attempt(1)))
+        prepare_samples(job_of(f"{data}/*.jsonl"), run_dir, EventLog(run_dir.attempt(1)))
     assert events(run_dir) == []
 
 
@@ -121,6 +121,6 @@ def test_attempt_on_a_cluster_with_gpus_warns_of_a_job_that_asks_for_none(
 ) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0, "GPU": 2.0})
-    prepare_samples(job_of(f"{data}"), run_dir, Journal(run_dir.attempt(1)))
+    prepare_samples(job_of(f"{data}"), run_dir, EventLog(run_dir.attempt(1)))
     (warning,) = [event for event in events(run_dir) if event["event"] == "warning"]
     assert str(warning["message"]).startswith("the job requests no GPU and trains on CPUs, but the cluster has 2 GPU")

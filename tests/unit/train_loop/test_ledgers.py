@@ -15,7 +15,7 @@ from train_loop.checkpoint.manifest import newest_verified, verify
 from train_loop.checkpoint.retention import retire_others
 from train_loop.checkpoint.store import folder as folder_store
 from train_loop.checkpoint.store import objects as object_store
-from train_loop.checkpoint.store.open import ledger_of
+from train_loop.checkpoint.store.open import open_store
 from train_loop.errors import FencedError
 from train_loop.liveness.fencing import check_fence
 from train_loop.run_dir import ExportStatus, ExportWish, Fence, RunDir, UnknownFormatError, create_object, read_whole
@@ -47,7 +47,7 @@ def there(run_dir: RunDir, step: int) -> bool:
 def test_a_commit_can_be_repeated(run_dir: RunDir) -> None:
     draft = unfinished(run_dir, 10, weights=b"abc")
     for _ in range(2):
-        assert ledger_of(run_dir, Fence(1)).commit(draft) == draft.sealed()
+        assert open_store(run_dir, Fence(1)).commit(draft) == draft.sealed()
     assert run_dir.manifests() == {10: draft.sealed()}
 
 
@@ -56,9 +56,9 @@ def test_an_older_attempt_neither_commits_nor_removes(run_dir: RunDir) -> None:
     draft = unfinished(run_dir, 20, weights=b"abc")
     run_dir.write_fence(2)
     with pytest.raises(FencedError, match="attempt 2 has taken over from attempt 1"):
-        ledger_of(run_dir, Fence(1)).commit(draft)
+        open_store(run_dir, Fence(1)).commit(draft)
     with pytest.raises(FencedError, match="attempt 2 has taken over from attempt 1"):
-        ledger_of(run_dir, Fence(1)).retire(10)
+        open_store(run_dir, Fence(1)).retire(10)
     assert steps(run_dir) == [10]
 
 
@@ -99,13 +99,13 @@ def test_held_up_after_its_look_at_the_fence_an_older_attempt_takes_no_place(
 
     def take_over() -> None:
         run_dir.write_fence(2)
-        ledger_of(run_dir, Fence(2)).clear()
+        open_store(run_dir, Fence(2)).clear()
         if again:
             checkpoint(run_dir, 10, attempt=2, new=b"new")
 
     hold_up(monkeypatch, at_look=1, meanwhile=take_over)
     with pytest.raises((FileNotFoundError, FencedError)):
-        ledger_of(run_dir, Fence(1)).commit(draft)
+        open_store(run_dir, Fence(1)).commit(draft)
     assert [m.attempt for m in run_dir.manifests().values()] == [2] * again
     assert steps(run_dir) == [10] * again
 
@@ -124,13 +124,13 @@ def test_superseded_commit_between_manifest_and_second_check_keeps_the_successor
 
     hold_up(monkeypatch, at_look=2, meanwhile=take_over)
     with pytest.raises(FencedError):
-        ledger_of(run_dir, Fence(1)).commit(draft)
+        open_store(run_dir, Fence(1)).commit(draft)
     assert [m.attempt for m in run_dir.manifests().values()] == [2]
     assert steps(run_dir) == [10]
 
 
 def test_what_was_rejected_stays_until_there_is_something_newer(run_dir: RunDir) -> None:
-    ledger = ledger_of(run_dir, Fence(1))
+    ledger = open_store(run_dir, Fence(1))
     for step in (10, 20, 30, 40):
         checkpoint(run_dir, step, weights=b"abc")
     assert run_dir.pin(10)
@@ -148,7 +148,7 @@ def test_what_was_rejected_stays_until_there_is_something_newer(run_dir: RunDir)
 
 
 def test_a_step_that_was_rejected_is_trained_and_rejected_again(run_dir: RunDir) -> None:
-    ledger = ledger_of(run_dir, Fence(1))
+    ledger = open_store(run_dir, Fence(1))
     for weights in (b"first", b"second", b"third"):
         checkpoint(run_dir, 10, weights=weights)
         assert steps(run_dir) == [10]
@@ -159,7 +159,7 @@ def test_a_step_that_was_rejected_is_trained_and_rejected_again(run_dir: RunDir)
 def test_a_removal_that_was_cut_short_is_finished_after_the_next_save(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ledger = ledger_of(run_dir, Fence(1))
+    ledger = open_store(run_dir, Fence(1))
     for step in (10, 20, 30):
         checkpoint(run_dir, step, weights=b"abc")
 
@@ -189,11 +189,11 @@ def test_a_commit_whose_answer_was_lost_is_a_commit(monkeypatch: pytest.MonkeyPa
         create_object(path, content)
 
     monkeypatch.setattr(object_store, "create_object", create_twice)
-    assert ledger_of(run_dir, Fence(1)).commit(draft) == draft.sealed()
+    assert open_store(run_dir, Fence(1)).commit(draft) == draft.sealed()
     # The fence is checked again, however often the commit is repeated.
     run_dir.write_fence(2)
     with pytest.raises(FencedError):
-        ledger_of(run_dir, Fence(1)).commit(draft)
+        open_store(run_dir, Fence(1)).commit(draft)
     assert steps(run_dir) == [10], "a commit from before the newer attempt selected its checkpoint was taken back"
 
 
@@ -201,9 +201,9 @@ def test_what_was_rejected_outlives_a_save_of_its_step_that_fails() -> None:
     MemoryFileSystem.store.clear()
     run_dir = RunDir.at("memory://runs/default/job")
     checkpoint(run_dir, 10, weights=b"abc")
-    ledger_of(run_dir, Fence(1)).put_aside(10)
+    open_store(run_dir, Fence(1)).put_aside(10)
     unfinished(run_dir, 10, more=b"def")
-    ledger_of(run_dir, Fence(1)).discard(10)
+    open_store(run_dir, Fence(1)).discard(10)
     assert (run_dir.checkpoint(10) / "weights").read_bytes() == b"abc"
 
 
@@ -212,7 +212,7 @@ def test_a_pin_that_comes_while_a_checkpoint_is_removed_keeps_it(
 ) -> None:
     """Even where the attempt that removes it dies on the spot: whoever clears up after it puts it back."""
     checkpoint(run_dir, 10, weights=b"abc")
-    ledger = ledger_of(run_dir, Fence(1))
+    ledger = open_store(run_dir, Fence(1))
 
     def pin_and_die(*_: object) -> None:
         run_dir.pin(10)
@@ -249,8 +249,8 @@ def test_other_names_among_the_checkpoints_are_left_alone(run_dir: RunDir) -> No
     for name in ("step-backup12", "step-00000010.tmp-old", "step-0000001x", "notes"):
         (run_dir.checkpoints / name).mkdir(parents=True, exist_ok=True)
         (run_dir.checkpoints / name / "file").write_bytes(b"abc")
-    assert ledger_of(run_dir, Fence(1)).clear() == []
-    retire_others(run_dir, ledger_of(run_dir, Fence(1)), CheckpointSpec(keep_last=1))
+    assert open_store(run_dir, Fence(1)).clear() == []
+    retire_others(run_dir, open_store(run_dir, Fence(1)), CheckpointSpec(keep_last=1))
     assert steps(run_dir) == [10]
     assert (run_dir.checkpoints / "step-backup12" / "file").read_bytes() == b"abc"
 
@@ -266,7 +266,7 @@ def test_storage_that_fails_is_not_storage_that_is_empty(run_dir: RunDir, monkey
     with monkeypatch.context() as patch:
         patch.setattr("os.listdir", fail)
         patch.setattr(MemoryFileSystem, "ls", fail)
-        for ask in (run_dir.manifests, run_dir.pins, run_dir.attempts, ledger_of(run_dir, Fence(1)).clear):
+        for ask in (run_dir.manifests, run_dir.pins, run_dir.attempts, open_store(run_dir, Fence(1)).clear):
             with pytest.raises(OSError, match="Stale"):
                 ask()
     with monkeypatch.context() as patch:
@@ -290,12 +290,12 @@ def test_checkpoints_of_other_versions_are_checkpoints(run_dir: RunDir) -> None:
     checkpoint(run_dir, 10, weights=b"abc")
     edit(run_dir, 10, invented_later={"by": "others"})
     assert steps(run_dir) == [10]
-    assert ledger_of(run_dir, Fence(1)).clear() == []
+    assert open_store(run_dir, Fence(1)).clear() == []
 
 
 def test_a_format_that_is_not_known_is_told_and_nothing_is_put_aside(run_dir: RunDir) -> None:
     checkpoint(run_dir, 10, weights=b"abc")
     edit(run_dir, 10, format=2)
     with pytest.raises(UnknownFormatError, match="step 10 has format 2, but this version of Trainshed reads format 1"):
-        ledger_of(run_dir, Fence(1)).clear()
+        open_store(run_dir, Fence(1)).clear()
     assert there(run_dir, 10)

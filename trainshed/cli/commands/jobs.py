@@ -11,8 +11,8 @@ from trainshed.cli.common import (
     After,
     AsJson,
     Grace,
+    IdempotencyOption,
     JobRef,
-    Once,
     Overrides,
     SpecFile,
     Wait,
@@ -32,7 +32,7 @@ def submit(
     spec: SpecFile,
     overrides: Overrides = None,
     wait: Wait = False,
-    idempotency_key: Once = None,
+    idempotency_key: IdempotencyOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Submit a job and print its id."""
