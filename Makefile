@@ -71,6 +71,7 @@ check: $(INSTALLED)
 	$(BIN)/python -m tools.sync_client --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.plain_words
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .
