@@ -1,7 +1,7 @@
-"""The fencing protocol under arbitrary pauses: groups that are paused between any two storage operations, or die.
+"""The fencing protocol under arbitrary pauses: groups pause between any two storage operations, or die.
 
-Every group does what a real one does: raise the fence, clean up, select its checkpoint, train, append lines, save,
-remove older checkpoints. Nothing here decides by a clock.
+Every group acts as a real one: raise the fence, clean up, select its checkpoint, train, append lines, save,
+remove older checkpoints. No decision here depends on a clock.
 """
 
 import shutil
@@ -33,7 +33,7 @@ from train_loop.spec import CheckpointSpec
 from train_loop.telemetry.event_log import Journal, group_journal
 
 SCHEDULES = {"folders": seeds(5_000), "objects": seeds(5_010)}
-"""Seeds of each kind of storage: two tests of about the same time."""
+"""Seeds per kind of storage; both tests take about the same time."""
 T = TypeVar("T")
 _SPEC = CheckpointSpec(keep_last=1)
 
