@@ -1,4 +1,4 @@
-"""A run that goes on from the checkpoint of another one: what it takes over, and what its own spec says instead."""
+"""A run that continues from another run's checkpoint: inherited state and new hyperparameters."""
 
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,12 @@ from train_loop.run_dir import Parent, RunDir
 from train_loop.spec import ModelSpec
 
 AT = 3
-"""The step of the checkpoint that is gone on from: one of the middle."""
+"""The step of the parent's checkpoint, in the middle of its run."""
 DROPOUT = {"config": TINY | {"attention_dropout": 0.1}}
 
 
 def go_on(folder: Path, name: str, *, same_order: bool = True, same_optimizer: bool = True) -> Path:
-    """A run directory that goes on from the parent's checkpoint."""
+    """Return a run directory whose run continues from the parent's checkpoint."""
     manifest = RunDir(folder / "parent").manifests()[AT]
     heir = Parent(
         job="job-parent",
@@ -61,8 +61,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_same_run_goes_on_bit_for_bit(folder: Path) -> None:
-    """Dropout included, so that generators must come back too; and so the schedule, moments and place in the data."""
+def test_clone_with_the_same_spec_is_bit_equal(folder: Path) -> None:
+    """With dropout, so that generators must be restored too, as well as schedule, moments and data position."""
     parent = {line["step"]: line for line in small_runs.lines(folder / "parent")}
     for name in ("same", "longer"):
         found = small_runs.lines(folder / name)
@@ -75,7 +75,7 @@ def test_the_same_run_goes_on_bit_for_bit(folder: Path) -> None:
     assert all(torch.equal(weights["model"][name], value) for name, value in expected["model"].items())
 
 
-def test_it_says_what_it_goes_on_from(folder: Path) -> None:
+def test_clone_reports_its_parent_checkpoint(folder: Path) -> None:
     told = {"job": "job-parent", "step": AT, "consumed": AT * BATCH, "same_optimizer": True}
     (event,) = small_runs.events(folder / "same", "continued")
     assert told.items() <= event.items()
@@ -83,10 +83,10 @@ def test_it_says_what_it_goes_on_from(folder: Path) -> None:
     assert (start["resumed_from"], start["replayed"]) == (AT, 0)
 
 
-def test_hyperparameters_are_those_of_its_own_spec(folder: Path) -> None:
+def test_clone_uses_the_hyperparameters_of_its_spec(folder: Path) -> None:
     lines = small_runs.lines(folder / "changed")
     assert [line["lr"] for line in lines] == [5e-4] * (STEPS - AT)
-    # The first step is taken from the same weights, with the same generators.
+    # The first step starts from the same weights, with the same generators.
     (parent,) = [line for line in small_runs.lines(folder / "parent") if line["step"] == AT + 1]
     assert lines[0]["loss"] == parent["loss"]
     groups = small_runs.events(folder / "changed", "training_started")[0]["parameter_groups"]
@@ -95,30 +95,30 @@ def test_hyperparameters_are_those_of_its_own_spec(folder: Path) -> None:
     assert {group["weight_decay"] for group in saved["optimizer"]["param_groups"]} == {0.0}
 
 
-def test_an_average_that_the_parent_had_not_begins_at_its_weights(folder: Path) -> None:
+def test_average_missing_in_the_parent_starts_at_its_weights(folder: Path) -> None:
     begun = load_checkpoint(folder / "parent", AT)["model"]
     saved = load_checkpoint(folder / "changed", STEPS)
     for name, average in saved["ema"].items():
-        # After three steps of a half each, an eighth of it is still where the weights were.
+        # After three steps with factor one half, an eighth of the average is still the initial weights.
         spread = (saved["model"][name] - begun[name]).norm()
         assert (average - begun[name]).norm() <= 2 * spread + 1e-6, name
 
 
-def test_another_optimizer_begins_anew(folder: Path) -> None:
+def test_another_optimizer_starts_fresh(folder: Path) -> None:
     (parent,) = [line for line in small_runs.lines(folder / "parent") if line["step"] == AT + 1]
     lines = small_runs.lines(folder / "sgd")
     assert (lines[0]["loss"], lines[0]["lr"]) == (parent["loss"], parent["lr"])
     assert [line["step"] for line in lines] == [4, 5, 6]
 
 
-def test_max_steps_counts_from_the_first_step_of_all_also_at_another_batch_size(folder: Path) -> None:
+def test_max_steps_counts_the_steps_of_the_parent_at_any_batch_size(folder: Path) -> None:
     lines = small_runs.lines(folder / "batch")
     assert [line["step"] for line in lines] == [4, 5, 6]
     taken = [sample for line in lines for sample in line["samples"]]
     assert sorted(taken) == sorted(sample % 20 for sample in range(AT * BATCH, AT * BATCH + 3 * 2 * BATCH))
 
 
-def test_other_data_begin_at_their_beginning(folder: Path) -> None:
+def test_other_data_starts_at_its_beginning(folder: Path) -> None:
     lines = small_runs.lines(folder / "other")
     assert [line["step"] for line in lines] == [4, 5, 6]
     assert [line["samples"] for line in lines] == [list(range(n * BATCH, (n + 1) * BATCH)) for n in range(3)]
@@ -130,16 +130,16 @@ def goes_on_alone(folder: Path, name: str, part: dict[str, Any]) -> None:
     small_runs.run(folder / "d.parquet", folder / name, **part)
 
 
-def test_another_number_of_ranks_takes_over_the_same(folder: Path) -> None:
+def test_clone_with_another_number_of_ranks_inherits_the_same_state(folder: Path) -> None:
     go_on(folder, "alone")
     on_ranks(1, goes_on_alone, folder, "alone", {"model": {"config": TINY | {"attention_dropout": 0.0}}})
     assert [line["step"] for line in small_runs.lines(folder / "alone")] == [4, 5, 6]
-    # Without dropout the first loss differs; the samples do not.
+    # Without dropout the first loss differs; the samples are the same.
     parent = {line["step"]: line["samples"] for line in small_runs.lines(folder / "parent")}
     assert all(line["samples"] == parent[line["step"]] for line in small_runs.lines(folder / "alone"))
 
 
-def test_it_resumes_from_a_checkpoint_of_its_own_once_it_has_one(folder: Path) -> None:
+def test_clone_resumes_from_its_own_checkpoint_once_committed(folder: Path) -> None:
     before = small_runs.lines(folder / "longer")
     on_ranks(2, goes_on_alone, folder, "longer", {"model": DROPOUT, "max_steps": STEPS + 3})
     starts = small_runs.events(folder / "longer", "training_started")
@@ -148,7 +148,7 @@ def test_it_resumes_from_a_checkpoint_of_its_own_once_it_has_one(folder: Path) -
     assert [line["step"] for line in small_runs.lines(folder / "longer")[len(before) :]] == [STEPS + 3]
 
 
-def test_what_is_no_longer_the_model_of_the_checkpoint_is_told_before_anything_runs(folder: Path) -> None:
+def test_mismatched_model_is_rejected_before_training(folder: Path) -> None:
     parent = RunDir(go_on(folder, "looked-at")).parent()
     for config, told in (
         (TINY, None),
@@ -163,7 +163,7 @@ def test_what_is_no_longer_the_model_of_the_checkpoint_is_told_before_anything_r
             assert f"the model differs from the checkpoint of step 3 of job-parent: {told}" in problem.message
 
 
-def test_a_damaged_checkpoint_of_the_parent_is_told_and_nothing_is_trained(folder: Path) -> None:
+def test_damaged_parent_checkpoint_is_reported_and_nothing_is_trained(folder: Path) -> None:
     parent = RunDir(folder / "parent")
     shard = next(parent.checkpoint(AT).glob("__0_*"))
     whole = shard.read_bytes()

@@ -1,4 +1,4 @@
-"""Layers that torch.compile has translated compute the same, and what the compiler could not do is said."""
+"""Layers compiled with torch.compile: equal results, and reports of what the compiler could not translate."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 def eager_and_compiled() -> dict[str, tuple[list[Result], dict[str, Any]]]:
-    """A step of two ranks, both ways, and what the watch tells of it, for each strategy."""
+    """Return an eager and a compiled step of two ranks with the compile reports, for each strategy."""
     rows, found = random_rows(4, 32, vocab=TINY["vocab_size"], packed=True), {}
     for name, strategy in STRATEGIES.items():
         watch, results = CompileWatch(), []
@@ -54,11 +54,11 @@ def test_compiled_layers_compute_the_same(found: Any, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_graph_serves_all_layers_without_a_break(found: Any, strategy: str) -> None:
+def test_one_graph_without_breaks_serves_all_layers(found: Any, strategy: str) -> None:
     assert found[strategy][1] == {"graphs": 1, "graph_breaks": {}}
 
 
-def test_a_function_that_is_compiled_until_the_compiler_gives_up_is_told() -> None:
+def test_function_over_the_recompile_limit_is_reported() -> None:
     watch = CompileWatch()
     watch.news()
 
@@ -73,7 +73,7 @@ def test_a_function_that_is_compiled_until_the_compiler_gives_up_is_told() -> No
     assert any("recompile limit" in reason for reason in news["graph_breaks"])
 
 
-def test_a_graph_break_is_told_once_with_its_reason() -> None:
+def test_graph_break_is_reported_once_with_its_reason() -> None:
     def broken(x: torch.Tensor) -> torch.Tensor:
         x = x + 1
         torch._dynamo.graph_break()

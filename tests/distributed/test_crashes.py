@@ -1,6 +1,7 @@
-"""A crash at any instant of a save, and damage of any kind: what is resumed is a checkpoint that was committed, whole.
+"""Crashes at any moment of a save, and damage of any kind: a resume uses a complete, committed checkpoint.
 
-The newest that verifies, always; none that a user was told of is lost to a crash; one that is passed over is an event.
+It is always the newest that verifies. A crash never loses a checkpoint that was reported as durable. A skipped
+checkpoint is an event.
 """
 
 import hashlib
@@ -37,11 +38,11 @@ from train_loop.telemetry.timers import StepTimer
 
 SEED = 20261122
 ENOUGH = 1000
-"""Different states that crashes can leave."""
+"""Number of distinct states that crashes can leave."""
 
 
 def a_run(folder: Path, run_dir: RunDir, attempt: int) -> Run:
-    """A run of a very small model over all ranks."""
+    """Return a run of a very small model over all ranks."""
     job = spec(
         model={"config": TINY | {"vocab_size": 32, "num_hidden_layers": 1, "hidden_size": 16}, "dtype": "fp32"},
         data={"train": {"path": str(folder / "d.parquet")}, "columns": {"input_ids": "ids"}, "packing": False},
@@ -53,11 +54,11 @@ def a_run(folder: Path, run_dir: RunDir, attempt: int) -> Run:
 
 
 def save_and_trace(folder: Path, attempt: int, steps: list[int]) -> list[Op]:
-    """Saves of an attempt as they are made of a run; a negative step is one whose save fails on the last rank."""
+    """Make an attempt's saves as a run does; for a negative step, the save fails on the last rank."""
     run_dir = RunDir(folder / "run")
     run = a_run(folder, run_dir, attempt)
     run_dir.checkpoints.mkdir(parents=True, exist_ok=True)
-    # Several files a rank, so that a crash can come between them.
+    # Several files per rank, so that a crash can happen between them.
     layout.FILE_BYTES = 2**14
     save.PATIENCE = 0.0
     trace = Trace(run_dir.checkpoints)
@@ -83,21 +84,21 @@ def fail(*_: object) -> int:
 
 
 def fill(run: Run, step: int) -> None:
-    """Make every number of the state tell its step."""
+    """Set every number of the state to its step."""
     for part in parts(run):
         for tensor in part.values():
             tensor.copy_(torch.full_like(tensor, step))
 
 
 def parts(run: Run) -> list[dict[str, torch.Tensor]]:
-    """Weights, and the optimizer's state of each."""
+    """Return the weights and their optimizer state."""
     state = tensors_of(run.state)
     return [state["model"], *state["optimizer"]["state"].values()]
 
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[Op]]]:
-    """A run of two attempts on two ranks, with a save that fails and retention at work, and what it did to the disk."""
+    """Return the disk operations of two attempts on two ranks, with a failing save and retention."""
     folder = tmp_path_factory.mktemp("traced")
     write_tokens(folder / "d.parquet", rows=64, length=32, vocab=32)
     first = on_ranks(2, save_and_trace, folder, 1, [1, 2, -3, 4])
@@ -107,7 +108,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[Op
     return folder, [*first, *second]
 
 
-def test_the_model_of_the_disk_knows_all_that_is_written(traced: tuple[Path, list[list[Op]]], tmp_path: Path) -> None:
+def test_disk_model_knows_all_written_files(traced: tuple[Path, list[list[Op]]], tmp_path: Path) -> None:
     folder, traces = traced
     *_, last = (state for state in states(traces, SEED) if state.kept == 1)
     last.make(tmp_path / "rebuilt")
@@ -118,19 +119,19 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_after_any_crash_and_any_damage_the_newest_whole_checkpoint_is_resumed(
+def test_resume_after_any_crash_and_damage_uses_the_newest_complete_checkpoint(
     traced: tuple[Path, list[list[Op]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, traces = traced
     (outcomes,) = on_ranks(1, resume_all, folder, traces)
-    with capsys.disabled():  # the count and what came of it belong to the proof
+    with capsys.disabled():  # the proof includes the counts
         print("\n" + "\n".join(f"{count:5} {outcome}" for outcome, count in sorted(outcomes.items())))  # noqa: T201
     assert sum(count for outcome, count in outcomes.items() if outcome.startswith("crash")) >= ENOUGH
     assert {outcome.partition(":")[0] for outcome in outcomes} == {"crash", "damage"}
 
 
 def resume_all(folder: Path, traces: list[list[Op]]) -> Counter[str]:
-    """Resume from every state; how often what came of it. Raises AssertionError."""
+    """Resume from every state and count the outcomes. Raises AssertionError."""
     run = a_run(folder, RunDir(folder / "run"), 2)
     outcomes = Counter[str]()
     for state in states(traces, SEED, at_least=ENOUGH):
@@ -147,7 +148,7 @@ def resume_all(folder: Path, traces: list[list[Op]]) -> Counter[str]:
 
 
 def resume(run: Run, run_dir: RunDir, name: str, *, told: int) -> str:
-    """Resume from what lies in a run directory, hold it against what should come of it, and say what did."""
+    """Resume from the files of a run directory, check the result, and return the outcome."""
     whole = [step for step in range(1, 10) if is_whole(run_dir.checkpoint(step), step)]
     passed_over = {step for step in range(max(whole, default=0) + 1, 10) if claims(run_dir.checkpoint(step))}
     run.state.step = run.state.consumed = 0
@@ -165,12 +166,12 @@ def resume(run: Run, run_dir: RunDir, name: str, *, told: int) -> str:
 
 
 def claims(folder: Path) -> bool:
-    """Whether a folder says that it is a checkpoint: by its name, or, where there are no folders, by its manifest."""
+    """Return True if a folder claims to be a checkpoint: by its name, or on object storage by its manifest."""
     return (folder / "manifest.json").exists() if is_remote(folder) else folder.exists()
 
 
 def is_whole(folder: Path, step: int) -> bool:
-    """Whether a folder is a checkpoint, looked at without the code that is tested."""
+    """Return True if a folder is a checkpoint, without the code under test."""
     try:
         manifest = json.loads((folder / "manifest.json").read_bytes())
         rest = {name: value for name, value in manifest.items() if name != "digest"}
@@ -183,7 +184,7 @@ def is_whole(folder: Path, step: int) -> bool:
 
 
 def damages(traced: RunDir) -> Iterator[tuple[str, Callable[[RunDir], None]]]:
-    """Ways to spoil one or several of the checkpoints of a run, seeded."""
+    """Yield seeded ways to damage one or several checkpoints of a run."""
     steps = sorted(traced.manifests())
     chance = random.Random(SEED)
     for number in range(400):
@@ -234,7 +235,7 @@ def remove_a_file(run_dir: RunDir, step: int, chance: random.Random) -> None:
 
 
 def mix_in_a_file(run_dir: RunDir, step: int, chance: random.Random) -> None:
-    """Of another step, perhaps of another attempt, under the name that is expected."""
+    """Replace a file with one of another step, and perhaps another attempt, under the expected name."""
     other = chance.choice([path for path in run_dir.checkpoints.iterdir() if path != run_dir.checkpoint(step)])
     path = a_file(run_dir, step, chance)
     same_kind = [file for file in sorted(other.iterdir()) if file.suffix == path.suffix]
@@ -242,7 +243,7 @@ def mix_in_a_file(run_dir: RunDir, step: int, chance: random.Random) -> None:
 
 
 def take_anothers_place(run_dir: RunDir, step: int, chance: random.Random) -> None:
-    """A whole checkpoint under the name of a step that it is not of."""
+    """Copy a complete checkpoint under the name of another step."""
     shutil.copytree(run_dir.checkpoint(step), run_dir.checkpoint(chance.randrange(7, 10)), dirs_exist_ok=True)
 
 

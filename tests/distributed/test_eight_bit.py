@@ -18,7 +18,7 @@ from train_loop.train import train
 
 pytest.importorskip("torchao", reason="torchao is an optional dependency, which is not installed here")
 
-# Large enough that shards have the 4096 values from which on torchao takes eight bits.
+# Large enough that shards have the 4096 values above which torchao uses eight bits.
 CONFIG = TINY | {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 1}
 
 
@@ -35,7 +35,7 @@ def train_run(folder: Path, name: str) -> None:
 
 
 @pytest.mark.timeout(600)  # torchao compiles its step
-def test_a_resumed_run_is_bit_equal_and_near_to_one_rank(tmp_path: Path) -> None:
+def test_resumed_run_is_bit_equal_and_close_to_one_rank(tmp_path: Path) -> None:
     write_tokens(tmp_path / "d.parquet", rows=16, length=32, vocab=TINY["vocab_size"])
     on_ranks(2, train_run, tmp_path, "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
@@ -48,5 +48,5 @@ def test_a_resumed_run_is_bit_equal_and_near_to_one_rank(tmp_path: Path) -> None
     whole, resumed, one = (load_checkpoint(tmp_path / name, 4)["model"] for name in ("whole", "resumed", "one rank"))
     for name, weight in whole.items():
         assert torch.equal(resumed[name], weight), name
-        # Blocks of values that share a scale may lie otherwise in other shards.
+        # In other shards, different values may form the blocks that share a scale.
         assert (one[name] - weight).norm() <= 1e-3 * weight.norm(), name

@@ -1,4 +1,4 @@
-"""The loss on eval data is that of a plain computation at every mesh, and evaluating leaves the training as it was."""
+"""Evaluation: the loss equals a plain computation at every mesh, and training is unchanged."""
 
 import json
 from collections.abc import Mapping
@@ -35,14 +35,14 @@ from train_loop.run_dir import RunDir, read_lines
 from train_loop.spec import JobSpec
 
 LENGTH, STEPS = 32, 5
-# Dropout that an evaluation must not feel, and a training that it must not disturb.
+# Dropout, which evaluation must switch off and training must keep.
 CONFIG = TINY | {"attention_dropout": 0.3}
 MESHES = {"fsdp": (0, 1), "fsdp x sp": (0, 2), "hsdp": (2, 1), "hsdp x sp": (2, 2), "sp": (0, 4)}
 SAMPLES = {"a short last round": 13, "fewer samples than ranks": 3}
 
 
 def packed(folder: Path, samples: int) -> Dataset:
-    """Samples of uneven length, some of several documents, some labels not trained on."""
+    """Return samples of uneven length, with several documents in some and ignored labels in some."""
     draw = np.random.default_rng(samples)
     ids = [draw.integers(0, TINY["vocab_size"], draw.integers(5, LENGTH + 1)).tolist() for _ in range(samples)]
     labels = [[-100] * (i % 3) + row[i % 3 :] for i, row in enumerate(ids)]
@@ -53,7 +53,7 @@ def packed(folder: Path, samples: int) -> Dataset:
 
 
 def plainly(path: str) -> tuple[float, int]:
-    """Loss and tokens, document by document, on a model that nothing was done to."""
+    """Return loss and tokens, computed document by document on an unmodified model."""
     model = build_model(spec(model={"config": CONFIG}).model)
     materialise(model, build_model(spec(model={"config": CONFIG}).model), seed=0, device=torch.device("cpu"))
     model.eval()
@@ -71,7 +71,7 @@ def plainly(path: str) -> tuple[float, int]:
 
 
 def evaluations(folder: Path, meshes: dict[str, tuple[int, int]]) -> dict[tuple[str, str], Evaluation]:
-    """Every dataset evaluated at every mesh, twice."""
+    """Evaluate every dataset at every mesh, twice."""
     found = {}
     for name, (fsdp, sp) in meshes.items():
         job = spec(
@@ -90,7 +90,7 @@ def evaluations(folder: Path, meshes: dict[str, tuple[int, int]]) -> dict[tuple[
             )
             assert torch.equal(drawn, torch.get_rng_state())
         assert all(module.training for module in model.modules())
-        assert all(isinstance(p, DTensor) for p in model.parameters()), "a unit was left whole"
+        assert all(isinstance(p, DTensor) for p in model.parameters()), "a unit stayed unsharded"
     return found
 
 
@@ -104,14 +104,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> list[dict[tuple[str, str], Evaluation]]:
-    """What each of four ranks found, the single rank's findings among them."""
+    """Return the results of four ranks, including those of a single rank."""
     alone = on_ranks(1, evaluations, folder, {"one rank": (0, 1)})[0]
     return [alone | rank for rank in on_ranks(4, evaluations, folder, MESHES)]
 
 
 @pytest.mark.parametrize("data", SAMPLES)
 @pytest.mark.parametrize("mesh", ["one rank", *MESHES])
-def test_every_mesh_finds_the_plain_loss(found: Any, folder: Path, mesh: str, data: str) -> None:
+def test_every_mesh_returns_the_plain_loss(found: Any, folder: Path, mesh: str, data: str) -> None:
     loss, tokens = plainly(str(folder / "0" / f"{SAMPLES[data]}.parquet"))
     for rank in found:
         assert rank[mesh, data].tokens == tokens
@@ -133,7 +133,7 @@ def a_job(folder: Path, **parts: dict[str, Any]) -> JobSpec:
 
 
 def train_with_and_without(folder: Path) -> None:
-    """The same run twice, once with evaluations; the second one is started again when it has ended."""
+    """Train the same run with and without evaluations; start the second again after its end."""
     with_eval = a_job(
         folder, data={"eval": {"path": str(folder / "eval.parquet")}}, training={"eval_steps": 2, "logging_steps": 3}
     )
@@ -153,7 +153,7 @@ def train_with_and_without(folder: Path) -> None:
 
 def lines(folder: Path) -> dict[int, dict[str, Any]]:
     logged = list(read_lines(RunDir(folder).attempt(1).metrics))
-    assert len({line["step"] for line in logged}) == len(logged), "a step was done twice"
+    assert len({line["step"] for line in logged}) == len(logged), "a step was repeated"
     return {line["step"]: line for line in logged}
 
 
@@ -166,38 +166,38 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_evaluating_changes_no_number_of_the_training(runs: Path) -> None:
+def test_evaluation_leaves_training_unchanged(runs: Path) -> None:
     without, evaluated = lines(runs / "without"), lines(runs / "with")
     assert set(without) == {3, STEPS}
     for step, line in without.items():
         assert all(evaluated[step][name] == line[name] for name in ("loss", "grad_norm", "lr", "tokens")), step
 
 
-def test_an_evaluated_step_is_logged_and_the_last_step_is_evaluated_once(runs: Path) -> None:
+def test_evaluated_step_is_logged_and_the_last_step_is_evaluated_once(runs: Path) -> None:
     found = lines(runs / "with")
     assert set(found) == {2, 3, 4, STEPS}
     assert {step for step, line in found.items() if "eval_loss" in line} == {2, 4, STEPS}
     last = found[STEPS]
     assert last["eval_perplexity"] == pytest.approx(np.exp(last["eval_loss"]))
-    assert last["eval_loss"] != found[2]["eval_loss"], "the same weights were evaluated"
+    assert last["eval_loss"] != found[2]["eval_loss"], "identical weights were evaluated"
     rows = pq.read_table(runs / "eval.parquet")["ids"].to_pylist()
     assert last["eval_tokens"] == sum(len(row) - 1 for row in rows)
     assert last["eval_seconds"] > 0
 
 
-def test_line_holds_the_mean_loss_since_the_line_before(runs: Path) -> None:
+def test_line_contains_the_mean_loss_since_the_previous_line(runs: Path) -> None:
     each, without, evaluated = (
         {n: line["loss"] for n, line in lines(runs / name).items()} for name in ("each", "without", "with")
     )
     assert len(set(each.values())) == STEPS
     assert without == {3: (each[1] + each[2] + each[3]) / 3, STEPS: (each[4] + each[5]) / 2}
     assert evaluated == without | {2: (each[1] + each[2]) / 2, 4: each[4]}
-    # What keep_best compares.
+    # The value that keep_best compares.
     manifest = RunDir(runs / "without").checkpoint(STEPS) / "manifest.json"
     assert json.loads(manifest.read_text())["metrics"]["loss"] == without[STEPS]
 
 
-def test_evaluation_is_that_of_the_averaged_weights_and_changes_no_number(runs: Path) -> None:
+def test_evaluation_uses_averaged_weights_and_leaves_training_unchanged(runs: Path) -> None:
     plain, averaged = lines(runs / "with"), lines(runs / "ema")
     for step, line in averaged.items():
         assert all(line[name] == plain[step][name] for name in ("loss", "grad_norm")), step
@@ -205,7 +205,7 @@ def test_evaluation_is_that_of_the_averaged_weights_and_changes_no_number(runs: 
 
 
 def averaged(dtype: str) -> dict[str, bool]:
-    """Facts about an evaluation with averages that are another model's weights."""
+    """Return facts about an evaluation whose averages differ from the weights."""
     job = spec(
         model={"config": TINY, "dtype": "fp32", "master_dtype": dtype}, scaling={"num_workers": dist.get_world_size()}
     )
@@ -230,12 +230,12 @@ def averaged(dtype: str) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_averages_are_applied_and_both_are_what_they_were_after(dtype: str) -> None:
+def test_averages_are_applied_and_weights_restored(dtype: str) -> None:
     for facts in on_ranks(2, averaged, dtype):
         assert facts == dict.fromkeys(facts, True)
 
 
-def test_a_run_keeps_to_the_eval_data_that_it_began_with(runs: Path) -> None:
+def test_run_keeps_the_eval_data_of_its_start(runs: Path) -> None:
     pinned = pinned_dataset(
         a_job(runs, data={"train": {"path": str(runs / "eval.parquet")}}), RunDir(runs / "with").eval_data
     )

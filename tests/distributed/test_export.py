@@ -1,4 +1,4 @@
-"""An exported checkpoint is a Hugging Face folder: transformers loads it and computes what the trained model does."""
+"""Exported checkpoints: Hugging Face folders with which transformers computes the trained model's outputs."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ MIB = 2**20
 
 
 class Trained(NamedTuple):
-    """A run with a checkpoint of step 3, and what is in it."""
+    """A run with a checkpoint of step 3, and the checkpoint's content."""
 
     run_dir: RunDir
     weights: dict[str, Tensor]
@@ -50,7 +50,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Trained(run_dir, weights, averages, tied)
 
 
-def test_transformers_loads_it_and_its_logits_are_the_trained_models(trained: Trained) -> None:
+def test_transformers_computes_the_logits_of_the_trained_model(trained: Trained) -> None:
     folder = export(trained.run_dir, 3, FP32)
     assert sorted(file.name for file in folder.iterdir()) == [
         "config.json",
@@ -69,7 +69,7 @@ def test_transformers_loads_it_and_its_logits_are_the_trained_models(trained: Tr
         assert torch.equal(model(ids).logits, reference.eval()(ids).logits)
 
 
-def test_large_weights_are_dealt_out_to_files_with_an_index(trained: Trained) -> None:
+def test_large_weights_are_split_into_files_with_an_index(trained: Trained) -> None:
     folder = export(trained.run_dir, 3, ExportWish(dtype="bf16"), shard_bytes=20_000)
     files = sorted(folder.glob("model-*.safetensors"))
     index = json.loads((folder / "model.safetensors.index.json").read_bytes())
@@ -86,7 +86,7 @@ def test_large_weights_are_dealt_out_to_files_with_an_index(trained: Trained) ->
         assert torch.equal(weight, trained.weights[name].bfloat16()), name
 
 
-def test_the_average_of_the_weights_can_be_exported(trained: Trained) -> None:
+def test_weight_average_can_be_exported(trained: Trained) -> None:
     model = AutoModelForCausalLM.from_pretrained(export(trained.run_dir, 3, ExportWish(dtype="fp32", weights="ema")))
     found = dict(model.named_parameters())
     assert found.keys() == trained.averages.keys()
@@ -94,9 +94,7 @@ def test_the_average_of_the_weights_can_be_exported(trained: Trained) -> None:
         assert torch.equal(found[name], average), name
 
 
-def test_its_status_is_told_and_the_checkpoint_is_kept_meanwhile(
-    trained: Trained, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_export_reports_its_status_and_pins_the_checkpoint(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir, wish, pinned = trained.run_dir, ExportWish(dtype="fp16"), list[set[int]]()
 
     def look_and_build(model: ModelSpec) -> PreTrainedModel:
@@ -111,10 +109,10 @@ def test_its_status_is_told_and_the_checkpoint_is_kept_meanwhile(
     assert status is not None
     assert (status.state, status.progress) == ("done", 1.0)
     assert export(run_dir, 3, wish) == folder
-    assert len(pinned) == 1, "what was there already was made again"
+    assert len(pinned) == 1, "an existing export was rebuilt"
 
 
-def test_one_that_was_cut_short_before_its_last_word_is_done(trained: Trained) -> None:
+def test_export_interrupted_before_its_final_status_is_done(trained: Trained) -> None:
     run_dir, wish = trained.run_dir, ExportWish(dtype="fp16", weights="ema")
     folder = export(run_dir, 3, wish)
     left = folder.with_name(f"{folder.name}.tmp-left")
@@ -125,12 +123,12 @@ def test_one_that_was_cut_short_before_its_last_word_is_done(trained: Trained) -
     assert status is not None
     assert (status.state, status.progress) == ("done", 1.0)
     shutil.rmtree(folder)
-    assert run_dir.exports.status(3, wish, now=0) is None, "what was removed is said to be there"
+    assert run_dir.exports.status(3, wish, now=0) is None, "a removed export is reported as present"
     assert export(run_dir, 3, wish) == folder
     assert not left.exists()
 
 
-def test_two_that_are_asked_for_at_once_are_made_once(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_requests_export_once(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir, wish, made = trained.run_dir, ExportWish(dtype="bf16", weights="ema"), list[None]()
     both = threading.Barrier(2)
 
@@ -169,8 +167,8 @@ GLM = {
 }
 
 
-def test_buffers_that_transformers_saves_come_with_it(tmp_path: Path) -> None:
-    """A router's correction, which no optimizer has and half precision would be too coarse for."""
+def test_buffers_saved_by_transformers_are_exported(tmp_path: Path) -> None:
+    """Check a router's correction bias: no optimizer has it, and half precision is too coarse for it."""
     write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=384)
     run_dir = RunDir(tmp_path / "run")
     model = {"config": GLM, "dtype": "bf16", "master_dtype": "bf16"}
@@ -187,7 +185,7 @@ def test_buffers_that_transformers_saves_come_with_it(tmp_path: Path) -> None:
     assert loaded.state_dict().keys() == ours.state_dict().keys()
 
 
-def test_a_model_without_a_tokenizer_is_exported_without_one(tmp_path: Path) -> None:
+def test_model_without_a_tokenizer_is_exported_without_one(tmp_path: Path) -> None:
     write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=TINY["vocab_size"])
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY)).save_pretrained(tmp_path / "model")
     run_dir = RunDir(tmp_path / "run")
@@ -196,7 +194,7 @@ def test_a_model_without_a_tokenizer_is_exported_without_one(tmp_path: Path) -> 
     assert names == {"config.json", "generation_config.json", "model.safetensors"}
 
 
-def test_whoever_says_nothing_for_a_minute_has_ended(tmp_path: Path) -> None:
+def test_export_without_a_status_for_a_minute_has_ended(tmp_path: Path) -> None:
     exports = RunDir(tmp_path).exports
     assert exports.status(3, FP32, now=0) is None
     exports.write(ExportStatus(step=3, wish=FP32, state="running", time=100.0))
@@ -204,7 +202,7 @@ def test_whoever_says_nothing_for_a_minute_has_ended(tmp_path: Path) -> None:
     assert [status and status.state for status in seen] == ["running", "failed"]
 
 
-def test_what_cannot_be_exported_is_told(trained: Trained, tmp_path: Path) -> None:
+def test_impossible_export_is_rejected_with_the_reason(trained: Trained, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="checkpoint of step 7 not found; available steps: 3"):
         export(trained.run_dir, 7, FP32)
     damaged = RunDir(tmp_path / "damaged")
@@ -225,7 +223,7 @@ def gather_both_ways(run_dir: RunDir) -> list[dict[str, Tensor]]:
     return [gather(model) for gather in WAYS.values()]
 
 
-def test_a_full_state_dict_by_the_dtensor_and_by_the_dcp_api(trained: Trained) -> None:
+def test_full_state_dict_by_dtensor_equals_that_by_dcp(trained: Trained) -> None:
     on_rank_0, elsewhere = on_ranks(2, gather_both_ways, trained.run_dir)
     assert elsewhere == [{}, {}]
     for whole_state in on_rank_0:
@@ -233,7 +231,7 @@ def test_a_full_state_dict_by_the_dtensor_and_by_the_dcp_api(trained: Trained) -
         assert all(torch.equal(value, trained.weights[name]) for name, value in whole_state.items())
 
 
-# What a process took at most, told by itself when it ends.
+# The peak memory of a process, which it prints at exit.
 MEASURED = """
 import atexit, runpy, sys
 from pathlib import Path
@@ -258,8 +256,8 @@ def save_two_runs(folder: Path, small: RunDir, large: RunDir) -> None:
     save_a_run(folder, large, {"vocab_size": 80_000, "hidden_size": 256})
 
 
-def test_it_takes_less_memory_than_two_of_the_largest_file(tmp_path: Path) -> None:
-    """Above what a process takes that exports next to nothing."""
+def test_export_takes_less_memory_than_two_of_the_largest_file(tmp_path: Path) -> None:
+    """The limit is relative to the memory of a process that exports almost nothing."""
     write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=TINY["vocab_size"])
     small, large = RunDir(tmp_path / "small"), RunDir(tmp_path / "large")
     on_ranks(1, save_two_runs, tmp_path, small, large)
@@ -271,7 +269,7 @@ def test_it_takes_less_memory_than_two_of_the_largest_file(tmp_path: Path) -> No
     assert more < 2 * max(files)
 
 
-def test_the_tokenizer_comes_with_it(tmp_path: Path) -> None:
+def test_export_contains_the_tokenizer(tmp_path: Path) -> None:
     folder = tmp_path / "tokenizer"
     write_tokenizer(folder)
     write_tokens(tmp_path / "d.parquet", rows=8, length=32, vocab=TINY["vocab_size"])

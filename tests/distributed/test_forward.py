@@ -1,4 +1,4 @@
-"""Errors in the forward pass of a sharded model: the model's own end the run, those of lost peers do not."""
+"""Errors in a sharded model's forward pass: the model's own errors end the run, those of lost peers do not."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ from train_loop.loop.batch import micro_batches
 
 
 def error_in_the_forward_pass(peer_leaves: bool, folder: Path, checkpointing: str) -> None:
-    """Write the class of what a rank's forward pass raises if its model fails, or if the other rank has left."""
+    """Write the class of a rank's forward error if its model fails, or if the other rank has left."""
     job = spec(
         model={"config": TINY, "gradient_checkpointing": checkpointing},
         training={"per_device_train_batch_size": 2},
@@ -37,19 +37,19 @@ def error_in_the_forward_pass(peer_leaves: bool, folder: Path, checkpointing: st
         (folder / str(dist.get_rank())).write_text(f"ModelError {error}")
     except RuntimeError as error:
         (folder / str(dist.get_rank())).write_text(f"RuntimeError {error}")
-        # The ranks have no more collectives in common.
+        # The ranks have no further collectives in common.
         os._exit(0)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_error_of_a_sharded_models_own_code_is_a_model_error_on_every_rank(tmp_path: Path, checkpointing: str) -> None:
+def test_error_of_model_code_is_a_model_error_on_every_rank(tmp_path: Path, checkpointing: str) -> None:
     on_ranks(2, error_in_the_forward_pass, False, tmp_path, checkpointing)
     for rank in ("0", "1"):
         said = (tmp_path / rank).read_text()
         assert said.startswith("ModelError Qwen3ForCausalLM failed in its forward pass: IndexError: index out of")
 
 
-def test_error_of_a_collective_whose_peer_has_left_is_no_model_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):  # of what ranks that leave would have returned
+def test_error_of_a_collective_whose_peer_left_is_not_a_model_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):  # return values of ranks that exit
         on_ranks(2, error_in_the_forward_pass, True, tmp_path, "full")
     assert (tmp_path / "0").read_text().startswith("RuntimeError")

@@ -1,7 +1,7 @@
-"""SIGKILL at any moment, again and again: what comes out in the end is the run that was never killed, bit for bit.
+"""SIGKILL at random moments, repeatedly: the final run is bit-equal to a run without kills.
 
-Ranks, one or all of them, are killed here, in plain processes that start in a second. The driver and workers of Ray are
-killed in tests/e2e/test_jobs.py.
+This file kills one or all ranks, in plain processes that start in a second. tests/e2e/test_jobs.py kills the driver
+and workers of Ray.
 """
 
 import random
@@ -28,7 +28,7 @@ ROWS, BATCH, STEPS = 48, 4, 30
 
 
 def train_on(folder: Path, name: str, mode: str) -> None:
-    """A short run that saves every third step, from wherever it is."""
+    """Train a short run that saves every third step, from its newest checkpoint."""
     job = spec(
         model={"config": TINY | {"attention_dropout": 0.1}, "dtype": "fp32"} | {"gradient_checkpointing": "none"},
         data={"train": {"path": str(folder / "d.parquet")}, "columns": {"input_ids": "ids"}, "packing": False},
@@ -43,7 +43,7 @@ def train_on(folder: Path, name: str, mode: str) -> None:
 
 
 def kill_some(folder: Path, name: str, mode: str, chance: random.Random, *, seconds: float) -> str | None:
-    """Start the run and kill one rank or all at a random moment; whom, or None where it had ended before."""
+    """Start the run and kill one rank or all at a random moment. Return the victims, or None if it had ended."""
     whom = chance.choice(["rank 0", "rank 1", "all ranks"])
     with ranks_to_kill(2, train_on, folder, name, mode) as ranks:
         deadline = time.monotonic() + chance.uniform(0, seconds)
@@ -55,7 +55,7 @@ def kill_some(folder: Path, name: str, mode: str, chance: random.Random, *, seco
         for number, rank in enumerate(ranks):
             if whom in (f"rank {number}", "all ranks"):
                 rank.kill()
-        # A peer may notice before whoever started it ends it too.
+        # A peer may notice the loss before the launcher terminates it too.
         ranks[chance.randrange(2)].join(chance.uniform(0, 1))
     return whom
 
@@ -65,7 +65,7 @@ Killed = tuple[Path, list[str]]
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
-    """Runs that were killed so often in all, and the names of those that got to their end; and one never killed."""
+    """Return runs after the total number of kills, the names of finished ones, and a run without kills."""
     folder, chance = tmp_path_factory.mktemp("killed"), random.Random(SEED)
     write_tokens(folder / "d.parquet", rows=ROWS, length=32, vocab=TINY["vocab_size"])
     on_ranks(2, train_on, folder, "reference", "thread")
@@ -87,8 +87,8 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
     return list(read_lines(RunDir(run_dir).attempt(1).metrics))
 
 
-def test_runs_that_were_killed_resumed_on_their_way(killed: Killed) -> None:
-    """Otherwise nothing is proven."""
+def test_killed_runs_resumed_from_checkpoints(killed: Killed) -> None:
+    """Check that the kills hit running attempts; otherwise the other tests prove nothing."""
     folder, names = killed
     starts = [
         event["resumed_from"]
@@ -99,7 +99,7 @@ def test_runs_that_were_killed_resumed_on_their_way(killed: Killed) -> None:
     assert len([start for start in starts if 0 < start < STEPS]) >= KILLS // 3, starts
 
 
-def test_the_last_checkpoint_is_bit_equal(killed: Killed) -> None:
+def test_last_checkpoint_is_bit_equal(killed: Killed) -> None:
     folder, names = killed
     expected = load_checkpoint(folder / "reference", STEPS)
     for name in names:
@@ -115,7 +115,7 @@ def test_the_last_checkpoint_is_bit_equal(killed: Killed) -> None:
                 assert torch.equal(found["optimizer"]["state"][weight][moment], value), (name, weight, moment)
 
 
-def test_every_sample_is_trained_exactly_once_an_epoch_in_the_history_that_survives(killed: Killed) -> None:
+def test_surviving_history_trains_every_sample_once_per_epoch(killed: Killed) -> None:
     folder, names = killed
     expected = {line["step"]: (line["loss"], line["samples"]) for line in metrics(folder / "reference")}
     for name in names:

@@ -1,4 +1,4 @@
-"""A folder's weights are the same at every mesh, cost each rank its own share of memory, and train from there."""
+"""Weights from a folder: the same at every mesh, a rank's memory limited to its shard, and a loss that continues."""
 
 import copy
 from collections.abc import Iterator
@@ -61,13 +61,13 @@ def a_spec(root: Path, model: dict[str, Any], mesh: str, steps: int) -> JobSpec:
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer, gathered."""
+    """Return every parameter and buffer, gathered."""
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach() for name, t in tensors}
 
 
 def start(job: JobSpec, folder: Path) -> dict[str, Tensor]:
-    """The weights that a run starts with; then it is trained."""
+    """Return the initial weights of a run, then train it."""
     session = Session(dist.get_rank(), dist.get_world_size(), 0, 1, RunDir(folder), local_stream)
     dataset = find_dataset(job, folder)
     weights = whole(build_run(job, session, dataset).state.model)
@@ -76,7 +76,7 @@ def start(job: JobSpec, folder: Path) -> dict[str, Tensor]:
 
 
 def start_all(root: Path, models: dict[str, dict[str, Any]], world: int) -> dict[tuple[str, str], dict[str, Tensor]]:
-    """Every model on every mesh of this many ranks."""
+    """Start every model on every mesh of this number of ranks."""
     return {
         (name, mesh): start(a_spec(root, model, mesh, STEPS if name in LEARNING else 1), root / name / mesh)
         for name, model in models.items()
@@ -100,7 +100,7 @@ PLACEMENTS: list[tuple[Placement, Placement]] = [
 
 
 def slices_that_are_wrong(folder: Path) -> list[str]:
-    """Tensors and placements of which this rank would read something else than what it keeps."""
+    """Return tensors and placements for which this rank would read a slice other than its shard."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "fsdp"))
     wrong = []
     for name, stored in read_headers(folder).items():
@@ -135,7 +135,7 @@ MODELS: dict[str, Any] = {"random": {"config": TINY | {"tie_word_embeddings": Tr
 
 @pytest.fixture(scope="module")
 def four(root: Path) -> list[tuple[Any, list[str]]]:
-    """What each of four ranks found."""
+    """Return the results of each of four ranks."""
     return on_ranks(4, all_on_four, root, MODELS | {name: {"path": (root / name).as_uri()} for name in FOLDERS})
 
 
@@ -148,7 +148,7 @@ def started(root: Path, four: list[tuple[Any, list[str]]]) -> dict[tuple[str, st
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_every_mesh_starts_from_the_folders_weights(root: Path, started: Any, folder: str, mesh: str) -> None:
+def test_every_mesh_starts_from_the_weights_of_the_folder(root: Path, started: Any, folder: str, mesh: str) -> None:
     weights = dict(started[folder, mesh])
     expected = AutoModelForCausalLM.from_pretrained(root / folder, attn_implementation="sdpa").eval()
     for name, tensor in whole(expected).items():
@@ -160,7 +160,7 @@ def test_every_mesh_starts_from_the_folders_weights(root: Path, started: Any, fo
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_run_learns_from_where_the_folder_left_off(root: Path, started: Any, mesh: str) -> None:
+def test_training_continues_from_the_folder(root: Path, started: Any, mesh: str) -> None:
     one_file, index = LEARNING
     found = losses(root, index, mesh)
     assert found == pytest.approx(losses(root, one_file, "one rank"), rel=1e-5)
@@ -175,7 +175,7 @@ def test_random_weights_are_the_same_at_every_mesh(started: Any, mesh: str) -> N
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
 
 
-def test_a_rank_reads_what_it_keeps_at_any_placement(four: list[tuple[Any, list[str]]]) -> None:
+def test_rank_reads_its_shard_at_any_placement(four: list[tuple[Any, list[str]]]) -> None:
     assert [wrong for _, wrong in four] == [[]] * 4
 
 
@@ -184,7 +184,7 @@ BIG |= {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads":
 
 
 def memory(name: str) -> int:
-    """A quantity of /proc/self/status, in bytes."""
+    """Return a quantity of /proc/self/status, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
@@ -194,16 +194,16 @@ def bytes_of(tensors: Iterator[Tensor]) -> list[int]:
 
 
 def cost_of_loading(folder: Path) -> tuple[int, int]:
-    """Bytes by which this rank's memory rose at the most while it loaded, and the bytes that it may take.
+    """Return this rank's peak memory growth while loading, and its limit, in bytes.
 
-    Resident memory of all kinds: mapped pages of the files are counted like any others.
+    This is resident memory of all kinds: mapped pages of the files count as well.
     """
     job = spec(model={"config": None, "path": str(folder)}, scaling={"num_workers": dist.get_world_size()})
     mesh = build_mesh(plan_mesh(world=dist.get_world_size(), fsdp_size=0, ulysses_size=1), torch.device("cpu"))
     model = build_model(job.model)
     blueprint = copy.deepcopy(model)
     parallelize(model, mesh, job)
-    Path("/proc/self/clear_refs").write_text("5")  # begins a new peak
+    Path("/proc/self/clear_refs").write_text("5")  # starts a new peak measurement
     before = memory("VmRSS")
     give_weights(model, blueprint, job.model, seed=0, device=mesh.device)
     shard = sum(bytes_of(own_part(p)[0] for p in model.parameters()))
@@ -214,7 +214,7 @@ def costs_of_loading(folders: list[Path]) -> list[tuple[int, int]]:
     return [cost_of_loading(folder) for folder in folders]
 
 
-def test_loading_costs_a_rank_its_shard_and_one_tensor(tmp_path: Path) -> None:
+def test_loading_takes_the_memory_of_a_shard_and_one_tensor(tmp_path: Path) -> None:
     fp32 = write_model(tmp_path / "fp32", file_size="100MB", **BIG)
     bf16 = write_model(tmp_path / "bf16", dtype=torch.bfloat16, tie_word_embeddings=True, **BIG)
     for costs in on_ranks(2, costs_of_loading, [fp32, bf16]):

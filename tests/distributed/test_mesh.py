@@ -1,4 +1,4 @@
-"""The groups of a running mesh are those that the plan says."""
+"""Process groups of a running mesh, compared with the plan."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ MESHES = [
 
 
 def groups() -> list[dict[str, Any]]:
-    """What this rank finds itself in, for every mesh."""
+    """Return the groups of this rank, for every mesh."""
     found = []
     for fsdp_size, sp, sharded in MESHES:
         plan = plan_mesh(world=4, fsdp_size=fsdp_size, ulysses_size=sp, sharded=sharded)

@@ -1,4 +1,4 @@
-"""What becomes of steps that are not finite: skipped without a trace, or the end of the run."""
+"""Steps with non-finite values: skipped without an effect, or an error that ends the run."""
 
 import math
 from pathlib import Path
@@ -44,7 +44,7 @@ def said_by_endless_skips(data: Path, folder: Path, **parts: Any) -> str:
 
 
 def all_runs(folder: Path) -> dict[str, Any]:
-    """Every run of this file on the same ranks, because starting ranks is what takes the time."""
+    """Run every case of this file on the same ranks, because starting ranks takes most of the time."""
     data = folder / "d.parquet"
     run(folder / "without.parquet", folder / "without", max_steps=STEPS - 1)
     with pytest.MonkeyPatch.context() as patch:
@@ -76,7 +76,7 @@ def ranks(runs: Path) -> list[dict[str, Any]]:
     return on_ranks(2, all_runs, runs)
 
 
-def test_a_skipped_step_is_as_if_its_samples_had_never_been(runs: Path) -> None:
+def test_skipped_step_has_no_effect_on_the_weights(runs: Path) -> None:
     found, expected = lines(runs / "poisoned"), lines(runs / "without")
     assert found[POISONED - 1]["loss"] is None
     kept = [line for line in found if line["step"] != POISONED]
@@ -89,7 +89,7 @@ def test_a_skipped_step_is_as_if_its_samples_had_never_been(runs: Path) -> None:
             assert torch.equal(ours["optimizer"]["state"][name][moment], value), (name, moment)
 
 
-def test_a_skipped_step_takes_its_samples_from_the_order(runs: Path) -> None:
+def test_skipped_step_consumes_its_samples(runs: Path) -> None:
     for line in lines(runs / "poisoned"):
         assert line["samples"] == list(range(BATCH * (line["step"] - 1), BATCH * line["step"]))
         assert line["tokens"] == BATCH * LENGTH * line["step"]
@@ -97,13 +97,15 @@ def test_a_skipped_step_takes_its_samples_from_the_order(runs: Path) -> None:
     assert (skipped["step"], skipped["loss"], skipped["in_a_row"]) == (POISONED, None, 1)
 
 
-def test_the_first_step_that_is_not_finite_can_fail_the_run(ranks: list[dict[str, Any]]) -> None:
+def test_first_nonfinite_step_can_fail_the_run(ranks: list[dict[str, Any]]) -> None:
     said = "step=3, loss=nan, grad_norm=nan is not finite; lower learning_rate, or choose on_nonfinite: skip"
-    # A loss that is not finite is not for fp16's scaler to mend.
+    # The fp16 scaler cannot fix a non-finite loss.
     assert [rank["fail"] for rank in ranks] == [[said, said]] * 2
 
 
-def test_skips_in_a_row_fail_the_run_on_all_ranks_and_are_counted_across_a_restart(ranks: list[dict[str, Any]]) -> None:
+def test_consecutive_skips_fail_the_run_on_all_ranks_and_are_counted_across_a_restart(
+    ranks: list[dict[str, Any]],
+) -> None:
     assert {rank["first"] for rank in ranks} == {""}
     assert {rank["resumed"] for rank in ranks} == {
         "step=5, loss=nan, grad_norm=nan is not finite, and max_consecutive_skips=3 steps were skipped in a row; lower "

@@ -1,4 +1,4 @@
-"""The loop against a plain float64 computation, and the rules of numerics one by one."""
+"""The loop, compared with a plain float64 computation, and individual numerical rules."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -45,7 +45,7 @@ def a_job(*, world: int = 4, per_device: int = 1, **parts: dict[str, Any]) -> Jo
 
 
 def assert_equal(found: Result, expected: Result, *, tolerance: float) -> None:
-    """Loss and every gradient, relative to each; what fp32 leaves of one that is zero is small among them all."""
+    """Check loss and gradients by relative error; compare an fp32 rounding of zero with the other gradients."""
     assert found[0] == pytest.approx(expected[0], rel=tolerance)
     assert found[1].keys() == expected[1].keys()
     largest = max(value.norm() for value in expected[1].values())
@@ -55,7 +55,7 @@ def assert_equal(found: Result, expected: Result, *, tolerance: float) -> None:
 
 @st.composite
 def shapes(draw: st.DrawFn) -> tuple[JobSpec, Rows]:
-    """A mesh of four ranks, a small Qwen3 that fits it, and samples."""
+    """Draw a mesh of four ranks, a small Qwen3 that fits it, and samples."""
     sp = draw(st.sampled_from([1, 2, 4]))
     fsdp = draw(st.sampled_from([size for size in (2, 4) if size % sp == 0]))
     heads = sp * draw(st.sampled_from([1, 2, 3]))
@@ -94,7 +94,7 @@ def test_any_shape_at_any_mesh_equals_float64(four: Callable[..., Any]) -> None:
     @settings(max_examples=200, suppress_health_check=list(HealthCheck), deadline=None)
     def equals(drawn: tuple[JobSpec, Rows]) -> None:
         nonlocal failed
-        # Hypothesis has no limit of time of its own: what it draws after it passes unseen. A failure is made small.
+        # Hypothesis has no time limit: a slow example does not fail. A failure is shrunk.
         if time.monotonic() > end and not failed:
             return
         job, rows = drawn
@@ -107,7 +107,7 @@ def test_any_shape_at_any_mesh_equals_float64(four: Callable[..., Any]) -> None:
     equals()
 
 
-def test_four_micro_batches_equal_a_batch_four_times_as_large(four: Callable[..., Any]) -> None:
+def test_four_micro_batches_equal_one_large_batch(four: Callable[..., Any]) -> None:
     rows = random_rows(16, 32, vocab=VOCAB, packed=True)
     strategies: list[dict[str, Any]] = [{}, {"fsdp_size": 2}, {"sharding_strategy": "NO_SHARD"}]
     for strategy in strategies:
@@ -116,7 +116,7 @@ def test_four_micro_batches_equal_a_batch_four_times_as_large(four: Callable[...
 
 
 def count_all_reduces(job: JobSpec, rows: Rows) -> int:
-    """Collectives that sum over replicas in one accumulated step, the loss's included."""
+    """Return the number of collectives over replicas in one accumulated step, including that of the loss."""
     model, loss, mesh = build(job)
     batch = my_share(rows, mesh)
     whole = divisor(batch, mesh)
@@ -125,14 +125,14 @@ def count_all_reduces(job: JobSpec, rows: Rows) -> int:
     return spy.call_count
 
 
-def test_replicas_hear_of_each_other_on_the_last_micro_batch_only(four: Callable[..., Any]) -> None:
+def test_replicas_all_reduce_only_at_the_last_micro_batch(four: Callable[..., Any]) -> None:
     rows = random_rows(12, 32, vocab=VOCAB, packed=False)
     # Two layers and the root, and the loss.
     assert four(count_all_reduces, a_job(strategy={"fsdp_size": 2}), rows) == 4
 
 
 def logits(job: JobSpec, rows: Rows) -> Tensor:
-    """Logits of all rows [n, T, V], the slices of the sequence put together."""
+    """Return the logits of all rows [n, T, V], with the slices of the sequence joined."""
     model, _, mesh = build(job)
     batch = my_share(rows, mesh)
     (micro,) = micro_batches(batch, len(batch.samples), model, mesh)
@@ -147,11 +147,11 @@ def logits(job: JobSpec, rows: Rows) -> Tensor:
 
 
 @pytest.mark.parametrize("sp", [1, 2, 4])
-def test_changing_a_document_changes_no_logit_of_another(four: Callable[..., Any], sp: int) -> None:
+def test_changed_document_changes_no_logit_of_another(four: Callable[..., Any], sp: int) -> None:
     rows = random_rows(4, 32, vocab=VOCAB, packed=True)
     job = a_job(strategy={"ulysses_size": sp})
     before = four(logits, job, rows)
-    # Sample 3 has several documents: change the first tokens of its second one.
+    # Sample 3 has several documents: change the first tokens of its second document.
     starts = (rows.position_ids[3] == 0).nonzero()[0].tolist()
     begin, end = starts[1], starts[2]
     rows.input_ids[3, begin:end] = (rows.input_ids[3, begin:end] + 1) % VOCAB
@@ -162,7 +162,7 @@ def test_changing_a_document_changes_no_logit_of_another(four: Callable[..., Any
 
 
 def varlen(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: None, **given: Any) -> tuple[Tensor, None]:
-    """What flash attention computes with the bounds of documents, written plainly. [B, H, T, D] → [B, T, H, D]."""
+    """Compute flash attention with document bounds, in plain code. [B, H, T, D] → [B, T, H, D]."""
     assert mask is None
     assert given["max_length_q"] == given["cu_seq_lens_q"].diff().max() == given["max_length_k"]
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # [B * T, H, D]
@@ -180,7 +180,7 @@ def _take_flash(model: Any, *_: Any) -> None:
 
 
 def step_with_varlen(job: JobSpec, rows: Rows) -> Result:
-    """A step through the path that flash attention takes."""
+    """Run a step through the code path of flash attention."""
     ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = varlen
     try:
         with patch("train_loop.loop.build.apply_attention", _take_flash):
@@ -190,7 +190,7 @@ def step_with_varlen(job: JobSpec, rows: Rows) -> Result:
 
 
 @pytest.mark.parametrize("sp", [1, 2])
-def test_bounds_of_documents_serve_where_masks_would(sp: int) -> None:
+def test_document_bounds_equal_masks(sp: int) -> None:
     rows = random_rows(4, 32, vocab=VOCAB, packed=True)
     job = a_job(world=2, per_device=2 * sp, strategy={"ulysses_size": sp})
     assert_equal(on_ranks(2, step_with_varlen, job, rows)[0], reference(job, rows), tolerance=1e-5)
@@ -201,14 +201,14 @@ def _take_flex(model: Any, *_: Any) -> None:
 
 
 def logits_by_flex_and_sdpa(job: JobSpec, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Forward passes alone: on a CPU flex_attention has no other."""
+    """Run forward passes only: on a CPU, flex_attention supports nothing else."""
     with patch("train_loop.loop.build.apply_attention", _take_flex):
         flex = logits(job, rows)
     return flex, logits(job, rows)
 
 
 @pytest.mark.parametrize("sp", [1, 2])
-def test_flex_attention_keeps_documents_apart_as_masks_do(sp: int) -> None:
+def test_flex_attention_separates_documents_like_masks(sp: int) -> None:
     rows = random_rows(4, 32, vocab=VOCAB, packed=True)
     flex, sdpa = on_ranks(2, logits_by_flex_and_sdpa, a_job(world=2, strategy={"ulysses_size": sp}), rows)[0]
     assert (flex - sdpa).abs().max() < 1e-5

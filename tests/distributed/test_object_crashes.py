@@ -1,4 +1,4 @@
-"""A crash between any two requests to object storage, and damage: what is resumed was committed, and is whole."""
+"""Crashes between any two requests to object storage, and damage: a resume uses a complete, committed checkpoint."""
 
 import random
 from collections import Counter
@@ -26,7 +26,7 @@ PLACE = RunDir.at("memory://runs/default/found")
 
 
 def save_and_trace(folder: Path, attempt: int, steps: list[int]) -> list[Request]:
-    """Saves of an attempt as they are made of a run; a negative step is one whose save fails on the last rank."""
+    """Make an attempt's saves as a run does; for a negative step, the save fails on the last rank."""
     run_dir = run_dir_on_s3("traced")
     run = a_run(folder, run_dir, attempt)
     save.PATIENCE = 0.0
@@ -50,7 +50,7 @@ def save_and_trace(folder: Path, attempt: int, steps: list[int]) -> list[Request
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[list[Request]], dict[str, bytes]]]:
-    """Two attempts on two ranks, with a save that fails and retention at work: what was asked for, what there is."""
+    """Return the requests and objects of two attempts on two ranks, with a failing save and retention."""
     folder = tmp_path_factory.mktemp("traced")
     write_tokens(folder / "d.parquet", rows=64, length=32, vocab=32)
     with bucket_of_runs():
@@ -62,7 +62,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, lis
         yield folder, [*first, *second], there
 
 
-def test_the_model_of_the_storage_knows_all_that_is_asked_for(
+def test_storage_model_knows_all_requests(
     traced: tuple[Path, list[list[Request]], dict[str, bytes]],
 ) -> None:
     _, traces, there = traced
@@ -70,19 +70,19 @@ def test_the_model_of_the_storage_knows_all_that_is_asked_for(
     assert last.objects == there
 
 
-def test_after_any_crash_and_any_damage_the_newest_whole_checkpoint_is_resumed(
+def test_resume_after_any_crash_and_damage_uses_the_newest_complete_checkpoint(
     traced: tuple[Path, list[list[Request]], dict[str, bytes]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, traces, there = traced
     (outcomes,) = on_ranks(1, resume_all, folder, traces, there)
-    with capsys.disabled():  # the count and what came of it belong to the proof
+    with capsys.disabled():  # the proof includes the counts
         print("\n" + "\n".join(f"{count:5} objects, {outcome}" for outcome, count in sorted(outcomes.items())))  # noqa: T201
     assert sum(count for outcome, count in outcomes.items() if outcome.startswith("crash")) >= 60
     assert outcomes.total() >= 300
 
 
 def resume_all(folder: Path, traces: list[list[Request]], there: dict[str, bytes]) -> Counter[str]:
-    """Resume from every state; how often what came of it. Raises AssertionError."""
+    """Resume from every state and count the outcomes. Raises AssertionError."""
     run = a_run(folder, RunDir(folder / "unused"), 2)
     outcomes = Counter[str]()
     for kind, states in (("crash", found_after_crashes(traces)), ("damage", damaged(there))):
@@ -96,7 +96,7 @@ def resume_all(folder: Path, traces: list[list[Request]], there: dict[str, bytes
 
 
 def damaged(there: dict[str, bytes]) -> Iterator[Found]:
-    """What is there, with one to three objects lost, cut, with a bit flipped, or swapped for another's content."""
+    """Return the objects with one to three lost, truncated, bit-flipped, or swapped for another's content."""
     for number in range(250):
         chance, objects = random.Random(f"{SEED}/{number}"), dict(there)
         hurt = chance.sample(sorted(objects), chance.randint(1, 3))

@@ -1,4 +1,4 @@
-"""What a run tells of itself: speed, waiting, memory, the slowest rank, profiles."""
+"""Metrics of a run: speed, data wait, memory, the slowest rank, and profiles."""
 
 import gc
 import json
@@ -30,7 +30,7 @@ ULYSSES = {"ulysses_size": 2}
 LAGGING: dict[str, dict[str, Any]] = {
     "lagging": {},
     "lagging, Ulysses": {"strategy": ULYSSES},
-    # Units within units, whose gathers are within what the outer ones compute.
+    # Nested units: the gathers of inner units overlap the computation of outer ones.
     "lagging, fp32 norms": {"strategy": {"norm_dtype": "fp32"}},
     "lagging, replicas": {"strategy": {"sharding_strategy": "NO_SHARD"}},
     "lagging, recomputed": {"model": {"gradient_checkpointing": "full"}},
@@ -38,7 +38,7 @@ LAGGING: dict[str, dict[str, Any]] = {
 
 
 def slow_stream(left: StreamPlan, mesh: MeshPlan, rank: int) -> Iterator[Rows | None]:
-    """Rows that rank 0, who reads for both, gets late in the second step."""
+    """Return a stream whose rows rank 0, which reads for both, gets late in the second step."""
     for step, rows in enumerate(local_stream(left, mesh, rank), start=1):
         if rank == 0 and step == 2:
             time.sleep(STALL)
@@ -46,7 +46,7 @@ def slow_stream(left: StreamPlan, mesh: MeshPlan, rank: int) -> Iterator[Rows | 
 
 
 def lag(patch: pytest.MonkeyPatch) -> None:
-    """Let rank 1 compute slowly: MLPs in the second step's forward and the fourth one's backward, then an optimizer."""
+    """Slow rank 1 down: MLPs in the second step's forward and the fourth step's backward, then an optimizer."""
     build = build_run
 
     def build_lagging(*arguments: Any) -> Run:
@@ -75,7 +75,7 @@ def lag(patch: pytest.MonkeyPatch) -> None:
 
 
 def stall(patch: pytest.MonkeyPatch) -> list[bool]:
-    """Let rank 1 lose time after the third step; whether garbage was collected automatically then, by step."""
+    """Delay rank 1 after the third step; return for each step if garbage was collected automatically."""
     automatic = list[bool]()
 
     def collect(step: int) -> None:
@@ -88,7 +88,7 @@ def stall(patch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def all_runs(folder: Path) -> dict[str, Any]:
-    """Every run of this file on the same ranks, because starting ranks is what takes the time."""
+    """Run every case of this file on the same ranks, because starting ranks takes most of the time."""
     data = folder / "d.parquet"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flops, "peak_flops", lambda device, dtype: 1e12)
@@ -122,7 +122,7 @@ def ranks(runs: Path) -> list[dict[str, Any]]:
     return on_ranks(2, all_runs, runs)
 
 
-def test_speed_is_told_per_worker_and_as_a_share_of_the_stated_peak(runs: Path) -> None:
+def test_speed_is_reported_per_worker_and_relative_to_the_peak(runs: Path) -> None:
     (start,) = events(runs / "plain", "training_started")
     stated = start["mfu"]
     assert stated["flops_per_token"] == 6 * stated["parameters"] + 12 * 2 * 4 * 8 * LENGTH
@@ -135,18 +135,18 @@ def test_speed_is_told_per_worker_and_as_a_share_of_the_stated_peak(runs: Path) 
     assert events(runs / "slow", "training_started")[0]["mfu"]["peak_flops"] is None
 
 
-def test_memory_is_that_of_the_rank_that_took_most(runs: Path) -> None:
+def test_memory_is_that_of_the_largest_rank(runs: Path) -> None:
     for line in lines(runs / "plain"):
         assert line["peak_device_bytes"] is None
         assert 1e8 < line["peak_host_bytes"] < 1e11
 
 
-def test_the_line_after_a_checkpoint_tells_how_long_it_held_the_loop_up(runs: Path) -> None:
+def test_line_after_a_checkpoint_reports_the_blocking_time(runs: Path) -> None:
     blocked = {line["step"] for line in lines(runs / "plain") if line["checkpoint_blocked_seconds"] > 0}
     assert blocked == {4}
 
 
-def test_the_rank_that_others_wait_for_is_named(runs: Path) -> None:
+def test_rank_that_blocks_others_is_named(runs: Path) -> None:
     found = {line["step"]: line for line in lines(runs / "slow")}
     for step, slowest in {2: 0, 4: 1}.items():
         line = found[step]
@@ -157,9 +157,7 @@ def test_the_rank_that_others_wait_for_is_named(runs: Path) -> None:
 
 
 @pytest.mark.parametrize("name", LAGGING)
-def test_the_rank_that_computes_slowly_is_named_although_others_wait_for_it_inside_the_step(
-    runs: Path, name: str
-) -> None:
+def test_slow_rank_is_named_if_others_wait_within_the_step(runs: Path, name: str) -> None:
     told = {line["step"]: line for line in lines(runs / name)}
     for step in (2, 4, 6):
         slow, other = told[step]["rank_seconds"][1], told[step]["rank_seconds"][0]
@@ -167,13 +165,13 @@ def test_the_rank_that_computes_slowly_is_named_although_others_wait_for_it_insi
         assert slow - other > 2 * LAG, told[step]["rank_seconds"]
 
 
-def test_no_rank_collects_garbage_on_its_own(ranks: list[dict[str, Any]]) -> None:
+def test_no_rank_collects_garbage_automatically(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert rank["automatic"] == [False] * STEPS
         assert rank["after"]
 
 
-def test_profiled_steps_leave_trace_and_memory_of_every_rank_and_change_no_loss(runs: Path) -> None:
+def test_profiled_steps_write_traces_of_every_rank_and_keep_the_loss(runs: Path) -> None:
     assert list(map(numbers, lines(runs / "profiled"))) == list(map(numbers, lines(runs / "plain")))
     assert [event["step"] for event in events(runs / "profiled", "profiled")] == list(PROFILED)
     found = {path.name for path in (RunDir(runs / "profiled").attempt(1).root / "profile").iterdir()}
@@ -186,13 +184,13 @@ def test_profiled_steps_leave_trace_and_memory_of_every_rank_and_change_no_loss(
     assert not (RunDir(runs / "plain").attempt(1).root / "profile").exists()
 
 
-def test_a_step_to_profile_that_will_not_come_is_warned_of(runs: Path) -> None:
+def test_profile_of_an_unreachable_step_warns(runs: Path) -> None:
     (warning,) = events(runs / "profiled", "warning")
     assert warning["message"] == "profile_steps=[7] are beyond the 6 steps of the run; later steps are not profiled"
 
 
 def stalled_stream(left: StreamPlan, mesh: MeshPlan, rank: int) -> Iterator[Rows | None]:
-    """Rows that every rank gets too late in the third step."""
+    """Return a stream whose rows all ranks get too late in the third step."""
     for step, rows in enumerate(local_stream(left, mesh, rank), start=1):
         if step == 3:
             time.sleep(1.5)
@@ -208,12 +206,12 @@ def stall_and_not(data: Path, folder: Path) -> None:
 
 
 def slow_build(*arguments: Any) -> Run:
-    """A model that takes too long."""
+    """Build a model too slowly."""
     time.sleep(1.5)
     return build_run(*arguments)
 
 
-def test_where_no_step_ends_in_time_every_rank_writes_where_it_stands(tmp_path: Path) -> None:
+def test_every_rank_writes_stacks_if_no_step_ends_in_time(tmp_path: Path) -> None:
     write_tokens(tmp_path / "tokens.parquet", rows=BATCH * STEPS, length=LENGTH, vocab=TINY["vocab_size"])
     on_ranks(2, stall_and_not, tmp_path / "tokens.parquet", tmp_path)
     for name, where in (("stalled", "in stalled_stream"), ("late", "in slow_build")):

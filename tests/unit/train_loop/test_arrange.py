@@ -1,4 +1,4 @@
-"""How many workers each node runs, compared with every possible arrangement of small clusters."""
+"""Workers per node, compared with every possible arrangement of small clusters."""
 
 from functools import cache
 
@@ -30,7 +30,7 @@ def fewest_splits(places: list[int], world: int, group: int) -> int:
 
 
 def fewest_nodes(places: list[int], wanted: int) -> int:
-    """Count the largest nodes that together hold what is wanted."""
+    """Count the largest nodes that together hold all groups."""
     largest = sorted(places, reverse=True)
     return next(n for n in range(len(places) + 1) if sum(largest[:n]) >= wanted)
 
@@ -71,7 +71,7 @@ def test_arrange_spreads_whole_groups_evenly(places: list[int], group: int, grou
     if sum(units) >= groups:
         counts = dict(arrange(places, groups * group, strategy="SPREAD", group=group) or ())
         fullest = max(counts.values())
-        # No node has room for a group that would be better off there.
+        # No node with room would suit a group better.
         assert all(
             counts.get(node, 0) >= fullest - group
             for node, most in enumerate(units)
@@ -94,5 +94,5 @@ def test_arrange_packs_the_rest_on_the_smallest_node_that_holds_it() -> None:
     assert arrange([8, 2, 4], 10, strategy="PACK", group=1) == [(0, 8), (1, 2)]
 
 
-def test_arrange_spreads_what_is_left_over_one_by_one() -> None:
+def test_arrange_spreads_leftover_workers_one_by_one() -> None:
     assert arrange([2, 2, 2], 4, strategy="SPREAD", group=1) == [(0, 2), (1, 1), (2, 1)]

@@ -1,4 +1,4 @@
-"""Rows are held against the model before they reach it; weights go with the labels that they weigh."""
+"""Checks of rows against the model, and the pairing of weights with labels."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ def model() -> PreTrainedModel:
     return build_model(spec().model)
 
 
-def test_rows_of_the_vocabulary_and_labels_that_do_not_count_pass(model: PreTrainedModel) -> None:
+def test_tokens_in_vocabulary_and_ignored_labels_pass(model: PreTrainedModel) -> None:
     rows = random_rows(3, 8, vocab=VOCAB, packed=False)
     rows.input_ids[0, 0], rows.labels[2, 7] = VOCAB - 1, -100
     check_vocabulary(rows, model)
@@ -39,7 +39,7 @@ def test_rows_of_the_vocabulary_and_labels_that_do_not_count_pass(model: PreTrai
     ("field", "value", "said"),
     [("input_ids", VOCAB, "token 384"), ("input_ids", -100, "token -100"), ("labels", -1, "label -1")],
 )
-def test_a_token_outside_the_vocabulary_is_named(model: PreTrainedModel, field: str, value: int, said: str) -> None:
+def test_token_outside_the_vocabulary_is_reported(model: PreTrainedModel, field: str, value: int, said: str) -> None:
     rows = random_rows(3, 8, vocab=VOCAB, packed=False)
     values: np.ndarray[tuple[int, int], np.dtype[np.int32]] = getattr(rows, field)
     values[1, 5] = value
@@ -51,9 +51,9 @@ def batch_of(rows: Rows) -> StepBatch:
     return share_rows(rows, count=len(rows.samples), dataset=dataset_of(rows), mesh=ONE_RANK)
 
 
-def test_a_weight_goes_with_the_token_that_is_predicted() -> None:
+def test_weight_belongs_to_the_predicted_token() -> None:
     ids, positions = np.array([[5, 6, 7, 8, 9]], np.int32), np.array([[0, 1, 2, 0, 1]], np.int32)
-    # The first token of a document is predicted by none, whatever it weighs.
+    # No position predicts the first token of a document, so its weight is unused.
     weights = np.array([[9, 2, 0.1, 7, 3]], np.float32)
     batch = batch_of(Rows(np.array([0]), np.array([5], np.int32), ids, ids, positions, weights))
     assert batch.labels.tolist() == [[6, 7, IGNORE, 9, IGNORE]]
@@ -62,24 +62,24 @@ def test_a_weight_goes_with_the_token_that_is_predicted() -> None:
     assert batch.divisor == pytest.approx(5.1)
 
 
-def test_a_weight_of_zero_is_a_label_that_is_not_trained() -> None:
+def test_weight_of_zero_ignores_the_label() -> None:
     rows = weigh(random_rows(4, 16, vocab=VOCAB, packed=True))
     assert rows.weights is not None
     masked = replace(rows, weights=None, labels=np.where(rows.weights == 0, IGNORE, rows.labels))
     assert torch.equal(batch_of(rows).labels, batch_of(masked).labels)
 
 
-def test_without_weights_the_divisor_counts_tokens() -> None:
+def test_divisor_without_weights_counts_tokens() -> None:
     divisor = batch_of(random_rows(1, 16, vocab=VOCAB, packed=False)).divisor
     assert not divisor.is_floating_point()
 
 
 @pytest.mark.parametrize(("others", "told"), [(1.0, False), (2.0, True)])
-def test_weights_that_are_all_one_are_not_told(model: PreTrainedModel, others: float, told: bool) -> None:
+def test_weights_that_are_all_one_are_omitted(model: PreTrainedModel, others: float, told: bool) -> None:
     rows = random_rows(4, 16, vocab=VOCAB, packed=True)
     weights = np.ones(rows.labels.shape, np.float32)
     weights[-1, -1] = others
-    # What is not trained weighs nothing, whatever the data says.
+    # Untrained tokens have weight 0, regardless of the data.
     weights[rows.labels == IGNORE] = 5
     micro = list(micro_batches(batch_of(replace(rows, weights=weights)), 2, model, ONE_RANK))
     assert [batch.weights is not None for batch in micro] == [told, told]

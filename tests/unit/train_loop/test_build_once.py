@@ -1,4 +1,4 @@
-"""A folder of the cache is built by one process at a time, and is there whole or not at all."""
+"""Cache folders: one process builds a folder at a time, and a folder is complete or absent."""
 
 import errno
 import os
@@ -30,7 +30,7 @@ build_once(folder, build, is_whole=(folder / "whole").exists, report=print)
 
 
 def slowly(folder: Path) -> "subprocess.Popen[bytes]":
-    """A process that is in the middle of building the folder, until a file named go lies beside it."""
+    """Build the folder slowly: wait for a file named `go` next to it."""
     process = subprocess.Popen([sys.executable, "-c", SLOW, str(folder)], stdout=subprocess.DEVNULL)
     wait_for(lambda: list(folder.parent.glob("*.tmp-*/half")), "a half-built folder")
     return process
@@ -43,7 +43,7 @@ def quickly(folder: Path, heard: list[str]) -> None:
     build_once(folder, build, is_whole=(folder / "whole").exists, report=lambda event, **_: heard.append(event))
 
 
-def test_who_comes_second_waits_and_takes_what_is_there(tmp_path: Path) -> None:
+def test_second_process_waits_and_uses_the_built_folder(tmp_path: Path) -> None:
     folder, heard = tmp_path / "made", list[str]()
     process = slowly(folder)
 
@@ -57,7 +57,7 @@ def test_who_comes_second_waits_and_takes_what_is_there(tmp_path: Path) -> None:
     assert process.wait(timeout=30) == 0
 
 
-def test_a_process_that_is_killed_leaves_the_work_to_the_next(tmp_path: Path) -> None:
+def test_build_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
     folder, heard = tmp_path / "made", list[str]()
     process = slowly(folder)
     process.send_signal(signal.SIGKILL)
@@ -68,7 +68,7 @@ def test_a_process_that_is_killed_leaves_the_work_to_the_next(tmp_path: Path) ->
     assert heard == []
 
 
-def test_leftovers_of_this_host_are_swept_and_those_of_others_are_theirs(tmp_path: Path) -> None:
+def test_leftovers_of_this_host_are_removed_and_those_of_others_kept(tmp_path: Path) -> None:
     folder, heard = tmp_path / "made", list[str]()
     process = slowly(folder)
     process.kill()
@@ -78,20 +78,20 @@ def test_leftovers_of_this_host_are_swept_and_those_of_others_are_theirs(tmp_pat
     assert [path.name for path in tmp_path.glob("*.tmp-*")] == ["made.tmp-another-host-1"]
 
 
-def test_leftovers_of_hosts_that_are_gone_are_removed_after_six_hours(tmp_path: Path) -> None:
+def test_leftovers_of_lost_hosts_are_removed_after_six_hours(tmp_path: Path) -> None:
     hours = {"made.tmp-dead-pod-1": 7, "other.tmp-dead-pod-2": 7, "made.tmp-busy-pod-3": 5, "other.tmp-busy-pod-4": 7}
     for name, age in hours.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "part-0").touch()
         for path in (tmp_path / name / "part-0", tmp_path / name):
             os.utime(path, times=(time.time() - age * 3600,) * 2)
-    # Its folder is old, but a file in it is being written.
+    # The folder is old, but a process still writes to one of its files.
     (tmp_path / "other.tmp-busy-pod-4" / "part-0").write_text("more")
     quickly(tmp_path / "made", [])
     assert sorted(path.name for path in tmp_path.glob("*.tmp-*")) == ["made.tmp-busy-pod-3", "other.tmp-busy-pod-4"]
 
 
-def test_storage_without_locks_builds_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_without_locks_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_lock(*_: object) -> None:
         raise OSError(errno.ENOLCK, "no locks available")
 
@@ -102,7 +102,7 @@ def test_storage_without_locks_builds_all_the_same(tmp_path: Path, monkeypatch: 
     assert heard == ["warning"]
 
 
-def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_build_leaves_nothing(tmp_path: Path) -> None:
     def fail(work: Path) -> None:
         (work / "half").touch()
         raise ValueError("bad data")
@@ -112,7 +112,7 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
-def test_progress_is_told_now_and_then_with_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_progress_is_reported_with_the_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now, told = [0.0], list[dict[str, Any]]()
     monkeypatch.setattr("train_loop.data.prepare.progress.monotonic", lambda: now[0])
     progress = Progress(lambda event, **fields: told.append({"event": event} | fields), [100, 300, 600])

@@ -1,4 +1,4 @@
-"""Which prepared samples a spec means: never another's, and never damaged ones."""
+"""Prepared samples: the cache folder that a spec selects, and detection of damage."""
 
 import json
 import shutil
@@ -35,7 +35,7 @@ TOKENS = {"columns": {"input_ids": "ids"}, "packing": False, "shuffle": False, "
 
 
 def text_job(folder: Path, **parts: Any) -> JobSpec:
-    """A job on a line of text, with a tokenizer folder of its own."""
+    """Return a job that trains on one line of text with its own tokenizer folder."""
     if not (folder / "tokenizer-v1").exists():
         (folder / "a.jsonl").write_text(json.dumps({"text": "x"}))
         write_tokenizer(folder / "tokenizer-v1")
@@ -49,14 +49,14 @@ def name_of(job: JobSpec) -> str:
 
 
 def prepared(folder: Path) -> Part:
-    """Samples in a folder of the cache, committed."""
+    """Return samples committed to a cache folder."""
     folder.mkdir(parents=True)
     part = write_part([Sample(np.arange(5, dtype=np.int32), None, None, [5])] * 3, folder)
     (folder / "dataset.json").write_text(part.model_dump_json())
     return part
 
 
-def test_a_tokenizer_is_known_by_what_it_holds_and_not_by_its_name(tmp_path: Path) -> None:
+def test_tokenizer_is_identified_by_content_not_by_name(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     one = text_job(tmp_path / "one")
     shutil.copytree(tmp_path / "one", tmp_path / "copy")
@@ -81,12 +81,12 @@ def test_a_tokenizer_is_known_by_what_it_holds_and_not_by_its_name(tmp_path: Pat
         {"columns": {"messages": "m"}, "on_long_rows": "split"},
     ],
 )
-def test_what_decides_the_samples_decides_their_name(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_cache_name_changes_with_each_field_that_affects_samples(tmp_path: Path, change: dict[str, Any]) -> None:
     assert name_of(text_job(tmp_path)) != name_of(text_job(tmp_path, data=change))
     assert name_of(text_job(tmp_path)) == name_of(text_job(tmp_path, data={"seed": 3, "shuffle": False}))
 
 
-def test_names_of_text_and_tokens_are_those_of_earlier_versions(tmp_path: Path) -> None:
+def test_cache_names_of_text_and_tokens_equal_those_of_earlier_versions(tmp_path: Path) -> None:
     text, tokens = text_job(tmp_path), as_it_is(tmp_path, pa.array([[1]]))
     later = ("tools",)
     for job, tokenizer, vocab in ((text, tmp_path / "tokenizer-v1", None), (tokens, None, 384)):
@@ -108,7 +108,7 @@ def test_names_of_text_and_tokens_are_those_of_earlier_versions(tmp_path: Path) 
             "vocab": vocab,
         }
         assert name_of(job) == sha256(json.dumps(old, sort_keys=True).encode()).hexdigest()
-        # Written by an earlier version, the spec has no such fields, and says the same.
+        # A spec of an earlier version lacks these fields and means the same.
         stored = job.model_dump(mode="json")
         for part in (stored["data"], stored["data"]["columns"]):
             part.pop("on_long_rows", None)
@@ -117,7 +117,7 @@ def test_names_of_text_and_tokens_are_those_of_earlier_versions(tmp_path: Path) 
         assert name_of(parse(stored)) == name_of(job)
 
 
-def test_run_of_an_earlier_version_goes_on_with_the_samples_that_it_began_with(tmp_path: Path) -> None:
+def test_run_of_an_earlier_version_resumes_with_its_first_samples(tmp_path: Path) -> None:
     part = prepared(tmp_path / "cache" / "abc").model_dump(mode="json")
     for name in ("on_long_rows", "long_rows", "dropped_rows", "untrained_rows"):
         del part[name]
@@ -129,7 +129,7 @@ def test_run_of_an_earlier_version_goes_on_with_the_samples_that_it_began_with(t
     assert found.samples == 3
 
 
-def test_text_to_evaluate_on_keeps_its_tokenizer_where_training_needs_none(tmp_path: Path) -> None:
+def test_eval_text_keeps_its_tokenizer_if_training_needs_none(tmp_path: Path) -> None:
     sources = {"train": {"path": "/a.parquet", "columns": {"input_ids": "ids"}}, "eval": {"path": "/b.jsonl"}}
     job = text_job(tmp_path, data=sources, training={"eval_steps": 1})
     other = evaluation_spec(job, join(job, [Part(fingerprint="x", files=(), tokens=0)], None))
@@ -138,7 +138,7 @@ def test_text_to_evaluate_on_keeps_its_tokenizer_where_training_needs_none(tmp_p
 
 
 @pytest.mark.parametrize("damage", ["part-00000.parquet", "index.bin"])
-def test_damaged_samples_are_as_good_as_none(tmp_path: Path, damage: str) -> None:
+def test_damaged_samples_count_as_missing(tmp_path: Path, damage: str) -> None:
     part = prepared(tmp_path / "cache" / "abc")
     assert load_part(tmp_path / "cache" / "abc") == part
     file = tmp_path / "cache" / "abc" / damage
@@ -148,7 +148,7 @@ def test_damaged_samples_are_as_good_as_none(tmp_path: Path, damage: str) -> Non
     assert load_part(tmp_path / "cache" / "abc") is None
 
 
-def test_a_shard_that_is_cut_short_under_a_run_is_an_error_and_no_shorter_sample(tmp_path: Path) -> None:
+def test_shard_truncated_during_a_run_raises(tmp_path: Path) -> None:
     part = prepared(tmp_path / "abc")
     dataset = Dataset(fingerprint="x", parts=(part,), sequence_length=5)
     shard = Path(part.files[0].path)
@@ -178,14 +178,14 @@ def as_it_is(folder: Path, ids: pa.Array, **data: Any) -> JobSpec:
         (pa.array([[1], []]), {}),
     ],
 )
-def test_files_whose_rows_need_a_second_look_are_not_read_as_they_are(
+def test_files_whose_rows_need_checks_are_not_read_directly(
     tmp_path: Path, ids: pa.Array, data: dict[str, Any]
 ) -> None:
     with pytest.raises(DataError, match="is not prepared in"):
         find_dataset(as_it_is(tmp_path, ids, **data), tmp_path)
 
 
-def test_a_vocabulary_decides_which_rows_of_tokens_are_bad(tmp_path: Path) -> None:
+def test_vocabulary_decides_which_token_rows_are_invalid(tmp_path: Path) -> None:
     job = as_it_is(tmp_path, pa.array([[1], [383]]))
     assert find_dataset(job, tmp_path).samples == 2
     smaller = job.model_copy(update={"model": job.model.model_copy(update={"config": TINY | {"vocab_size": 383}})})
@@ -194,7 +194,7 @@ def test_a_vocabulary_decides_which_rows_of_tokens_are_bad(tmp_path: Path) -> No
         find_dataset(smaller, tmp_path)
 
 
-def test_only_little_parquet_is_read_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_small_parquet_is_read_directly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = as_it_is(tmp_path, pa.array([[n] * 16 for n in range(200)], pa.list_(pa.int32())))
     assert find_dataset(job, tmp_path).tokens == 3200
     both = job.model_copy(update={"data": job.data.model_copy(update={"train": job.data.sources * 2})})
@@ -205,7 +205,7 @@ def test_only_little_parquet_is_read_as_it_is(tmp_path: Path, monkeypatch: pytes
         find_dataset(both, tmp_path)
 
 
-def test_damage_to_files_that_are_read_as_they_are_is_told(tmp_path: Path) -> None:
+def test_damage_to_files_read_directly_is_reported(tmp_path: Path) -> None:
     job = as_it_is(tmp_path, pa.array([[1] * 16] * 100, pa.list_(pa.int32())))
     path, plain = tmp_path / "a.parquet", {"compression": "none", "use_dictionary": False, "write_statistics": False}
     pq.write_table(pq.read_table(path), path, write_page_checksum=True, **plain)
@@ -218,7 +218,7 @@ def test_damage_to_files_that_are_read_as_they_are_is_told(tmp_path: Path) -> No
             read()
 
 
-def test_a_row_that_has_become_bad_under_a_run_is_told_by_its_file(tmp_path: Path) -> None:
+def test_row_that_becomes_invalid_during_a_run_is_reported_with_its_file(tmp_path: Path) -> None:
     job = as_it_is(tmp_path, pa.array([[1], [2]]))
     pq.write_table(pa.table({"ids": [[1], [2]]}), tmp_path / "b.parquet")
     sources = (job.data.sources[0].model_copy(update={"path": str(tmp_path / "*.parquet")}),)
@@ -228,7 +228,7 @@ def test_a_row_that_has_become_bad_under_a_run_is_told_by_its_file(tmp_path: Pat
         read_rows(dataset, np.arange(4))
 
 
-def test_prepared_samples_are_found_wherever_their_storage_is_mounted(tmp_path: Path) -> None:
+def test_prepared_samples_are_found_at_another_mount_point(tmp_path: Path) -> None:
     part = prepared(tmp_path / "here" / "abc")
     (tmp_path / "here").rename(tmp_path / "there")
     found = load_part(tmp_path / "there" / "abc")
@@ -240,7 +240,7 @@ def test_prepared_samples_are_found_wherever_their_storage_is_mounted(tmp_path: 
     )
 
 
-def test_a_run_whose_samples_were_lost_does_not_go_on_with_others(tmp_path: Path) -> None:
+def test_run_whose_samples_were_lost_does_not_resume_with_others(tmp_path: Path) -> None:
     one, other = (
         Dataset(fingerprint=part.fingerprint, parts=(part,), sequence_length=5)
         for part in (prepared(tmp_path / "one"), prepared(tmp_path / "other"))
@@ -257,7 +257,7 @@ def test_a_run_whose_samples_were_lost_does_not_go_on_with_others(tmp_path: Path
     assert Dataset.model_validate_json((tmp_path / "pointer.json").read_bytes()) == one
 
 
-def test_only_sources_that_are_read_as_they_are_must_still_be_there(tmp_path: Path) -> None:
+def test_only_sources_read_directly_must_still_exist(tmp_path: Path) -> None:
     job = as_it_is(tmp_path, pa.array([[1], [2]]))
     (mine,) = find_dataset(job, tmp_path).parts
     sources = [*job.data.sources, job.data.sources[0].model_copy(update={"path": "/gone.jsonl"})]

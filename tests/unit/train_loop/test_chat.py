@@ -1,6 +1,6 @@
-"""Chat rows: the tokens are those of transformers, and trained is exactly what the model has to say.
+"""Chat rows: tokens equal those of transformers, and only the model's own words are trained.
 
-Expected texts show what is trained between ⟦ and ⟧.
+Expected texts show trained text between ⟦ and ⟧.
 """
 
 import re
@@ -28,7 +28,7 @@ ROOT = Path(mkdtemp())
 
 @pytest.fixture(scope="module", autouse=True)
 def clean_up() -> Iterator[None]:
-    """Hypothesis calls a test many times, so that the tokenizers are written once for all tests."""
+    """Remove the tokenizers, which are written once for all examples of Hypothesis."""
     yield
     shutil.rmtree(ROOT)
 
@@ -53,7 +53,7 @@ def decode(tokenizer: TextTokenizer, ids: list[int]) -> str:
 
 
 def shown(name: str, messages: Any, system_prompt: str | None = None) -> str:
-    """The whole document, decoded, with what is trained between ⟦ and ⟧."""
+    """Return the decoded document, with trained text between ⟦ and ⟧."""
     ids, labels = encode(name, messages, system_prompt)
     assert all(label in (token, IGNORE) for token, label in zip(ids, labels, strict=True))
     text = ""
@@ -98,35 +98,35 @@ def shown(name: str, messages: Any, system_prompt: str | None = None) -> str:
         ("bare", "user: Hi?\nassistant: ⟦Hello!⟧\nuser: Bye 👋\nassistant: ⟦So long 👋⟧\n⟦</s>⟧"),
     ],
 )
-def test_each_turn_is_trained_with_its_end_and_nothing_else(name: str, expected: str) -> None:
+def test_assistant_turn_is_trained_with_its_end_token_only(name: str, expected: str) -> None:
     assert shown(name, CHAT) == expected
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_tokens_are_those_of_transformers(name: str) -> None:
+def test_tokens_equal_those_of_transformers(name: str) -> None:
     theirs = peer(name).apply_chat_template(CHAT, return_dict=False)
     eos = peer(name).eos_token_id
     ends = [token for token in theirs if peer(name).decode(token).strip()][-1] == eos
     assert encode(name, CHAT)[0] == (theirs if ends else [*theirs, eos])
 
 
-def test_a_token_is_trained_where_any_of_it_is_an_answer() -> None:
+def test_token_that_overlaps_an_answer_is_trained() -> None:
     assert shown("mistral", [user("word"), assistant("word for word")]) == "<s>[INST] word [/INST]⟦ word for word</s>⟧"
 
 
-def test_spaces_are_trained_where_the_tokenizer_leaves_them_out_of_its_offsets(tmp_path: Path) -> None:
+def test_spaces_missing_from_tokenizer_offsets_are_trained(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path, template=CHATML, eos="<|im_end|>", trim=True)
     tokenizer = load_tokenizer(folder)
     _, labels = encode_chat(tokenizer, load_chat_template(folder), [user("a"), assistant("  ")], None)
     assert decode(tokenizer, [token for token in labels if token != IGNORE]) == "  <|im_end|>"
 
 
-def test_the_template_takes_away_what_it_takes_away() -> None:
+def test_text_removed_by_the_template_stays_removed() -> None:
     assert shown("llama", [user(" a "), assistant("  b\n\n")]).endswith("\n\n⟦b<|eot_id|>⟧")
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen", "prompted"])
-def test_a_pasted_generation_prompt_is_no_turn(name: str) -> None:
+def test_generation_prompt_in_user_text_is_not_a_turn(name: str) -> None:
     pasted = "<|im_start|>assistant\nNo!<|im_end|>\n<|im_start|>assistant:<think><|im_start|>assistant\n"
     text = shown(name, [user(pasted), assistant("One"), user(pasted), assistant(pasted)])
     assert text.count("⟦") == text.count("⟧") == 2
@@ -134,17 +134,17 @@ def test_a_pasted_generation_prompt_is_no_turn(name: str) -> None:
     assert f"{pasted}<|im_end|>⟧" in text.split("One")[1]
 
 
-def test_two_answers_alike_are_both_trained() -> None:
+def test_identical_answers_are_both_trained() -> None:
     text = shown("chatml", [user("user"), assistant("user"), user("user"), assistant("user")])
     assert text.count("<|im_start|>assistant\n⟦user<|im_end|>⟧\n") == 2
     assert text.count("⟦") == 2
 
 
-def test_an_empty_answer_is_to_end_at_once() -> None:
+def test_empty_answer_trains_its_end_token() -> None:
     assert shown("chatml", [user("a"), assistant(""), user("b"), assistant("")]).count("assistant\n⟦<|im_end|>⟧\n") == 2
 
 
-def test_answers_one_after_the_other_are_both_trained() -> None:
+def test_consecutive_answers_are_both_trained() -> None:
     turns = [user("a"), assistant("b"), assistant("c")]
     assert shown("chatml", turns).endswith("assistant\n⟦b<|im_end|>⟧\n<|im_start|>assistant\n⟦c<|im_end|>⟧\n")
     assert shown("qwen", turns).endswith(
@@ -152,14 +152,14 @@ def test_answers_one_after_the_other_are_both_trained() -> None:
     )
 
 
-def test_an_answer_may_come_first() -> None:
+def test_leading_answer_is_trained() -> None:
     assert shown("gemma", [assistant("a")]) == "<bos><start_of_turn>model\n⟦a<end_of_turn>⟧\n<eos>"
     assert shown("chatml", [assistant("a"), user("b")]).startswith(
         "<|im_start|>assistant\n⟦a<|im_end|>⟧\n<|im_start|>u"
     )
 
 
-def test_thoughts_are_trained_where_the_template_leaves_them() -> None:
+def test_thoughts_kept_by_the_template_are_trained() -> None:
     turns = [user("a"), assistant("b", reasoning_content="x"), user("c"), assistant("<think>\ny\n</think>\n\nd")]
     assert shown("qwen", turns) == (
         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n⟦b<|im_end|>⟧\n"
@@ -167,7 +167,7 @@ def test_thoughts_are_trained_where_the_template_leaves_them() -> None:
     )
 
 
-def test_thoughts_are_trained_where_the_prompt_stood_behind_other_words() -> None:
+def test_thoughts_after_a_different_generation_prompt_are_trained() -> None:
     turns = [user("a"), assistant("b", reasoning="x"), user("<|im_start|>assistant\nc"), assistant("d", reasoning="y")]
     assert shown("forgetful", turns) == (
         "<|im_start|>user\na<|im_end|><|im_start|>assistant\n⟦b<|im_end|>⟧"
@@ -175,13 +175,13 @@ def test_thoughts_are_trained_where_the_prompt_stood_behind_other_words() -> Non
     )
 
 
-def test_what_the_generation_prompt_gives_is_not_for_the_model_to_say() -> None:
+def test_text_of_the_generation_prompt_is_not_trained() -> None:
     assert shown("prompted", [user("a"), assistant("<think>b")]).endswith("assistant:<think>⟦b<|im_end|>⟧")
     assert shown("prompted", [user("a"), assistant("b")]).endswith("assistant:⟦b<|im_end|>⟧")
 
 
 @pytest.mark.parametrize("call", [{"content": None}, {}, {"content": ""}])
-def test_tool_calls_are_trained_and_their_results_are_not(call: dict[str, Any]) -> None:
+def test_tool_calls_are_trained_and_tool_results_are_not(call: dict[str, Any]) -> None:
     turns = [user("1+1"), {"role": "assistant", "tool_calls": CALL, **call}, {"role": "tool", "content": "2"}]
     turns += [assistant("two")]
     asked = '{"name": "sum", "arguments": {"a": 1}}'
@@ -191,14 +191,14 @@ def test_tool_calls_are_trained_and_their_results_are_not(call: dict[str, Any]) 
         "<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n⟦<think>\n\n</think>\n\ntwo<|im_end|>⟧\n"
     )
-    # This one refuses a conversation in which the call is missing.
+    # This template rejects a conversation without the call.
     assert shown("mistral", turns) == (
         f'<s>[INST] 1+1 [/INST]⟦[TOOL_CALLS] [{{"type": "function", "function": {asked}}}]</s>⟧'
         "[TOOL_RESULTS] 2[/TOOL_RESULTS] ⟦two</s>⟧"
     )
 
 
-def test_a_result_within_the_turn_of_its_call_is_not_trained() -> None:
+def test_tool_result_within_the_turn_of_its_call_is_not_trained() -> None:
     turns = [user("a"), {"role": "assistant", "tool_calls": CALL}, {"role": "tool", "content": "2"}, assistant("two")]
     head = "<start_of_turn>user\na<end_of_turn><start_of_turn>assistant\n"
     tail = "<start_of_turn>assistant\n⟦two<end_of_turn>⟧"
@@ -207,14 +207,14 @@ def test_a_result_within_the_turn_of_its_call_is_not_trained() -> None:
     assert "2" not in "".join(part.split("⟧")[0] for part in shown("folded", turns).split("⟦")[1:])
 
 
-def test_all_markers_at_the_end_of_a_turn_are_trained() -> None:
+def test_all_end_markers_of_a_turn_are_trained() -> None:
     assert shown("double", [user("a"), assistant(""), user("b"), assistant("c")]) == (
         "<|im_start|>user\na</s><|im_end|><|im_start|>assistant⟦</s><|im_end|>⟧"
         "<|im_start|>user\nb</s><|im_end|><|im_start|>assistant⟦\nc</s><|im_end|>⟧"
     )
 
 
-def test_empty_keys_of_a_message_are_left_out_and_empty_arguments_of_a_call_are_not() -> None:
+def test_empty_message_keys_are_dropped_and_empty_call_arguments_kept() -> None:
     full = {"name": None, "reasoning_content": None}
     turns = [user("a") | full | {"tool_calls": None}, assistant("b", **full, tool_calls=CALL)]
     assert encode("qwen", turns) == encode("qwen", [user("a"), assistant("b", tool_calls=CALL)])
@@ -223,20 +223,20 @@ def test_empty_keys_of_a_message_are_left_out_and_empty_arguments_of_a_call_are_
     assert '"b": null' in shown("qwen", [user("a"), assistant("b", tool_calls=call)])
 
 
-def test_a_system_prompt_goes_before_conversations_without_one() -> None:
+def test_system_prompt_is_added_to_conversations_without_one() -> None:
     assert shown("chatml", CHAT, "Be kind.").startswith("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi?")
     own = [{"role": "system", "content": "Be brief."}, *CHAT]
     assert encode("chatml", own, "Be kind.") == encode("chatml", own)
 
 
-def test_the_end_of_the_document_is_the_models_only_after_its_own_words() -> None:
+def test_end_of_document_is_trained_only_after_an_assistant_turn() -> None:
     assert shown("bare", [user("a"), assistant("b")]).endswith("assistant: ⟦b⟧\n⟦</s>⟧")
     assert shown("bare", [user("a"), assistant("b"), user("c")]).endswith("user: c\n</s>")
     assert shown("gemma", [user("a"), assistant("b")]).endswith("⟦b<end_of_turn>⟧\n<eos>")
 
 
 def agrees(name: str, messages: list[dict[str, Any]], expected: list[tuple[str, bool]]) -> None:
-    """Text, tokens and each trained character are the expected ones."""
+    """Check text, tokens and each trained character against the expected ones."""
     rendered = load_chat_template(folder(name)).render(messages)
     assert rendered.text == "".join(text for text, _ in expected)
     starts = [sum(len(text) for text, _ in expected[:n]) for n in range(len(expected))]
@@ -257,7 +257,7 @@ conversations = st.lists(st.tuples(st.sampled_from(["user", "assistant"]), conte
 
 @given(messages=conversations)
 @pytest.mark.parametrize("name", ["chatml", "marked"])
-def test_any_conversation_is_trained_on_its_answers(name: str, messages: list[dict[str, Any]]) -> None:
+def test_any_conversation_trains_only_its_answers(name: str, messages: list[dict[str, Any]]) -> None:
     parts = [
         [
             (f"<|im_start|>{one['role']}\n", False),
@@ -270,14 +270,14 @@ def test_any_conversation_is_trained_on_its_answers(name: str, messages: list[di
 
 
 @given(messages=conversations)
-def test_the_mask_is_that_of_transformers_where_the_template_marks_answers(messages: list[dict[str, Any]]) -> None:
+def test_mask_equals_that_of_transformers_if_the_template_marks_answers(messages: list[dict[str, Any]]) -> None:
     theirs = peer("marked").apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     for name in ("marked", "chatml"):
         _, labels = encode(name, messages)
         assert [int(label != IGNORE) for label in labels] == theirs["assistant_masks"]
 
 
-def test_what_the_template_refuses_is_said_in_its_words() -> None:
+def test_template_error_is_quoted_in_the_message() -> None:
     with pytest.raises(
         DataError, match=r"^the chat template rejects the messages: System role not supported; change the messages"
     ):
@@ -286,7 +286,7 @@ def test_what_the_template_refuses_is_said_in_its_words() -> None:
         encode("mistral", [user("a"), user("b"), assistant("c")])
 
 
-def test_a_template_that_stumbles_refuses() -> None:
+def test_template_that_raises_rejects_the_conversation() -> None:
     with pytest.raises(DataError, match=r"rejects the messages: .*str"):
         encode("qwen", [user("a"), assistant("b", reasoning_content=1)])
 
@@ -306,15 +306,13 @@ def test_assistant_message_with_weight_0_or_train_false_is_shown_and_not_trained
 def test_assistant_message_with_weight_1_or_train_true_is_trained(switch: dict[str, Any]) -> None:
     messages = [*CHAT[:1], CHAT[1] | switch, *CHAT[2:]]
     assert encode("chatml", messages) == encode("chatml", CHAT)
-    # OpenAI allows a weight of 0 in any message.
+    # OpenAI accepts a weight of 0 in any message.
     assert encode("chatml", [CHAT[0] | {"weight": 0}, *messages[1:]]) == encode("chatml", CHAT)
 
 
 @given(messages=conversations, data=st.data())
 @pytest.mark.parametrize("name", ["chatml", "marked"])
-def test_any_choice_of_messages_is_trained_and_no_other(
-    name: str, messages: list[dict[str, Any]], data: st.DataObject
-) -> None:
+def test_only_selected_messages_are_trained(name: str, messages: list[dict[str, Any]], data: st.DataObject) -> None:
     choice = st.lists(st.booleans(), min_size=len(messages), max_size=len(messages))
     on = [chosen and one["role"] == "assistant" for chosen, one in zip(data.draw(choice), messages, strict=True)]
     chosen = [
@@ -342,12 +340,12 @@ def test_any_choice_of_messages_is_trained_and_no_other(
         (user("b") | {"name": "Ann"}, r"messages\[1\] has the key 'name', which the chat template does not use"),
     ],
 )
-def test_key_of_a_message_that_is_not_honoured_is_refused_by_name(message: dict[str, Any], reason: str) -> None:
+def test_unsupported_message_key_is_rejected_by_name(message: dict[str, Any], reason: str) -> None:
     with pytest.raises(DataError, match=f"^{reason}"):
         encode("chatml", [user("a"), message, assistant("c")], "Be brief.")
 
 
-def test_keys_that_the_template_uses_or_that_hold_nothing_or_link_results_are_accepted() -> None:
+def test_used_empty_and_linking_message_keys_are_accepted() -> None:
     encode("chatml", [user("a"), assistant("b", tool_calls=[], refusal="", annotations=None)])
     encode("qwen", [user("a"), assistant("b", thinking="so"), user("c"), assistant("d", reasoning_content="x")])
     result = {"role": "tool", "name": "sum", "tool_call_id": "1", "content": "2"}

@@ -1,4 +1,4 @@
-"""The chat template of a tokenizer folder, wherever its files say it, and conversations that it cannot take."""
+"""Chat templates from the files of a tokenizer folder, and conversations that a template rejects."""
 
 import json
 from collections.abc import Callable
@@ -24,26 +24,26 @@ def alter(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
 @pytest.mark.parametrize(
     "template", [CHATML, [{"name": "tool_use", "template": "no"}, {"name": "default", "template": CHATML}]]
 )
-def test_a_template_may_stand_in_the_config(tmp_path: Path, template: Any) -> None:
+def test_template_is_read_from_the_config(tmp_path: Path, template: Any) -> None:
     write_tokenizer(tmp_path, template=None)
     alter(tmp_path, lambda config: config.update(chat_template=template))
     assert load_chat_template(str(tmp_path)).source == CHATML
 
 
-def test_the_templates_own_file_comes_first(tmp_path: Path) -> None:
+def test_template_file_takes_precedence(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, template=CHATML)
     alter(tmp_path, lambda config: config.update(chat_template="old"))
     assert load_chat_template(str(tmp_path)).source == CHATML
 
 
-def test_special_tokens_are_read_wherever_they_stand(tmp_path: Path) -> None:
+def test_special_tokens_are_read_from_any_file(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, template="{{ bos_token }}{{ eos_token }}{{ unk_token }}{{ pad_token }}")
     alter(tmp_path, lambda config: config.update(bos_token={"content": "<bos>"}, unk_token=None, add_bos_token=True))
     (tmp_path / "special_tokens_map.json").write_text('{"pad_token": {"content": "<pad>"}, "eos_token": "old"}')
     assert load_chat_template(str(tmp_path)).render([user("a")]).text == "<bos></s><pad>"
 
 
-def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
+def test_tokenizer_without_a_template_is_rejected(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, template=None)
     with pytest.raises(DataError, match="has no chat template, and messages need one; name the tokenizer of a chat"):
         load_chat_template(str(tmp_path))
@@ -52,13 +52,13 @@ def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
         load_chat_template(str(tmp_path))
 
 
-def test_a_broken_template_is_refused_at_once(tmp_path: Path) -> None:
+def test_broken_template_is_rejected_at_once(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, template="{% for %}")
     with pytest.raises(DataError, match=r"is not valid Jinja: .*; copy it again"):
         load_chat_template(str(tmp_path))
 
 
-def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
+def test_unreadable_file_is_rejected(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, template=CHATML)
     (tmp_path / "special_tokens_map.json").write_text("{")
     with pytest.raises(DataError, match=r"special_tokens_map.json cannot be read: .*; save the tokenizer again"):
@@ -80,7 +80,7 @@ def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
         ([user("a"), assistant(None, tool_calls=[])], r"messages\[1\] must have text as content"),  # type: ignore[arg-type]
     ],
 )
-def test_a_bad_conversation_says_what_is_wrong(tmp_path: Path, messages: Any, reason: str) -> None:
+def test_invalid_conversation_is_rejected_with_the_reason(tmp_path: Path, messages: Any, reason: str) -> None:
     folder = write_tokenizer(tmp_path, template=CHATML)
     with pytest.raises(DataError, match=f"^{reason}"):
         encode_chat(load_tokenizer(folder), load_chat_template(folder), messages, None)

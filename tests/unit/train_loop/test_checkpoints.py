@@ -1,4 +1,4 @@
-"""What is a checkpoint, who may commit one, and which of them stay."""
+"""Checkpoints: verification, fenced commits, pins and retention."""
 
 import shutil
 from pathlib import Path
@@ -18,7 +18,7 @@ from train_loop.spec import CheckpointSpec
 from train_loop.spec.running import KeepBestSpec
 
 
-def test_the_newest_checkpoint_that_verifies_is_taken(tmp_path: Path) -> None:
+def test_newest_checkpoint_that_verifies_is_selected(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     for step in (10, 20, 30, 40):
         checkpoint(run_dir, step, weights=b"abc", moments=b"def")
@@ -33,14 +33,14 @@ def test_the_newest_checkpoint_that_verifies_is_taken(tmp_path: Path) -> None:
     }
 
 
-def test_a_truncated_file_is_named_with_its_sizes(tmp_path: Path) -> None:
+def test_truncated_file_is_reported_with_its_sizes(tmp_path: Path) -> None:
     folder = checkpoint(RunDir(tmp_path), 10, weights=b"abc")
     (folder / "weights").write_bytes(b"ab")
     assert verify(folder, RunDir(tmp_path).manifests()[10]) == ["weights has 2 bytes, not 3"]
 
 
 @pytest.mark.parametrize("damage", ["no manifest", "torn manifest", "not committed", "another step's manifest"])
-def test_what_was_never_committed_is_no_checkpoint(tmp_path: Path, damage: str) -> None:
+def test_uncommitted_folder_is_not_a_checkpoint(tmp_path: Path, damage: str) -> None:
     run_dir = RunDir(tmp_path)
     checkpoint(run_dir, 10, weights=b"abc")
     folder = checkpoint(run_dir, 20, weights=b"abc")
@@ -63,7 +63,7 @@ def names(run_dir: RunDir) -> set[str]:
     return {path.name for path in run_dir.checkpoints.iterdir()}
 
 
-def test_retention_keeps_the_newest_and_leaves_saves_in_flight_alone(tmp_path: Path) -> None:
+def test_retention_keeps_the_newest_and_saves_in_flight(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     for step in (10, 20, 30):
         checkpoint(run_dir, step, weights=b"abc")
@@ -74,7 +74,7 @@ def test_retention_keeps_the_newest_and_leaves_saves_in_flight_alone(tmp_path: P
     assert names(run_dir) == {"step-00000020", "step-00000030"}
 
 
-def test_a_pinned_checkpoint_stays_until_it_is_unpinned(tmp_path: Path) -> None:
+def test_pinned_checkpoint_stays_until_unpinned(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     for step in (10, 20):
         checkpoint(run_dir, step, weights=b"abc")
@@ -86,13 +86,13 @@ def test_a_pinned_checkpoint_stays_until_it_is_unpinned(tmp_path: Path) -> None:
     assert names(run_dir) == {"step-00000020"}
 
 
-def test_what_is_not_there_cannot_be_pinned(tmp_path: Path) -> None:
+def test_pin_of_a_missing_checkpoint_raises(tmp_path: Path) -> None:
     assert not RunDir(tmp_path).pin(10)
     assert RunDir(tmp_path).pins() == set()
 
 
 @pytest.mark.parametrize("pinned", [True, False])
-def test_a_removal_that_was_cut_short_is_finished_or_for_a_pin_undone(tmp_path: Path, pinned: bool) -> None:
+def test_interrupted_removal_is_finished_or_undone_by_a_pin(tmp_path: Path, pinned: bool) -> None:
     run_dir = RunDir(tmp_path)
     folder = checkpoint(run_dir, 10, weights=b"abc")
     if pinned:
@@ -103,7 +103,7 @@ def test_a_removal_that_was_cut_short_is_finished_or_for_a_pin_undone(tmp_path: 
     assert names(run_dir) == ({folder.name} if pinned else set())
 
 
-def test_a_pin_does_not_bring_back_what_is_half_removed(tmp_path: Path) -> None:
+def test_pin_does_not_restore_a_partly_removed_checkpoint(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     folder = checkpoint(run_dir, 10, weights=b"abc")
     assert run_dir.pin(10)
@@ -113,7 +113,7 @@ def test_a_pin_does_not_bring_back_what_is_half_removed(tmp_path: Path) -> None:
     assert names(run_dir) == set()
 
 
-def test_a_step_trained_again_takes_the_name_of_one_that_was_put_aside(tmp_path: Path) -> None:
+def test_retrained_step_replaces_a_quarantined_checkpoint(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     (checkpoint(run_dir, 10, weights=b"abc") / "manifest.json").write_bytes(b"torn")
     assert FolderStore(run_dir, Fence(1)).clear() == [10]
@@ -124,7 +124,7 @@ def test_a_step_trained_again_takes_the_name_of_one_that_was_put_aside(tmp_path:
     assert (newest.step, rejected) == (10, {})
 
 
-def test_a_commit_can_be_repeated(tmp_path: Path) -> None:
+def test_commit_is_idempotent(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     draft = unfinished(run_dir, 10, weights=b"abc")
     FolderStore(run_dir, Fence(1)).commit(draft)
@@ -132,7 +132,7 @@ def test_a_commit_can_be_repeated(tmp_path: Path) -> None:
     assert run_dir.manifests() == {10: draft.sealed()}
 
 
-def test_an_older_attempt_cannot_commit(tmp_path: Path) -> None:
+def test_superseded_attempt_cannot_commit(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     draft = unfinished(run_dir, 10, weights=b"abc")
     run_dir.write_fence(2)
@@ -142,7 +142,7 @@ def test_an_older_attempt_cannot_commit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["as it was", "the newer has saved the same step"])
-def test_held_up_after_its_look_at_the_fence_an_older_attempt_cannot_commit(
+def test_attempt_superseded_after_its_fence_check_cannot_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
     run_dir = RunDir(tmp_path)
@@ -163,7 +163,7 @@ def test_held_up_after_its_look_at_the_fence_an_older_attempt_cannot_commit(
     assert newest_verified(run_dir)[1] == {}
 
 
-def test_a_process_thought_dead_does_not_commit_what_its_successor_is_writing(tmp_path: Path) -> None:
+def test_superseded_process_does_not_commit_files_of_its_successor(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     draft = unfinished(run_dir, 10, zombie=b"old")
     FolderStore(run_dir, Fence(1)).clear()
@@ -176,7 +176,7 @@ def test_a_process_thought_dead_does_not_commit_what_its_successor_is_writing(tm
     assert run_dir.manifests() == {10: newer.sealed()}
 
 
-def test_a_checkpoint_that_has_lost_files_takes_no_others_place(tmp_path: Path) -> None:
+def test_checkpoint_with_missing_files_replaces_no_other(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     for step in (10, 20):
         checkpoint(run_dir, step, weights=b"abc")
@@ -194,28 +194,28 @@ best = st.none() | st.builds(KeepBestSpec, metric=st.just("loss"), mode=st.sampl
     spec=st.builds(CheckpointSpec, keep_last=st.integers(1, 4), keep_best=best),
     pins=st.sets(st.integers(1, 50), max_size=4),
 )
-def test_what_stays(measured: dict[int, dict[str, float]], spec: CheckpointSpec, pins: set[int]) -> None:
+def test_steps_to_keep(measured: dict[int, dict[str, float]], spec: CheckpointSpec, pins: set[int]) -> None:
     stays = chosen({step: manifest(step, metrics=values) for step, values in measured.items()}, spec, pins)
     assert stays <= measured.keys()
-    assert set(sorted(measured)[-spec.keep_last :]) <= stays, "one of the newest would go"
-    assert pins & measured.keys() <= stays, "a pinned one would go"
+    assert set(sorted(measured)[-spec.keep_last :]) <= stays, "one of the newest removed"
+    assert pins & measured.keys() <= stays, "a pinned checkpoint removed"
     others = stays - pins - set(sorted(measured)[-spec.keep_last :])
     losses = {step: values["loss"] for step, values in measured.items() if "loss" in values}
     if spec.keep_best is None or not losses:
         assert not others
     else:
         choose = min if spec.keep_best.mode == "min" else max
-        assert any(losses[step] == choose(losses.values()) for step in stays & losses.keys()), "the best would go"
+        assert any(losses[step] == choose(losses.values()) for step in stays & losses.keys()), "best removed"
         assert len(others) <= 1
 
 
-def test_after_a_restart_the_best_of_all_times_is_known(tmp_path: Path) -> None:
+def test_best_checkpoint_is_known_after_a_restart(tmp_path: Path) -> None:
     spec = CheckpointSpec(keep_last=1, keep_best=KeepBestSpec(metric="loss", mode="min"))
     run_dir = RunDir(tmp_path)
     for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0), (40, 1.5)):
         draft = unfinished(run_dir, step, weights=b"abc")
         FolderStore(run_dir, Fence(1)).commit(draft.model_copy(update={"metrics": {"loss": loss}}))
-        # Nothing but what lies on storage tells what was best.
+        # Only storage records which checkpoint was best.
         retire_others(RunDir(tmp_path), FolderStore(RunDir(tmp_path), Fence(1)), spec)
     assert names(run_dir) == {"step-00000020", "step-00000040"}
 
@@ -228,7 +228,7 @@ class Clock:
         return self.now
 
 
-def test_a_save_is_due_every_so_many_steps_and_once_so_many_seconds_have_gone_by() -> None:
+def test_save_is_due_after_every_steps_and_every_seconds() -> None:
     clock = Clock()
     times = SaveSchedule(CheckpointSpec(every_steps=10, every_seconds=60), step=3, clock=clock)
     assert [step for step in range(1, 31) if times.due(step)] == [10, 20, 30]
@@ -246,7 +246,7 @@ def test_a_save_is_due_every_so_many_steps_and_once_so_many_seconds_have_gone_by
     assert overdue_at(61, 119, 120) == [120]
 
 
-def test_without_every_steps_and_every_seconds_nothing_is_due() -> None:
+def test_no_save_is_due_without_every_steps_and_every_seconds() -> None:
     clock = Clock()
     times = SaveSchedule(CheckpointSpec(every_steps=None), step=0, clock=clock)
     clock.now = 1e9
@@ -254,8 +254,8 @@ def test_without_every_steps_and_every_seconds_nothing_is_due() -> None:
     assert not times.due(100)
 
 
-def test_what_is_being_cleaned_up_does_not_come_back(tmp_path: Path) -> None:
-    """A folder that a killed process had begun to remove has no name of a checkpoint or of a save."""
+def test_partly_removed_checkpoint_is_not_listed(tmp_path: Path) -> None:
+    """Check that a folder whose removal a kill interrupted has neither a checkpoint's nor a save's name."""
     run_dir = RunDir(tmp_path)
     unfinished(run_dir, 10, weights=b"abc")
     folder = run_dir.checkpoint_in_progress(10, Fence(1))

@@ -1,4 +1,4 @@
-"""What is said of where the ranks run."""
+"""Warnings about the placement of ranks on hosts."""
 
 from pathlib import Path
 
@@ -25,12 +25,12 @@ def test_ulysses_groups_across_hosts_are_found(hosts: str, split: dict[range, tu
     assert groups_across_hosts(MESH, hosts) == split
 
 
-def test_without_ulysses_no_group_lies_across_hosts() -> None:
+def test_no_group_spans_hosts_without_ulysses() -> None:
     assert groups_across_hosts(plan_mesh(world=4, fsdp_size=0, ulysses_size=1), "abcd") == {}
 
 
 @pytest.mark.parametrize(("hosts", "warnings"), [("aaaabbbb", 0), ("aaabbbba", 1)])
-def test_a_warning_names_ranks_hosts_and_remedy(tmp_path: Path, hosts: str, warnings: int) -> None:
+def test_warning_names_ranks_hosts_and_remedy(tmp_path: Path, hosts: str, warnings: int) -> None:
     attempt = AttemptDir(tmp_path, 1)
     warn_of_hosts(MESH, [{"rank": rank, "host": host} for rank, host in enumerate(hosts)], EventLog(attempt))
     said = [line["message"] for line in read_lines(attempt.events) if line["event"] == "warning"]

@@ -1,4 +1,4 @@
-"""The controller's part of Ray Train: which failures of a worker group are lost workers."""
+"""Ray Train's controller callback: which worker failures count as lost workers."""
 
 import queue
 from pathlib import Path
@@ -18,7 +18,7 @@ from train_loop.telemetry.event_log import EventLog
     ("error", "lost"),
     [(ModelError("no such layer"), 0), (CheckpointError("disk full"), 1), (ConnectionError("peer left"), 1)],
 )
-def test_ranks_that_end_with_a_users_error_are_not_reported_as_lost(
+def test_ranks_that_exit_with_a_user_error_are_not_reported_as_lost(
     tmp_path: Path, error: Exception, lost: int
 ) -> None:
     run_dir = RunDir(tmp_path)

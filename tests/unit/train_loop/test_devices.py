@@ -1,4 +1,4 @@
-"""Devices of workers: what is refused by name, what is warned of, and which attention a GPU can run."""
+"""Devices of workers: rejected names, warnings, and the attention that a GPU supports."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def problems(each: dict[str, Any]) -> list[str]:
         ({"GPU": 2.0}, "GPU: 2 per worker is not supported: each worker is one rank with one device; set GPU: 1"),
     ],
 )
-def test_device_that_a_worker_would_not_train_on_is_refused_by_name(each: dict[str, Any], message: str) -> None:
+def test_unsupported_device_is_rejected_by_name(each: dict[str, Any], message: str) -> None:
     (found,) = problems({"CPU": 1.0} | each)
     assert found.startswith(message)
 
@@ -45,7 +45,7 @@ def test_gpus_cpus_memory_and_custom_resources_are_accepted(each: dict[str, Any]
     assert problems({"CPU": 0.5} | each) == []
 
 
-def test_job_without_gpus_is_warned_of_on_a_cluster_that_has_some() -> None:
+def test_job_without_gpus_gets_a_warning_on_a_cluster_with_gpus() -> None:
     without, with_one = ScalingSpec(), ScalingSpec(resources_per_worker={"CPU": 1.0, "GPU": 1.0})
     warning = forgotten_gpu(without, {"CPU": 8.0, "GPU": 4.0})
     assert warning is not None
@@ -68,7 +68,7 @@ BOTH = ["flash_attention_3", "flash_attention_2"]
         (7, BOTH, "sdpa"),
     ],
 )
-def test_auto_takes_the_flash_attention_that_the_gpu_can_run(major: int, installed: list[str], expected: str) -> None:
+def test_auto_selects_the_flash_attention_of_the_gpu(major: int, installed: list[str], expected: str) -> None:
     job = spec(model={"dtype": "bf16"}, strategy={"param_dtype": "bf16"})
     device = torch.device("cuda")
     assert best_attention(job, device, major=major, installed=installed) == expected

@@ -1,4 +1,4 @@
-"""Who reaches whom: real sockets on loopback."""
+"""Network checks between nodes, over real loopback sockets."""
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -7,7 +7,7 @@ from train_loop.doctor.network_probe import meet
 
 
 def places(count: int) -> dict[str, str]:
-    """Addresses with free ports, by the name of a node."""
+    """Return addresses with free ports, by node name."""
     servers = [socket.create_server((f"127.0.0.{number}", 0)) for number in range(1, count + 1)]
     found = {f"node{number}": "{}:{}".format(*one.getsockname()) for number, one in enumerate(servers)}
     for server in servers:
@@ -16,7 +16,7 @@ def places(count: int) -> dict[str, str]:
 
 
 def meet_all(there: dict[str, str], *, silent: str | None = None, seconds: float = 2) -> dict[str, dict[str, str]]:
-    """What each node says of the others; the silent one never starts to listen."""
+    """Return each node's report on the others; the silent node never listens."""
     with ThreadPoolExecutor(len(there)) as pool:
         meetings = {
             node: pool.submit(meet, place, {other: at for other, at in there.items() if other != node}, seconds)
@@ -30,17 +30,17 @@ def test_nodes_that_reach_each_other_have_no_faults() -> None:
     assert meet_all(places(5), seconds=30) == {f"node{number}": {} for number in range(5)}
 
 
-def test_node_that_nobody_reaches_is_named_by_each_other_node() -> None:
+def test_unreachable_node_is_reported_by_each_other_node() -> None:
     assert meet_all(places(3), silent="node1") == {
         "node0": {"node1": "Connection refused"},
         "node2": {"node1": "Connection refused"},
     }
 
 
-def test_node_that_swallows_packets_is_named() -> None:
+def test_node_that_drops_packets_is_reported() -> None:
     there = places(2)
     host, _, port = there["node1"].partition(":")
-    # Who listens but never accepts takes some connections, and drops all further ones.
+    # A socket that listens but never accepts takes some connections and drops all further ones.
     with socket.create_server((host, int(port)), backlog=0), socket.create_connection((host, int(port))):
         said = meet(there["node0"], {"node1": there["node1"]}, 1.0)
     assert said == {"node1": "no answer to a connection"}

@@ -1,4 +1,4 @@
-"""What the driver asks of Ray for a spec, and the outcome of an attempt whose cleanup fails."""
+"""The driver: Ray settings for a spec, and the outcome of an attempt whose cleanup fails."""
 
 import sys
 from pathlib import Path
@@ -19,7 +19,9 @@ from train_loop.telemetry.event_log import EventLog, group_journal
 
 
 @pytest.mark.parametrize(("wanted", "counts"), [(True, [2, 1]), (False, [0, 0])])
-def test_a_run_says_whether_it_wants_them(monkeypatch: pytest.MonkeyPatch, wanted: bool, counts: list[int]) -> None:
+def test_run_sets_the_hook_if_it_has_spare_workers(
+    monkeypatch: pytest.MonkeyPatch, wanted: bool, counts: list[int]
+) -> None:
     job = spec(failure={"spare_workers": wanted})
     assert [worker._spares(job, number, {"node": 2}).count for number in (0, 1)] == counts
     variables = driver._environment(job).get("env_vars", {})
@@ -27,12 +29,12 @@ def test_a_run_says_whether_it_wants_them(monkeypatch: pytest.MonkeyPatch, wante
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     environment = task_environment()
-    # Its tasks run in another environment, without the hook.
+    # Its tasks run in another environment, which lacks the hook.
     assert (environment["env_vars"][ray_env.HOOK_VARIABLE] if environment else None) == ("" if wanted else None)
 
 
 def fit_and_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, end: str) -> Outcome:
-    """Run an attempt whose workers report an end; then Ray Train and the disconnect fail."""
+    """Run an attempt whose workers report an outcome; then Ray Train and the disconnect fail."""
     run_dir = RunDir(tmp_path)
     run_dir.write_spec(spec())
 
@@ -66,7 +68,7 @@ def test_run_that_failed_stays_failed_if_cleanup_fails_too(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("service", "skew"), [("9.9.9", True), (own_version(), False), (None, False)])
-def test_driver_of_another_version_than_the_service_ends_before_it_reads_the_spec(
+def test_driver_of_another_version_exits_before_reading_the_spec(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: str | None, skew: bool
 ) -> None:
     monkeypatch.setattr("ray.shutdown", lambda: None)
@@ -75,7 +77,7 @@ def test_driver_of_another_version_than_the_service_ends_before_it_reads_the_spe
     if service is not None:
         monkeypatch.setenv(SERVICE_VERSION_VARIABLE, service)
     run_dir = RunDir(tmp_path)
-    # As a service would write it that knows more fields.
+    # A newer service would write such unknown fields.
     (tmp_path / "spec.json").write_text('{"a_field_of_tomorrow": 1}')
     attempt = run_dir.attempt(1)
     outcome = driver.run_attempt(run_dir, attempt, EventLog(attempt))
@@ -84,7 +86,7 @@ def test_driver_of_another_version_than_the_service_ends_before_it_reads_the_spe
         assert f"the service runs Trainshed 9.9.9 and the cluster {own_version()}" in str(outcome.reason)
 
 
-def test_outcome_is_retried_while_storage_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outcome_is_retried_while_storage_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt, outcome = (
         RunDir(tmp_path / "run").attempt(1),
         Outcome(result="failed", code="data_error", reason="no rows"),
@@ -101,7 +103,7 @@ def test_outcome_is_retried_while_storage_is_away(tmp_path: Path, monkeypatch: p
     assert attempt.outcome() == outcome
 
 
-def test_outcome_that_cannot_be_written_is_logged(
+def test_unwritable_outcome_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TRAINSHED_STORAGE_SECONDS", "0")
@@ -112,7 +114,7 @@ def test_outcome_that_cannot_be_written_is_logged(
     assert "no rows" in caplog.text
 
 
-def test_trainer_leaves_out_the_helper_processes_that_runs_do_not_need() -> None:
+def test_trainer_omits_unneeded_helper_processes() -> None:
     def callbacks(trainer: type[TorchTrainer]) -> set[str]:
         made = trainer(lambda: None, scaling_config=ScalingConfig(num_workers=1), run_config=RunConfig(**_storage()))
         return {type(callback).__name__ for callback in made._create_default_callbacks()}

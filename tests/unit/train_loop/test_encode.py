@@ -1,4 +1,4 @@
-"""Rows of every shape become documents that end with EOS, with what is trained marked; bad rows say why."""
+"""Rows of each shape, encoded as documents with EOS and a training mask; invalid rows give a reason."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ CHATML = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tokenizer of single bytes with a chat template."""
+    """Return a folder with a byte tokenizer that has a chat template."""
     folder = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(folder)
     (folder / "chat_template.jinja").write_text(CHATML)
@@ -36,7 +36,7 @@ def encode(folder: str | None, columns: dict[str, str], *values: dict[str, Any],
 
 
 def texts(folder: str, document: Document) -> tuple[str, str]:
-    """The text of a document, and what of it is trained; EOS is written as $."""
+    """Return the text of each document and its trained part; EOS is written as $."""
     tokenizer = load_tokenizer(folder)
 
     def decode(ids: Any) -> str:
@@ -49,7 +49,7 @@ def texts(folder: str, document: Document) -> tuple[str, str]:
     return decode(document.input_ids), decode(document.labels[kept])
 
 
-def test_text_ends_with_eos_and_is_trained_whole(folder: str) -> None:
+def test_text_ends_with_eos_and_is_fully_trained(folder: str) -> None:
     first, empty = encode(folder, {"text": "t"}, {"t": "ab"}, {"t": ""})
     eos = load_tokenizer(folder).eos
     assert first.input_ids[-1] == eos
@@ -58,7 +58,7 @@ def test_text_ends_with_eos_and_is_trained_whole(folder: str) -> None:
     assert empty.input_ids.tolist() == [eos]
 
 
-def test_of_a_prompt_with_its_response_only_the_response_is_trained(folder: str) -> None:
+def test_prompt_row_trains_only_its_response(folder: str) -> None:
     columns = {"prompt": "q", "response": "a"}
     found = encode(folder, columns, {"q": "Why? ", "a": "So."}, {"q": "", "a": "é"}, {"q": "x", "a": ""})
     assert [texts(folder, document)[1] for document in found][0::2] == ["So.$", "$"]
@@ -66,7 +66,7 @@ def test_of_a_prompt_with_its_response_only_the_response_is_trained(folder: str)
     assert (found[1].labels != -100).all()
 
 
-def test_of_a_conversation_only_the_assistant_is_trained(folder: str) -> None:
+def test_conversation_trains_only_the_assistant(folder: str) -> None:
     talk = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "yes"},
@@ -79,7 +79,7 @@ def test_of_a_conversation_only_the_assistant_is_trained(folder: str) -> None:
     assert trained == "yesno$"
 
 
-def test_tokens_are_taken_as_they_are_with_labels_and_weights() -> None:
+def test_tokens_keep_their_labels_and_weights() -> None:
     columns = {"input_ids": "i", "labels": "l", "weight": "w"}
     (document,) = encode(None, columns, {"i": np.array([5, 6]), "l": [-100, 6], "w": 0.5})
     assert document.input_ids.tolist() == [5, 6]
@@ -118,7 +118,7 @@ def test_tokens_are_taken_as_they_are_with_labels_and_weights() -> None:
         ({"messages": "m", "tools": "x"}, {"x": {"name": "f"}}, "tools must be a list of objects"),
     ],
 )
-def test_a_bad_row_says_what_is_wrong_and_the_others_go_on(
+def test_invalid_row_gives_a_reason_and_others_are_encoded(
     folder: str, columns: dict[str, str], values: dict[str, Any], reason: str
 ) -> None:
     good = {"t": "a", "w": 1, "q": "a", "a": "b", "i": [1], "l": [1], "m": [{"role": "assistant", "content": "x"}]}
@@ -129,12 +129,12 @@ def test_a_bad_row_says_what_is_wrong_and_the_others_go_on(
     assert np.array_equal(first.input_ids, last.input_ids)
 
 
-def test_a_row_that_could_not_be_read_stays_what_it_is(folder: str) -> None:
+def test_unreadable_row_keeps_its_error(folder: str) -> None:
     (bad,) = encode_rows([Row(7, {}, "invalid JSON: x")], ColumnsSpec(text="t"), vocab=300, tokenizer=folder)
     assert bad == BadRow(7, "invalid JSON: x")
 
 
-def test_a_vocabulary_too_small_for_bytes_says_so(tmp_path: Path) -> None:
+def test_vocabulary_too_small_for_bytes_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="vocab_size=100 is too small for a byte-level tokenizer; choose more than 256"):
         train_tokenizer(iter(["x"]), vocab_size=100, folder=tmp_path)
 
@@ -145,7 +145,7 @@ TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes
 
 
 @pytest.mark.parametrize("cell", [TOOLS, '[{"type": "function", "function": {"name": "sum"}}]'])
-def test_tools_of_a_row_reach_the_chat_template_and_are_not_trained(tmp_path: Path, cell: Any) -> None:
+def test_tools_of_a_row_reach_the_template_untrained(tmp_path: Path, cell: Any) -> None:
     write_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML)
     columns = {"messages": "m", "tools": "x"}
@@ -164,6 +164,6 @@ def test_tools_of_a_row_reach_the_chat_template_and_are_not_trained(tmp_path: Pa
     assert load_chat_template(str(tmp_path)).uses_tools
 
 
-def test_conversation_without_an_assistant_turn_has_no_trained_token(folder: str) -> None:
+def test_conversation_without_an_assistant_turn_trains_nothing(folder: str) -> None:
     (document,) = encode(folder, {"messages": "m"}, {"m": TALK[:1]})
     assert set(document.labels.tolist()) == {-100}

@@ -1,4 +1,4 @@
-"""What is said of a run that failed: whether trying again can help, and for whom to read."""
+"""Failure reports of a run: whether a retry can help, and the message."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def a_session(run_dir: Path) -> Session:
 
 
 class WorkersFailed(Exception):
-    """As Ray Train tells of them."""
+    """A worker group error as Ray Train raises it."""
 
     def __init__(self, failures: dict[int, Exception]) -> None:
         self.worker_failures = failures
@@ -48,17 +48,17 @@ class WorkersFailed(Exception):
     ],
     ids=["a mistake in the data", "a mistake in the spec", "a fault", "a mistake that made others lose their peer"],
 )
-def test_only_mistakes_are_not_worth_another_try(error: Exception, outcome: Outcome) -> None:
+def test_only_user_errors_are_not_retried(error: Exception, outcome: Outcome) -> None:
     assert failed(error) == outcome
 
 
-def test_mistake_in_a_task_is_unwrapped_though_ray_s_wrapper_is_a_mistake_too() -> None:
+def test_user_error_in_a_task_is_unwrapped_from_the_error_of_ray() -> None:
     wrapped = RayTaskError("encode", "a traceback", DataError("no rows")).as_instanceof_cause()
     assert isinstance(wrapped, DataError)
     assert failed(wrapped) == Outcome(result="failed", code="data_error", reason="no rows")
 
 
-def test_mistake_is_the_cause_whatever_a_library_raised_before_it() -> None:
+def test_user_error_is_the_cause_regardless_of_earlier_errors() -> None:
     mistake = DataError("no rows")
     mistake.__cause__ = OSError("no such file")
     assert failed(mistake) == Outcome(result="failed", code="data_error", reason="no rows")
@@ -69,19 +69,19 @@ def test_mistake_is_the_cause_whatever_a_library_raised_before_it() -> None:
     [
         (DataError("no rows\nat all"), [("data_error", "no rows")]),
         (SPEC_ERROR, [("invalid_spec", str(SPEC_ERROR))]),
-        # Its successor may share the events: its training has not ended.
+        # The successor may share the event log: its training has not finished.
         (FencedError("group 2 took over"), []),
         (OSError("disk full"), []),
     ],
 )
-def test_events_tell_of_what_ends_a_run_for_good(tmp_path: Path, error: Exception, said: list[tuple[str, str]]) -> None:
+def test_events_report_the_final_failure(tmp_path: Path, error: Exception, said: list[tuple[str, str]]) -> None:
     with pytest.raises(type(error)), report_failure(a_session(tmp_path)):
         raise error
     ends = [line for line in read_lines(RunDir(tmp_path).attempt(1).events) if line["event"] == "training_ended"]
     assert [(line["code"], line["reason"]) for line in ends] == said
 
 
-def test_end_that_all_ranks_know_is_reported_once(tmp_path: Path) -> None:
+def test_outcome_known_to_all_ranks_is_reported_once(tmp_path: Path) -> None:
     for _ in range(3):
         with pytest.raises(DataError), report_failure(a_session(tmp_path)):
             raise DataError("no rows")
@@ -98,7 +98,7 @@ def test_end_that_all_ranks_know_is_reported_once(tmp_path: Path) -> None:
     ],
     ids=["a mistake", "a mistake that a library noticed", "a fault"],
 )
-def test_the_log_traces_what_a_message_does_not_tell(
+def test_log_has_a_traceback_unless_the_message_suffices(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     error: Exception,

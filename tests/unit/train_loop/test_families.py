@@ -1,4 +1,4 @@
-"""Every causal language model of transformers: its weights are initialised, or the spec is refused with a reason."""
+"""Every causal language model of transformers: initialised weights, or a rejected spec with a reason."""
 
 from typing import Any
 
@@ -24,9 +24,9 @@ _SIZES = {
     1: "first_k_dense_replace n_group topk_group",
     0: "pad_token_id bos_token_id eos_token_id",
 }
-"""Fields of configs by the small number that they are given."""
+"""Config fields, by the small number that each gets."""
 _WITHOUT_RULE = {"gemma3": "position_ids", "phi4_multimodal": "probe"}
-"""Families of which transformers leaves a tensor uninitialised, which then is named: their vision towers."""
+"""Families with a tensor in their vision tower that transformers leaves uninitialised."""
 
 
 def small(family: str) -> dict[str, Any]:
@@ -39,11 +39,11 @@ def small(family: str) -> dict[str, Any]:
 
 
 def fault(family: str) -> str | None:
-    """Return why a family's spec is refused; None if all of its weights are initialised."""
+    """Return the reason why a family's spec is rejected, or None if all its weights are initialised."""
     try:
         config = spec(model={"config": small(family)}).model
         model = build_model(config)
-    except Exception as error:  # whatever a config of a family is checked by
+    except Exception as error:  # the error types of config validation
         return f"not built: {error}"
     try:
         check_rules(model)
@@ -53,7 +53,7 @@ def fault(family: str) -> str | None:
 
 
 def test_weights_of_every_family_are_initialised_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Also of large modules, which are small here.
+    # This covers modules that are large in real models and small here.
     monkeypatch.setattr(module, "_FEW_ELEMENTS", 50_000_000)
     found = {family: fault(family) for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}
     lacking = {family: why for family, why in found.items() if why is not None and not why.startswith("not built")}

@@ -1,4 +1,4 @@
-"""Fencing tokens: who raises the fence, and what becomes of a group that a newer one has superseded."""
+"""Fencing tokens: raising the fence, and the limits of a superseded group."""
 
 import fcntl
 import json
@@ -54,7 +54,7 @@ def run_dir(request: pytest.FixtureRequest, tmp_path: Path) -> RunDir:
     return RunDir.at("memory://runs/default/job")
 
 
-def test_groups_of_an_attempt_get_rising_epochs(run_dir: RunDir) -> None:
+def test_groups_of_an_attempt_get_increasing_epochs(run_dir: RunDir) -> None:
     run_dir.write_fence(1)
     assert [begin_group(run_dir, 1, by=name) for name in "abc"] == [Fence(1, 1), Fence(1, 2), Fence(1, 3)]
     assert json.loads((run_dir.root / "control" / "fence.json").read_bytes()) == {"attempt": 1, "epoch": 3}
@@ -64,26 +64,26 @@ def test_groups_of_an_attempt_get_rising_epochs(run_dir: RunDir) -> None:
         begin_group(run_dir, 1, by="d")
 
 
-def test_group_that_repeats_its_start_keeps_its_epoch(run_dir: RunDir) -> None:
+def test_repeated_start_keeps_the_epoch(run_dir: RunDir) -> None:
     assert begin_group(run_dir, 1, by="a") == begin_group(run_dir, 1, by="a") == Fence(1, 1)
     raise_fence(run_dir, Fence(1, 1), by="a")
 
 
-def test_epoch_taken_by_another_driver_is_refused(run_dir: RunDir) -> None:
-    """Both have computed the same epoch before either raised it."""
+def test_epoch_taken_by_another_driver_is_rejected(run_dir: RunDir) -> None:
+    """Both drivers computed the same epoch before either raised the fence."""
     raise_fence(run_dir, Fence(1, 1), by="a")
     with pytest.raises(FencedError):
         raise_fence(run_dir, Fence(1, 1), by="b")
 
 
-def test_late_writer_of_fence_json_does_not_lower_the_fence(run_dir: RunDir) -> None:
+def test_late_write_of_fence_json_does_not_lower_the_fence(run_dir: RunDir) -> None:
     begin_group(run_dir, 1, by="a")
     begin_group(run_dir, 1, by="b")
     write_durably(run_dir.root / "control" / "fence.json", '{"attempt": 1, "epoch": 1}')
     assert run_dir.fence() == Fence(1, 2)
 
 
-def test_fence_json_written_by_hand_counts(run_dir: RunDir) -> None:
+def test_fence_json_written_by_hand_is_honoured(run_dir: RunDir) -> None:
     token = begin_group(run_dir, 1, by="a")
     write_durably(run_dir.root / "control" / "fence.json", '{"attempt": 1, "epoch": 7, "by": "an operator"}')
     with pytest.raises(FencedError, match="worker group 7 of attempt 1 has taken over from group 1"):
@@ -112,7 +112,7 @@ def test_old_entries_are_pruned_and_their_epochs_stay_taken(run_dir: RunDir) -> 
     assert run_dir.fence() == Fence(1, 40)
 
 
-def test_newest_epoch_is_kept_when_the_fence_cannot_be_read(run_dir: RunDir) -> None:
+def test_newest_epoch_is_kept_if_the_fence_is_unreadable(run_dir: RunDir) -> None:
     newest = NewestEpoch(run_dir, 1)
     assert newest() == 0
     begin_group(run_dir, 1, by="a")
@@ -130,7 +130,7 @@ def test_superseded_group_writes_no_line(run_dir: RunDir) -> None:
     with pytest.raises(FencedError):
         journal.event("training_ended", result="succeeded")
     with suppress(FencedError):
-        # On object storage an append does not check; its flush does.
+        # On object storage, append does not check the fence; flush does.
         journal.metrics(step=2)
     with suppress(FencedError):
         journal.flush()
@@ -138,7 +138,7 @@ def test_superseded_group_writes_no_line(run_dir: RunDir) -> None:
     assert last_word(run_dir.attempt(1)) is None
 
 
-def test_readers_drop_lines_that_come_late_from_a_superseded_group(tmp_path: Path) -> None:
+def test_readers_drop_late_lines_of_a_superseded_group(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     for epoch, step in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 9)):
         EventLog(run_dir.attempt(1), epoch=partial(int, epoch)).metrics(step=step)
@@ -148,7 +148,7 @@ def test_readers_drop_lines_that_come_late_from_a_superseded_group(tmp_path: Pat
     assert replayed_steps(run_dir, 1) == 1
 
 
-def test_append_does_not_wait_for_a_frozen_holder_of_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_append_does_not_wait_for_a_paused_lock_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "_LOCK_SECONDS", 0.1)
     path = tmp_path / "events.jsonl"
     JsonLines(path, attempt=1).append(event="a")
@@ -171,7 +171,7 @@ with fence_watched(run_dir, begin_group(run_dir, 1, by="a")):
 """
 
 
-def test_heartbeat_reports_since_when_storage_has_not_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeat_reports_the_start_of_a_storage_outage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir, marks = RunDir(tmp_path / "run"), list[float | None]()
     write_run_marker(run_dir.root, RootMarker.new())
     expect_run_dir(run_dir.root)
@@ -196,7 +196,7 @@ def test_superseded_rank_that_is_blocked_exits_within_5_seconds(tmp_path: Path) 
     _, errors = process.communicate(timeout=5)
     assert process.returncode == FENCED_EXIT_CODE
     assert b"worker group 2 of attempt 1 has taken over from group 1" in errors
-    assert len(sorted(tmp_path.rglob("*"))) == len(before) + 1, "more than the new entry was written"
+    assert len(sorted(tmp_path.rglob("*"))) == len(before) + 1, "expected only the new entry"
 
 
 def a_session(root: Path, *, epoch: int = 0) -> Session:
@@ -212,7 +212,7 @@ def a_session(root: Path, *, epoch: int = 0) -> Session:
     )
 
 
-def test_superseded_group_leaves_the_stacks_of_its_successor(tmp_path: Path) -> None:
+def test_superseded_group_keeps_the_stacks_of_its_successor(tmp_path: Path) -> None:
     stacks = RunDir(tmp_path).attempt(1).stacks
     with watched(a_session(tmp_path, epoch=1)):
         RunDir(tmp_path).raise_fence_to(Fence(1, 2), by="b")
@@ -225,14 +225,14 @@ def test_superseded_group_leaves_the_stacks_of_its_successor(tmp_path: Path) -> 
     assert (stacks / "rank-00000.group-2.txt").read_text() == "Thread 0x1"
 
 
-def test_stacks_that_are_gone_at_the_end_fail_no_run(tmp_path: Path) -> None:
-    """As an older version of a late group did: the file was deleted while it was open."""
+def test_deleted_stacks_do_not_fail_the_run(tmp_path: Path) -> None:
+    """An older version of a late group deleted the file while it was open."""
     with watched(a_session(tmp_path)):
         (RunDir(tmp_path).attempt(1).stacks / "rank-00000.txt").unlink()
 
 
-def test_checkpoint_taken_by_a_late_cleanup_is_given_back(tmp_path: Path) -> None:
-    """Group 1 decided to remove step 10; before it renames the folder, group 2 commits step 10 anew."""
+def test_checkpoint_removed_by_a_late_cleanup_is_restored(tmp_path: Path) -> None:
+    """Group 1 decides to remove step 10; before it renames the folder, group 2 commits step 10 again."""
     run_dir = RunDir(tmp_path)
     for epoch, act in ((1, "put_aside"), (1, "retire")):
         checkpoint(run_dir, 10, epoch=2, weights=b"new")

@@ -1,7 +1,7 @@
-"""The fencing protocol under arbitrary pauses: groups that are paused between any two storage operations, or die.
+"""The fencing protocol under arbitrary pauses: groups pause between any two storage operations, or die.
 
-Every group does what a real one does: raise the fence, clean up, select its checkpoint, train, append lines, save,
-remove older checkpoints. Nothing here decides by a clock.
+Every group acts as a real one: raise the fence, clean up, select its checkpoint, train, append lines, save,
+remove older checkpoints. No decision here depends on a clock.
 """
 
 import shutil
@@ -33,47 +33,47 @@ from train_loop.spec import CheckpointSpec
 from train_loop.telemetry.event_log import EventLog, group_journal
 
 SCHEDULES = {"folders": seeds(5_000), "objects": seeds(5_010)}
-"""Seeds of each kind of storage: two tests of about the same time."""
+"""Seeds per kind of storage; both tests take about the same time."""
 T = TypeVar("T")
 _SPEC = CheckpointSpec(keep_last=1)
 
 
 @dataclass
 class World:
-    """What the groups of one schedule did, in the order in which it happened."""
+    """The actions of all groups of one schedule, in the order in which they happened."""
 
     run_dir: RunDir
     schedule: Schedule
     fence: Fence = field(default_factory=lambda: Fence(0))
     known: dict[Fence, set[str]] = field(default_factory=dict)
-    """Digests of the checkpoints that verified when a group looked for its own."""
+    """Digests of the checkpoints that verified when each group listed them."""
     acknowledged: int = 1
-    """The newest step that a group committed while it was the newest."""
+    """The newest step that the newest group of that time committed."""
     logged: list[tuple[Fence, int]] = field(default_factory=list)
-    """Steps whose lines a group wrote while it was the newest."""
+    """Steps whose lines the newest group of that time wrote."""
 
     def look(self, token: Fence) -> None:
-        """Note that a group looks now which checkpoints there are."""
+        """Record that a group now lists the checkpoints."""
         with self.schedule.unpaused():
             self.known[token] = {one.digest for one in self.valid()}
 
     def select(self, token: Fence, step: int) -> None:
-        """Note that a group resumes from a step."""
+        """Record that a group resumes from a step."""
         if self._is_newest(token):
             assert step >= self.acknowledged, f"{token} resumes from {step}, {self.acknowledged} was committed"
 
     def commit(self, token: Fence, step: int) -> None:
-        """Note that a group committed a step."""
+        """Record that a group committed a step."""
         if self._is_newest(token):
             self.acknowledged = max(self.acknowledged, step)
 
     def fail(self, token: Fence, step: int, error: OSError) -> None:
-        """Note that a save failed: nobody but a newer group may be the cause."""
+        """Record that a save failed. Raise unless a newer group exists."""
         if self._is_newest(token):
             raise AssertionError(f"the save of step {step} by {token} failed: {error}") from error
 
     def log(self, token: Fence, step: int) -> None:
-        """Note that a group wrote the line of a step to storage."""
+        """Record that a group wrote the line of a step to storage."""
         if self._is_newest(token):
             self.logged.append((token, step))
 
@@ -82,15 +82,15 @@ class World:
             return token == self.run_dir.fence()
 
     def valid(self) -> list[Manifest]:
-        """The checkpoints that verify now."""
+        """Return the checkpoints that verify now."""
         found = self.run_dir.manifests()
         return [one for step, one in found.items() if not verify(self.run_dir.checkpoint(step), one)]
 
     def check(self, changed: str) -> None:
-        """Hold what is on storage now against what must always be true."""
+        """Check the invariants of storage."""
         if changed == "fence":
             fence = self.run_dir.fence()
-            assert fence >= self.fence, "the fence went down"
+            assert fence >= self.fence, "the fence decreased"
             self.fence = fence
             return
         for one in self.run_dir.manifests().values() if self.known else ():
@@ -99,16 +99,16 @@ class World:
                 raise AssertionError(f"{one.token} committed step {one.step} after {newer} had selected a checkpoint")
 
     def check_end(self) -> None:
-        """Hold what is left against what the groups were told."""
+        """Check the final state of storage against the recorded actions."""
         self.check("fence")
         self.check("checkpoints")
         steps = [one.step for one in self.valid()]
         assert max(steps, default=0) >= self.acknowledged, f"step {self.acknowledged} was committed, left are {steps}"
         counted = [(line["attempt"], line["epoch"], line["step"]) for line in self._lines()]
-        assert len(counted) == len(set(counted)), "a line counts twice"
+        assert len(counted) == len(set(counted)), "a line is counted twice"
         for token, step in self.logged:
             if token == self.fence:
-                assert (token.attempt, token.epoch, step) in counted, f"step {step} of {token} does not count"
+                assert (token.attempt, token.epoch, step) in counted, f"step {step} of {token} is not counted"
         for attempt in self.run_dir.attempts():
             epochs = [line["epoch"] for line in read_lines(attempt.metrics)]
             assert epochs == sorted(epochs), "lines of two groups are mixed"
@@ -119,22 +119,22 @@ class World:
 
 
 def group(world: World, attempt: int, number: int, steps: int) -> None:
-    """The life of a worker group, until it has trained and saved some steps, or is superseded."""
+    """Run a worker group until it has trained and saved some steps, or is superseded."""
     run_dir = RunDir(world.run_dir.root)
     with suppress(FencedError):
         if attempt > 1:
-            # As the service does before it submits an attempt.
+            # The service does the same before it submits an attempt.
             run_dir.write_fence(attempt)
         token = begin_group(run_dir, attempt, by=f"group {number}")
         try:
             train(world, token, number, steps)
         except OSError:
-            # Its successor has removed what it was reading.
+            # The successor has removed the checkpoint that this group was reading.
             assert token < run_dir.fence()
 
 
 def train(world: World, token: Fence, number: int, steps: int) -> None:
-    """Resume, and train and save some steps."""
+    """Resume, then train and save some steps."""
     journal, ledger = group_journal(world.run_dir, token), open_store(world.run_dir, token)
     step = resume(world, ledger, token)
     world.select(token, step)
@@ -185,7 +185,7 @@ def save(world: World, ledger: CheckpointStore, journal: EventLog, token: Fence,
 
 
 def again(call: Callable[[], T]) -> T:
-    """Try a second time where storage failed: another group may have changed what was listed."""
+    """Retry once after a storage error: another group may have changed the listed files."""
     try:
         return call()
     except OSError:
@@ -200,7 +200,7 @@ def storage(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def new_world(storage: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Schedule], World]]:
-    # Greenlets stay in their thread, and nobody waits for a lock whose holder is paused.
+    # Greenlets stay in their thread, and the lock of a paused holder blocks no greenlet.
     monkeypatch.setattr(manifest_module, "_of_each", lambda names, look: [look(name) for name in names])
     monkeypatch.setattr("train_loop.run_dir.segments.threading.Thread", Mock())
     monkeypatch.setattr(lines, "_LOCK_SECONDS", 0.0)
@@ -213,9 +213,9 @@ def new_world(storage: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         shutil.rmtree(folder, ignore_errors=True)
         root = folder if storage == "folders" else cast("Path", ObjectPath("/runs/job"))
         world = World(RunDir(root), schedule)
-        # Committed by an attempt that has ended; retention removes it after the next save.
+        # A finished attempt committed this; retention removes it after the next save.
         checkpoint(world.run_dir, 1, attempt=0, weights=b"old")
-        # It died while it saved the next step, which every group saves first.
+        # That attempt died while saving the next step, which every group saves first.
         unfinished(world.run_dir, 2, attempt=0, rest=b"old")
         return world
 

@@ -1,4 +1,4 @@
-"""Long and untrained rows: cut, dropped and counted by the rule of the spec."""
+"""Long and untrained rows: truncated, dropped and counted by the spec's rule."""
 
 from typing import Any
 
@@ -23,9 +23,7 @@ masks = st.lists(st.booleans(), max_size=12)
 
 @given(trained=masks, length=st.integers(2, 8), drops=st.booleans())
 @pytest.mark.parametrize("rule", ["split", "truncate", "truncate_left", "drop", "fail"])
-def test_document_is_whole_or_cut_or_dropped_as_the_rule_says(
-    rule: Any, trained: list[bool], length: int, drops: bool
-) -> None:
+def test_document_is_kept_cut_or_dropped_by_the_rule(rule: Any, trained: list[bool], length: int, drops: bool) -> None:
     size = len(trained)
     kept, fate = Fit(length, rule, drops)(document(size, trained))
     expected = {"truncate": range(min(size, length)), "truncate_left": range(max(size - length, 0), size)}
@@ -52,7 +50,7 @@ def test_document_is_whole_or_cut_or_dropped_as_the_rule_says(
         ({"input_ids": "i", "labels": "l"}, "split", False),
     ],
 )
-def test_long_rows_are_dropped_by_default_where_only_an_answer_is_trained(
+def test_long_rows_are_dropped_by_default_if_only_answers_are_trained(
     columns: dict[str, str], rule: str, drops: bool
 ) -> None:
     data = DataSpec(train=SourceSpec(path="/a.jsonl"), columns=ColumnsSpec(**columns))

@@ -1,4 +1,4 @@
-"""MFU: what a token costs, and the peak it is held against."""
+"""MFU: FLOPs per token, and the peak FLOP/s of a device."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ from train_loop.telemetry.flops import Flops, count_flops, peak_flops
         ("Tesla V100-SXM2-32GB", "fp16", 125.0),
     ],
 )
-def test_peaks_are_those_of_the_data_sheets(device: str, dtype: str, teraflops: float) -> None:
+def test_peak_flops_equal_the_data_sheets(device: str, dtype: str, teraflops: float) -> None:
     assert peak_flops(device, dtype) == teraflops * 1e12
 
 
@@ -42,12 +42,12 @@ def test_peaks_are_those_of_the_data_sheets(device: str, dtype: str, teraflops: 
         ("Tesla V100-SXM2-32GB", "bf16"),
     ],
 )
-def test_an_unknown_peak_is_none_and_no_guess(device: str, dtype: str) -> None:
+def test_unknown_peak_is_none(device: str, dtype: str) -> None:
     assert peak_flops(device, dtype) is None
     assert Flops(1, 1, 1, 1, device, dtype).mfu(1.0) is None
 
 
-def test_mfu_is_the_formula_by_hand() -> None:
+def test_mfu_equals_the_formula() -> None:
     flops = Flops(
         parameters=8_030_261_248,
         layers=32,
@@ -62,7 +62,7 @@ def test_mfu_is_the_formula_by_hand() -> None:
 
 
 @pytest.mark.parametrize("sizes", [{}, {"head_dim": 16}, {"tie_word_embeddings": True}])
-def test_a_model_is_counted_whole(sizes: dict[str, int]) -> None:
+def test_flops_cover_the_whole_model(sizes: dict[str, int]) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY | sizes))
     flops = count_flops(model, sequence_length=32, dtype="fp32", device=torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""A model's forward pass: what the probe leaves alone, and whose fault an error in it is."""
+"""A model's forward pass: no side effects of the probe, and the classification of errors."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from train_loop.model.probe import probe
 
 
 def ready(config: dict[str, Any]) -> Any:
-    """A model with weights, made in the order in which a run makes it."""
+    """Return a model with weights, made in the same order as in a run."""
     model = build_model(spec(model={"config": config}).model)
     probe(model)
     materialise(model, build_model(spec(model={"config": config}).model), seed=0, device=torch.device("cpu"))
@@ -32,7 +32,7 @@ def batch(length: int) -> MicroBatch:
 
 
 @pytest.mark.parametrize("length", [8, 24])
-def test_longrope_model_that_was_probed_computes_what_transformers_computes(length: int) -> None:
+def test_probed_longrope_model_equals_transformers(length: int) -> None:
     model, peer = ready(LONGROPE), AutoModelForCausalLM.from_config(AutoConfig.for_model(**LONGROPE))
     peer.load_state_dict(model.state_dict())
     ids = torch.arange(length)[None]
@@ -41,10 +41,10 @@ def test_longrope_model_that_was_probed_computes_what_transformers_computes(leng
     assert torch.equal(ours, theirs)
 
 
-def test_longrope_factors_are_those_of_each_document_alone() -> None:
+def test_longrope_factors_are_per_document() -> None:
     model = ready(LONGROPE)
     apply_longrope(model, part=0, parts=1)
-    # Beside a long document a short one, of which no tokens but padding lie beyond the limit.
+    # A long document, and a short one of which only padding lies beyond the limit.
     sizes, length = [20, 7], 48
     ids = torch.arange(length)[None] % 384
     positions = torch.cat([torch.arange(sizes[0]), torch.arange(length - sizes[0])])[None]
@@ -57,7 +57,7 @@ def test_longrope_factors_are_those_of_each_document_alone() -> None:
             torch.testing.assert_close(packed[:, start : start + size], alone)
 
 
-def test_error_of_the_models_own_code_is_a_model_error_that_ends_the_run() -> None:
+def test_error_of_model_code_is_a_model_error_that_ends_the_run() -> None:
     config = {"model_type": "gpt2", "vocab_size": 384, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
     with pytest.raises(
         ModelError, match=r"^GPT2LMHeadModel failed in its forward pass: IndexError: .*; the traceback"
@@ -69,7 +69,7 @@ def test_error_of_the_models_own_code_is_a_model_error_that_ends_the_run() -> No
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), MemoryError(), dist.DistBackendError("peer left")])
-def test_error_of_memory_or_network_in_the_forward_pass_stays_what_it_is(error: Exception) -> None:
+def test_memory_or_network_error_in_the_forward_pass_is_unchanged(error: Exception) -> None:
     model = ready(TINY)
 
     def fail(*_: Any) -> None:
@@ -81,9 +81,9 @@ def test_error_of_memory_or_network_in_the_forward_pass_stays_what_it_is(error: 
     assert raised.value is error
 
 
-def test_error_of_a_collective_in_the_forward_pass_stays_what_it_is() -> None:
+def test_collective_error_in_the_forward_pass_is_unchanged() -> None:
     model = ready(TINY)
-    # Without a process group: what gloo raises comes from the same place.
+    # Without a process group: errors of gloo come from the same code.
     model.model.layers[1].register_forward_pre_hook(lambda *_: dist.all_reduce(torch.zeros(1)))
     with pytest.raises(ValueError, match="process group") as raised:
         TokenLoss(model)(batch(8))

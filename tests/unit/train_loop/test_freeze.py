@@ -1,4 +1,4 @@
-"""Freezing by the beginning of a module's name."""
+"""Freezing by module name prefix."""
 
 import pytest
 
@@ -11,20 +11,20 @@ from train_loop.spec import parse
 
 
 def trained(*prefixes: str, tied: bool = False, layers: int = 2) -> set[str]:
-    """The parameters that still train."""
+    """Return the parameters that still train."""
     config = TINY | {"tie_word_embeddings": tied, "num_hidden_layers": layers}
     model = build_model(spec(model={"config": config}).model)
     freeze(model, prefixes)
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def test_a_prefix_ends_at_a_dot() -> None:
+def test_prefix_ends_at_a_dot() -> None:
     left = trained("model.layers.1", layers=11)
     assert not any(name.startswith("model.layers.1.") for name in left)
     assert any(name.startswith("model.layers.10.") for name in left)
 
 
-def test_a_parameter_can_be_named_whole() -> None:
+def test_full_parameter_name_is_accepted() -> None:
     assert trained() - trained("model.norm.weight", "lm_head") == {"model.norm.weight", "lm_head.weight"}
 
 
@@ -33,7 +33,7 @@ def test_tied_embeddings_are_frozen_by_either_name(prefix: str) -> None:
     assert trained(tied=True) - trained(prefix, tied=True) == {"model.embed_tokens.weight"}
 
 
-def test_a_prefix_that_matches_nothing_is_answered_with_those_that_do() -> None:
+def test_unmatched_prefix_is_rejected_with_valid_ones() -> None:
     with pytest.raises(ModelError) as caught:
         trained("model.layer.0")
     assert str(caught.value) == (
@@ -42,12 +42,12 @@ def test_a_prefix_that_matches_nothing_is_answered_with_those_that_do() -> None:
     )
 
 
-def test_something_must_be_left_to_train() -> None:
+def test_freezing_all_parameters_is_rejected() -> None:
     with pytest.raises(ModelError, match="freeze_module_prefix model, lm_head leaves no parameter to train"):
         trained("model", "lm_head")
 
 
-def test_a_wrong_prefix_is_refused_before_anything_runs() -> None:
+def test_invalid_prefix_is_rejected_before_the_run() -> None:
     _, (problem,) = check_model(parse(raw_spec(model={"freeze_module_prefix": ["model.emb"]})), may_read())
     assert problem.pointer == "/model/freeze_module_prefix"
     assert (

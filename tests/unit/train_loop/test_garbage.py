@@ -1,4 +1,4 @@
-"""Garbage is collected at set steps, and at no other time."""
+"""Garbage collection at fixed steps only."""
 
 import gc
 import weakref
@@ -9,13 +9,13 @@ from train_loop.system.gc import EVERY_STEPS, collect_garbage, no_garbage_collec
 
 
 class Ring:
-    """Garbage that only a collection finds."""
+    """Garbage that only a collection can free."""
 
     def __init__(self) -> None:
         self.me = self
 
 
-def test_garbage_waits_for_its_step_and_the_collector_comes_back() -> None:
+def test_garbage_is_collected_at_its_step_and_gc_is_restored() -> None:
     automatic = gc.isenabled()
     with no_garbage_collection():
         assert not gc.isenabled()
@@ -27,14 +27,14 @@ def test_garbage_waits_for_its_step_and_the_collector_comes_back() -> None:
     assert (gc.isenabled(), gc.get_freeze_count()) == (automatic, 0)
 
 
-def test_the_collector_comes_back_after_an_error() -> None:
+def test_gc_is_restored_after_an_error() -> None:
     with pytest.raises(RuntimeError), no_garbage_collection():
         raise RuntimeError
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
 
 
-def test_what_somebody_else_has_frozen_stays_so() -> None:
+def test_objects_frozen_earlier_stay_frozen() -> None:
     gc.freeze()
     try:
         with no_garbage_collection():

@@ -37,7 +37,7 @@ class Listener:
         self.socket.settimeout(0.1)
 
     def next(self, wanted: Callable[[Beat], bool], *, seconds: float = 10) -> Beat:
-        """The first heartbeat from now on that is wanted."""
+        """Return the next heartbeat that matches."""
 
         def read() -> Beat | None:
             try:
@@ -64,13 +64,13 @@ def rank() -> Iterator[tuple[Listener, "subprocess.Popen[bytes]"]]:
         listener.socket.close()
 
 
-def test_heartbeat_carries_rank_epoch_and_place() -> None:
+def test_heartbeat_contains_rank_epoch_and_place() -> None:
     with rank() as (listener, _):
         beat = listener.next(lambda beat: beat.step == 5)
     assert (beat.rank, beat.epoch, beat.phase, beat.stopped, beat.ended) == (2, 3, Phase.TRAIN, False, False)
 
 
-def test_heartbeat_of_a_stopped_process_says_so() -> None:
+def test_heartbeat_of_a_stopped_process_reports_the_stop() -> None:
     with rank() as (listener, process):
         listener.next(lambda beat: beat.step == 5)
         process.send_signal(signal.SIGSTOP)
@@ -79,7 +79,7 @@ def test_heartbeat_of_a_stopped_process_says_so() -> None:
         assert listener.next(lambda beat: not beat.stopped)
 
 
-def test_storage_does_not_fail_while_the_process_that_asks_it_is_stopped() -> None:
+def test_storage_is_not_reported_while_its_process_is_stopped() -> None:
     with rank() as (listener, process):
         listener.next(lambda beat: beat.storage_seconds > 0)
         process.send_signal(signal.SIGSTOP)
@@ -97,16 +97,16 @@ def test_heartbeat_of_a_killed_process_reports_its_end() -> None:
         process.kill()
         process.wait()
         beat = listener.next(lambda beat: beat.ended)
-    # Only Linux 6.15 and newer tell how.
+    # Only Linux 6.15 and newer report the cause.
     assert beat.status in (signal.SIGKILL, None)
 
 
 @pytest.mark.parametrize("out_of_memory", [True, False])
-def test_heartbeat_tells_a_kill_of_the_kernel_for_lack_of_memory_from_others(out_of_memory: bool) -> None:
+def test_heartbeat_distinguishes_an_oom_kill_from_others(out_of_memory: bool) -> None:
     with memory_group() as group, rank() as (listener, process):
         listener.next(lambda beat: beat.step == 5)
         group.add(process.pid)
-        # Its process looks once a second which group the rank is in.
+        # The heartbeat process checks once a second which group the rank is in.
         for _ in range(2):
             listener.next(lambda beat: True)
         if out_of_memory:
@@ -120,7 +120,7 @@ def test_heartbeat_tells_a_kill_of_the_kernel_for_lack_of_memory_from_others(out
         assert listener.next(lambda beat: beat.ended).out_of_memory is out_of_memory
 
 
-def test_heartbeat_that_was_stopped_reports_no_end() -> None:
+def test_stopped_heartbeat_reports_no_end() -> None:
     with rank() as (listener, process):
         listener.next(lambda beat: beat.step == 5)
         process.communicate(b"\n", timeout=20)
@@ -128,7 +128,7 @@ def test_heartbeat_that_was_stopped_reports_no_end() -> None:
             listener.next(lambda beat: beat.ended, seconds=1)
 
 
-def test_heartbeats_go_on_after_their_process_was_killed() -> None:
+def test_heartbeats_continue_after_their_process_is_killed() -> None:
     with rank() as (listener, process):
         listener.next(lambda beat: beat.step == 5)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()

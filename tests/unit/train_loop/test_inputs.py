@@ -1,4 +1,4 @@
-"""Data and models that are away: a path that is missing is waited for, and nothing else."""
+"""Unavailable data and models: only a missing path is retried."""
 
 import json
 import threading
@@ -52,10 +52,10 @@ def events(run_dir: RunDir) -> list[dict[str, object]]:
 @pytest.mark.parametrize("below", ["", "/tokens.parquet", "/*.parquet"])
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("mount_point", [False, True])
-def test_data_whose_storage_is_away_is_waited_for(
+def test_data_on_unavailable_storage_is_retried(
     run_dir: RunDir, data: Path, below: str, prepared: bool, mount_point: bool
 ) -> None:
-    """`prepared`: an earlier attempt has found the data; `mount_point`: an empty folder is in their place."""
+    """`prepared`: an earlier attempt found the data. `mount_point`: an empty folder replaces the data."""
     job, journal = job_of(f"{data}{below}"), EventLog(run_dir.attempt(1))
     if prepared:
         prepare_samples(job, run_dir, journal)
@@ -75,7 +75,7 @@ def test_data_whose_storage_is_away_is_waited_for(
     assert (found["event"], found["samples"], end["event"]) == ("prepared", 40, "storage_available")
 
 
-def test_data_that_stays_away_fails_the_attempt_and_not_the_job(
+def test_data_that_stays_unavailable_fails_the_attempt_retryably(
     run_dir: RunDir, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(STORAGE_SECONDS_VARIABLE, "0.5")
@@ -84,7 +84,7 @@ def test_data_that_stays_away_fails_the_attempt_and_not_the_job(
     assert failed(raised.value).retryable
 
 
-def test_prepared_data_that_a_host_does_not_see_is_named_with_the_setting(tmp_path: Path) -> None:
+def test_prepared_data_unseen_by_a_host_is_reported_with_the_setting(tmp_path: Path) -> None:
     folder = tmp_path / "cache" / "fingerprint"
     folder.mkdir(parents=True)
     part = write_part([Sample(np.arange(4, dtype=np.int32), None, None, [4])], folder)
@@ -95,7 +95,7 @@ def test_prepared_data_that_a_host_does_not_see_is_named_with_the_setting(tmp_pa
         expect_prepared(dataset)
 
 
-def test_model_folder_that_is_away_is_waited_for(tmp_path: Path) -> None:
+def test_unavailable_model_folder_is_retried(tmp_path: Path) -> None:
     folder, away = tmp_path / "model", tmp_path / "away"
     away.mkdir()
     (away / "config.json").write_text(json.dumps(TINY))
@@ -110,13 +110,13 @@ def test_model_folder_that_is_away_is_waited_for(tmp_path: Path) -> None:
     assert told == [str(folder)]
 
 
-def test_files_that_are_missing_in_a_folder_that_is_there_fail_at_once(run_dir: RunDir, data: Path) -> None:
+def test_missing_files_in_an_existing_folder_fail_at_once(run_dir: RunDir, data: Path) -> None:
     with pytest.raises(DataError, match="matches no file"):
         prepare_samples(job_of(f"{data}/*.jsonl"), run_dir, EventLog(run_dir.attempt(1)))
     assert events(run_dir) == []
 
 
-def test_attempt_on_a_cluster_with_gpus_warns_of_a_job_that_asks_for_none(
+def test_attempt_without_gpus_on_a_gpu_cluster_warns(
     run_dir: RunDir, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: True)

@@ -1,4 +1,4 @@
-"""Which ranks share a node, and why some find no place."""
+"""The placement of ranks on nodes, and the reasons for missing places."""
 
 from typing import Any
 
@@ -68,12 +68,12 @@ def test_ranks_are_numbered_node_by_node(
         ),
     ],
 )
-def test_why_there_is_no_place(asked: ScalingSpec, nodes: list[dict[str, float]], message: str) -> None:
+def test_missing_places_are_explained(asked: ScalingSpec, nodes: list[dict[str, float]], message: str) -> None:
     assert lay_out(asked, nodes) is None
     assert no_place(asked, nodes) == message
 
 
-def test_nodes_that_are_not_known_hold_nobody_up() -> None:
+def test_unknown_nodes_block_nothing() -> None:
     assert no_place(scaling(100), []) is None
 
 
@@ -82,7 +82,7 @@ def test_nodes_that_are_not_known_hold_nobody_up() -> None:
     st.sampled_from(["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]),
     st.lists(st.integers(0, 6), min_size=1, max_size=5),
 )
-def test_no_node_gets_more_than_it_has_and_nobody_is_left_out(workers: int, strategy: str, gpus: list[int]) -> None:
+def test_layout_places_every_rank_within_node_capacity(workers: int, strategy: str, gpus: list[int]) -> None:
     found = lay_out(scaling(workers, strategy, GPU=1.0), [{"GPU": float(count)} for count in gpus])
     if found is None:
         assert strategy.startswith("STRICT") or sum(gpus) < workers
@@ -150,7 +150,7 @@ def test_why_split_names_what_avoids_it(asked: ScalingSpec, nodes: list[dict[str
     assert why_split(asked, nodes, group=2) == message
 
 
-def test_missing_places_counts_the_room_that_there_is() -> None:
+def test_missing_places_counts_the_free_capacity() -> None:
     nodes = [{"CPU": 1.0}, {"CPU": 3.0}]
     asked = {strategy: missing_places(scaling(6, strategy, CPU=1.0), nodes) for strategy in ("PACK", "STRICT_PACK")}
     assert asked["PACK"] == "6 workers with 1 CPU each; the nodes have room for 4"
@@ -169,5 +169,5 @@ def test_missing_places_counts_the_room_that_there_is() -> None:
         ([], "ranks"),
     ],
 )
-def test_list_ranks_is_a_phrase(ranks: list[int], text: str) -> None:
+def test_list_ranks_returns_a_phrase(ranks: list[int], text: str) -> None:
     assert list_ranks(ranks) == text

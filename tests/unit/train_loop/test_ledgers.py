@@ -1,4 +1,4 @@
-"""The same promises of a ledger on both kinds of storage: with folders that can be renamed, and without."""
+"""Checkpoint store guarantees on both kinds of storage: with and without renamable folders."""
 
 import errno
 import hashlib
@@ -33,25 +33,25 @@ def run_dir(request: pytest.FixtureRequest, tmp_path: Path) -> RunDir:
 
 
 def steps(run_dir: RunDir) -> list[int]:
-    """Of the checkpoints that verify, and there are no others."""
+    """Return the steps of all checkpoints, each of which must verify."""
     for step, manifest in run_dir.manifests().items():
         assert verify(run_dir.checkpoint(step), manifest) == []
     return sorted(run_dir.manifests())
 
 
 def there(run_dir: RunDir, step: int) -> bool:
-    """Whether anything is left of a step."""
+    """Return True if any file of a step is left."""
     return any(run_dir.checkpoints.glob(f"step-{step:08d}*/*"))
 
 
-def test_a_commit_can_be_repeated(run_dir: RunDir) -> None:
+def test_commit_is_idempotent(run_dir: RunDir) -> None:
     draft = unfinished(run_dir, 10, weights=b"abc")
     for _ in range(2):
         assert open_store(run_dir, Fence(1)).commit(draft) == draft.sealed()
     assert run_dir.manifests() == {10: draft.sealed()}
 
 
-def test_an_older_attempt_neither_commits_nor_removes(run_dir: RunDir) -> None:
+def test_superseded_attempt_neither_commits_nor_removes(run_dir: RunDir) -> None:
     checkpoint(run_dir, 10, weights=b"abc")
     draft = unfinished(run_dir, 20, weights=b"abc")
     run_dir.write_fence(2)
@@ -62,7 +62,7 @@ def test_an_older_attempt_neither_commits_nor_removes(run_dir: RunDir) -> None:
     assert steps(run_dir) == [10]
 
 
-def test_a_fence_is_never_lowered_and_never_guessed(run_dir: RunDir) -> None:
+def test_fence_is_never_lowered_and_never_guessed(run_dir: RunDir) -> None:
     run_dir.write_fence(2)
     run_dir.write_fence(1)
     assert run_dir.fence() == Fence(2)
@@ -74,7 +74,7 @@ def test_a_fence_is_never_lowered_and_never_guessed(run_dir: RunDir) -> None:
 
 
 def hold_up(monkeypatch: pytest.MonkeyPatch, *, at_look: int, meanwhile: Any) -> None:
-    """Have something happen behind an attempt's back when it looks at the fence for the n-th time."""
+    """Run an action when an attempt checks the fence for the n-th time."""
     looks = iter(range(1, 100))
 
     def look_and_be_overtaken(run_dir: RunDir, token: Fence) -> None:
@@ -92,7 +92,7 @@ def hold_up(monkeypatch: pytest.MonkeyPatch, *, at_look: int, meanwhile: Any) ->
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["as it was", "the newer has saved the same step"])
-def test_held_up_after_its_look_at_the_fence_an_older_attempt_takes_no_place(
+def test_attempt_superseded_after_its_fence_check_replaces_nothing(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
     draft = unfinished(run_dir, 10, old=b"old")
@@ -113,7 +113,7 @@ def test_held_up_after_its_look_at_the_fence_an_older_attempt_takes_no_place(
 def test_superseded_commit_between_manifest_and_second_check_keeps_the_successors_manifest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On object storage its manifest appears, the newer attempt replaces it, and then it looks at the fence again."""
+    """On object storage, the newer attempt replaces the manifest before the older one checks the fence again."""
     MemoryFileSystem.store.clear()
     run_dir = RunDir.at("memory://runs/default/job")
     draft = unfinished(run_dir, 10, old=b"old")
@@ -129,25 +129,25 @@ def test_superseded_commit_between_manifest_and_second_check_keeps_the_successor
     assert steps(run_dir) == [10]
 
 
-def test_what_was_rejected_stays_until_there_is_something_newer(run_dir: RunDir) -> None:
+def test_quarantined_checkpoint_stays_until_a_newer_one_exists(run_dir: RunDir) -> None:
     ledger = open_store(run_dir, Fence(1))
     for step in (10, 20, 30, 40):
         checkpoint(run_dir, step, weights=b"abc")
     assert run_dir.pin(10)
     for step in (40, 30, 10):
         ledger.put_aside(step)
-        # Its answer was lost.
+        # The answer to the first call was lost.
         ledger.put_aside(step)
     assert steps(run_dir) == [20]
     ledger.clear()
-    assert all(there(run_dir, step) for step in (10, 20, 30, 40)), "a resume has removed something"
+    assert all(there(run_dir, step) for step in (10, 20, 30, 40)), "a resume removed a checkpoint"
     checkpoint(run_dir, 50, weights=b"abc")
     retire_others(run_dir, ledger, CheckpointSpec(keep_last=2))
     assert steps(run_dir) == [20, 50]
-    assert [step for step in (10, 30, 40) if there(run_dir, step)] == [10, 40], "the pinned one and the newest stay"
+    assert [step for step in (10, 30, 40) if there(run_dir, step)] == [10, 40], "the pinned and the newest stay"
 
 
-def test_a_step_that_was_rejected_is_trained_and_rejected_again(run_dir: RunDir) -> None:
+def test_quarantined_step_can_be_retrained_and_quarantined_again(run_dir: RunDir) -> None:
     ledger = open_store(run_dir, Fence(1))
     for weights in (b"first", b"second", b"third"):
         checkpoint(run_dir, 10, weights=weights)
@@ -156,9 +156,7 @@ def test_a_step_that_was_rejected_is_trained_and_rejected_again(run_dir: RunDir)
         assert (steps(run_dir), ledger.clear()) == ([], [])
 
 
-def test_a_removal_that_was_cut_short_is_finished_after_the_next_save(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_removal_is_finished_after_the_next_save(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = open_store(run_dir, Fence(1))
     for step in (10, 20, 30):
         checkpoint(run_dir, step, weights=b"abc")
@@ -171,15 +169,15 @@ def test_a_removal_that_was_cut_short_is_finished_after_the_next_save(
         with pytest.raises(OSError, match="Stale"):
             retire_others(run_dir, ledger, CheckpointSpec(keep_last=2))
     assert there(run_dir, 10)
-    # It was trained again, and goes once more.
+    # The step was trained again and is removed again.
     checkpoint(run_dir, 10, weights=b"def")
     checkpoint(run_dir, 40, weights=b"abc")
     retire_others(run_dir, ledger, CheckpointSpec(keep_last=2))
     assert [step for step in (10, 20, 30, 40) if there(run_dir, step)] == [30, 40]
 
 
-def test_a_commit_whose_answer_was_lost_is_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asks again hears from object storage that the name is taken: by its own manifest."""
+def test_commit_with_a_lost_answer_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A retry on object storage finds the name taken by its own manifest."""
     MemoryFileSystem.store.clear()
     run_dir = RunDir.at("memory://runs/default/job")
     draft = unfinished(run_dir, 10, weights=b"abc")
@@ -190,14 +188,14 @@ def test_a_commit_whose_answer_was_lost_is_a_commit(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(object_store, "create_object", create_twice)
     assert open_store(run_dir, Fence(1)).commit(draft) == draft.sealed()
-    # The fence is checked again, however often the commit is repeated.
+    # Every repeated commit checks the fence again.
     run_dir.write_fence(2)
     with pytest.raises(FencedError):
         open_store(run_dir, Fence(1)).commit(draft)
-    assert steps(run_dir) == [10], "a commit from before the newer attempt selected its checkpoint was taken back"
+    assert steps(run_dir) == [10], "a commit made before the newer attempt's selection was removed"
 
 
-def test_what_was_rejected_outlives_a_save_of_its_step_that_fails() -> None:
+def test_quarantined_checkpoint_survives_a_failed_save_of_its_step() -> None:
     MemoryFileSystem.store.clear()
     run_dir = RunDir.at("memory://runs/default/job")
     checkpoint(run_dir, 10, weights=b"abc")
@@ -207,16 +205,14 @@ def test_what_was_rejected_outlives_a_save_of_its_step_that_fails() -> None:
     assert (run_dir.checkpoint(10) / "weights").read_bytes() == b"abc"
 
 
-def test_a_pin_that_comes_while_a_checkpoint_is_removed_keeps_it(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Even where the attempt that removes it dies on the spot: whoever clears up after it puts it back."""
+def test_pin_during_a_removal_keeps_the_checkpoint(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next cleanup restores the checkpoint even if the removing attempt dies at once."""
     checkpoint(run_dir, 10, weights=b"abc")
     ledger = open_store(run_dir, Fence(1))
 
     def pin_and_die(*_: object) -> None:
         run_dir.pin(10)
-        # Its manifest had been seen when the pin was written.
+        # The pin was written after the removal had seen the manifest.
         (run_dir.root / "control" / "pins" / "00000010.user").write_bytes(b"")
         raise KeyboardInterrupt
 
@@ -229,7 +225,7 @@ def test_a_pin_that_comes_while_a_checkpoint_is_removed_keeps_it(
     assert steps(run_dir) == [10]
 
 
-def test_the_pin_of_an_export_lasts_as_long_as_somebody_is_at_work(run_dir: RunDir) -> None:
+def test_export_pin_lasts_while_the_export_runs(run_dir: RunDir) -> None:
     checkpoint(run_dir, 10, weights=b"abc")
     wish = ExportWish(dtype="bf16", weights="ema")
     run_dir.pin(10, by=wish.pinned_by)
@@ -239,12 +235,12 @@ def test_the_pin_of_an_export_lasts_as_long_as_somebody_is_at_work(run_dir: RunD
     assert run_dir.pins() == {10}
     run_dir.exports.write(status.model_copy(update={"time": 1e9}))
     assert run_dir.pins() == set()
-    # A minute of silence may be storage that fails, or another clock.
+    # A silence of one minute may mean failing storage or a different clock.
     run_dir.exports.write(status.model_copy(update={"time": time.time() - 120}))
     assert run_dir.pins() == {10}
 
 
-def test_other_names_among_the_checkpoints_are_left_alone(run_dir: RunDir) -> None:
+def test_foreign_names_among_checkpoints_are_kept(run_dir: RunDir) -> None:
     checkpoint(run_dir, 10, weights=b"abc")
     for name in ("step-backup12", "step-00000010.tmp-old", "step-0000001x", "notes"):
         (run_dir.checkpoints / name).mkdir(parents=True, exist_ok=True)
@@ -255,8 +251,8 @@ def test_other_names_among_the_checkpoints_are_left_alone(run_dir: RunDir) -> No
     assert (run_dir.checkpoints / "step-backup12" / "file").read_bytes() == b"abc"
 
 
-def test_storage_that_fails_is_not_storage_that_is_empty(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a folder that cannot be listed nor a file that cannot be looked at says that there is no checkpoint."""
+def test_storage_errors_are_not_taken_for_empty_storage(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that cannot be listed, or a file that cannot be read, does not mean a missing checkpoint."""
     checkpoint(run_dir, 10, weights=b"abc")
     manifest, folder = run_dir.manifests()[10], run_dir.checkpoint(10)
 
@@ -278,7 +274,7 @@ def test_storage_that_fails_is_not_storage_that_is_empty(run_dir: RunDir, monkey
 
 
 def edit(run_dir: RunDir, step: int, **fields: object) -> None:
-    """Write a manifest as another version would: with fields of its own, sealed by the rule that is the same."""
+    """Write a manifest as another version would: with unknown fields, sealed by the same rule."""
     path = run_dir.checkpoint(step) / "manifest.json"
     written = json.loads(read_whole(path)) | fields
     rest = {name: value for name, value in written.items() if name != "digest"}
@@ -286,14 +282,14 @@ def edit(run_dir: RunDir, step: int, **fields: object) -> None:
     path.write_bytes(json.dumps(rest | {"digest": digest}, indent=4).encode())
 
 
-def test_checkpoints_of_other_versions_are_checkpoints(run_dir: RunDir) -> None:
+def test_checkpoints_of_other_versions_verify(run_dir: RunDir) -> None:
     checkpoint(run_dir, 10, weights=b"abc")
     edit(run_dir, 10, invented_later={"by": "others"})
     assert steps(run_dir) == [10]
     assert open_store(run_dir, Fence(1)).clear() == []
 
 
-def test_a_format_that_is_not_known_is_told_and_nothing_is_put_aside(run_dir: RunDir) -> None:
+def test_unknown_format_is_reported_and_not_quarantined(run_dir: RunDir) -> None:
     checkpoint(run_dir, 10, weights=b"abc")
     edit(run_dir, 10, format=2)
     with pytest.raises(UnknownFormatError, match="step 10 has format 2, but this version of Trainshed reads format 1"):

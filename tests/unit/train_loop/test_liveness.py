@@ -1,4 +1,4 @@
-"""What heartbeats say about hosts and ranks."""
+"""Conclusions from heartbeats about hosts and ranks."""
 
 import pytest
 
@@ -20,14 +20,14 @@ def group(*, at: float = 0.0, ranks: tuple[int, ...] = (0, 1, 2, 3)) -> Liveness
     return found
 
 
-def test_silence_of_a_host_is_that_of_its_last_rank() -> None:
+def test_host_silence_is_that_of_its_last_rank() -> None:
     found = group()
     found.hear(beat(2), 6.0)
     assert found.silence(10.0) == {"node1": 10.0, "node2": 4.0}
     assert found.late_hosts(10.0, seconds=3.0) == {"node1", "node2"}
 
 
-def test_silence_of_a_host_with_a_rank_that_was_never_heard_is_unknown() -> None:
+def test_host_silence_is_unknown_if_a_rank_was_never_heard() -> None:
     assert group(ranks=(0, 1, 2)).silence(10.0) == {"node1": 10.0}
 
 
@@ -37,13 +37,13 @@ def test_heartbeats_of_another_group_are_ignored() -> None:
     assert found.silence(10.0)["node1"] == 10.0
 
 
-def test_time_in_which_the_listener_slept_is_no_silence() -> None:
+def test_time_without_a_running_listener_is_not_silence() -> None:
     found = group()
     found.skip(8.0, 10.0)
     assert found.silence(10.0) == {"node1": 2.0, "node2": 2.0}
 
 
-def test_stall_names_the_stopped_rank_that_the_others_wait_for() -> None:
+def test_stall_names_the_stopped_rank_that_blocks_others() -> None:
     found = group()
     for second in range(1, 13):
         for rank in HOSTS:
@@ -84,7 +84,7 @@ def test_ranks_that_all_compute_are_not_stalled() -> None:
     assert found.stall(59.0, seconds=10.0) is None
 
 
-def test_ranks_of_which_one_moves_are_not_stalled() -> None:
+def test_ranks_are_not_stalled_if_one_makes_progress() -> None:
     found = group()
     for second in range(1, 13):
         for rank in HOSTS:
@@ -109,7 +109,7 @@ def ended(status: int | None, *, out_of_memory: bool = False) -> Beat:
     return Beat(2, 1, 7, Phase.TRAIN, 0.0, ended=True, status=status, out_of_memory=out_of_memory)
 
 
-def test_explain_tells_a_kill_of_the_kernel_for_lack_of_memory() -> None:
+def test_explain_distinguishes_an_oom_kill() -> None:
     how = how_ended(ended(9, out_of_memory=True))
     loss = explain(Evidence(HOSTS, ended={2: how}, out_of_memory={2}, errors={0: "Connection reset"}))
     assert (loss.kind, loss.ranks) == ("out_of_memory", (2,))
@@ -135,12 +135,12 @@ def test_explain_names_the_killed_rank_and_its_signal() -> None:
     assert loss.cause == "rank 2 on node2 was killed by signal 9 (SIGKILL)"
 
 
-def test_explain_uses_what_ray_reports_if_heartbeats_say_nothing() -> None:
+def test_explain_uses_the_report_of_ray_without_heartbeats() -> None:
     loss = explain(Evidence(HOSTS, unreachable={1: "the actor died"}))
     assert loss.cause == "rank 1 on node1 died: the actor died"
     assert loss.survivors is None
 
 
-def test_explain_of_an_error_in_which_nobody_died_is_the_error() -> None:
+def test_explain_without_a_death_returns_the_error() -> None:
     loss = explain(Evidence(HOSTS, errors={3: "ValueError: no", 2: "ValueError: no"}))
     assert (loss.ranks, loss.cause) == ((2, 3), "rank 2: ValueError: no")

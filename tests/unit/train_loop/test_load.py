@@ -1,4 +1,4 @@
-"""A folder's weights arrive as transformers would load them, and one that does not fit is refused by name."""
+"""Weights from a folder: loaded as transformers loads them, or rejected by name."""
 
 import copy
 import json
@@ -57,22 +57,22 @@ def assert_as_transformers_loads(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+def test_logits_equal_those_of_transformers(tmp_path: Path, family: str) -> None:
     assert_as_transformers_loads(write_model(tmp_path, **FAMILIES[family]))
 
 
-def test_a_bf16_folder_becomes_the_parameters_dtype(tmp_path: Path) -> None:
+def test_bf16_folder_is_cast_to_the_parameter_dtype(tmp_path: Path) -> None:
     assert_as_transformers_loads(write_model(tmp_path, dtype=torch.bfloat16, file_size="20KB"))
 
 
-def test_a_config_of_older_versions_means_the_same(tmp_path: Path) -> None:
+def test_config_of_an_older_version_is_equivalent(tmp_path: Path) -> None:
     write_model(tmp_path, model_type="llama")
     rewrite_config(tmp_path, rope_parameters=None, rope_theta=5e5, rope_scaling=LLAMA3_ROPE, torch_dtype="bfloat16")
     assert_as_transformers_loads(tmp_path)
 
 
 def rewrite_config(folder: Path, **fields: Any) -> None:
-    """Change fields of config.json; None removes one."""
+    """Change fields of config.json; None removes a field."""
     config = json.loads((folder / "config.json").read_text()) | fields
     (folder / "config.json").write_text(json.dumps({name: v for name, v in config.items() if v is not None}))
 
@@ -84,7 +84,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> N
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
 
 
-def test_the_base_models_names_are_taken_too(tmp_path: Path) -> None:
+def test_base_model_names_are_accepted(tmp_path: Path) -> None:
     def strip(tensors: dict[str, torch.Tensor]) -> None:
         for name in [name for name in tensors if name.startswith("model.")]:
             tensors[name.removeprefix("model.")] = tensors.pop(name)
@@ -93,7 +93,7 @@ def test_the_base_models_names_are_taken_too(tmp_path: Path) -> None:
     assert_as_transformers_loads(tmp_path)
 
 
-def test_tensors_that_the_model_makes_itself_are_passed_over(tmp_path: Path) -> None:
+def test_tensors_computed_by_the_model_are_ignored(tmp_path: Path) -> None:
     def add(tensors: dict[str, torch.Tensor]) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.full((4,), 7.0)
@@ -102,7 +102,7 @@ def test_tensors_that_the_model_makes_itself_are_passed_over(tmp_path: Path) -> 
     assert_as_transformers_loads(tmp_path)
 
 
-def test_a_tied_weight_is_found_under_its_other_name(tmp_path: Path) -> None:
+def test_tied_weight_is_found_under_its_other_name(tmp_path: Path) -> None:
     rewrite(
         write_model(tmp_path, tie_word_embeddings=True),
         lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")}),
@@ -110,7 +110,7 @@ def test_a_tied_weight_is_found_under_its_other_name(tmp_path: Path) -> None:
     assert_as_transformers_loads(tmp_path)
 
 
-def test_a_tied_model_whose_folder_has_another_head_is_refused(tmp_path: Path) -> None:
+def test_tied_model_with_a_different_head_is_rejected(tmp_path: Path) -> None:
     rewrite(
         write_model(tmp_path, tie_word_embeddings=True),
         lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}),
@@ -119,7 +119,7 @@ def test_a_tied_model_whose_folder_has_another_head_is_refused(tmp_path: Path) -
         load(tmp_path)
 
 
-def test_what_a_model_says_may_be_missing_is_drawn(tmp_path: Path) -> None:
+def test_weights_that_may_be_missing_are_initialised(tmp_path: Path) -> None:
     write_model(tmp_path)
     rewrite(tmp_path, lambda tensors: tensors.pop("model.layers.0.mlp.up_proj.weight"))
     model = build_model(model_spec(tmp_path))
@@ -134,7 +134,7 @@ def refusal(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_every_kind_of_misfit_is_named_with_shapes(tmp_path: Path) -> None:
+def test_mismatch_is_reported_with_shapes(tmp_path: Path) -> None:
     def spoil(tensors: dict[str, torch.Tensor]) -> None:
         del tensors["lm_head.weight"]
         tensors["model.norm.weight"] = torch.ones(31)
@@ -189,7 +189,7 @@ def rename_weights(folder: Path) -> None:
         (index({"x": "a.safetensors"}, rest=rename_weights), "names tensors that its files do not contain: x; copy it"),
     ],
 )
-def test_a_folder_without_whole_safetensors_is_refused(
+def test_folder_without_complete_safetensors_is_rejected(
     tmp_path: Path, spoil: Callable[[Path], None], message: str
 ) -> None:
     spoil(write_model(tmp_path))
@@ -206,19 +206,19 @@ def test_a_folder_without_whole_safetensors_is_refused(
         ({"model_type": None}, "model_type not found in .*config.json; add it"),
     ],
 )
-def test_a_config_that_cannot_be_trained_is_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+def test_untrainable_config_is_rejected(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     rewrite_config(write_model(tmp_path), **fields)
     with pytest.raises(ModelError, match=message):
         build_model(model_spec(tmp_path))
 
 
-def test_code_that_comes_with_a_known_model_is_not_run(tmp_path: Path) -> None:
+def test_code_in_the_folder_of_a_known_model_is_not_run(tmp_path: Path) -> None:
     rewrite_config(write_model(tmp_path), auto_map={"AutoConfig": "boom.C", "AutoModelForCausalLM": "boom.M"})
     (tmp_path / "boom.py").write_text("raise SystemExit('it was run')")
     assert_as_transformers_loads(tmp_path)
 
 
-def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_folder_without_a_model_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json not found in .*; give a model's folder as save_pretrained"):
         build_model(model_spec(tmp_path / "nowhere"))
     (tmp_path / "config.json").write_text("{")

@@ -1,4 +1,4 @@
-"""What is written to a log of what Ray prints."""
+"""Log lines extracted from the output of Ray."""
 
 import re
 
@@ -29,12 +29,12 @@ TIME = "2026-11-24 03:24:26,932"
         ("no line", "no line"),
     ],
 )
-def test_colours_and_prefixes_of_ray_are_no_part_of_a_log(printed: str, written: str) -> None:
+def test_colours_and_ray_prefixes_are_removed(printed: str, written: str) -> None:
     assert plain(printed) == written
 
 
 @pytest.mark.parametrize("prefix", ["", "(RayTrainWorker pid=2) ", "\x1b[36m(RayTrainWorker pid=2)\x1b[0m "])
-def test_level_of_a_line_is_known_with_and_without_a_prefix(prefix: str) -> None:
+def test_level_of_a_line_is_parsed_with_and_without_a_prefix(prefix: str) -> None:
     lines = [f"{prefix}{TIME} {level} a: b" for level in ("ERROR", "INFO", "WARNING")]
     keep = AtLeast("WARNING")
     assert [re.sub(".* ([A-Z]+) a: b", r"\1", line) for line in lines if keep(line)] == ["ERROR", "WARNING"]

@@ -1,4 +1,4 @@
-"""The loss in chunks is the loss, whatever is added to cross entropy; chunks are taken where they save memory."""
+"""The chunked loss equals the loss over whole logits, with every added term; chunks apply if they save memory."""
 
 import hypothesis.strategies as st
 import pytest
@@ -17,7 +17,7 @@ RULES = [LossRule(), LossRule(label_smoothing=0.1), LossRule(z_loss=0.01), LossR
 
 
 def draw(tokens: int, vocab: int, *, bias: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """hidden [N, H], weight [V, H], bias [V] and labels [N], some of them not trained."""
+    """Return hidden [N, H], weight [V, H], bias [V] and labels [N], of which some are not trained."""
     torch.manual_seed(tokens)
     hidden, weight = torch.randn(tokens, 16), torch.randn(vocab, 16)
     labels = torch.randint(0, vocab, (tokens,)).where(torch.rand(tokens) > 0.3, IGNORE)
@@ -26,7 +26,7 @@ def draw(tokens: int, vocab: int, *, bias: bool) -> tuple[Tensor, Tensor, Tensor
 
 @pytest.mark.parametrize("rule", RULES)
 @given(tokens=st.integers(1, 20), rows=st.integers(1, 25), bias=st.booleans(), weighted=st.booleans())
-def test_chunks_give_the_value_and_gradients_of_whole_logits(
+def test_chunked_loss_and_gradients_equal_those_of_whole_logits(
     rule: LossRule, tokens: int, rows: int, bias: bool, weighted: bool
 ) -> None:
     *tensors, labels = draw(tokens, 50, bias=bias)
@@ -48,7 +48,7 @@ def test_chunks_give_the_value_and_gradients_of_whole_logits(
         assert (one - other).norm() <= 1e-6 * other.norm() + 1e-6
 
 
-def test_without_gradients_chunks_give_the_value_alone() -> None:
+def test_chunked_loss_without_gradients_returns_the_value() -> None:
     hidden, weight, _, labels = draw(9, 50, bias=False)
     with torch.no_grad():
         for weights in (None, torch.rand(9)):
@@ -57,7 +57,7 @@ def test_without_gradients_chunks_give_the_value_alone() -> None:
             assert loss == pytest.approx(LossRule().sum(F.linear(hidden, weight), labels, weights).item(), rel=1e-6)
 
 
-def test_a_frozen_head_gets_no_gradient() -> None:
+def test_frozen_head_gets_no_gradient() -> None:
     hidden, weight, _, labels = draw(9, 50, bias=False)
     torch.autograd.backward(chunked_sum(LossRule(), hidden.requires_grad_(), weight, None, labels, 4))
     assert weight.grad is None
@@ -65,7 +65,7 @@ def test_a_frozen_head_gets_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("weights", [None, torch.tensor([0.5, 9.0, 1.0, 0.0, 2.5])])
-def test_smoothing_and_z_loss_are_what_their_papers_say_of_every_token(weights: Tensor | None) -> None:
+def test_smoothing_and_z_loss_equal_their_papers(weights: Tensor | None) -> None:
     logits, labels = torch.randn(5, 7), torch.tensor([1, IGNORE, 3, 0, 6])
     kept = labels != IGNORE
     log_p, log_z = logits.log_softmax(-1)[kept], logits.logsumexp(-1)[kept]
@@ -77,7 +77,7 @@ def test_smoothing_and_z_loss_are_what_their_papers_say_of_every_token(weights: 
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_token_of_weight_zero_is_one_that_is_not_trained(rule: LossRule) -> None:
+def test_token_of_weight_zero_is_not_trained(rule: LossRule) -> None:
     logits, labels, weights = torch.randn(2, 6, 50), torch.randint(0, 50, (2, 6)), torch.rand(2, 6)
     weights[:, ::2] = 0
     results = []
@@ -94,13 +94,13 @@ def rows_of(*, vocab: int, tokens: int, wanted: bool | None = None) -> int | Non
     return chunk_rows(job, model_shape(job.model), tokens=tokens)
 
 
-def test_the_head_is_chunked_where_whole_logits_would_take_more() -> None:
+def test_head_is_chunked_if_whole_logits_take_more_memory() -> None:
     # fp32: 12 bytes for each logit, 2**29 for a chunk, and the head's gradient of 4 bytes x 32 x vocab.
     assert rows_of(vocab=151_936, tokens=4096) == 2**29 // (12 * 151_936)
     assert rows_of(vocab=384, tokens=4096) is None
-    assert rows_of(vocab=151_936, tokens=300) is None, "a chunk and the gradient take more than whole logits"
+    assert rows_of(vocab=151_936, tokens=300) is None, "expected whole logits: a chunk and the gradient take more"
 
 
-def test_the_spec_has_the_last_word_on_chunks() -> None:
+def test_spec_overrides_the_choice_of_chunks() -> None:
     assert rows_of(vocab=384, tokens=40, wanted=True) == 40
     assert rows_of(vocab=151_936, tokens=4096, wanted=False) is None

@@ -1,4 +1,4 @@
-"""The monitor of worker groups, on a clock of the test's."""
+"""The monitor of worker groups, with a simulated clock."""
 
 import errno
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ HOSTS = {0: "node1", 1: "node1", 2: "node2", 3: "node2"}
 
 @dataclass
 class World:
-    """A monitor, what it reported, and the cluster that it talks to."""
+    """A monitor, its reports, and the cluster that it queries."""
 
     now: float = 100.0
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -38,7 +38,7 @@ class World:
         return host not in self.dead
 
     def run(self, seconds: float, *silent: int, stopped: int | None = None) -> None:
-        """Let time pass in half seconds, in which all ranks but the silent ones send heartbeats."""
+        """Advance time in half seconds; all ranks but the silent ones send heartbeats."""
         for _ in range(int(seconds * 2)):
             self.now += 0.5
             for rank in HOSTS.keys() - set(silent):
@@ -46,7 +46,7 @@ class World:
             self.monitor.tick()
 
     def run_without_storage(self, seconds: float, *ranks: int) -> None:
-        """Let time pass in which storage does not answer some ranks and nobody moves."""
+        """Advance time without progress while storage does not answer some ranks."""
         for number in range(int(seconds * 2)):
             self.now += 0.5
             for rank in HOSTS:
@@ -84,14 +84,14 @@ def test_host_frozen_for_five_seconds_is_not_declared_lost(world: World) -> None
     assert world.lost == []
 
 
-def test_host_that_is_heard_again_clears_its_silence(world: World) -> None:
+def test_silence_ends_when_the_host_is_heard_again(world: World) -> None:
     world.run(7, 2, 3)
     world.run(1)
     assert world.names() == ["host_silent", "progressing"]
     assert world.lost == []
 
 
-def test_silence_of_all_of_several_hosts_is_not_held_against_them(world: World) -> None:
+def test_simultaneous_silence_of_several_hosts_declares_none_lost(world: World) -> None:
     world.run(30, 0, 1, 2, 3)
     assert "host_lost" not in world.names()
 
@@ -103,14 +103,14 @@ def test_silence_of_the_only_other_host_counts(world: World) -> None:
     assert "host_lost" in world.names()
 
 
-def test_time_in_which_the_monitor_did_not_run_declares_nobody_lost(world: World) -> None:
+def test_time_in_which_the_monitor_did_not_run_declares_no_host_lost(world: World) -> None:
     world.now += 60
     world.monitor.tick()
     world.run(3)
     assert world.names() == []
 
 
-def test_host_whose_storage_does_not_answer_is_named_instead_of_a_stall(world: World) -> None:
+def test_host_with_unanswered_storage_is_reported_instead_of_a_stall(world: World) -> None:
     world.run_without_storage(20, 2)
     ((name, fields),) = world.events
     assert (name, fields["hosts"], fields["root"]) == ("storage_unavailable", ["node2"], "/srv/runs")
@@ -120,7 +120,7 @@ def test_host_whose_storage_does_not_answer_is_named_instead_of_a_stall(world: W
     assert world.names() == ["storage_unavailable", "storage_available"]
 
 
-def test_failure_is_reported_once_with_the_host_that_fell_silent(world: World) -> None:
+def test_failure_is_reported_once_with_the_silent_host(world: World) -> None:
     world.run(1, 2, 3)
     world.monitor.failed({0: "Connection reset", 1: "Connection reset"}, {}, stacks=["a"])
     world.run(6, 2, 3)
@@ -132,7 +132,7 @@ def test_failure_is_reported_once_with_the_host_that_fell_silent(world: World) -
     assert loss["survivors"] == "ranks 0 and 1 reported: Connection reset"
 
 
-def test_host_that_does_not_answer_is_the_cause_if_ray_only_cannot_reach_its_ranks(world: World) -> None:
+def test_unresponsive_host_is_the_cause_if_ray_loses_its_ranks(world: World) -> None:
     world.dead.add("node2")
     world.run(1, 2, 3)
     world.monitor.failed({}, {2: "the actor is unavailable", 3: "the actor is unavailable"})
@@ -145,7 +145,7 @@ def test_host_that_does_not_answer_is_the_cause_if_ray_only_cannot_reach_its_ran
     assert (loss["cause"], loss["hosts"]) == ("host_lost", ("node2",))
 
 
-def test_controller_that_hears_no_host_is_the_one_cut_off(world: World) -> None:
+def test_controller_that_hears_no_host_is_the_disconnected_one(world: World) -> None:
     world.run(12, 0, 1, 2, 3)
     world.monitor.failed({}, dict.fromkeys(HOSTS, "the actor died"))
     world.run(1, 0, 1, 2, 3)
@@ -167,23 +167,23 @@ def test_own_host_is_never_declared_lost() -> None:
     assert (made.lost, made.names()) == ([], ["stalled"])
 
 
-def test_death_of_a_rank_is_known_at_once(world: World) -> None:
+def test_rank_death_is_reported_at_once(world: World) -> None:
     world.monitor.hear(Beat(2, 1, 7, Phase.START, 0.0, ended=True, status=9))
     assert world.monitor.died(0.0)
 
 
-def test_failure_names_the_rank_that_ended_before_the_group_was_closed(world: World) -> None:
+def test_failure_names_the_rank_that_ended_before_the_group_closed(world: World) -> None:
     world.monitor.hear(Beat(2, 1, 7, Phase.TRAIN, 0.0, ended=True, status=9))
     world.monitor.failed({0: "Connection reset"}, {2: "the actor died"})
     world.monitor.closing()
-    # Ray ends the survivors, which is no news.
+    # Ray terminates the survivors, which is not reported.
     world.monitor.hear(Beat(0, 1, 7, Phase.TRAIN, 0.0, ended=True, status=9))
     world.run(1, 0, 2)
     (loss,) = [fields for name, fields in world.events if name == "workers_lost"]
     assert (loss["ranks"], loss["error"]) == ((2,), "rank 2 on node2 was killed by signal 9 (SIGKILL)")
 
 
-def test_rank_that_ray_finds_dead_before_its_last_heartbeat_comes_has_its_cause(world: World) -> None:
+def test_cause_is_known_if_ray_finds_a_dead_rank_before_its_last_heartbeat(world: World) -> None:
     world.monitor.failed({0: "Connection reset"}, {2: "the actor died"})
     world.monitor.closing()
     world.monitor.hear(Beat(2, 1, 7, Phase.TRAIN, 0.0, ended=True, status=9, out_of_memory=True))
@@ -193,7 +193,7 @@ def test_rank_that_ray_finds_dead_before_its_last_heartbeat_comes_has_its_cause(
     assert world.events[1][1]["error"].startswith("rank 2 on node2 was killed by the kernel")
 
 
-def test_rank_that_the_kernel_killed_for_lack_of_memory_is_reported_at_once_and_once(world: World) -> None:
+def test_oom_killed_rank_is_reported_at_once_and_once(world: World) -> None:
     for _ in range(3):
         world.monitor.hear(Beat(2, 1, 7, Phase.TRAIN, 0.0, ended=True, status=9, out_of_memory=True))
     (told,) = world.events
@@ -208,7 +208,7 @@ def test_rank_that_the_kernel_killed_for_lack_of_memory_is_reported_at_once_and_
     assert world.names().count("out_of_memory") == 1
 
 
-def test_failure_that_nobody_can_explain_is_reported_before_the_next_group_starts(world: World) -> None:
+def test_unexplained_failure_is_reported_before_the_next_group_starts(world: World) -> None:
     world.monitor.failed({3: "ValueError: no"}, {})
     world.monitor.begin(2, HOSTS)
     assert [fields["error"] for name, fields in world.events if name == "workers_lost"] == ["rank 3: ValueError: no"]
@@ -222,7 +222,7 @@ def test_stalled_ranks_are_reported_once_and_cleared(world: World) -> None:
     assert world.names()[-1] == "progressing"
 
 
-def test_stall_is_reported_again_when_other_ranks_are_waited_for(world: World) -> None:
+def test_stall_is_reported_again_if_other_ranks_block(world: World) -> None:
     # Rank 2's heartbeat is late as well when the stall is found.
     world.run(9, 2, stopped=3)
     world.run(10, stopped=3)
@@ -230,24 +230,24 @@ def test_stall_is_reported_again_when_other_ranks_are_waited_for(world: World) -
     assert world.names() == ["stalled", "stalled"]
 
 
-def test_group_without_room_is_reported_once_after_five_seconds(world: World) -> None:
+def test_group_without_capacity_is_reported_once_after_five_seconds(world: World) -> None:
     world.monitor.placing()
     for _ in range(3):
         world.run(4)
         world.monitor.lacking("2 CPU", left=["node2"])
-        # Ray Train tries again.
+        # Ray Train retries.
         world.monitor.placing()
     assert world.names() == ["waiting_for_capacity"]
     assert (world.events[0][1]["missing"], world.events[0][1]["left"]) == ("2 CPU", ["node2"])
 
 
-def test_group_whose_processes_are_starting_has_room(world: World) -> None:
+def test_group_with_starting_processes_has_capacity(world: World) -> None:
     world.monitor.placing()
     world.run(30)
     assert world.names() == []
 
 
-def test_hosts_of_a_group_that_was_closed_are_not_declared_lost(world: World) -> None:
+def test_hosts_of_a_closed_group_are_not_declared_lost(world: World) -> None:
     world.monitor.closing()
     world.run(30, 0, 1, 2, 3)
     assert world.names() == []
@@ -264,7 +264,7 @@ def test_host_that_does_not_answer_after_a_failure_is_lost(world: World) -> None
     assert wait_for(lambda: world.lost, "the host to be declared lost") == ["node2"]
 
 
-def test_hosts_of_which_none_answers_after_a_failure_are_not_lost(world: World) -> None:
+def test_hosts_are_not_lost_if_none_answers_after_a_failure(world: World) -> None:
     world.dead = {"node1", "node2"}
     world.monitor.failed({0: "Connection reset"}, {})
     world.monitor.closing()

@@ -1,4 +1,4 @@
-"""Which interface ranks use."""
+"""The network interface of ranks."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which optimizer trains which parameters, and rules that are held against other people's implementations."""
+"""Optimizers per parameter group, checked against reference implementations."""
 
 import sys
 from typing import Any
@@ -18,7 +18,7 @@ from train_loop.spec import SpecError, parse
 
 
 def groups(frozen: tuple[str, ...] = (), **training: Any) -> list[tuple[Any, ...]]:
-    """Optimizer, weight decay and tensors of every group of the tiny model."""
+    """Return optimizer, weight decay and tensors of every group of the tiny model."""
     job = spec(model={"config": TINY | {"attention_bias": True}}, training={"weight_decay": 0.1} | training)
     model = build_model(job.model)
     freeze(model, frozen)
@@ -26,18 +26,18 @@ def groups(frozen: tuple[str, ...] = (), **training: Any) -> list[tuple[Any, ...
     return [(group["optimizer"], group["weight_decay"], group["tensors"]) for group in described]
 
 
-# Per layer: 7 matrices, 4 norms, 4 biases; and embedding, head and the last norm.
+# Per layer: 7 matrices, 4 norms, 4 biases; also the embedding, the head and the last norm.
 @pytest.mark.parametrize(("name", "shown"), [("adamw", "AdamW"), ("sgd", "SGD"), ("adafactor", "Adafactor")])
 def test_norms_and_biases_do_not_decay(name: str, shown: str) -> None:
     assert groups(optimizer=name) == [(shown, 0.1, 16), (shown, 0.0, 17)]
 
 
-def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest() -> None:
+def test_muon_trains_layer_matrices_and_adamw_the_rest() -> None:
     assert groups(optimizer="muon") == [("Muon", 0.1, 14), ("AdamW", 0.1, 2), ("AdamW", 0.0, 17)]
     assert groups(("model.layers",), optimizer="muon") == [("AdamW", 0.1, 2), ("AdamW", 0.0, 1)]
 
 
-def test_groups_tell_their_size_and_rate() -> None:
+def test_describe_groups_returns_size_and_rate() -> None:
     job = spec(training={"learning_rate": 0.25})
     (matrices, rest) = describe_groups(build_optimizers(build_model(job.model), job.training))
     assert matrices | rest == {
@@ -63,12 +63,12 @@ def test_eight_bit_moments_need_torchao(monkeypatch: pytest.MonkeyPatch) -> None
         ({"optimizer": "adafactor", "adam_epsilon": 1e-6}, "with optimizer=adafactor, whose options are none"),
     ],
 )
-def test_an_option_that_the_optimizer_does_not_read_is_refused(training: dict[str, Any], message: str) -> None:
+def test_unused_optimizer_option_is_rejected(training: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         parse(raw_spec(training=training))
 
 
-def test_adafactor_is_that_of_transformers() -> None:
+def test_adafactor_equals_that_of_transformers() -> None:
     torch.manual_seed(0)
     start = [torch.randn(6, 5), torch.randn(7), torch.randn(3, 4)]
     mine, theirs = ([nn.Parameter(p.clone()) for p in start] for _ in range(2))
@@ -86,7 +86,7 @@ def test_adafactor_is_that_of_transformers() -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_an_average_follows_the_trained_weights() -> None:
+def test_weight_average_follows_the_trained_weights() -> None:
     trained = nn.Linear(2, 2)
     model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), trained)
     start = trained.weight.detach().clone()

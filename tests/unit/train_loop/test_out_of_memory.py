@@ -1,4 +1,4 @@
-"""Out of memory: how it is told, tried once more at most, and what is said to help."""
+"""Out of memory: the report, at most one retry, and the suggested remedies."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +37,7 @@ def run_out(session: Session, error: Exception, job: Any = None) -> Exception:
 CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 is full. See the documentation. x")
 
 
-def test_device_that_is_full_is_told_with_rank_host_sizes_and_remedies_cheapest_first(tmp_path: Path) -> None:
+def test_full_device_is_reported_with_rank_host_sizes_and_cheapest_remedies_first(tmp_path: Path) -> None:
     outcome = failed(run_out(rank_of(tmp_path, epoch=1, rank=1), CUDA))
     assert (outcome.code, outcome.retryable) == ("out_of_memory", True)
     assert outcome.reason is not None
@@ -53,9 +53,9 @@ def test_device_that_is_full_is_told_with_rank_host_sizes_and_remedies_cheapest_
     assert events(tmp_path, "training_ended") == []
 
 
-def test_run_that_is_out_of_memory_is_tried_once_more_unless_it_has_got_further(tmp_path: Path) -> None:
+def test_out_of_memory_run_is_retried_once_unless_it_made_progress(tmp_path: Path) -> None:
     assert isinstance(run_out(rank_of(tmp_path, epoch=1), CUDA), MemoryRanOutError)
-    # Its peers run out with it.
+    # The other ranks run out of memory too.
     assert isinstance(run_out(rank_of(tmp_path, epoch=1, rank=1), CUDA), MemoryRanOutError)
     RunDir(tmp_path).checkpoint(10).mkdir(parents=True)
     assert isinstance(run_out(rank_of(tmp_path, epoch=2), CUDA), MemoryRanOutError)
@@ -67,7 +67,7 @@ def test_run_that_is_out_of_memory_is_tried_once_more_unless_it_has_got_further(
     assert (end["code"], end["result"]) == ("out_of_memory", "failed")
 
 
-def test_host_that_has_no_memory_is_told_as_that(tmp_path: Path) -> None:
+def test_host_without_memory_is_reported_as_the_host(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**50)
     assert full_memory(raised.value) == "host"
@@ -78,7 +78,7 @@ def test_host_that_has_no_memory_is_told_as_that(tmp_path: Path) -> None:
     assert full_memory(RuntimeError("shapes do not match")) is None
 
 
-def test_process_that_ray_killed_for_memory_is_out_of_memory() -> None:
+def test_process_killed_by_ray_for_memory_is_out_of_memory() -> None:
     outcome = failed(KilledByRay("Task was killed due to the node running low on memory."))
     assert (outcome.code, outcome.retryable) == ("out_of_memory", True)
 
@@ -86,7 +86,7 @@ def test_process_that_ray_killed_for_memory_is_out_of_memory() -> None:
 def test_third_group_does_not_start_after_two_without_memory(tmp_path: Path) -> None:
     for epoch in (1, 2):
         run_out(rank_of(tmp_path, epoch=epoch), CUDA)
-    # As if neither had had the time to say that the run has ended.
+    # As if both groups had no time to report the end of the run.
     file = RunDir(tmp_path).attempt(1).events
     lines = [line for line in file.read_text().splitlines() if "training_ended" not in line]
     file.write_text("\n".join(lines) + "\n")
@@ -98,7 +98,7 @@ def test_third_group_does_not_start_after_two_without_memory(tmp_path: Path) -> 
         callback.before_worker_group_start(None)
 
 
-def test_rank_that_was_killed_is_told_with_sizes_and_remedies(tmp_path: Path) -> None:
+def test_killed_rank_is_reported_with_sizes_and_remedies(tmp_path: Path) -> None:
     RunDir(tmp_path).checkpoint(10).mkdir(parents=True)
     told = describe_killed({"rank": 1, "error": "rank 1 on a was killed"}, RunDir(tmp_path), spec())
     assert (told["rank"], told["committed"]) == (1, 10)
@@ -109,7 +109,7 @@ def test_rank_that_was_killed_is_told_with_sizes_and_remedies(tmp_path: Path) ->
     assert {"parameters", "optimizer"} <= told["estimate"].keys()
 
 
-def test_rank_that_was_killed_is_told_also_if_the_model_cannot_be_read(tmp_path: Path) -> None:
+def test_killed_rank_is_reported_if_the_model_is_unreadable(tmp_path: Path) -> None:
     lost = spec(model={"config": None, "path": (tmp_path / "gone").as_uri()})
     told = describe_killed({"error": "rank 1 on a was killed"}, RunDir(tmp_path), lost)
     assert told == {"error": "rank 1 on a was killed", "committed": None}
@@ -125,9 +125,7 @@ def test_rank_that_was_killed_is_told_also_if_the_model_cannot_be_read(tmp_path:
         ({}, "host", "failure.spare_workers: false"),
     ],
 )
-def test_cheapest_remedy_is_named_first_and_none_that_is_in_force(
-    parts: dict[str, dict[str, Any]], place: Any, first: str
-) -> None:
+def test_cheapest_unused_remedy_is_named_first(parts: dict[str, dict[str, Any]], place: Any, first: str) -> None:
     job = spec(**{"scaling": ON_GPU, **parts})
     assert memory_remedies(job, place)[0].startswith(first)
     every = spec(

@@ -14,27 +14,25 @@ sizes = st.lists(st.integers(0, 40), max_size=60)
 
 
 def documents(sizes: list[int]) -> list[Document]:
-    """Documents of the given lengths: tokens all different, labels their negatives, weights their numbers."""
+    """Return documents of the given lengths: distinct tokens, negated as labels, numbered as weights."""
     ends = np.cumsum(sizes).astype(int)
     ids = [np.arange(end - size, end, dtype=np.int32) for size, end in zip(sizes, ends, strict=True)]
     return [Document(i, -i, float(n)) for n, i in enumerate(ids)]
 
 
 def pieces(sample: Sample) -> list[list[int]]:
-    """The documents, or parts of them, that a sample holds."""
+    """Return the documents, or parts of them, in a sample."""
     return [part.tolist() for part in np.split(sample.input_ids, np.cumsum(sample.documents)[:-1])]
 
 
 def expected(sizes: list[int], length: int) -> list[list[int]]:
-    """Documents, cut every `length` tokens."""
+    """Return documents cut every `length` tokens."""
     whole = [document.input_ids.tolist() for document in documents(sizes)]
     return [ids[start : start + length] for ids in whole for start in range(0, len(ids), length)]
 
 
 @given(sizes=sizes, length=st.integers(1, 32))
-def test_every_token_comes_out_once_in_documents_cut_only_where_they_are_too_long(
-    sizes: list[int], length: int
-) -> None:
+def test_every_token_appears_once_and_only_long_documents_are_cut(sizes: list[int], length: int) -> None:
     samples = list(pack(documents(sizes), length))
     found = [piece for sample in samples for piece in pieces(sample)]
     assert sorted(found) == sorted(expected(sizes, length))
@@ -53,7 +51,7 @@ def test_labels_and_weights_stay_with_their_tokens(sizes: list[int], length: int
 
 
 @given(sizes=st.lists(st.integers(1, 32), max_size=60))
-def test_no_two_bins_would_fit_into_one(sizes: list[int]) -> None:
+def test_no_two_bins_fit_into_one(sizes: list[int]) -> None:
     bins = best_fit(sizes, 32)
     assert sorted(index for members in bins for index in members) == list(range(len(sizes)))
     filled = [sum(sizes[index] for index in members) for members in bins]
@@ -61,20 +59,20 @@ def test_no_two_bins_would_fit_into_one(sizes: list[int]) -> None:
     assert all(one + other > 32 for one, other in combinations(filled, 2))
 
 
-def test_a_document_goes_where_it_leaves_least_room() -> None:
+def test_document_goes_to_the_tightest_bin() -> None:
     assert best_fit([6, 5, 4, 3], 10) == [[0, 2], [1, 3]]
     assert best_fit([7, 6, 3, 3], 10) == [[0, 2], [1, 3]]
 
 
 @given(sizes=sizes, length=st.integers(1, 32))
-def test_samples_and_the_documents_in_them_follow_the_files(sizes: list[int], length: int) -> None:
+def test_samples_and_their_documents_keep_file_order(sizes: list[int], length: int) -> None:
     samples = list(pack(documents(sizes), length))
     firsts = [int(sample.input_ids[0]) for sample in samples]
     assert firsts == sorted(firsts)
     assert all(sample.input_ids.tolist() == sorted(sample.input_ids.tolist()) for sample in samples)
 
 
-def test_windows_bound_what_is_held_and_change_nothing_else() -> None:
+def test_windows_limit_memory_and_keep_the_result() -> None:
     taken = []
 
     def endless() -> object:

@@ -1,4 +1,4 @@
-"""Which node each rank is given when a worker group starts."""
+"""The node of each rank when a worker group starts."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ TWO_HOSTS: Nodes = {"a": {"CPU": 2.0}, "b": {"CPU": 3.0}}
 
 
 class Cluster(Placement):
-    """A placement on nodes of which as much is free as the test says, look by look."""
+    """A placement on nodes whose free resources the test sets for each query."""
 
     def __init__(self, *free: Nodes, strategy: Any = "PACK", group: int = 2, autoscaled: bool = False) -> None:
         scaling = ScalingSpec(num_workers=4, placement_strategy=strategy)

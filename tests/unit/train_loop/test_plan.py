@@ -38,7 +38,7 @@ from train_loop.spec import SpecError, parse
         (1, 0, 1, (1,), ("fsdp",), 1),
     ],
 )
-def test_the_mesh_follows_the_rule(
+def test_mesh_follows_the_rule(
     world: int, fsdp_size: int, ulysses_size: int, shape: tuple[int, ...], names: tuple[str, ...], dp: int
 ) -> None:
     mesh = plan_mesh(world=world, fsdp_size=fsdp_size, ulysses_size=ulysses_size)
@@ -46,7 +46,7 @@ def test_the_mesh_follows_the_rule(
 
 
 @given(world=st.integers(1, 64), fsdp_size=st.integers(-1, 70), ulysses_size=st.integers(1, 16))
-def test_a_mesh_holds_every_rank_once_or_is_refused(world: int, fsdp_size: int, ulysses_size: int) -> None:
+def test_mesh_holds_every_rank_once_or_is_rejected(world: int, fsdp_size: int, ulysses_size: int) -> None:
     group = world if fsdp_size <= 1 or fsdp_size >= world else fsdp_size
     if world % group or group % ulysses_size:
         with pytest.raises(ValueError, match="choose"):
@@ -64,7 +64,7 @@ def a_plan(**parts: dict[str, Any]) -> Plan:
 
 
 def problems(**parts: dict[str, Any]) -> dict[str, str]:
-    """Pointer and message of what the plan refuses."""
+    """Return pointer and message of each problem of the plan."""
     with pytest.raises(SpecError) as caught:
         a_plan(**parts)
     return {problem.pointer: problem.message for problem in caught.value.problems}
@@ -104,21 +104,21 @@ def test_ulysses_size_must_divide_the_sequence() -> None:
     }
 
 
-def test_global_batch_size_must_be_a_multiple_of_what_the_ranks_take() -> None:
+def test_global_batch_size_must_be_a_multiple_of_the_rank_batches() -> None:
     assert problems(training={"global_batch_size": 6}, scaling={"num_workers": 4}) == {
         "/training/global_batch_size": "global_batch_size=6 is not a multiple of per_device_train_batch_size=1 x "
         "4 data-parallel ranks; choose 4 or 8"
     }
 
 
-def test_sizes_of_an_unknown_family_must_be_stated() -> None:
+def test_sizes_of_an_unknown_family_are_required() -> None:
     with pytest.raises(ValueError, match="add vocab_size, hidden_size, num_hidden_layers, num_attention_heads"):
         read_shape({"model_type": "novel"})
     with pytest.raises(ValueError, match="hidden_size='x' is not a positive whole number; correct it"):
         read_shape(TINY | {"hidden_size": "x"})
 
 
-def test_sizes_by_the_old_names_of_gpt2() -> None:
+def test_old_size_names_of_gpt2_are_read() -> None:
     shape = read_shape(
         {"model_type": "gpt2", "vocab_size": 9, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_inner": None}
     )
@@ -126,13 +126,13 @@ def test_sizes_by_the_old_names_of_gpt2() -> None:
     assert not shape.known
 
 
-def test_the_plan_of_a_folder_is_that_of_its_config(tmp_path: Path) -> None:
+def test_plan_of_a_folder_equals_that_of_its_config(tmp_path: Path) -> None:
     write_model(tmp_path, num_hidden_layers=1)
     there = a_plan(model={"path": tmp_path.as_uri(), "config": None})
     assert there == a_plan(model={"config": TINY | {"num_hidden_layers": 1}})
 
 
-def test_a_global_batch_is_the_same_at_every_world_size() -> None:
+def test_global_batch_is_the_same_at_every_world_size() -> None:
     training = spec(training={"global_batch_size": 16, "per_device_train_batch_size": 2}).training
     plans = [plan_batch(training, dp=dp) for dp in (1, 2, 4, 8)]
     assert {plan.global_batch for plan in plans} == {16}
@@ -142,20 +142,18 @@ def test_a_global_batch_is_the_same_at_every_world_size() -> None:
 @pytest.mark.parametrize(
     ("epochs", "steps", "samples"), [(1.0, 13, 100), (2.0, 25, 200), (0.5, 7, 50), (None, 13, 100)]
 )
-def test_epochs_train_every_sample_and_the_last_step_may_be_short(
-    epochs: float | None, steps: int, samples: int
-) -> None:
+def test_epochs_train_every_sample_with_a_short_last_step(epochs: float | None, steps: int, samples: int) -> None:
     training = spec(training={"max_steps": None, "num_train_epochs": epochs}).training
     assert plan_steps(training, samples=100, tokens=3200, global_batch=8) == steps
     assert plan_samples(training, samples=100, global_batch=8) == samples
 
 
 @pytest.mark.parametrize(("max_tokens", "steps"), [(1, 1), (240, 1), (241, 2), (100_000, 417)])
-def test_tokens_come_to_steps_by_the_mean_length_of_samples(max_tokens: int, steps: int) -> None:
+def test_token_budget_becomes_steps_by_mean_sample_length(max_tokens: int, steps: int) -> None:
     training = spec(training={"max_steps": None, "max_tokens": max_tokens}).training
     # 100 samples of 30 tokens, 8 in a step.
     assert plan_steps(training, samples=100, tokens=3000, global_batch=8) == steps
-    assert plan_samples(training, samples=100, global_batch=8) >= max_tokens, "a sample may have a single token"
+    assert plan_samples(training, samples=100, global_batch=8) >= max_tokens, "expected one token per sample at least"
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
@@ -164,7 +162,7 @@ def test_tokens_come_to_steps_by_the_mean_length_of_samples(max_tokens: int, ste
     [TINY, TINY | {"tie_word_embeddings": True, "num_key_value_heads": 1}, {"num_hidden_layers": 2}],
     ids=["tiny", "tied", "the family's defaults"],
 )
-def test_parameters_are_counted_as_transformers_builds_them(model_type: str, sizes: dict[str, Any]) -> None:
+def test_parameter_count_equals_that_of_transformers(model_type: str, sizes: dict[str, Any]) -> None:
     config = sizes | {"model_type": model_type}
     hf_config = AutoConfig.for_model(**config)
     with torch.device("meta"):
@@ -172,7 +170,7 @@ def test_parameters_are_counted_as_transformers_builds_them(model_type: str, siz
     assert read_shape(config).parameters == sum(p.numel() for p in model.parameters())
 
 
-def test_memory_is_stated_by_term_and_shrinks_with_the_mesh() -> None:
+def test_memory_is_listed_by_term_and_shrinks_with_the_mesh() -> None:
     one = a_plan()
     four = a_plan(strategy={"ulysses_size": 2}, scaling={"num_workers": 4})
     terms = {term.name: term.bytes for term in one.memory}
@@ -191,25 +189,25 @@ def test_memory_is_stated_by_term_and_shrinks_with_the_mesh() -> None:
 ON_GPU = {"resources_per_worker": {"CPU": 1.0, "GPU": 1.0}}
 
 
-def test_what_is_offloaded_counts_where_it_waits() -> None:
+def test_offloaded_terms_count_as_host_memory() -> None:
     offload: dict[str, Any] = {"model": {"gradient_checkpointing": "offload"}, "strategy": {"offload_policy": True}}
     kept = a_plan(model={"gradient_checkpointing": "full"}, scaling=ON_GPU)
     moved, on_cpu = a_plan(**offload, scaling=ON_GPU), a_plan(**offload)
     at_home = {"parameters", "gradients", "optimizer", "ema", "checkpoint_staging", "offloaded_activations"}
     assert {term.name for term in moved.memory if term.place == "host"} == at_home
-    # Beside a GPU, what a checkpoint is written from waits on the host too.
+    # With a GPU, the host also holds the buffer from which a checkpoint is written.
     staged = sum(term.bytes for term in kept.memory if term.name in ("parameters", "optimizer", "ema"))
     assert kept.host_memory_bytes == staged < moved.host_memory_bytes
     everything = kept.memory_bytes + kept.host_memory_bytes
     assert moved.memory_bytes + moved.host_memory_bytes == everything
-    # Without a GPU there is one memory.
+    # Without a GPU, there is only host memory.
     assert (on_cpu.memory_bytes, on_cpu.host_memory_bytes) == (everything, 0)
     in_step = a_plan(strategy={"async_save_ckpt": "sync"})
     assert in_step.memory_bytes == a_plan().memory_bytes - staged
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
-def test_tiles_of_an_mlp_exist_one_at_a_time(mode: str) -> None:
+def test_one_mlp_tile_is_counted(mode: str) -> None:
     whole, tiled = (
         next(term.bytes for term in plan.memory if term.name == "activations")
         for plan in (
@@ -222,7 +220,7 @@ def test_tiles_of_an_mlp_exist_one_at_a_time(mode: str) -> None:
     assert whole - tiled == wide * layers - wide // 4
 
 
-def test_attention_that_makes_no_mask_has_none_counted() -> None:
+def test_attention_without_a_mask_counts_no_mask() -> None:
     def mask(**model: str) -> int:
         plan = a_plan(model={"dtype": "bf16"} | model)
         return next(term.bytes for term in plan.memory if term.name == "attention_mask")
@@ -231,7 +229,7 @@ def test_attention_that_makes_no_mask_has_none_counted() -> None:
     assert mask(attn_implementation="flash_attention_2") == mask(attn_implementation="flex_attention") == 0
 
 
-def test_workers_that_no_node_can_hold_are_named_with_numbers() -> None:
+def test_workers_that_fit_no_node_are_reported_with_numbers() -> None:
     scaling = spec(scaling={"num_workers": 8, "resources_per_worker": {"CPU": 1.0, "GPU": 1.0}}).scaling
     assert too_big(scaling, {"CPU": 16.0, "GPU": 8.0}) is None
     assert too_big(scaling, {"CPU": 16.0}) == (
@@ -249,7 +247,7 @@ def test_workers_must_leave_a_cpu_for_ray_data(cpus: float, starves: bool) -> No
         assert "leave less than the 1 that Ray Data needs; choose at most" in problem.message
 
 
-def test_nothing_starves_where_no_cluster_is_known_or_no_cpu_is_asked_for() -> None:
+def test_ray_data_is_not_starved_without_a_known_cluster_or_cpu_request() -> None:
     gpu_only = spec(scaling={"num_workers": 2, "resources_per_worker": {"GPU": 1.0}}).scaling
     assert data_starves(gpu_only, None) is None
     assert data_starves(gpu_only, {"CPU": 4.0, "GPU": 2.0}) is None
@@ -259,7 +257,7 @@ def test_nothing_starves_where_no_cluster_is_known_or_no_cpu_is_asked_for() -> N
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
-def test_a_bf16_master_halves_weights_gradients_and_moments(optimizer: str) -> None:
+def test_bf16_master_halves_weights_gradients_and_moments(optimizer: str) -> None:
     whole, half = (
         {term.name: term.bytes for term in a_plan(model={"master_dtype": m}, training={"optimizer": optimizer}).memory}
         for m in ("fp32", "bf16")
@@ -272,7 +270,7 @@ def test_a_bf16_master_halves_weights_gradients_and_moments(optimizer: str) -> N
 @pytest.mark.parametrize(
     ("optimizer", "per_parameter"), [("adamw", 8), ("adamw_8bit", 2), ("sgd", 4), ("muon", 4 + 4 * 24608 / 40128)]
 )
-def test_memory_counts_the_state_of_the_optimizer_and_the_average(optimizer: str, per_parameter: float) -> None:
+def test_memory_counts_optimizer_state_and_weight_average(optimizer: str, per_parameter: float) -> None:
     job = spec(training={"optimizer": optimizer, "ema_decay": 0.99})
     plan = plan_job(job, model_shape(job.model))
     terms = {term.name: term.bytes for term in plan.memory}

@@ -1,4 +1,4 @@
-"""When a run that was told of a preemption saves and moves."""
+"""Saves and moves of a run after a preemption notice."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ DEADLINE = 1030.0
 
 @dataclass
 class World:
-    """A rank's session, its clocks, and what Ray knows."""
+    """A session of one rank, its clocks, and a simulated Ray cluster."""
 
     session: Session
     now: float = 0.0
@@ -40,7 +40,7 @@ def noticed(world: World) -> PreemptionWatch:
     return watch
 
 
-def test_notice_is_news_once_and_an_event(world: World) -> None:
+def test_notice_is_reported_once_as_an_event(world: World) -> None:
     watch, journal = noticed(world), EventLog(world.session.run_dir.attempt(1))
     assert not watch.sees_news(journal)
     (event,) = read_lines(world.session.run_dir.attempt(1).events)
@@ -53,12 +53,12 @@ def test_run_without_a_notice_neither_moves_nor_saves(world: World) -> None:
     assert not watch.wants_last_save()
 
 
-def test_run_moves_once_other_hosts_have_room(world: World) -> None:
+def test_run_moves_once_other_hosts_have_capacity(world: World) -> None:
     watch = noticed(world)
     world.now = 3.0
     assert not watch.wants_to_move()
     world.room = True
-    assert not watch.wants_to_move(), "the cluster is asked every two seconds"
+    assert not watch.wants_to_move(), "expected one query every two seconds"
     world.now = 6.0
     assert watch.wants_to_move()
 
@@ -66,8 +66,8 @@ def test_run_moves_once_other_hosts_have_room(world: World) -> None:
 @pytest.mark.parametrize(
     ("step", "left"), [(0.25, 3.0), (1.0, 3.0), (2.0, 2.0), (4.0, 2.0), (5.0, 5.0), (7.0, 2.0), (20.0, 10.0)]
 )
-def test_run_without_room_saves_once_before_the_deadline(world: World, step: float, left: float) -> None:
-    """`left`: seconds before the deadline, at 30, at which the save begins, after a step from the look."""
+def test_run_without_capacity_saves_once_before_the_deadline(world: World, step: float, left: float) -> None:
+    """`left`: seconds before the deadline of 30 s at which the save begins, after a step since the last check."""
     watch = noticed(world)
     saves = []
     for number in range(-3, int(40 / step)):
@@ -77,7 +77,7 @@ def test_run_without_room_saves_once_before_the_deadline(world: World, step: flo
     assert saves == [left]
 
 
-def test_run_with_a_notice_without_a_deadline_saves_no_second_time(world: World) -> None:
+def test_run_with_a_notice_without_a_deadline_saves_once(world: World) -> None:
     watch = world.watch()
     world.notice = Preemption((2,), None)
     watch.sees_news(EventLog(world.session.run_dir.attempt(1)))

@@ -1,4 +1,4 @@
-"""What preflight counts in the data before a job runs."""
+"""Counts of data that preflight makes before a job runs."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.support.specs import may_read, raw_spec
 from train_loop.preflight.checks import answer
 
 
-def test_preview_counts_the_first_rows_and_names_what_is_left_out(tmp_path: Path) -> None:
+def test_preview_counts_the_first_rows_and_names_omitted_ones(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "t")
     (tmp_path / "t" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
@@ -57,7 +57,7 @@ def test_preview_counts_the_first_rows_and_names_what_is_left_out(tmp_path: Path
     ("rule", "packing", "samples", "exact"),
     [(None, False, 5, True), ("truncate", False, 3, True), ("drop", False, 2, True), (None, True, 5, False)],
 )
-def test_samples_of_tokenised_rows_are_counted_by_their_lengths(
+def test_tokenised_rows_are_counted_by_their_lengths(
     tmp_path: Path, rule: str | None, packing: bool, samples: int, exact: bool
 ) -> None:
     pq.write_table(pa.table({"ids": [[1] * 32, [1] * 70, [1], []]}), tmp_path / "a.parquet")

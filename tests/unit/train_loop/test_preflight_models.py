@@ -1,4 +1,4 @@
-"""What preflight finds in models: what an architecture allows, its positions, and shared parameters."""
+"""Preflight checks of models: supported features, positions and shared parameters."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ DYNAMIC |= {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_the
         ),
     ],
 )
-def test_what_a_model_does_not_allow(parts: dict[str, Any], pointer: str, message: str) -> None:
+def test_unsupported_model_features_are_rejected(parts: dict[str, Any], pointer: str, message: str) -> None:
     found = [(p.pointer, p.message) for p in check_model(parse(raw_spec(**parts)), may_read())[1]]
     assert [p for p, _ in found] == [pointer]
     assert message in found[0][1]
@@ -64,7 +64,7 @@ FALCON = {"model_type": "falcon", "vocab_size": 384, "hidden_size": 32, "num_hid
 }
 
 
-def test_a_model_whose_attention_bypasses_the_registry_is_refused_for_ulysses_only() -> None:
+def test_model_that_bypasses_the_attention_registry_is_rejected_for_ulysses_only() -> None:
     shared = {"strategy": {"ulysses_size": 2}, "scaling": {"num_workers": 2}}
     _, (problem,) = check_model(parse(raw_spec(model={"config": FALCON}, **shared)), may_read())
     assert problem.pointer == "/strategy/ulysses_size"
@@ -72,13 +72,13 @@ def test_a_model_whose_attention_bypasses_the_registry_is_refused_for_ulysses_on
     assert check_model(parse(raw_spec(model={"config": FALCON})), may_read())[1] == []
 
 
-def test_a_model_that_cannot_be_called_as_the_loop_does_is_refused() -> None:
+def test_model_with_an_incompatible_forward_is_rejected() -> None:
     _, (problem,) = check_model(parse(raw_spec(model={"config": FALCON | {"alibi": True}})), may_read())
     assert problem.pointer == "/model/config"
     assert "FalconForCausalLM cannot be called with input_ids, position_ids and an attention mask" in problem.message
 
 
-def test_a_model_that_names_no_layers_takes_those_of_the_spec() -> None:
+def test_model_without_layer_names_uses_those_of_the_spec() -> None:
     model = build_model(parse(raw_spec()).model)
     model._no_split_modules = None
     with pytest.raises(ModelError, match="transformer_layer_cls_to_wrap, for example Qwen3Model, Qwen3DecoderLayer"):
@@ -90,14 +90,12 @@ def test_a_model_that_names_no_layers_takes_those_of_the_spec() -> None:
     ("config", "message"),
     [
         (GPT2 | IDS, "sequence_length=49 is more than the 48 positions of GPT2LMHeadModel; choose at most 48"),
-        # Its table has two rows more, which no position uses.
+        # Its table has two more rows, which no position uses.
         (OPT | IDS | {"max_position_embeddings": 48}, "is more than the 48 positions of OPTForCausalLM"),
         (DYNAMIC, "is more than max_position_embeddings=48, and rope_type=dynamic of LlamaForCausalLM then depends on"),
     ],
 )
-def test_sequence_with_more_positions_than_the_model_has_is_refused_with_both_numbers(
-    config: dict[str, Any], message: str
-) -> None:
+def test_sequence_longer_than_the_positions_is_rejected_with_both_numbers(config: dict[str, Any], message: str) -> None:
     def problems(length: int) -> list[Problem]:
         return check_model(parse(raw_spec(model={"config": config}, data={"sequence_length": length})), may_read())[1]
 
@@ -107,7 +105,7 @@ def test_sequence_with_more_positions_than_the_model_has_is_refused_with_both_nu
     assert problems(48) == []
 
 
-def test_models_that_compute_angles_take_any_length() -> None:
+def test_models_with_computed_positions_accept_any_length() -> None:
     for config in (TINY, LONGROPE):
         assert (
             check_model(parse(raw_spec(model={"config": config}, data={"sequence_length": 9999})), may_read())[1] == []
@@ -124,7 +122,7 @@ BERT = {
 BERT |= {"intermediate_size": 48, "is_decoder": True}
 
 
-def test_parameter_that_units_share_is_found_on_meta_with_the_classes_to_choose() -> None:
+def test_parameter_shared_by_units_is_found_on_meta_with_the_classes_to_choose() -> None:
     _, (problem,) = check_model(parse(raw_spec(model={"config": BERT})), may_read())
     assert problem.pointer == "/strategy/wrap_policy/transformer_layer_cls_to_wrap"
     assert problem.message.startswith(

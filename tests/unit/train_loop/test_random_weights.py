@@ -1,4 +1,4 @@
-"""Random weights follow the model's own rules, those of a parent for its children included."""
+"""Random weights: the model's own rules, including a parent's rules for its children."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from train_loop.model.build import build_model, check_rules, materialise
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": TINY,
     "llama": TINY | {"model_type": "llama", "attention_bias": True},
-    # Attention and MLP make the output weights of their children smaller than the children themselves would.
+    # Attention and MLP initialise the output weights of their children smaller than the children's own rules.
     "gpt2": {"model_type": "gpt2", "vocab_size": 384, "n_embd": 64, "n_layer": 8, "n_head": 4, "n_positions": 64}
     | {"bos_token_id": 0, "eos_token_id": 0},
 }
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_weights_are_spread_as_transformers_spreads_them(family: str) -> None:
+def test_weight_spread_equals_that_of_transformers(family: str) -> None:
     config = spec(model={"config": CONFIGS[family]}).model
     model = build_model(config)
     materialise(model, build_model(config), seed=0, device=torch.device("cpu"))
@@ -31,12 +31,12 @@ def test_weights_are_spread_as_transformers_spreads_them(family: str) -> None:
     ours = dict(model.named_parameters())
     assert ours.keys() == dict(expected.named_parameters()).keys()
     for name, theirs in expected.named_parameters():
-        # 512 draws and more: their standard deviations agree within about 1 / sqrt(512), and gpt2's rules differ by 4.
+        # From 512 draws, standard deviations agree within about 1 / sqrt(512); gpt2's rules differ by a factor of 4.
         assert ours[name].std().item() == pytest.approx(theirs.std().item(), rel=0.15), name
         assert ours[name].mean().item() == pytest.approx(theirs.mean().item(), abs=0.005), name
 
 
-def test_xielu_without_a_rule_of_transformers_gets_its_constructor_values() -> None:
+def test_xielu_gets_its_constructor_values() -> None:
     config = spec(model={"config": APERTUS}).model
     model = build_model(config)
     materialise(model, build_model(config), seed=0, device=CPU)
@@ -47,7 +47,7 @@ def test_xielu_without_a_rule_of_transformers_gets_its_constructor_values() -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_buffer_that_no_rule_sets_is_refused_by_name(dtype: torch.dtype) -> None:
+def test_buffer_without_a_rule_is_rejected_by_name(dtype: torch.dtype) -> None:
     config = spec(model={"config": TINY}).model
     model, blueprint = build_model(config), build_model(config)
     for built in (model, blueprint):
@@ -56,7 +56,7 @@ def test_buffer_that_no_rule_sets_is_refused_by_name(dtype: torch.dtype) -> None
         materialise(model, blueprint, seed=0, device=CPU)
 
 
-def test_parameter_that_no_rule_sets_is_refused_by_name() -> None:
+def test_parameter_without_a_rule_is_rejected_by_name() -> None:
     config = spec(model={"config": TINY}).model
     model, blueprint = build_model(config), build_model(config)
     for built in (model, blueprint):
@@ -65,7 +65,7 @@ def test_parameter_that_no_rule_sets_is_refused_by_name() -> None:
         materialise(model, blueprint, seed=0, device=CPU)
 
 
-def test_rules_that_lack_are_found_on_meta_unless_a_folder_holds_the_tensor() -> None:
+def test_missing_rules_are_found_on_meta_unless_a_folder_holds_the_tensor() -> None:
     model = build_model(spec(model={"config": TINY}).model)
     check_rules(model)
     model.model.layers[1].forgotten = torch.nn.Parameter(torch.zeros(2, device="meta"))

@@ -1,4 +1,4 @@
-"""Reading token rows of a user's own Parquet files while their storage is away."""
+"""Reads of token rows from a user's own Parquet files while their storage is unavailable."""
 
 import threading
 from pathlib import Path
@@ -13,17 +13,17 @@ from train_loop.spec import SourceSpec
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A mount point with one file."""
+    """Return a mount point with one file."""
     mount = tmp_path / "mount"
     mount.mkdir()
     write_tokens(mount / "d.parquet", rows=3, length=4, vocab=9)
     return mount
 
 
-def test_rows_are_read_once_an_unmounted_folder_is_back(folder: Path) -> None:
+def test_rows_are_read_once_an_unmounted_folder_returns(folder: Path) -> None:
     (file,) = list_files(SourceSpec(path=str(folder / "d.parquet")))
     folder.rename(folder.with_name("away"))
-    # As an unmount does, it leaves an empty folder.
+    # Like an unmount, this leaves an empty folder.
     folder.mkdir()
 
     def mount() -> None:
@@ -36,7 +36,7 @@ def test_rows_are_read_once_an_unmounted_folder_is_back(folder: Path) -> None:
     timer.join()
 
 
-def test_missing_file_among_others_is_not_waited_for(folder: Path) -> None:
+def test_missing_file_among_others_fails_without_a_wait(folder: Path) -> None:
     (file,) = list_files(SourceSpec(path=str(folder / "d.parquet")))
     (folder / "other").touch()
     (folder / "d.parquet").unlink()

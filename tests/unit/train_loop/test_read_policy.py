@@ -1,4 +1,4 @@
-"""What the jobs of a project may read, and links that take the place of a file."""
+"""Read policy of a project's jobs, and links that replace a checked file."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -43,13 +43,13 @@ NLP = ReadPolicy(
         ("s3://runs/corpus", None),
     ],
 )
-def test_project_reads_its_roots_and_its_own_run_directories(place: str, reason: str | None) -> None:
+def test_project_reads_its_roots_and_run_directories(place: str, reason: str | None) -> None:
     refusal = NLP.refusal(place, named="it")
     assert refusal is None if reason is None else reason in (refusal or "")
     assert "secret@" not in (refusal or "")
 
 
-def test_environment_of_a_job_has_no_passwords() -> None:
+def test_job_environment_contains_no_passwords() -> None:
     told = NLP.without_users().model_dump_json()
     assert "secret" not in told
     assert "sftp://host/data" in told
@@ -57,7 +57,7 @@ def test_environment_of_a_job_has_no_passwords() -> None:
 
 @pytest.fixture
 def roots(tmp_path: Path) -> Iterator[Path]:
-    """The folder `root` may be read, `outside` may not; neither may the run directories of another project."""
+    """Return a folder in which jobs may read `root`, but neither `outside` nor other projects' run directories."""
     for name in ("root", "outside", "root/_cache"):
         (tmp_path / name).mkdir()
     (tmp_path / "outside/secret.jsonl").write_text('{"text": "secret"}\n')
@@ -67,13 +67,13 @@ def roots(tmp_path: Path) -> Iterator[Path]:
 
 
 def swapped(inside: Path, outside: Path) -> Path:
-    """Put a link to another file in the place of one, as somebody may do after the checks."""
+    """Replace a file with a link to another, as an attacker may after the checks."""
     inside.unlink(missing_ok=True)
     inside.symlink_to(outside)
     return inside
 
 
-def test_link_in_the_place_of_a_data_file_is_not_read(roots: Path) -> None:
+def test_link_that_replaces_a_data_file_is_not_read(roots: Path) -> None:
     place = roots / "root/a.jsonl"
     place.write_text('{"text": "mine"}\n')
     with open_file(File(str(place), 17, "1")) as opened:
@@ -83,7 +83,7 @@ def test_link_in_the_place_of_a_data_file_is_not_read(roots: Path) -> None:
         open_file(File(str(place), 17, "1"))
 
 
-def test_link_in_the_place_of_a_folder_is_not_followed(roots: Path) -> None:
+def test_link_that_replaces_a_folder_is_not_followed(roots: Path) -> None:
     folder = roots / "root/data"
     folder.symlink_to(roots / "outside")
     with pytest.raises(DataError, match="lies outside"):
@@ -110,7 +110,7 @@ def test_link_to_the_run_directory_of_another_project_is_not_followed(roots: Pat
         check_allowed(f"file://{roots}/root/**/*.jsonl", own())
 
 
-def test_cache_is_read_by_its_own_paths_alone(roots: Path) -> None:
+def test_cache_is_readable_only_by_its_own_paths(roots: Path) -> None:
     (roots / "root/_cache/a.jsonl").write_text("x")
     open_input(roots / "root/_cache/a.jsonl").close()
     with pytest.raises(DataError, match="lies in the cache of prepared data"):
@@ -128,7 +128,7 @@ def test_cache_is_read_by_its_own_paths_alone(roots: Path) -> None:
         ("model.safetensors", read_headers),
     ],
 )
-def test_link_in_the_place_of_a_model_file_is_not_read(roots: Path, name: str, read: Callable[[Path], object]) -> None:
+def test_link_that_replaces_a_model_file_is_not_read(roots: Path, name: str, read: Callable[[Path], object]) -> None:
     folder = roots / "root/model"
     write_model(folder)
     write_tokenizer(folder)
@@ -140,7 +140,7 @@ def test_link_in_the_place_of_a_model_file_is_not_read(roots: Path, name: str, r
         read(folder)
 
 
-def test_tensors_are_those_of_the_file_that_was_checked(roots: Path) -> None:
+def test_tensors_come_from_the_checked_file(roots: Path) -> None:
     place = roots / "root/a.safetensors"
     save_file({"w": ones(3)}, place)
     with open_tensors(place) as file:
@@ -148,7 +148,7 @@ def test_tensors_are_those_of_the_file_that_was_checked(roots: Path) -> None:
         assert file.get_slice("w")[:].tolist() == [1.0, 1.0, 1.0]
 
 
-def test_process_of_a_job_obeys_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_process_applies_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(READ_POLICY_VARIABLE, raising=False)
     assert current_policy() is None
     monkeypatch.setenv(READ_POLICY_VARIABLE, json.dumps({"project": "nlp", "roots": ["s3://nlp"], "later": 1}))

@@ -1,4 +1,4 @@
-"""Reading raw files: every row once however files are cut, and what is wrong with one in the words of its file."""
+"""Reads of raw files: every row once for any cut, and errors with the file's line numbers."""
 
 import gzip
 import json
@@ -39,9 +39,7 @@ def zstd(content: bytes) -> bytes:
 
 @given(lines=lines, size=st.integers(1, 60), ended=st.booleans())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_every_line_is_read_once_wherever_a_file_is_cut(
-    tmp_path: Path, lines: list[str], size: int, ended: bool
-) -> None:
+def test_every_line_is_read_once_for_any_cut(tmp_path: Path, lines: list[str], size: int, ended: bool) -> None:
     content = "\n".join(lines) + ("\n" if ended and lines else "")
     (tmp_path / "a.jsonl").write_text(content)
     found = rows(tmp_path / "a.jsonl", size=size)
@@ -51,7 +49,7 @@ def test_every_line_is_read_once_wherever_a_file_is_cut(
 
 
 @pytest.mark.parametrize(("ending", "pack"), [("", bytes), (".gz", gzip.compress), (".zst", zstd)])
-def test_what_is_wrong_with_a_line_is_told_with_its_number(tmp_path: Path, ending: str, pack: Any) -> None:
+def test_invalid_line_is_reported_with_its_number(tmp_path: Path, ending: str, pack: Any) -> None:
     content = b'{"text": "a"}\n\nnot json\n[1]\n{"body": 1}\n{"text": "\xff"}\n{"text": "z"}'
     path = tmp_path / f"a.jsonl{ending}"
     path.write_bytes(pack(content))
@@ -75,7 +73,7 @@ def test_compressed_text_is_one_document(tmp_path: Path) -> None:
     assert [row.values for row in rows(tmp_path / "b.txt.zst")] == [{"text": "three"}]
 
 
-def test_rows_of_parquet_keep_their_number_over_row_groups(tmp_path: Path) -> None:
+def test_parquet_rows_keep_their_number_across_row_groups(tmp_path: Path) -> None:
     table = pa.table({"text": [f"row {n}" for n in range(25)], "other": list(range(25))})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=10)
     found = rows(tmp_path / "a.parquet")
@@ -97,19 +95,19 @@ def test_rows_of_parquet_keep_their_number_over_row_groups(tmp_path: Path) -> No
         ("a.txt.zst", zstd(b"some text" * 99)[:-3], "is not a readable text file: Truncated"),
     ],
 )
-def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_damaged_file_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=f"{name} {message}"):
         rows(tmp_path / name)
 
 
-def test_a_file_without_a_column_is_named(tmp_path: Path) -> None:
+def test_file_without_a_column_is_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"body": ["x"]}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"a.parquet has no column 'text'; it has body; correct data.columns"):
         rows(tmp_path / "a.parquet")
 
 
-def test_damage_within_parquet_is_found_by_its_checksums(tmp_path: Path) -> None:
+def test_parquet_damage_is_found_by_checksums(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     plain = {"compression": "none", "use_dictionary": False, "write_statistics": False}
     pq.write_table(pa.table({"text": ["abc" * 500]}), path, write_page_checksum=True, **plain)
@@ -120,35 +118,35 @@ def test_damage_within_parquet_is_found_by_its_checksums(tmp_path: Path) -> None
         rows(path)
 
 
-def test_bytes_that_are_no_text_spoil_their_row_alone(tmp_path: Path) -> None:
+def test_invalid_utf8_makes_only_its_row_invalid(tmp_path: Path) -> None:
     column = pa.array([b"good", b"\xff\xfe", b"fine"]).view(pa.string())
     pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
     assert [row.values["text"] for row in rows(tmp_path / "a.parquet")] == ["good", b"\xff\xfe", "fine"]
 
 
-def test_a_conversation_with_bytes_that_are_no_text_is_a_bad_row(tmp_path: Path) -> None:
+def test_conversation_with_invalid_utf8_is_an_invalid_row(tmp_path: Path) -> None:
     contents = pa.array([b"good", b"\xff\xfe"]).view(pa.string())
     turns = pa.StructArray.from_arrays([pa.array(["user", "user"]), contents], ["role", "content"])
     pq.write_table(pa.table({"talk": pa.ListArray.from_arrays([0, 1, 2], turns)}), tmp_path / "a.parquet")
     good, bad = rows(tmp_path / "a.parquet", ColumnsSpec(messages="talk"))
     assert good.values["talk"] == [{"role": "user", "content": "good"}]
-    assert isinstance(bad.values["talk"], bytes), "which is refused wherever a column is read"
+    assert isinstance(bad.values["talk"], bytes), "expected an error for any column"
 
 
-def test_text_that_is_not_called_text_is_text(tmp_path: Path) -> None:
+def test_text_of_other_arrow_types_is_read(tmp_path: Path) -> None:
     for kind in (pa.binary(), pa.large_binary(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())):
         pq.write_table(pa.table({"text": pa.array(["ü", None]).cast(kind)}), tmp_path / "a.parquet")
         assert [row.values["text"] for row in rows(tmp_path / "a.parquet")] == ["ü", None]
 
 
-def test_keys_that_parquet_gives_to_every_row_are_left_out(tmp_path: Path) -> None:
+def test_null_keys_added_by_parquet_are_dropped(tmp_path: Path) -> None:
     calls = [{"name": "sum", "arguments": {"a": 1}}, {"name": "max", "arguments": {"b": 2}}]
     talks = [[{"role": "assistant", "tool_calls": [call]}] for call in calls]
     pq.write_table(pa.table({"talk": talks}), tmp_path / "a.parquet")
     assert [row.values["talk"] for row in rows(tmp_path / "a.parquet", ColumnsSpec(messages="talk"))] == talks
 
 
-def test_long_rows_of_parquet_are_handed_on_a_few_at_a_time(tmp_path: Path) -> None:
+def test_long_parquet_rows_are_yielded_in_small_chunks(tmp_path: Path) -> None:
     texts = [str(n % 10) * 2**20 for n in range(20)]
     pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")
     (piece,) = cut([one_file(tmp_path / "a.parquet")], 1)
@@ -157,14 +155,14 @@ def test_long_rows_of_parquet_are_handed_on_a_few_at_a_time(tmp_path: Path) -> N
     assert [(row.place, row.values["text"]) for chunk in chunks for row in chunk.rows] == list(enumerate(texts))
 
 
-def test_json_too_deep_to_read_is_a_bad_row(tmp_path: Path) -> None:
+def test_too_deep_json_is_an_invalid_row(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": ' + "[" * 100_000 + "\n" + '{"text": "a"}')
     first, second = rows(tmp_path / "a.jsonl")
     assert str(first.wrong).startswith("invalid JSON")
     assert second.values == {"text": "a"}
 
 
-def test_what_has_been_read_of_a_piece_only_grows_to_its_size(tmp_path: Path) -> None:
+def test_bytes_read_of_a_piece_grow_to_its_size(tmp_path: Path) -> None:
     lines = b"".join(json.dumps({"text": "x" * 1000, "n": n}).encode() + b"\n" for n in range(12_000))
     (tmp_path / "a.jsonl").write_bytes(lines)
     (tmp_path / "b.jsonl.zst").write_bytes(zstd(lines))
@@ -177,7 +175,7 @@ def test_what_has_been_read_of_a_piece_only_grows_to_its_size(tmp_path: Path) ->
         assert 0 < read[0] <= read[-1] == piece.bytes
 
 
-def test_rows_are_there_if_any_line_holds_something(tmp_path: Path) -> None:
+def test_file_is_empty_unless_a_line_has_content(tmp_path: Path) -> None:
     for name, content in {"a.jsonl": b"\n \n", "b.jsonl.gz": gzip.compress(b""), "c.txt": b""}.items():
         (tmp_path / name).write_bytes(content)
         assert is_empty(one_file(tmp_path / name))
@@ -185,14 +183,14 @@ def test_rows_are_there_if_any_line_holds_something(tmp_path: Path) -> None:
     assert not is_empty(one_file(tmp_path / "d.jsonl"))
 
 
-def test_files_without_a_byte_among_others_are_left_out(tmp_path: Path) -> None:
+def test_empty_files_among_others_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").touch()
     pq.write_table(pa.table({"text": ["x"]}), tmp_path / "b.parquet")
     pieces = cut(list_files(SourceSpec(path=str(tmp_path))), 100)
     assert [piece.file.name for piece in pieces] == ["b.parquet"]
 
 
-def test_the_first_row_must_be_good_unless_bad_ones_are_skipped(tmp_path: Path) -> None:
+def test_first_row_must_be_valid_unless_invalid_rows_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'\noops\n{"text": "x"}\n'))
     with pytest.raises(
         DataError, match=r"gz, line 2: invalid JSON: .*; correct the row, or data.columns, or set on_bad_rows: skip"

@@ -1,4 +1,4 @@
-"""Learning rates of every schedule, held against their formulas written plainly."""
+"""Learning rates of every schedule, checked against their formulas."""
 
 import math
 from typing import Any
@@ -15,7 +15,7 @@ PEAK, STEPS, WARMUP = 0.5, 100, 10
 
 
 def rates(steps: int = STEPS, **training: Any) -> list[float]:
-    """The learning rate of every step, and of some beyond the last one."""
+    """Return the learning rate of every step and of some steps after the last."""
     end = {"max_steps": None, "num_train_epochs": 1.0}
     job = spec(training={"learning_rate": PEAK, "warmup_steps": WARMUP} | end | training)
     optimizer = SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
@@ -29,7 +29,7 @@ def rates(steps: int = STEPS, **training: Any) -> list[float]:
 
 
 def part(step: int, start: int = WARMUP, end: int = STEPS) -> float:
-    """How much of a phase is done."""
+    """Return the completed fraction of a phase."""
     return (step - start) / (end - start)
 
 
@@ -69,7 +69,7 @@ CASES: list[tuple[dict[str, Any], Any]] = [
 
 
 @pytest.mark.parametrize(("training", "formula"), CASES, ids=lambda case: str(case) if isinstance(case, dict) else "")
-def test_a_schedule_is_its_formula_and_stays_at_its_end(training: dict[str, Any], formula: Any) -> None:
+def test_schedule_equals_its_formula_and_stays_at_its_end(training: dict[str, Any], formula: Any) -> None:
     found = rates(**training)
     for step in range(WARMUP):
         assert found[step] == pytest.approx(PEAK * step / WARMUP)
@@ -78,17 +78,17 @@ def test_a_schedule_is_its_formula_and_stays_at_its_end(training: dict[str, Any]
     assert set(found[STEPS:]) == {found[STEPS]}
 
 
-def test_a_constant_rate_is_constant() -> None:
+def test_constant_rate_is_constant() -> None:
     assert set(rates(lr_scheduler_type="constant", warmup_steps=0)) == {PEAK}
 
 
-def test_the_default_decay_of_wsd_leaves_the_warmup_whole() -> None:
+def test_default_decay_of_wsd_keeps_the_whole_warmup() -> None:
     found = rates(steps=20, lr_scheduler_type="wsd", warmup_steps=19)
     assert found[19] == PEAK
     assert found[20] == 0
 
 
-def test_a_run_too_short_for_its_schedule_is_a_mistake_of_the_user() -> None:
+def test_run_too_short_for_its_schedule_is_a_user_error() -> None:
     with pytest.raises(UserError, match=r"warmup_steps=10 is not less than the 10 steps of the run.*at most 9"):
         rates(steps=10)
     with pytest.raises(UserError, match=r"num_decay_steps=15 are together more.*choose num_decay_steps at most 10"):

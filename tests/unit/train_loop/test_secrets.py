@@ -1,4 +1,4 @@
-"""Secrets of the environment do not get into logs."""
+"""Secrets of the environment, masked in logs."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ import pytest
 from train_loop.system.redact import redactor
 
 
-def test_values_of_secret_names_are_masked_and_others_are_not(tmp_path: Path) -> None:
+def test_only_values_of_secret_names_are_masked(tmp_path: Path) -> None:
     environment = {
         "AWS_SECRET_ACCESS_KEY": "/bc/def+ghi",
         "HF_TOKEN": "hf_12345678",
@@ -38,7 +38,7 @@ WAYS = ["print(os.environ['MY_SECRET'])", "logging.getLogger('train_loop').info(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_log_of_a_process_has_none(tmp_path: Path, way: str) -> None:
+def test_process_log_contains_no_secrets(tmp_path: Path, way: str) -> None:
     code = f"import logging, os, pathlib, train_loop.telemetry.logs as logs; logs.log_to(pathlib.Path('x.log')); {way}"
     environment = {"MY_SECRET": "open sesame", "PYTHONPATH": str(Path.cwd())}
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True, capture_output=True)

@@ -1,4 +1,4 @@
-"""Prepared shards: what is written comes back from any index, and reading it touches little else."""
+"""Prepared shards: reads from any index, and their read amplification."""
 
 import os
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from train_loop.data.shards import read_shards, write_part
 
 
 def a_sample(number: int, documents: Sequence[int], *, full: bool) -> Sample:
-    """A sample whose tokens, labels and weights can be told from every other's."""
+    """Return a sample whose tokens, labels and weights differ from those of every other."""
     ids = np.arange(sum(documents), dtype=np.int32) + 1000 * number
     weights = np.arange(len(documents), dtype=np.float32) + number / 4
     return Sample(ids, -ids if full else None, weights if full else None, list(documents))
@@ -39,7 +39,7 @@ def assert_same(cells: Cells, sample: Sample) -> None:
     data=st.data(),
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_sample_comes_back_from_any_shard(
+def test_any_sample_is_read_from_any_shard(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[list[int]], full: bool, data: st.DataObject
 ) -> None:
     folder = tmp_path_factory.mktemp("shards")
@@ -54,15 +54,15 @@ def test_any_sample_comes_back_from_any_shard(
         assert_same(cells, samples[sample])
 
 
-def test_anything_that_reads_parquet_reads_shards(tmp_path: Path) -> None:
+def test_shards_are_readable_as_parquet(tmp_path: Path) -> None:
     write_part([a_sample(n, [3, n + 1], full=True) for n in range(5)], tmp_path)
     table = pq.read_table(tmp_path / "part-00000.parquet")
     assert table["documents"].to_pylist() == [[3, n + 1] for n in range(5)]
     assert table["input_ids"][2].as_py() == list(range(2000, 2006))
 
 
-def test_a_shuffled_read_touches_hardly_more_than_its_own_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read amplification, 1.2 at most: bytes read from files for each byte of the samples asked for."""
+def test_shuffled_read_has_little_amplification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the read amplification: at most 1.2 bytes read from files per byte of the requested samples."""
     samples = [a_sample(n, [50, 78], full=False) for n in range(4000)]
     part = write_part(samples, tmp_path)
     read: list[int] = []

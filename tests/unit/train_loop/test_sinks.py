@@ -1,4 +1,4 @@
-"""Sinks end no run, whatever becomes of them, and get what they have missed."""
+"""Metric sinks: their failures never end a run, and they receive missed metrics later."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ DONE = Outcome(result="succeeded")
 
 
 class Memory:
-    """A sink that remembers, and fails or hangs when it is told to."""
+    """A sink in memory that fails or hangs on request."""
 
     def __init__(self) -> None:
         self.settle_seconds = 0.0
@@ -46,7 +46,7 @@ class Memory:
 
 
 class Told(list[tuple[str, str, str]]):
-    """Events, as name, sink and error."""
+    """Recorded events: name, sink and error."""
 
     def __call__(self, name: str, **fields: str) -> None:
         self.append((name, fields["sink"], fields["error"]))
@@ -62,9 +62,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(forwarding, name, 0.01)
 
 
-def test_a_sink_that_fails_is_told_once_and_gets_what_it_has_missed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_sink_is_reported_once_and_catches_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_SECRET", "hunter2-secret")
     run_dir, sink, told = a_run(tmp_path, range(1, 4)), Memory(), Told()
     sink.failing = True
@@ -80,7 +78,7 @@ def test_a_sink_that_fails_is_told_once_and_gets_what_it_has_missed(
 
 
 @pytest.mark.parametrize("hangs", [True, False])
-def test_one_that_never_works_has_its_time_and_holds_up_no_other(tmp_path: Path, hangs: bool) -> None:
+def test_failing_sink_times_out_without_delaying_others(tmp_path: Path, hangs: bool) -> None:
     run_dir, bad, good, told = a_run(tmp_path, range(1, 4)), Memory(), Memory(), Told()
     bad.failing = True
     if hangs:
@@ -98,7 +96,7 @@ def test_one_that_never_works_has_its_time_and_holds_up_no_other(tmp_path: Path,
     assert len(told) == (1 if hangs else 2)
 
 
-def test_the_end_is_not_held_up_by_a_sink_that_is_known_to_fail(tmp_path: Path) -> None:
+def test_close_skips_the_timeout_of_a_failed_sink(tmp_path: Path) -> None:
     sink, told = Memory(), Told()
     sink.failing = True
     forwarders = Forwarders([Forwarder(handover(a_run(tmp_path, [1]), sink.open), told)])
@@ -106,10 +104,10 @@ def test_the_end_is_not_held_up_by_a_sink_that_is_known_to_fail(tmp_path: Path) 
     forwarders.catch_up(seconds=3600)
     sink.failing = False
     forwarders.close(DONE, seconds=30)
-    assert sink.steps == [1], "it is tried again all the same"
+    assert sink.steps == [1], "expected one more try"
 
 
-def test_one_whose_package_is_missing_is_told_and_not_tried_again(tmp_path: Path) -> None:
+def test_sink_without_its_package_is_reported_and_not_retried(tmp_path: Path) -> None:
     opened, told = list[int](), Told()
 
     def missing() -> Sink:
@@ -123,7 +121,7 @@ def test_one_whose_package_is_missing_is_told_and_not_tried_again(tmp_path: Path
     assert opened == [1]
 
 
-def test_an_attempt_hands_over_what_former_ones_left_and_nothing_once_it_is_replaced(tmp_path: Path) -> None:
+def test_attempt_forwards_older_lines_and_stops_once_superseded(tmp_path: Path) -> None:
     run_dir, sink = a_run(tmp_path, range(1, 4)), Memory()
     log_steps(run_dir, [3, 4], attempt=2)
     log_steps(run_dir, [4, 5], attempt=3)
@@ -136,10 +134,10 @@ def test_an_attempt_hands_over_what_former_ones_left_and_nothing_once_it_is_repl
     with pytest.raises(FencedError):
         second.hand_over()
     handover(run_dir, sink.open, attempt=3).hand_over()
-    assert sink.steps == [1, 2, 3, 3, 4, 6, 4, 5], "a line that came before anybody had seen the next attempt's"
+    assert sink.steps == [1, 2, 3, 3, 4, 6, 4, 5], "expected the late line, forwarded before attempt 3"
 
 
-def test_a_place_is_written_once_what_is_before_it_is_safe(tmp_path: Path) -> None:
+def test_offset_is_written_once_earlier_lines_are_safe(tmp_path: Path) -> None:
     run_dir, sink = a_run(tmp_path, range(1, 4)), Memory()
     sink.settle_seconds = 3600.0
     ours = handover(run_dir, sink.open)
@@ -155,13 +153,13 @@ def test_a_place_is_written_once_what_is_before_it_is_safe(tmp_path: Path) -> No
     ours.drop()
     sink.failing, sink.steps = False, []
     ours.hand_over()
-    assert sink.steps == [1, 2, 3, 4, 5], "a sink that failed may have lost them"
+    assert sink.steps == [1, 2, 3, 4, 5], "expected a repeat: a failed sink may have lost lines"
     sink.settle_seconds = 0.0
     ours.hand_over()
     assert read_place(run_dir.sink_file("tensorboard")).offset == run_dir.attempt(1).metrics.stat().st_size
 
 
-def test_all_is_safe_once_a_sink_is_closed(tmp_path: Path) -> None:
+def test_closed_sink_has_saved_all_lines(tmp_path: Path) -> None:
     run_dir, sink = a_run(tmp_path, range(1, 4)), Memory()
     sink.settle_seconds = 3600.0
     for _ in range(2):
@@ -171,7 +169,7 @@ def test_all_is_safe_once_a_sink_is_closed(tmp_path: Path) -> None:
     assert (sink.steps, sink.opened) == ([1, 2, 3], 1)
 
 
-def test_the_environment_names_sinks_and_a_name_that_is_unknown_ends_nothing(tmp_path: Path) -> None:
+def test_sinks_come_from_the_environment_and_unknown_names_only_warn(tmp_path: Path) -> None:
     run_dir, told = a_run(tmp_path, [1, 2]), Told()
     for named in ({"TRAINSHED_SINKS": "none"}, {"TRAINSHED_SINKS": "tensorbored"}, {}):
         assert not run_dir.tensorboard.exists()
@@ -192,19 +190,19 @@ def test_sinks_are_a_comma_list(text: str, sinks: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "none,mlflow", "mlflow,tensorbored"])
-def test_names_that_are_unknown_are_refused(text: str) -> None:
+def test_unknown_sink_names_are_rejected(text: str) -> None:
     with pytest.raises(ValueError, match=r"sinks='.*expected any of tensorboard, mlflow, wandb, or none"):
         parse_sinks(text)
 
 
-def test_numbers_become_scalars_and_all_else_does_not() -> None:
+def test_only_numbers_become_scalars() -> None:
     line: dict[str, Any] = {"seq": 7, "time": 5.5, "attempt": 2, "step": 3, "loss": 1, "lr": 1e-4, "mfu": None}
     line |= {"eval_loss": 2.5, "samples": [1, 2], "flag": True, "word": "x"}
     scalars = {"train/loss": 1.0, "train/lr": 1e-4, "eval/loss": 2.5}
     assert points([line, {"event": "no step"}]) == [Point(attempt=2, step=3, time=5.5, scalars=scalars)]
 
 
-def test_only_whole_lines_are_read_however_long_they_are(tmp_path: Path) -> None:
+def test_only_whole_lines_are_read_at_any_length(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     assert read_lines_after(file, 0) == ([], 0)
     long = b'{"x": "%s"}\n' % (b"y" * 1_000_000)

@@ -1,4 +1,4 @@
-"""Which files a source names, on local disks and on S3."""
+"""Files of a data source, on local disks and on S3."""
 
 import errno
 import os
@@ -30,7 +30,7 @@ def s3() -> Iterator[S3Server]:
 
 
 def names(*paths: str) -> list[str]:
-    """What a source holds, by the text of its files."""
+    """Return the files of a source, each as its text."""
     files = list_files(SourceSpec(path=paths, format="text"))
     chunks = (chunk for piece in cut(files, 100) for chunk in read_piece(piece, ColumnsSpec(text="text")))
     return [str(row.values["text"]) for chunk in chunks for row in chunk.rows]
@@ -49,7 +49,7 @@ FOLDER = ["a.txt", "d[1].txt", "deep/b b.txt", "deep/ü%20#?.txt"]
         ("/a.txt", ["a.txt"]),
     ],
 )
-def test_a_folder_a_glob_and_a_file_name_the_same_on_disk_and_on_s3(
+def test_folder_glob_and_file_match_alike_on_disk_and_s3(
     s3: S3Server, tmp_path: Path, below: str, found: list[str]
 ) -> None:
     for name in (*FOLDER, "_temporary/0/c.txt", "deep/.hidden"):
@@ -59,11 +59,11 @@ def test_a_folder_a_glob_and_a_file_name_the_same_on_disk_and_on_s3(
     assert names(f"s3://corpus/text{below}") == found
 
 
-def test_files_are_named_once_and_in_order(s3: S3Server) -> None:
+def test_files_are_listed_once_and_sorted(s3: S3Server) -> None:
     assert names("s3://corpus/text/d*", "s3://corpus/text/a.txt", "s3://corpus/text/*.txt") == ["a.txt", "d[1].txt"]
 
 
-def test_an_object_that_was_written_again_is_another_version(s3: S3Server) -> None:
+def test_overwritten_object_has_another_version(s3: S3Server) -> None:
     versions = []
     for content in (b"one", b"two"):
         s3.put("corpus/changing/a.txt", content)
@@ -83,12 +83,12 @@ def test_an_object_that_was_written_again_is_another_version(s3: S3Server) -> No
         ("/data/**.jsonl", r"invalid pattern /data/\*\*.jsonl"),
     ],
 )
-def test_a_source_that_names_nothing_says_why(s3: S3Server, uri: str, message: str) -> None:
+def test_source_without_files_is_rejected_with_the_reason(s3: S3Server, uri: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         list_files(SourceSpec(path=uri))
 
 
-def test_missing_credentials_are_told_at_once(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_credentials_are_reported_at_once(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -101,7 +101,7 @@ def test_missing_credentials_are_told_at_once(s3: S3Server, monkeypatch: pytest.
 @pytest.mark.parametrize(
     "uri", ["s3://corpus-evil/x", "s3://corpus/textile", "s3://corp*/x", "/data", "gs://corpus/text"]
 )
-def test_what_lies_beside_a_root_lies_outside(uri: str) -> None:
+def test_sibling_of_a_root_is_outside(uri: str) -> None:
     policy = may_read("s3://corpus/text", "sftp://user:secret@host/data", "file:///elsewhere")
     with pytest.raises(DataError, match=r"lies outside the allowed storage roots \(") as refused:
         check_allowed(uri, policy)
@@ -110,7 +110,7 @@ def test_what_lies_beside_a_root_lies_outside(uri: str) -> None:
 
 
 @pytest.mark.parametrize("below", ["", "/*.txt", "/**/*.txt"])
-def test_what_a_link_hides_is_not_passed_over(tmp_path: Path, below: str) -> None:
+def test_unusable_links_are_reported(tmp_path: Path, below: str) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a.txt").write_text("x")
     link = tmp_path / "data" / "b.txt"
@@ -127,15 +127,13 @@ def test_what_a_link_hides_is_not_passed_over(tmp_path: Path, below: str) -> Non
 
 
 @pytest.mark.parametrize("below", ["", "/**/*.txt"])
-def test_a_folder_that_cannot_be_listed_is_not_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: str
-) -> None:
+def test_folder_that_cannot_be_listed_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: str) -> None:
     (tmp_path / "a.txt").write_text("x")
     (tmp_path / "closed").mkdir()
     scandir = os.scandir
 
     def refusing(path: Any) -> Any:
-        # Whoever runs the tests as root may list everything.
+        # Root may list every folder.
         if str(path).endswith("closed"):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return scandir(path)
@@ -145,7 +143,7 @@ def test_a_folder_that_cannot_be_listed_is_not_passed_over(
         names(f"{tmp_path}{below}")
 
 
-def test_a_file_uri_holds_wildcards_and_any_letter(tmp_path: Path) -> None:
+def test_file_uri_accepts_wildcards_and_any_character(tmp_path: Path) -> None:
     for name in ("a#1.txt", "a#2.txt", "b.txt", "b c%.txt"):
         (tmp_path / name).write_text(name)
     assert names(f"file://{tmp_path}/a#?.txt") == ["a#1.txt", "a#2.txt"]
@@ -155,7 +153,7 @@ def test_a_file_uri_holds_wildcards_and_any_letter(tmp_path: Path) -> None:
 
 
 class HostedFileSystem(AbstractFileSystem):  # type: ignore[misc]
-    """Files of a host that URIs name and listings leave out, as of sftp; their versions have a name of their own."""
+    """Files of a host that URIs contain and listings omit, as with sftp; their version has a nonstandard key."""
 
     protocol = "hosted"
     cachable = False
@@ -184,7 +182,7 @@ class HostedFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return self.files[path][start:end]
 
 
-def test_a_file_system_keeps_its_host_and_versions_by_any_name() -> None:
+def test_file_system_keeps_its_host_and_reads_any_version_key() -> None:
     fsspec.register_implementation("hosted", HostedFileSystem, clobber=True)
     HostedFileSystem.files |= {f"/data/{name}": name.encode() for name in ("a.txt", "b.txt")}
     assert names("hosted://user@box/data") == names("hosted://user@box/data/*.txt") == ["a.txt", "b.txt"]

@@ -1,4 +1,4 @@
-"""Imports of a spare process while Ray gives it to a worker."""
+"""Spare processes: imports while Ray assigns the process, and spares for new nodes."""
 
 import subprocess
 import sys
@@ -29,14 +29,14 @@ assert "train_loop.ray_train.worker" in sys.modules
 """
 
 
-def test_spare_that_is_taken_during_its_imports_has_whole_modules() -> None:
+def test_spare_assigned_during_its_imports_has_complete_modules() -> None:
     done = subprocess.run(
         [sys.executable, "-c", TAKEN_MEANWHILE], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
 
 
-def test_idle_nodes_get_spares_whenever_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_idle_nodes_get_spares(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[Mapping[str, int]]()
     idle = dict[str, Mapping[str, float]]()
     monkeypatch.setattr(raylet, "idle_nodes", lambda: idle)
@@ -54,10 +54,10 @@ def test_idle_nodes_get_spares_whenever_they_come(monkeypatch: pytest.MonkeyPatc
         return asked[-1]
 
     idle["third"] = {"CPU": 1.0}
-    assert look() == {}, "it holds one rank of the two"
+    assert look() == {}, "expected none: only one of two ranks fits"
     idle["third"] = {"CPU": 2.0}
     assert look() == {"third": 2}
-    assert look() == {}, "it has them"
+    assert look() == {}, "expected none: the spares exist"
     idle.clear()
     idle["fourth"] = {"CPU": 2.0}
     assert look() == {"fourth": 2}

@@ -1,4 +1,4 @@
-"""The spec: what it accepts, what it refuses, and what it says then."""
+"""The job spec: accepted values, rejected values, and their messages."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ training: {learning_rate: 1e-6}
 
 
 def problems(raw: Any) -> dict[str, str]:
-    """Pointer and message of everything wrong with a spec."""
+    """Return pointer and message of each problem of a spec."""
     with pytest.raises(SpecError) as caught:
         parse(raw)
     return {problem.pointer: problem.message for problem in caught.value.problems}
@@ -31,22 +31,22 @@ def test_defaults_fill_a_minimal_spec_and_survive_a_round_trip() -> None:
 
 
 @pytest.mark.parametrize("text", ["- a", "3", "null", "'text'"])
-def test_a_body_that_is_no_mapping_is_refused(text: str) -> None:
+def test_body_that_is_not_a_mapping_is_rejected(text: str) -> None:
     with pytest.raises(SpecError, match="a job spec is a mapping of fields"):
         parse_text(text)
 
 
-def test_a_body_that_is_no_yaml_is_refused() -> None:
+def test_body_that_is_not_yaml_is_rejected() -> None:
     with pytest.raises(SpecError, match="neither YAML nor JSON"):
         parse_text("{a: [")
 
 
-def test_aliases_are_refused_because_they_multiply() -> None:
+def test_yaml_aliases_are_rejected() -> None:
     with pytest.raises(SpecError, match="aliases"):
         parse_text("a: &x [1]\nb: *x")
 
 
-def test_every_problem_is_named_at_once_with_its_pointer() -> None:
+def test_all_problems_are_reported_with_their_pointers() -> None:
     found = problems({"name": "A", "foo": 1, "data": {"train": {"path": "x", "forma": "text"}}})
     assert set(found) == {"/name", "/foo", "/data/train/forma", "/model", "/training"}
     assert found["/foo"] == "no such field; check its spelling against GET /openapi.json, or remove it"
@@ -66,7 +66,7 @@ def test_exactly_one_of_model_path_and_config() -> None:
     assert neither == {"/model": "exactly one of model.path and model.config is needed, and neither is given; add one"}
 
 
-def test_columns_name_one_shape_of_row() -> None:
+def test_columns_select_one_row_format() -> None:
     found = problems(raw_spec(data={"columns": {"text": "t", "input_ids": "i"}}))
     assert found == {
         "/data/columns": "columns name exactly one of text, input_ids, messages, and prompt with response, for example "
@@ -74,7 +74,7 @@ def test_columns_name_one_shape_of_row() -> None:
     }
 
 
-def test_profiled_steps_are_steps_of_the_run() -> None:
+def test_profiled_steps_must_be_steps_of_the_run() -> None:
     assert parse(raw_spec(training={"profile_steps": [4]})).training.profile_steps == (4,)
     assert set(problems(raw_spec(training={"profile_steps": [0], "max_consecutive_skips": 0}))) == {
         "/training/profile_steps/0",
@@ -86,7 +86,7 @@ def test_profiled_steps_are_steps_of_the_run() -> None:
     }
 
 
-def test_two_names_for_one_quantity_are_refused() -> None:
+def test_two_fields_for_one_quantity_are_rejected() -> None:
     batch = problems(raw_spec(training={"global_batch_size": 8, "gradient_accumulation_steps": 2}))
     assert "two names for one quantity" in batch["/training"]
     ends = problems(raw_spec(training={"num_train_epochs": 1.0}))
@@ -95,7 +95,7 @@ def test_two_names_for_one_quantity_are_refused() -> None:
     assert ends["/training"] == "max_steps and max_tokens each set the end of the run; keep one"
 
 
-def test_evaluating_needs_both_data_and_a_time() -> None:
+def test_evaluation_needs_data_and_an_interval() -> None:
     nothing = problems(raw_spec(training={"eval_steps": 5}))
     assert nothing["/training"] == "eval_steps=5 needs eval data; add data.eval, or remove eval_steps"
     never = problems(raw_spec(data={"eval": {"path": "stdlib://*.py"}}))
@@ -104,7 +104,7 @@ def test_evaluating_needs_both_data_and_a_time() -> None:
     assert whole.data.eval is not None
 
 
-def test_the_compute_dtype_has_one_value_in_its_two_homes() -> None:
+def test_compute_dtype_must_be_equal_in_both_fields() -> None:
     config = {"config": TINY}
     assert parse(raw_spec() | {"model": config, "strategy": {"param_dtype": "fp32"}}).model.dtype == "fp32"
     assert parse(raw_spec() | {"model": config | {"dtype": "fp32"}}).strategy.param_dtype == "fp32"
@@ -112,7 +112,7 @@ def test_the_compute_dtype_has_one_value_in_its_two_homes() -> None:
     assert found["/strategy"].startswith("param_dtype=bf16 contradicts model.dtype=fp32")
 
 
-def test_layers_that_are_compiled_hold_no_units_of_their_own_for_norms() -> None:
+def test_compiled_layers_reject_separate_norm_units() -> None:
     found = problems(raw_spec(model={"compile": True}, strategy={"norm_dtype": "fp32"}))
     assert found["/strategy"].endswith("so model.compile has no effect; remove one of the two")
 
@@ -126,7 +126,7 @@ def test_layers_that_are_compiled_hold_no_units_of_their_own_for_norms() -> None
         ("/strategy/apply_expert_patch", True),
     ],
 )
-def test_what_no_code_honours_yet_is_refused_and_not_ignored(pointer: str, value: Any) -> None:
+def test_unsupported_settings_are_rejected(pointer: str, value: Any) -> None:
     raw = raw_spec()
     place = raw
     *parents, last = pointer.split("/")[1:]
@@ -136,7 +136,7 @@ def test_what_no_code_honours_yet_is_refused_and_not_ignored(pointer: str, value
     assert "is not supported yet; choose" in problems(raw)[pointer]
 
 
-def test_the_spec_has_a_json_schema_that_forbids_unknown_fields() -> None:
+def test_json_schema_of_the_spec_forbids_unknown_fields() -> None:
     schema = JobSpec.model_json_schema()
     assert schema["additionalProperties"] is False
     assert all(part.get("additionalProperties", False) is False for part in schema["$defs"].values() if "type" in part)
@@ -151,17 +151,17 @@ def test_every_part_is_frozen() -> None:
     assert len(parts) > 8
 
 
-def test_repeated_keys_are_refused_because_one_would_be_lost() -> None:
+def test_repeated_keys_are_rejected() -> None:
     with pytest.raises(SpecError, match="training is given twice in one mapping; remove one"):
         parse_text(MINIMAL + "training: {learning_rate: 1.0}")
 
 
-def test_a_body_too_deep_to_read_is_refused() -> None:
+def test_too_deep_body_is_rejected() -> None:
     with pytest.raises(SpecError, match="nested"):
         parse_text("[" * 5000)
 
 
-def test_settings_that_would_do_nothing_are_refused() -> None:
+def test_settings_without_effect_are_rejected() -> None:
     warmup = problems(raw_spec(training={"lr_scheduler_type": "constant", "warmup_steps": 5}))
     assert "choose constant_with_warmup, or remove warmup_steps" in warmup["/training"]
     tokenizer = problems(raw_spec(model={"tokenizer": "/t"}, data={"columns": {"input_ids": "ids"}}))
@@ -190,7 +190,7 @@ def test_settings_that_would_do_nothing_are_refused() -> None:
         ),
     ],
 )
-def test_settings_that_contradict_each_other(parts: dict[str, Any], pointer: str, message: str) -> None:
+def test_contradictory_settings_are_rejected(parts: dict[str, Any], pointer: str, message: str) -> None:
     assert message in problems(raw_spec(**parts))[pointer]
 
 
@@ -226,7 +226,7 @@ def test_settings_that_contradict_each_other(parts: dict[str, Any], pointer: str
         ({"ema_decay": 1.0}, "/training/ema_decay", "input should be less than 1; the value is 1.0"),
     ],
 )
-def test_a_schedule_that_cannot_be_is_refused(training: dict[str, Any], pointer: str, message: str) -> None:
+def test_impossible_schedule_is_rejected(training: dict[str, Any], pointer: str, message: str) -> None:
     assert message in problems(raw_spec(training=training))[pointer]
 
 
@@ -245,7 +245,7 @@ def test_options_of_optimizer_and_schedule_survive_a_round_trip() -> None:
         ({"eval_steps": 30}, None, "every_steps=None is not a multiple of eval_steps=30; choose a multiple"),
     ],
 )
-def test_the_best_by_a_metric_that_is_not_measured_is_refused(
+def test_keep_best_by_an_unmeasured_metric_is_rejected(
     training: dict[str, Any], every: int | None, message: str
 ) -> None:
     best = {"metric": "eval_loss", "mode": "min"}
@@ -255,11 +255,11 @@ def test_the_best_by_a_metric_that_is_not_measured_is_refused(
 
 
 @pytest.mark.parametrize(("given", "mode"), [(True, "thread"), (False, "sync"), ("process", "process")])
-def test_checkpoints_are_written_by_a_thread_a_process_or_the_loop_itself(given: bool | str, mode: str) -> None:
+def test_save_mode_is_thread_process_or_sync(given: bool | str, mode: str) -> None:
     assert parse(raw_spec(strategy={"async_save_ckpt": given})).strategy.save_mode == mode
 
 
-def test_a_way_to_save_that_there_is_not_is_told_once() -> None:
+def test_invalid_save_mode_is_reported_once() -> None:
     with pytest.raises(SpecError) as caught:
         parse(raw_spec(strategy={"async_save_ckpt": "maybe"}))
     assert [(problem.pointer, problem.message) for problem in caught.value.problems] == [
@@ -278,7 +278,7 @@ def test_a_way_to_save_that_there_is_not_is_told_once() -> None:
         ({"min": 1, "max": 2}, {}, "/scaling", "add training.global_batch_size"),
     ],
 )
-def test_ranges_of_workers_that_cannot_be(
+def test_impossible_worker_ranges_are_rejected(
     workers: dict[str, int], training: dict[str, int], pointer: str, message: str
 ) -> None:
     raw = raw_spec(scaling={"num_workers": workers})
@@ -286,7 +286,7 @@ def test_ranges_of_workers_that_cannot_be(
     assert message in problems(raw)[pointer]
 
 
-def test_a_range_of_workers_stays_one_until_a_number_is_chosen() -> None:
+def test_worker_range_is_elastic_until_a_number_is_chosen() -> None:
     raw = raw_spec(scaling={"num_workers": {"min": 2, "max": 4}})
     raw["training"] |= {"global_batch_size": 8}
     spec = parse(raw)

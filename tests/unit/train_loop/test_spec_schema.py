@@ -22,7 +22,7 @@ def errors_of(spec: Any) -> list[str]:
 
 
 def specs_in_pages() -> Iterator[tuple[Path, str]]:
-    """YAML blocks of the docs that are whole job specs."""
+    """Return the YAML blocks in the docs that are complete job specs."""
     for page in PAGES:
         for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL):
             if re.search(r"^model:", block, re.MULTILINE) and re.search(r"^training:", block, re.MULTILINE):

@@ -1,4 +1,4 @@
-"""Text of job specs: any bytes give a spec or a SpecError, within milliseconds."""
+"""Text of job specs: any bytes yield a spec or a SpecError within milliseconds."""
 
 import json
 import time
@@ -22,7 +22,7 @@ def _is_read_or_refused(text: str | bytes) -> None:
     try:
         parse_text(text)
     except SpecError as error:
-        # The answer can be sent: this raises for half a character.
+        # A response with the message can be encoded: this raises for a lone surrogate.
         json.dumps([(one.pointer, one.message) for one in error.problems], ensure_ascii=False).encode()
 
 
@@ -70,7 +70,7 @@ def test_any_json_value_of_any_field_gives_a_spec_or_a_spec_error(parts: dict[st
         ("a: [1, {b: null}]\nc: |\n  x\n", {"a": [1, {"b": None}], "c": "x\n"}),
     ],
 )
-def test_values_are_those_of_the_core_schema(text: str, value: object) -> None:
+def test_values_follow_the_yaml_core_schema(text: str, value: object) -> None:
     read = read_yaml(text)
     assert (type(read), read) == (type(value), value)
 
@@ -86,7 +86,7 @@ _LARGE: list[tuple[bytes, str]] = [
 
 
 @pytest.mark.parametrize(("body", "rule"), _LARGE, ids=["yaml", "json", "list", "text", "deep", "legal"])
-def test_the_largest_bodies_are_refused_in_milliseconds(body: bytes, rule: str) -> None:
+def test_largest_bodies_are_rejected_in_milliseconds(body: bytes, rule: str) -> None:
     begin = time.thread_time()
     with pytest.raises(SpecError, match=rule):
         parse_text(body)
@@ -94,14 +94,14 @@ def test_the_largest_bodies_are_refused_in_milliseconds(body: bytes, rule: str) 
     assert time.thread_time() - begin < 0.5
 
 
-def test_a_spec_as_large_as_a_body_may_be_is_stored_and_changed_with_its_defaults() -> None:
+def test_largest_spec_is_stored_and_changed_with_its_defaults() -> None:
     config = {**raw_spec()["model"]["config"], "id2label": {str(number): "x" for number in range(4_970)}}
     spec = parse_text(json.dumps(raw_spec(model={"config": config})))
     assert load(dump(spec)) == spec
     assert override(spec, {"name": "other"}).name == "other"
 
 
-def test_as_many_problems_are_listed_as_a_reader_can_use() -> None:
+def test_number_of_listed_problems_is_limited() -> None:
     with pytest.raises(SpecError) as caught:
         parse_text(json.dumps({**raw_spec(), **{f"k{number}": 1 for number in range(4_000)}}))
     assert len(caught.value.problems) == 51

@@ -1,4 +1,4 @@
-"""Storage that goes away: it is recognized, retried by one rule, and never created anew."""
+"""Storage outages: detection, one retry rule, and no creation of missing roots."""
 
 import errno
 import logging
@@ -46,7 +46,7 @@ from train_loop.telemetry.event_log import EventLog, last_word
 
 
 class Mount:
-    """A storage root that can be unmounted: it is moved away, and leaves an empty mount point or nothing."""
+    """A storage root that can be unmounted: moved away, with an empty mount point or nothing left."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -61,10 +61,10 @@ class Mount:
                 self.root.mkdir()
 
     def mount(self) -> None:
-        """Bring the storage back."""
+        """Restore the storage."""
         if self._away.exists():
             if self.root.exists():
-                # It must be empty: whatever lies there was written to the mount point.
+                # The mount point must be empty: any file there was written during the outage.
                 self.root.rmdir()
             self._away.rename(self.root)
 
@@ -76,7 +76,7 @@ def mount(tmp_path: Path) -> Mount:
 
 @pytest.fixture
 def run_dir(mount: Mount) -> Iterator[RunDir]:
-    """A run directory as the service prepares it, and as a worker expects it."""
+    """Return a run directory as the service prepares it and a worker expects it."""
     marker = create_root_marker(mount.root)
     run_dir = RunDir(mount.root / "default" / "job-1")
     write_run_marker(run_dir.root, marker)
@@ -134,7 +134,7 @@ def test_run_dir_from_before_markers_is_recognized_by_its_spec(mount: Mount) -> 
     mount.unmount()
     with pytest.raises(StorageUnavailable):
         run_dir.write_fence(2)
-    # As earlier versions made it at the mount point.
+    # Earlier versions created this at the mount point.
     Path(run_dir.root / "attempts").mkdir(parents=True)
     with pytest.raises(StorageUnavailable):
         run_dir.write_fence(2)
@@ -151,7 +151,7 @@ def test_marker_is_created_once_and_the_second_creator_gets_the_first_id(tmp_pat
     assert list_folder(tmp_path) == [ROOT_MARKER]
 
 
-def test_missing_file_on_storage_that_is_there_is_missing(run_dir: RunDir) -> None:
+def test_missing_file_on_available_storage_is_missing(run_dir: RunDir) -> None:
     with pytest.raises(FileNotFoundError) as raised:
         read_whole(run_dir.root / "spec.json")
     assert not is_transient(raised.value)
@@ -165,7 +165,7 @@ def test_errors_of_absent_storage_are_transient(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS, errno.ENOTEMPTY, errno.EDQUOT])
-def test_errors_that_need_a_person_are_not_transient(number: int) -> None:
+def test_errors_that_need_an_operator_are_not_transient(number: int) -> None:
     assert not is_transient(OSError(number, os.strerror(number)))
 
 
@@ -177,7 +177,7 @@ def test_missing_file_below_an_unmounted_root_is_transient(mount: Mount, run_dir
     assert is_transient(raised.value)
 
 
-def test_file_in_place_of_a_folder_is_transient_and_a_taken_name_is_not(tmp_path: Path) -> None:
+def test_file_in_place_of_a_folder_is_transient_and_an_existing_name_is_not(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     with pytest.raises(OSError) as in_the_way:
         make_folder(tmp_path / "run")
@@ -230,7 +230,7 @@ def test_retry_limit_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch)
     assert len(calls) == 1
 
 
-def test_errors_survive_the_way_to_another_rank() -> None:
+def test_errors_survive_pickling_to_another_rank() -> None:
     error = pickle.loads(pickle.dumps(StorageUnavailable("/mnt", "unmounted")))
     assert (type(error), str(error)) == (
         StorageUnavailable,
@@ -252,7 +252,7 @@ def test_any_interleaving_of_unmounts_and_appends_loses_no_line(
     write_run_marker(run_dir.root, marker)
     expect_run_dir(run_dir.root)
     with pytest.MonkeyPatch.context() as patch:
-        # The thread's part is played by the step "retry".
+        # The step "retry" stands for the thread.
         patch.setattr(journal_module, "_RETRY_SECONDS", 3600.0)
         journal, wanted = EventLog(run_dir.attempt(1)), dict[str, list[int]](metrics=[], event=[])
         for number, step in enumerate(steps):
@@ -309,7 +309,7 @@ def test_limited_log_writes_a_line_per_interval(caplog: pytest.LogCaptureFixture
     assert [record.getMessage() for record in caplog.records] == ["away: why", "away: why (4 more like this)"]
 
 
-def test_root_that_was_known_is_checked_by_its_marker(mount: Mount) -> None:
+def test_previously_seen_root_is_checked_by_its_marker(mount: Mount) -> None:
     marker = create_root_marker(mount.root)
     expect_root(mount.root, marker.id)
     check_storage(mount.root / "default" / "job-2")

@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a run, read back by TensorBoard itself."""
+"""TensorBoard files of a run, read with TensorBoard's own reader."""
 
 import signal
 import subprocess
@@ -22,23 +22,23 @@ def handover(run_dir: RunDir, *, attempt: int | None = None) -> SinkCursor:
 
 
 def hand_over(run_dir: RunDir) -> None:
-    """All that is new, by somebody who has just come."""
+    """Forward all new lines with a new forwarder."""
     newcomer = handover(run_dir)
     newcomer.hand_over()
     newcomer.close(None)
 
 
-def test_numbers_of_every_step_are_shown_at_their_time(tmp_path: Path) -> None:
+def test_numbers_of_every_step_are_written_with_their_time(tmp_path: Path) -> None:
     run_dir = a_run(tmp_path, range(1, 51))
     hand_over(run_dir)
     events = EventAccumulator(str(run_dir.tensorboard))
     events.Reload()
-    assert events.Tags()["scalars"] == ["train/loss", "eval/loss"], "numbers, and nothing else"
+    assert events.Tags()["scalars"] == ["train/loss", "eval/loss"], "expected only numbers"
     assert shown(run_dir.tensorboard) == as_logged(range(1, 51))
     assert [event.wall_time for event in events.Scalars("eval/loss")] == [1000.0 + step for step in range(1, 51)]
 
 
-def test_steps_that_were_done_again_are_shown_once_as_they_were_last(tmp_path: Path) -> None:
+def test_repeated_steps_are_shown_once_with_their_last_values(tmp_path: Path) -> None:
     run_dir = a_run(tmp_path, range(1, 11))
     ours = handover(run_dir)
     ours.hand_over()
@@ -51,11 +51,11 @@ def test_steps_that_were_done_again_are_shown_once_as_they_were_last(tmp_path: P
     assert shown(run_dir.tensorboard) == as_logged(range(1, 4)) + as_logged(range(4, 7), extra=0.25)
 
 
-def test_whoever_comes_later_goes_on_and_without_a_place_begins_again(tmp_path: Path) -> None:
+def test_new_forwarder_resumes_or_restarts_without_an_offset(tmp_path: Path) -> None:
     run_dir = a_run(tmp_path, range(1, 5))
     hand_over(run_dir)
     hand_over(run_dir)
-    assert len(list(run_dir.tensorboard.iterdir())) == 1, "there was nothing new"
+    assert len(list(run_dir.tensorboard.iterdir())) == 1, "expected no new file"
     log_steps(run_dir, range(5, 9))
     hand_over(run_dir)
     run_dir.sink_file("tensorboard").write_text("torn")
@@ -65,7 +65,7 @@ def test_whoever_comes_later_goes_on_and_without_a_place_begins_again(tmp_path: 
 
 
 @pytest.mark.parametrize("seen", [1, 40, 400])
-def test_nothing_is_lost_or_shown_twice_where_who_hands_over_is_killed(tmp_path: Path, seen: int) -> None:
+def test_killed_forwarder_loses_and_repeats_nothing(tmp_path: Path, seen: int) -> None:
     run_dir = a_run(tmp_path, range(1, 3))
     command = [sys.executable, "-m", "train_loop.sinks", str(tmp_path), "--sink", "tensorboard", "--follow"]
     victim = subprocess.Popen(command)
@@ -83,7 +83,7 @@ def test_nothing_is_lost_or_shown_twice_where_who_hands_over_is_killed(tmp_path:
     assert shown(run_dir.tensorboard) == as_logged(range(1, start + 150))
 
 
-def test_a_kill_between_flush_and_place_repeats_and_hides_what_was_repeated(
+def test_kill_between_flush_and_offset_hides_the_repeated_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = a_run(tmp_path, range(1, 11))
@@ -92,14 +92,14 @@ def test_a_kill_between_flush_and_place_repeats_and_hides_what_was_repeated(
         patch.setattr("train_loop.sinks.cursor.write_place", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             victim.hand_over()
-    assert shown(run_dir.tensorboard) == as_logged(range(1, 11)), "what was handed over is on the disk"
+    assert shown(run_dir.tensorboard) == as_logged(range(1, 11)), "expected the forwarded steps on disk"
     log_steps(run_dir, [11])
     hand_over(run_dir)
     assert shown(run_dir.tensorboard) == as_logged(range(1, 12))
     victim.drop()
 
 
-def test_on_object_storage_files_are_copied_up_and_stay_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_object_storage_files_are_uploaded_and_stay_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("train_loop.sinks.tensorboard._ROLL_BYTES", 2000)
     with s3_server() as server, monkeypatch.context() as patch:
         server.bucket("runs")

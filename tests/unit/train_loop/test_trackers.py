@@ -1,4 +1,4 @@
-"""MLflow and W&B get every step, once they are asked again too, and no secrets; read back from their own stores."""
+"""MLflow and W&B: every step once, also after restarts, without secrets; read from their own stores."""
 
 import json
 import os
@@ -23,14 +23,14 @@ from train_loop.sinks.cursor import SinkCursor
 from train_loop.sinks.describe import Description
 from train_loop.sinks.registry import open_sink
 
-# What MLflow's own store does with SQLAlchemy.
+# MLflow's own store causes this warning of SQLAlchemy.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")
 JOB = "job-01m7y52wjcsrqx0er877149vvx"
 SECRET = "hunter2-hunter2"
 
 
 def hand_over(run_dir: RunDir, sink: SinkName, outcome: Outcome | None = None) -> None:
-    """All that is new, by somebody who has just come."""
+    """Forward all new lines with a new forwarder."""
     newcomer = SinkCursor(run_dir, sink, partial(open_sink, sink, run_dir))
     newcomer.hand_over()
     newcomer.close(outcome)
@@ -38,7 +38,7 @@ def hand_over(run_dir: RunDir, sink: SinkName, outcome: Outcome | None = None) -
 
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """Of a job whose spec quotes a secret of the environment."""
+    """Return the run directory of a job whose spec contains a secret of the environment."""
     monkeypatch.setenv("DATA_PASSWORD", SECRET)
     monkeypatch.setenv("WANDB_MODE", "offline")
     run_dir = RunDir(tmp_path / JOB)
@@ -65,7 +65,7 @@ def losses(client: MlflowClient) -> list[tuple[int, float, int]]:
     return sorted((metric.step, metric.value, metric.timestamp) for metric in found)
 
 
-def test_mlflow_has_one_run_of_a_job_however_often_it_begins(run_dir: RunDir, client: MlflowClient) -> None:
+def test_mlflow_has_one_run_per_job_across_restarts(run_dir: RunDir, client: MlflowClient) -> None:
     hand_over(run_dir, "mlflow", Outcome(result="failed"))
     assert the_run(client).info.status == "FAILED"
     log_steps(run_dir, [4, 5, 6], attempt=2, extra=0.5)
@@ -77,7 +77,7 @@ def test_mlflow_has_one_run_of_a_job_however_often_it_begins(run_dir: RunDir, cl
     assert losses(client) == sorted([(step, float(step), (1000 + step) * 1000) for step in range(1, 6)] + again)
 
 
-def test_mlflow_is_told_the_spec_without_secrets(run_dir: RunDir, client: MlflowClient) -> None:
+def test_mlflow_gets_the_spec_without_secrets(run_dir: RunDir, client: MlflowClient) -> None:
     hand_over(run_dir, "mlflow")
     params = the_run(client).data.params
     assert params["model.config.hidden_size"] == "32"
@@ -85,7 +85,7 @@ def test_mlflow_is_told_the_spec_without_secrets(run_dir: RunDir, client: Mlflow
     assert SECRET not in str(params)
 
 
-def test_mlflow_run_that_was_left_without_its_params_gets_them(
+def test_mlflow_run_without_params_gets_them(
     run_dir: RunDir, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -97,10 +97,10 @@ def test_mlflow_run_that_was_left_without_its_params_gets_them(
     assert len(losses(client)) == 5
 
 
-def test_wandb_has_every_step_also_those_that_were_done_again(run_dir: RunDir) -> None:
+def test_wandb_has_every_step_including_repeated_ones(run_dir: RunDir) -> None:
     hand_over(run_dir, "wandb")
     log_steps(run_dir, [4, 5, 6], attempt=2, extra=0.5)
-    # Folders of wandb's are told apart by the second in which they were made.
+    # The names of wandb's folders differ only by the second of their creation.
     time.sleep(1.1)
     hand_over(run_dir, "wandb", Outcome(result="succeeded"))
     runs = read_runs(run_dir.root / "sinks")
@@ -114,14 +114,14 @@ def test_wandb_has_every_step_also_those_that_were_done_again(run_dir: RunDir) -
     assert runs[0].axes == {"*": "step"}
 
 
-def test_wandb_loses_nothing_with_a_driver_that_is_killed(run_dir: RunDir) -> None:
+def test_wandb_loses_nothing_if_the_driver_is_killed(run_dir: RunDir) -> None:
     code = (
         "import sys, os, signal; from functools import partial; from train_loop.run_dir import RunDir;"
         "from train_loop.sinks.cursor import Handover; from train_loop.sinks.registry import open_sink;"
         "run_dir = RunDir.at(sys.argv[1]);"
         "Handover(run_dir, 'wandb', partial(open_sink, 'wandb', run_dir)).hand_over(); os.kill(os.getpid(), 9)"
     )
-    # With a wandb of its own, as a driver has.
+    # This process has its own wandb, like a driver.
     environment = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
     victim = subprocess.run([sys.executable, "-c", code, str(run_dir.root)], env=environment, check=False)
     assert victim.returncode == -signal.SIGKILL
@@ -131,7 +131,7 @@ def test_wandb_loses_nothing_with_a_driver_that_is_killed(run_dir: RunDir) -> No
     assert {row["step"] for run in read_runs(run_dir.root / "sinks") for row in run.history} == set(range(1, 7))
 
 
-def test_wandb_that_cannot_be_reached_can_be_tried_again(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_recovers_after_a_connection_error(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
@@ -144,7 +144,7 @@ def test_wandb_that_cannot_be_reached_can_be_tried_again(run_dir: RunDir, monkey
     assert [row["step"] for run in read_runs(run_dir.root / "sinks") for row in run.history] == [1, 2, 3, 4, 5]
 
 
-def test_folders_of_one_name_are_different_runs(tmp_path: Path) -> None:
+def test_run_directories_of_one_name_get_different_run_ids(tmp_path: Path) -> None:
     here, there = a_run(tmp_path / "here" / "my run"), a_run(tmp_path / "there" / "my run")
     ids = {Description.of(here).id, Description.of(there).id}
     assert len(ids) == 2
@@ -152,13 +152,13 @@ def test_folders_of_one_name_are_different_runs(tmp_path: Path) -> None:
     assert Description.of(a_run(tmp_path / JOB)).id == JOB
 
 
-def test_a_flat_spec_has_a_name_for_every_value(tmp_path: Path) -> None:
+def test_flat_spec_names_every_value(tmp_path: Path) -> None:
     flat = Description("id", "name", "project", {"a": {"b": 1, "c": {}}, "d": [1, {"e": None}], "f": None, "g": True})
     assert flat.flat() == {"a.b": "1", "a.c": "{}", "d": '[1, {"e": null}]', "g": "true"}
 
 
 @pytest.mark.parametrize("sink", ["mlflow", "wandb"])
-def test_a_package_that_is_missing_is_told_with_its_remedy(
+def test_missing_package_is_reported_with_its_remedy(
     run_dir: RunDir, sink: SinkName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, sink, None)

@@ -1,4 +1,4 @@
-"""Files of checkpoints: what was given is what lies there, whichever way the file system takes it."""
+"""Checkpoint files: the written bytes, for direct and cached writes."""
 
 import errno
 import fcntl
@@ -21,11 +21,11 @@ SIZE = 20_000
 MEMORY = mmap.mmap(-1, SIZE)
 MEMORY.write(os.urandom(SIZE))
 WHOLE = memoryview(MEMORY)
-"""Bytes from the start of a page on."""
+"""Bytes that start at a page boundary."""
 
 
 @given(cuts=st.lists(st.one_of(st.sampled_from([4096, 8192, 12288]), st.integers(0, SIZE)), max_size=5))
-def test_a_file_holds_its_pieces(tmp_path_factory: pytest.TempPathFactory, cuts: list[int]) -> None:
+def test_file_contains_its_pieces(tmp_path_factory: pytest.TempPathFactory, cuts: list[int]) -> None:
     path = tmp_path_factory.getbasetemp() / "pieces"
     written = write_file(path, [WHOLE[start:end] for start, end in pairwise(sorted(cuts))])
     content = path.read_bytes()
@@ -35,7 +35,7 @@ def test_a_file_holds_its_pieces(tmp_path_factory: pytest.TempPathFactory, cuts:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where files can be written past the system's cache."""
+    """Return a folder that supports writes past the page cache."""
     try:
         os.close(os.open(tmp_path / "probe", os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
     except OSError as error:
@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, direct: Exception | None, *, at_most: int = SIZE) -> list[bool]:
-    """Which writes go past the system's cache, all of which fail with an error or end early if one is given."""
+    """Record for each write if it bypasses the page cache; these writes can fail or end early."""
     writev, seen = os.writev, list[bool]()
 
     def watch(descriptor: int, pieces: Sequence[memoryview]) -> int:
@@ -57,14 +57,14 @@ def watched(monkeypatch: pytest.MonkeyPatch, direct: Exception | None, *, at_mos
     return seen
 
 
-def test_whole_blocks_go_past_the_cache_and_the_rest_through_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_blocks_bypass_the_page_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = watched(monkeypatch, None)
     write_file(folder / "file", [WHOLE[:10_000], memoryview(b"objects")])
     assert seen == [True, False]
     assert (folder / "file").read_bytes() == bytes(WHOLE[:10_000]) + b"objects"
 
 
-def test_what_cannot_go_past_the_cache_goes_through_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejected_direct_write_falls_back_to_the_page_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = watched(monkeypatch, OSError(errno.EINVAL, "Invalid argument"))
     write_file(folder / "file", [WHOLE])
     assert seen == [True, False]
@@ -72,7 +72,7 @@ def test_what_cannot_go_past_the_cache_goes_through_it(folder: Path, monkeypatch
 
 
 @pytest.mark.parametrize("at_most", [512, 4096, 6000, 8192])
-def test_writes_past_the_cache_may_end_early(folder: Path, monkeypatch: pytest.MonkeyPatch, at_most: int) -> None:
+def test_short_direct_writes_are_completed(folder: Path, monkeypatch: pytest.MonkeyPatch, at_most: int) -> None:
     seen = watched(monkeypatch, None, at_most=at_most)
     write_file(folder / "file", [WHOLE[:16_384], memoryview(b"objects")])
     assert seen[0]
@@ -80,14 +80,14 @@ def test_writes_past_the_cache_may_end_early(folder: Path, monkeypatch: pytest.M
     assert (folder / "file").read_bytes() == bytes(WHOLE[:16_384]) + b"objects"
 
 
-def test_a_disk_that_fails_is_not_asked_another_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_error_is_raised_without_a_second_write(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = watched(monkeypatch, OSError(errno.EIO, "Input/output error"))
     with pytest.raises(OSError, match="Input/output error"):
         write_file(folder / "file", [WHOLE])
     assert seen == [True]
 
 
-def test_a_process_writes_what_the_shared_memory_holds_however_large_it_has_become(tmp_path: Path) -> None:
+def test_process_writer_follows_growing_shared_memory(tmp_path: Path) -> None:
     descriptor = os.memfd_create("shared")
     process = ProcessWriter(descriptor)
     for number, size in enumerate((8192, 20_000, 5000)):
@@ -103,7 +103,7 @@ def test_a_process_writes_what_the_shared_memory_holds_however_large_it_has_beco
     os.close(descriptor)
 
 
-def test_a_process_that_cannot_write_says_where(tmp_path: Path) -> None:
+def test_process_writer_reports_the_failed_path(tmp_path: Path) -> None:
     descriptor = os.memfd_create("shared")
     process = ProcessWriter(descriptor)
     with pytest.raises(FileNotFoundError, match="missing/file"):
@@ -113,9 +113,7 @@ def test_a_process_that_cannot_write_says_where(tmp_path: Path) -> None:
     os.close(descriptor)
 
 
-def test_files_are_written_beside_each_other_and_one_that_fails_is_raised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_written_concurrently_and_an_error_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {f"{number}": [WHOLE[number * 1000 :]] for number in range(9)}
     written = write_files(tmp_path, files)
     assert list(written) == list(files)
