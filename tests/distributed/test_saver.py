@@ -61,7 +61,7 @@ def save_at(run: Run, saver: Saver, step: int) -> None:
 
 
 def save_and_train_on(folder: Path, mode: SaveMode, file_bytes: int) -> dict[str, Tensor]:
-    """Save step 7, zero the weights, save step 8; return the weights of step 7 after a resume."""
+    """Save step 7, zero the weights, save step 8; resume from each and return the weights of step 7."""
     run = a_run(folder)
     before = whole(run)
     layout.FILE_BYTES = file_bytes
