@@ -252,7 +252,7 @@ def test_network_policies_allow_required_traffic() -> None:
     # User code runs in these pods, and must not reach the database.
     worker = rendered.of("NetworkPolicy", "demo-trainshed-ray-worker")["spec"]
     assert 5432 not in [port["port"] for rule in worker["egress"] for port in rule.get("ports", [])], (
-        "users' code runs here"
+        "expected no access for user code"
     )
     head = rendered.of("NetworkPolicy", "demo-trainshed-ray-head")["spec"]
     dashboard = next(rule for rule in head["ingress"] if rule.get("ports") == [{"port": 8265}])
