@@ -34,7 +34,7 @@ from service.adapters.storage.run_dirs import LocalRunDirs
 from service.domain.jobs.decide import Retry
 from service.domain.jobs.job import Job
 from service.ports import JobQuery, NewJob
-from service.use_cases.jobs.reconcile import Pace, Reconciler
+from service.use_cases.jobs.reconcile import Reconciler, ReconcileTimings
 from tests.support.fakes.stores import MemoryCluster
 from train_loop.spec import parse_text
 
@@ -154,7 +154,12 @@ def passes(here: Path) -> dict[str, float]:
     engine = open_database(f"sqlite:///{here / 'trainshed.db'}")
     store = SqlJobStore(engine)
     reconciler = Reconciler(
-        store, MemoryCluster({"CPU": 0.5}), LocalRunDirs(), time.time, "benchmark", Pace(30.0, Retry(1.0, 1.0))
+        store,
+        MemoryCluster({"CPU": 0.5}),
+        LocalRunDirs(),
+        time.time,
+        "benchmark",
+        ReconcileTimings(30.0, Retry(1.0, 1.0)),
     )
     quiet, changed = list[float](), list[float]()
     (job,) = store.page(JobQuery(limit=1))

@@ -38,7 +38,7 @@ NODES, SETTLED, QUICKLY, LIMIT = 3, 50.0, 3.0, 300.0
 Line = dict[str, Any]
 
 
-class Tail:
+class LogChunk:
     """A reader of a growing JSON lines file."""
 
     def __init__(self, path: Path) -> None:
@@ -81,7 +81,7 @@ class Plain:
         self.cluster = cluster
         here = cluster.lab.shared / "plain"
         here.mkdir()
-        self._marks = Tail(here / "marks.jsonl")
+        self._marks = LogChunk(here / "marks.jsonl")
         self._paths = [f"{SHARED}/{path.relative_to(cluster.lab.shared)}" for path in (folder, here)]
         self._start()
 
@@ -130,12 +130,12 @@ class Ours:
             training={"max_steps": max_steps or workload.steps},
         )
         self.job_id = cluster.client.submit(yaml.safe_dump(spec)).id
-        self._attempts: dict[int, tuple[Tail, Tail]] = {}
+        self._attempts: dict[int, tuple[LogChunk, LogChunk]] = {}
 
     def _read(self, file: int) -> list[Line]:
         for attempt in self.cluster.run_dir(self.job_id).attempts():
             if attempt.number not in self._attempts:
-                self._attempts[attempt.number] = Tail(attempt.metrics), Tail(attempt.events)
+                self._attempts[attempt.number] = LogChunk(attempt.metrics), LogChunk(attempt.events)
         return [line for tails in self._attempts.values() for line in tails[file].read()]
 
     def steps(self) -> list[Line]:

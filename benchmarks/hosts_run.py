@@ -11,7 +11,7 @@ import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from benchmarks.recover_run import TellOfLosses, train
+from benchmarks.recover_run import WorkerLossCallback, train
 from benchmarks.workload import Workload
 
 WORKER = {"CPU": 0.75}
@@ -34,7 +34,7 @@ def main() -> None:
             name="benchmark",
             storage_path=str(here / "ray"),
             failure_config=FailureConfig(max_failures=-1),
-            callbacks=[TellOfLosses(here)],
+            callbacks=[WorkerLossCallback(here)],
         ),
     ).fit()
 

@@ -53,12 +53,12 @@ def under_ray(folder: Path, here: Path) -> None:
             name="benchmark",
             storage_path=str(here / "ray"),
             failure_config=FailureConfig(max_failures=1),
-            callbacks=[TellOfLosses(here)],
+            callbacks=[WorkerLossCallback(here)],
         ),
     ).fit()
 
 
-class TellOfLosses(UserCallback):  # type: ignore[misc]
+class WorkerLossCallback(UserCallback):  # type: ignore[misc]
     """Callback that marks the time at which Ray's controller detects a failure."""
 
     def __init__(self, here: Path) -> None:

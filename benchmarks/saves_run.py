@@ -24,8 +24,8 @@ from train_loop.loop.session import Session
 from train_loop.run_dir import DataPosition, Manifest, RunDir
 from train_loop.spec import CheckpointSpec, SaveMode
 from train_loop.system.exit import leave
-from train_loop.telemetry.event_log import Journal
-from train_loop.telemetry.timers import StepClock
+from train_loop.telemetry.event_log import EventLog
+from train_loop.telemetry.timers import StepTimer
 
 
 class Way(Protocol):
@@ -85,7 +85,7 @@ class Ours:
     def __init__(self, folder: Path, mode: SaveMode) -> None:
         self._run_dir = RunDir(folder)
         session = Session(dist.get_rank(), dist.get_world_size(), 0, 1, self._run_dir, local_stream)
-        journal = Journal(self._run_dir.attempt(1), rank=session.rank)
+        journal = EventLog(self._run_dir.attempt(1), rank=session.rank)
         # Keep all checkpoints, as the other methods do.
         self._saver = Saver(session, journal, CheckpointSpec(keep_last=1000), mode)
 
@@ -104,7 +104,7 @@ class Ours:
             versions={},
             files={},
         )
-        self._saver.save(values, draft, StepClock())
+        self._saver.save(values, draft, StepTimer())
 
     def wait(self) -> None:
         """Wait until the last save is committed."""

@@ -41,7 +41,7 @@ class DemoError(RuntimeError):
 
 
 @dataclass
-class Story:
+class RunSummary:
     """Observed state, events and metrics of the run."""
 
     job: JobOut
@@ -111,10 +111,10 @@ def _wait_for_address(home: Path, process: subprocess.Popen[bytes]) -> ServiceAd
     raise DemoError(f"the service did not start: {(home / 'service.log').read_text()[-2000:]}")
 
 
-def follow(client: Api, job: JobOut) -> Story:
+def follow(client: Api, job: JobOut) -> RunSummary:
     """Follow the job until it finishes, and kill a worker after the first committed checkpoint."""
     console.print(f"[bold]Job[/] {job.id} submitted from {SPEC.name}")
-    story, said, deadline = Story(job), time.monotonic(), time.monotonic() + RUN_LIMIT
+    story, said, deadline = RunSummary(job), time.monotonic(), time.monotonic() + RUN_LIMIT
     with Live(console=console, refresh_per_second=4, transient=True) as live:
         while not story.job.state.terminal:
             if time.monotonic() > deadline:
@@ -132,13 +132,13 @@ def follow(client: Api, job: JobOut) -> Story:
     return story
 
 
-def _is_past_a_checkpoint(story: Story) -> bool:
+def _is_past_a_checkpoint(story: RunSummary) -> bool:
     """Return whether 5 steps have followed the first committed checkpoint: work that a restart must repeat."""
     committed = story.named("checkpoint_committed")
     return bool(committed and story.metrics and story.metrics[-1]["step"] >= committed[0]["step"] + STEPS_TO_LOSE)
 
 
-def look(client: Api, story: Story) -> None:
+def look(client: Api, story: RunSummary) -> None:
     """Read new state, events and metrics of the job, and print what has changed."""
     before = story.job.state
     story.job = client.job(story.job.id)
@@ -200,7 +200,7 @@ def progress_line(job: JobOut) -> Text:
     return Text("  " + " · ".join(parts))
 
 
-def kill_a_worker(story: Story) -> Line:
+def kill_a_worker(story: RunSummary) -> Line:
     """Kill the last rank's process with SIGKILL."""
     worker: Line = story.named("training_started")[-1]["workers"][-1]
     console.print(f"  [bold yellow]killing the worker of rank {worker['rank']}, pid {worker['pid']}, with SIGKILL[/]")
@@ -211,7 +211,7 @@ def kill_a_worker(story: Story) -> Line:
     return worker
 
 
-def check(story: Story) -> list[str]:
+def check(story: RunSummary) -> list[str]:
     """Return the failed checks of the run."""
     starts, steps = story.named("training_started"), _surviving(story.metrics)
     if story.job.state != "SUCCEEDED":
@@ -232,7 +232,7 @@ def check(story: Story) -> list[str]:
     return faults + check_samples(story, steps)
 
 
-def check_samples(story: Story, steps: dict[int, Line]) -> list[str]:
+def check_samples(story: RunSummary, steps: dict[int, Line]) -> list[str]:
     """Return the faults unless each sample was trained exactly once and repeated steps had the same samples."""
     faults = []
     start = story.named("training_started")[0]
@@ -253,7 +253,7 @@ def _surviving(metrics: list[Line]) -> dict[int, Line]:
     return {line["step"]: line for line in metrics}
 
 
-def summarise(story: Story, url: str) -> None:
+def summarise(story: RunSummary, url: str) -> None:
     """Print a table of the run's results."""
     start, steps = story.named("training_started"), _surviving(story.metrics)
     speeds = sorted(line["tokens_per_second"] for line in steps.values())

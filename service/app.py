@@ -44,19 +44,19 @@ from service.api.guard import Guard
 from service.config.settings import Settings
 from service.domain.access.oidc_claims import TokenRules
 from service.domain.jobs.decide import Retry
-from service.domain.queue.snapshot import Board
+from service.domain.queue.snapshot import QueueSnapshot
 from service.lifecycle.connections import max_connections
 from service.lifecycle.lifespan import Background, Part, looping
-from service.lifecycle.shutdown import Leaving
-from service.lifecycle.startup import Opening
+from service.lifecycle.shutdown import Shutdown
+from service.lifecycle.startup import DatabaseStartup
 from service.ports import JobQuery, KeyStore
 from service.use_cases.access.access import Access, Tokens
 from service.use_cases.access.rate_limits import Kind, Limits, Rates
-from service.use_cases.checkpoints import Ledger
+from service.use_cases.checkpoints import CheckpointActions
 from service.use_cases.doctor.doctor import Doctor
 from service.use_cases.jobs.jobs import Grace, Jobs
-from service.use_cases.jobs.reconcile import Pace, Reconciler
-from service.use_cases.metrics import Watching
+from service.use_cases.jobs.reconcile import Reconciler, ReconcileTimings
+from service.use_cases.metrics import ServiceMetrics
 from service.use_cases.webhooks.deliver import Deliverer
 from service.use_cases.webhooks.webhooks import Webhooks
 from train_loop.plan import AUTOSCALED_VARIABLE
@@ -90,7 +90,7 @@ class _World:
     preflight: HelperPreflight
     embedded: EmbeddedRay | None
     cluster: RayJobs
-    board: Board
+    board: QueueSnapshot
     watch: PrometheusWatch
     traces: AppTraces
     sender: HttpSender
@@ -101,10 +101,10 @@ def create_app(settings: Settings) -> FastAPI:
     """Return the service as an ASGI app. It runs the reconciler and, without TRAINSHED_RAY_ADDRESS, Ray."""
     settings.make_home()
     world = _world(settings)
-    leaving = Leaving(more_seconds=settings.stop_seconds + _MORE_SECONDS if world.embedded is not None else 0.0)
-    opening = Opening(partial(_open, settings, world), patience=settings.database_seconds)
+    leaving = Shutdown(more_seconds=settings.stop_seconds + _MORE_SECONDS if world.embedded is not None else 0.0)
+    opening = DatabaseStartup(partial(_open, settings, world), patience=settings.database_seconds)
     once_open = list(_parts_once_open(settings, world, leaving))
-    ledger = Ledger(
+    ledger = CheckpointActions(
         _jobs(settings, world), world.run_dirs, HelperTools(timeout=settings.verify_seconds), world.keys, time.time
     )
     app = build_api(
@@ -141,7 +141,7 @@ def _world(settings: Settings) -> _World:
         preflight=HelperPreflight(read_policy=settings.read_policy, limits=_preflight_limits(settings)),
         embedded=embedded,
         cluster=_cluster(settings, embedded),
-        board=Board(),
+        board=QueueSnapshot(),
         watch=PrometheusWatch(own_version()),
         traces=open_traces(os.environ),
         sender=HttpSender(settings.receivers),
@@ -196,9 +196,9 @@ def _jobs(settings: Settings, world: _World) -> Jobs:
     )
 
 
-def _watching(world: _World) -> Watching:
+def _watching(world: _World) -> ServiceMetrics:
     counts = SqlJobCounts(world.database.engine)
-    return Watching(counts, world.store, world.run_dirs, world.watch, time.time, world.board)
+    return ServiceMetrics(counts, world.store, world.run_dirs, world.watch, time.time, world.board)
 
 
 def _parts(world: _World) -> Iterator[Part]:
@@ -212,7 +212,7 @@ def _parts(world: _World) -> Iterator[Part]:
         yield Part("embedded Ray", world.embedded.start, world.embedded.stop, seconds=3.0)
 
 
-def _parts_once_open(settings: Settings, world: _World, leaving: Leaving) -> Iterator[Part]:
+def _parts_once_open(settings: Settings, world: _World, leaving: Shutdown) -> Iterator[Part]:
     """Return the background parts that need the database, in start order."""
     yield Part("storage root", partial(_begin_root, settings.default_root, world), _nothing, seconds=1.0)
     # Stopped after the parts that use leases, so that another service takes over at once.
@@ -323,9 +323,9 @@ def _doctor(settings: Settings, world: _World) -> Doctor:
     return Doctor(probe, storage, versions_here(), connections=connections)
 
 
-def _pace(settings: Settings) -> Pace:
+def _pace(settings: Settings) -> ReconcileTimings:
     retry = Retry(settings.retry_seconds, settings.retry_cap_seconds)
-    return Pace(settings.lease_seconds, retry, room=settings.pause_grace_seconds)
+    return ReconcileTimings(settings.lease_seconds, retry, room=settings.pause_grace_seconds)
 
 
 def _owner(settings: Settings) -> str:

@@ -13,14 +13,14 @@ from fastapi import FastAPI
 
 from service.app import create_app
 from service.config.address import ServiceAddress
-from service.config.environment import BadSettings, read_settings, strangers
+from service.config.environment import BadSettings, read_settings, unknown_variables
 from service.config.logs import configure_logs
 from service.config.settings import Settings
 from service.errors import DatabaseUnusable, HomeInUse, HomeUnusable, KeyUnusable, NotReady
 from service.lifecycle.connections import BACKLOG, Limits, bounded, max_connections, parse_proxies, raise_open_files
 from service.lifecycle.locks import locked
-from service.lifecycle.shutdown import Leaving
-from service.lifecycle.startup import Opening
+from service.lifecycle.shutdown import Shutdown
+from service.lifecycle.startup import DatabaseStartup
 from train_loop.run_dir import write_durably
 
 log = structlog.get_logger(__name__)
@@ -30,7 +30,7 @@ _ANSWER_SECONDS = 4
 
 def main() -> int:
     """Run the service; return 1 if it cannot: an invalid setting, a home in use, a permanent database error."""
-    for line in strangers():
+    for line in unknown_variables():
         print(line, file=sys.stderr)  # noqa: T201
     try:
         settings = read_settings()
@@ -83,8 +83,8 @@ class _Server(uvicorn.Server):
         )
         super().__init__(config)
         self._settings = settings
-        self._leaving: Leaving = app.state.leaving
-        self.opening: Opening = app.state.opening
+        self._leaving: Shutdown = app.state.leaving
+        self.opening: DatabaseStartup = app.state.opening
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin the shutdown; streams end, and clients reconnect with the id of their last line."""

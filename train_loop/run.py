@@ -21,7 +21,7 @@ import torch.distributed as dist
 from train_loop.data.prepare.cache import evaluation_spec, find_dataset, pin, pinned_dataset
 from train_loop.data.stream.local import local_stream
 from train_loop.errors import FencedError, UserError
-from train_loop.faults.failure import MISTAKES, failed, failure_told
+from train_loop.faults.failure import USER_ERRORS, failed, report_failure
 from train_loop.liveness.fencing import begin_group, check_fence, fence_watched
 from train_loop.loop.session import Session
 from train_loop.run_dir import (
@@ -67,7 +67,7 @@ def main() -> None:
     dist.init_process_group(backend, timeout=timedelta(seconds=spec.failure.hang_timeout_seconds))
     try:
         run(spec, _session(spec, RunDir.at(arguments.run_dir), told_to_end), arguments.cache)
-    except MISTAKES as error:
+    except USER_ERRORS as error:
         sys.exit(str(error))
     finally:
         dist.destroy_process_group()
@@ -80,7 +80,7 @@ def run(spec: JobSpec, session: Session, cache: Path) -> None:
     retry_storage(partial(log_to, attempt.rank_log(session.rank)))
     with fence_watched(session.run_dir, session.token):
         try:
-            with failure_told(session):
+            with report_failure(session):
                 outcome = _train(spec, session, cache)
         except FencedError:
             # The newer group writes the outcome.

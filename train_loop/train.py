@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from train_loop.checkpoint.restore import restore
 from train_loop.checkpoint.save import Saver
-from train_loop.checkpoint.schedule import SaveTimes
+from train_loop.checkpoint.schedule import SaveSchedule
 from train_loop.checkpoint.select import prove_newest
 from train_loop.checkpoint.state_dict import draft_manifest, tensors_to_save
 from train_loop.data.dataset import Dataset, Rows
@@ -21,7 +21,7 @@ from train_loop.faults.watchdog import Watchdog, watched
 from train_loop.liveness.heartbeat import Phase
 from train_loop.loop.batch import StepBatch, check_samples, check_vocabulary, micro_batches, share_rows
 from train_loop.loop.build import Run, build_run
-from train_loop.loop.coordination import MOVE, StopSign, Wishes, agree, who_works
+from train_loop.loop.coordination import MOVE, RankRequests, StopSignal, agree, who_works
 from train_loop.loop.evaluate import Evaluation, evaluate
 from train_loop.loop.metrics import measure, record_start, record_step
 from train_loop.loop.profiling import profiled
@@ -32,7 +32,7 @@ from train_loop.spec import JobSpec
 from train_loop.system.gc import collect_garbage, keep_what_is_there, no_garbage_collection
 from train_loop.system.retry import retry_storage
 from train_loop.telemetry.event_log import group_journal
-from train_loop.telemetry.timers import StepClock
+from train_loop.telemetry.timers import StepTimer
 
 log = logging.getLogger(__name__)
 
@@ -71,11 +71,11 @@ def train(spec: JobSpec, session: Session, dataset: Dataset, evaluation: Dataset
 def loop(run: Run, saver: Saver, watchdog: Watchdog) -> Stop | None:
     """Train until the run is done or must stop. Return the stop request; the last checkpoint may still be in flight."""
     state, stop, measured = run.state, None, dict[str, float]()
-    times, watch = SaveTimes(run.spec.checkpoint, step=state.step), PreemptionWatch(run.session)
-    sign = StopSign(run.session)
+    times, watch = SaveSchedule(run.spec.checkpoint, step=state.step), PreemptionWatch(run.session)
+    sign = StopSignal(run.session)
     left = StreamPlan(run.dataset, run.order, state.consumed, run.order.steps_left(state.consumed))
     rows = run.session.open_stream(left, run.mesh.plan, run.mesh.rank)
-    clock, mark = StepClock(), run.session.mark
+    clock, mark = StepTimer(), run.session.mark
     while not run.done:
         watchdog.feed()
         clock.begin()
@@ -119,15 +119,15 @@ def loop(run: Run, saver: Saver, watchdog: Watchdog) -> Stop | None:
     return stop
 
 
-def rank_requests(sign: StopSign, times: SaveTimes, watch: PreemptionWatch, saver: Saver) -> Wishes:
+def rank_requests(sign: StopSignal, times: SaveSchedule, watch: PreemptionWatch, saver: Saver) -> RankRequests:
     """Return this rank's requests to all ranks before a step."""
     first = dist.get_rank() == 0
     stop = sign.seen or (MOVE if first and watch.wants_to_move() else None)
     save = first and (times.overdue or watch.wants_last_save())
-    return Wishes(stop, save=save, look=first and watch.overdue, trouble=saver.in_trouble)
+    return RankRequests(stop, save=save, look=first and watch.overdue, trouble=saver.in_trouble)
 
 
-def next_batch(run: Run, rows: Iterator[Rows | None], clock: StepClock) -> StepBatch:
+def next_batch(run: Run, rows: Iterator[Rows | None], clock: StepTimer) -> StepBatch:
     """Return this data rank's samples of the next step, identical on all ranks of a Ulysses group."""
     read = next(rows)
     check_vocabulary(read, run.state.model)
@@ -160,7 +160,7 @@ def evaluate_if_due(run: Run) -> Evaluation | None:
     return found
 
 
-def save(run: Run, saver: Saver, measured: dict[str, float], clock: StepClock) -> None:
+def save(run: Run, saver: Saver, measured: dict[str, float], clock: StepTimer) -> None:
     """Start saving a checkpoint of this step."""
     with clock.saving():
         saver.save(tensors_to_save(run), draft_manifest(run, measured), clock)

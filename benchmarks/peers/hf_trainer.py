@@ -31,7 +31,7 @@ class Rows(Dataset[dict[str, Tensor]]):
         return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
 
 
-class Watch(TrainerCallback):  # type: ignore[misc]
+class Metrics(TrainerCallback):  # type: ignore[misc]
     """Callback that records every step when the Trainer logs its loss."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
 def train(workload: Workload, folder: Path) -> Trace:
     """Train this rank's share."""
-    watch = Watch()
+    watch = Metrics()
     with tempfile.TemporaryDirectory() as output:
         trainer = Trainer(
             model=workload.first_model(folder),

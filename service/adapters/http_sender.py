@@ -15,7 +15,7 @@ import httpx
 import standardwebhooks
 
 from service.domain.webhooks.delivery import Answer, Message, Webhook, answered
-from service.domain.webhooks.ssrf import Allowed, Target, parse_target
+from service.domain.webhooks.ssrf import AllowList, Endpoint, parse_target
 
 LookUp = Callable[[str], Sequence[str]]
 _CONNECT_SECONDS = 3.0
@@ -34,7 +34,7 @@ class HttpSender:
     """A Sender that any thread may use. `seconds` limits the whole attempt, including the DNS lookup."""
 
     def __init__(
-        self, allowed: Allowed, *, look_up: LookUp = look_up, tls: ssl.SSLContext | None = None, seconds: float = 10.0
+        self, allowed: AllowList, *, look_up: LookUp = look_up, tls: ssl.SSLContext | None = None, seconds: float = 10.0
     ) -> None:
         self._allowed = allowed
         self._look_up = look_up
@@ -117,7 +117,7 @@ class _Pinned(httpcore.AsyncNetworkBackend):
         return await self._plain.connect_tcp(self._addresses[-1], port)
 
 
-def _headers(target: Target, webhook: Webhook, message: Message, now: float) -> dict[bytes | str, bytes | str]:
+def _headers(target: Endpoint, webhook: Webhook, message: Message, now: float) -> dict[bytes | str, bytes | str]:
     """Return the headers of Standard Webhooks, with one signature for each valid secret."""
     stamp = datetime.fromtimestamp(int(now), UTC)
     signatures = [
@@ -134,7 +134,7 @@ def _headers(target: Target, webhook: Webhook, message: Message, now: float) -> 
     }
 
 
-def _refusal(target: Target) -> str:
+def _refusal(target: Endpoint) -> str:
     return (
         f"{target.host} has an address that is not on the public internet, so nothing was sent; the operator can add "
         "the host to TRAINSHED_WEBHOOK_ALLOWED"

@@ -7,13 +7,13 @@ from typing import Protocol
 import structlog
 from fastapi import FastAPI
 
-from service.ports import Traces, Untraced
+from service.ports import NoTracer, Tracer
 
 log = structlog.get_logger(__name__)
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
-class AppTraces(Traces, Protocol):
+class AppTraces(Tracer, Protocol):
     """Tracer of an app, for its whole lifetime."""
 
     def instrument(self, app: FastAPI) -> None:
@@ -23,7 +23,7 @@ class AppTraces(Traces, Protocol):
         """Send the remaining spans; may hang if the collector does not answer."""
 
 
-class Off(Untraced):
+class Off(NoTracer):
     """Tracer that records nothing."""
 
     def instrument(self, app: FastAPI) -> None:

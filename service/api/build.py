@@ -8,19 +8,19 @@ from anyio import CapacityLimiter
 from fastapi import FastAPI
 
 from service.api.fair_share import Checks, FairSlots
-from service.api.group_commit import Together
+from service.api.group_commit import GroupCommit
 from service.api.guard import Guard, HostCheck, RequestIds
-from service.api.openapi import DescribedApi, operation_id
+from service.api.openapi import OpenApiApp, operation_id
 from service.api.problems import install_problems
-from service.api.readiness import Gate, Pulse
+from service.api.readiness import DatabaseProbe, ReadinessGate
 from service.api.routes import access, checkpoints, doctor, health, jobs, metrics, nodes, runs, schemas, usage, webhooks
 from service.api.routes.metrics import Observed
-from service.lifecycle.shutdown import Leaving
-from service.lifecycle.startup import Opening, opened
-from service.use_cases.checkpoints import Ledger
+from service.lifecycle.shutdown import Shutdown
+from service.lifecycle.startup import DatabaseStartup, opened
+from service.use_cases.checkpoints import CheckpointActions
 from service.use_cases.doctor.doctor import Doctor
-from service.use_cases.metrics import Watching
-from service.use_cases.runs.streams import Recent
+from service.use_cases.metrics import ServiceMetrics
+from service.use_cases.runs.streams import ReadCache
 from service.use_cases.webhooks.webhooks import Webhooks
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
@@ -35,23 +35,23 @@ _TRIALS = 8
 class Parts:
     """The components of the HTTP side."""
 
-    ledger: Ledger
+    ledger: CheckpointActions
     guard: Guard
-    watching: Watching
+    watching: ServiceMetrics
     webhooks: Webhooks
     doctor: Doctor
     hosts: Sequence[str] = ()
     """Allowed Host header names, in addition to those of loopback."""
     lifespan: Lifespan | None = None
-    opening: Opening = field(default_factory=opened)
-    leaving: Leaving = field(default_factory=Leaving)
+    opening: DatabaseStartup = field(default_factory=opened)
+    leaving: Shutdown = field(default_factory=Shutdown)
     checks: int = 32
     """Maximum number of specs checked concurrently; further ones wait."""
 
 
 def build_api(parts: Parts) -> FastAPI:
     """Return the app with its routers, middleware and error handlers."""
-    app = DescribedApi(
+    app = OpenApiApp(
         title="Trainshed",
         summary="Distributed training jobs that survive faults.",
         lifespan=parts.lifespan,
@@ -60,7 +60,7 @@ def build_api(parts: Parts) -> FastAPI:
         separate_input_output_schemas=False,
     )
     put_state(app, parts)
-    app.add_middleware(Gate, opening=parts.opening)
+    app.add_middleware(ReadinessGate, opening=parts.opening)
     app.add_middleware(HostCheck, hosts=(*LOOPBACK, *parts.hosts))
     app.add_middleware(Observed, watch=parts.watching.watch)
     app.add_middleware(RequestIds)
@@ -76,10 +76,10 @@ def put_state(app: FastAPI, parts: Parts) -> None:
     app.state.jobs, app.state.run_dirs, app.state.ledger = ledger.jobs, ledger.run_dirs, ledger
     app.state.guard, app.state.access = guard, guard.access
     app.state.watching = parts.watching
-    app.state.leaving, app.state.opening, app.state.recent = parts.leaving, parts.opening, Recent()
-    app.state.pulse = Pulse(ledger.jobs.store.ping)
+    app.state.leaving, app.state.opening, app.state.recent = parts.leaving, parts.opening, ReadCache()
+    app.state.pulse = DatabaseProbe(ledger.jobs.store.ping)
     app.state.doctor = parts.doctor
     app.state.checks = Checks(CapacityLimiter(parts.checks), FairSlots(parts.checks))
-    app.state.known = Together(ledger.jobs.submit_known)
+    app.state.known = GroupCommit(ledger.jobs.submit_known)
     app.state.verifying = CapacityLimiter(_VERIFYING)
     app.state.webhooks, app.state.trials = parts.webhooks, CapacityLimiter(_TRIALS)

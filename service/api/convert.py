@@ -33,14 +33,14 @@ from service.api.schemas import (
     UsageOut,
     WebhookOut,
 )
-from service.domain.access.roles import Caller, Deed, Key
+from service.domain.access.roles import AuditEntry, Key, Principal
 from service.domain.jobs.job import Attempt
 from service.domain.jobs.reason import Reason
 from service.domain.jobs.usage import UsageByDay, usage_of
 from service.domain.runs.audit_report import Difference, Duplicate, Found, Gap, LossChange, Repeat, RunAudit, Unseen
 from service.domain.webhooks.delivery import Answer, Delivery, Webhook
 from service.ports import Checkpoint, Progress
-from service.use_cases.doctor.doctor import Examination
+from service.use_cases.doctor.doctor import DoctorReport
 from service.use_cases.doctor.nodes import NodeView
 from service.use_cases.jobs.jobs import JobView
 from service.use_cases.jobs.planning import PlanView
@@ -209,7 +209,7 @@ def _findings(model: type[Findings[T]], found: Found[T]) -> Findings[T]:
     return model(total=found.total, listed=found.listed)
 
 
-def key_out(key: Key, caller: Caller) -> KeyOut:
+def key_out(key: Key, caller: Principal) -> KeyOut:
     """Return a key with the roles that this caller may see."""
     roles = dict(key.roles_shown_to(caller))
     return KeyOut(
@@ -224,7 +224,7 @@ def key_out(key: Key, caller: Caller) -> KeyOut:
     )
 
 
-def deed_out(number: int, deed: Deed) -> DeedOut:
+def deed_out(number: int, deed: AuditEntry) -> DeedOut:
     """Return an entry of the audit log."""
     return DeedOut(
         number=number,
@@ -305,7 +305,7 @@ def usage_days(found: UsageByDay) -> UsageDays:
     return UsageDays(data=[UsageOut(project=project, day=day, **asdict(used)) for (project, day), used in rows])
 
 
-def examination_out(found: Examination) -> ExaminationOut:
+def examination_out(found: DoctorReport) -> ExaminationOut:
     """Return the results of all checks of the doctor."""
     findings = [FindingOut.model_validate(finding, from_attributes=True) for finding in found.findings]
     return ExaminationOut(ok=found.healthy, seconds=found.seconds, findings=findings)

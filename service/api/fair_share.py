@@ -10,7 +10,7 @@ from typing import TypeVar, TypeVarTuple
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 
-from service.domain.access.roles import Caller, Role
+from service.domain.access.roles import Principal, Role
 
 T = TypeVar("T")
 Given = TypeVarTuple("Given")
@@ -24,7 +24,7 @@ class Claim:
     project: str
 
     @classmethod
-    def of(cls, caller: Caller) -> "Claim":
+    def of(cls, caller: Principal) -> "Claim":
         """Return the claim of a caller. A key with several projects counts as a separate project."""
         projects = caller.projects(Role.EDITOR)
         return cls(caller.id, next(iter(projects)) if projects and len(projects) == 1 else f"key {caller.id}")
@@ -37,7 +37,7 @@ class Checks:
     threads: CapacityLimiter
     slots: "FairSlots"
 
-    async def run(self, caller: Caller, use_case: Callable[[*Given], T], *given: *Given) -> T:
+    async def run(self, caller: Principal, use_case: Callable[[*Given], T], *given: *Given) -> T:
         """Run the use case in a thread once the caller has a slot, and return its result."""
         async with self.slots.hold(Claim.of(caller)):
             return await run_sync(use_case, *given, limiter=self.threads)

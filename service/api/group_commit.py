@@ -13,7 +13,7 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 
-class Together(Generic[A, B]):
+class GroupCommit(Generic[A, B]):
     """A batcher: one call of `answer`, in a thread, handles all waiting requests.
 
     If that call fails, `answer` is called for each request separately, so that an error affects only its own request.

@@ -21,10 +21,10 @@ from structlog.contextvars import bind_contextvars
 from service.api.problems import fault, problem
 from service.api.query import check_query
 from service.domain.access.oidc_claims import is_token
-from service.domain.access.roles import OPERATOR, SCRAPER, Caller
+from service.domain.access.roles import OPERATOR, SCRAPER, Principal
 from service.errors import BodyTooLarge, HostRefused, InvalidRequest, Unauthorized
 from service.use_cases.access.access import Access
-from service.use_cases.access.rate_limits import Attempt, Kind, Rates
+from service.use_cases.access.rate_limits import AuthAttempt, Kind, Rates
 from train_loop.spec import Problem
 
 T = TypeVar("T", bound=BaseModel)
@@ -58,7 +58,7 @@ class KeyBearer(SecurityBase):
         )
         self.scheme_name = KeyBearer.__name__
 
-    async def __call__(self, request: Request) -> Caller:
+    async def __call__(self, request: Request) -> Principal:
         """Return the caller that the key or token identifies, and check the query.
 
         Raises Unauthorized, Forbidden, RateLimited, IssuerUnavailable, InvalidRequest.
@@ -68,7 +68,7 @@ class KeyBearer(SecurityBase):
         return await self._known(caller, request)
 
     @staticmethod
-    async def _known(caller: Caller, request: Request) -> Caller:
+    async def _known(caller: Principal, request: Request) -> Principal:
         request.state.key_id = caller.id
         # Checked here: a separate FastAPI dependency would cost every submit as much again as this one.
         await check_query(request)
@@ -78,7 +78,7 @@ class KeyBearer(SecurityBase):
 class ScraperBearer(KeyBearer):
     """The scheme `Authorization: Bearer KEY` for /metrics; it also accepts the metrics key."""
 
-    async def __call__(self, request: Request) -> Caller:
+    async def __call__(self, request: Request) -> Principal:
         """Return the caller that the key or token identifies. Raises the same errors as KeyBearer."""
         if guard_of(request).access.is_scraper(_secret(request)):
             return await self._known(SCRAPER, request)
@@ -90,7 +90,7 @@ def _secret(request: Request) -> str:
     return secret if scheme.lower() == "bearer" else ""
 
 
-async def _let_in(guard: Guard, attempt: Attempt) -> Caller:
+async def _let_in(guard: Guard, attempt: AuthAttempt) -> Principal:
     counted = guard.rates.admit(attempt)
     try:
         caller = await _identify(guard, attempt.secret)
@@ -102,21 +102,21 @@ async def _let_in(guard: Guard, attempt: Attempt) -> Caller:
     return caller
 
 
-async def _identify(guard: Guard, secret: str) -> Caller:
+async def _identify(guard: Guard, secret: str) -> Principal:
     if not secret:
         raise Unauthorized("no key was sent; add the header Authorization: Bearer KEY ($TRAINSHED_HOME/admin.key)")
     # Tokens have separate threads: an unresponsive issuer delays only callers with its tokens.
     return await run_sync(guard.access.identify, secret, limiter=guard.token_threads if is_token(secret) else None)
 
 
-def _attempt(request: Request, secret: str) -> Attempt:
+def _attempt(request: Request, secret: str) -> AuthAttempt:
     kind = Kind.READS if request.method in ("GET", "HEAD") else Kind.WRITES
-    return Attempt(secret, request.client.host if request.client else "", kind)
+    return AuthAttempt(secret, request.client.host if request.client else "", kind)
 
 
 require_key, require_scraper = KeyBearer(), ScraperBearer()
-CallerIs = Annotated[Caller, Depends(require_key)]
-ScraperIs = Annotated[Caller, Depends(require_scraper)]
+CallerIs = Annotated[Principal, Depends(require_key)]
+ScraperIs = Annotated[Principal, Depends(require_scraper)]
 
 
 async def read_body(request: Request) -> bytes:

@@ -70,7 +70,7 @@ def operation_id(route: APIRoute) -> str:
     return "_".join([*map(str, route.tags[:1]), route.name])
 
 
-class DescribedApi(FastAPI):
+class OpenApiApp(FastAPI):
     """An app with a complete OpenAPI document."""
 
     def openapi(self) -> Part:

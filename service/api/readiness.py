@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api.problems import problem
 from service.errors import DatabaseUnreachable, Migrating, NotReady, ServiceError
-from service.lifecycle.startup import Opening
+from service.lifecycle.startup import DatabaseStartup
 
 _HEALTH = ("/healthz", "/readyz")
 _HOLD_SECONDS = 5.0
@@ -19,10 +19,10 @@ _LOOK_SECONDS = 0.05
 _PATIENCE_SECONDS = 2.0
 
 
-class Gate:
+class ReadinessGate:
     """Middleware that rejects requests while the database is not open, except for the health endpoints (ASGI)."""
 
-    def __init__(self, app: ASGIApp, *, opening: Opening) -> None:
+    def __init__(self, app: ASGIApp, *, opening: DatabaseStartup) -> None:
         self.app = app
         self.opening = opening
 
@@ -45,7 +45,7 @@ class Gate:
         return self.opening.trouble
 
 
-class Pulse:
+class DatabaseProbe:
     """A probe of the database. One thread pings it at a time, however many callers wait and however long it hangs."""
 
     def __init__(self, ping: Callable[[], None]) -> None:

@@ -13,9 +13,9 @@ from fastapi.sse import EventSourceResponse, format_sse_event
 from service.api.guard import guard_of
 from service.api.routes.jobs import UseCases
 from service.errors import JobNotFound
-from service.ports import Cursor, Entry, Place, Watch
+from service.ports import Cursor, LogLine, LogOffset, Metrics
 from service.use_cases.jobs.jobs import Jobs
-from service.use_cases.runs.streams import Follower, Listener, Reader, Signal, numbered
+from service.use_cases.runs.streams import LogStream, Reader, Signal, Subscriber, numbered
 
 _UNBUFFERED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Headers that make nginx, a common proxy in front of clusters, forward each event at once."""
@@ -41,24 +41,24 @@ class Sender:
         """True if the caller asked for a stream."""
         return asks_for_stream(self.request)
 
-    def text(self, reader: Reader, place: Place, job_id: str) -> EventSourceResponse:
+    def text(self, reader: Reader, place: LogOffset, job_id: str) -> EventSourceResponse:
         """Stream the lines of a log; ids are positions in it."""
         return self._answer(_id(place), _as_text(self._follow(reader, place, job_id)))
 
     def lines(self, reader: Reader, cursor: Cursor, job_id: str) -> EventSourceResponse:
         """Stream the JSON lines of all attempts after a cursor; ids are cursors."""
-        entries = self._follow(reader, Place(cursor.attempt), job_id)
+        entries = self._follow(reader, LogOffset(cursor.attempt), job_id)
         return self._answer(str(cursor), _behind(entries, cursor))
 
     def _answer(self, begin: str, messages: AsyncIterator[Message | Signal]) -> EventSourceResponse:
         parts = _counted(_send(begin, messages), self.request.app.state.watching.watch)
         return EventSourceResponse(parts, headers=_UNBUFFERED)
 
-    def _follow(self, reader: Reader, place: Place, job_id: str) -> AsyncIterator[Entry | Signal]:
+    def _follow(self, reader: Reader, place: LogOffset, job_id: str) -> AsyncIterator[LogLine | Signal]:
         ended = partial(_has_ended, self.jobs, job_id)
         state, caller = self.request.app.state, self.jobs.caller
-        listener = Listener((caller.id, caller.until), partial(state.access.opens, caller))
-        return Follower(reader, ended, state.leaving, listener, state.recent).follow(place)
+        listener = Subscriber((caller.id, caller.until), partial(state.access.opens, caller))
+        return LogStream(reader, ended, state.leaving, listener, state.recent).follow(place)
 
 
 async def sender_of(request: Request, jobs: UseCases) -> AsyncIterator[Sender]:
@@ -83,7 +83,7 @@ def _has_ended(jobs: Jobs, job_id: str) -> bool:
         return True
 
 
-async def _behind(entries: AsyncIterator[Entry | Signal], cursor: Cursor) -> AsyncIterator[Message | Signal]:
+async def _behind(entries: AsyncIterator[LogLine | Signal], cursor: Cursor) -> AsyncIterator[Message | Signal]:
     """Yield the lines after a cursor, each with its own cursor. Lines without a sequence number are skipped."""
     async for entry in entries:
         if isinstance(entry, Signal):
@@ -93,7 +93,7 @@ async def _behind(entries: AsyncIterator[Entry | Signal], cursor: Cursor) -> Asy
             yield Message(str(found.cursor), found.text)
 
 
-async def _as_text(entries: AsyncIterator[Entry | Signal]) -> AsyncIterator[Message | Signal]:
+async def _as_text(entries: AsyncIterator[LogLine | Signal]) -> AsyncIterator[Message | Signal]:
     """Yield the lines of a log as JSON: a raw line may contain characters that end a line in an event stream."""
     async for entry in entries:
         if isinstance(entry, Signal):
@@ -102,11 +102,11 @@ async def _as_text(entries: AsyncIterator[Entry | Signal]) -> AsyncIterator[Mess
             yield Message(_id(entry.after), json.dumps(entry.text))
 
 
-def _id(place: Place) -> str:
+def _id(place: LogOffset) -> str:
     return f"{place.attempt}.{place.offset}"
 
 
-async def _counted(parts: AsyncIterator[bytes], watch: Watch) -> AsyncIterator[bytes]:
+async def _counted(parts: AsyncIterator[bytes], watch: Metrics) -> AsyncIterator[bytes]:
     watch.followed(more=True)
     try:
         async for part in parts:

@@ -35,7 +35,7 @@ def read_settings(environment: Mapping[str, str] = os.environ) -> Settings:
         raise BadSettings(tuple(dict.fromkeys(_problem(one, environment) for one in error.errors()))) from None
 
 
-def strangers(environment: Mapping[str, str] = os.environ) -> list[str]:
+def unknown_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
     """Return one warning per unknown TRAINSHED_ variable, with the closest known name."""
     known = [*(_PREFIX + name.upper() for name in Settings.model_fields), *(_PREFIX + name for name in _OTHERS)]
     ours = (name for name in sorted(environment) if name.upper().startswith(_PREFIX))

@@ -20,8 +20,8 @@ from service.config.logs import LogFormat
 from service.domain.access.oidc_claims import tamper_proof
 from service.domain.access.rate_limit import Rate
 from service.domain.access.roles import ANY, PROJECT_OR_ANY, Role
-from service.domain.queue.policy import Quota, Rules
-from service.domain.webhooks.ssrf import Allowed
+from service.domain.queue.policy import QueuePolicy, Quota
+from service.domain.webhooks.ssrf import AllowList
 from train_loop.run_dir import DEFAULT_SINKS, SINKS, ReadPolicy, SinkName, local_path, parse_sinks
 
 _DATABASES = ("sqlite:///", "postgresql://", "postgresql+psycopg://")
@@ -264,7 +264,7 @@ class Settings(BaseSettings):
     @field_validator("webhook_allowed")
     @classmethod
     def _addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        Allowed.parse(value)
+        AllowList.parse(value)
         return value
 
     @field_validator("home", "admin_key_file", "metrics_key_file", "secret_key_file")
@@ -277,14 +277,14 @@ class Settings(BaseSettings):
         self.home.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     @property
-    def rules(self) -> Rules:
+    def rules(self) -> QueuePolicy:
         """Return the queue policy."""
-        return Rules(self.quotas, self.backfill, self.preemption, self.resize_seconds)
+        return QueuePolicy(self.quotas, self.backfill, self.preemption, self.resize_seconds)
 
     @property
-    def receivers(self) -> Allowed:
+    def receivers(self) -> AllowList:
         """Return the allowed webhook receivers that are not on the public internet."""
-        return Allowed.parse(self.webhook_allowed)
+        return AllowList.parse(self.webhook_allowed)
 
     @property
     def default_root(self) -> str:

@@ -9,8 +9,8 @@ import structlog
 from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
 
-from service.lifecycle.shutdown import Leaving
-from service.lifecycle.startup import Opening
+from service.lifecycle.shutdown import Shutdown
+from service.lifecycle.startup import DatabaseStartup
 
 log = structlog.get_logger(__name__)
 
@@ -25,7 +25,7 @@ class Part:
     seconds: float
 
 
-def looping(name: str, loop: Callable[[threading.Event], object], leaving: Leaving, *, seconds: float) -> Part:
+def looping(name: str, loop: Callable[[threading.Event], object], leaving: Shutdown, *, seconds: float) -> Part:
     """Return a part that runs a loop in a thread; the loop returns once `leaving` is set."""
     thread = threading.Thread(target=loop, args=(leaving,), name=name, daemon=True)
     return Part(name, thread.start, thread.join, seconds)
@@ -34,7 +34,9 @@ def looping(name: str, loop: Callable[[threading.Event], object], leaving: Leavi
 class Background:
     """Start and stop of the background parts: some start once the database is open; all stop in reverse."""
 
-    def __init__(self, parts: Sequence[Part], once_open: Sequence[Part], opening: Opening, leaving: Leaving) -> None:
+    def __init__(
+        self, parts: Sequence[Part], once_open: Sequence[Part], opening: DatabaseStartup, leaving: Shutdown
+    ) -> None:
         self._parts = parts
         self._once_open = once_open
         self._opening = opening

@@ -13,7 +13,7 @@ FORCED = 3
 _LOG_SECONDS = 0.5
 
 
-class Leaving(threading.Event):
+class Shutdown(threading.Event):
     """An event that is set once the service shuts down: streams then end.
 
     `more_seconds` is extra time for jobs to save before embedded Ray stops.

@@ -20,7 +20,7 @@ log = structlog.get_logger(__name__)
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.5, 10.0
 
 
-class Opening:
+class DatabaseStartup:
     """State of the database startup.
 
     `trouble` is the error returned to callers until the database is open. `hopeless` is set if it can never be opened.
@@ -63,8 +63,8 @@ class Opening:
         self.trouble = self.hopeless = error
 
 
-def opened() -> Opening:
+def opened() -> DatabaseStartup:
     """Return the state of a store that needs no startup."""
-    opening = Opening(lambda: None, patience=0.0)
+    opening = DatabaseStartup(lambda: None, patience=0.0)
     opening.run(threading.Event())
     return opening

@@ -1,33 +1,34 @@
 """Ports: the interfaces of the service to the outside, as Protocols. adapters/ implements them."""
 
 from service.ports.access import KeyStore, TokenVerifier
-from service.ports.cluster import Cluster, Launch, Node
+from service.ports.cluster import Cluster, Node, SubmitRequest
 from service.ports.doctor import ClusterProbe, StorageProbe
-from service.ports.jobs import KEPT_SECONDS, JobQuery, JobStore, Lease, NewJob, Once
-from service.ports.metrics import Counts, JobCounts, RunTotals, Totals, Traces, Untraced, Unwatched, Watch
-from service.ports.preflight import Findings, Preflight
+from service.ports.jobs import IDEMPOTENCY_TTL, IdempotencyKey, JobQuery, JobStore, Lease, NewJob
+from service.ports.metrics import Counts, JobCounts, Metrics, NoMetrics, NoTracer, RunTotals, Totals, Tracer
+from service.ports.preflight import Preflight, PreflightReport
 from service.ports.runs import (
-    NO_STORY,
+    EMPTY_SUMMARY,
+    AttemptObservation,
     Checkpoint,
     CheckpointTools,
     Cursor,
-    Entry,
     Line,
+    LogChunk,
+    LogLine,
+    LogOffset,
+    LogSource,
     Loss,
-    Place,
     Progress,
     Reading,
     RunDirs,
-    Sighting,
-    Story,
-    Tail,
-    Written,
+    RunSummary,
 )
 from service.ports.webhooks import Batch, Outbox, Sender, WebhookStore
 
 __all__ = [
-    "KEPT_SECONDS",
-    "NO_STORY",
+    "EMPTY_SUMMARY",
+    "IDEMPOTENCY_TTL",
+    "AttemptObservation",
     "Batch",
     "Checkpoint",
     "CheckpointTools",
@@ -35,37 +36,36 @@ __all__ = [
     "ClusterProbe",
     "Counts",
     "Cursor",
-    "Entry",
-    "Findings",
+    "IdempotencyKey",
     "JobCounts",
     "JobQuery",
     "JobStore",
     "KeyStore",
-    "Launch",
     "Lease",
     "Line",
+    "LogChunk",
+    "LogLine",
+    "LogOffset",
+    "LogSource",
     "Loss",
+    "Metrics",
     "NewJob",
+    "NoMetrics",
+    "NoTracer",
     "Node",
-    "Once",
     "Outbox",
-    "Place",
     "Preflight",
+    "PreflightReport",
     "Progress",
     "Reading",
     "RunDirs",
+    "RunSummary",
     "RunTotals",
     "Sender",
-    "Sighting",
     "StorageProbe",
-    "Story",
-    "Tail",
+    "SubmitRequest",
     "TokenVerifier",
     "Totals",
-    "Traces",
-    "Untraced",
-    "Unwatched",
-    "Watch",
+    "Tracer",
     "WebhookStore",
-    "Written",
 ]

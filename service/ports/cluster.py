@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from service.domain.jobs.decide import Submission
+from service.domain.jobs.decide import SubmissionStatus
 from train_loop.plan import Capacity
 
 
 @dataclass(frozen=True)
-class Launch:
+class SubmitRequest:
     """The submission of an attempt to the cluster."""
 
     submission_id: str
@@ -43,10 +43,10 @@ class Node:
 class Cluster(Protocol):
     """The cluster that runs the drivers. Calls raise ClusterError, unless they can return UNKNOWN or None instead."""
 
-    def submit(self, launch: Launch) -> None:
+    def submit(self, launch: SubmitRequest) -> None:
         """Start a driver. Do nothing if the same driver already exists under this id."""
 
-    def status(self, submission_id: str) -> Submission:
+    def status(self, submission_id: str) -> SubmissionStatus:
         """Return the status of a driver; UNKNOWN if the cluster does not answer."""
 
     def stop(self, submission_id: str) -> None:

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from service.domain.doctor.checks import Greeting
+from service.domain.doctor.checks import ProbeReply
 from train_loop.run_dir import ClusterVisit
 
 
 class ClusterProbe(Protocol):
     """Requests to the cluster. Every call may raise any error."""
 
-    def greet(self) -> Greeting:
+    def greet(self) -> ProbeReply:
         """Return how the dashboard answers."""
 
     def nodes(self) -> int:

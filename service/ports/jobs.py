@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Protocol
 
-from service.domain.access.roles import Deed
+from service.domain.access.roles import AuditEntry
 from service.domain.jobs.job import Job, JobState
 from service.domain.jobs.usage import Usage, UsageByDay
-from service.domain.queue.entry import Ticket
+from service.domain.queue.entry import QueueEntry
 
-KEPT_SECONDS = 24 * 3600.0
+IDEMPOTENCY_TTL = 24 * 3600.0
 """Seconds for which an Idempotency-Key refers to its job."""
 
 
@@ -30,7 +30,7 @@ class JobQuery:
 
 
 @dataclass(frozen=True)
-class Once:
+class IdempotencyKey:
     """An Idempotency-Key, the SHA-256 of its request body, and the scope of its caller."""
 
     key: str
@@ -48,8 +48,8 @@ class NewJob:
     """A job to store, with its Idempotency-Key and its audit log entries."""
 
     job: Job
-    once: Once | None = None
-    deeds: tuple[Deed, ...] = ()
+    once: IdempotencyKey | None = None
+    deeds: tuple[AuditEntry, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Lease:
 class JobStore(Protocol):
     """Durable store of jobs."""
 
-    def job_of(self, once: Once, *, now: float) -> Job | None:
+    def job_of(self, once: IdempotencyKey, *, now: float) -> Job | None:
         """Return the job of a key; None if it has none. Raises IdempotencyMismatch if the body differs."""
 
     def add(self, new: NewJob) -> bool:
@@ -73,7 +73,7 @@ class JobStore(Protocol):
     def add_all(self, added: Sequence[NewJob], *, now: float) -> bool:
         """Store jobs and their keys durably, all or none. Return False if a key refers to another job."""
 
-    def delete(self, job: Job, used: Mapping[date, Usage], deed: Deed | None = None) -> bool:
+    def delete(self, job: Job, used: Mapping[date, Usage], deed: AuditEntry | None = None) -> bool:
         """Delete a job, but keep its usage of each day (UTC). Return False if the job changed since it was read."""
 
     def get(self, job_id: str) -> Job | None:
@@ -88,7 +88,7 @@ class JobStore(Protocol):
     def used_by_deleted(self, first: date, last: date, *, projects: frozenset[str] | None = None) -> UsageByDay:
         """Return the usage of deleted jobs from day `first` to day `last`."""
 
-    def tickets(self) -> list[Ticket]:
+    def tickets(self) -> list[QueueEntry]:
         """Return the tickets of all jobs that hold resources of the cluster or wait for them."""
 
     def queue_mark(self) -> Hashable:
@@ -106,7 +106,7 @@ class JobStore(Protocol):
     def give_up_leases(self, owner: str) -> None:
         """Release all leases of this owner at once. The store discards its later changes under them."""
 
-    def save(self, job: Job, *, owner: str | None = None, leads: bool = False, deed: Deed | None = None) -> bool:
+    def save(self, job: Job, *, owner: str | None = None, leads: bool = False, deed: AuditEntry | None = None) -> bool:
         """Store a change to the version that was read. Return False if the change was discarded.
 
         With `owner`, the owner must have the job's lease; with `leads`, the queue's lease instead.

@@ -59,7 +59,7 @@ class JobCounts(Protocol):
         """Return the number of webhook messages that are not delivered yet."""
 
 
-class Watch(Protocol):
+class Metrics(Protocol):
     """Metrics of one process. Any of its threads may record them."""
 
     def answered(self, method: str, route: str, status: int, seconds: float) -> None:
@@ -85,11 +85,11 @@ class Watch(Protocol):
         return b""
 
 
-class Unwatched(Watch):
+class NoMetrics(Metrics):
     """A Watch that records nothing."""
 
 
-class Traces(Protocol):
+class Tracer(Protocol):
     """Trace spans of operations."""
 
     def span(self, name: str, **attributes: str) -> AbstractContextManager[None]:
@@ -97,5 +97,5 @@ class Traces(Protocol):
         return nullcontext()
 
 
-class Untraced(Traces):
+class NoTracer(Tracer):
     """A Traces that records nothing."""

@@ -9,7 +9,7 @@ from train_loop.spec import JobSpec, Problem
 
 
 @dataclass(frozen=True)
-class Findings:
+class PreflightReport:
     """The result of a preflight check: all problems, and the model's sizes, if they can be determined."""
 
     problems: tuple[Problem, ...]
@@ -23,11 +23,11 @@ class Findings:
 class Preflight(Protocol):
     """Checks that must read the data and the model, in a separate process."""
 
-    def check(self, spec: JobSpec, parent: Parent | None = None) -> Findings:
+    def check(self, spec: JobSpec, parent: Parent | None = None) -> PreflightReport:
         """Check a spec. Raises PreflightFailed if the check has no result."""
 
     def trouble(self) -> str | None:
         """Return why no spec can be checked now, without waiting; None if the next one is checked at once."""
 
-    def known(self, spec: JobSpec) -> Findings | None:
+    def known(self, spec: JobSpec) -> PreflightReport | None:
         """Return the result of a recent check without problems, else None. Does not start a check."""

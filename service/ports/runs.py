@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 
 from pydantic import JsonValue
 
-from service.domain.jobs.decide import Latest, Training
+from service.domain.jobs.decide import LatestAttempt, WorkerStatus
 from service.domain.jobs.reason import Reason
 from train_loop.run_dir import ExportStatus, ExportWish, Manifest, Outcome, Parent, Stop
 from train_loop.spec import JobSpec, ScalingSpec
@@ -16,10 +16,10 @@ Line = Mapping[str, JsonValue]
 
 
 @dataclass(frozen=True)
-class Sighting:
+class AttemptObservation:
     """An attempt, as observed in its run directory."""
 
-    training: Training
+    training: WorkerStatus
     outcome: Outcome | None
     stop: Stop | None
     lost: Reason | None = None
@@ -63,7 +63,7 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class Story:
+class RunSummary:
     """The summary of all attempts in a run directory."""
 
     restarts: int
@@ -84,7 +84,7 @@ class Story:
     """Time at which the newest checkpoint was committed (Unix seconds); None if there is none."""
 
 
-NO_STORY = Story(restarts=0, lost_steps=0, lost_seconds=0.0, productive_seconds=0.0, progress=None)
+EMPTY_SUMMARY = RunSummary(restarts=0, lost_steps=0, lost_seconds=0.0, productive_seconds=0.0, progress=None)
 """Story of a run that has not started."""
 
 
@@ -92,7 +92,7 @@ NO_STORY = Story(restarts=0, lost_steps=0, lost_seconds=0.0, productive_seconds=
 class Reading:
     """A story, the time at which it was read, and the error that prevents a newer one."""
 
-    story: Story
+    story: RunSummary
     read_at: float | None
     """Time at which it was read (Unix seconds); None if it was never read."""
     error: str | None = None
@@ -115,7 +115,7 @@ class Cursor:
 
 
 @dataclass(frozen=True)
-class Place:
+class LogOffset:
     """A reader's position: a byte offset in a file of an attempt."""
 
     attempt: int = 0
@@ -123,15 +123,15 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Entry:
+class LogLine:
     """A complete line, and the position after it."""
 
     text: str
-    after: Place
+    after: LogOffset
 
 
 @dataclass(frozen=True)
-class Written:
+class LogSource:
     """A file of an attempt: events, metrics, or a log. Without a rank, it is the driver's log."""
 
     kind: Literal["events", "metrics", "log"]
@@ -139,10 +139,10 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Tail:
+class LogChunk:
     """The next complete lines, limited in size, and the number of the next attempt if one has started."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[LogLine, ...]
     more: bool
     next_attempt: int | None
 
@@ -170,22 +170,22 @@ class RunDirs(Protocol):
     def ask_to_stop(self, run_dir: str, stop: Stop) -> None:
         """Write control/stop.json."""
 
-    def observe(self, run_dir: str, attempt: int) -> Sighting:
+    def observe(self, run_dir: str, attempt: int) -> AttemptObservation:
         """Read the state of an attempt."""
 
-    def latest(self, run_dir: str) -> Latest:
+    def latest(self, run_dir: str) -> LatestAttempt:
         """Return the newest attempt that was prepared or fenced off; number 0 if there is none."""
 
-    def story(self, run_dir: str) -> Story:
+    def story(self, run_dir: str) -> RunSummary:
         """Return the summary of all attempts."""
 
     def known_story(self, run_dir: str) -> Reading:
         """Return the current story, or the last one read. Does not raise while the storage is unavailable."""
 
-    def tail(self, run_dir: str, what: Written, place: Place) -> Tail:
+    def tail(self, run_dir: str, what: LogSource, place: LogOffset) -> LogChunk:
         """Return the next complete lines of a file, from `place`. Leaves out a line that is still being written."""
 
-    def mark(self, run_dir: str, what: Written) -> Hashable:
+    def mark(self, run_dir: str, what: LogSource) -> Hashable:
         """Return a value that changes whenever this file grows in any attempt. Much faster than a read."""
 
     def newest_attempt(self, run_dir: str) -> int:

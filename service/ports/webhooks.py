@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from service.domain.access.roles import Deed
+from service.domain.access.roles import AuditEntry
 from service.domain.webhooks.delivery import Answer, Delivery, Message, Webhook
 from service.ports.jobs import Lease
 
@@ -11,7 +11,7 @@ from service.ports.jobs import Lease
 class WebhookStore(Protocol):
     """Store of webhooks and their delivery log. A change and its audit entry are stored in one transaction."""
 
-    def add(self, webhook: Webhook, deed: Deed) -> None:
+    def add(self, webhook: Webhook, deed: AuditEntry) -> None:
         """Store a new webhook. Raises WebhookLimit if the project has too many."""
 
     def get(self, webhook_id: str) -> Webhook | None:
@@ -20,19 +20,19 @@ class WebhookStore(Protocol):
     def among(self, projects: frozenset[str] | None) -> list[Webhook]:
         """Return the webhooks of these projects, newest first; None means all projects."""
 
-    def delete(self, webhook_id: str, deed: Deed) -> bool:
+    def delete(self, webhook_id: str, deed: AuditEntry) -> bool:
         """Delete a webhook and its deliveries. Return False if it does not exist."""
 
-    def rotate(self, webhook_id: str, secret: str, *, until: float, deed: Deed) -> Webhook | None:
+    def rotate(self, webhook_id: str, secret: str, *, until: float, deed: AuditEntry) -> Webhook | None:
         """Set a new secret; the previous one stays valid until `until`. Return None if the webhook does not exist."""
 
-    def enable(self, webhook_id: str, deed: Deed) -> bool:
+    def enable(self, webhook_id: str, deed: AuditEntry) -> bool:
         """Enable a webhook again. Return False if it was not disabled."""
 
     def deliveries(self, webhook_id: str, *, after: int | None, limit: int) -> list[Delivery]:
         """Return the deliveries of a webhook, sent or pending, newest first, with numbers below `after`."""
 
-    def redeliver(self, webhook_id: str, number: int, *, now: float, deed: Deed) -> Delivery | None:
+    def redeliver(self, webhook_id: str, number: int, *, now: float, deed: AuditEntry) -> Delivery | None:
         """Restart a delivery now. Return None if it does not exist."""
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from service.domain.access.roles import Caller, Role
+from service.domain.access.roles import Principal, Role
 from service.domain.jobs.job import Job
 from service.errors import CheckpointNotFound, ExportNotFound, InvalidRequest
 from service.ports import Checkpoint, CheckpointTools, KeyStore, RunDirs
@@ -13,7 +13,7 @@ from train_loop.spec import Problem
 
 
 @dataclass(frozen=True)
-class Ledger:
+class CheckpointActions:
     """Use cases of checkpoints. Each raises JobNotFound and CheckpointNotFound."""
 
     jobs: Jobs
@@ -22,7 +22,7 @@ class Ledger:
     audit: KeyStore
     clock: Callable[[], float]
 
-    def of(self, caller: Caller) -> "Ledger":
+    def of(self, caller: Principal) -> "CheckpointActions":
         """Return these use cases for another caller."""
         return replace(self, jobs=self.jobs.of(caller))
 

@@ -5,11 +5,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from service.domain.access.roles import ANY, OPERATOR, Caller, Role
+from service.domain.access.roles import ANY, OPERATOR, Principal, Role
 from service.domain.jobs.job import Job, JobState
-from service.domain.queue.snapshot import Board
+from service.domain.queue.snapshot import QueueSnapshot
 from service.errors import Forbidden
-from service.ports import Counts, JobCounts, JobQuery, JobStore, RunDirs, RunTotals, Story, Totals, Watch
+from service.ports import Counts, JobCounts, JobQuery, JobStore, Metrics, RunDirs, RunSummary, RunTotals, Totals
 
 _KEPT_SECONDS = 5.0
 """Cache time of the totals, so that several scrapers cause one database query."""
@@ -29,19 +29,19 @@ class Last:
 
 
 @dataclass(frozen=True)
-class Watching:
+class ServiceMetrics:
     """Use case of scraping metrics."""
 
     counts: JobCounts
     store: JobStore
     run_dirs: RunDirs
-    watch: Watch
+    watch: Metrics
     clock: Callable[[], float]
-    board: Board = field(default_factory=Board)
+    board: QueueSnapshot = field(default_factory=QueueSnapshot)
     last: Last = field(default_factory=Last)
-    caller: Caller = OPERATOR
+    caller: Principal = OPERATOR
 
-    def of(self, caller: Caller) -> "Watching":
+    def of(self, caller: Principal) -> "ServiceMetrics":
         """Return this use case for another caller."""
         return replace(self, caller=caller)
 
@@ -79,7 +79,7 @@ class Watching:
         )
 
 
-def _goodput(runs: Sequence[tuple[Job, Story]], now: float) -> Mapping[str, float]:
+def _goodput(runs: Sequence[tuple[Job, RunSummary]], now: float) -> Mapping[str, float]:
     """Return the goodput of the running jobs by project: time of new steps / time since the start."""
     new, wall = defaultdict[str, float](float), defaultdict[str, float](float)
     for job, story in runs:
@@ -89,7 +89,7 @@ def _goodput(runs: Sequence[tuple[Job, Story]], now: float) -> Mapping[str, floa
     return {project: min(new[project] / seconds, 1.0) for project, seconds in wall.items() if seconds > 0}
 
 
-def _run_totals(job: Job, story: Story, now: float) -> RunTotals:
+def _run_totals(job: Job, story: RunSummary, now: float) -> RunTotals:
     # Time before the newest attempt does not count as missing progress.
     began, done = job.attempt.started_at if job.attempt else now, story.progress
     waits_for = job.waits_for

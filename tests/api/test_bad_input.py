@@ -8,7 +8,7 @@ from fastapi.testclient import TestClient
 from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 
-from service.ports import Findings, NewJob
+from service.ports import NewJob, PreflightReport
 from tests.support.fakes.stores import MemoryPreflight
 from tests.support.service import KEY, FakeService, a_job, raw_spec, spec_body
 from train_loop.run_dir import Parent
@@ -299,7 +299,7 @@ def test_cancel_with_unknown_field_is_rejected(client: TestClient) -> None:
 
 
 class BrokenPreflight(MemoryPreflight):
-    def check(self, spec: JobSpec, parent: Parent | None = None) -> Findings:
+    def check(self, spec: JobSpec, parent: Parent | None = None) -> PreflightReport:
         raise RuntimeError("the password is 1234")
 
 

@@ -11,7 +11,7 @@ from tests.support.checkpoints import checkpoint
 from tests.support.service import FakeService, spec_body
 from tests.support.waiting import wait_for
 from train_loop.checkpoint.retention import retire_others
-from train_loop.checkpoint.store.open import ledger_of
+from train_loop.checkpoint.store.open import open_store
 from train_loop.run_dir import ExportStatus, ExportWish, Fence
 from train_loop.spec import CheckpointSpec
 
@@ -51,10 +51,10 @@ def test_pinned_checkpoint_is_kept_and_shown(client: TestClient, service: FakeSe
     for _ in range(2):
         answer = client.post(f"{url}/10/pin")
         assert (answer.status_code, answer.json()["pinned"]) == (200, True)
-    retire_others(run_dir, ledger_of(run_dir, Fence(1)), CheckpointSpec(keep_last=1))
+    retire_others(run_dir, open_store(run_dir, Fence(1)), CheckpointSpec(keep_last=1))
     assert [c["step"] for c in client.get(url).json()["data"]] == [10, 20]
     assert client.delete(f"{url}/10/pin").json()["pinned"] is False
-    retire_others(run_dir, ledger_of(run_dir, Fence(1)), CheckpointSpec(keep_last=1))
+    retire_others(run_dir, open_store(run_dir, Fence(1)), CheckpointSpec(keep_last=1))
     assert [c["step"] for c in client.get(url).json()["data"]] == [20]
 
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from service.domain.access.roles import OPERATOR, Deed, Key, Role
+from service.domain.access.roles import OPERATOR, AuditEntry, Key, Role
 from service.domain.jobs.job import JobState
 from tests.support.checkpoints import checkpoint
 from tests.support.command import run
 from tests.support.service import KEY, FakeService, spec_body
 from train_loop.run_dir import ExportStatus, ExportWish
 from trainshed import Client
-from trainshed.cli.job_view import span
-from trainshed.cli.show import next_command
+from trainshed.cli.output.job_view import span
+from trainshed.cli.output.show import next_command
 
 
 def test_clone_command_submits_a_job_with_changes(home: Path, service: FakeService) -> None:
@@ -59,7 +59,7 @@ def test_control_characters_are_shown_escaped(home: Path, service: FakeService) 
     folder = service.run_dir("job-0001").attempt(1)
     folder.logs.mkdir(parents=True)
     folder.driver_log.write_text(f"{raw}\n")
-    deed = Deed(1.0, OPERATOR, "key.create", "default", "key-1")
+    deed = AuditEntry(1.0, OPERATOR, "key.create", "default", "key-1")
     service.keys.add(Key("key-1", raw, {"default": Role.VIEWER}, "0" * 64, 1.0, "operator"), deed)
     for command in (("events", "job-0001"), ("logs", "job-0001"), ("keys", "ls")):
         shown = run(*command).stdout

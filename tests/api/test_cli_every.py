@@ -24,8 +24,8 @@ from tests.support.service import spec_body
 from tests.support.waiting import wait_for
 from train_loop.run_dir import ExportStatus, ExportWish, JsonLines, RunDir
 from trainshed import Api, Client
+from trainshed.cli.commands.init import Template
 from trainshed.cli.exit_codes import Exit
-from trainshed.cli.init import Template
 from trainshed.cli.main import app
 
 UNKNOWN = "job-00000000000000000000000000"

@@ -9,7 +9,7 @@ from jsonschema import Draft202012Validator
 
 from tests.support.command import run
 from train_loop.spec import dump_schema, job_schema, parse_text, read_yaml
-from trainshed.cli.init import Template
+from trainshed.cli.commands.init import Template
 
 
 @pytest.fixture(autouse=True)

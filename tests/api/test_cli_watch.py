@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from service.domain.jobs.decide import Submission
+from service.domain.jobs.decide import SubmissionStatus
 from tests.support.command import run, running
 from tests.support.service import KEY, FakeService
 from train_loop.run_dir import Outcome
 from trainshed import Client
-from trainshed.cli.progress import display
+from trainshed.cli.output.progress import display
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def job_id(home: Path, service: FakeService) -> str:
 def step(service: FakeService, job_id: str) -> None:
     """Start the job and log a step."""
     service.reconciler().run_once()
-    service.cluster.submissions[f"{job_id}-1"] = Submission.RUNNING
+    service.cluster.submissions[f"{job_id}-1"] = SubmissionStatus.RUNNING
     service.event(job_id, "training_started", resumed_from=0, steps=20)
     service.metric(job_id, step=5, loss=2.5, tokens_per_second=1234.0)
     service.reconciler().run_once()
@@ -34,7 +34,7 @@ def step(service: FakeService, job_id: str) -> None:
 
 def end(service: FakeService, job_id: str, outcome: Outcome) -> None:
     service.end(job_id, outcome)
-    service.cluster.submissions[f"{job_id}-1"] = Submission.SUCCEEDED
+    service.cluster.submissions[f"{job_id}-1"] = SubmissionStatus.SUCCEEDED
     service.reconciler().run_once()
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from service.domain.webhooks.delivery import Answer, Delivery, Message, Settled
+from service.domain.webhooks.delivery import Answer, Delivery, DeliveryStatus, Message
 from tests.support.command import run
 from tests.support.service import FakeService
 
@@ -47,7 +47,7 @@ def test_deliveries_show_failures_page_by_page(webhook: str, service: FakeServic
         service.hooks.log.append(
             Delivery(number, webhook, message, since=1.0, next_at=9.0, attempts=3, error="answered 500")
         )
-    assert service.hooks.log[0].settled is Settled.WAITING
+    assert service.hooks.log[0].settled is DeliveryStatus.WAITING
     first = run("webhooks", "deliveries", webhook, "--limit", "1")
     assert first.stdout.splitlines()[1].split(maxsplit=6)[4:] == [
         "waiting",

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from service.domain.jobs.decide import Submission
+from service.domain.jobs.decide import SubmissionStatus
 from tests.support.checkpoints import checkpoint
 from tests.support.service import FakeService, spec_body
 from train_loop.checkpoint.retention import retire_others
-from train_loop.checkpoint.store.open import ledger_of
+from train_loop.checkpoint.store.open import open_store
 from train_loop.run_dir import Fence, Outcome, RunDir
 from train_loop.spec import CheckpointSpec
 
@@ -29,7 +29,7 @@ def clone(client: TestClient, job_id: str, **body: Any) -> Any:
 
 def retire(run_dir: RunDir) -> list[int]:
     """Apply retention with keep_last=1; return the steps of the checkpoints that remain."""
-    retire_others(run_dir, ledger_of(run_dir, Fence(1)), CheckpointSpec(keep_last=1))
+    retire_others(run_dir, open_store(run_dir, Fence(1)), CheckpointSpec(keep_last=1))
     return sorted(run_dir.manifests())
 
 
@@ -95,7 +95,7 @@ def test_parent_checkpoint_is_kept_until_the_clone_has_ended(
     reconciler = service.reconciler()
     for _ in range(3):
         reconciler.run_once()
-    service.cluster.submissions[f"{job_id}-1"] = Submission.RUNNING
+    service.cluster.submissions[f"{job_id}-1"] = SubmissionStatus.RUNNING
     reconciler.run_once()
     assert retire(service.run_dir(parent)) == [10, 20]
     service.end(job_id, Outcome(result="succeeded"))
@@ -110,7 +110,7 @@ def test_clone_of_a_run_with_all_epochs_trained_is_rejected(client: TestClient, 
     service.reconciler().run_once()
     for step in (10, 20):
         checkpoint(service.run_dir(job_id), step, weights=b"1234567")
-    service.cluster.submissions[f"{job_id}-1"] = Submission.RUNNING
+    service.cluster.submissions[f"{job_id}-1"] = SubmissionStatus.RUNNING
     service.end(job_id, Outcome(result="succeeded"))
     service.reconciler().run_once()
     assert service.get(job_id).state == "SUCCEEDED"

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from fastapi.testclient import TestClient
 
-from service.ports import Findings, NewJob, Once
+from service.ports import IdempotencyKey, NewJob, PreflightReport
 from tests.support.fakes.stores import MemoryPreflight
 from tests.support.service import FakeService, a_job, spec_body
 from train_loop.run_dir import Parent
@@ -59,7 +59,7 @@ def test_key_in_flight_is_a_conflict(client: TestClient, service: FakeService) -
     key, begun, proceed = {"Idempotency-Key": "k2"}, threading.Event(), threading.Event()
     slow = spec_body(name="slow")
 
-    def check(spec: JobSpec, parent: Parent | None = None) -> Findings:
+    def check(spec: JobSpec, parent: Parent | None = None) -> PreflightReport:
         begun.set()
         proceed.wait(30)
         return MemoryPreflight.check(service.preflight, spec, parent)
@@ -78,9 +78,9 @@ def test_key_in_flight_is_a_conflict(client: TestClient, service: FakeService) -
 
 def test_key_that_another_replica_used_meanwhile_gives_its_job(client: TestClient, service: FakeService) -> None:
     body = spec_body(name="raced")
-    once = Once("k3", hashlib.sha256(body.encode()).hexdigest(), "")
+    once = IdempotencyKey("k3", hashlib.sha256(body.encode()).hexdigest(), "")
 
-    def check(spec: JobSpec, parent: Parent | None = None) -> Findings:
+    def check(spec: JobSpec, parent: Parent | None = None) -> PreflightReport:
         service.store.add(NewJob(a_job("job-theirs", now=service.clock.now), once))
         return MemoryPreflight.check(service.preflight, spec, parent)
 

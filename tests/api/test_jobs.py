@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 import pytest
 from fastapi.testclient import TestClient
 
-from service.domain.jobs.decide import Submission
+from service.domain.jobs.decide import SubmissionStatus
 from tests.support.service import FakeService, spec_body
 from train_loop.plan import SampleCount
 from train_loop.run_dir import Outcome
@@ -85,7 +85,7 @@ def test_list_pages_newest_first_and_filters(client: TestClient) -> None:
 def test_running_job_shows_progress_attempts_and_lost_work(client: TestClient, service: FakeService) -> None:
     job_id = client.post("/jobs", content=spec_body()).json()["id"]
     service.reconciler().run_once()
-    service.cluster.submissions[f"{job_id}-1"] = Submission.RUNNING
+    service.cluster.submissions[f"{job_id}-1"] = SubmissionStatus.RUNNING
     service.event(job_id, "training_started", steps=20, replayed=0)
     service.event(job_id, "training_started", steps=20, replayed=2)
     service.metric(job_id, step=5, loss=2.5, tokens_per_second=64.0, mfu=0.4, step_seconds=2.0)
@@ -163,7 +163,7 @@ def test_hours_are_counted_by_day_and_kept_after_deletion(client: TestClient, se
     assert client.get("/usage", params={"project": "other"}).json() == {"data": []}
     # The usage of a deleted job is kept.
     service.end(job_id, Outcome(result="succeeded", step=20))
-    service.cluster.submissions[f"{job_id}-1"] = Submission.SUCCEEDED
+    service.cluster.submissions[f"{job_id}-1"] = SubmissionStatus.SUCCEEDED
     service.reconciler().run_once()
     assert client.delete(f"/jobs/{job_id}").status_code == 204
     service.clock.now += 3600
@@ -192,7 +192,7 @@ def test_second_cancel_can_only_shorten_the_grace(client: TestClient, service: F
 def test_job_is_paused_resumed_at_another_size_and_deleted(client: TestClient, service: FakeService) -> None:
     job_id = client.post("/jobs", content=spec_body(training={"global_batch_size": 4})).json()["id"]
     service.reconciler().run_once()
-    service.cluster.submissions[f"{job_id}-1"] = Submission.RUNNING
+    service.cluster.submissions[f"{job_id}-1"] = SubmissionStatus.RUNNING
     service.event(job_id, "training_started", steps=20, replayed=0)
     service.reconciler().run_once()
     assert client.post(f"/jobs/{job_id}/pause", json={"grace_seconds": 5}).json()["state"] == "PAUSING"
@@ -201,7 +201,7 @@ def test_job_is_paused_resumed_at_another_size_and_deleted(client: TestClient, s
     assert stop is not None
     assert (stop.mode, stop.attempt, stop.deadline) == ("pause", 1, service.clock.now + 5)
     service.end(job_id, Outcome(result="paused", step=7))
-    service.cluster.submissions[f"{job_id}-1"] = Submission.SUCCEEDED
+    service.cluster.submissions[f"{job_id}-1"] = SubmissionStatus.SUCCEEDED
     service.reconciler().run_once()
     paused = client.get(f"/jobs/{job_id}").json()
     assert (paused["state"], paused["reason"]["code"], paused["attempts"][0]["result"]) == ("PAUSED", "user", "paused")

@@ -15,7 +15,7 @@ from service.adapters.storage.guard import StorageGuard
 from service.adapters.storage.guarded import GuardedRunDirs
 from service.adapters.storage.roots import StorageRoots
 from service.adapters.storage.run_dirs import LocalRunDirs
-from service.domain.jobs.decide import Submission
+from service.domain.jobs.decide import SubmissionStatus
 from service.domain.jobs.job import JobState
 from tests.support.s3 import S3Server
 from tests.support.service import KEY, Clock, FakeService
@@ -54,7 +54,7 @@ def job_id(service: FakeService) -> str:
     """Start a job and train seven steps."""
     job = service.submit()
     service.reconciler().run_once()
-    service.cluster.submissions[service.get(job.id).attempts[-1].submission_id] = Submission.RUNNING
+    service.cluster.submissions[service.get(job.id).attempts[-1].submission_id] = SubmissionStatus.RUNNING
     events = JsonLines(service.run_dir(job.id).attempt(1).events, attempt=1)
     events.append(event="workers_ready", world=2)
     events.append(event="training_started", steps=20)
@@ -124,7 +124,7 @@ def test_stream_stays_open_during_storage_errors_and_misses_nothing(
             time.sleep(1.5)
         _train(service, job_id, 8, 9, 10)
         service.end(job_id, Outcome(result="succeeded", step=10))
-        service.cluster.submissions[f"{job_id}-1"] = Submission.SUCCEEDED
+        service.cluster.submissions[f"{job_id}-1"] = SubmissionStatus.SUCCEEDED
         service.reconciler().run_once()
         thread.join(20)
     assert steps == [7, 8, 9, 10]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from service.adapters.helpers.checkpoints import HelperTools
-from service.ports import Findings
+from service.ports import PreflightReport
 from tests.support.fakes.stores import MemoryPreflight
 from tests.support.service import FakeService, spec_body
 from tests.support.waiting import wait_for
@@ -26,7 +26,7 @@ class StuckPreflight(MemoryPreflight):
     go: threading.Event = field(default_factory=threading.Event)
     begun: int = 0
 
-    def check(self, spec: JobSpec, parent: Parent | None = None) -> Findings:
+    def check(self, spec: JobSpec, parent: Parent | None = None) -> PreflightReport:
         """Wait for `go`, then check as MemoryPreflight does."""
         self.begun += 1
         self.go.wait(600)

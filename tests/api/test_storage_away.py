@@ -11,7 +11,7 @@ from service.adapters.storage.guard import StorageGuard
 from service.adapters.storage.guarded import GuardedRunDirs
 from service.adapters.storage.roots import StorageRoots
 from service.adapters.storage.run_dirs import LocalRunDirs
-from service.domain.jobs.decide import Submission
+from service.domain.jobs.decide import SubmissionStatus
 from service.domain.jobs.job import JobState
 from service.domain.jobs.reason import Code
 from tests.support.service import Clock, FakeService
@@ -33,7 +33,7 @@ def job_id(service: FakeService) -> str:
     """Start a job and train seven steps."""
     job = service.submit()
     service.reconciler().run_once()
-    service.cluster.submissions[service.get(job.id).attempts[-1].submission_id] = Submission.RUNNING
+    service.cluster.submissions[service.get(job.id).attempts[-1].submission_id] = SubmissionStatus.RUNNING
     service.event(job.id, "workers_ready", world=2)
     service.event(job.id, "training_started", steps=20)
     service.metric(job.id, step=7, loss=2.5)

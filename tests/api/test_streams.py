@@ -141,7 +141,7 @@ def test_lines_arrive_while_the_job_runs_and_the_stream_ends_with_it(service: Fa
     assert [line["step"] for line in reader.got] == [1, 2, 3]
 
 
-class Follower(threading.Thread):
+class LogStream(threading.Thread):
     """A thread that follows a job once, with a secret, until the stream ends."""
 
     def __init__(self, address: Address, job_id: str, secret: str) -> None:
@@ -167,8 +167,8 @@ def test_stream_ends_with_its_key_on_every_replica_and_others_continue(tmp_path:
     (alice, secret), (_, over) = (one.access.create(name, {"default": Role.VIEWER}, 3000.0) for name in "ab")
     here, there = Address(one), Address(two)
     with here.serving(), there.serving():
-        with_keys = [Follower(address, job_id, secret) for address in (here, there) for _ in range(3)]
-        expiring, with_token, operator = (Follower(there, job_id, sent) for sent in (over, "t.o.ken", KEY))
+        with_keys = [LogStream(address, job_id, secret) for address in (here, there) for _ in range(3)]
+        expiring, with_token, operator = (LogStream(there, job_id, sent) for sent in (over, "t.o.ken", KEY))
         followers = [*with_keys, expiring, with_token, operator]
         wait_for(lambda: all(reader.lines for reader in followers), "all streams")
         one.access.revoke(alice.id)

@@ -20,7 +20,7 @@ from service.adapters.otel import OtelTraces
 from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
 from service.adapters.traces import open_traces
-from service.ports import NewJob, Untraced
+from service.ports import NewJob, NoTracer
 from tests.support.otlp import Collector, collector
 from tests.support.service import FakeService, a_job
 from tests.support.waiting import wait_for
@@ -157,10 +157,10 @@ def test_job_span_is_a_child_of_a_pass_span(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_traces_are_off_by_default_and_missing_packages_log_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(open_traces({}), Untraced)
+    assert isinstance(open_traces({}), NoTracer)
     # Simulate that the extra is not installed.
     monkeypatch.delitem(sys.modules, "service.adapters.otel")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with capture_logs() as lines:
-        assert isinstance(open_traces({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}), Untraced)
+        assert isinstance(open_traces({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}), NoTracer)
     assert [(line["event"], line["remedy"]) for line in lines] == [("traces_are_off", "pip install 'trainshed[otel]'")]

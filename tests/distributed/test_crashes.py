@@ -33,8 +33,8 @@ from train_loop.data.stream.local import local_stream
 from train_loop.loop.build import Run, build_run
 from train_loop.loop.session import Session
 from train_loop.run_dir import Fence, RunDir, is_remote, read_lines
-from train_loop.telemetry.event_log import Journal
-from train_loop.telemetry.timers import StepClock
+from train_loop.telemetry.event_log import EventLog
+from train_loop.telemetry.timers import StepTimer
 
 SEED = 20261122
 ENOUGH = 1000
@@ -71,7 +71,7 @@ def save_and_trace(folder: Path, attempt: int, steps: list[int]) -> list[Op]:
         with pytest.MonkeyPatch.context() as patch:
             if broken:
                 patch.setattr("os.writev", fail)
-            saver.save(tensors_to_save(run), draft_manifest(run, {}), StepClock())
+            saver.save(tensors_to_save(run), draft_manifest(run, {}), StepTimer())
             fault = saver.wait()
         assert (fault is None) == (step > 0), fault
         if fault is None and dist.get_rank() == 0:
@@ -152,7 +152,7 @@ def resume(run: Run, run_dir: RunDir, name: str, *, told: int) -> str:
     whole = [step for step in range(1, 10) if is_whole(run_dir.checkpoint(step), step)]
     passed_over = {step for step in range(max(whole, default=0) + 1, 10) if claims(run_dir.checkpoint(step))}
     run.state.step = run.state.consumed = 0
-    restore(replace(run, session=replace(run.session, run_dir=run_dir), journal=Journal(run_dir.attempt(2))))
+    restore(replace(run, session=replace(run.session, run_dir=run_dir), journal=EventLog(run_dir.attempt(2))))
     found, expected = run.state.step, max(whole, default=0)
     assert found == expected, f"{name}: step {found} was resumed, and step {expected} is the newest that is whole"
     assert found >= told, f"{name}: step {told} was told to be durable"

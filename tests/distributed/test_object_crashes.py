@@ -20,7 +20,7 @@ from train_loop.checkpoint.restore import restore
 from train_loop.checkpoint.save import Saver
 from train_loop.checkpoint.state_dict import draft_manifest, tensors_to_save
 from train_loop.run_dir import RunDir
-from train_loop.telemetry.timers import StepClock
+from train_loop.telemetry.timers import StepTimer
 
 PLACE = RunDir.at("memory://runs/default/found")
 
@@ -40,7 +40,7 @@ def save_and_trace(folder: Path, attempt: int, steps: list[int]) -> list[Request
             with pytest.MonkeyPatch.context() as broken:
                 if step < 0 and dist.get_rank() == dist.get_world_size() - 1:
                     broken.setattr(OwnWriter, "write", fail)
-                saver.save(tensors_to_save(run), draft_manifest(run, {}), StepClock())
+                saver.save(tensors_to_save(run), draft_manifest(run, {}), StepTimer())
                 fault = saver.wait()
             assert (fault is None) == (step > 0), fault
             if fault is None and dist.get_rank() == 0:

@@ -24,7 +24,7 @@ from train_loop.loop.step import accumulate, train_step
 from train_loop.optim.muon import Muon
 from train_loop.run_dir import RunDir, read_lines
 from train_loop.spec import JobSpec
-from train_loop.telemetry.timers import StepClock
+from train_loop.telemetry.timers import StepTimer
 from train_loop.train import next_batch, train
 
 STEPS = 4
@@ -76,7 +76,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def first_batch(run: Run) -> StepBatch:
     rows = local_stream(StreamPlan(run.dataset, run.order, 0, 1), run.mesh.plan, run.mesh.rank)
-    return next_batch(run, rows, StepClock())
+    return next_batch(run, rows, StepTimer())
 
 
 def gradients(folder: Path, mesh: tuple[int, int]) -> dict[str, Tensor | None]:

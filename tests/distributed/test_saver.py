@@ -23,7 +23,7 @@ from train_loop.checkpoint.manifest import verify
 from train_loop.checkpoint.restore import restore
 from train_loop.checkpoint.save import Saver
 from train_loop.checkpoint.state_dict import draft_manifest, tensors_to_save
-from train_loop.checkpoint.store.open import ledger_of
+from train_loop.checkpoint.store.open import open_store
 from train_loop.data.prepare.cache import find_dataset
 from train_loop.data.stream.local import local_stream
 from train_loop.errors import CheckpointError
@@ -32,7 +32,7 @@ from train_loop.loop.build import Run, build_run
 from train_loop.loop.session import Session
 from train_loop.run_dir import Fence, Manifest, RunDir, read_lines
 from train_loop.spec import SaveMode
-from train_loop.telemetry.timers import StepClock
+from train_loop.telemetry.timers import StepTimer
 
 
 def a_run(folder: Path) -> Run:
@@ -57,7 +57,7 @@ def whole(run: Run) -> dict[str, Tensor]:
 
 def save_at(run: Run, saver: Saver, step: int) -> None:
     run.state.step = step
-    saver.save(tensors_to_save(run), draft_manifest(run, {"loss": float(step)}), StepClock())
+    saver.save(tensors_to_save(run), draft_manifest(run, {"loss": float(step)}), StepTimer())
 
 
 def save_and_train_on(folder: Path, mode: SaveMode, file_bytes: int) -> dict[str, Tensor]:
@@ -79,7 +79,7 @@ def save_and_train_on(folder: Path, mode: SaveMode, file_bytes: int) -> dict[str
     assert all(not weight.any() for weight in whole(zeroed).values())
     dist.barrier()
     if dist.get_rank() == 0:
-        ledger_of(run.session.run_dir, Fence(1)).put_aside(8)
+        open_store(run.session.run_dir, Fence(1)).put_aside(8)
     dist.barrier()
     restore(other)
     assert other.state.step == 7

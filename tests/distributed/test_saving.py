@@ -299,12 +299,12 @@ def pause_and_damage(data: Path, folder: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "close", close_and_damage)
-        patch.setattr(coordination.StopSign, "seen", property(after_three_steps(folder)))
+        patch.setattr(coordination.StopSignal, "seen", property(after_three_steps(folder)))
         with pytest.raises(CheckpointError, match=r"step 3, just committed, is damaged: .* has another SHA-256"):
             run(data, folder, place={"proves_pauses": True})
 
 
-def after_three_steps(folder: Path) -> Callable[[coordination.StopSign], Stop | None]:
+def after_three_steps(folder: Path) -> Callable[[coordination.StopSignal], Stop | None]:
     """Return a stop signal that is set once three steps are done."""
     return lambda sign: RunDir(folder).stop(attempt=1) if len(lines(folder)) >= 3 else None
 

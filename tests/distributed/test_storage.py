@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from service import ports
 from service.adapters.storage.run_dirs import LocalRunDirs
-from service.ports import Cursor, Written
+from service.ports import Cursor, LogSource
 from service.use_cases.runs.streams import Reader, read_page
 from tests.support.nfs import act_like_nfs
 from tests.support.ranks import on_ranks, ranks_to_kill
@@ -27,7 +27,7 @@ from tests.support.storage import bucket_of_runs, run_dir_on_s3
 from tests.support.torchrun import write_tokens
 from tests.support.waiting import wait_for
 from train_loop.checkpoint.export.huggingface import export
-from train_loop.checkpoint.export.tensors import SavedTensors
+from train_loop.checkpoint.export.tensors import CheckpointTensors
 from train_loop.checkpoint.manifest import newest_verified, verify
 from train_loop.run_dir import ExportWish, Outcome, RunDir, Stop, flush_all, read_lines, storage_failed
 from train_loop.telemetry.logs import open_log
@@ -69,7 +69,7 @@ def events(run_dir: RunDir, name: str) -> list[dict[str, Any]]:
 
 
 def weights(run_dir: RunDir, step: int) -> dict[str, torch.Tensor]:
-    saved = SavedTensors(run_dir.checkpoint(step))
+    saved = CheckpointTensors(run_dir.checkpoint(step))
     pieces = {"model.model.embed_tokens.weight", "optimizer.state.model.norm.weight.exp_avg"}
     return {name: torch.cat([piece.values for piece in saved.pieces(name)]) for name in pieces}
 
@@ -188,7 +188,7 @@ def test_stop_request_ends_the_run(folder: Path, place: Place) -> None:
 def test_service_reads_the_run(folder: Path, place: Place) -> None:
     run_dir, dirs = place("whole-thread"), LocalRunDirs()
     uri = str(run_dir.root)
-    reader = Reader(dirs, uri, Written("metrics"))
+    reader = Reader(dirs, uri, LogSource("metrics"))
     first, _ = read_page(reader, Cursor(), 4)
     rest, _ = read_page(reader, first[-1].cursor, 100)
     assert [one.line["step"] for one in [*first, *rest]] == list(range(1, STEPS + 1))
@@ -202,8 +202,8 @@ def test_service_reads_the_run(folder: Path, place: Place) -> None:
     with open_log(run_dir.attempt(1).rank_log(0)) as file:
         file.write("one\ntwo\nthr")
     flush_all()
-    tail = dirs.tail(uri, Written("log", rank=0), ports.Place(1, 4))
-    assert [(entry.text, entry.after) for entry in tail.entries] == [("two", ports.Place(1, 8))]
+    tail = dirs.tail(uri, LogSource("log", rank=0), ports.LogOffset(1, 4))
+    assert [(entry.text, entry.after) for entry in tail.entries] == [("two", ports.LogOffset(1, 8))]
 
 
 def test_checkpoints_of_the_run_are_exported(folder: Path, place: Place) -> None:

@@ -18,9 +18,9 @@ from service.adapters.ray import head as ray_head
 from service.adapters.ray.embedded import EmbeddedRay
 from service.adapters.ray.head import FolderOpen, RayHead, read_head
 from service.adapters.ray.jobs import RayJobs
-from service.domain.jobs.decide import Submission
+from service.domain.jobs.decide import SubmissionStatus
 from service.errors import ClusterError
-from service.ports import Launch
+from service.ports import SubmitRequest
 from tests.support.waiting import wait_for
 from train_loop.system.private_folder import parent_folder
 
@@ -101,8 +101,8 @@ def assert_closed_to_others(head: RayHead) -> None:
         assert result.stdout == b"done\n"
 
 
-def launch(attempt: int) -> Launch:
-    return Launch(f"job-1-{attempt}", "job-1", "tiny", attempt=attempt, run_dir="file:///nowhere")
+def launch(attempt: int) -> SubmitRequest:
+    return SubmitRequest(f"job-1-{attempt}", "job-1", "tiny", attempt=attempt, run_dir="file:///nowhere")
 
 
 def test_head_survives_killed_service_and_ends_with_stopped_service(
@@ -122,12 +122,12 @@ def test_head_survives_killed_service_and_ends_with_stopped_service(
     assert httpx.get(f"{address.url}/api/version").status_code == 401
     jobs = RayJobs(ray.address, python=driver)
     assert wait_for(jobs.capacity).total["CPU"] == CPUS
-    assert jobs.status("job-1-1") is Submission.MISSING
+    assert jobs.status("job-1-1") is SubmissionStatus.MISSING
     jobs.submit(launch(1))
     jobs.submit(launch(1))
     with pytest.raises(ClusterError, match="Ray did not accept job-1-1"):
         RayJobs(ray.address, python="other").submit(launch(1))
-    wait_for(lambda: jobs.status("job-1-1") is Submission.RUNNING)
+    wait_for(lambda: jobs.status("job-1-1") is SubmissionStatus.RUNNING)
     assert {ip.removeprefix("::ffff:") for ip in listen_addresses(left)} == {"127.0.0.1"}
     jobs.stop("job-1-none")
     assert_closed_to_others(left)
@@ -136,7 +136,7 @@ def test_head_survives_killed_service_and_ends_with_stopped_service(
     family = processes(left)
     os.kill(left.pid, signal.SIGKILL)
     wait_for(lambda: ray.address() not in (None, address), what="another head")
-    assert jobs.status("job-1-1") is Submission.MISSING
+    assert jobs.status("job-1-1") is SubmissionStatus.MISSING
     assert [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
 
     # Replacement if other users can enter its folder.
@@ -147,7 +147,7 @@ def test_head_survives_killed_service_and_ends_with_stopped_service(
 
     # Stop: no process and no file is left.
     jobs.submit(launch(2))
-    wait_for(lambda: jobs.status("job-1-2") is Submission.RUNNING)
+    wait_for(lambda: jobs.status("job-1-2") is SubmissionStatus.RUNNING)
     jobs.stop("job-1-2")
     new, family = recorded(tmp_path), processes(recorded(tmp_path))
     ray.stop()
@@ -156,7 +156,7 @@ def test_head_survives_killed_service_and_ends_with_stopped_service(
     assert not Path(new.temp_dir).exists()
     assert not Path(left.temp_dir).exists()
     assert read_head(tmp_path / "ray.json") is None
-    assert jobs.status("job-1-1") is Submission.UNKNOWN
+    assert jobs.status("job-1-1") is SubmissionStatus.UNKNOWN
 
 
 def test_failed_start_leaves_no_folder_and_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

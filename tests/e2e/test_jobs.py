@@ -19,7 +19,7 @@ from pydantic import JsonValue
 from service.adapters.ray.head import read_head
 from service.adapters.ray.jobs import RayAddress, RayJobs
 from service.api.schemas import ExaminationOut
-from service.domain.doctor.checks import Reach
+from service.domain.doctor.checks import Reachability
 from service.domain.jobs.job import JobState
 from tests.support.folders import write_tokenizer
 from tests.support.live import LiveService
@@ -73,7 +73,7 @@ def test_doctor_finds_no_faults_and_leaves_nothing(service: LiveService) -> None
     head = read_head(service.home / "ray.json")
     assert head is not None
     stranger = RayAddress(head.dashboard_url, "not-the-token")
-    assert RayJobs(lambda: stranger, python="python").greet().reach is Reach.REFUSED
+    assert RayJobs(lambda: stranger, python="python").greet().reach is Reachability.REFUSED
 
 
 def well(found: ExaminationOut) -> ExaminationOut | None:

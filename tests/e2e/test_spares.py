@@ -16,7 +16,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from tests.support.own_ray import own_ray
 from tests.support.waiting import wait_for
 from train_loop.ray_train import prestart, raylet
-from train_loop.ray_train.prestart import Spares, start_ahead
+from train_loop.ray_train.prestart import Standby, start_ahead
 from train_loop.spec import ScalingSpec
 from train_loop.system import ray_env
 from train_loop.system.ray_env import Environment, task_environment, worker_environment
@@ -57,7 +57,7 @@ class Worker:
 
     def ask(self) -> None:
         prestart._WORTH_IT = 0.0
-        spares = Spares(1)
+        spares = Standby(1)
         spares.keep()
         # Once is enough.
         spares.keep()
@@ -104,7 +104,7 @@ def test_restarted_worker_takes_its_spare_and_a_task_does_not() -> None:
 def test_only_an_older_run_requests_spares(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[int]()
     monkeypatch.setattr(prestart, "_start_here", asked.append)
-    young, none, grown = Spares(2), Spares(0), Spares(2)
+    young, none, grown = Standby(2), Standby(0), Standby(2)
     grown._due = time.monotonic()
     for one in (young, none, grown, grown):
         one.keep()

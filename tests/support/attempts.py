@@ -2,18 +2,18 @@
 
 from dataclasses import replace
 
-from service.domain.jobs.decide import Decision, Seen, Submission, decide, wanted_stop
-from service.domain.jobs.job import Job, JobState, Wish
+from service.domain.jobs.decide import Decision, Observation, SubmissionStatus, decide, wanted_stop
+from service.domain.jobs.job import Job, JobState, StopRequest
 from service.domain.jobs.reason import Code, Reason
 from tests.support.service import RETRY, a_job
 from train_loop.run_dir import Outcome, Stop
 
 NOW = 100.0
 X = Reason(Code.WORKER_FAILURE, "x")
-ALIVE = Submission.RUNNING
+ALIVE = SubmissionStatus.RUNNING
 
 
-def step(job: Job, seen: Seen, *, now: float = NOW) -> Decision:
+def step(job: Job, seen: Observation, *, now: float = NOW) -> Decision:
     return decide(job, seen, now=now, retry=RETRY)
 
 
@@ -28,13 +28,13 @@ def live(state: JobState = JobState.RUNNING, *, submitted: bool = True, attempt:
 
 def cancelling(*, deadline: float = 200.0, submitted: bool = True) -> Job:
     job = live(JobState.CANCELLING, submitted=submitted)
-    return replace(job, wish=Wish("cancel", checkpoint=True, deadline=deadline))
+    return replace(job, wish=StopRequest("cancel", checkpoint=True, deadline=deadline))
 
 
 def pausing(*, deadline: float = 200.0, submitted: bool = True, by: Code = Code.USER) -> Job:
     reason = Reason(by, "paused")
     job = replace(live(JobState.PAUSING, submitted=submitted), reason=reason)
-    return replace(job, wish=Wish("pause", checkpoint=True, deadline=deadline, reason=reason))
+    return replace(job, wish=StopRequest("pause", checkpoint=True, deadline=deadline, reason=reason))
 
 
 def expected_stop(job: Job) -> Stop:

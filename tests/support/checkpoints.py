@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from train_loop.checkpoint.manifest import describe_file
-from train_loop.checkpoint.store.open import ledger_of
+from train_loop.checkpoint.store.open import open_store
 from train_loop.run_dir import DataPosition, Fence, Manifest, RunDir
 
 
@@ -28,7 +28,7 @@ def manifest(step: int, *, attempt: int = 1, epoch: int = 0, metrics: dict[str, 
 
 def unfinished(run_dir: RunDir, step: int, *, attempt: int = 1, epoch: int = 0, **files: bytes) -> Manifest:
     """Write the files of a save without the manifest that would commit it."""
-    folder = ledger_of(run_dir, Fence(attempt, epoch)).workplace(step)
+    folder = open_store(run_dir, Fence(attempt, epoch)).workplace(step)
     for name, content in files.items():
         (folder / name).write_bytes(content)
     described = {name: describe_file(folder / name) for name in files}
@@ -38,5 +38,5 @@ def unfinished(run_dir: RunDir, step: int, *, attempt: int = 1, epoch: int = 0, 
 def checkpoint(run_dir: RunDir, step: int, *, attempt: int = 1, epoch: int = 0, **files: bytes) -> Path:
     """Write a committed checkpoint of the given files."""
     draft = unfinished(run_dir, step, attempt=attempt, epoch=epoch, **files)
-    ledger_of(run_dir, Fence(attempt, epoch)).commit(draft)
+    open_store(run_dir, Fence(attempt, epoch)).commit(draft)
     return run_dir.checkpoint(step)

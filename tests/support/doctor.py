@@ -5,30 +5,30 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from service.domain.doctor.checks import Greeting, Reach
-from train_loop.run_dir import ClusterVisit, NetworkVisit, NodeVisit, Sight
+from service.domain.doctor.checks import ProbeReply, Reachability
+from train_loop.run_dir import ClusterVisit, NetworkVisit, NodeReport, PathCheck
 
 VERSIONS = {"trainshed": "0.1.0", "python": "3.11.9", "ray": "2.60.0", "torch": "2.13.0"}
 TOKEN = "0123"
-GREETING = Greeting(Reach.ANSWERS, "http://ray", "Ray 2.60.0", (-0.5, 0.5))
+GREETING = ProbeReply(Reachability.ANSWERS, "http://ray", "Ray 2.60.0", (-0.5, 0.5))
 
 
-def a_node(name: str = "n1", **changes: object) -> NodeVisit:
+def a_node(name: str = "n1", **changes: object) -> NodeReport:
     """Return a node without faults."""
-    node = NodeVisit(
+    node = NodeReport(
         node=name,
         address="10.0.0.1",
         versions=VERSIONS,
         uid=os.getuid(),
         ahead=(-0.01, 0.01),
-        sight=Sight(token=TOKEN),
+        sight=PathCheck(token=TOKEN),
         trouble=None,
     )
     return node.model_copy(update=changes)
 
 
 def a_visit(
-    *nodes: NodeVisit,
+    *nodes: NodeReport,
     cpus: float = 8.0,
     free_cpus: float = 4.0,
     left_out: int = 0,
@@ -45,15 +45,15 @@ def a_visit(
 class FakeClusterProbe:
     """A probe that returns its value, raises it, or hangs."""
 
-    greeting: Greeting = GREETING
+    greeting: ProbeReply = GREETING
     alive: int = 1
     found: ClusterVisit | Exception = field(default_factory=a_visit)
     hangs: bool = False
     visits: int = 0
     folder: str | None = None
 
-    def greet(self) -> Greeting:
-        """Return or raise the configured greeting."""
+    def greet(self) -> ProbeReply:
+        """Return the configured greeting."""
         return self.greeting
 
     def nodes(self) -> int:

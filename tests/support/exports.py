@@ -15,7 +15,7 @@ from train_loop.data.stream.local import local_stream
 from train_loop.loop.build import Run, build_run
 from train_loop.loop.session import Session
 from train_loop.run_dir import RunDir
-from train_loop.telemetry.timers import StepClock
+from train_loop.telemetry.timers import StepTimer
 
 
 def save_a_run(folder: Path, run_dir: RunDir, config: dict[str, object]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -45,7 +45,7 @@ def save_a_run_of(
             average.mul_(0.5)
     run.state.step = 3
     saver = Saver(session, run.journal, job.checkpoint, "sync")
-    saver.save(tensors_to_save(run), draft_manifest(run, {}), StepClock())
+    saver.save(tensors_to_save(run), draft_manifest(run, {}), StepTimer())
     saver.close()
     return _weights_of(run), {name: _whole(average) for name, average in run.state.ema.averages.items()}
 

@@ -14,9 +14,9 @@ from tempfile import NamedTemporaryFile
 from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
 from service.adapters.storage.run_dirs import LocalRunDirs
-from service.domain.jobs.decide import Retry, Submission
-from service.ports import Launch, Node
-from service.use_cases.jobs.reconcile import Pace, Reconciler
+from service.domain.jobs.decide import Retry, SubmissionStatus
+from service.ports import Node, SubmitRequest
+from service.use_cases.jobs.reconcile import Reconciler, ReconcileTimings
 from train_loop.plan import Capacity
 
 LEASE = 1.0
@@ -29,7 +29,7 @@ class FileCluster:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def submit(self, launch: Launch) -> None:
+    def submit(self, launch: SubmitRequest) -> None:
         """Make the file, and a line in a list of all that were asked for."""
         with (self._folder / "asked").open("a") as asked:
             asked.write(f"{launch.submission_id}\n")
@@ -40,11 +40,13 @@ class FileCluster:
             with suppress(FileExistsError):
                 os.link(file.name, self._folder / f"{launch.submission_id}.new")
 
-    def status(self, submission_id: str) -> Submission:
+    def status(self, submission_id: str) -> SubmissionStatus:
         """What its files say."""
         if (self._folder / f"{submission_id}.done").exists():
-            return Submission.SUCCEEDED
-        return Submission.RUNNING if (self._folder / f"{submission_id}.new").exists() else Submission.MISSING
+            return SubmissionStatus.SUCCEEDED
+        return (
+            SubmissionStatus.RUNNING if (self._folder / f"{submission_id}.new").exists() else SubmissionStatus.MISSING
+        )
 
     def stop(self, submission_id: str) -> None:
         """Nothing here runs on."""
@@ -66,7 +68,7 @@ def main() -> None:
     """Reconcile until it is killed."""
     url, folder, owner = sys.argv[1:]
     store = SqlJobStore(open_database(url))
-    pace = Pace(lease=LEASE, retry=Retry(base=0.2, cap=1.0))
+    pace = ReconcileTimings(lease=LEASE, retry=Retry(base=0.2, cap=1.0))
     reconciler = Reconciler(store, FileCluster(Path(folder)), LocalRunDirs(), time.time, owner, pace)
     reconciler.run(threading.Event(), interval=0.05)
 

@@ -146,7 +146,7 @@ def s3_server() -> Iterator[S3Server]:
             server.stop()
 
 
-class Gate:
+class ReadinessGate:
     """Before moto's application: refuses while it is told to, and writes down every answer."""
 
     def __init__(self, application: "WSGIApplication", folder: Path) -> None:
@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0, help="0: the system chooses")
     parser.add_argument("--host", default=_HOST, help="address to listen on")
     arguments = parser.parse_args()
-    gate = Gate(DomainDispatcherApplication(create_backend_app), arguments.folder)
+    gate = ReadinessGate(DomainDispatcherApplication(create_backend_app), arguments.folder)
     server = make_server(arguments.host, arguments.port, gate, threaded=True, request_handler=MotoRequestHandler)
     write_durably(_port_file(arguments.folder), str(server.server_port))
     server.serve_forever()

@@ -17,20 +17,20 @@ from service.adapters.prometheus import PrometheusWatch
 from service.adapters.storage.run_dirs import LocalRunDirs
 from service.api.build import Parts, build_api
 from service.api.guard import Guard
-from service.domain.jobs.decide import Retry, Submission
+from service.domain.jobs.decide import Retry, SubmissionStatus
 from service.domain.jobs.job import Job, JobState
-from service.domain.queue.policy import Rules
-from service.domain.queue.snapshot import Board
-from service.domain.webhooks.ssrf import Allowed
-from service.lifecycle.startup import Opening, opened
-from service.ports import Cluster, JobCounts, JobStore, RunDirs, Traces, Untraced, Watch
+from service.domain.queue.policy import QueuePolicy
+from service.domain.queue.snapshot import QueueSnapshot
+from service.domain.webhooks.ssrf import AllowList
+from service.lifecycle.startup import DatabaseStartup, opened
+from service.ports import Cluster, JobCounts, JobStore, Metrics, NoTracer, RunDirs, Tracer
 from service.use_cases.access.access import Access, Tokens
 from service.use_cases.access.rate_limits import Limits, Rates
-from service.use_cases.checkpoints import Ledger
+from service.use_cases.checkpoints import CheckpointActions
 from service.use_cases.doctor.doctor import Doctor
 from service.use_cases.jobs.jobs import Grace, Jobs
-from service.use_cases.jobs.reconcile import Pace, Reconciler
-from service.use_cases.metrics import Watching
+from service.use_cases.jobs.reconcile import Reconciler, ReconcileTimings
+from service.use_cases.metrics import ServiceMetrics
 from service.use_cases.webhooks.webhooks import Webhooks
 from tests.support.doctor import VERSIONS, FakeClusterProbe, FakeStorageProbe
 from tests.support.fakes.stores import MemoryCluster, MemoryJobStore, MemoryKeyStore, MemoryPreflight
@@ -105,11 +105,11 @@ class FakeService:
     clock: Clock = field(default_factory=Clock)
     ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     run_dirs: RunDirs = field(default_factory=LocalRunDirs)
-    rules: Rules = field(default_factory=Rules)
-    board: Board = field(default_factory=Board)
+    rules: QueuePolicy = field(default_factory=QueuePolicy)
+    board: QueueSnapshot = field(default_factory=QueueSnapshot)
     keys: MemoryKeyStore = field(default_factory=MemoryKeyStore)
     counts: JobCounts = field(default_factory=MemoryJobStore)
-    watch: Watch = field(default_factory=PrometheusWatch)
+    watch: Metrics = field(default_factory=PrometheusWatch)
     tokens: Tokens | None = None
     limits: Limits = field(default_factory=Limits)
     hooks: MemoryWebhookStore = field(default_factory=MemoryWebhookStore)
@@ -129,7 +129,7 @@ class FakeService:
     @property
     def webhooks(self) -> Webhooks:
         """The use cases of webhooks."""
-        return Webhooks(self.hooks, self.sender, Allowed(), self.clock, lambda: f"{len(self.hooks.webhooks) + 1:04d}")
+        return Webhooks(self.hooks, self.sender, AllowList(), self.clock, lambda: f"{len(self.hooks.webhooks) + 1:04d}")
 
     @property
     def jobs(self) -> Jobs:
@@ -147,22 +147,22 @@ class FakeService:
         )
 
     @property
-    def watching(self) -> Watching:
+    def watching(self) -> ServiceMetrics:
         """The use case of those who watch."""
-        return Watching(self.counts, self.store, self.run_dirs, self.watch, self.clock, self.board)
+        return ServiceMetrics(self.counts, self.store, self.run_dirs, self.watch, self.clock, self.board)
 
     @property
     def doctor(self) -> Doctor:
         """One who finds all in order."""
         return Doctor(FakeClusterProbe(), FakeStorageProbe(), VERSIONS)
 
-    def app(self, *, max_body_bytes: int = 1 << 16, opening: Opening | None = None) -> FastAPI:
+    def app(self, *, max_body_bytes: int = 1 << 16, opening: DatabaseStartup | None = None) -> FastAPI:
         """The HTTP side."""
         return build_api(self.parts(max_body_bytes, opening))
 
-    def parts(self, max_body_bytes: int = 1 << 16, opening: Opening | None = None) -> Parts:
+    def parts(self, max_body_bytes: int = 1 << 16, opening: DatabaseStartup | None = None) -> Parts:
         """What the HTTP side is made of."""
-        ledger = Ledger(self.jobs, self.run_dirs, HelperTools(timeout=60.0), self.keys, self.clock)
+        ledger = CheckpointActions(self.jobs, self.run_dirs, HelperTools(timeout=60.0), self.keys, self.clock)
         guard = Guard(self.access, Rates(self.limits, self.clock), max_body_bytes)
         return Parts(ledger, guard, self.watching, self.webhooks, self.doctor, opening=opening or opened())
 
@@ -171,7 +171,7 @@ class FakeService:
         return TestClient(self.app(), base_url="http://127.0.0.1", headers={"authorization": f"Bearer {KEY}"} | headers)
 
     def reconciler(
-        self, *, store: JobStore | None = None, cluster: Cluster | None = None, traces: Traces | None = None
+        self, *, store: JobStore | None = None, cluster: Cluster | None = None, traces: Tracer | None = None
     ) -> Reconciler:
         """A reconciler as it is after a restart."""
         return Reconciler(
@@ -180,11 +180,11 @@ class FakeService:
             self.run_dirs,
             self.clock,
             owner="me",
-            pace=Pace(lease=30.0, retry=RETRY),
+            pace=ReconcileTimings(lease=30.0, retry=RETRY),
             rules=self.rules,
             board=self.board,
             watch=self.watch,
-            traces=traces or Untraced(),
+            traces=traces or NoTracer(),
         )
 
     def submit(self, **parts: Any) -> Job:
@@ -217,7 +217,7 @@ def started(service: FakeService) -> Job:
     """Submit a job, and return it once its first attempt trains."""
     job = service.submit()
     service.reconciler().run_once()
-    service.cluster.submissions[f"{job.id}-1"] = Submission.RUNNING
+    service.cluster.submissions[f"{job.id}-1"] = SubmissionStatus.RUNNING
     service.event(job.id, "training_started", steps=20, replayed=0)
     service.reconciler().run_once()
     assert service.get(job.id).state is JobState.RUNNING

@@ -7,12 +7,12 @@ from functools import cache
 from typing import Any
 
 from service.domain.jobs.commands import cancelled, paused, resumed
-from service.domain.jobs.decide import Latest, Submission, Training
+from service.domain.jobs.decide import LatestAttempt, SubmissionStatus, WorkerStatus
 from service.domain.jobs.job import TRANSITIONS, Job, JobState
-from service.domain.queue.entry import Ticket
+from service.domain.queue.entry import QueueEntry
 from service.domain.queue.policy import Quota
 from service.errors import ClusterError, IllegalState, StaleAttempt
-from service.ports import Launch, Node, Sighting
+from service.ports import AttemptObservation, Node, SubmitRequest
 from tests.support.fakes.stores import MemoryJobStore
 from tests.support.service import a_spec
 from train_loop.plan import Capacity
@@ -63,7 +63,7 @@ class Disk:
     stop: Stop | None = None
     committed: int = 0
     committed_by: int = 0
-    started: dict[int, Training] = field(default_factory=dict)
+    started: dict[int, WorkerStatus] = field(default_factory=dict)
     outcomes: dict[int, Outcome] = field(default_factory=dict)
 
 
@@ -73,8 +73,8 @@ class Driver:
 
     job_id: str
     attempt: int
-    state: Submission = Submission.PENDING
-    ends_as: Submission | None = None
+    state: SubmissionStatus = SubmissionStatus.PENDING
+    ends_as: SubmissionStatus | None = None
     """It has said how it ended, and its process is still there."""
     late: bool = False
     """Its attempt was over before it began: somebody had stood still who wanted to start it. The fence will end it."""
@@ -89,7 +89,7 @@ class World:
     store: MemoryJobStore = field(default_factory=MemoryJobStore)
     disks: dict[str, Disk] = field(default_factory=dict)
     drivers: dict[str, Driver] = field(default_factory=dict)
-    late: list[Launch] = field(default_factory=list)
+    late: list[SubmitRequest] = field(default_factory=list)
     """Requests on their way to the cluster."""
     cpus: float = CPUS
     """What the cluster has: less while nodes are gone."""
@@ -109,7 +109,7 @@ class World:
 
     # ------------------------------------------------------------------------------------------------- the cluster
 
-    def submit(self, launch: Launch) -> None:
+    def submit(self, launch: SubmitRequest) -> None:
         """Start a driver, or have the request arrive later and say that it failed."""
         self._answer()
         if self.roll(0.1):
@@ -124,17 +124,17 @@ class World:
     def _drivers_of(self, job_id: str) -> list[Driver]:
         return [one for one in self.drivers.values() if one.job_id == job_id and not one.late]
 
-    def begin(self, launch: Launch) -> None:
+    def begin(self, launch: SubmitRequest) -> None:
         """The request arrives; a second one with its id is the same."""
         late = self.store.jobs[launch.job_id].attempts[launch.attempt - 1].ended_at is not None
         self.drivers.setdefault(launch.submission_id, Driver(launch.job_id, launch.attempt, late=late))
 
-    def status(self, submission_id: str) -> Submission:
+    def status(self, submission_id: str) -> SubmissionStatus:
         """What became of a driver."""
         if self.now < self.silent_until:
-            return Submission.UNKNOWN
+            return SubmissionStatus.UNKNOWN
         driver = self.drivers.get(submission_id)
-        return driver.state if driver else Submission.MISSING
+        return driver.state if driver else SubmissionStatus.MISSING
 
     def stop(self, submission_id: str) -> None:
         """End a driver now."""
@@ -144,7 +144,7 @@ class World:
             disk = self.disks[driver.job_id]
             if disk.stop is not None and disk.stop.attempt == driver.attempt:
                 disk.outcomes[driver.attempt] = Outcome(result=disk.stop.result)
-            driver.state = Submission.STOPPED
+            driver.state = SubmissionStatus.STOPPED
 
     def capacity(self) -> Capacity | None:
         """What there is."""
@@ -180,17 +180,17 @@ class World:
         """Write control/stop.json."""
         self.disks.setdefault(run_dir, Disk()).stop = stop
 
-    def observe(self, run_dir: str, attempt: int) -> Sighting:
+    def observe(self, run_dir: str, attempt: int) -> AttemptObservation:
         """What an attempt says of itself."""
         disk = self.disks.get(run_dir, Disk())
-        training = disk.started.get(attempt, Training.NOT_YET)
-        return Sighting(training, disk.outcomes.get(attempt), disk.stop, ready=training is Training.YES)
+        training = disk.started.get(attempt, WorkerStatus.NOT_YET)
+        return AttemptObservation(training, disk.outcomes.get(attempt), disk.stop, ready=training is WorkerStatus.YES)
 
-    def latest(self, run_dir: str) -> Latest:
+    def latest(self, run_dir: str) -> LatestAttempt:
         """The newest attempt that was prepared or shut out."""
         disk = self.disks.get(run_dir, Disk())
         number = max(disk.prepared, disk.fence - 1)
-        return Latest(number, over=disk.fence > number)
+        return LatestAttempt(number, over=disk.fence > number)
 
     def committed(self, run_dir: str) -> int | None:
         """The newest committed step."""
@@ -207,16 +207,16 @@ class World:
         elif disk.fence > driver.attempt:
             self._end(driver, Outcome(result="failed", code="fenced"))
         elif self.roll(0.03):
-            driver.state = Submission.FAILED
+            driver.state = SubmissionStatus.FAILED
         elif asked is not None:
             self._end(driver, Outcome(result=asked.result))
         elif self.roll(0.02):
             retryable = self.chance.random() < 0.7
             self._end(driver, Outcome(result="failed", code="worker_failure", reason="it fails", retryable=retryable))
-        elif driver.state is Submission.PENDING:
-            driver.state = Submission.RUNNING
+        elif driver.state is SubmissionStatus.PENDING:
+            driver.state = SubmissionStatus.RUNNING
         elif self.roll(0.05) or self._too_many(driver):
-            disk.started[driver.attempt] = Training.LOST
+            disk.started[driver.attempt] = WorkerStatus.LOST
         else:
             self._train(driver, disk)
 
@@ -228,17 +228,17 @@ class World:
         job = self.store.jobs[driver.job_id]
         hold(not job.state.terminal, f"{job.id} trains and is {job.state}")
         others = [one for one in self.drivers.values() if one.job_id == driver.job_id and one is not driver]
-        busy = [one for one in others if one.state is Submission.RUNNING and one.ends_as is None]
+        busy = [one for one in others if one.state is SubmissionStatus.RUNNING and one.ends_as is None]
         hold(not busy, f"{job.id} trains twice")
         hold(driver.attempt >= disk.committed_by, f"{job.id}: an older attempt commits")
-        disk.started[driver.attempt] = Training.YES
+        disk.started[driver.attempt] = WorkerStatus.YES
         disk.committed, disk.committed_by = disk.committed + 1, driver.attempt
         if disk.committed >= STEPS:
             self._end(driver, Outcome(result="succeeded"))
 
     def _end(self, driver: Driver, outcome: Outcome) -> None:
         self.disks[driver.job_id].outcomes[driver.attempt] = outcome
-        driver.ends_as = Submission.FAILED if outcome.result == "failed" else Submission.SUCCEEDED
+        driver.ends_as = SubmissionStatus.FAILED if outcome.result == "failed" else SubmissionStatus.SUCCEEDED
 
     def user(self, job_id: str) -> None:
         """A user wants something of a job."""
@@ -274,9 +274,11 @@ class World:
         if job.state is JobState.SUCCEEDED:
             hold(self.disks[job.id].committed >= STEPS, f"{job.id} succeeded without all of its steps")
         if job.state is JobState.PAUSED:
-            busy = [one for one in self._drivers_of(job.id) if one.state is Submission.RUNNING and one.ends_as is None]
+            busy = [
+                one for one in self._drivers_of(job.id) if one.state is SubmissionStatus.RUNNING and one.ends_as is None
+            ]
             hold(not busy, f"{job.id} is paused and runs")
-        holders = [one for one in map(Ticket.of, self.store.jobs.values()) if one.holds]
+        holders = [one for one in map(QueueEntry.of, self.store.jobs.values()) if one.holds]
         hold(sum(one.needs["CPU"] for one in holders) <= CPUS, "more room is held than there is")
         for project, quota in QUOTAS.items():
             held = sum(one.project == project for one in holders)

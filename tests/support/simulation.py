@@ -12,19 +12,19 @@ from typing import Any
 from greenlet import GreenletExit, greenlet
 
 from service.domain.jobs.commands import resumed
-from service.domain.jobs.decide import Retry, Submission
+from service.domain.jobs.decide import Retry, SubmissionStatus
 from service.domain.jobs.job import Job, JobState
-from service.domain.queue.policy import Rules
-from service.domain.queue.snapshot import Board
+from service.domain.queue.policy import QueuePolicy
+from service.domain.queue.snapshot import QueueSnapshot
 from service.errors import ClusterError
 from service.ports import NewJob
-from service.use_cases.jobs.reconcile import Pace, Reconciler
+from service.use_cases.jobs.reconcile import Reconciler, ReconcileTimings
 from tests.support.simulated_world import CPUS, PEACE, QUOTAS, DatabaseError, World, hold, spec
 
 END = 600.0
 """Simulated seconds after which every job must have ended."""
 
-_UNKNOWN: dict[str, Any] = {"capacity": None, "nodes": None, "dashboard": None, "status": Submission.UNKNOWN}
+_UNKNOWN: dict[str, Any] = {"capacity": None, "nodes": None, "dashboard": None, "status": SubmissionStatus.UNKNOWN}
 """What a cluster that does not answer is taken to say."""
 
 
@@ -105,9 +105,9 @@ class Replica:
             run_dirs=Port(world, world, OSError, faults=0.02),
             clock=world.clock,
             owner=self.owner,
-            pace=Pace(lease=5.0, retry=Retry(base=1.0, cap=8.0), room=10.0),
-            rules=Rules(quotas=QUOTAS, resize_seconds=5.0),
-            board=Board(),
+            pace=ReconcileTimings(lease=5.0, retry=Retry(base=1.0, cap=8.0), room=10.0),
+            rules=QueuePolicy(quotas=QUOTAS, resize_seconds=5.0),
+            board=QueueSnapshot(),
         )
         while True:
             try:

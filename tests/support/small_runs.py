@@ -10,7 +10,7 @@ from tests.support.specs import TINY, spec
 from train_loop import train
 from train_loop.data.prepare.cache import find_dataset
 from train_loop.data.stream.local import local_stream
-from train_loop.faults.failure import failure_told
+from train_loop.faults.failure import report_failure
 from train_loop.loop.session import Session
 from train_loop.run_dir import RunDir, read_lines
 from train_loop.spec import JobSpec
@@ -47,7 +47,7 @@ def run(
     job = job_of(data, dist.get_world_size(), **parts)
     session = Session(dist.get_rank(), dist.get_world_size(), 0, 1, RunDir(folder), local_stream)
     session = replace(session, **(place or {}))
-    with failure_told(session):
+    with report_failure(session):
         train.train(job, session, find_dataset(job, folder))
 
 

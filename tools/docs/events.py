@@ -1,7 +1,7 @@
 """The reference of events, from the list in the code."""
 
 from tools.docs.markdown import code, sentence, table
-from train_loop.run_dir.events import EVENTS
+from train_loop.telemetry.events import EVENTS
 
 
 def page() -> str:

@@ -1,6 +1,5 @@
 """Types and limits of pydantic fields, in the words of a spec's author."""
 
-import inspect
 import json
 import types
 from collections.abc import Mapping, Sequence
@@ -10,8 +9,10 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types as limits
-from pydantic import AfterValidator, BaseModel, StringConstraints
+from pydantic import BaseModel, StringConstraints
 from pydantic.fields import FieldInfo
+
+from train_loop.spec.base import Only
 
 NAMES: dict[Any, str] = {
     str: "text",
@@ -124,11 +125,8 @@ def _only(one: Any) -> list[str]:
 
 
 def _supported(one: Any) -> tuple[Any, ...] | None:
-    """Return the arguments of `only(...)`, which its validator holds."""
-    if not isinstance(one, AfterValidator):
-        return None
-    values: tuple[Any, ...] | None = inspect.getclosurevars(one.func).nonlocals.get("supported")
-    return values
+    """Return the arguments of `only(...)`."""
+    return one.supported if isinstance(one, Only) else None
 
 
 def _scalar(value: Any) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 
 from train_loop.checkpoint.manifest import has_its_files
-from train_loop.checkpoint.store.base import Ledger
+from train_loop.checkpoint.store.base import CheckpointStore
 from train_loop.run_dir import Manifest, RunDir
 from train_loop.spec import CheckpointSpec
 
@@ -23,7 +23,7 @@ def chosen(manifests: Mapping[int, Manifest], spec: CheckpointSpec, pins: Collec
     return {*newest, *best, *(manifests.keys() & set(pins))}
 
 
-def retire_others(run_dir: RunDir, ledger: Ledger, spec: CheckpointSpec) -> None:
+def retire_others(run_dir: RunDir, ledger: CheckpointStore, spec: CheckpointSpec) -> None:
     """Remove the committed checkpoints that retention does not keep. Raises FencedError.
 
     A checkpoint with missing files does not count as kept; a resume will reject it. Rejected checkpoints, except the

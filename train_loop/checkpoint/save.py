@@ -12,12 +12,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from train_loop.checkpoint.files.layout import Contents, Image, Places
+from train_loop.checkpoint.files.layout import Contents, FileLayout, TensorLocations
 from train_loop.checkpoint.files.staging import StagingBuffer
 from train_loop.checkpoint.files.writer import FileWriter, OwnWriter, ProcessWriter, write_files
 from train_loop.checkpoint.retention import retire_others
-from train_loop.checkpoint.store.base import Ledger
-from train_loop.checkpoint.store.open import ledger_of
+from train_loop.checkpoint.store.base import CheckpointStore
+from train_loop.checkpoint.store.open import open_store
 from train_loop.errors import CheckpointError, FencedError
 from train_loop.liveness.fencing import check_fence
 from train_loop.loop.session import Session
@@ -33,8 +33,8 @@ from train_loop.run_dir import (
 )
 from train_loop.spec import CheckpointSpec, SaveMode
 from train_loop.system.retry import patiently
-from train_loop.telemetry.event_log import Journal
-from train_loop.telemetry.timers import StepClock
+from train_loop.telemetry.event_log import EventLog
+from train_loop.telemetry.timers import StepTimer
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -42,11 +42,11 @@ PATIENCE = storage_seconds()
 """Seconds for which a save retries storage errors."""
 
 
-class Share(NamedTuple):
+class RankFiles(NamedTuple):
     """The files of a checkpoint that a rank has made durable."""
 
     files: dict[str, CheckpointFile]
-    objects: Places
+    objects: TensorLocations
     delay: str | None
     """Storage error that delayed this rank, for rank 0 to report; None without one, and on rank 0."""
 
@@ -54,10 +54,10 @@ class Share(NamedTuple):
 class Saver:
     """The writer of a run's checkpoints. Every rank has a Saver and calls it at the same steps."""
 
-    def __init__(self, session: Session, journal: Journal, spec: CheckpointSpec, mode: SaveMode) -> None:
+    def __init__(self, session: Session, journal: EventLog, spec: CheckpointSpec, mode: SaveMode) -> None:
         self._run_dir = session.run_dir
         self._token = session.token
-        self._ledger: Ledger = ledger_of(session.run_dir, session.token)
+        self._ledger: CheckpointStore = open_store(session.run_dir, session.token)
         self._journal = journal
         self._spec = spec
         self._mode = mode
@@ -67,7 +67,7 @@ class Saver:
         self._group = dist.new_group(backend="gloo", timeout=session.timeout + patience)
         self._rank = dist.get_rank(self._group)
         self._buffer = StagingBuffer(shared=mode == "process") if mode != "sync" or torch.cuda.is_available() else None
-        self._image = Image(self._group, self._buffer)
+        self._image = FileLayout(self._group, self._buffer)
         shared = self._buffer.descriptor if self._buffer is not None else None
         self._writer: FileWriter = OwnWriter() if shared is None else ProcessWriter(shared)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -77,7 +77,7 @@ class Saver:
         self._failed_in_a_row = 0
         self._fenced: FencedError | None = None
 
-    def save(self, tensors: dict[str, Any], draft: Manifest, clock: StepClock) -> None:
+    def save(self, tensors: dict[str, Any], draft: Manifest, clock: StepTimer) -> None:
         """Start to save `tensors` with the manifest `draft`, after the previous save has finished. A collective call.
 
         The tensors are copied before the call returns, so that training continues. A failed save is reported as an
@@ -134,9 +134,9 @@ class Saver:
         """Wait until the files of all ranks are durable; then commit on rank 0. All ranks return or raise the same."""
         self._delay = None
         told = self._tell_all(self._or_fault(draft.step, partial(self._write, draft.step, contents)))
-        faults = [word for word in told if not isinstance(word, Share)]
+        faults = [word for word in told if not isinstance(word, RankFiles)]
         for rank, word in enumerate(told):
-            if isinstance(word, Share) and word.delay is not None:
+            if isinstance(word, RankFiles) and word.delay is not None:
                 self._report("checkpoint_delayed", step=draft.step, rank=rank, reason=word.delay)
         fault = next((word for word in faults if isinstance(word, FencedError)), "; ".join(map(str, faults)) or None)
         if fault is None and self._rank == 0:
@@ -185,7 +185,7 @@ class Saver:
         except Exception as error:
             return f"rank {self._rank}: {type(error).__name__}: {error}"
 
-    def _write(self, step: int, contents: Contents) -> Share:
+    def _write(self, step: int, contents: Contents) -> RankFiles:
         """Make this rank's files durable."""
         # A storage error may mean that a newer attempt has removed the folder.
         check_fence(self._run_dir, self._token)
@@ -200,9 +200,9 @@ class Saver:
                 for name in contents.files:
                     (folder / name).unlink(missing_ok=True)
             raise
-        return Share(files, contents.objects, self._delay)
+        return RankFiles(files, contents.objects, self._delay)
 
-    def _commit(self, draft: Manifest, shares: list[Share]) -> Manifest:
+    def _commit(self, draft: Manifest, shares: list[RankFiles]) -> Manifest:
         # A run that resumes from this checkpoint does not repeat the lines of earlier steps.
         self._journal.flush()
         folder = self._ledger.workplace(draft.step)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from train_loop.spec import CheckpointSpec
 
 
-class SaveTimes:
+class SaveSchedule:
     """The schedule of saves: after every `every_steps` steps, and `every_seconds` seconds after the last save."""
 
     def __init__(self, spec: CheckpointSpec, *, step: int, clock: Callable[[], float] = time.monotonic) -> None:

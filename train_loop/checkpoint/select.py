@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from train_loop.checkpoint.manifest import verify
-from train_loop.checkpoint.store.open import ledger_of
+from train_loop.checkpoint.store.open import open_store
 from train_loop.errors import CheckpointError, UserError
 from train_loop.liveness.fencing import check_fence
 from train_loop.loop.build import Run
@@ -108,7 +108,7 @@ def _unread(error: Exception) -> list[str]:
 
 
 def _reject(run: Run, faults: dict[int, list[str]]) -> None:
-    ledger = ledger_of(run.session.run_dir, run.session.token)
+    ledger = open_store(run.session.run_dir, run.session.token)
     while faults:
         # Report first: a crash in between repeats the event, but cannot lose it.
         step, found = next(iter(faults.items()))
@@ -121,7 +121,7 @@ def _candidates(run: Run) -> list[Manifest]:
     """Check the fence, clean up, and return the manifests of all checkpoints, newest first."""
     run_dir, token = run.session.run_dir, run.session.token
     check_fence(run_dir, token)
-    ledger = ledger_of(run_dir, token)
+    ledger = open_store(run_dir, token)
     try:
         damaged = ledger.clear()
     except UnknownFormatError as error:

@@ -17,8 +17,8 @@ from train_loop.run_dir import (
     TOKEN_FILE,
     VISIT_MARK,
     ClusterVisit,
-    NodeVisit,
-    Sight,
+    NodeReport,
+    PathCheck,
     answer_file,
     read_whole,
     storage_path,
@@ -61,7 +61,7 @@ def visit(folder: str | None, roots: Sequence[str], *, seconds: float) -> Cluste
     network = check_network(nodes, deadline)
     return ClusterVisit(
         nodes=[
-            _tell(NodeVisit(node=node, address=address), [told.get(node) for told in rounds], sights.get(node))
+            _tell(NodeReport(node=node, address=address), [told.get(node) for told in rounds], sights.get(node))
             for node, address in nodes.items()
         ],
         cpus=total.get("CPU", 0.0),
@@ -84,19 +84,19 @@ def describe() -> Described:
     return Described(versions_here(), os.getuid(), time.time())
 
 
-def look(folder: str | None, roots: Sequence[str], node: str) -> Sight:
+def look(folder: str | None, roots: Sequence[str], node: str) -> PathCheck:
     """Read the service's token, write the answer file in its folder and read the roots; runs on the node."""
     unreadable = {root: fault for root in roots if (fault := why_unreadable(root))}
     if folder is None:
-        return Sight(unreadable=unreadable)
+        return PathCheck(unreadable=unreadable)
     try:
         place = storage_path(folder)
         token = _read_patiently(lambda: read_whole(place / TOKEN_FILE).decode())
         if token is not None:
             write_durably(place / answer_file(node), token)
-        return Sight(token=token, unreadable=unreadable)
+        return PathCheck(token=token, unreadable=unreadable)
     except Exception as error:
-        return Sight(fault=describe_failure(error), unreadable=unreadable)
+        return PathCheck(fault=describe_failure(error), unreadable=unreadable)
 
 
 def _read_patiently(read: Callable[[], str]) -> str | None:
@@ -146,7 +146,7 @@ def _result(reference: Any) -> Any:
         return error
 
 
-def _tell(node: NodeVisit, rounds: Sequence[Told | None], sight: Any) -> NodeVisit:
+def _tell(node: NodeReport, rounds: Sequence[Told | None], sight: Any) -> NodeReport:
     described = [told for told in rounds if told is not None and not isinstance(told[0], Exception)]
     failures = [told[0] for told in rounds if told is not None and isinstance(told[0], Exception)]
     failures += [sight] if isinstance(sight, Exception) else []
@@ -159,7 +159,7 @@ def _tell(node: NodeVisit, rounds: Sequence[Told | None], sight: Any) -> NodeVis
             "versions": described[0][0].versions if described else None,
             "uid": described[0][0].uid if described else None,
             "ahead": bounds,
-            "sight": sight if isinstance(sight, Sight) else None,
+            "sight": sight if isinstance(sight, PathCheck) else None,
             "trouble": describe_failure(failures[0]) if failures else silent,
         }
     )

@@ -11,12 +11,12 @@ from train_loop.errors import CheckpointError, FencedError, MemoryRanOutError, U
 from train_loop.loop.session import Session
 from train_loop.run_dir import Outcome, create_new, flush_all, storage_failed, storage_may_fail
 from train_loop.spec import SpecError
-from train_loop.system.redact import masker
+from train_loop.system.redact import redactor
 from train_loop.system.retry import retry_storage
 from train_loop.telemetry.event_log import group_journal
 
 log = logging.getLogger(__name__)
-MISTAKES = (UserError, SpecError)
+USER_ERRORS = (UserError, SpecError)
 """Errors that the user must fix; their messages contain the remedy."""
 _WRAPPERS = ("controller_failure", "health_check_failure", "_base_exc", "cause")
 """Attributes of Ray's errors that hold the wrapped error."""
@@ -24,14 +24,14 @@ _MOST_CHARACTERS = 4000
 _GLOO_PLACE = re.compile(r"\[\S*/gloo/\S*:\d+\] ")
 _GLOO_ADVICE = re.compile(r"\. This is typically caused by a remote.*")
 _RETRYABLE = (CheckpointError, VersionSkewError)
-_NAMED = (*MISTAKES, FencedError, *_RETRYABLE)
+_NAMED = (*USER_ERRORS, FencedError, *_RETRYABLE)
 """Errors with a complete message, which become the outcome of an attempt."""
 _KILLED_FOR_MEMORY = re.compile(r"low on memory|OutOfMemoryError")
 """Text in Ray's error after it killed a process because its node was low on memory."""
 
 
 @contextmanager
-def failure_told(session: Session) -> Iterator[None]:
+def report_failure(session: Session) -> Iterator[None]:
     """Log the error that ends a rank; write errors with a code as the event `training_ended`."""
     try:
         yield
@@ -86,7 +86,7 @@ def _named(
     error: UserError | SpecError | FencedError | CheckpointError | VersionSkewError | MemoryRanOutError,
 ) -> Outcome:
     # Ray Data appends advice to the errors of our functions.
-    said, retryable = masker()(str(error).partition("\n")[0]), isinstance(error, (*_RETRYABLE, MemoryRanOutError))
+    said, retryable = redactor()(str(error).partition("\n")[0]), isinstance(error, (*_RETRYABLE, MemoryRanOutError))
     return Outcome(result="failed", code=error.code, reason=said, retryable=retryable)
 
 
@@ -94,13 +94,13 @@ def reason(error: BaseException) -> str:
     """Return the cause in one line; its traceback is in the logs."""
     line = "".join(traceback.format_exception_only(cause(error))).strip().partition("\n")[0]
     # Without the source location and the advice in gloo's errors.
-    return masker()(_GLOO_ADVICE.sub("", _GLOO_PLACE.sub("", line)))
+    return redactor()(_GLOO_ADVICE.sub("", _GLOO_PLACE.sub("", line)))
 
 
 def message(error: BaseException) -> str:
     """Return the full message of the cause, up to 4,000 characters."""
     text = "".join(traceback.format_exception_only(cause(error))).strip()
-    return masker()(_GLOO_ADVICE.sub("", _GLOO_PLACE.sub("", text)))[:_MOST_CHARACTERS]
+    return redactor()(_GLOO_ADVICE.sub("", _GLOO_PLACE.sub("", text)))[:_MOST_CHARACTERS]
 
 
 def killed_for_memory(said: str) -> bool:
@@ -118,7 +118,8 @@ def cause(error: BaseException) -> BaseException:
     failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
     # A user error or full memory on one rank makes its peers fail with lost connections: prefer it as the cause.
     causes = sorted(
-        map(cause, failures.values()), key=lambda e: (not isinstance(e, MISTAKES), not isinstance(e, MemoryRanOutError))
+        map(cause, failures.values()),
+        key=lambda e: (not isinstance(e, USER_ERRORS), not isinstance(e, MemoryRanOutError)),
     )
     wrapped = (getattr(error, name, None) for name in _WRAPPERS)
     inner = next(filter(None, [*causes[:1], *wrapped]), None)

@@ -18,7 +18,7 @@ from train_loop.plan import format_bytes, memory_advice, memory_terms
 from train_loop.plan.memory import Place
 from train_loop.run_dir import make_folder, storage_may_fail
 from train_loop.spec import JobSpec
-from train_loop.system.redact import masker
+from train_loop.system.redact import redactor
 from train_loop.system.retry import retry_storage
 from train_loop.telemetry.event_log import group_journal
 from train_loop.telemetry.timers import RSS_UNIT
@@ -91,5 +91,5 @@ def _snapshot(session: Session) -> str | None:
 
 def _brief(error: Exception) -> str:
     """Return the first three sentences of an error, without secrets and without CUDA's advice."""
-    said = masker()(" ".join(str(error).split()))
+    said = redactor()(" ".join(str(error).split()))
     return ". ".join(f"{type(error).__name__}: {said}".split(". ")[:3])

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 from train_loop.loop.session import Preemption, Session
-from train_loop.telemetry.event_log import Journal
+from train_loop.telemetry.event_log import EventLog
 
 log = logging.getLogger(__name__)
 _LOOK_SECONDS = 2.0
@@ -39,7 +39,7 @@ class PreemptionWatch:
         """Return whether a check is due by this rank's clock."""
         return self._ask is not None and self._clock() - self._asked >= _LOOK_SECONDS
 
-    def sees_news(self, journal: Journal) -> bool:
+    def sees_news(self, journal: EventLog) -> bool:
         """Return whether there is a new preemption notice, identical on all ranks. A collective call."""
         assert self._ask is not None, "only ranks with a preemption source check for it"
         self._asked, found = self._clock(), self._ask()

@@ -17,8 +17,8 @@ from train_loop.parallel.mesh import Mesh
 from train_loop.plan import MeshPlan, groups_across_hosts
 from train_loop.run_dir import Stop, is_remote, storage_may_fail
 from train_loop.system.limited_log import LimitedLog
-from train_loop.telemetry.event_log import Journal
-from train_loop.telemetry.timers import StepClock, Vitals
+from train_loop.telemetry.event_log import EventLog
+from train_loop.telemetry.timers import RankStats, StepTimer
 
 _limited = LimitedLog(logging.getLogger(__name__))
 # By urgency: the first requested one applies.
@@ -28,7 +28,7 @@ _LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Wishes:
+class RankRequests:
     """Requests of one rank before a step."""
 
     stop: Stop | None = None
@@ -66,7 +66,7 @@ def who_works() -> list[dict[str, Any]]:
     return workers
 
 
-def warn_of_hosts(mesh: MeshPlan, workers: list[dict[str, Any]], journal: Journal) -> None:
+def warn_of_hosts(mesh: MeshPlan, workers: list[dict[str, Any]], journal: EventLog) -> None:
     """Warn about Ulysses groups that span several hosts: each layer's all-to-all then crosses the network."""
     found = groups_across_hosts(mesh, [worker["host"] for worker in workers])
     if found:
@@ -77,7 +77,7 @@ def warn_of_hosts(mesh: MeshPlan, workers: list[dict[str, Any]], journal: Journa
         )
 
 
-class StopSign:
+class StopSignal:
     """Stop requests in the run directory, read by rank 0; on object storage a thread polls them every second."""
 
     def __init__(self, session: Session) -> None:
@@ -105,7 +105,7 @@ class StopSign:
             self._seen = self._session.run_dir.stop(attempt=self._session.attempt)
 
 
-def agree(batch: StepBatch, clock: StepClock, mine: Wishes, mesh: Mesh) -> Agreement:
+def agree(batch: StepBatch, clock: StepTimer, mine: RankRequests, mesh: Mesh) -> Agreement:
     """Combine the requests and token counts of all ranks: one rank's request applies to all. A collective call."""
     # Ulysses peers hold the same samples; count their tokens once.
     divisor = batch.divisor
@@ -122,9 +122,9 @@ def agree(batch: StepBatch, clock: StepClock, mine: Wishes, mesh: Mesh) -> Agree
     return Agreement(whole, int(tokens), stop, bool(save), bool(look), bool(trouble))
 
 
-def share_vitals(mine: Vitals, mesh: Mesh) -> list[Vitals]:
+def share_vitals(mine: RankStats, mesh: Mesh) -> list[RankStats]:
     """Gather the statistics of all ranks. A collective call."""
     told_WN = torch.zeros(mesh.plan.world, len(mine), dtype=torch.int64, device=mesh.device)
     told_WN[mesh.rank] = torch.tensor(mine)
     dist.all_reduce(told_WN)
-    return [Vitals(*rank) for rank in told_WN.tolist()]
+    return [RankStats(*rank) for rank in told_WN.tolist()]

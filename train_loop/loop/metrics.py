@@ -13,7 +13,7 @@ from train_loop.loop.evaluate import Evaluation
 from train_loop.loop.step import StepResult
 from train_loop.optim import describe_groups
 from train_loop.run_dir import RunDir, read_lines
-from train_loop.telemetry.timers import StepClock, Vitals
+from train_loop.telemetry.timers import RankStats, StepTimer
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def record_start(run: Run, workers: list[dict[str, Any]]) -> None:
 
 
 def record_step(
-    run: Run, result: StepResult, clock: StepClock, agreed: Agreement, evaluation: Evaluation | None = None
+    run: Run, result: StepResult, clock: StepTimer, agreed: Agreement, evaluation: Evaluation | None = None
 ) -> None:
     """Write the metrics line of the finished step, if logging_steps or an evaluation asks for it. A collective call.
 
@@ -91,14 +91,14 @@ def measure(loss: float, result: StepResult, evaluation: Evaluation | None) -> d
     return measured | {"eval_loss": evaluation.loss, "eval_perplexity": evaluation.perplexity}
 
 
-def _ranks(ranks: Sequence[Vitals]) -> dict[str, Any]:
+def _ranks(ranks: Sequence[RankStats]) -> dict[str, Any]:
     """Return each rank's own seconds since the last line, and the slowest rank, for which the others waited."""
     seconds = [round(rank.own_nanoseconds / 1e9, 6) for rank in ranks]
     slowest = seconds.index(max(seconds))
     return {"slowest_rank": slowest, "slowest_rank_seconds": seconds[slowest], "rank_seconds": seconds}
 
 
-def _peaks(vitals: Sequence[Vitals]) -> dict[str, Any]:
+def _peaks(vitals: Sequence[RankStats]) -> dict[str, Any]:
     """Return the highest peak memory of all ranks."""
     return {
         "peak_device_bytes": max(rank.device_bytes for rank in vitals) or None,

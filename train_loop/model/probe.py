@@ -20,7 +20,7 @@ _LENGTH = 8
 
 
 @dataclass(frozen=True)
-class Seen:
+class ModelProbe:
     """Properties of a model that its forward pass on the meta device shows."""
 
     model: str
@@ -33,7 +33,7 @@ class Seen:
     positions: PositionLimits
 
 
-def probe(model: PreTrainedModel) -> Seen:
+def probe(model: PreTrainedModel) -> ModelProbe:
     """Call a copy of a model on the meta device once. Raises ModelError if it does not accept this loop's call."""
     # A model may keep tensors of its first call, which are on meta here.
     model = copy.deepcopy(model)
@@ -64,10 +64,10 @@ def probe(model: PreTrainedModel) -> Seen:
     layers: int = model.config.get_text_config().num_hidden_layers
     limits = PositionLimits(min(tables.rows, default=None), dynamic)
     head_is_last = any(logits is out for out in heads)
-    return Seen(type(model).__name__, len(modules), layers, head_is_last=head_is_last, positions=limits)
+    return ModelProbe(type(model).__name__, len(modules), layers, head_is_last=head_is_last, positions=limits)
 
 
-def check_positions(seen: Seen, spec: JobSpec) -> None:
+def check_positions(seen: ModelProbe, spec: JobSpec) -> None:
     """Raise ModelError if a sequence has positions without values, or with values that a restart cannot repeat."""
     length, limits = spec.data.sequence_length, seen.positions
     if limits.table is not None and length > limits.table:
@@ -83,7 +83,7 @@ def check_positions(seen: Seen, spec: JobSpec) -> None:
         )
 
 
-def check_attention(seen: Seen, spec: JobSpec) -> None:
+def check_attention(seen: ModelProbe, spec: JobSpec) -> None:
     """Raise ModelError if Ulysses would not reach the attention of every layer."""
     if spec.strategy.ulysses_size > 1 and seen.attention_layers != seen.layers:
         raise ModelError(
@@ -92,7 +92,7 @@ def check_attention(seen: Seen, spec: JobSpec) -> None:
         )
 
 
-def check_head(seen: Seen, spec: JobSpec) -> None:
+def check_head(seen: ModelProbe, spec: JobSpec) -> None:
     """Raise ModelError for a chunked loss of a model that changes its logits after the head."""
     if spec.training.chunked_loss and not seen.head_is_last:
         raise ModelError(

@@ -28,7 +28,7 @@ from train_loop.model.build import build_model, check_rules
 from train_loop.model.folder import model_config, model_folder, model_shape, tokenizer_folder
 from train_loop.model.freeze import freeze
 from train_loop.model.load import match_folder
-from train_loop.model.probe import Seen, check_attention, check_head, check_positions, probe
+from train_loop.model.probe import ModelProbe, check_attention, check_head, check_positions, probe
 from train_loop.model.tiled_mlp import apply_tiled_mlp
 from train_loop.parallel.units import decoder_layers, find_units
 from train_loop.plan import ModelShape, Preview, SampleCount
@@ -124,7 +124,7 @@ def _checkpoint_problems(model: PreTrainedModel, parent: Parent, pointer: str) -
     return [Problem(pointer, f"the model differs from {which}: {differ[0]}{more}; a clone must keep the model's sizes")]
 
 
-def _wishes_not_granted(model: PreTrainedModel, seen: Seen, spec: JobSpec) -> list[Problem]:
+def _wishes_not_granted(model: PreTrainedModel, seen: ModelProbe, spec: JobSpec) -> list[Problem]:
     """Return the settings of a spec that its model does not support."""
     strategy, policy = spec.strategy, spec.strategy.wrap_policy
     checks: list[tuple[str, Callable[[], object]]] = [

@@ -36,7 +36,7 @@ from train_loop.spec import JobSpec
 from train_loop.system.gc import no_automatic_collection
 from train_loop.system.network import socket_settings
 from train_loop.system.retry import retry_storage
-from train_loop.telemetry.event_log import Journal, last_word
+from train_loop.telemetry.event_log import EventLog, last_word
 from train_loop.telemetry.logs import log_lines_to
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class GroupCallback(Placement, ControllerCallback):  # type: ignore[misc]
         expect_run_dir(self._run_dir.root)
         with storage_may_fail(lambda error: log.warning("the driver's log cannot be opened: %s", error)):
             log_lines_to(self._attempt.driver_log)
-        self._journal = Journal(self._attempt, epoch=NewestEpoch(self._run_dir, self._attempt.number))
+        self._journal = EventLog(self._attempt, epoch=NewestEpoch(self._run_dir, self._attempt.number))
         self._events: queue.SimpleQueue[tuple[str, dict[str, Any]] | threading.Event | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write_events, name="events", daemon=True)
         self._writer.start()

@@ -39,7 +39,7 @@ from train_loop.system.exit import leave
 from train_loop.system.gc import no_automatic_collection
 from train_loop.system.ray_env import Environment, worker_environment
 from train_loop.system.retry import retry_storage
-from train_loop.telemetry.event_log import Journal, last_loss, last_word, moves, newest_hosts, preempted_ranks
+from train_loop.telemetry.event_log import EventLog, last_loss, last_word, moves, newest_hosts, preempted_ranks
 from train_loop.telemetry.logs import log_to
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def main() -> None:
     expect_run_dir(run_dir.root)
     attempt = run_dir.attempt(arguments.attempt)
     retry_storage(partial(log_to, attempt.driver_log))
-    journal = Journal(attempt, epoch=NewestEpoch(run_dir, attempt.number))
+    journal = EventLog(attempt, epoch=NewestEpoch(run_dir, attempt.number))
     journal.event("attempt_started")
     sinks = forward(run_dir, attempt.number, journal.event, os.environ)
     outcome = run_attempt(run_dir, attempt, journal)
@@ -99,7 +99,7 @@ def a_home() -> dict[str, str]:
     return {}
 
 
-def acknowledge(attempt: AttemptDir, journal: Journal, outcome: Outcome) -> None:
+def acknowledge(attempt: AttemptDir, journal: EventLog, outcome: Outcome) -> None:
     """Write all events, then the outcome, with retries for storage. Log the outcome if it cannot be written."""
     try:
         with storage_may_fail(partial(log.warning, "the last events could not be written: %s")):
@@ -110,7 +110,7 @@ def acknowledge(attempt: AttemptDir, journal: Journal, outcome: Outcome) -> None
         raise
 
 
-def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: Journal) -> Outcome:
+def run_attempt(run_dir: RunDir, attempt: AttemptDir, journal: EventLog) -> Outcome:
     """Prepare and train. Return an outcome in all cases, also after an exception."""
     try:
         if (early := retry_storage(partial(_asked_early, run_dir, attempt))) is not None:

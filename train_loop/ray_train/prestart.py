@@ -33,7 +33,7 @@ _logged: set[str] = set()
 """Errors that are already logged: later attempts may fail in the same way."""
 
 
-class Spares:
+class Standby:
     """Spare processes on this worker's node, for `count` actors like it, started 20 s after the run.
 
     An earlier start would lose them to other actors of the workers, and a short run needs none. With `elsewhere`, the

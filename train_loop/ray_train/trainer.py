@@ -30,7 +30,7 @@ from train_loop.ray_train.placement import autoscaled
 from train_loop.run_dir import AttemptDir, RunDir
 from train_loop.spec import JobSpec
 from train_loop.system.input_files import current_policy
-from train_loop.telemetry.event_log import Journal
+from train_loop.telemetry.event_log import EventLog
 
 _LEFT_OUT = ("bad_rows", "long_rows", "dropped_rows", "untrained_rows")
 """Names of the counters of skipped, long, dropped and untrained rows."""
@@ -49,7 +49,7 @@ class Trainer(TorchTrainer):  # type: ignore[misc]
         return [callback for callback in callbacks if not isinstance(callback, unneeded)]
 
 
-def prepare_samples(spec: JobSpec, run_dir: RunDir, journal: Journal) -> None:
+def prepare_samples(spec: JobSpec, run_dir: RunDir, journal: EventLog) -> None:
     """Prepare the run's samples for training and evaluation, or reuse those of its first attempt.
 
     Retries while storage is unavailable. Raises UserError, or StorageUnavailable after the timeout.
@@ -68,7 +68,7 @@ def prepare_samples(spec: JobSpec, run_dir: RunDir, journal: Journal) -> None:
         journal.event("storage_available", root=away[0])
 
 
-def _prepare_samples(spec: JobSpec, run_dir: RunDir, journal: Journal) -> None:
+def _prepare_samples(spec: JobSpec, run_dir: RunDir, journal: EventLog) -> None:
     dataset = _dataset(spec, run_dir.data, run_dir.cache, journal)
     numbers = {
         "dataset": dataset.fingerprint,
@@ -98,7 +98,7 @@ def _prepare_samples(spec: JobSpec, run_dir: RunDir, journal: Journal) -> None:
     journal.event("prepared", **numbers)
 
 
-def _dataset(spec: JobSpec, pointer: Path, cache: Path, journal: Journal) -> Dataset:
+def _dataset(spec: JobSpec, pointer: Path, cache: Path, journal: EventLog) -> Dataset:
     dataset = pinned_dataset(spec, pointer)
     if dataset is None:
         check_sources(spec, current_policy())

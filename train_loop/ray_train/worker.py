@@ -13,14 +13,14 @@ from ray.train import get_context, get_preemption_info
 
 from train_loop.data.dataset import Dataset
 from train_loop.data.stream.ray_data import ray_stream
-from train_loop.faults.failure import failure_told
+from train_loop.faults.failure import report_failure
 from train_loop.liveness.fencing import EPOCH_VARIABLE, fence_watched
 from train_loop.liveness.heartbeat import mark
 from train_loop.loop.session import Preemption, Session
 from train_loop.model.folder import model_shape
 from train_loop.plan import lay_out
 from train_loop.ray_train.inputs import read_inputs
-from train_loop.ray_train.prestart import Spares
+from train_loop.ray_train.prestart import Standby
 from train_loop.ray_train.raylet import room_that_stays, this_node
 from train_loop.run_dir import Fence, RunDir, StorageUnavailable, expect_run_dir, read_whole
 from train_loop.spec import JobSpec
@@ -65,20 +65,20 @@ def _train(run_dir: RunDir, token: Fence) -> None:
     if retry_storage(functools.partial(last_word, attempt)) is not None:
         # Ray Train restarts the group after any error. Training has already ended: there is nothing to do.
         return
-    with failure_told(session):
+    with report_failure(session):
         # The model's folder may be unavailable on this host only.
         read_inputs(spec, functools.partial(model_shape, spec.model))
         train(spec, session, _prepared(run_dir.data), _prepared(run_dir.eval_data) if spec.data.eval else None)
 
 
-def _spares(spec: JobSpec, rank: int, held: Mapping[str, int]) -> Spares:
+def _spares(spec: JobSpec, rank: int, held: Mapping[str, int]) -> Standby:
     """Return the spare processes of a rank: one replacement for it, and on rank 0 also those of idle nodes.
 
     Rank 0 keeps two on its node, because Ray Data's coordinator would take one.
     """
     if not spec.failure.spare_workers:
-        return Spares(0)
-    return Spares(2, elsewhere=(spec.scaling, held)) if rank == 0 else Spares(1)
+        return Standby(0)
+    return Standby(2, elsewhere=(spec.scaling, held)) if rank == 0 else Standby(1)
 
 
 def _preemption() -> Preemption | None:

@@ -17,7 +17,7 @@ SERVICE_VERSION_VARIABLE = "TRAINSHED_SERVICE_VERSION"
 _PACKAGES = ("trainshed", "ray", "torch")
 
 
-class Sight(BaseModel):
+class PathCheck(BaseModel):
     """A node's check of the storage."""
 
     model_config = ConfigDict(frozen=True)
@@ -30,7 +30,7 @@ class Sight(BaseModel):
     """Reason why a root cannot be listed, by root."""
 
 
-class NodeVisit(BaseModel):
+class NodeReport(BaseModel):
     """The report of one node: its properties and its check of the storage."""
 
     model_config = ConfigDict(frozen=True)
@@ -43,7 +43,7 @@ class NodeVisit(BaseModel):
     """Id of the user that runs its tasks."""
     ahead: tuple[float, float] | None = None
     """Lower and upper bound in seconds by which the node's clock is ahead of the driver's."""
-    sight: Sight | None = None
+    sight: PathCheck | None = None
     trouble: str | None = None
     """Reason why another field is None."""
 
@@ -64,7 +64,7 @@ class ClusterVisit(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    nodes: list[NodeVisit]
+    nodes: list[NodeReport]
     cpus: float
     free_cpus: float
     network: NetworkVisit | None = None

@@ -7,7 +7,7 @@ from functools import partial
 
 from train_loop.errors import UserError
 from train_loop.run_dir import SINKS, Outcome, RunDir, SinkName
-from train_loop.sinks.cursor import Handover
+from train_loop.sinks.cursor import SinkCursor
 from train_loop.sinks.registry import open_sink
 
 _EVERY_SECONDS = 1.0
@@ -33,7 +33,7 @@ def main() -> None:
 def hand_over(run_dir: RunDir, name: SinkName, *, follow: bool) -> None:
     """Send a run's metrics to a sink, once or until Ctrl-C. Raises UserError, FileNotFoundError and any sink error."""
     run_dir.spec()
-    handover = Handover(run_dir, name, partial(open_sink, name, run_dir))
+    handover = SinkCursor(run_dir, name, partial(open_sink, name, run_dir))
     try:
         handover.hand_over()
         while follow:

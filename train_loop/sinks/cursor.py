@@ -19,7 +19,7 @@ from train_loop.run_dir import (
 from train_loop.sinks.sink import Point, Sink, points
 
 
-class Handover:
+class SinkCursor:
     """The transfer of metrics to one sink, from all attempts up to `attempt` (None: from all attempts).
 
     The position is written once all metrics before it are safe in the sink. If the process is killed earlier, its

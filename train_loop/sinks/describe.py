@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from train_loop.run_dir import RunDir
-from train_loop.system.redact import masker
+from train_loop.system.redact import redactor
 
 _JOB_ID = re.compile(r"job-[0-9a-z]{26}")
 _NOT_IN_IDS = re.compile(r"[^0-9A-Za-z_.-]")
@@ -30,7 +30,7 @@ class Description:
         """Return the description of the run in a directory. Raises FileNotFoundError, SpecError."""
         spec = run_dir.spec()
         raw = spec.model_dump(mode="json")
-        masked = {name: _masked(value, masker()) for name, value in raw.items()}
+        masked = {name: _masked(value, redactor()) for name, value in raw.items()}
         return cls(_id(run_dir), spec.name, spec.project, masked)
 
     def flat(self) -> dict[str, str]:

@@ -9,9 +9,9 @@ from typing import Protocol
 
 from train_loop.errors import FencedError, UserError
 from train_loop.run_dir import DEFAULT_SINKS, SINKS_VARIABLE, Outcome, RunDir, SinkName, format_sinks, parse_sinks
-from train_loop.sinks.cursor import Handover
+from train_loop.sinks.cursor import SinkCursor
 from train_loop.sinks.registry import open_sink
-from train_loop.system.redact import masker
+from train_loop.system.redact import redactor
 
 log = logging.getLogger(__name__)
 _EVERY_SECONDS = 1.0
@@ -21,7 +21,7 @@ _LATE = "its timeout passed before it had all metrics; the next attempt sends th
 
 
 class Tell(Protocol):
-    """Function that records an event, such as `Journal.event`."""
+    """Function that records an event, such as `EventLog.event`."""
 
     def __call__(self, name: str, **fields: str) -> None:
         """Record an event."""
@@ -33,7 +33,7 @@ class Forwarder:
     The time between retries grows. Each sink has its own thread, so that one sink cannot block another.
     """
 
-    def __init__(self, handover: Handover, tell: Tell) -> None:
+    def __init__(self, handover: SinkCursor, tell: Tell) -> None:
         self.name = handover.name
         self._handover = handover
         self._tell = tell
@@ -143,10 +143,10 @@ def forward(run_dir: RunDir, attempt: int, tell: Tell, environment: Mapping[str,
         sinks = parse_sinks(named)
     except ValueError as error:
         tell("sink_failed", sink=named, error=str(error))
-    handovers = [Handover(run_dir, name, partial(open_sink, name, run_dir), attempt=attempt) for name in sinks]
+    handovers = [SinkCursor(run_dir, name, partial(open_sink, name, run_dir), attempt=attempt) for name in sinks]
     return Forwarders([Forwarder(handover, tell) for handover in handovers])
 
 
 def _said(error: Exception) -> str:
     """Return an error's type and message, with secrets masked."""
-    return masker()(f"{type(error).__name__}: {error}"[:1000])
+    return redactor()(f"{type(error).__name__}: {error}"[:1000])

@@ -38,7 +38,7 @@ class SpecError(ValueError):
 
 
 @dataclass(frozen=True)
-class _Only:
+class Only:
     """A validator of a field, and its JSON schema."""
 
     supported: tuple[Any, ...]
@@ -57,10 +57,10 @@ class _Only:
         return {"enum": [*map(to_jsonable_python, self.supported)]}
 
 
-def only(*supported: Any) -> _Only:
+def only(*supported: Any) -> Only:
     """Reject all values of a contract field except the values that the code supports today.
 
     It is declared at the field that it limits, so that no setting is accepted and ignored. A change that adds support
     extends or removes it.
     """
-    return _Only(supported)
+    return Only(supported)

@@ -16,7 +16,7 @@ _LEAST = 6
 MASK = "***"
 
 
-def masker(environment: Mapping[str, str] = os.environ) -> Callable[[str], str]:
+def redactor(environment: Mapping[str, str] = os.environ) -> Callable[[str], str]:
     """Return a function that masks secrets in a text: values of variables with secret names, and URL passwords."""
     values = {value for name, value in environment.items() if _NAMES.search(name)}
     values |= {found for value in environment.values() for found in _IN_URLS.findall(value)}

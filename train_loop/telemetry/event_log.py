@@ -30,7 +30,7 @@ _MOST_LATE = 100_000
 """Maximum number of lines that wait for storage; beyond it, the oldest are dropped."""
 
 
-class Journal:
+class EventLog:
     """Writer of an attempt's events.jsonl and metrics.jsonl; only rank 0 writes.
 
     Failed storage does not end a run: lines are queued, and a thread writes them once storage is back. `epoch` returns
@@ -173,10 +173,10 @@ class Journal:
         return superseded
 
 
-def group_journal(run_dir: RunDir, token: Fence, *, rank: int = 0) -> Journal:
+def group_journal(run_dir: RunDir, token: Fence, *, rank: int = 0) -> EventLog:
     """Return the journal of a rank, which writes nothing after a newer worker group has taken over."""
     check = partial(check_fence, run_dir, token)
-    return Journal(run_dir.attempt(token.attempt), rank=rank, epoch=lambda: token.epoch, check=check)
+    return EventLog(run_dir.attempt(token.attempt), rank=rank, epoch=lambda: token.epoch, check=check)
 
 
 def _passes(check: Callable[[], None]) -> bool:

@@ -12,7 +12,7 @@ from typing import TextIO, cast
 
 from train_loop.run_dir import is_remote, make_folder
 from train_loop.run_dir.segments import SegmentWriter
-from train_loop.system.redact import masker
+from train_loop.system.redact import redactor
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _PREFIX = re.compile(r"^\((\w[\w ]* pid=\d+(?:, ip=[\w.:]+)?)\) (.*)$", re.MULTILINE)
@@ -32,7 +32,7 @@ class _Tee:
     def __init__(self, stream: TextIO, copy: TextIO) -> None:
         self._stream = stream
         self._copy = copy
-        self._masked = masker()
+        self._masked = redactor()
 
     def write(self, text: str) -> int:
         # The copy hides secrets, because many users read it. Printing must not fail if storage is unavailable.

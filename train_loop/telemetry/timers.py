@@ -15,7 +15,7 @@ Moment = float | torch.cuda.Event
 """Seconds of the host's clock, or an event in the GPU's stream."""
 
 
-class Vitals(NamedTuple):
+class RankStats(NamedTuple):
     """Statistics of a rank, as integers, because ranks exchange them in one tensor."""
 
     own_nanoseconds: int
@@ -83,7 +83,7 @@ def _seconds(span: tuple[Moment, Moment]) -> float:
     raise TypeError(span)
 
 
-class StepClock:
+class StepTimer:
     """Clock of one rank's steps.
 
     Ranks wait for each other many times per step. The others waited for the rank with the most own time, which may be
@@ -122,11 +122,11 @@ class StepClock:
         """Return the seconds since the step began."""
         return perf_counter() - self._start
 
-    def take_vitals(self, device: torch.device) -> Vitals:
+    def take_vitals(self, device: torch.device) -> RankStats:
         """Return this rank's statistics and reset its own time."""
         now, on_gpu = perf_counter(), device.type == "cuda"
         own, self._told = now - self._told, now
-        return Vitals(
+        return RankStats(
             own_nanoseconds=round(own * 1e9),
             device_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else 0,
             host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT,

@@ -46,7 +46,7 @@ def _header(value: str | None) -> str | None:
     return value
 
 
-Once = Annotated[
+IdempotencyOption = Annotated[
     str | None,
     typer.Option(
         "--idempotency-key", metavar="KEY", callback=_header, help="key that makes a repeated call return the same job"

@@ -8,7 +8,7 @@ from typing import NoReturn
 import httpx
 
 from service.api.schemas import ProblemDetails
-from service.config.environment import BadSettings, read_settings, strangers
+from service.config.environment import BadSettings, read_settings, unknown_variables
 from service.config.settings import Settings
 from train_loop.spec import show
 from trainshed import Api, ApiError, Client, NoKeyError
@@ -25,7 +25,7 @@ LONG_SECONDS = 120.0
 
 def load_settings() -> Settings:
     """Return the settings and warn about unknown variables. Exits with one line per invalid variable and code 1."""
-    for line in strangers():
+    for line in unknown_variables():
         print(f"trainshed: warning: {show(line)}", file=sys.stderr)
     try:
         find_url()

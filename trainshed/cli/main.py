@@ -2,7 +2,7 @@
 
 import typer
 
-from trainshed.cli import (
+from trainshed.cli.commands import (
     audit,
     backup,
     checkpoints,

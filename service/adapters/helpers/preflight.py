@@ -19,7 +19,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from tenacity import RetryError, Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from service.errors import PreflightFailed, StorageAway
-from service.ports import Findings
+from service.ports import PreflightReport
 from train_loop.run_dir import Parent, ReadPolicy
 from train_loop.spec import JobSpec
 
@@ -29,7 +29,7 @@ _COMMAND = (sys.executable, "-m", "train_loop.preflight.checks")
 _FRESH_SECONDS = 30.0
 """Seconds for which a result without problems is reused: a sweep checks the same data and model repeatedly."""
 _KEPT = 256
-_findings = TypeAdapter(Findings)
+_findings = TypeAdapter(PreflightReport)
 
 
 class _Question(BaseModel):
@@ -99,7 +99,7 @@ class HelperPreflight:
             self._helper.kill()
             self._helper.communicate()
 
-    def check(self, spec: JobSpec, parent: Parent | None = None) -> Findings:
+    def check(self, spec: JobSpec, parent: Parent | None = None) -> PreflightReport:
         """Return all problems, and the model's sizes.
 
         Raises PreflightFailed if the helper has no result, StorageAway if the storage is unavailable.
@@ -108,7 +108,7 @@ class HelperPreflight:
             return self._look(spec, parent)
         return self._answers.get(_what_is_looked_at(spec), lambda: self._look(spec, None))
 
-    def known(self, spec: JobSpec) -> Findings | None:
+    def known(self, spec: JobSpec) -> PreflightReport | None:
         """Return the result of a recent check without problems, else None. Does not start a check."""
         return self._answers.known(_what_is_looked_at(spec))
 
@@ -116,7 +116,7 @@ class HelperPreflight:
     def _socket(self) -> Path:
         return Path(self._folder.name) / "preflight"
 
-    def _look(self, spec: JobSpec, parent: Parent | None) -> Findings:
+    def _look(self, spec: JobSpec, parent: Parent | None) -> PreflightReport:
         limits = self._limits
         question = _Question(
             spec=spec,
@@ -181,19 +181,19 @@ class _Answers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: OrderedDict[str, tuple[float, Future[Findings]]] = OrderedDict()
+        self._known: OrderedDict[str, tuple[float, Future[PreflightReport]]] = OrderedDict()
 
-    def known(self, key: str) -> Findings | None:
+    def known(self, key: str) -> PreflightReport | None:
         """Return a fresh result without problems; None if there is none."""
         with self._lock:
-            since, answer = self._known.get(key, (-math.inf, Future[Findings]()))
+            since, answer = self._known.get(key, (-math.inf, Future[PreflightReport]()))
         if not answer.done() or answer.exception() or time.monotonic() - since >= _FRESH_SECONDS:
             return None
         return None if answer.result().problems else answer.result()
 
-    def get(self, key: str, ask: Callable[[], Findings]) -> Findings:
+    def get(self, key: str, ask: Callable[[], PreflightReport]) -> PreflightReport:
         """Return the cached result, or call `ask`. Raises what `ask` raises."""
-        mine = Future[Findings]()
+        mine = Future[PreflightReport]()
         with self._lock:
             since, answer = self._known.get(key, (0.0, mine))
             if answer is mine or (answer.done() and time.monotonic() - since >= _FRESH_SECONDS):
@@ -206,7 +206,7 @@ class _Answers:
             self._fill(key, mine, ask)
         return answer.result()
 
-    def _fill(self, key: str, answer: "Future[Findings]", ask: Callable[[], Findings]) -> None:
+    def _fill(self, key: str, answer: "Future[PreflightReport]", ask: Callable[[], PreflightReport]) -> None:
         try:
             answer.set_result(ask())
         except BaseException as error:
@@ -232,7 +232,7 @@ def _what_is_looked_at(spec: JobSpec) -> str:
     return spec.model_dump_json(include=parts)
 
 
-def _parse(answer: bytes) -> Findings:
+def _parse(answer: bytes) -> PreflightReport:
     if not answer:
         raise PreflightFailed("the helper that checks data and model crashed during the check; see the service's log")
     try:

@@ -18,10 +18,10 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 
 from service.adapters.ray.breaker import LONG, SHORT, Breaker
 from service.adapters.ray.nodes import RayNode, read_nodes, read_ray_nodes
-from service.domain.doctor.checks import Greeting, Reach
-from service.domain.jobs.decide import Submission
+from service.domain.doctor.checks import ProbeReply, Reachability
+from service.domain.jobs.decide import SubmissionStatus
 from service.errors import ClusterError
-from service.ports import Launch, Node
+from service.ports import Node, SubmitRequest
 from train_loop.plan import Capacity
 from train_loop.run_dir import READ_POLICY_VARIABLE, ReadPolicy, storage_path
 
@@ -107,7 +107,7 @@ class RayJobs:
         self._nodes: tuple[float, list[Node] | None] = (-_CAPACITY_SECONDS, None)
         self._capacity: tuple[float, Capacity | None] = (-_CAPACITY_SECONDS, None)
 
-    def submit(self, launch: Launch) -> None:
+    def submit(self, launch: SubmitRequest) -> None:
         """Start a driver. Do nothing if the same driver already exists under this id. Raises ClusterError."""
         entrypoint = self._entrypoint(launch)
         try:
@@ -128,12 +128,12 @@ class RayJobs:
             return {}
         return {READ_POLICY_VARIABLE: self._read_policy(project).without_users().model_dump_json()}
 
-    def status(self, submission_id: str) -> Submission:
+    def status(self, submission_id: str) -> SubmissionStatus:
         """Return the status of a driver; UNKNOWN if the cluster does not answer. RUNNING may be two seconds old."""
         if time.monotonic() - self._ran.get(submission_id, -_RUNNING_SECONDS) < _RUNNING_SECONDS:
-            return Submission.RUNNING
+            return SubmissionStatus.RUNNING
         found = self._ask_status(submission_id)
-        if found is Submission.RUNNING:
+        if found is SubmissionStatus.RUNNING:
             self._ran[submission_id] = time.monotonic()
         else:
             self._ran.pop(submission_id, None)
@@ -181,23 +181,23 @@ class RayJobs:
             return None
         return f"{self._shown_at or address.url}/#/jobs/{submission_id}" if submission_id else address.url
 
-    def greet(self) -> Greeting:
+    def greet(self) -> ProbeReply:
         """Return how the dashboard answers now."""
         address = self._address()
         if address is None:
-            return Greeting(Reach.STARTING, "", "the embedded Ray is not up yet")
+            return ProbeReply(Reachability.STARTING, "", "the embedded Ray is not up yet")
         try:
             client, before = self._connect(), time.time()
             answer = client.ask("GET", _VERSION, LONG)
             answer.raise_for_status()
             version = _VersionAnswer.model_validate_json(answer.text).ray_version
         except AuthenticationError as error:
-            return Greeting(Reach.REFUSED, address.url, _first_line(error))
+            return ProbeReply(Reachability.REFUSED, address.url, _first_line(error))
         except (RuntimeError, ValueError, LookupError, TypeError, requests.HTTPError) as error:
-            return Greeting(Reach.STRANGE, address.url, _first_line(error))
+            return ProbeReply(Reachability.STRANGE, address.url, _first_line(error))
         except OSError as error:
-            return Greeting(Reach.NOBODY, address.url, _first_line(error))
-        return Greeting(Reach.ANSWERS, address.url, f"Ray {version}", _ahead(answer, before, time.time()))
+            return ProbeReply(Reachability.NOBODY, address.url, _first_line(error))
+        return ProbeReply(Reachability.ANSWERS, address.url, f"Ray {version}", _ahead(answer, before, time.time()))
 
     def count_nodes(self) -> int:
         """Return the number of live nodes. Raises ClusterError."""
@@ -231,11 +231,11 @@ class RayJobs:
             else:
                 self._connect().delete_job(submission_id)
 
-    def _ask_status(self, submission_id: str) -> Submission:
+    def _ask_status(self, submission_id: str) -> SubmissionStatus:
         try:
             return _STATUS[self._connect().get_job_status(submission_id)]
         except _FAULTS as error:
-            return Submission.MISSING if _does_not_exist(error) else Submission.UNKNOWN
+            return SubmissionStatus.MISSING if _does_not_exist(error) else SubmissionStatus.UNKNOWN
 
     def _ask_capacity(self) -> Capacity | None:
         try:
@@ -273,7 +273,7 @@ class RayJobs:
                 self._client = _Client(address.url, _headers(address), self._breaker[1])
             return self._client
 
-    def _entrypoint(self, launch: Launch) -> str:
+    def _entrypoint(self, launch: SubmitRequest) -> str:
         run_dir = str(storage_path(launch.run_dir))
         command = [self._python, "-m", "train_loop.ray_train.driver"]
         command += ["--run-dir", run_dir, "--attempt", str(launch.attempt)]
@@ -287,16 +287,16 @@ class RayJobs:
         return entrypoint
 
 
-_STATUS: Mapping[JobStatus, Submission] = {
-    JobStatus.PENDING: Submission.PENDING,
-    JobStatus.RUNNING: Submission.RUNNING,
-    JobStatus.SUCCEEDED: Submission.SUCCEEDED,
-    JobStatus.FAILED: Submission.FAILED,
-    JobStatus.STOPPED: Submission.STOPPED,
+_STATUS: Mapping[JobStatus, SubmissionStatus] = {
+    JobStatus.PENDING: SubmissionStatus.PENDING,
+    JobStatus.RUNNING: SubmissionStatus.RUNNING,
+    JobStatus.SUCCEEDED: SubmissionStatus.SUCCEEDED,
+    JobStatus.FAILED: SubmissionStatus.FAILED,
+    JobStatus.STOPPED: SubmissionStatus.STOPPED,
 }
 
 
-def _metadata(launch: Launch) -> dict[str, str]:
+def _metadata(launch: SubmitRequest) -> dict[str, str]:
     """Return the fields of a job that Ray's dashboard shows."""
     name = f"{launch.name} ({launch.job_id})"
     labels = {f"label.{key}": value for key, value in launch.labels.items()}

@@ -5,8 +5,8 @@ import time
 from collections.abc import Sequence
 
 from service.adapters.ray.jobs import RayJobs
-from service.domain.doctor.checks import Greeting, Reach
-from service.domain.jobs.decide import Submission
+from service.domain.doctor.checks import ProbeReply, Reachability
+from service.domain.jobs.decide import SubmissionStatus
 from service.errors import ClusterError
 from train_loop.run_dir import VISIT_MARK, ClusterVisit
 
@@ -14,7 +14,7 @@ _LOOK_SECONDS = 0.25
 _RAY_SECONDS, _NODE_SECONDS = 30.0, 20.0
 """Seconds to wait for an embedded Ray to start, and for its first node. So the doctor works right after
 `trainshed up`."""
-_ENDED = (Submission.SUCCEEDED, Submission.FAILED, Submission.STOPPED, Submission.MISSING)
+_ENDED = (SubmissionStatus.SUCCEEDED, SubmissionStatus.FAILED, SubmissionStatus.STOPPED, SubmissionStatus.MISSING)
 _START_SECONDS = 8.0
 """Seconds of a visit that the driver needs to start and to end; the rest is for the nodes."""
 
@@ -26,10 +26,10 @@ class RayProbe:
         self._jobs = jobs
         self._roots = tuple(roots)
 
-    def greet(self) -> Greeting:
+    def greet(self) -> ProbeReply:
         """Return how the dashboard answers. Wait up to 30 s for a cluster that is starting."""
         deadline = time.monotonic() + _RAY_SECONDS
-        while (greeting := self._jobs.greet()).reach is Reach.STARTING and time.monotonic() < deadline:
+        while (greeting := self._jobs.greet()).reach is Reachability.STARTING and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
         return greeting
 
@@ -55,7 +55,7 @@ class RayProbe:
             self._jobs.forget(submission_id)
 
 
-def _parse(output: str, state: Submission, seconds: float) -> ClusterVisit:
+def _parse(output: str, state: SubmissionStatus, seconds: float) -> ClusterVisit:
     lines = output.splitlines()
     for line in lines:
         if line.startswith(VISIT_MARK):

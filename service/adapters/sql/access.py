@@ -7,7 +7,7 @@ from dataclasses import asdict
 from sqlalchemy import Connection, Engine, Row, insert, select, update
 
 from service.adapters.sql.tables import deeds, keys
-from service.domain.access.roles import Caller, Deed, Key, Role
+from service.domain.access.roles import AuditEntry, Key, Principal, Role
 
 
 class SqlKeyStore:
@@ -16,7 +16,7 @@ class SqlKeyStore:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def add(self, key: Key, deed: Deed) -> None:
+    def add(self, key: Key, deed: AuditEntry) -> None:
         """Store a new key."""
         with self._engine.begin() as connection:
             connection.execute(insert(keys).values(asdict(key) | {"roles": json.dumps(key.roles)}))
@@ -33,7 +33,7 @@ class SqlKeyStore:
         with self._engine.connect() as connection:
             return [_key(row) for row in connection.execute(select(keys).order_by(keys.c.id.desc()))]
 
-    def revoke(self, key_id: str, *, now: float, deed: Deed) -> bool:
+    def revoke(self, key_id: str, *, now: float, deed: AuditEntry) -> bool:
         """Revoke a key. Return False if it was revoked before; the first time of revocation stays."""
         mine = update(keys).where(keys.c.id == key_id, keys.c.revoked_at.is_(None)).values(revoked_at=now)
         with self._engine.begin() as connection:
@@ -42,12 +42,12 @@ class SqlKeyStore:
             write_deeds(connection, [deed])
         return True
 
-    def record(self, deed: Deed) -> None:
+    def record(self, deed: AuditEntry) -> None:
         """Store the audit entry of a change that is not in the database."""
         with self._engine.begin() as connection:
             write_deeds(connection, [deed])
 
-    def deeds(self, projects: frozenset[str] | None, *, after: int | None, limit: int) -> list[tuple[int, Deed]]:
+    def deeds(self, projects: frozenset[str] | None, *, after: int | None, limit: int) -> list[tuple[int, AuditEntry]]:
         """Return the audit entries of these projects (None: of all), newest first, with numbers below `after`."""
         query = select(deeds).order_by(deeds.c.number.desc()).limit(limit)
         if projects is not None:
@@ -58,7 +58,7 @@ class SqlKeyStore:
             return [(row.number, _deed(row)) for row in connection.execute(query)]
 
 
-def write_deeds(connection: Connection, done: Iterable[Deed | None]) -> None:
+def write_deeds(connection: Connection, done: Iterable[AuditEntry | None]) -> None:
     """Write audit entries in the transaction of the change that they record."""
     rows = [
         {
@@ -84,7 +84,7 @@ def _key(row: Row[tuple[object, ...]]) -> Key:
     return Key(**dict(row._mapping) | {"roles": roles})
 
 
-def _deed(row: Row[tuple[object, ...]]) -> Deed:
-    caller = Caller(row.key_id, row.key_name, {}, row.request_id)
+def _deed(row: Row[tuple[object, ...]]) -> AuditEntry:
+    caller = Principal(row.key_id, row.key_name, {}, row.request_id)
     before, after = json.loads(row.before), json.loads(row.after)
-    return Deed(row.time, caller, row.action, row.project, row.target, before, after)
+    return AuditEntry(row.time, caller, row.action, row.project, row.target, before, after)

@@ -6,15 +6,15 @@ from typing import Any
 from pydantic import TypeAdapter
 from sqlalchemy import Row
 
-from service.domain.jobs.job import Attempt, Job, JobState, Lineage, Wish
+from service.domain.jobs.job import Attempt, Job, JobState, Lineage, StopRequest
 from service.domain.jobs.reason import Reason
-from service.domain.queue.entry import Ticket
+from service.domain.queue.entry import QueueEntry
 from train_loop.spec import JobSpec, ScalingSpec
 
 Value = str | int | float | None
 _attempts = TypeAdapter(tuple[Attempt, ...])
 _times = TypeAdapter(dict[JobState, float])
-_wish = TypeAdapter(Wish)
+_wish = TypeAdapter(StopRequest)
 _reason = TypeAdapter(Reason)
 _lineage = TypeAdapter(Lineage)
 _sizes = TypeAdapter(tuple[int, ...])
@@ -22,7 +22,7 @@ _sizes = TypeAdapter(tuple[int, ...])
 
 def to_row(job: Job) -> dict[str, Value]:
     """Return all columns of a job, except its lease, which is not part of the job."""
-    ticket = Ticket.of(job)
+    ticket = QueueEntry.of(job)
     return {
         "id": job.id,
         "name": job.spec.name,
@@ -77,9 +77,9 @@ def from_row(row: Row[tuple[object, ...]]) -> Job:
     )
 
 
-def ticket_of(row: Any) -> Ticket:
+def ticket_of(row: Any) -> QueueEntry:
     """Return the ticket of a row, without the validation of the whole spec."""
-    return Ticket(
+    return QueueEntry(
         id=row.id,
         project=row.project,
         priority=row.priority,

@@ -29,12 +29,12 @@ from service.adapters.sql.outbox import news_of_added, news_of_change, write_new
 from service.adapters.sql.queries import matching
 from service.adapters.sql.rows import from_row, ticket_of, to_row
 from service.adapters.sql.tables import deleted_usage, idempotency_keys, jobs, labels, leases
-from service.domain.access.roles import Deed
+from service.domain.access.roles import AuditEntry
 from service.domain.jobs.job import Job, JobState
 from service.domain.jobs.usage import Usage, UsageByDay
-from service.domain.queue.entry import Ticket
+from service.domain.queue.entry import QueueEntry
 from service.errors import IdempotencyMismatch
-from service.ports import KEPT_SECONDS, JobQuery, Lease, NewJob, Once
+from service.ports import IDEMPOTENCY_TTL, IdempotencyKey, JobQuery, Lease, NewJob
 
 _QUEUE = "queue"
 _PROBE = "probe"
@@ -62,9 +62,9 @@ class SqlJobStore:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._tickets: dict[str, tuple[int, Ticket]] = {}
+        self._tickets: dict[str, tuple[int, QueueEntry]] = {}
 
-    def job_of(self, once: Once, *, now: float) -> Job | None:
+    def job_of(self, once: IdempotencyKey, *, now: float) -> Job | None:
         """Return the job of a key; None if it has none. Raises IdempotencyMismatch if the body differs."""
         query = (
             select(idempotency_keys.c.body.label("body_sha256"), jobs)
@@ -97,7 +97,7 @@ class SqlJobStore:
             return False
         return True
 
-    def delete(self, job: Job, used: Mapping[date, Usage], deed: Deed | None = None) -> bool:
+    def delete(self, job: Job, used: Mapping[date, Usage], deed: AuditEntry | None = None) -> bool:
         """Delete a job, but keep its usage of each day (UTC). Return False if the job changed since it was read."""
         kept = {"job_id": job.id, "project": job.spec.project}
         with self._engine.begin() as connection:
@@ -136,7 +136,7 @@ class SqlJobStore:
             rows = connection.execute(query.group_by(columns.project, columns.day)).all()
         return {(project, day): Usage(*used) for project, day, *used in rows}
 
-    def tickets(self) -> list[Ticket]:
+    def tickets(self) -> list[QueueEntry]:
         """Return the tickets of all jobs that hold resources of the cluster or wait for them."""
         known = self._tickets
         with self._engine.connect() as connection:
@@ -207,7 +207,7 @@ class SqlJobStore:
             )
             connection.execute(delete(leases).where(leases.c.owner == owner))
 
-    def save(self, job: Job, *, owner: str | None = None, leads: bool = False, deed: Deed | None = None) -> bool:
+    def save(self, job: Job, *, owner: str | None = None, leads: bool = False, deed: AuditEntry | None = None) -> bool:
         """Store a change to the version that was read. Return False if the change was discarded.
 
         With `owner`, the owner must have the job's lease; with `leads`, the queue's lease instead.
@@ -261,7 +261,7 @@ def _insert(connection: Connection, added: Sequence[NewJob]) -> None:
 
 
 def _outdated(now: float) -> ColumnElement[bool]:
-    return idempotency_keys.c.created_at < now - KEPT_SECONDS
+    return idempotency_keys.c.created_at < now - IDEMPOTENCY_TTL
 
 
 def _unchanged(job: Job) -> ColumnElement[bool]:

@@ -10,7 +10,7 @@ from service.adapters.secret_box import SecretBox
 from service.adapters.sql.access import write_deeds
 from service.adapters.sql.outbox import to_delivery, to_webhook
 from service.adapters.sql.tables import deliveries, webhooks
-from service.domain.access.roles import Deed
+from service.domain.access.roles import AuditEntry
 from service.domain.webhooks.delivery import LIMIT, Delivery, Webhook
 from service.errors import WebhookLimit
 
@@ -23,13 +23,13 @@ class SqlWebhookStore:
         self._engine = engine
         self._box = box or SecretBox()
 
-    def add(self, webhook: Webhook, deed: Deed) -> None:
+    def add(self, webhook: Webhook, deed: AuditEntry) -> None:
         """Store a new webhook. Raises WebhookLimit if the project has too many."""
         # An attempt fails if another request takes the same place at the same time.
         if not any(self._added(webhook, deed) for _ in range(LIMIT + 1)):
             raise WebhookLimit(webhook.project, LIMIT)
 
-    def _added(self, webhook: Webhook, deed: Deed) -> bool:
+    def _added(self, webhook: Webhook, deed: AuditEntry) -> bool:
         places = select(webhooks.c.place).where(webhooks.c.project == webhook.project)
         sealed = {"secret": self._box.seal(webhook.secret), "states": json.dumps(webhook.states)}
         row = asdict(webhook) | sealed | {"lease_until": 0.0}
@@ -58,7 +58,7 @@ class SqlWebhookStore:
         with self._engine.connect() as connection:
             return [to_webhook(row, self._box) for row in connection.execute(query)]
 
-    def delete(self, webhook_id: str, deed: Deed) -> bool:
+    def delete(self, webhook_id: str, deed: AuditEntry) -> bool:
         """Delete a webhook and its deliveries. Return False if it does not exist."""
         with self._engine.begin() as connection:
             if connection.execute(delete(webhooks).where(webhooks.c.id == webhook_id)).rowcount != 1:
@@ -67,7 +67,7 @@ class SqlWebhookStore:
             write_deeds(connection, [deed])
         return True
 
-    def rotate(self, webhook_id: str, secret: str, *, until: float, deed: Deed) -> Webhook | None:
+    def rotate(self, webhook_id: str, secret: str, *, until: float, deed: AuditEntry) -> Webhook | None:
         """Set a new secret; the previous one stays valid until `until`. Return None if the webhook does not exist."""
         new = {"secret": self._box.seal(secret), "previous_secret": webhooks.c.secret, "previous_until": until}
         this = webhooks.c.id == webhook_id
@@ -77,7 +77,7 @@ class SqlWebhookStore:
             write_deeds(connection, [deed])
             return to_webhook(connection.execute(select(webhooks).where(this)).one(), self._box)
 
-    def enable(self, webhook_id: str, deed: Deed) -> bool:
+    def enable(self, webhook_id: str, deed: AuditEntry) -> bool:
         """Enable a webhook again. Return False if it was not disabled."""
         off = (webhooks.c.id == webhook_id) & webhooks.c.disabled_at.is_not(None)
         with self._engine.begin() as connection:
@@ -96,7 +96,7 @@ class SqlWebhookStore:
             rows = connection.execute(query.order_by(deliveries.c.number.desc()).limit(limit)).all()
         return [to_delivery(row) for row in rows]
 
-    def redeliver(self, webhook_id: str, number: int, *, now: float, deed: Deed) -> Delivery | None:
+    def redeliver(self, webhook_id: str, number: int, *, now: float, deed: AuditEntry) -> Delivery | None:
         """Restart a delivery now. Return None if it does not exist."""
         this = (deliveries.c.webhook_id == webhook_id) & (deliveries.c.number == number)
         anew = {"since": now, "next_at": now, "attempts": 0, "delivered_at": None}

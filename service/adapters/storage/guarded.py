@@ -8,9 +8,9 @@ from typing import TypeVar
 from service.adapters.storage.guard import StorageGuard
 from service.adapters.storage.roots import root_of
 from service.adapters.storage.run_dirs import LocalRunDirs
-from service.domain.jobs.decide import Latest
+from service.domain.jobs.decide import LatestAttempt
 from service.errors import StorageAway
-from service.ports import Checkpoint, Place, Reading, Sighting, Story, Tail, Written
+from service.ports import AttemptObservation, Checkpoint, LogChunk, LogOffset, LogSource, Reading, RunSummary
 from train_loop.run_dir import ExportStatus, ExportWish, Parent, Stop, is_remote, storage_failed, storage_path
 from train_loop.spec import JobSpec, ScalingSpec
 
@@ -45,15 +45,15 @@ class GuardedRunDirs:
         """Write control/stop.json."""
         self._write(run_dir, partial(self._inner.ask_to_stop, run_dir, stop))
 
-    def observe(self, run_dir: str, attempt: int) -> Sighting:
+    def observe(self, run_dir: str, attempt: int) -> AttemptObservation:
         """Read the state of an attempt."""
         return self._read(run_dir, partial(self._inner.observe, run_dir, attempt))
 
-    def latest(self, run_dir: str) -> Latest:
+    def latest(self, run_dir: str) -> LatestAttempt:
         """Return the newest attempt that was prepared or fenced off; number 0 if there is none."""
         return self._read(run_dir, partial(self._inner.latest, run_dir))
 
-    def story(self, run_dir: str) -> Story:
+    def story(self, run_dir: str) -> RunSummary:
         """Return the summary of all attempts."""
         return self._read(run_dir, partial(self._inner.story, run_dir))
 
@@ -65,11 +65,11 @@ class GuardedRunDirs:
             return replace(self._inner.last_story(run_dir), error=away.error, since=away.since, root=away.root)
         return self._inner.last_story(run_dir)
 
-    def tail(self, run_dir: str, what: Written, place: Place) -> Tail:
+    def tail(self, run_dir: str, what: LogSource, place: LogOffset) -> LogChunk:
         """Return the next complete lines of a file, from `place`."""
         return self._read(run_dir, partial(self._inner.tail, run_dir, what, place))
 
-    def mark(self, run_dir: str, what: Written) -> Hashable:
+    def mark(self, run_dir: str, what: LogSource) -> Hashable:
         """Return a value that changes whenever this file grows in any attempt."""
         return self._read(run_dir, partial(self._inner.mark, run_dir, what))
 

@@ -8,11 +8,21 @@ from functools import partial
 from pathlib import Path
 
 from service.adapters.storage.roots import StorageRoots, root_of
-from service.adapters.storage.run_summary import Chronicle
+from service.adapters.storage.run_summary import RunSummaryReader
 from service.domain.jobs.condition import Conditions
-from service.domain.jobs.decide import Latest, Training
+from service.domain.jobs.decide import LatestAttempt, WorkerStatus
 from service.errors import StaleAttempt
-from service.ports import NO_STORY, Checkpoint, Entry, Place, Reading, Sighting, Story, Tail, Written
+from service.ports import (
+    EMPTY_SUMMARY,
+    AttemptObservation,
+    Checkpoint,
+    LogChunk,
+    LogLine,
+    LogOffset,
+    LogSource,
+    Reading,
+    RunSummary,
+)
 from train_loop.run_dir import (
     AttemptDir,
     ExportStatus,
@@ -28,7 +38,7 @@ from train_loop.run_dir import (
 )
 from train_loop.spec import JobSpec, ScalingSpec
 
-_TRAINING = {"training_started": Training.YES, "workers_lost": Training.LOST}
+_TRAINING = {"training_started": WorkerStatus.YES, "workers_lost": WorkerStatus.LOST}
 _READY = {"workers_ready": True, "training_started": True, "workers_lost": False, "moving": False}
 _WINDOW = 1 << 18
 """Bytes per read. A longer line of a log is returned in parts."""
@@ -43,7 +53,7 @@ class LocalRunDirs:
         self._roots = roots or StorageRoots()
         self._clock = clock
         self._lock = threading.Lock()
-        self._chronicles: dict[str, Chronicle] = {}
+        self._chronicles: dict[str, RunSummaryReader] = {}
 
     def check(self, root: str) -> None:
         """Raise StorageUnavailable if a storage root that was used before is missing or was replaced."""
@@ -84,17 +94,17 @@ class LocalRunDirs:
         """Write control/stop.json."""
         self._begin(run_dir).write_stop(stop)
 
-    def observe(self, run_dir: str, attempt: int) -> Sighting:
+    def observe(self, run_dir: str, attempt: int) -> AttemptObservation:
         """Read the state of an attempt."""
         directory = self._open(run_dir)
         folder = directory.attempt(attempt)
-        training, ready, conditions = Training.NOT_YET, False, Conditions()
+        training, ready, conditions = WorkerStatus.NOT_YET, False, Conditions()
         for line in read_lines(folder.events):
             event = str(line.get("event"))
             training, ready = _TRAINING.get(event, training), _READY.get(event, ready)
             conditions.read(line)
         size = size_appended(folder.metrics) + size_appended(folder.events)
-        return Sighting(
+        return AttemptObservation(
             training,
             folder.outcome(),
             directory.stop(),
@@ -106,19 +116,19 @@ class LocalRunDirs:
             conditions.draining,
         )
 
-    def latest(self, run_dir: str) -> Latest:
+    def latest(self, run_dir: str) -> LatestAttempt:
         """Return the newest attempt that was prepared or fenced off; number 0 if there is none."""
         directory = self._open(run_dir)
         fence = directory.fence().attempt
         prepared = max((attempt.number for attempt in directory.attempts()), default=0)
         # A fence rejects every attempt older than its number, even if that was never prepared.
         number = max(prepared, fence - 1)
-        return Latest(number, directory.attempt(number).size(), over=fence > number)
+        return LatestAttempt(number, directory.attempt(number).size(), over=fence > number)
 
-    def story(self, run_dir: str) -> Story:
+    def story(self, run_dir: str) -> RunSummary:
         """Return the summary of all attempts."""
         with self._lock:
-            chronicle = self._chronicles.pop(run_dir, None) or Chronicle(RunDir.at(run_dir))
+            chronicle = self._chronicles.pop(run_dir, None) or RunSummaryReader(RunDir.at(run_dir))
             # The cache evicts the least recently used run.
             self._chronicles[run_dir] = chronicle
             if len(self._chronicles) > _CHRONICLES:
@@ -138,9 +148,9 @@ class LocalRunDirs:
     def last_story(self, run_dir: str) -> Reading:
         """Return the last story that was read, without access to the storage."""
         chronicle = self._chronicles.get(run_dir)
-        return Reading(NO_STORY, None) if chronicle is None else chronicle.last
+        return Reading(EMPTY_SUMMARY, None) if chronicle is None else chronicle.last
 
-    def tail(self, run_dir: str, what: Written, place: Place) -> Tail:
+    def tail(self, run_dir: str, what: LogSource, place: LogOffset) -> LogChunk:
         """Return the next complete lines of a file, from `place`. Leaves out a line that is still being written."""
         directory = self._open(run_dir)
         # List the attempts before the read: if there is a later one, the read sees all lines of this one.
@@ -148,9 +158,9 @@ class LocalRunDirs:
         file = _file(directory.attempt(place.attempt), what)
         # A line of a log may never end, so it is returned in parts. A part of a JSON line is useless.
         entries, more = _next_lines(file, place, in_pieces=what.kind == "log")
-        return Tail(entries, more, min(later, default=None))
+        return LogChunk(entries, more, min(later, default=None))
 
-    def mark(self, run_dir: str, what: Written) -> Hashable:
+    def mark(self, run_dir: str, what: LogSource) -> Hashable:
         """Return a value that changes whenever this file grows in any attempt. Much faster than a read."""
         attempts = self._open(run_dir).attempts()
         return tuple((attempt.number, size_appended(_file(attempt, what))) for attempt in attempts)
@@ -207,13 +217,13 @@ def _pinned_by(heir: RunDir) -> str:
     return f"clone-{heir.root.name}"
 
 
-def _file(attempt: AttemptDir, what: Written) -> Path:
+def _file(attempt: AttemptDir, what: LogSource) -> Path:
     if what.kind == "log":
         return attempt.driver_log if what.rank is None else attempt.rank_log(what.rank)
     return attempt.events if what.kind == "events" else attempt.metrics
 
 
-def _next_lines(path: Path, place: Place, *, in_pieces: bool) -> tuple[tuple[Entry, ...], bool]:
+def _next_lines(path: Path, place: LogOffset, *, in_pieces: bool) -> tuple[tuple[LogLine, ...], bool]:
     """Return the next complete lines, limited to about one window, and whether there may be more."""
     after, length = place.offset, _WINDOW
     if size_appended(path) <= after:
@@ -221,11 +231,11 @@ def _next_lines(path: Path, place: Place, *, in_pieces: bool) -> tuple[tuple[Ent
     window = read_appended(path, after, length)
     while b"\n" not in window and len(window) == length:
         if in_pieces:
-            return (Entry(window.decode(errors="replace"), replace(place, offset=after + length)),), True
+            return (LogLine(window.decode(errors="replace"), replace(place, offset=after + length)),), True
         length *= 4
         window = read_appended(path, after, length)
-    entries = list[Entry]()
+    entries = list[LogLine]()
     for line in window.split(b"\n")[:-1]:
         after += len(line) + 1
-        entries.append(Entry(line.decode(errors="replace").rstrip("\r"), replace(place, offset=after)))
+        entries.append(LogLine(line.decode(errors="replace").rstrip("\r"), replace(place, offset=after)))
     return tuple(entries), len(window) == length

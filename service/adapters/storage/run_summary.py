@@ -7,28 +7,28 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from service.domain.jobs.condition import Conditions, hosts_of
-from service.ports import NO_STORY, Line, Loss, Place, Progress, Reading, Story, Tail, Written
+from service.ports import EMPTY_SUMMARY, Line, LogChunk, LogOffset, LogSource, Loss, Progress, Reading, RunSummary
 from service.ports.json_lines import number, parse
 from train_loop.run_dir import CurrentGroup, RunDir
 
 _RECENT = 50
 """Number of newest steps from whose times the remaining time is estimated."""
-Read = Callable[[Written, Place], Tail]
+Read = Callable[[LogSource, LogOffset], LogChunk]
 """Function that reads the next lines of one of a run's files, from a position."""
 _NO_FAULTS = ("paused", "resized")
-_KINDS: tuple[Written, ...] = (Written("events"), Written("metrics"))
+_KINDS: tuple[LogSource, ...] = (LogSource("events"), LogSource("metrics"))
 
 
-class Chronicle:
+class RunSummaryReader:
     """The reader that keeps the story of one run up to date. Threads may share it."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir
-        self._places = {kind: Place() for kind in _KINDS}
+        self._places = {kind: LogOffset() for kind in _KINDS}
         self._groups = {kind: CurrentGroup() for kind in _KINDS}
         self._lock = threading.Lock()
-        self._story = NO_STORY
-        self.last = Reading(NO_STORY, None)
+        self._story = EMPTY_SUMMARY
+        self.last = Reading(EMPTY_SUMMARY, None)
         """Newest story that was read. It is available while another thread reads."""
         self._starts = 0
         self._attempt = 0
@@ -38,7 +38,7 @@ class Chronicle:
         self._conditions = Conditions()
         self._recent = deque[float](maxlen=_RECENT)
 
-    def tell(self, read: Read, *, now: float) -> Story:
+    def tell(self, read: Read, *, now: float) -> RunSummary:
         """Read the new lines, and return the updated story."""
         with self._lock:
             fresh = [line for kind in _KINDS for line in self._new_lines(read, kind)]
@@ -61,13 +61,13 @@ class Chronicle:
             self.last = Reading(self._story, now)
             return self._story
 
-    def _new_lines(self, read: Read, kind: Written) -> Iterator[Line]:
+    def _new_lines(self, read: Read, kind: LogSource) -> Iterator[Line]:
         while True:
             tail = read(kind, self._places[kind])
             if not tail.entries:
                 if tail.next_attempt is None:
                     return
-                self._places[kind], self._groups[kind] = Place(tail.next_attempt), CurrentGroup()
+                self._places[kind], self._groups[kind] = LogOffset(tail.next_attempt), CurrentGroup()
                 continue
             for entry in tail.entries:
                 # Lines of superseded worker groups count neither as progress nor as restarts.

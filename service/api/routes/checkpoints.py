@@ -11,7 +11,7 @@ from service.api.guard import CallerIs, parse_body, read_body, require_key
 from service.api.openapi import Answers, json_body
 from service.api.schemas import CheckpointOut, Checkpoints, ExportIn, ExportOut, Verified
 from service.domain.jobs.job import Job
-from service.use_cases.checkpoints import Ledger
+from service.use_cases.checkpoints import CheckpointActions
 from train_loop.run_dir import ExportWish
 
 router = APIRouter(prefix="/jobs/{job_id}/checkpoints", tags=["checkpoints"], dependencies=[Depends(require_key)])
@@ -19,13 +19,13 @@ _DONE: Answers = {200: {"model": ExportOut, "description": "It is done already"}
 Step = Annotated[int, Path(ge=0, lt=10**8)]
 
 
-async def ledger_of(request: Request, caller: CallerIs) -> Ledger:
+async def ledger_of(request: Request, caller: CallerIs) -> CheckpointActions:
     """Return the use cases for the caller of this request."""
-    ledger: Ledger = request.app.state.ledger
+    ledger: CheckpointActions = request.app.state.ledger
     return ledger.of(caller)
 
 
-UseCases = Annotated[Ledger, Depends(ledger_of)]
+UseCases = Annotated[CheckpointActions, Depends(ledger_of)]
 
 
 @router.get("")

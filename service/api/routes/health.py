@@ -3,10 +3,10 @@
 from fastapi import APIRouter, Request
 
 from service.api.query import CHECKED
-from service.api.readiness import Pulse
+from service.api.readiness import DatabaseProbe
 from service.api.schemas import Health
 from service.errors import GoingAway, PreflightStarting
-from service.lifecycle.startup import Opening
+from service.lifecycle.startup import DatabaseStartup
 from service.use_cases.jobs.jobs import Jobs
 
 router = APIRouter(tags=["health"], dependencies=[CHECKED])
@@ -21,8 +21,8 @@ async def healthz() -> Health:
 @router.get("/readyz")
 async def readyz(request: Request) -> Health:
     """Return 200 if the service accepts jobs: the database accepts writes, and specs can be checked."""
-    pulse: Pulse = request.app.state.pulse
-    opening: Opening = request.app.state.opening
+    pulse: DatabaseProbe = request.app.state.pulse
+    opening: DatabaseStartup = request.app.state.opening
     if opening.trouble is not None:
         raise opening.trouble
     if request.app.state.leaving.is_set():

@@ -10,14 +10,14 @@ from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request, R
 
 from service.api.convert import job_out, plan_out
 from service.api.fair_share import Checks
-from service.api.group_commit import Together
+from service.api.group_commit import GroupCommit
 from service.api.guard import CallerIs, parse_body, read_body, require_key
 from service.api.openapi import LOCATION, SPEC_BODY, Answers, json_body
 from service.api.query import ANY_CASE
 from service.api.schemas import CancelIn, CloneIn, JobOut, JobPage, PauseIn, PlanOut, ResumeIn
-from service.domain.access.roles import Caller
+from service.domain.access.roles import Principal
 from service.domain.jobs.job import JobState
-from service.ports import JobQuery, Once
+from service.ports import IdempotencyKey, JobQuery
 from service.use_cases.jobs.jobs import Jobs, JobView
 from service.use_cases.jobs.planning import PlanView
 from service.use_cases.jobs.specs import positions_in
@@ -32,7 +32,7 @@ _NEW: Answers = {
     200: LOCATION | {"model": JobOut, "description": "Its Idempotency-Key was known: the same job"},
 }
 Body = Annotated[bytes, Depends(read_body)]
-IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]
+IdempotencyHeader = Annotated[str | None, Header(min_length=1, max_length=255)]
 _ID_PREFIX = "^([Jj][Oo][Bb]-)?[0-9A-Za-z]{1,26}$"
 
 
@@ -52,7 +52,7 @@ class Asked:
     jobs: Jobs
     body: bytes
     checks: Checks
-    known: Together[tuple[Caller, bytes, Once | None], JobView | None]
+    known: GroupCommit[tuple[Principal, bytes, IdempotencyKey | None], JobView | None]
 
     @classmethod
     async def read(cls, request: Request, caller: CallerIs) -> "Asked":
@@ -69,7 +69,7 @@ class Asked:
             jobs.must_edit()
         return cls(jobs, await read_body(request), state.checks, state.known)
 
-    async def submit(self, once: Once | None) -> tuple[JobView, bool]:
+    async def submit(self, once: IdempotencyKey | None) -> tuple[JobView, bool]:
         """Submit as `Jobs.submit` does. If all checks are cached, store the job together with concurrent ones."""
         view = await self.known((self.jobs.caller, self.body, once))
         return (view, True) if view is not None else await self.call(self._submit, once)
@@ -78,7 +78,7 @@ class Asked:
         """Plan as `Jobs.plan` does."""
         return await self.call(self._plan)
 
-    def _submit(self, once: Once | None) -> tuple[JobView, bool]:
+    def _submit(self, once: IdempotencyKey | None) -> tuple[JobView, bool]:
         with positions_in(self.body):
             return self.jobs.submit(self.body, once)
 
@@ -95,13 +95,13 @@ ToCheck = Annotated[Asked, Depends(Asked.read)]
 
 
 @router.post("", status_code=201, openapi_extra=SPEC_BODY, responses=_NEW)
-async def submit(asked: ToCheck, response: Response, idempotency_key: IdempotencyKey = None) -> JobOut:
+async def submit(asked: ToCheck, response: Response, idempotency_key: IdempotencyHeader = None) -> JobOut:
     """Submit a job and store it durably. The same Idempotency-Key and body return the same job, with 200."""
     return _answer(asked.jobs, response, *await asked.submit(_once(asked, idempotency_key, asked.body)))
 
 
 @router.post("/{job_id}/clone", status_code=201, openapi_extra=json_body(CloneIn), responses=_NEW)
-async def clone(asked: ToCheck, job_id: str, response: Response, idempotency_key: IdempotencyKey = None) -> JobOut:
+async def clone(asked: ToCheck, job_id: str, response: Response, idempotency_key: IdempotencyHeader = None) -> JobOut:
     """Submit a job that starts from a checkpoint of this one, with changes to its spec. Otherwise like submit."""
     wish, once = (
         parse_body(CloneIn, asked.body),
@@ -111,8 +111,8 @@ async def clone(asked: ToCheck, job_id: str, response: Response, idempotency_key
     return _answer(asked.jobs, response, view, new)
 
 
-def _once(asked: Asked, key: str | None, body: bytes) -> Once | None:
-    return Once(key, hashlib.sha256(body).hexdigest(), asked.jobs.caller.scope) if key else None
+def _once(asked: Asked, key: str | None, body: bytes) -> IdempotencyKey | None:
+    return IdempotencyKey(key, hashlib.sha256(body).hexdigest(), asked.jobs.caller.scope) if key else None
 
 
 def _answer(jobs: Jobs, response: Response, view: JobView, new: bool) -> JobOut:

@@ -10,9 +10,9 @@ from fastapi import APIRouter, Depends, Request, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.guard import ScraperIs, require_scraper
-from service.api.readiness import Pulse
-from service.ports import Watch
-from service.use_cases.metrics import Watching
+from service.api.readiness import DatabaseProbe
+from service.ports import Metrics
+from service.use_cases.metrics import ServiceMetrics
 
 log = structlog.get_logger(__name__)
 router = APIRouter(tags=["operations"], dependencies=[Depends(require_scraper)])
@@ -23,9 +23,9 @@ _QUIET = frozenset({"/healthz", "/readyz", "/metrics"})
 """Routes that probes and scrapers call every few seconds; logged at debug level."""
 
 
-def watching_of(request: Request, caller: ScraperIs) -> Watching:
+def watching_of(request: Request, caller: ScraperIs) -> ServiceMetrics:
     """Return the use case for the caller of this request."""
-    watching: Watching = request.app.state.watching
+    watching: ServiceMetrics = request.app.state.watching
     return watching.of(caller)
 
 
@@ -34,9 +34,9 @@ def watching_of(request: Request, caller: ScraperIs) -> Watching:
     response_class=Response,
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "the series"}},
 )
-async def metrics(request: Request, watching: Annotated[Watching, Depends(watching_of)]) -> Response:
+async def metrics(request: Request, watching: Annotated[ServiceMetrics, Depends(watching_of)]) -> Response:
     """Return Prometheus series of this process and all jobs. Needs the metrics key or viewer role in all projects."""
-    pulse: Pulse = request.app.state.pulse
+    pulse: DatabaseProbe = request.app.state.pulse
     text = await run_sync(partial(watching.text, database_up=await pulse.beats()))
     return Response(text, media_type=_TEXT)
 
@@ -47,7 +47,7 @@ class Observed:
     It is on the path of every request, so it must cost only a few microseconds.
     """
 
-    def __init__(self, app: ASGIApp, *, watch: Watch) -> None:
+    def __init__(self, app: ASGIApp, *, watch: Metrics) -> None:
         self.app = app
         self.watch = watch
         self._outage = _EachSecond()

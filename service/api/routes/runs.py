@@ -17,9 +17,9 @@ from service.api.schemas import Level, LinePage, RunAuditOut, TextPage
 from service.api.sse import Streams, asks_for_stream
 from service.domain.jobs.job import Job
 from service.errors import InvalidRequest
-from service.ports import Cursor, Line, Place, RunDirs, Written
+from service.ports import Cursor, Line, LogOffset, LogSource, RunDirs
 from service.use_cases.runs.audit import audit_job
-from service.use_cases.runs.filters import AtLeast, Filter, thin_out
+from service.use_cases.runs.filters import AtLeast, Filter, downsample
 from service.use_cases.runs.filters import contains as containing
 from service.use_cases.runs.streams import Reader, read_lines, read_page
 from train_loop.spec import Problem
@@ -33,7 +33,7 @@ class Log(NamedTuple):
     """A log, and the default position to read it from."""
 
     reader: Reader
-    begin: Place
+    begin: LogOffset
 
 
 async def run_dirs_of(request: Request) -> RunDirs:
@@ -136,8 +136,8 @@ def log_of(
     if rank is not None and rank >= job.most_workers:
         known = f"the job has had {job.most_workers} workers at most; ask for a rank from 0 to {job.most_workers - 1}"
         raise InvalidRequest([Problem("/query/rank", f"rank {rank} not found: {known}")])
-    reader = Reader(dirs, job.run_dir, Written("log", rank), stays=attempt is not None, filters=filters)
-    return Log(reader, Place(attempt or dirs.newest_attempt(job.run_dir)))
+    reader = Reader(dirs, job.run_dir, LogSource("log", rank), stays=attempt is not None, filters=filters)
+    return Log(reader, LogOffset(attempt or dirs.newest_attempt(job.run_dir)))
 
 
 @router.get("/logs", response_model=TextPage, responses=_STREAM)
@@ -145,7 +145,7 @@ def logs(
     streams: Streams, job_id: str, log: Annotated[Log, Depends(log_of)], after: After, limit: Limit = 100
 ) -> TextPage | Response:
     """List the complete lines of one log."""
-    place = Place(*after) if after else log.begin
+    place = LogOffset(*after) if after else log.begin
     if streams.wanted:
         return streams.text(log.reader, place, job_id)
     batch = log.reader.read(place, limit=limit)
@@ -154,7 +154,7 @@ def logs(
 
 
 def _reader(dirs: RunDirs, job: Job, kind: Literal["events", "metrics"], contains: str | None = None) -> Reader:
-    return Reader(dirs, job.run_dir, Written(kind), filters=(containing(contains),) if contains else ())
+    return Reader(dirs, job.run_dir, LogSource(kind), filters=(containing(contains),) if contains else ())
 
 
 def _thinned(reader: Reader, after: Cursor, points: int) -> LinePage:
@@ -167,7 +167,7 @@ def _thinned(reader: Reader, after: Cursor, points: int) -> LinePage:
             end = one.cursor
             yield one.line
 
-    return LinePage(data=[dict(line) for line in thin_out(lines(), points=points)], has_more=False, next=str(end))
+    return LinePage(data=[dict(line) for line in downsample(lines(), points=points)], has_more=False, next=str(end))
 
 
 def _page(reader: Reader, after: Cursor, limit: int) -> LinePage:

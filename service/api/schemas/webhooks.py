@@ -5,7 +5,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from service.api.schemas.access import Project
 from service.api.schemas.common import Time
 from service.domain.jobs.job import JobState
-from service.domain.webhooks.delivery import Settled
+from service.domain.webhooks.delivery import DeliveryStatus
 
 
 class WebhookIn(BaseModel):
@@ -63,7 +63,7 @@ class DeliveryOut(BaseModel):
     event: str
     job_id: str
     created_at: Time
-    settled: Settled
+    settled: DeliveryStatus
     attempts: int
     status: int | None = Field(description="HTTP status of the last response; null if there was none")
     error: str | None = Field(description="why the last attempt failed")

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import JsonValue
 
-from service.domain.access.roles import Caller, Role, Roles
+from service.domain.access.roles import Principal, Role, Roles
 
 Claims = Mapping[str, JsonValue]
 LEEWAY = 30.0
@@ -16,7 +16,7 @@ _SUBJECT, _NAME = 255, 64
 """Maximum lengths in characters; the first is the limit of OpenID Connect for a subject."""
 
 
-class NoSubject(ValueError):
+class MissingSubject(ValueError):
     """Claims without a valid subject or expiry."""
 
 
@@ -27,14 +27,14 @@ class TokenRules:
     groups_claim: str
     groups: Mapping[str, Roles]
 
-    def caller_of(self, claims: Claims) -> Caller:
+    def caller_of(self, claims: Claims) -> Principal:
         """Return the caller; without a known group it has no roles. Raises NoSubject if `sub` or `exp` is invalid."""
         subject, until = claims.get("sub"), claims.get("exp")
         if not _plain(subject, _SUBJECT) or not isinstance(until, int | float):
-            raise NoSubject(f"the claim sub must be 1 to {_SUBJECT} printable characters, and exp a time")
+            raise MissingSubject(f"the claim sub must be 1 to {_SUBJECT} printable characters, and exp a time")
         name = next((str(claims[one])[:_NAME] for one in _NAMES if _plain(claims.get(one), _SUBJECT)), str(subject))
         roles = self._roles(claims.get(self.groups_claim))
-        return Caller(f"oidc:{subject}", name[:_NAME], roles, until=until + LEEWAY)
+        return Principal(f"oidc:{subject}", name[:_NAME], roles, until=until + LEEWAY)
 
     def _roles(self, told: JsonValue) -> Roles:
         """Return the highest role of any of the groups, by project."""

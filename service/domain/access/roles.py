@@ -31,7 +31,7 @@ Roles = Mapping[str, Role]
 
 
 @dataclass(frozen=True)
-class Caller:
+class Principal:
     """The principal of a request: its key or token, and its roles."""
 
     id: str
@@ -63,11 +63,11 @@ class Caller:
         return self.id if self.until is None else hashlib.sha256(self.id.encode()).hexdigest()
 
 
-OPERATOR = Caller("operator", "operator", {ANY: Role.ADMIN})
+OPERATOR = Principal("operator", "operator", {ANY: Role.ADMIN})
 """The caller that can read $TRAINSHED_HOME/admin.key."""
 
 
-SCRAPER = Caller("metrics", "metrics", {ANY: Role.VIEWER})
+SCRAPER = Principal("metrics", "metrics", {ANY: Role.VIEWER})
 """The caller with the key of TRAINSHED_METRICS_KEY_FILE, which gives access to /metrics only."""
 
 
@@ -88,17 +88,17 @@ class Key:
         """Return whether the key is neither revoked nor expired."""
         return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
 
-    def roles_shown_to(self, caller: Caller) -> Roles:
+    def roles_shown_to(self, caller: Principal) -> Roles:
         """Return the roles in projects that the caller administers."""
         return {project: role for project, role in self.roles.items() if caller.may(Role.ADMIN, project)}
 
 
 @dataclass(frozen=True)
-class Deed:
+class AuditEntry:
     """An audit log entry of one write: the caller, the action and the change."""
 
     time: float
-    caller: Caller
+    caller: Principal
     action: str
     """Action as `<noun>.<verb>`, e.g. job.pause."""
     project: str

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from service.domain.doctor.finding import Finding, failed, ok, skipped, warning
 from train_loop.plan import DATA_CPUS
-from train_loop.run_dir import ALL_NODES, ClusterVisit, NodeVisit
+from train_loop.run_dir import ALL_NODES, ClusterVisit, NodeReport
 
 _SKEW_WARNING, _SKEW_FAILED = 2.0, 30.0
 """Clock skew in seconds. Nodes compare the deadlines of pauses and cancels, set by the service, with their clocks."""
@@ -16,7 +16,7 @@ _SHOWN = 5
 """Maximum number of nodes that a finding names."""
 
 
-class Reach(StrEnum):
+class Reachability(StrEnum):
     """The result of a request to the cluster's dashboard."""
 
     ANSWERS = "answers"
@@ -28,10 +28,10 @@ class Reach(StrEnum):
 
 
 @dataclass(frozen=True)
-class Greeting:
+class ProbeReply:
     """The answer of the cluster's dashboard: result, URL and message."""
 
-    reach: Reach
+    reach: Reachability
     url: str
     said: str
     ahead: tuple[float, float] | None = None
@@ -39,7 +39,7 @@ class Greeting:
 
 
 @dataclass(frozen=True)
-class Trouble:
+class ProbeFailure:
     """The reason why a measurement failed, in place of its value."""
 
     what: str
@@ -49,16 +49,16 @@ class Trouble:
 class Measured:
     """All measurements. A string describes the observation of a passed check."""
 
-    greeting: Greeting | Trouble
-    nodes: int | Trouble
-    visit: ClusterVisit | Trouble
-    token: str | Trouble
+    greeting: ProbeReply | ProbeFailure
+    nodes: int | ProbeFailure
+    visit: ClusterVisit | ProbeFailure
+    token: str | ProbeFailure
     """Token that the service wrote to the storage for the nodes to read."""
-    arrived: frozenset[str] | Trouble
+    arrived: frozenset[str] | ProbeFailure
     """Nodes whose answers on the storage the service has read."""
-    read: str | Trouble
-    write: str | Trouble
-    replace: str | Trouble
+    read: str | ProbeFailure
+    write: str | ProbeFailure
+    replace: str | ProbeFailure
     runs: str = ""
     """URI of the folder that holds the run directories."""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -85,29 +85,29 @@ def _ray(seen: Measured) -> tuple[Finding, ...]:
     return reachable, authenticated, nodes, _tasks(seen.visit)
 
 
-def _greeting(greeting: Greeting | Trouble) -> tuple[Finding, Finding]:
+def _greeting(greeting: ProbeReply | ProbeFailure) -> tuple[Finding, Finding]:
     unknown = skipped("ray.authenticated", "Ray does not answer")
-    if isinstance(greeting, Trouble):
+    if isinstance(greeting, ProbeFailure):
         remedy = (
             "check that the dashboard is not overloaded, and that no firewall drops traffic to TRAINSHED_RAY_ADDRESS"
         )
         return failed("ray.reachable", greeting.what, remedy), unknown
     where = f"{greeting.url}: {greeting.said}" if greeting.url else greeting.said
     remedies = {
-        Reach.NOBODY: "start the cluster, or correct TRAINSHED_RAY_ADDRESS: the URL of its dashboard, http://HEAD:8265",
-        Reach.STRANGE: "TRAINSHED_RAY_ADDRESS must be the URL of Ray's dashboard, without a login page in front of it",
-        Reach.STARTING: "wait 30 s; if Ray still does not start, see ray.log in TRAINSHED_HOME",
+        Reachability.NOBODY: "start the cluster, or correct TRAINSHED_RAY_ADDRESS: the URL of its dashboard, http://HEAD:8265",
+        Reachability.STRANGE: "TRAINSHED_RAY_ADDRESS must be the URL of Ray's dashboard, without a login page",
+        Reachability.STARTING: "wait 30 s; if Ray still does not start, see ray.log in TRAINSHED_HOME",
     }
     if greeting.reach in remedies:
         return failed("ray.reachable", where, remedies[greeting.reach]), unknown
-    if greeting.reach is Reach.REFUSED:
+    if greeting.reach is Reachability.REFUSED:
         remedy = "give the service the cluster's token: RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
         return ok("ray.reachable", f"{greeting.url} answers"), failed("ray.authenticated", where, remedy)
     return ok("ray.reachable", where), ok("ray.authenticated", "Ray accepts the service's requests")
 
 
-def _nodes(nodes: int | Trouble) -> Finding:
-    if isinstance(nodes, Trouble):
+def _nodes(nodes: int | ProbeFailure) -> Finding:
+    if isinstance(nodes, ProbeFailure):
         return failed("ray.nodes", nodes.what, "check the head's dashboard, and gcs_server.out in its log folder")
     if nodes == 0:
         remedy = "if the head has just started, wait some seconds; otherwise start nodes or the autoscaler"
@@ -115,9 +115,9 @@ def _nodes(nodes: int | Trouble) -> Finding:
     return ok("ray.nodes", f"{nodes} alive")
 
 
-def _tasks(visit: ClusterVisit | Trouble) -> Finding:
+def _tasks(visit: ClusterVisit | ProbeFailure) -> Finding:
     remedy = "the cluster's image must have trainshed[ray] installed, and `python` on its PATH must find it"
-    if isinstance(visit, Trouble):
+    if isinstance(visit, ProbeFailure):
         return failed("ray.tasks", visit.what, remedy)
     troubled = {_name(node): node.trouble for node in visit.nodes if node.trouble}
     if troubled:
@@ -151,8 +151,8 @@ def _storage(seen: Measured) -> tuple[Finding, ...]:
     )
 
 
-def _step(check: str, seen: str | Trouble, remedy: str) -> Finding:
-    return failed(check, seen.what, remedy) if isinstance(seen, Trouble) else ok(check, seen)
+def _step(check: str, seen: str | ProbeFailure, remedy: str) -> Finding:
+    return failed(check, seen.what, remedy) if isinstance(seen, ProbeFailure) else ok(check, seen)
 
 
 def _shared(seen: Measured) -> Finding:
@@ -161,7 +161,7 @@ def _shared(seen: Measured) -> Finding:
     looked = [node for node in _visited(seen) if node.sight is not None]
     if not looked:
         return skipped(check, "no node has checked the storage")
-    if isinstance(seen.token, Trouble):
+    if isinstance(seen.token, ProbeFailure):
         return skipped(check, f"the service could not write a file for the nodes: {seen.token.what}")
     faults = _sight_faults(looked, seen.token, seen.arrived)
     if faults:
@@ -173,7 +173,7 @@ def _shared(seen: Measured) -> Finding:
     return ok(check, f"{len(looked)} nodes see the service's writes, and it sees theirs")
 
 
-def _sight_faults(looked: Sequence[NodeVisit], token: str, arrived: frozenset[str] | Trouble) -> dict[str, str]:
+def _sight_faults(looked: Sequence[NodeReport], token: str, arrived: frozenset[str] | ProbeFailure) -> dict[str, str]:
     faults = dict[str, str]()
     for node in looked:
         sight = node.sight
@@ -183,7 +183,7 @@ def _sight_faults(looked: Sequence[NodeVisit], token: str, arrived: frozenset[st
             faults[_name(node)] = sight.fault
         elif sight.token != token:
             faults[_name(node)] = "does not see the service's writes"
-        elif isinstance(arrived, Trouble):
+        elif isinstance(arrived, ProbeFailure):
             faults[_name(node)] = arrived.what
         elif node.node not in arrived:
             faults[_name(node)] = "the service does not see its writes"
@@ -194,10 +194,10 @@ def _sight_faults(looked: Sequence[NodeVisit], token: str, arrived: frozenset[st
 
 def _of_nodes(seen: Measured) -> tuple[Finding, ...]:
     nodes = _visited(seen)
-    if not nodes or isinstance(seen.visit, Trouble):
+    if not nodes or isinstance(seen.visit, ProbeFailure):
         checks = ("network", "versions", "user", "clock", "data_cpus")
         return tuple(skipped(check, "no node was checked") for check in checks)
-    head = None if isinstance(seen.greeting, Trouble) else seen.greeting.ahead
+    head = None if isinstance(seen.greeting, ProbeFailure) else seen.greeting.ahead
     versions, user = _versions(seen.versions, nodes), _user(seen, nodes)
     return _network(seen.visit), versions, user, _clock(head, nodes), _data_cpus(seen.visit)
 
@@ -218,7 +218,7 @@ def _network(visit: ClusterVisit) -> Finding:
     return failed(check, f"{what} {_list(network.failed)}", remedy)
 
 
-def _versions(own: Mapping[str, str], nodes: Sequence[NodeVisit]) -> Finding:
+def _versions(own: Mapping[str, str], nodes: Sequence[NodeReport]) -> Finding:
     check = "versions"
     told = {_name(node): node.versions for node in nodes if node.versions is not None}
     if not told:
@@ -239,7 +239,7 @@ def _versions(own: Mapping[str, str], nodes: Sequence[NodeVisit]) -> Finding:
     return ok(check, ", ".join(f"{name} {version}" for name, version in cluster.items()))
 
 
-def _user(seen: Measured, nodes: Sequence[NodeVisit]) -> Finding:
+def _user(seen: Measured, nodes: Sequence[NodeReport]) -> Finding:
     """Compare the users of the service and the nodes: each writes into folders that the other created."""
     check = "user"
     told = {_name(node): node.uid for node in nodes if node.uid is not None}
@@ -270,7 +270,7 @@ def _differing(told: Mapping[str, Mapping[str, str]]) -> str:
     return "; ".join(f"{name} {' and '.join(values)}" for name, values in found.items() if len(values) > 1)
 
 
-def _clock(head: tuple[float, float] | None, nodes: Sequence[NodeVisit]) -> Finding:
+def _clock(head: tuple[float, float] | None, nodes: Sequence[NodeReport]) -> Finding:
     """Check the clock skew. Bounds that include zero prove nothing: only a certain skew counts."""
     check = "clock"
     # The bounds of nodes are relative to the driver, which Ray runs on the head by default.
@@ -307,14 +307,14 @@ def _data_cpus(visit: ClusterVisit) -> Finding:
 
 
 def _answers(seen: Measured) -> bool:
-    return isinstance(seen.greeting, Greeting) and seen.greeting.reach is Reach.ANSWERS
+    return isinstance(seen.greeting, ProbeReply) and seen.greeting.reach is Reachability.ANSWERS
 
 
-def _visited(seen: Measured) -> list[NodeVisit]:
-    return [] if isinstance(seen.visit, Trouble) else seen.visit.nodes
+def _visited(seen: Measured) -> list[NodeReport]:
+    return [] if isinstance(seen.visit, ProbeFailure) else seen.visit.nodes
 
 
-def _name(node: NodeVisit) -> str:
+def _name(node: NodeReport) -> str:
     return f"{node.address} ({node.node[:8]})"
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from service.domain.jobs.job import Job, JobState, Wish
+from service.domain.jobs.job import Job, JobState, StopRequest
 from service.domain.jobs.reason import Code, Reason
 from service.domain.jobs.transitions import resume
 from service.errors import IllegalState
@@ -21,7 +21,7 @@ def cancelled(job: Job, *, deadline: float, checkpoint: bool, now: float) -> Job
         raise IllegalState(f"{job.id} is already {job.state} and cannot be cancelled; nothing needs to be done")
     if job.state is JobState.CANCELLING and job.wish is not None:
         return _sooner(job, job.wish, deadline)
-    wish = Wish("cancel", checkpoint=checkpoint, deadline=deadline, reason=_CANCELLED)
+    wish = StopRequest("cancel", checkpoint=checkpoint, deadline=deadline, reason=_CANCELLED)
     return replace(job.move(JobState.CANCELLING, now=now, reason=_CANCELLED), wish=wish)
 
 
@@ -29,7 +29,7 @@ def paused(job: Job, *, deadline: float, now: float) -> Job:
     """Return the job after a pause request. Only a user can resume it, even if it was preempted before."""
     if job.state.terminal or job.state is JobState.CANCELLING:
         raise IllegalState(f"{job.id} is {job.state} and cannot be paused; clone it to train further")
-    wish = Wish("pause", checkpoint=True, deadline=deadline, reason=_PAUSED)
+    wish = StopRequest("pause", checkpoint=True, deadline=deadline, reason=_PAUSED)
     if job.state is JobState.PAUSED:
         kept = job.wish if job.wish is not None and job.wish.reason.code is Code.USER else wish
         return job if kept == job.wish else replace(job, wish=kept, reason=_PAUSED, updated_at=now)
@@ -55,13 +55,13 @@ def resumed(job: Job, scaling: ScalingSpec | None, sizes: tuple[int, ...] = (), 
     if job.state is JobState.PAUSED:
         return resume(sized, now=now)
     if sized is not job and job.state in (JobState.STARTING, JobState.RUNNING, JobState.RECOVERING):
-        wish = Wish("resize", checkpoint=True, deadline=deadline, reason=_RESIZED, then_resume=True)
+        wish = StopRequest("resize", checkpoint=True, deadline=deadline, reason=_RESIZED, then_resume=True)
         return replace(sized.move(JobState.PAUSING, now=now, reason=_RESIZED), wish=wish)
     if job.state is JobState.PAUSING and job.wish is not None and not job.wish.then_resume:
         return replace(sized, wish=replace(job.wish, then_resume=True))
     return sized
 
 
-def _sooner(job: Job, wish: Wish, deadline: float) -> Job:
+def _sooner(job: Job, wish: StopRequest, deadline: float) -> Job:
     wish = replace(wish, deadline=min(wish.deadline, deadline))
     return job if wish == job.wish else replace(job, wish=wish)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum, auto
 
-from service.domain.jobs.job import Attempt, Job, JobState, Wish
+from service.domain.jobs.job import Attempt, Job, JobState, StopRequest
 from service.domain.jobs.reason import WAITS, Code, Reason, code_of
 from service.domain.jobs.transitions import resume
 from train_loop.run_dir import Outcome, Stop
@@ -20,7 +20,7 @@ _FENCE_SECONDS = 600.0
 """Seconds after a deadline during which writing the fence is retried: a late submission may still start a driver."""
 
 
-class Submission(StrEnum):
+class SubmissionStatus(StrEnum):
     """Status of a submission id in the cluster; UNKNOWN if the cluster does not answer."""
 
     MISSING = "missing"
@@ -34,10 +34,10 @@ class Submission(StrEnum):
     @property
     def alive(self) -> bool:
         """Return whether the driver runs or is going to."""
-        return self in (Submission.PENDING, Submission.RUNNING)
+        return self in (SubmissionStatus.PENDING, SubmissionStatus.RUNNING)
 
 
-class Training(Enum):
+class WorkerStatus(Enum):
     """Status of the attempt's workers, from its newest event about them."""
 
     NOT_YET = auto()
@@ -55,12 +55,12 @@ class Effect(Enum):
     """Stop the driver of the attempt before the newest."""
     FENCE_OFF = auto()
     """Fence off all attempts, in case a request to start one is still in flight."""
-    LET_GO = auto()
+    RELEASE_PARENT = auto()
     """Remove the job's pin from the checkpoint that it was cloned from."""
 
 
 @dataclass(frozen=True)
-class Latest:
+class LatestAttempt:
     """The newest attempt in a run directory, and its size if that was written."""
 
     attempt: int
@@ -69,15 +69,15 @@ class Latest:
     """True if the attempt is fenced off: it can no longer commit."""
 
 
-NO_ATTEMPT = Latest(0)
+NO_ATTEMPT = LatestAttempt(0)
 
 
 @dataclass(frozen=True)
-class Seen:
+class Observation:
     """Observation of a job's newest attempt."""
 
-    submission: Submission = Submission.UNKNOWN
-    training: Training = Training.NOT_YET
+    submission: SubmissionStatus = SubmissionStatus.UNKNOWN
+    training: WorkerStatus = WorkerStatus.NOT_YET
     outcome: Outcome | None = None
     stop: Stop | None = None
     committed: int | None = None
@@ -94,9 +94,9 @@ class Seen:
     """Seconds for which a training attempt has written nothing."""
     begun: bool = False
     """True if the attempt has written something or is fenced off, even if it is not recorded as submitted."""
-    latest: Latest | None = None
+    latest: LatestAttempt | None = None
     """A newer attempt than the job has: the stored job is older than the run, as after a restore."""
-    previous: Submission = Submission.MISSING
+    previous: SubmissionStatus = SubmissionStatus.MISSING
     """Status of the attempt before; read only until the newest one is submitted."""
     observed: bool = False
     """True if the run directory was read."""
@@ -125,7 +125,7 @@ class Decision:
     """True if a failed effect prevents the job from being stored."""
 
 
-def decide(job: Job, seen: Seen, *, now: float, retry: Retry) -> Decision:
+def decide(job: Job, seen: Observation, *, now: float, retry: Retry) -> Decision:
     """Return the next step of a job; the same job if there is nothing to do."""
     rule = _RULES.get(job.state)
     if rule is None:
@@ -137,18 +137,18 @@ def decide(job: Job, seen: Seen, *, now: float, retry: Retry) -> Decision:
     if decision.job.state in _RULES:
         return decision
     fence = (Effect.FENCE_OFF,) if job.attempts else ()
-    let_go = (Effect.LET_GO,) if job.parent is not None and decision.job.state.terminal else ()
+    let_go = (Effect.RELEASE_PARENT,) if job.parent is not None and decision.job.state.terminal else ()
     # A disk that stays full must not keep a job alive forever.
     given_up = job.wish is not None and now >= job.wish.deadline + _FENCE_SECONDS
     return replace(decision, effects=(*decision.effects, *fence, *let_go), needed=not given_up)
 
 
-def wanted_stop(wish: Wish, attempt: Attempt) -> Stop:
+def wanted_stop(wish: StopRequest, attempt: Attempt) -> Stop:
     """Return the content that control/stop.json should have."""
     return Stop(mode=wish.mode, checkpoint=wish.checkpoint, deadline=wish.deadline, attempt=attempt.number)
 
 
-def _active(job: Job, seen: Seen, now: float, retry: Retry) -> Decision:
+def _active(job: Job, seen: Observation, now: float, retry: Retry) -> Decision:
     """Decide about a job that starts, runs or recovers."""
     attempt = job.attempts[-1]
     # The attempt wrote its outcome itself; the cluster need not confirm it.
@@ -156,11 +156,11 @@ def _active(job: Job, seen: Seen, now: float, retry: Retry) -> Decision:
         return Decision(_ended(job, seen.outcome, seen.committed, now, retry))
     if attempt.ended_at is not None:
         return Decision(job if now < (job.next_attempt_at or 0) else job.begin_attempt(now=now))
-    if seen.submission is Submission.UNKNOWN:
+    if seen.submission is SubmissionStatus.UNKNOWN:
         return Decision(_unanswered(job, seen))
     # An attempt that has written was submitted, even if that is not stored. It is not submitted again: a driver of it
     # that still runs must find a newer fence.
-    if seen.submission is Submission.MISSING and attempt.submitted_at is None and not seen.begun:
+    if seen.submission is SubmissionStatus.MISSING and attempt.submitted_at is None and not seen.begun:
         return _submit(job, seen.previous, now)
     if not seen.submission.alive:
         return Decision(_failed(job, _driver_lost(seen), seen.committed, now, retry))
@@ -171,11 +171,11 @@ def _active(job: Job, seen: Seen, now: float, retry: Retry) -> Decision:
     return Decision(_follow(job if attempt.submitted_at else job.mark_submitted(now=now), seen, now))
 
 
-def _submit(job: Job, previous: Submission, now: float) -> Decision:
+def _submit(job: Job, previous: SubmissionStatus, now: float) -> Decision:
     # Two live drivers would share a run directory. The fence protects it, but the work of one driver would be wasted.
     if previous.alive:
         return Decision(job, (Effect.STOP_PREVIOUS,))
-    if previous is Submission.UNKNOWN:
+    if previous is SubmissionStatus.UNKNOWN:
         return Decision(job)
     return Decision(_because(job.mark_submitted(now=now), _last_failure(job)), (Effect.SUBMIT,))
 
@@ -185,27 +185,27 @@ def hangs(job: Job, quiet: float) -> bool:
     return quiet > job.spec.failure.hang_timeout_seconds * job.spec.training.logging_steps + _SLACK_SECONDS
 
 
-def _follow(job: Job, seen: Seen, now: float) -> Job:
+def _follow(job: Job, seen: Observation, now: float) -> Job:
     """Return the job with the state and reason that its live attempt's workers imply."""
-    if job.state is JobState.RUNNING and seen.training is Training.LOST:
+    if job.state is JobState.RUNNING and seen.training is WorkerStatus.LOST:
         job = job.move(JobState.RECOVERING, now=now)
         return _because(job, seen.condition or _standing(job, seen))
     # An attempt that lost its workers before it was first observed has been running, too.
-    began = seen.training is Training.YES or (job.state is JobState.STARTING and seen.training is Training.LOST)
+    began = seen.training is WorkerStatus.YES or (job.state is JobState.STARTING and seen.training is WorkerStatus.LOST)
     job = job.move(JobState.RUNNING, now=now) if began and job.state is not JobState.RUNNING else job
     return _because(job, seen.condition or _standing(job, seen))
 
 
-def _standing(job: Job, seen: Seen) -> Reason | None:
+def _standing(job: Job, seen: Observation) -> Reason | None:
     """Return the reason of a live attempt without a condition. It replaces a condition that has ended."""
     if job.state is JobState.RUNNING:
         return None
-    if seen.training is Training.LOST:
+    if seen.training is WorkerStatus.LOST:
         return seen.lost or Reason(Code.WORKERS_LOST, "workers were lost; the run resumes from its newest checkpoint")
     return _last_failure(job)
 
 
-def _unanswered(job: Job, seen: Seen) -> Job:
+def _unanswered(job: Job, seen: Observation) -> Job:
     """Return the job while the cluster does not answer. Unknown is not failed, so only its reason may change."""
     # If storage is unavailable too, that is the reason already. Keep it: the two must not alternate.
     outages = (Code.CLUSTER_UNREACHABLE, Code.STORAGE_UNAVAILABLE)
@@ -259,7 +259,7 @@ def _last_failure(job: Job) -> Reason | None:
     return replace(over[-1].reason, message=f"attempt {over[-1].number} failed{tries}: {over[-1].reason.message}")
 
 
-def _stopping(job: Job, seen: Seen, now: float, retry: Retry) -> Decision:
+def _stopping(job: Job, seen: Observation, now: float, retry: Retry) -> Decision:
     """Decide about a job that pauses or is cancelled: ask the loop to stop; after the deadline, stop the driver."""
     attempt, wish = job.attempt, job.wish
     if attempt is None or attempt.ended_at is not None or wish is None:
@@ -273,7 +273,7 @@ def _stopping(job: Job, seen: Seen, now: float, retry: Retry) -> Decision:
     stop_now = (Effect.STOP_NOW,) if seen.submission.alive and (late or not seen.group_up) else ()
     if seen.stop != wanted_stop(wish, attempt) and not late:
         return Decision(job, (Effect.ASK_TO_STOP, *stop_now))
-    if seen.submission is Submission.UNKNOWN:
+    if seen.submission is SubmissionStatus.UNKNOWN:
         return Decision(_unanswered(job, seen))
     if not seen.submission.alive:
         return Decision(_gone(job, seen, now))
@@ -294,12 +294,12 @@ def _acknowledged(job: Job, outcome: Outcome, committed: int | None, now: float)
     return _stopped(_because(job, _told(job, outcome.reason)), now)
 
 
-def _gone(job: Job, seen: Seen, now: float) -> Job:
+def _gone(job: Job, seen: Observation, now: float) -> Job:
     """Return the job after its driver ended without an outcome, or never started."""
     if job.state is JobState.CANCELLING or job.attempts[-1].submitted_at is None:
         result = "cancelled" if job.state is JobState.CANCELLING else "paused"
         return _stopped(_because(job.end_attempt(result, now=now), _told(job, None)), now)
-    if seen.submission is Submission.STOPPED and job.wish is not None:
+    if seen.submission is SubmissionStatus.STOPPED and job.wish is not None:
         # The service stopped the driver before it could write an outcome.
         result = "service_stopped" if _service_stops(job) else wanted_stop(job.wish, job.attempts[-1]).result
         told = _told(job, "stopped without a final checkpoint after the grace period")
@@ -336,7 +336,7 @@ def _failure(outcome: Outcome) -> Reason:
     return Reason(code_of(outcome.code), outcome.reason or outcome.code or "the driver gave no reason")
 
 
-def _driver_lost(seen: Seen) -> Reason:
+def _driver_lost(seen: Observation) -> Reason:
     return Reason(Code.DRIVER_LOST, f"the driver was lost (status of its submission: {seen.submission})")
 
 
@@ -344,7 +344,7 @@ def _because(job: Job, reason: Reason | None) -> Job:
     return job if job.reason == reason else replace(job, reason=reason)
 
 
-_RULES: Mapping[JobState, Callable[[Job, Seen, float, Retry], Decision]] = {
+_RULES: Mapping[JobState, Callable[[Job, Observation, float, Retry], Decision]] = {
     JobState.STARTING: _active,
     JobState.RUNNING: _active,
     JobState.RECOVERING: _active,

@@ -71,7 +71,7 @@ _ASKED = Reason(Code.USER, "a user asked for it")
 
 
 @dataclass(frozen=True)
-class Wish:
+class StopRequest:
     """A request that the newest attempt stops."""
 
     mode: Literal["cancel", "pause", "resize"]
@@ -109,7 +109,7 @@ class Job:
     finished_at: float | None = None
     attempts: tuple[Attempt, ...] = ()
     next_attempt_at: float | None = None
-    wish: Wish | None = None
+    wish: StopRequest | None = None
     scaling: ScalingSpec | None = None
     """Size from a resize; None means the size in the spec."""
     sizes: tuple[int, ...] = ()

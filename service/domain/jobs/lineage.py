@@ -18,7 +18,7 @@ def parent_of(job: Job, manifest: Manifest, spec: JobSpec) -> Parent:
     )
 
 
-def nothing_left(job: Job, manifest: Manifest, spec: JobSpec) -> list[Problem]:
+def check_steps_remaining(job: Job, manifest: Manifest, spec: JobSpec) -> list[Problem]:
     """Return why a clone would end before its first step; empty if it would not, or if this is not known yet."""
     training, begins = spec.training, f"step {manifest.step} of {job.id}, where the clone starts"
     if training.max_steps is not None and training.max_steps <= manifest.step:

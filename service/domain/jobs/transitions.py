@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from service.domain.jobs.job import Job, JobState, Wish
+from service.domain.jobs.job import Job, JobState, StopRequest
 from service.domain.jobs.reason import Code, Reason
 
 _LOST_SECONDS = 10.0
@@ -15,17 +15,17 @@ def start(job: Job, *, now: float, workers: int | None = None) -> Job:
     return replace(queued.move(JobState.STARTING, now=now), granted=workers).begin_attempt(now=now)
 
 
-def make_room(job: Job, *, whom: str, deadline: float, now: float) -> Job:
+def preempt(job: Job, *, whom: str, deadline: float, now: float) -> Job:
     """Return a running job that is paused for the job `whom`, and resumes automatically later."""
     reason = Reason(Code.PREEMPTED, f"preempted by {whom}; resumes once there is capacity")
-    wish = Wish("pause", checkpoint=True, deadline=deadline, reason=reason)
+    wish = StopRequest("pause", checkpoint=True, deadline=deadline, reason=reason)
     return replace(job.move(JobState.PAUSING, now=now, reason=reason), wish=wish)
 
 
 def stop_with_service(job: Job, *, deadline: float, now: float) -> Job:
     """Return a running job that saves because the service stops with its Ray, and is then queued again."""
     reason = Reason(Code.SERVICE_STOPPED, "the service was stopped; the job resumes when the service runs again")
-    wish = Wish("pause", checkpoint=True, deadline=deadline, reason=reason, then_resume=True)
+    wish = StopRequest("pause", checkpoint=True, deadline=deadline, reason=reason, then_resume=True)
     return replace(job.move(JobState.PAUSING, now=now, reason=reason), wish=wish)
 
 
@@ -38,7 +38,7 @@ def resize(job: Job, *, workers: int, patience: float, now: float) -> Job:
     why = "the cluster has more capacity" if grows else _loss(job)
     reason = Reason(Code.RESIZED, f"resumes with {workers} workers instead of {before}: {why}")
     deadline = now + (patience if grows else min(patience, _LOST_SECONDS))
-    wish = Wish("resize", checkpoint=True, deadline=deadline, reason=reason, then_resume=True)
+    wish = StopRequest("resize", checkpoint=True, deadline=deadline, reason=reason, then_resume=True)
     return replace(job.move(JobState.PAUSING, now=now, reason=reason), wish=wish)
 
 

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from service.domain.jobs.job import JobState
 from service.domain.jobs.reason import Code, Reason
-from service.domain.queue.entry import Resources, Ticket, add_up, queue_order
-from service.domain.queue.placement import Seats
-from service.domain.queue.policy import Quota, Rules, Use
+from service.domain.queue.entry import QueueEntry, Resources, add_up, queue_order
+from service.domain.queue.placement import Placement
+from service.domain.queue.policy import ProjectUsage, QueuePolicy, Quota
 from service.domain.queue.snapshot import Admission
 from train_loop.plan import Capacity, data_starves, no_place, too_big
 from train_loop.spec import ScalingSpec
@@ -31,9 +31,9 @@ def never_fits(scaling: ScalingSpec, cluster: Capacity | None, *, group: int = 1
 
 
 def admit(
-    tickets: Iterable[Ticket],
+    tickets: Iterable[QueueEntry],
     cluster: Capacity | None,
-    rules: Rules,
+    rules: QueuePolicy,
     *,
     now: float = 0.0,
     unreachable: Reason | None = None,
@@ -57,25 +57,25 @@ def admit(
 class _Books:
     """The resources in use, updated while the queue is processed from its front."""
 
-    def __init__(self, cluster: Capacity, rules: Rules, holders: Sequence[Ticket]) -> None:
+    def __init__(self, cluster: Capacity, rules: QueuePolicy, holders: Sequence[QueueEntry]) -> None:
         self.starts: list[str] = []
         self.workers: dict[str, int] = {}
         self.preempts: dict[str, str] = {}
         self.waits: dict[str, Reason] = {}
         self._cluster, self._total = cluster, cluster.total
         self._rules = rules
-        self._holders: list[Ticket] = []
+        self._holders: list[QueueEntry] = []
         self._held: Resources = {}
-        self._used: dict[str, Use] = {}
-        self._blocked: list[Ticket] = []
-        self._refused: list[tuple[Resources, Ticket]] = []
+        self._used: dict[str, ProjectUsage] = {}
+        self._blocked: list[QueueEntry] = []
+        self._refused: list[tuple[Resources, QueueEntry]] = []
         self._over_quota: set[str] = set()
         self._place = 0
-        self._seats: Seats | None = None
+        self._seats: Placement | None = None
         for ticket in holders:
             self._hold(ticket)
 
-    def decide(self, ticket: Ticket) -> None:
+    def decide(self, ticket: QueueEntry) -> None:
         """Start a job, or record why it waits. An elastic job starts with as many workers as fit."""
         if ticket.sizes:
             most = self._most_workers(ticket)
@@ -125,9 +125,9 @@ class _Books:
                     yield ticket.id, workers
                     break
 
-    def _may_start(self, ticket: Ticket) -> bool:
+    def _may_start(self, ticket: QueueEntry) -> bool:
         """Return whether the job could start now. Unlike `_why_wait`, this records no reason."""
-        more = self._used.get(ticket.project, Use()).plus(ticket)
+        more = self._used.get(ticket.project, ProjectUsage()).plus(ticket)
         return (
             ticket.project not in self._over_quota
             and self._over(ticket, more) is None
@@ -136,46 +136,46 @@ class _Books:
             and self._who_holds_back(ticket) is None
         )
 
-    def _most_workers(self, ticket: Ticket) -> float:
+    def _most_workers(self, ticket: QueueEntry) -> float:
         """Return an upper limit for the number of workers that fit. This is cheaper than a check of every size."""
         each = ((name, amount) for name, amount in ticket.scaling.resources_per_worker.items() if amount)
         free = ((self._total.get(name, 0.0) - self._held.get(name, 0.0) + _NOISE, amount) for name, amount in each)
         return min((left / amount for left, amount in free), default=math.inf)
 
-    def _has_room(self, ticket: Ticket, held: Resources) -> bool:
+    def _has_room(self, ticket: QueueEntry, held: Resources) -> bool:
         """Return whether the cluster has the needed resources in addition to `held`, and a node for each worker."""
         return (
             _shortage(ticket.needs, self._total, held) is None
             and never_fits(ticket.scaling, self._cluster, group=ticket.group) is None
         )
 
-    def _has_places(self, ticket: Ticket) -> bool:
+    def _has_places(self, ticket: QueueEntry) -> bool:
         """Return whether the nodes have free places for the workers, as far as other placements are known."""
         if self._seats is None:
             # Built on demand: only elastic jobs need it, and placing a thousand jobs takes time.
-            self._seats = Seats(self._cluster, self._holders)
+            self._seats = Placement(self._cluster, self._holders)
         return self._seats.fits(ticket)
 
-    def _hold(self, ticket: Ticket) -> None:
+    def _hold(self, ticket: QueueEntry) -> None:
         self._holders.append(ticket)
         self._held = add_up([self._held, ticket.needs])
-        self._used[ticket.project] = self._used.get(ticket.project, Use()).plus(ticket)
+        self._used[ticket.project] = self._used.get(ticket.project, ProjectUsage()).plus(ticket)
         if self._seats is not None:
             self._seats.take(ticket)
 
-    def _why_wait(self, ticket: Ticket) -> Reason | None:
+    def _why_wait(self, ticket: QueueEntry) -> Reason | None:
         # Only a job that can never start does not block the jobs after it.
         if never := never_fits(ticket.scaling, self._cluster, group=ticket.group):
             what, _, remedy = never.partition("; ")
             return Reason(Code.UNSCHEDULABLE, what, remedy)
-        if never := self._over(ticket, Use().plus(ticket)):
+        if never := self._over(ticket, ProjectUsage().plus(ticket)):
             remedy = "raise the quota, or cancel the job and submit one with fewer or smaller workers"
             return Reason(Code.UNSCHEDULABLE, never, remedy)
         self._place += 1
         if ticket.project in self._over_quota:
             before = f"number {self._place} in the queue; another job of project {ticket.project} is before it"
             return Reason(Code.QUOTA, before, "it starts when another job of the project ends")
-        if over := self._over(ticket, self._used.get(ticket.project, Use()).plus(ticket)):
+        if over := self._over(ticket, self._used.get(ticket.project, ProjectUsage()).plus(ticket)):
             self._over_quota.add(ticket.project)
             return Reason(Code.QUOTA, over, "it starts when another job of the project ends")
         if shortage := _shortage(ticket.needs, self._total, self._held):
@@ -186,7 +186,7 @@ class _Books:
         self._blocked.append(ticket)
         return Reason(Code.QUEUE, f"number {self._place} in the queue; {first.id} is before it and waits for capacity")
 
-    def _block(self, ticket: Ticket, shortage: str) -> Reason:
+    def _block(self, ticket: QueueEntry, shortage: str) -> Reason:
         if self._rules.preemption and not self._blocked:
             self.preempts = {victim.id: ticket.id for victim in self._victims(ticket)}
         self._blocked.append(ticket)
@@ -195,7 +195,7 @@ class _Books:
         place = "next in the queue" if self._place == 1 else f"number {self._place} in the queue"
         return Reason(Code.CAPACITY, f"{place}; waits for {shortage}")
 
-    def _over(self, ticket: Ticket, after: Use) -> str | None:
+    def _over(self, ticket: QueueEntry, after: ProjectUsage) -> str | None:
         """Return which quota of the project the usage `after` exceeds; None if it exceeds none."""
         quotas = self._rules.quotas
         quota = quotas.get(ticket.project, quotas.get("*", Quota()))
@@ -208,7 +208,7 @@ class _Books:
                 return f"the quota of project {ticket.project} is {most:g} {name}; with this job it would use {then:g}"
         return None
 
-    def _who_holds_back(self, ticket: Ticket) -> Ticket | None:
+    def _who_holds_back(self, ticket: QueueEntry) -> QueueEntry | None:
         """Return the first blocked job that this job could delay; None if there is none."""
         if not self._rules.backfill:
             return self._blocked[0] if self._blocked else None
@@ -221,7 +221,7 @@ class _Books:
             self._refused.append((ticket.needs, first))
         return first
 
-    def _may_pass(self, ticket: Ticket, blocked: Ticket, place: int) -> bool:
+    def _may_pass(self, ticket: QueueEntry, blocked: QueueEntry, place: int) -> bool:
         """Return whether the blocked job starts no later if this job starts now, whichever jobs end first.
 
         It could start later if some subset of the other jobs leaves enough for it, but not for both.
@@ -234,12 +234,12 @@ class _Books:
                 return False
         return True
 
-    def _victims(self, ticket: Ticket) -> list[Ticket]:
+    def _victims(self, ticket: QueueEntry) -> list[QueueEntry]:
         """Return the jobs to preempt: lowest priority first, then newest. Empty if preemption cannot free enough."""
         lower = [one for one in self._holders if one.priority < ticket.priority]
         # Jobs that are stopping already free their resources without preemption.
         held = _less(self._held, [one.needs for one in lower if one.state in _LEAVING])
-        chosen: list[Ticket] = []
+        chosen: list[QueueEntry] = []
         for one in sorted((one for one in lower if one.state in _RUNNING), key=lambda one: (one.priority, -one.since)):
             if _shortage(ticket.needs, self._total, held) is None:
                 break
@@ -254,9 +254,11 @@ _RUNNING = (JobState.STARTING, JobState.RUNNING, JobState.RECOVERING)
 _LEAVING = (JobState.PAUSING, JobState.CANCELLING)
 
 
-def _needed_victims(chosen: Sequence[Ticket], needs: Resources, total: Resources, held: Resources) -> list[Ticket]:
+def _needed_victims(
+    chosen: Sequence[QueueEntry], needs: Resources, total: Resources, held: Resources
+) -> list[QueueEntry]:
     """Return the victims that are needed: a large one, chosen late, may make smaller ones unnecessary."""
-    kept: list[Ticket] = []
+    kept: list[QueueEntry] = []
     for one in chosen:
         spared = add_up([held, one.needs])
         if _shortage(needs, total, spared) is None:

@@ -13,7 +13,7 @@ Resources = Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class Ticket:
+class QueueEntry:
     """The queue entry of a job that has not ended: its input to admission."""
 
     id: str
@@ -37,12 +37,12 @@ class Ticket:
         """Return the resources that the cluster reserves: the workers, and one CPU for Ray Data."""
         return add_up([needed(self.scaling), {"CPU": DATA_CPUS}])
 
-    def at(self, workers: int) -> "Ticket":
+    def at(self, workers: int) -> "QueueEntry":
         """Return the ticket with another number of workers."""
         return replace(self, scaling=self.scaling.at(workers))
 
     @classmethod
-    def of(cls, job: Job) -> "Ticket":
+    def of(cls, job: Job) -> "QueueEntry":
         """Build the ticket of a job."""
         preempted = job.state is JobState.PAUSED and job.wish is not None and job.wish.reason.code is Code.PREEMPTED
         return cls(
@@ -68,7 +68,7 @@ def _held_size(job: Job) -> ScalingSpec:
     return job.size.model_copy(update={"num_workers": attempt.workers, "resources_per_worker": each})
 
 
-def queue_order(ticket: Ticket) -> tuple[int, str]:
+def queue_order(ticket: QueueEntry) -> tuple[int, str]:
     """Return the sort key of the start order: priority, then age (ids sort by time)."""
     return (-ticket.priority, ticket.id)
 

@@ -2,24 +2,24 @@
 
 from collections.abc import Iterable, Mapping
 
-from service.domain.queue.entry import Resources, Ticket
+from service.domain.queue.entry import QueueEntry, Resources
 from train_loop.plan import Capacity, lay_out
 
 
-class Seats:
+class Placement:
     """A simulated placement of jobs, one after another, by the layout that their drivers use.
 
     The placement is unknown as soon as one job does not fit.
     """
 
-    def __init__(self, cluster: Capacity, holders: Iterable[Ticket]) -> None:
+    def __init__(self, cluster: Capacity, holders: Iterable[QueueEntry]) -> None:
         self._free: list[dict[str, float]] = [dict(node) for node in cluster.nodes]
         self._known = bool(self._free)
         self._taken: dict[str, tuple[Resources, Mapping[int, range]]] = {}
         for ticket in holders:
             self.take(ticket)
 
-    def take(self, ticket: Ticket) -> None:
+    def take(self, ticket: QueueEntry) -> None:
         """Place a job. This replaces its earlier placement, if it has one."""
         self._leave(ticket.id)
         ranks = lay_out(ticket.scaling, self._free, group=ticket.group) if self._known else None
@@ -29,7 +29,7 @@ class Seats:
         self._taken[ticket.id] = ticket.scaling.resources_per_worker, ranks
         self._change(ticket.id, -1)
 
-    def fits(self, ticket: Ticket) -> bool:
+    def fits(self, ticket: QueueEntry) -> bool:
         """Return whether the nodes can hold a job; its own places count as free. True if the placement is unknown."""
         if not self._known:
             return True

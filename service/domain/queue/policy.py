@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from service.domain.queue.entry import Ticket
+from service.domain.queue.entry import QueueEntry
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Quota:
 
 
 @dataclass(frozen=True)
-class Rules:
+class QueuePolicy:
     """The operator's queue policy."""
 
     quotas: Mapping[str, Quota] = field(default_factory=dict)
@@ -28,19 +28,19 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Use:
+class ProjectUsage:
     """The usage of a project's running jobs."""
 
     jobs: int = 0
     workers: int = 0
     gpus: float = 0.0
 
-    def plus(self, ticket: Ticket) -> "Use":
+    def plus(self, ticket: QueueEntry) -> "ProjectUsage":
         """Return the usage with one more job."""
         gpus = self.gpus + ticket.needs.get("GPU", 0.0)
-        return Use(self.jobs + 1, self.workers + ticket.scaling.world, gpus)
+        return ProjectUsage(self.jobs + 1, self.workers + ticket.scaling.world, gpus)
 
-    def with_workers(self, ticket: Ticket, *, instead_of: Ticket) -> "Use":
+    def with_workers(self, ticket: QueueEntry, *, instead_of: QueueEntry) -> "ProjectUsage":
         """Return the usage with a job at another size."""
         gpus = self.gpus + ticket.needs.get("GPU", 0.0) - instead_of.needs.get("GPU", 0.0)
-        return Use(self.jobs, self.workers + ticket.scaling.world - instead_of.scaling.world, gpus)
+        return ProjectUsage(self.jobs, self.workers + ticket.scaling.world - instead_of.scaling.world, gpus)

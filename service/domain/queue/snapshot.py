@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from service.domain.jobs.reason import Reason
-from service.domain.queue.entry import Ticket
+from service.domain.queue.entry import QueueEntry
 from train_loop.plan import Capacity
 
 
@@ -36,12 +36,12 @@ class Admission:
 
 
 @dataclass
-class Board:
+class QueueSnapshot:
     """The last admission pass and its inputs; it explains why a job waits."""
 
     admission: Admission = field(default_factory=Admission)
     mark: Hashable = None
-    tickets: Mapping[str, Ticket] = field(default_factory=dict)
+    tickets: Mapping[str, QueueEntry] = field(default_factory=dict)
     cluster: Capacity | None = None
     elastic: bool = False
     waits: bool = False
@@ -51,7 +51,7 @@ class Board:
     unreachable: bool = False
     """True if the cluster has not answered for ten seconds."""
 
-    def read(self, mark: Hashable, tickets: Iterable[Ticket]) -> None:
+    def read(self, mark: Hashable, tickets: Iterable[QueueEntry]) -> None:
         """Store the tickets of the queue version `mark`."""
         self.mark, self.tickets = mark, {ticket.id: ticket for ticket in tickets}
         self.elastic = any(ticket.sizes and ticket.holds for ticket in self.tickets.values())

@@ -64,7 +64,7 @@ class Message:
     time: float
 
 
-class Settled(StrEnum):
+class DeliveryStatus(StrEnum):
     """The status of a delivery."""
 
     WAITING = "waiting"
@@ -90,11 +90,11 @@ class Delivery:
     delivered_at: float | None = None
 
     @property
-    def settled(self) -> Settled:
+    def settled(self) -> DeliveryStatus:
         """Return the status of the delivery."""
         if self.delivered_at is not None:
-            return Settled.DELIVERED
-        return Settled.WAITING if self.next_at is not None else Settled.GIVEN_UP
+            return DeliveryStatus.DELIVERED
+        return DeliveryStatus.WAITING if self.next_at is not None else DeliveryStatus.GIVEN_UP
 
 
 @dataclass(frozen=True)

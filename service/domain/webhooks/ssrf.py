@@ -34,7 +34,7 @@ _HOST = re.compile(rf"{_LABEL}(\.{_LABEL})*\.?", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Target:
+class Endpoint:
     """The parts of a URL, parsed once: the request goes to exactly the host that was checked."""
 
     scheme: str
@@ -50,14 +50,14 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Allowed:
+class AllowList:
     """The addresses and host names that the operator allows besides the public internet."""
 
     networks: tuple[Network, ...] = ()
     hosts: frozenset[str] = frozenset()
 
     @classmethod
-    def parse(cls, entries: Iterable[str]) -> "Allowed":
+    def parse(cls, entries: Iterable[str]) -> "AllowList":
         """Parse the operator's entries. Raises ValueError if an entry is neither a CIDR nor a host name."""
         networks, hosts = list[Network](), set[str]()
         for entry in entries:
@@ -71,11 +71,11 @@ class Allowed:
                 hosts.add(entry.lower())
         return cls(tuple(networks), frozenset(hosts))
 
-    def names(self, target: Target) -> bool:
+    def names(self, target: Endpoint) -> bool:
         """Return whether the operator has allowed this host explicitly."""
         return target.host in self.hosts or (target.literal is not None and self._holds(target.literal))
 
-    def opens(self, target: Target, address: str) -> bool:
+    def opens(self, target: Endpoint, address: str) -> bool:
         """Return whether a request to this host may connect to `address`."""
         found = _address(address)
         return found is not None and (target.host in self.hosts or self._holds(found) or is_public(found))
@@ -91,7 +91,7 @@ def is_public(address: IPv4Address | IPv6Address) -> bool:
     return address.is_global and not address.is_multicast and not any(address in network for network in _SHUT)
 
 
-def parse_target(url: str) -> Target:
+def parse_target(url: str) -> Endpoint:
     """Parse an http or https URL. Raises ValueError, with the problem in its message."""
     if not url.isascii() or not url.isprintable() or " " in url or "\\" in url:
         raise ValueError("the URL contains an invalid character; percent-encode it, or write the host in punycode")
@@ -111,7 +111,7 @@ def parse_target(url: str) -> Target:
     if port == 0 or (_address(host) is None and not _HOST.fullmatch(host)):
         raise ValueError(f"invalid host or port {parts.netloc!r}; expected https://host/path or https://host:port/path")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    return Target(parts.scheme, host, port or _PORTS[parts.scheme], path)
+    return Endpoint(parts.scheme, host, port or _PORTS[parts.scheme], path)
 
 
 def _address(text: str) -> IPv4Address | IPv6Address | None:

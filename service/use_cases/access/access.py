@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from pydantic import JsonValue
 
-from service.domain.access.oidc_claims import NoSubject, TokenRules, is_token
-from service.domain.access.roles import ANY, OPERATOR, Caller, Deed, Key, Role, Roles
+from service.domain.access.oidc_claims import MissingSubject, TokenRules, is_token
+from service.domain.access.roles import ANY, OPERATOR, AuditEntry, Key, Principal, Role, Roles
 from service.errors import Forbidden, InvalidRequest, KeyNotFound, Unauthorized
 from service.ports import KeyStore, TokenVerifier
 from train_loop.spec import Problem
@@ -26,11 +26,11 @@ class Tokens:
     verifier: TokenVerifier
     rules: TokenRules
 
-    def identify(self, token: str) -> Caller:
+    def identify(self, token: str) -> Principal:
         """Return the caller that a token identifies. Raises Unauthorized, IssuerUnavailable."""
         try:
             return self.rules.caller_of(self.verifier.verify(token))
-        except NoSubject as error:
+        except MissingSubject as error:
             raise Unauthorized(f"invalid token: {error}; check the configuration of its issuer") from error
 
 
@@ -45,9 +45,9 @@ class Access:
     tokens: Tokens | None = None
     scraper_sha256: str | None = None
     """SHA-256 of the key that is valid for the metrics only."""
-    caller: Caller = OPERATOR
+    caller: Principal = OPERATOR
 
-    def of(self, caller: Caller) -> "Access":
+    def of(self, caller: Principal) -> "Access":
         """Return these use cases for another caller."""
         return replace(self, caller=caller)
 
@@ -59,7 +59,7 @@ class Access:
         """Return whether this is the key that is valid for the metrics only."""
         return self.scraper_sha256 is not None and hmac.compare_digest(_sha256(secret), self.scraper_sha256)
 
-    def identify(self, secret: str) -> Caller:
+    def identify(self, secret: str) -> Principal:
         """Return the caller that a valid key or token identifies.
 
         Raises Unauthorized, Forbidden, IssuerUnavailable.
@@ -77,9 +77,9 @@ class Access:
         # Comparing digests takes the same time for every secret.
         if key is None or not hmac.compare_digest(_sha256(secret), key.sha256) or not key.opens(self.clock()):
             raise Unauthorized(f"unknown, expired or revoked key; {_OTHER_KEY}")
-        return Caller(key.id, key.name, key.roles)
+        return Principal(key.id, key.name, key.roles)
 
-    def opens(self, caller: Caller) -> bool:
+    def opens(self, caller: Principal) -> bool:
         """Return whether the key or token of an authenticated caller is still valid."""
         if caller.until is not None:
             return self.clock() < caller.until
@@ -114,7 +114,7 @@ class Access:
             )
         self.store.revoke(key_id, now=self.clock(), deed=self._deed("revoke", key))
 
-    def deeds(self, project: str | None, *, after: int | None, limit: int) -> list[tuple[int, Deed]]:
+    def deeds(self, project: str | None, *, after: int | None, limit: int) -> list[tuple[int, AuditEntry]]:
         """Return the audit log of the projects that the caller administers, newest first."""
         mine = self.caller.projects(Role.ADMIN)
         if project is not None:
@@ -126,14 +126,14 @@ class Access:
             what = "all projects" if project == ANY else f"project {project!r}"
             raise Forbidden(f"key {self.caller.name!r} is not an admin of {what}; ask an admin for a key")
 
-    def _deed(self, verb: str, key: Key) -> Deed:
+    def _deed(self, verb: str, key: Key) -> AuditEntry:
         project = next(iter(key.roles)) if len(key.roles) == 1 else ANY
         facts: dict[str, JsonValue] = {
             "name": key.name,
             "roles": {project: role.value for project, role in key.roles.items()},
         }
         after: dict[str, JsonValue] = {**facts, "expires_at": key.expires_at} if verb == "create" else {}
-        return Deed(self.clock(), self.caller, f"key.{verb}", project, key.id, {} if after else facts, after)
+        return AuditEntry(self.clock(), self.caller, f"key.{verb}", project, key.id, {} if after else facts, after)
 
 
 def _sha256(secret: str) -> str:

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 from service.domain.access.rate_limit import Rate, Window, neighbourhood
-from service.domain.access.roles import OPERATOR, Caller
+from service.domain.access.roles import OPERATOR, Principal
 from service.errors import RateLimited
 
 K = TypeVar("K")
@@ -38,7 +38,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Attempt:
+class AuthAttempt:
     """An authentication attempt."""
 
     secret: str
@@ -60,7 +60,7 @@ class Rates:
         self._known = OrderedDict[bytes, str]()
         self._streams = Counter[str]()
 
-    def admit(self, attempt: Attempt) -> bool:
+    def admit(self, attempt: AuthAttempt) -> bool:
         """Check the rate limit before authentication; return True if the call was counted. Raises RateLimited."""
         # A known key is not limited by unauthenticated calls from the same address.
         known = self._known.get(attempt.digest)
@@ -72,19 +72,19 @@ class Rates:
         self._take(attempt.kind, known)
         return True
 
-    def let_in(self, attempt: Attempt, caller: Caller) -> None:
+    def let_in(self, attempt: AuthAttempt, caller: Principal) -> None:
         """Record an authenticated caller, and count the call. Raises RateLimited."""
         self._known[attempt.digest] = caller.id
         _keep_newest(self._known, attempt.digest)
         self._take(attempt.kind, caller.id)
 
-    def turned_away(self, attempt: Attempt) -> None:
+    def turned_away(self, attempt: AuthAttempt) -> None:
         """Count a failed authentication."""
         self._known.pop(attempt.digest, None)
         self._count(Kind.STRANGERS, neighbourhood(attempt.address))
 
     @contextmanager
-    def stream(self, caller: Caller) -> Iterator[None]:
+    def stream(self, caller: Principal) -> Iterator[None]:
         """Count an open stream of the caller until the block ends. Raises RateLimited."""
         most = self._limits.streams_per_key
         if most is not None and caller.id != OPERATOR.id and self._streams[caller.id] >= most:

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
-from service.domain.doctor.checks import Greeting, Measured, Reach, Trouble, check_up
+from service.domain.doctor.checks import Measured, ProbeFailure, ProbeReply, Reachability, check_up
 from service.domain.doctor.finding import Finding, Verdict
 from service.ports import ClusterProbe, StorageProbe
 from train_loop.run_dir import ClusterVisit
@@ -20,11 +20,11 @@ _START, _QUESTION, _TOKEN, _VISIT, _ENDING, _ARRIVAL = 30.0, 8.0, 3.0, 31.0, 2.0
 visit's job, and the arrival of the nodes' files. Together one minute, or two if Ray is starting."""
 _TRIAL = 20.0
 """Timeout of each storage check in seconds; these run concurrently with the others."""
-_NOT_ASKED = Trouble("not checked")
+_NOT_ASKED = ProbeFailure("not checked")
 
 
 @dataclass(frozen=True)
-class Examination:
+class DoctorReport:
     """All findings, and the duration in seconds."""
 
     findings: tuple[Finding, ...]
@@ -54,22 +54,22 @@ class Doctor:
         self._connections = connections
         self._limit = limit
         self._lock = threading.Lock()
-        self._running: Future[Examination] | None = None
+        self._running: Future[DoctorReport] | None = None
 
-    def examine(self) -> Examination:
+    def examine(self) -> DoctorReport:
         """Run all checks, or wait for the run in progress."""
-        mine = Future[Examination]()
+        mine = Future[DoctorReport]()
         with self._lock:
             running = self._running = self._running or mine
         if running is mine:
             self._examine(mine)
         return running.result()
 
-    def _examine(self, answer: "Future[Examination]") -> None:
+    def _examine(self, answer: "Future[DoctorReport]") -> None:
         begun = time.monotonic()
         try:
             findings = check_up(self._measure())
-            answer.set_result(Examination(findings, round(time.monotonic() - begun, 3)))
+            answer.set_result(DoctorReport(findings, round(time.monotonic() - begun, 3)))
         except BaseException as error:
             answer.set_exception(error)
         finally:
@@ -80,9 +80,9 @@ class Doctor:
         storage, begun = self._storage, time.monotonic()
         trials = [_ask(trial) for trial in (storage.read, storage.write, storage.replace)]
         greeting = self._told(_ask(self._cluster.greet), _START + _QUESTION)
-        nodes: int | Trouble = _NOT_ASKED
+        nodes: int | ProbeFailure = _NOT_ASKED
         visited = _Visited()
-        if isinstance(greeting, Greeting) and greeting.reach is Reach.ANSWERS:
+        if isinstance(greeting, ProbeReply) and greeting.reach is Reachability.ANSWERS:
             nodes = self._told(_ask(self._cluster.nodes), _START)
             visited = _Visited() if nodes == 0 else self._visit()
         read, write, replace = [self._told(trial, _TRIAL, since=begun) for trial in trials]
@@ -105,41 +105,41 @@ class Doctor:
         """Write a token, let the nodes read it and answer on the storage, read their answers, and clean up."""
         folder = f"{self._storage.runs.rstrip('/')}/_doctor-{secrets.token_hex(8)}"
         token = self._told(_ask(lambda: self._storage.leave_token(folder)), _TOKEN)
-        left = None if isinstance(token, Trouble) else folder
+        left = None if isinstance(token, ProbeFailure) else folder
         visiting = _ask(lambda: self._cluster.visit(left, seconds=_VISIT * self._limit))
         visit = self._told(visiting, _VISIT + _ENDING)
-        arrived: frozenset[str] | Trouble = _NOT_ASKED
-        if isinstance(token, str) and not isinstance(visit, Trouble):
+        arrived: frozenset[str] | ProbeFailure = _NOT_ASKED
+        if isinstance(token, str) and not isinstance(visit, ProbeFailure):
             nodes = [node.node for node in visit.nodes if node.sight is not None and node.sight.token == token]
             arrived = self._told(_ask(lambda: self._storage.answers(folder, token, nodes)), _ARRIVAL)
         self._told(_ask(lambda: self._storage.remove(folder)), _TOKEN)
         return _Visited(visit, token, arrived)
 
-    def _told(self, answer: "Future[T]", seconds: float, *, since: float | None = None) -> T | Trouble:
+    def _told(self, answer: "Future[T]", seconds: float, *, since: float | None = None) -> T | ProbeFailure:
         """Wait for a result until `seconds` after `since` (default: now); return Trouble on a timeout."""
         limit, now = seconds * self._limit, time.monotonic()
         try:
             return answer.result(timeout=max(0.0, (now if since is None else since) + limit - now))
         except TimeoutError:
-            return Trouble(f"no answer within {limit:g} s")
+            return ProbeFailure(f"no answer within {limit:g} s")
 
 
 @dataclass(frozen=True)
 class _Visited:
-    visit: ClusterVisit | Trouble = _NOT_ASKED
-    token: str | Trouble = _NOT_ASKED
-    arrived: frozenset[str] | Trouble = _NOT_ASKED
+    visit: ClusterVisit | ProbeFailure = _NOT_ASKED
+    token: str | ProbeFailure = _NOT_ASKED
+    arrived: frozenset[str] | ProbeFailure = _NOT_ASKED
 
 
-def _ask(question: Callable[[], T]) -> "Future[T | Trouble]":
+def _ask(question: Callable[[], T]) -> "Future[T | ProbeFailure]":
     """Call in a daemon thread, because storage may hang forever. An exception becomes Trouble."""
-    answer = Future[T | Trouble]()
+    answer = Future[T | ProbeFailure]()
 
     def run() -> None:
         try:
             answer.set_result(question())
         except Exception as error:
-            answer.set_result(Trouble(_said(error)))
+            answer.set_result(ProbeFailure(_said(error)))
 
     threading.Thread(target=run, name="doctor", daemon=True).start()
     return answer

@@ -8,7 +8,7 @@ from service.domain.access.roles import Role
 from service.domain.jobs.condition import clock_time
 from service.domain.jobs.job import Job, JobState
 from service.errors import ClusterUnreachable
-from service.ports import NO_STORY, JobQuery, Loss, Node, Story
+from service.ports import EMPTY_SUMMARY, JobQuery, Loss, Node, RunSummary
 from service.use_cases.jobs.jobs import Jobs
 from train_loop.run_dir import storage_failed
 
@@ -37,7 +37,7 @@ class _Running:
     """A job that holds resources, with the summary of its run directory."""
 
     job: Job
-    story: Story
+    story: RunSummary
     visible: bool
 
 
@@ -61,14 +61,14 @@ def _running(jobs: Jobs) -> Iterator[_Running]:
             yield _Running(job, _story(jobs, job), jobs.caller.may(Role.VIEWER, job.spec.project))
 
 
-def _story(jobs: Jobs, job: Job) -> Story:
+def _story(jobs: Jobs, job: Job) -> RunSummary:
     """Return the summary of a run directory; an empty one while its storage is unavailable."""
     try:
         return jobs.run_dirs.story(job.run_dir)
     except Exception as error:
         if not storage_failed(error):
             raise
-        return NO_STORY
+        return EMPTY_SUMMARY
 
 
 def _view(node: Node, running: Sequence[_Running], died: Iterable[Node]) -> NodeView:

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from service.domain.jobs.condition import capacity_reason, clock_time
-from service.domain.jobs.decide import Submission
+from service.domain.jobs.decide import SubmissionStatus
 from service.domain.jobs.job import Job, JobState
 from service.domain.jobs.reason import Code, Reason
-from service.ports import Cluster, Node, Sighting
+from service.ports import AttemptObservation, Cluster, Node
 from train_loop.plan import Capacity, no_place, too_big
 
 _SILENT_SECONDS = 10.0
@@ -28,11 +28,11 @@ class ClusterView:
     _draining: dict[str, dict[str, float]] = field(default_factory=dict)
     """Draining hosts of each job, with the time of the notice (Unix seconds)."""
 
-    def status(self, submission_id: str) -> Submission:
+    def status(self, submission_id: str) -> SubmissionStatus:
         """Return the status of a driver, and record whether the cluster answers."""
         asked = self.clock()
         found = self.cluster.status(submission_id)
-        self._note_answer(asked, answered=found is not Submission.UNKNOWN)
+        self._note_answer(asked, answered=found is not SubmissionStatus.UNKNOWN)
         return found
 
     def look(self) -> None:
@@ -58,7 +58,7 @@ class ClusterView:
         remedy = "running workers continue; check the head node and its network"
         return Reason(Code.CLUSTER_UNREACHABLE, message, remedy)
 
-    def note(self, job_id: str, sighting: Sighting) -> None:
+    def note(self, job_id: str, sighting: AttemptObservation) -> None:
         """Record the draining hosts of a job; its next attempt does not report them again."""
         if sighting.draining:
             self._draining.setdefault(job_id, {}).update(sighting.draining)
@@ -82,7 +82,7 @@ class ClusterView:
         less = {name: sum(node.total.get(name, 0.0) for node in draining) for name in found.total}
         return Capacity({name: max(amount - less[name], 0.0) for name, amount in found.total.items()}, staying)
 
-    def no_room(self, job: Job, sighting: Sighting) -> Reason | None:
+    def no_room(self, job: Job, sighting: AttemptObservation) -> Reason | None:
         """Return the reason if a job without workers no longer fits the cluster; None if it fits, or if unknown."""
         if job.state not in (JobState.STARTING, JobState.RECOVERING) or sighting.ready:
             return None

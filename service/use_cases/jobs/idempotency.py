@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from service.errors import IdempotencyMismatch, KeyInFlight
-from service.ports import Once
+from service.ports import IdempotencyKey
 
 
 class KeysInFlight:
@@ -16,7 +16,7 @@ class KeysInFlight:
         self._bodies: dict[str, str] = {}
 
     @contextmanager
-    def hold(self, once: Once) -> Iterator[None]:
+    def hold(self, once: IdempotencyKey) -> Iterator[None]:
         """Hold a key until the block ends. Raises IdempotencyMismatch, KeyInFlight if another request holds it."""
         with self._lock:
             if (body := self._bodies.get(once.id)) is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from service.domain.jobs.condition import clock_time
 from service.domain.jobs.job import Job
 from service.domain.jobs.reason import Code, Reason
-from service.ports import Sighting
+from service.ports import AttemptObservation
 
 _LONGEST_LOOK = 60.0
 """Maximum idle seconds that one reconcile pass adds."""
@@ -36,7 +36,7 @@ class IdleTimers:
     clock: Callable[[], float]
     _known: dict[str, _Idle] = field(default_factory=dict)
 
-    def seconds(self, job: Job, sighting: Sighting) -> float:
+    def seconds(self, job: Job, sighting: AttemptObservation) -> float:
         """Return the idle time of an attempt in seconds; 0 before its workers are ready."""
         now, size = self.clock(), (len(job.attempts), sighting.size)
         before = self._known.get(job.id, _Idle(size, now, now))

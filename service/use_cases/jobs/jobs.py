@@ -11,14 +11,14 @@ from datetime import date, timedelta
 from pydantic import JsonValue
 from pydantic_core import to_jsonable_python
 
-from service.domain.access.roles import OPERATOR, Caller, Deed, Role
+from service.domain.access.roles import OPERATOR, AuditEntry, Principal, Role
 from service.domain.jobs.commands import cancelled, paused, resumed
 from service.domain.jobs.job import Job, JobState, Lineage
-from service.domain.jobs.lineage import nothing_left, parent_of
+from service.domain.jobs.lineage import check_steps_remaining, parent_of
 from service.domain.jobs.reason import Reason, storage_unavailable
 from service.domain.jobs.usage import UsageByDay, begin_of, day_of, together, usage_by_day
-from service.domain.queue.entry import Ticket
-from service.domain.queue.snapshot import Board
+from service.domain.queue.entry import QueueEntry
+from service.domain.queue.snapshot import QueueSnapshot
 from service.errors import (
     Busy,
     CheckpointNotFound,
@@ -29,7 +29,18 @@ from service.errors import (
     KeyInFlight,
     NotReady,
 )
-from service.ports import NO_STORY, Cluster, JobQuery, JobStore, NewJob, Once, Preflight, Reading, RunDirs, Story
+from service.ports import (
+    EMPTY_SUMMARY,
+    Cluster,
+    IdempotencyKey,
+    JobQuery,
+    JobStore,
+    NewJob,
+    Preflight,
+    Reading,
+    RunDirs,
+    RunSummary,
+)
 from service.use_cases.jobs.idempotency import KeysInFlight
 from service.use_cases.jobs.planning import Planner, Plans, PlanView, sizes_of
 from service.use_cases.jobs.specs import overridden, parsed, sized
@@ -46,7 +57,7 @@ class JobView:
     """A job with data from its run directory and the cluster."""
 
     job: Job
-    story: Story
+    story: RunSummary
     dashboard_url: str | None
     waits_for: Reason | None = None
     """Reason why a queued job does not start, or why its attempt makes no progress."""
@@ -74,16 +85,16 @@ class Jobs:
     cluster: Cluster
     run_dirs: RunDirs
     preflight: Preflight
-    board: Board
+    board: QueueSnapshot
     default_root: str
     grace: Grace
     clock: Callable[[], float]
     new_id: Callable[[], str]
-    caller: Caller = OPERATOR
+    caller: Principal = OPERATOR
     """The caller; jobs that it may not see are reported as not found."""
     in_flight: KeysInFlight = field(default_factory=KeysInFlight)
 
-    def of(self, caller: Caller) -> "Jobs":
+    def of(self, caller: Principal) -> "Jobs":
         """Return these use cases for another caller."""
         return replace(self, caller=caller)
 
@@ -92,7 +103,7 @@ class Jobs:
         """Return the planner, which checks specs."""
         return Planner(self.preflight, self.cluster)
 
-    def submit(self, body: bytes, once: Once | None) -> tuple[JobView, bool]:
+    def submit(self, body: bytes, once: IdempotencyKey | None) -> tuple[JobView, bool]:
         """Store a job durably. Return False with it if its Idempotency-Key was used before. Raises ServiceError."""
 
         def begin() -> NewJob:
@@ -101,14 +112,14 @@ class Jobs:
 
         return self._once(once, begin)
 
-    def submit_known(self, asked: Sequence[tuple[Caller, bytes, Once | None]]) -> list[JobView | None]:
+    def submit_known(self, asked: Sequence[tuple[Principal, bytes, IdempotencyKey | None]]) -> list[JobView | None]:
         """Store the jobs whose checks are cached in one durable commit; None for each job that needs `submit`."""
         found = [self.of(caller)._known(body, once) for caller, body, once in asked]
         if (added := [new for new in found if new is not None]) and not self.store.add_all(added, now=self.clock()):
             return [None] * len(asked)
         return [None if new is None else self._new_view(new.job) for new in found]
 
-    def _known(self, body: bytes, once: Once | None) -> NewJob | None:
+    def _known(self, body: bytes, once: IdempotencyKey | None) -> NewJob | None:
         """Return the new job if all its checks are cached and pass, else None."""
         if len(body) > _SMALL:
             return None
@@ -121,7 +132,7 @@ class Jobs:
             return None
 
     def clone(
-        self, job_id: str, step: int | None, overrides: Mapping[str, JsonValue], once: Once | None
+        self, job_id: str, step: int | None, overrides: Mapping[str, JsonValue], once: IdempotencyKey | None
     ) -> tuple[JobView, bool]:
         """Store a clone of a job: its spec with overrides, starting from one of its checkpoints. Returns as `submit`.
 
@@ -146,7 +157,7 @@ class Jobs:
         manifest = self._manifest(origin, step)
         if manifest is None:
             return self._begin(spec, self.planner.check(spec))
-        if problems := nothing_left(origin, manifest, spec):
+        if problems := check_steps_remaining(origin, manifest, spec):
             raise InvalidSpec(problems)
         parent = parent_of(origin, manifest, spec)
         return self._begin(spec, self.planner.check(spec, parent), parent)
@@ -166,7 +177,7 @@ class Jobs:
             raise CheckpointNotFound(job.id, wanted)
         return None if wanted is None else manifests[wanted]
 
-    def _once(self, once: Once | None, begin: Callable[[], NewJob]) -> tuple[JobView, bool]:
+    def _once(self, once: IdempotencyKey | None, begin: Callable[[], NewJob]) -> tuple[JobView, bool]:
         """Store a job, under its Idempotency-Key if it has one. Return False with it if the key was used before."""
         if once is None:
             new = begin()
@@ -184,7 +195,7 @@ class Jobs:
                 raise KeyInFlight(once.key)
             return self._new_view(known), False
 
-    def _job_of(self, once: Once) -> Job | None:
+    def _job_of(self, once: IdempotencyKey) -> Job | None:
         """Return the job that was stored under a key. Raises IdempotencyMismatch, Forbidden."""
         known = self.store.job_of(once, now=self.clock())
         if known is not None:
@@ -209,7 +220,7 @@ class Jobs:
             self.run_dirs.let_go(new.job.run_dir)
         return added
 
-    def _new(self, job: Job, once: Once | None, *more: Deed) -> NewJob:
+    def _new(self, job: Job, once: IdempotencyKey | None, *more: AuditEntry) -> NewJob:
         return NewJob(job, once, (self._deed("submit", None, job), *more))
 
     def _begin(self, spec: JobSpec, plans: Plans, parent: Parent | None = None) -> Job:
@@ -252,11 +263,13 @@ class Jobs:
                 "project for it"
             )
 
-    def deed(self, action: str, job: Job, before: Mapping[str, JsonValue], after: Mapping[str, JsonValue]) -> Deed:
+    def deed(
+        self, action: str, job: Job, before: Mapping[str, JsonValue], after: Mapping[str, JsonValue]
+    ) -> AuditEntry:
         """Build the audit log entry of an action of the caller on a job."""
-        return Deed(self.clock(), self.caller, f"job.{action}", job.spec.project, job.id, before, after)
+        return AuditEntry(self.clock(), self.caller, f"job.{action}", job.spec.project, job.id, before, after)
 
-    def _deed(self, action: str, before: Job | None, after: Job | None) -> Deed:
+    def _deed(self, action: str, before: Job | None, after: Job | None) -> AuditEntry:
         old, new = _facts(before), _facts(after)
         was, is_now = ({name: one[name] for name in one if old.get(name) != new.get(name)} for one in (old, new))
         job = after or before
@@ -334,9 +347,9 @@ class Jobs:
     def _view(self, job: Job) -> JobView:
         submission = job.attempt.submission_id if job.attempt else None
         # The cached story: listing ten thousand jobs must not read ten thousand folders.
-        read = self.run_dirs.known_story(job.run_dir) if job.attempts else Reading(NO_STORY, self.clock())
+        read = self.run_dirs.known_story(job.run_dir) if job.attempts else Reading(EMPTY_SUMMARY, self.clock())
         dashboard = self.cluster.dashboard(submission)
-        if not Ticket.of(job).waits:
+        if not QueueEntry.of(job).waits:
             return JobView(job, read.story, dashboard, _missing(job, read) or job.waits_for, read_at=read.read_at)
         queue, story = self.board.admission, read.story
         return JobView(job, story, dashboard, queue.waits.get(job.id), queue.places.get(job.id), read_at=read.read_at)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from service.domain.queue.admission import never_fits
 from service.domain.queue.shrink import cannot_shrink
 from service.errors import InvalidSpec
-from service.ports import Cluster, Findings, Preflight
+from service.ports import Cluster, Preflight, PreflightReport
 from train_loop.plan import (
     ModelShape,
     Plan,
@@ -63,7 +63,7 @@ class Planner:
         found = self.preflight.known(spec)
         return None if found is None else self._plans(spec, found)
 
-    def _plans(self, spec: JobSpec, found: Findings) -> Plans:
+    def _plans(self, spec: JobSpec, found: PreflightReport) -> Plans:
         plans, broken = _planned(spec, found.shape)
         cluster = self.cluster.capacity()
         fewest = spec.scaling.at(min(plans, default=spec.scaling.bounds[0]))
@@ -110,7 +110,7 @@ def sizes_of(spec: JobSpec, plans: Plans) -> tuple[int, ...]:
     return tuple(plans) if spec.scaling.elastic else ()
 
 
-def _schedule(spec: JobSpec, plans: Plans, found: Findings) -> tuple[int | None, list[Problem]]:
+def _schedule(spec: JobSpec, plans: Plans, found: PreflightReport) -> tuple[int | None, list[Problem]]:
     """Return the steps of a job, None if unknown, and the problems of its schedule."""
     if not plans or found.count is None:
         return spec.training.max_steps, []

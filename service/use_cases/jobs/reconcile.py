@@ -13,27 +13,37 @@ from functools import cached_property, partial
 import structlog
 
 from service.domain.changes import outcomes, waited
-from service.domain.jobs.decide import NO_ATTEMPT, Decision, Effect, Retry, Seen, Submission, decide, hangs, wanted_stop
+from service.domain.jobs.decide import (
+    NO_ATTEMPT,
+    Decision,
+    Effect,
+    Observation,
+    Retry,
+    SubmissionStatus,
+    decide,
+    hangs,
+    wanted_stop,
+)
 from service.domain.jobs.job import Attempt, Job, JobState
 from service.domain.jobs.reason import Code, Reason, storage_unavailable
-from service.domain.jobs.transitions import make_room, resize, start, stop_with_service
+from service.domain.jobs.transitions import preempt, resize, start, stop_with_service
 from service.domain.queue.admission import admit
-from service.domain.queue.entry import Ticket
-from service.domain.queue.policy import Rules
-from service.domain.queue.snapshot import Admission, Board
+from service.domain.queue.entry import QueueEntry
+from service.domain.queue.policy import QueuePolicy
+from service.domain.queue.snapshot import Admission, QueueSnapshot
 from service.errors import ClusterError, NotReady, StorageAway
 from service.fault_log import FaultLog
 from service.ports import (
+    AttemptObservation,
     Cluster,
     JobStore,
-    Launch,
     Lease,
+    Metrics,
+    NoMetrics,
+    NoTracer,
     RunDirs,
-    Sighting,
-    Traces,
-    Untraced,
-    Unwatched,
-    Watch,
+    SubmitRequest,
+    Tracer,
 )
 from service.use_cases.jobs.cluster_view import ClusterView
 from service.use_cases.jobs.idle import IdleTimers
@@ -49,7 +59,7 @@ _REST = 9.0
 
 
 @dataclass(frozen=True)
-class Pace:
+class ReconcileTimings:
     """Timings of the reconciler in seconds: lease, retries of attempts, and the timeout of a preemption or resize."""
 
     lease: float
@@ -66,11 +76,11 @@ class Reconciler:
     run_dirs: RunDirs
     clock: Callable[[], float]
     owner: str
-    pace: Pace
-    rules: Rules = field(default_factory=Rules)
-    board: Board = field(default_factory=Board)
-    watch: Watch = field(default_factory=Unwatched)
-    traces: Traces = field(default_factory=Untraced)
+    pace: ReconcileTimings
+    rules: QueuePolicy = field(default_factory=QueuePolicy)
+    board: QueueSnapshot = field(default_factory=QueueSnapshot)
+    watch: Metrics = field(default_factory=NoMetrics)
+    traces: Tracer = field(default_factory=NoTracer)
     faults: FaultLog = field(default_factory=FaultLog)
 
     @cached_property
@@ -157,7 +167,7 @@ class Reconciler:
             return []
         for job_id, whom in admission.preempts.items():
             deadline = now + self.pace.room
-            self._change(tickets[job_id], partial(make_room, whom=whom, deadline=deadline, now=now))
+            self._change(tickets[job_id], partial(preempt, whom=whom, deadline=deadline, now=now))
         for job_id, workers in admission.resizes.items():
             self._change(tickets[job_id], partial(resize, workers=workers, patience=self.pace.room, now=now))
         return [
@@ -180,13 +190,13 @@ class Reconciler:
             board.cluster, board.admission = cluster, admission
         return board.admission
 
-    def _change(self, ticket: Ticket, change: Callable[[Job], Job]) -> bool:
+    def _change(self, ticket: QueueEntry, change: Callable[[Job], Job]) -> bool:
         """Change a job as the leader of the queue, unless it has changed since the decision.
 
         Like a user's request, this needs no lease of the job, which another reconciler may hold.
         """
         job = self.store.get(ticket.id)
-        if job is None or Ticket.of(job) != ticket:
+        if job is None or QueueEntry.of(job) != ticket:
             return False
         return self._store(job, change(job), leads=True)
 
@@ -207,9 +217,9 @@ class Reconciler:
         now = self.clock()
         return Lease(self.owner, now, now + self.pace.lease)
 
-    def _observe(self, job: Job) -> Seen:
+    def _observe(self, job: Job) -> Observation:
         if job.attempt is None:
-            return Seen()
+            return Observation()
         # The cluster first: a driver writes its outcome before it exits, so a dead driver without one left none.
         submission = self.view.status(job.attempt.submission_id)
         try:
@@ -221,14 +231,14 @@ class Reconciler:
             self._explain(job, error)
             # The attempt may have written an outcome, but lost storage must not keep a job alive forever.
             late = job.wish is not None and self.clock() >= job.wish.deadline
-            return Seen(submission if late else Submission.UNKNOWN, unreachable=self.view.unreachable())
+            return Observation(submission if late else SubmissionStatus.UNKNOWN, unreachable=self.view.unreachable())
         self.view.note(job.id, sighting)
-        silent = submission is Submission.UNKNOWN or job.attempt.submitted_at is None
+        silent = submission is SubmissionStatus.UNKNOWN or job.attempt.submitted_at is None
         quiet = self.idle.seconds(job, sighting)
         over = sighting.outcome is not None or not (silent or submission.alive) or hangs(job, quiet)
         committed = self.run_dirs.committed(job.run_dir) if over else None
         known = job.attempt.number
-        return Seen(
+        return Observation(
             submission=submission,
             training=sighting.training,
             outcome=sighting.outcome,
@@ -245,14 +255,14 @@ class Reconciler:
             observed=True,
         )
 
-    def _silent_condition(self, job: Job, sighting: Sighting) -> Reason | None:
+    def _silent_condition(self, job: Job, sighting: AttemptObservation) -> Reason | None:
         """Return the reason why an attempt makes no progress if it reports none itself."""
         return self.view.no_room(job, sighting) or self.idle.stalled(job)
 
-    def _previous(self, job: Job, attempt: Attempt) -> Submission:
+    def _previous(self, job: Job, attempt: Attempt) -> SubmissionStatus:
         """Return the status of the previous attempt, as long as the newest one is not submitted."""
         if attempt.submitted_at is not None or attempt.number == 1:
-            return Submission.MISSING
+            return SubmissionStatus.MISSING
         return self.view.status(job.attempts[-2].submission_id)
 
     def _apply(self, job: Job, decision: Decision) -> bool:
@@ -298,14 +308,14 @@ class Reconciler:
             log.warning("job_cannot_move", job=job.id, code=reason.code, error=str(error), **told)
 
     def _do(self, effect: Effect, job: Job) -> None:
-        if effect is Effect.LET_GO:
+        if effect is Effect.RELEASE_PARENT:
             self.run_dirs.let_go(job.run_dir)
             return
         attempt = job.attempts[-1]
         if effect is Effect.SUBMIT:
             self.run_dirs.prepare(job.run_dir, job.spec, job.size, attempt=attempt.number)
             self.cluster.submit(
-                Launch(
+                SubmitRequest(
                     attempt.submission_id,
                     job.id,
                     job.spec.name,
@@ -341,7 +351,7 @@ def _reason(error: Exception) -> Reason:
     return Reason(Code.EFFECT_FAILED, str(error), "the service retries until it succeeds")
 
 
-def _without_outage(job: Job, seen: Seen) -> Job:
+def _without_outage(job: Job, seen: Observation) -> Job:
     """Return the job without the reason that its storage is unavailable, once its run directory was read."""
     away = job.reason is not None and job.reason.code is Code.STORAGE_UNAVAILABLE
     return replace(job, reason=None) if away and seen.observed else job

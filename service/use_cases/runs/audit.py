@@ -8,7 +8,7 @@ from service.domain.jobs.job import Job
 from service.domain.runs.audit import GroupStart, Schedule, StepLine, audit_run
 from service.domain.runs.audit_report import RunAudit
 from service.errors import NotAudited
-from service.ports import Cursor, Line, RunDirs, Written
+from service.ports import Cursor, Line, LogSource, RunDirs
 from service.ports.json_lines import number
 from service.use_cases.runs.streams import Reader, read_lines
 from train_loop.plan import plan_samples
@@ -65,7 +65,7 @@ def _consumed(run_dirs: RunDirs, job: Job, samples: int, *, mixed: bool) -> int 
 
 def _read_events(run_dirs: RunDirs, run_dir: str) -> _Facts:
     facts = _Facts([])
-    for found in read_lines(Reader(run_dirs, run_dir, Written("events")), Cursor()):
+    for found in read_lines(Reader(run_dirs, run_dir, LogSource("events")), Cursor()):
         line, attempt = found.line, found.cursor.attempt
         if line.get("event") == "prepared":
             facts.sources = _source_sizes(line) or facts.sources
@@ -92,7 +92,7 @@ def _source_sizes(line: Line) -> tuple[int, ...]:
 
 def _step_lines(run_dirs: RunDirs, run_dir: str) -> Iterator[StepLine]:
     """Read the metrics lines that have samples; steps without such a line count as missing."""
-    for found in read_lines(Reader(run_dirs, run_dir, Written("metrics")), Cursor()):
+    for found in read_lines(Reader(run_dirs, run_dir, LogSource("metrics")), Cursor()):
         line = found.line
         step, samples = _whole(line, "step"), line.get("samples")
         if step is None or not isinstance(samples, list):

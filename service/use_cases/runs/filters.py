@@ -65,7 +65,7 @@ class _Part:
         self.most = max(self.most, most, key=lambda one: _loss(one[1]))
 
 
-def thin_out(lines: Iterable[Line], *, points: int) -> list[Line]:
+def downsample(lines: Iterable[Line], *, points: int) -> list[Line]:
     """Downsample lines to at most `points`: all, or the minimum and maximum loss of each of equal parts.
 
     One pass, and memory for at most `points` lines: if there are too many parts, neighbours are joined in pairs.

@@ -13,7 +13,7 @@ import anyio
 from starlette.concurrency import run_in_threadpool
 
 from service.errors import NotReady, StorageAway
-from service.ports import Cursor, Entry, Line, Place, RunDirs, Written
+from service.ports import Cursor, Line, LogLine, LogOffset, LogSource, RunDirs
 from service.ports.json_lines import number, parse
 from service.use_cases.runs.filters import Filter
 
@@ -42,8 +42,8 @@ _BEAT_SECONDS = 15.0
 class Batch:
     """Lines, the position after them, and True if more can be read at once."""
 
-    entries: tuple[Entry, ...]
-    place: Place
+    entries: tuple[LogLine, ...]
+    place: LogOffset
     more: bool
 
 
@@ -53,7 +53,7 @@ class Reader:
 
     run_dirs: RunDirs
     run_dir: str
-    what: Written
+    what: LogSource
     stays: bool = False
     filters: tuple[Filter, ...] = ()
 
@@ -61,9 +61,9 @@ class Reader:
         """Return a value that changes whenever there may be more to read; much faster than reading."""
         return self.run_dirs.mark(self.run_dir, self.what)
 
-    def read(self, place: Place, *, limit: int = 1000) -> Batch:
+    def read(self, place: LogOffset, *, limit: int = 1000) -> Batch:
         """Return the next lines from a position that pass every filter. Reads a bounded part of the file."""
-        found = list[Entry]()
+        found = list[LogLine]()
         for _ in range(_WINDOWS):
             tail = self.run_dirs.tail(self.run_dir, self.what, place)
             for entry in tail.entries:
@@ -78,7 +78,7 @@ class Reader:
                 # An attempt has written all its lines before the next one begins.
                 if tail.next_attempt is None or self.stays:
                     return Batch((), place, more=False)
-                place = Place(tail.next_attempt)
+                place = LogOffset(tail.next_attempt)
         return Batch((), place, more=True)
 
 
@@ -91,7 +91,7 @@ class Numbered:
     cursor: Cursor
 
 
-def numbered(entry: Entry, after: Cursor) -> Numbered | None:
+def numbered(entry: LogLine, after: Cursor) -> Numbered | None:
     """Parse an entry; return None if it is not after the cursor, or is not a numbered line of JSON."""
     line = parse(entry.text)
     seq = number(line, "seq") if line is not None else None
@@ -103,7 +103,7 @@ def numbered(entry: Entry, after: Cursor) -> Numbered | None:
 
 def read_lines(reader: Reader, after: Cursor) -> Iterator[Numbered]:
     """Yield the existing lines of JSON after a cursor, with bounded memory."""
-    place = Place(after.attempt)
+    place = LogOffset(after.attempt)
     while True:
         batch = reader.read(place)
         yield from (line for line in (numbered(entry, after) for entry in batch.entries) if line is not None)
@@ -119,7 +119,7 @@ def read_page(reader: Reader, after: Cursor, limit: int) -> tuple[list[Numbered]
     return found[:limit], len(found) > limit
 
 
-class Recent:
+class ReadCache:
     """A short-lived cache that streams share, so that a thousand streams cost little more than one."""
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ class Recent:
 
 
 @dataclass(frozen=True)
-class Listener:
+class Subscriber:
     """A subscriber of streams, and the check that its access is still valid."""
 
     id: Hashable
@@ -149,16 +149,16 @@ class Listener:
 
 
 @dataclass(frozen=True)
-class Follower:
+class LogStream:
     """A stream of a reader's lines until the job has finished, access ends, or the service shuts down."""
 
     reader: Reader
     ended: Callable[[], bool]
     leaving: threading.Event
-    listener: Listener
-    recent: Recent = field(default_factory=Recent)
+    listener: Subscriber
+    recent: ReadCache = field(default_factory=ReadCache)
 
-    async def follow(self, place: Place) -> AsyncIterator[Entry | Signal]:
+    async def follow(self, place: LogOffset) -> AsyncIterator[LogLine | Signal]:
         """Yield every line from a position as it is written, and STILL_HERE every 15 s without one.
 
         If the database is lost, the stream ends without END: the caller resumes with the id of the last line.
@@ -168,7 +168,7 @@ class Follower:
             async for found in self._follow(place):
                 yield found
 
-    async def _follow(self, place: Place) -> AsyncIterator[Entry | Signal]:
+    async def _follow(self, place: LogOffset) -> AsyncIterator[LogLine | Signal]:
         over, told, read = False, anyio.current_time(), None
         run_dir, what = self.reader.run_dir, self.reader.what
         while not self.leaving.is_set() and await self._may_stay():

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from service.domain.webhooks.delivery import Delivery, Settled, Webhook, settle
+from service.domain.webhooks.delivery import Delivery, DeliveryStatus, Webhook, settle
 from service.errors import NotReady
 from service.fault_log import FaultLog
 from service.ports import Lease, Outbox, Sender
@@ -82,7 +82,7 @@ class Deliverer:
                 "attempt": after.attempts,
                 "error": answer.error,
             }
-            log.warning("webhook_given_up" if after.settled is Settled.GIVEN_UP else "webhook_failed", **told)
+            log.warning("webhook_given_up" if after.settled is DeliveryStatus.GIVEN_UP else "webhook_failed", **told)
         return answer.status is not None and not answer.gone
 
     def _begin(self, loop: Callable[[], None]) -> None:

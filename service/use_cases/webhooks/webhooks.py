@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from pydantic import JsonValue
 
-from service.domain.access.roles import ANY, OPERATOR, Caller, Deed, Role
+from service.domain.access.roles import ANY, OPERATOR, AuditEntry, Principal, Role
 from service.domain.jobs.job import JobState
 from service.domain.webhooks.delivery import OVERLAP, Answer, Delivery, Webhook, trial_message
-from service.domain.webhooks.ssrf import Allowed, parse_target
+from service.domain.webhooks.ssrf import AllowList, parse_target
 from service.errors import Busy, DeliveryNotFound, Forbidden, IllegalState, InvalidRequest, WebhookNotFound
 from service.ports import Sender, WebhookStore
 from train_loop.spec import Problem
@@ -22,12 +22,12 @@ class Webhooks:
 
     store: WebhookStore
     sender: Sender
-    allowed: Allowed
+    allowed: AllowList
     clock: Callable[[], float]
     new_id: Callable[[], str]
-    caller: Caller = OPERATOR
+    caller: Principal = OPERATOR
 
-    def of(self, caller: Caller) -> "Webhooks":
+    def of(self, caller: Principal) -> "Webhooks":
         """Return these use cases for another caller."""
         return replace(self, caller=caller)
 
@@ -127,9 +127,9 @@ class Webhooks:
         *,
         before: dict[str, JsonValue] | None = None,
         after: dict[str, JsonValue] | None = None,
-    ) -> Deed:
+    ) -> AuditEntry:
         action = f"webhook.{verb}"
-        return Deed(self.clock(), self.caller, action, webhook.project, webhook.id, before or {}, after or {})
+        return AuditEntry(self.clock(), self.caller, action, webhook.project, webhook.id, before or {}, after or {})
 
 
 def _secret() -> str:

@@ -8,13 +8,23 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 
 from service.domain.access.oidc_claims import Claims
-from service.domain.access.roles import Deed, Key
-from service.domain.jobs.decide import Submission
+from service.domain.access.roles import AuditEntry, Key
+from service.domain.jobs.decide import SubmissionStatus
 from service.domain.jobs.job import LIVE, Job, JobState
 from service.domain.jobs.usage import Usage, UsageByDay, together
-from service.domain.queue.entry import Ticket
+from service.domain.queue.entry import QueueEntry
 from service.errors import ClusterError, IdempotencyMismatch, Unauthorized
-from service.ports import KEPT_SECONDS, Counts, Findings, JobQuery, Launch, Lease, NewJob, Node, Once
+from service.ports import (
+    IDEMPOTENCY_TTL,
+    Counts,
+    IdempotencyKey,
+    JobQuery,
+    Lease,
+    NewJob,
+    Node,
+    PreflightReport,
+    SubmitRequest,
+)
 from train_loop.plan import Capacity, SampleCount, read_shape
 from train_loop.run_dir import Parent
 from train_loop.spec import JobSpec, Problem
@@ -28,17 +38,17 @@ class MemoryJobStore:
     """A JobStore with its jobs in a dict, under one lock."""
 
     jobs: dict[str, Job] = field(default_factory=dict)
-    keys: dict[str, tuple[Once, float, str]] = field(default_factory=dict)
+    keys: dict[str, tuple[IdempotencyKey, float, str]] = field(default_factory=dict)
     leases: dict[str, Lease] = field(default_factory=dict)
     deleted: UsageByDay = field(default_factory=dict)
-    deeds: list[Deed] = field(default_factory=list)
+    deeds: list[AuditEntry] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def job_of(self, once: Once, *, now: float) -> Job | None:
+    def job_of(self, once: IdempotencyKey, *, now: float) -> Job | None:
         """Return the job of a key; None if it has none. Raises IdempotencyMismatch if the body differs."""
         with self.lock:
             first, since, job_id = self.keys.get(once.id, (once, -math.inf, ""))
-            if now - since > KEPT_SECONDS:
+            if now - since > IDEMPOTENCY_TTL:
                 return None
             if first != once:
                 raise IdempotencyMismatch(once.key)
@@ -52,7 +62,7 @@ class MemoryJobStore:
         """Store jobs and their keys, all or none. Return False if a key refers to another job."""
         with self.lock:
             keys = {new.once.id: (new.once, now, new.job.id) for new in added if new.once is not None}
-            taken = {key for key in keys if key in self.keys and now - self.keys[key][1] <= KEPT_SECONDS}
+            taken = {key for key in keys if key in self.keys and now - self.keys[key][1] <= IDEMPOTENCY_TTL}
             if taken or len(keys) < sum(new.once is not None for new in added):
                 return False
             self.keys |= keys
@@ -61,7 +71,7 @@ class MemoryJobStore:
                 self._record(*new.deeds)
             return True
 
-    def delete(self, job: Job, used: Mapping[date, Usage], deed: Deed | None = None) -> bool:
+    def delete(self, job: Job, used: Mapping[date, Usage], deed: AuditEntry | None = None) -> bool:
         """Delete a job, but keep its usage of each day (UTC). Return False if the job changed since it was read."""
         with self.lock:
             if self.jobs.get(job.id) != job:
@@ -98,10 +108,10 @@ class MemoryJobStore:
         )
         return {key: used for key, used in found if first <= key[1] <= last}
 
-    def tickets(self) -> list[Ticket]:
+    def tickets(self) -> list[QueueEntry]:
         """Return the tickets of all jobs that hold resources of the cluster or wait for them."""
         with self.lock:
-            return [ticket for ticket in map(Ticket.of, self.jobs.values()) if ticket.holds or ticket.waits]
+            return [ticket for ticket in map(QueueEntry.of, self.jobs.values()) if ticket.holds or ticket.waits]
 
     def queue_mark(self) -> Hashable:
         """Return a value that changes whenever the result of `tickets` may change."""
@@ -147,7 +157,7 @@ class MemoryJobStore:
         with self.lock:
             self.leases = {name: lease for name, lease in self.leases.items() if lease.owner != owner}
 
-    def save(self, job: Job, *, owner: str | None = None, leads: bool = False, deed: Deed | None = None) -> bool:
+    def save(self, job: Job, *, owner: str | None = None, leads: bool = False, deed: AuditEntry | None = None) -> bool:
         """Store a change to the version that was read. Return False if the change was discarded.
 
         With `owner`, the owner must have the job's lease; with `leads`, the queue's lease instead.
@@ -174,7 +184,7 @@ class MemoryJobStore:
     def ping(self) -> None:
         """Do nothing: this store always answers."""
 
-    def _record(self, *done: Deed | None) -> None:
+    def _record(self, *done: AuditEntry | None) -> None:
         self.deeds += filter(None, done)
 
 
@@ -182,10 +192,10 @@ class MemoryJobStore:
 class MemoryKeyStore:
     """A KeyStore with its keys in a dict. The job store shares its audit log."""
 
-    done: list[Deed] = field(default_factory=list)
+    done: list[AuditEntry] = field(default_factory=list)
     keys: dict[str, Key] = field(default_factory=dict)
 
-    def add(self, key: Key, deed: Deed) -> None:
+    def add(self, key: Key, deed: AuditEntry) -> None:
         """Store a new key."""
         self.keys[key.id] = key
         self.record(deed)
@@ -198,7 +208,7 @@ class MemoryKeyStore:
         """Return all keys, also expired and revoked ones, newest first."""
         return sorted(self.keys.values(), key=lambda key: key.id, reverse=True)
 
-    def revoke(self, key_id: str, *, now: float, deed: Deed) -> bool:
+    def revoke(self, key_id: str, *, now: float, deed: AuditEntry) -> bool:
         """Revoke a key. Return False if it was revoked before; the first time of revocation stays."""
         if key_id not in self.keys or self.keys[key_id].revoked_at is not None:
             return False
@@ -206,11 +216,11 @@ class MemoryKeyStore:
         self.record(deed)
         return True
 
-    def record(self, deed: Deed) -> None:
+    def record(self, deed: AuditEntry) -> None:
         """Store the audit entry of a change that is not in the store."""
         self.done.append(deed)
 
-    def deeds(self, projects: frozenset[str] | None, *, after: int | None, limit: int) -> list[tuple[int, Deed]]:
+    def deeds(self, projects: frozenset[str] | None, *, after: int | None, limit: int) -> list[tuple[int, AuditEntry]]:
         """Return the audit entries of these projects (None: of all), newest first, with numbers below `after`."""
         found = reversed(list(enumerate(self.done, 1)))
         wanted = ((n, deed) for n, deed in found if projects is None or deed.project in projects)
@@ -237,30 +247,34 @@ class MemoryCluster:
     total: Mapping[str, float] | None = field(default_factory=lambda: {"CPU": 8.0})
     nodes_total: tuple[Mapping[str, float], ...] = ()
     known_nodes: list[Node] = field(default_factory=list)
-    submissions: dict[str, Submission] = field(default_factory=dict)
-    launches: list[Launch] = field(default_factory=list)
+    submissions: dict[str, SubmissionStatus] = field(default_factory=dict)
+    launches: list[SubmitRequest] = field(default_factory=list)
 
     @property
     def reachable(self) -> bool:
         """Return whether the cluster answers."""
         return self.total is not None
 
-    def submit(self, launch: Launch) -> None:
+    def submit(self, launch: SubmitRequest) -> None:
         """Start a driver. Do nothing if a driver already exists under this id."""
         if not self.reachable:
             raise ClusterError("the cluster does not answer")
         if launch.submission_id not in self.submissions:
-            self.submissions[launch.submission_id] = Submission.PENDING
+            self.submissions[launch.submission_id] = SubmissionStatus.PENDING
             self.launches.append(launch)
 
-    def status(self, submission_id: str) -> Submission:
+    def status(self, submission_id: str) -> SubmissionStatus:
         """Return the status of a driver; UNKNOWN if the cluster does not answer."""
-        return self.submissions.get(submission_id, Submission.MISSING) if self.reachable else Submission.UNKNOWN
+        return (
+            self.submissions.get(submission_id, SubmissionStatus.MISSING)
+            if self.reachable
+            else SubmissionStatus.UNKNOWN
+        )
 
     def stop(self, submission_id: str) -> None:
         """Stop a driver now. Do nothing if it does not exist or has ended."""
-        if self.submissions.get(submission_id, Submission.MISSING).alive:
-            self.submissions[submission_id] = Submission.STOPPED
+        if self.submissions.get(submission_id, SubmissionStatus.MISSING).alive:
+            self.submissions[submission_id] = SubmissionStatus.STOPPED
 
     def capacity(self) -> Capacity | None:
         """Return the resources of all live nodes; None if the cluster does not answer."""
@@ -281,13 +295,13 @@ class MemoryPreflight:
 
     problems: list[Problem] = field(default_factory=list)
     count: SampleCount | None = None
-    in_order: dict[str, Findings] = field(default_factory=dict)
+    in_order: dict[str, PreflightReport] = field(default_factory=dict)
     starting: str | None = None
 
-    def check(self, spec: JobSpec, parent: Parent | None = None) -> Findings:
+    def check(self, spec: JobSpec, parent: Parent | None = None) -> PreflightReport:
         """Return the problems that a test set, and the model's sizes."""
         shape = read_shape(spec.model.config) if spec.model.config else None
-        found = Findings(tuple(self.problems), shape, count=self.count)
+        found = PreflightReport(tuple(self.problems), shape, count=self.count)
         if not found.problems:
             self.in_order[spec.model_dump_json()] = found
         return found
@@ -296,7 +310,7 @@ class MemoryPreflight:
         """Return the reason that a test set; None if there is none."""
         return self.starting
 
-    def known(self, spec: JobSpec) -> Findings | None:
+    def known(self, spec: JobSpec) -> PreflightReport | None:
         """Return the result of an earlier check of the same spec without problems, else None."""
         return self.in_order.get(spec.model_dump_json())
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from service.domain.access.roles import Deed
+from service.domain.access.roles import AuditEntry
 from service.domain.webhooks.delivery import LIMIT, Answer, Delivery, Message, Webhook
 from service.errors import WebhookLimit
 
@@ -11,11 +11,11 @@ from service.errors import WebhookLimit
 class MemoryWebhookStore:
     """A WebhookStore with webhooks in a dict and deliveries in a list. The job store shares its audit log."""
 
-    done: list[Deed] = field(default_factory=list)
+    done: list[AuditEntry] = field(default_factory=list)
     webhooks: dict[str, Webhook] = field(default_factory=dict)
     log: list[Delivery] = field(default_factory=list)
 
-    def add(self, webhook: Webhook, deed: Deed) -> None:
+    def add(self, webhook: Webhook, deed: AuditEntry) -> None:
         """Store a new webhook. Raises WebhookLimit if the project has too many."""
         if sum(one.project == webhook.project for one in self.webhooks.values()) >= LIMIT:
             raise WebhookLimit(webhook.project, LIMIT)
@@ -31,7 +31,7 @@ class MemoryWebhookStore:
         found = (one for one in self.webhooks.values() if projects is None or one.project in projects)
         return sorted(found, key=lambda one: one.id, reverse=True)
 
-    def delete(self, webhook_id: str, deed: Deed) -> bool:
+    def delete(self, webhook_id: str, deed: AuditEntry) -> bool:
         """Delete a webhook and its deliveries. Return False if it does not exist."""
         if self.webhooks.pop(webhook_id, None) is None:
             return False
@@ -39,7 +39,7 @@ class MemoryWebhookStore:
         self.done.append(deed)
         return True
 
-    def rotate(self, webhook_id: str, secret: str, *, until: float, deed: Deed) -> Webhook | None:
+    def rotate(self, webhook_id: str, secret: str, *, until: float, deed: AuditEntry) -> Webhook | None:
         """Set a new secret; the previous one stays valid until `until`. Return None if the webhook does not exist."""
         old = self.webhooks.get(webhook_id)
         if old is None:
@@ -49,7 +49,7 @@ class MemoryWebhookStore:
         self.done.append(deed)
         return new
 
-    def enable(self, webhook_id: str, deed: Deed) -> bool:
+    def enable(self, webhook_id: str, deed: AuditEntry) -> bool:
         """Enable a webhook again. Return False if it was not disabled."""
         old = self.webhooks.get(webhook_id)
         if old is None or old.disabled_at is None:
@@ -63,7 +63,7 @@ class MemoryWebhookStore:
         mine = (one for one in reversed(self.log) if one.webhook_id == webhook_id)
         return [one for one in mine if after is None or one.number < after][:limit]
 
-    def redeliver(self, webhook_id: str, number: int, *, now: float, deed: Deed) -> Delivery | None:
+    def redeliver(self, webhook_id: str, number: int, *, now: float, deed: AuditEntry) -> Delivery | None:
         """Restart a delivery now. Return None if it does not exist."""
         for place, one in enumerate(self.log):
             if (one.webhook_id, one.number) == (webhook_id, number):

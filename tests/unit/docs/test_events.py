@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tools.docs.events import page
-from train_loop.run_dir.events import EVENTS
+from train_loop.telemetry.events import EVENTS
 
 LOOP = Path("train_loop")
 WRITERS = {"event", "report", "_report", "tell", "_tell"}

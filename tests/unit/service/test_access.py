@@ -11,16 +11,16 @@ from pydantic import JsonValue
 
 from service.adapters.sql.access import SqlKeyStore
 from service.adapters.sql.store import SqlJobStore
-from service.domain.access.oidc_claims import LEEWAY, NoSubject, TokenRules
-from service.domain.access.roles import ANY, Caller, Deed, Key, Role
-from service.domain.jobs.job import Wish
-from service.ports import JobStore, KeyStore, NewJob, Once
+from service.domain.access.oidc_claims import LEEWAY, MissingSubject, TokenRules
+from service.domain.access.roles import ANY, AuditEntry, Key, Principal, Role
+from service.domain.jobs.job import StopRequest
+from service.ports import IdempotencyKey, JobStore, KeyStore, NewJob
 from tests.support.databases import emptied
 from tests.support.fakes.stores import MemoryJobStore, MemoryKeyStore
 from tests.support.service import a_job
 
 ROLES = st.dictionaries(st.sampled_from(["a", "b", ANY]), st.sampled_from(Role))
-ALICE = Caller(f"oidc:{'a' * 255}", "alice", {}, "request-1")
+ALICE = Principal(f"oidc:{'a' * 255}", "alice", {}, "request-1")
 Stores = tuple[JobStore, KeyStore]
 
 
@@ -39,13 +39,13 @@ def a_key(number: int, **roles: Role) -> Key:
     return Key(f"key-{number}", "bob", roles or {"a": Role.EDITOR}, "ab" * 32, 1.5, "operator", expires_at=9.5)
 
 
-def a_deed(action: str, project: str = "default", target: str = "job-1") -> Deed:
-    return Deed(2.5, ALICE, action, project, target, {"state": "QUEUED"}, {"state": "PAUSED", "step": 3})
+def a_deed(action: str, project: str = "default", target: str = "job-1") -> AuditEntry:
+    return AuditEntry(2.5, ALICE, action, project, target, {"state": "QUEUED"}, {"state": "PAUSED", "step": 3})
 
 
 @given(ROLES)
 def test_caller_has_role_if_it_or_a_higher_one_was_granted(roles: dict[str, Role]) -> None:
-    caller, ranks = Caller("key-1", "bob", roles), list(Role)
+    caller, ranks = Principal("key-1", "bob", roles), list(Role)
     for project in ("a", "b", "c"):
         granted = [ranks.index(roles[scope]) for scope in (project, ANY) if scope in roles]
         for role in Role:
@@ -59,28 +59,28 @@ def test_caller_of_token_gets_highest_role_of_its_groups(names: list[str], group
     caller = TokenRules("teams", groups).caller_of({"sub": "1", "exp": 9, "teams": [*names, 7, None]})
     for project in ("a", "b", "c"):
         for role in Role:
-            granted = (Caller("key-1", "bob", groups[name]) for name in names if name in groups)
+            granted = (Principal("key-1", "bob", groups[name]) for name in names if name in groups)
             assert caller.may(role, project) == any(one.may(role, project) for one in granted)
 
 
 def test_caller_of_token_takes_name_from_claims_and_rejects_invalid_sub_or_exp() -> None:
     rules = TokenRules("groups", {})
     bare: dict[str, JsonValue] = {"sub": "00u1", "exp": 9.5}
-    assert rules.caller_of(bare) == Caller("oidc:00u1", "00u1", {}, until=9.5 + LEEWAY)
+    assert rules.caller_of(bare) == Principal("oidc:00u1", "00u1", {}, until=9.5 + LEEWAY)
     named: dict[str, JsonValue] = {"name": "Alice A.", "email": "alice@acme.example", "preferred_username": "a\0"}
     assert rules.caller_of(bare | named).name == "alice@acme.example"
     assert len(rules.caller_of(bare | {"name": "x" * 200}).name) == 64
     for name, wrong in (("sub", None), ("sub", ""), ("sub", 7), ("sub", "x" * 256), ("sub", "a\n"), ("exp", "soon")):
-        with pytest.raises(NoSubject):
+        with pytest.raises(MissingSubject):
             rules.caller_of({**bare, name: wrong})
 
 
 def test_idempotency_key_ids_of_different_callers_never_collide() -> None:
     callers = [
-        Caller(one, "x", {}, until=until) for one, until in (("oidc:a", 1.0), ("oidc:a:b", 1.0), ("key-1", None))
+        Principal(one, "x", {}, until=until) for one, until in (("oidc:a", 1.0), ("oidc:a:b", 1.0), ("key-1", None))
     ]
-    assert len({Once(key, "", one.scope).id for one in callers for key in ("k", "b:k", "x" * 255)}) == 9
-    assert all(len(Once("x" * 255, "", one.scope).id) <= 320 for one in callers)
+    assert len({IdempotencyKey(key, "", one.scope).id for one in callers for key in ("k", "b:k", "x" * 255)}) == 9
+    assert all(len(IdempotencyKey("x" * 255, "", one.scope).id) <= 320 for one in callers)
 
 
 def test_key_opens_until_expired_or_revoked() -> None:
@@ -114,7 +114,7 @@ def test_deed_is_stored_only_if_its_change_succeeds(stores: Stores) -> None:
     job = a_job()
     jobs.add(NewJob(job, deeds=(a_deed("job.submit"),)))
     assert jobs.add_all([NewJob(a_job("job-2"), deeds=(a_deed("job.submit", target="job-2"),))], now=0.0)
-    paused = replace(job, wish=Wish("pause", checkpoint=True, deadline=5.0))
+    paused = replace(job, wish=StopRequest("pause", checkpoint=True, deadline=5.0))
     assert jobs.save(paused, deed=a_deed("job.pause"))
     assert not jobs.save(paused, deed=a_deed("job.pause")), "the version has changed"
     assert not jobs.save(a_job(), owner="me", deed=a_deed("job.pause")), "owner 'me' does not hold the lease"

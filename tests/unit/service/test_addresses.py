@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.domain.webhooks.ssrf import Allowed, Target, is_public, parse_target
+from service.domain.webhooks.ssrf import AllowList, Endpoint, is_public, parse_target
 
 PUBLIC = ["1.1.1.1", "93.184.216.34", "172.32.0.1", "2606:4700::1111", "2a00:1450:4001::200e"]
 # fmt: off
@@ -32,7 +32,7 @@ def test_public_address_is_public(address: str) -> None:
 @pytest.mark.parametrize("address", NOT_PUBLIC)
 def test_non_public_address_is_blocked(address: str) -> None:
     assert not is_public(ip_address(address))
-    assert not Allowed().opens(Target("https", "hooks.example", 443, "/"), address)
+    assert not AllowList().opens(Endpoint("https", "hooks.example", 443, "/"), address)
 
 
 @given(st.sampled_from(LOCAL).flatmap(lambda network: st.ip_addresses(v=4, network=str(network))))
@@ -56,8 +56,8 @@ def test_public_address_is_global_unicast(address: IPv4Address | IPv6Address) ->
 
 
 def test_allow_list_opens_networks_and_host_names() -> None:
-    allowed = Allowed.parse(["10.1.0.0/16", "fd00::/8", "Hooks.Internal", "127.0.0.1"])
-    named, other = Target("http", "hooks.internal", 80, "/"), Target("https", "hooks.example", 443, "/")
+    allowed = AllowList.parse(["10.1.0.0/16", "fd00::/8", "Hooks.Internal", "127.0.0.1"])
+    named, other = Endpoint("http", "hooks.internal", 80, "/"), Endpoint("https", "hooks.example", 443, "/")
     assert allowed.names(named)
     assert allowed.opens(named, "192.168.1.1")
     assert not allowed.names(other)
@@ -65,19 +65,19 @@ def test_allow_list_opens_networks_and_host_names() -> None:
     assert [allowed.opens(other, address) for address in ("10.2.0.1", "::ffff:10.1.2.3", "127.0.0.2", "x")] == [
         False
     ] * 4
-    assert allowed.names(Target("http", "10.1.9.9", 80, "/"))
-    assert not allowed.names(Target("http", "10.2.9.9", 80, "/"))
+    assert allowed.names(Endpoint("http", "10.1.9.9", 80, "/"))
+    assert not allowed.names(Endpoint("http", "10.2.9.9", 80, "/"))
 
 
 @pytest.mark.parametrize("entry", ["10.0.0.1/8", "10.0.0.0/33", "-x", "a b", "http://x", ""])
 def test_invalid_allow_list_entry_raises_value_error(entry: str) -> None:
     with pytest.raises(ValueError, match=r"expected e\.g\. 10"):
-        Allowed.parse([entry])
+        AllowList.parse([entry])
 
 
 def test_parse_target_splits_url() -> None:
-    assert parse_target("HTTPS://Hooks.Example/a/b?c=d") == Target("https", "hooks.example", 443, "/a/b?c=d")
-    assert parse_target("http://[::1]:8080") == Target("http", "::1", 8080, "/")
+    assert parse_target("HTTPS://Hooks.Example/a/b?c=d") == Endpoint("https", "hooks.example", 443, "/a/b?c=d")
+    assert parse_target("http://[::1]:8080") == Endpoint("http", "::1", 8080, "/")
     assert parse_target("https://2130706433/").literal is None
 
 

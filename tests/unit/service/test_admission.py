@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from service.domain.jobs.job import Job, JobState
 from service.domain.jobs.reason import Code, Reason
-from service.domain.jobs.transitions import make_room
+from service.domain.jobs.transitions import preempt
 from service.domain.queue.admission import admit
-from service.domain.queue.entry import Ticket
-from service.domain.queue.policy import Quota, Rules
+from service.domain.queue.entry import QueueEntry
+from service.domain.queue.policy import QueuePolicy, Quota
 from service.domain.queue.snapshot import Admission
 from tests.support.service import a_job
 from train_loop.plan import Capacity
@@ -28,11 +28,13 @@ def gpu_job(job_id: str, workers: int, **parts: Any) -> Job:
     return a_job(job_id, scaling={"num_workers": workers, "resources_per_worker": GPU}, **parts)
 
 
-def admit_jobs(jobs: list[Job], total: dict[str, float] | None, rules: Rules | None = None) -> Admission:
-    return admit(map(Ticket.of, jobs), None if total is None else Capacity(total), rules or Rules())
+def admit_jobs(jobs: list[Job], total: dict[str, float] | None, rules: QueuePolicy | None = None) -> Admission:
+    return admit(map(QueueEntry.of, jobs), None if total is None else Capacity(total), rules or QueuePolicy())
 
 
-def wait_message(job: Job, others: list[Job], total: dict[str, float] | None, rules: Rules | None = None) -> str | None:
+def wait_message(
+    job: Job, others: list[Job], total: dict[str, float] | None, rules: QueuePolicy | None = None
+) -> str | None:
     reason = admit_jobs([job, *others], total, rules).waits.get(job.id)
     return reason.message if reason else None
 
@@ -94,7 +96,7 @@ def test_backfill_starts_job_that_uses_other_resources_than_the_first() -> None:
     total = {"CPU": 32.0, "GPU": 8.0}
     jobs = [active(gpu_job("job-0", 6)), gpu_job("job-1", 4), a_job("job-2")]
     assert admit_jobs(jobs, total).starts == ("job-2",)
-    assert admit_jobs(jobs, total, Rules(backfill=False)).starts == ()
+    assert admit_jobs(jobs, total, QueuePolicy(backfill=False)).starts == ()
 
 
 def test_backfill_starts_job_if_the_first_fits_alongside_it() -> None:
@@ -106,7 +108,7 @@ def test_backfill_starts_job_if_the_first_fits_alongside_it() -> None:
 
 
 def test_quota_limits_only_jobs_of_its_project() -> None:
-    rules = Rules(quotas={"nlp": Quota(jobs=1), "*": Quota(workers=3)})
+    rules = QueuePolicy(quotas={"nlp": Quota(jobs=1), "*": Quota(workers=3)})
     running = active(a_job("job-1", project="nlp"))
     second, third = a_job("job-2", project="nlp"), a_job("job-3", project="nlp")
     jobs = [running, second, third, a_job("job-4"), a_job("job-5")]
@@ -120,14 +122,14 @@ def test_quota_limits_only_jobs_of_its_project() -> None:
 
 
 def test_quota_counts_gpus() -> None:
-    rules, total = Rules(quotas={"*": Quota(gpus=2)}), {"CPU": 8.0, "GPU": 8.0}
+    rules, total = QueuePolicy(quotas={"*": Quota(gpus=2)}), {"CPU": 8.0, "GPU": 8.0}
     assert "is 2 GPUs; with this job" in str(
         wait_message(gpu_job("job-2", 1), [active(gpu_job("job-1", 2))], total, rules)
     )
 
 
 def test_job_larger_than_its_quota_is_unschedulable_and_does_not_block_others() -> None:
-    rules, total = Rules(quotas={"*": Quota(gpus=2)}), {"CPU": 8.0, "GPU": 8.0}
+    rules, total = QueuePolicy(quotas={"*": Quota(gpus=2)}), {"CPU": 8.0, "GPU": 8.0}
     found = admit_jobs([gpu_job("job-1", 4), gpu_job("job-2", 1)], total, rules)
     assert found.starts == ("job-2",)
     assert (found.waits["job-1"].code, found.waits["job-1"].remedy) == (
@@ -152,7 +154,7 @@ def test_preemption_takes_lowest_priority_then_newest_jobs() -> None:
     )
     assert admit_jobs([*running, gpu_job("job-5", 7, priority=5)], total).preempts == {}
     assert admit_jobs([*running, gpu_job("job-5", 2, priority=0)], total).preempts == {}
-    assert admit_jobs([*running, gpu_job("job-5", 2, priority=5)], total, Rules(preemption=False)).preempts == {}
+    assert admit_jobs([*running, gpu_job("job-5", 2, priority=5)], total, QueuePolicy(preemption=False)).preempts == {}
 
 
 def test_preemption_of_one_large_job_spares_small_jobs() -> None:
@@ -162,14 +164,14 @@ def test_preemption_of_one_large_job_spares_small_jobs() -> None:
 
 
 def test_preemption_counts_jobs_that_are_already_pausing() -> None:
-    leaving = make_room(active(gpu_job("job-1", 4)), whom="job-3", deadline=9.0, now=1.0)
+    leaving = preempt(active(gpu_job("job-1", 4)), whom="job-3", deadline=9.0, now=1.0)
     other = active(gpu_job("job-2", 4))
     found = admit_jobs([leaving, other, gpu_job("job-3", 4, priority=5)], {"CPU": 64.0, "GPU": 8.0})
     assert found.preempts == {}
 
 
 def test_preempted_job_restarts_from_queue_and_user_paused_job_does_not() -> None:
-    preempted = make_room(active(gpu_job("job-1", 4)), whom="job-2", deadline=9.0, now=1.0)
+    preempted = preempt(active(gpu_job("job-1", 4)), whom="job-2", deadline=9.0, now=1.0)
     preempted = replace(preempted.end_attempt("paused", now=2.0), state=JobState.PAUSED)
     assert preempted.wish is not None
     by_user = replace(preempted, id="job-9", wish=replace(preempted.wish, reason=Reason(Code.USER, "x")))

@@ -11,10 +11,10 @@ import pytest
 from service.adapters.ray import breaker as module
 from service.adapters.ray.breaker import LONG, SHORT, Breaker, ClusterSilentError
 from service.adapters.ray.jobs import RayAddress, RayJobs
-from service.domain.jobs.decide import Submission
+from service.domain.jobs.decide import SubmissionStatus
 from service.domain.jobs.job import JobState
 from service.errors import ClusterError
-from service.ports import Launch, Lease
+from service.ports import Lease, SubmitRequest
 from tests.support.fakes.stores import MemoryJobStore
 from tests.support.service import FakeService
 from tests.support.silent_servers import dropping_server, mute_server
@@ -136,9 +136,9 @@ def test_reconcile_pass_with_silent_cluster_is_short_and_keeps_leases(
             reconciler.run_once()
             passes.append(time.monotonic() - began)
         assert max(passes) <= 2.0, passes
-        assert cluster.status("job-1-1") is Submission.UNKNOWN
+        assert cluster.status("job-1-1") is SubmissionStatus.UNKNOWN
         with pytest.raises(ClusterError):
-            cluster.submit(Launch("job-1-1", "job-1", "tiny", attempt=1, run_dir="file:///nowhere"))
+            cluster.submit(SubmitRequest("job-1-1", "job-1", "tiny", attempt=1, run_dir="file:///nowhere"))
     assert isinstance(service.store, MemoryJobStore)
     now = time.time()
     assert [job for job in jobs if service.store.claim(job, Lease("other", now, now + 30)) is not None] == []

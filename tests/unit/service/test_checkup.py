@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.domain.doctor.checks import Greeting, Measured, Reach, Trouble, add, check_up, least
+from service.domain.doctor.checks import Measured, ProbeFailure, ProbeReply, Reachability, add, check_up, least
 from service.domain.doctor.finding import Verdict
 from service.errors import ClusterError, StorageFault
 from service.use_cases.doctor.doctor import Doctor
 from tests.support.doctor import TOKEN, VERSIONS, FakeClusterProbe, FakeStorageProbe, a_node, a_visit
 from tests.support.waiting import wait_for
-from train_loop.run_dir import ClusterVisit, Sight
+from train_loop.run_dir import ClusterVisit, PathCheck
 
 CHECKS = (
     *("ray.reachable", "ray.authenticated", "ray.nodes", "ray.tasks"),
@@ -23,7 +23,7 @@ CHECKS = (
     *("network", "versions", "user", "clock", "data_cpus", "files"),
 )
 HEALTHY = Measured(
-    Greeting(Reach.ANSWERS, "http://ray:8265", "Ray 2.60.0", (-0.5, 0.5)),
+    ProbeReply(Reachability.ANSWERS, "http://ray:8265", "Ray 2.60.0", (-0.5, 0.5)),
     1,
     a_visit(),
     TOKEN,
@@ -52,9 +52,11 @@ def test_healthy_measurements_give_only_ok_verdicts() -> None:
     assert verdicts(HEALTHY) == {}
 
 
-@pytest.mark.parametrize("reach", [Reach.NOBODY, Reach.STRANGE, Reach.STARTING])
-def test_ray_not_answering_skips_checks_that_need_it(reach: Reach) -> None:
-    found = verdicts(replace(HEALTHY, greeting=Greeting(reach, "http://ray:8265", "no"), visit=Trouble("not measured")))
+@pytest.mark.parametrize("reach", [Reachability.NOBODY, Reachability.STRANGE, Reachability.STARTING])
+def test_ray_not_answering_skips_checks_that_need_it(reach: Reachability) -> None:
+    found = verdicts(
+        replace(HEALTHY, greeting=ProbeReply(reach, "http://ray:8265", "no"), visit=ProbeFailure("not measured"))
+    )
     assert found == {"ray.reachable": "failed"} | dict.fromkeys({"ray.authenticated"} | NEEDS_RAY, "skipped")
 
 
@@ -81,29 +83,29 @@ def test_files_check_warns_if_open_file_limit_is_below_connections() -> None:
 
 
 def test_wrong_token_fails_authenticated_and_not_reachable() -> None:
-    refused = Greeting(Reach.REFUSED, "http://ray:8265", "403")
-    found = verdicts(replace(HEALTHY, greeting=refused, visit=Trouble("not measured")))
+    refused = ProbeReply(Reachability.REFUSED, "http://ray:8265", "403")
+    found = verdicts(replace(HEALTHY, greeting=refused, visit=ProbeFailure("not measured")))
     assert found == {"ray.authenticated": "failed"} | dict.fromkeys(NEEDS_RAY, "skipped")
 
 
 def test_cluster_without_nodes_fails_nodes_check() -> None:
-    found = verdicts(replace(HEALTHY, nodes=0, visit=Trouble("not measured")))
+    found = verdicts(replace(HEALTHY, nodes=0, visit=ProbeFailure("not measured")))
     assert found == {"ray.nodes": "failed"} | dict.fromkeys(NEEDS_RAY - {"ray.nodes"}, "skipped")
 
 
 @pytest.mark.parametrize(("part", "check"), [("read", "readable"), ("write", "writable"), ("replace", "atomic")])
 def test_failing_storage_probe_fails_only_its_check(part: str, check: str) -> None:
-    changed = {"read": "x", "write": "x", "replace": "x"} | {part: Trouble("Permission denied")}
+    changed = {"read": "x", "write": "x", "replace": "x"} | {part: ProbeFailure("Permission denied")}
     assert verdicts(replace(HEALTHY, **changed)) == {f"storage.{check}": "failed"}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("visit", "found"),
     [
-        (a_visit(a_node(sight=Sight(token=None))), {"storage.shared": "failed"}),
-        (a_visit(a_node(sight=Sight(token="another"))), {"storage.shared": "failed"}),
-        (a_visit(a_node(sight=Sight(token=TOKEN, fault="read-only"))), {"storage.shared": "failed"}),
-        (a_visit(a_node(sight=Sight(token=TOKEN, unreadable={"s3://a": "no"}))), {"storage.shared": "failed"}),
+        (a_visit(a_node(sight=PathCheck(token=None))), {"storage.shared": "failed"}),
+        (a_visit(a_node(sight=PathCheck(token="another"))), {"storage.shared": "failed"}),
+        (a_visit(a_node(sight=PathCheck(token=TOKEN, fault="read-only"))), {"storage.shared": "failed"}),
+        (a_visit(a_node(sight=PathCheck(token=TOKEN, unreadable={"s3://a": "no"}))), {"storage.shared": "failed"}),
         (a_visit(a_node(), a_node("n2")), {"storage.shared": "failed"}),
         (a_visit(a_node(sight=None, trouble="late")), {"ray.tasks": "failed", "storage.shared": "skipped"}),
         (a_visit(a_node(versions=VERSIONS | {"ray": "2.61.0"})), {"versions": "failed"}),
@@ -127,7 +129,7 @@ def test_nodes_with_different_torch_versions_fail_versions_check() -> None:
 
 
 def test_many_nodes_with_the_same_fault_are_not_all_listed() -> None:
-    nodes = [a_node(f"n{number}", sight=Sight()) for number in range(300)]
+    nodes = [a_node(f"n{number}", sight=PathCheck()) for number in range(300)]
     (shared,) = [
         found for found in check_up(replace(HEALTHY, visit=a_visit(*nodes))) if found.check == "storage.shared"
     ]

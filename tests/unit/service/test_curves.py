@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainshed.cli.sparklines import BARS, NOTHING, sparkline
+from trainshed.cli.output.sparklines import BARS, NOTHING, sparkline
 
 NUMBERS = st.lists(st.none() | st.floats(), max_size=300)
 

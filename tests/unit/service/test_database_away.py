@@ -22,7 +22,7 @@ from service.adapters.sql.database import Database, open_database
 from service.adapters.sql.faults import explain
 from service.adapters.sql.store import SqlJobStore
 from service.adapters.sql.tables import webhooks
-from service.ports import Findings
+from service.ports import PreflightReport
 from service.use_cases.runs import streams
 from tests.support.fakes.stores import MemoryPreflight
 from tests.support.postgres import PostgresServer, own_postgres
@@ -76,7 +76,7 @@ class BreakingPreflight(MemoryPreflight):
 
     database: Postgres | Sqlite | None = None
 
-    def check(self, spec: JobSpec, parent: Parent | None = None) -> Findings:
+    def check(self, spec: JobSpec, parent: Parent | None = None) -> PreflightReport:
         if self.database is not None:
             self.database.disconnect()
             self.database = None

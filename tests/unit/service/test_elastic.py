@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.domain.jobs.commands import paused, resumed
-from service.domain.jobs.decide import Retry, Seen, Submission, decide
+from service.domain.jobs.decide import Observation, Retry, SubmissionStatus, decide
 from service.domain.jobs.job import Job, JobState
 from service.domain.jobs.reason import Code, Reason
 from service.domain.jobs.transitions import resize, start
 from service.domain.queue.admission import admit
-from service.domain.queue.entry import Ticket
-from service.domain.queue.policy import Quota, Rules
+from service.domain.queue.entry import QueueEntry
+from service.domain.queue.policy import QueuePolicy, Quota
 from service.domain.queue.snapshot import Admission
 from tests.support.service import a_job
 from train_loop.plan import Capacity
@@ -41,9 +41,11 @@ def fixed(job_id: str, workers: int, **parts: Any) -> Job:
     return a_job(job_id, scaling={"num_workers": workers, "resources_per_worker": GPU}, **parts)
 
 
-def admit_jobs(jobs: list[Job], gpus: float, rules: Rules | None = None, *, now: float = RESIZE_SECONDS) -> Admission:
+def admit_jobs(
+    jobs: list[Job], gpus: float, rules: QueuePolicy | None = None, *, now: float = RESIZE_SECONDS
+) -> Admission:
     cluster = Capacity({"CPU": 999.0, "GPU": gpus})
-    return admit(map(Ticket.of, jobs), cluster, rules or Rules(resize_seconds=RESIZE_SECONDS), now=now)
+    return admit(map(QueueEntry.of, jobs), cluster, rules or QueuePolicy(resize_seconds=RESIZE_SECONDS), now=now)
 
 
 @pytest.mark.parametrize(("gpus", "workers"), [(2, 2), (3, 2), (5, 4), (7, 6), (100, 6)])
@@ -60,7 +62,7 @@ def test_elastic_job_waits_for_its_smallest_size() -> None:
 
 
 def test_elastic_job_starts_smaller_within_quota_and_beside_earlier_jobs() -> None:
-    rules = Rules(quotas={"*": Quota(workers=5)})
+    rules = QueuePolicy(quotas={"*": Quota(workers=5)})
     assert admit_jobs([elastic("job-1", (2, 4, 6))], 8, rules).workers == {"job-1": 4}
     held, first = running(elastic("job-0", (4,)), 4), fixed("job-1", 6)
     assert admit_jobs([held, first, elastic("job-2", (1, 2, 3))], 8).workers == {"job-2": 2}, (
@@ -74,7 +76,7 @@ def test_elastic_job_grows_if_no_job_waits_and_resize_seconds_have_passed() -> N
     assert admit_jobs([job], 8, now=100.0 + RESIZE_SECONDS).resizes == {"job-1": 6}
     assert admit_jobs([job, running(fixed("job-2", 3), 3)], 8, now=9e9).resizes == {"job-1": 4}
     assert admit_jobs([job, fixed("job-2", 7)], 8, now=9e9).resizes == {}, "free GPUs are kept for the waiting job"
-    assert admit_jobs([job], 8, Rules(quotas={"*": Quota(gpus=5)}), now=9e9).resizes == {"job-1": 4}
+    assert admit_jobs([job], 8, QueuePolicy(quotas={"*": Quota(gpus=5)}), now=9e9).resizes == {"job-1": 4}
     for state in (JobState.STARTING, JobState.RECOVERING):
         assert admit_jobs([replace(job, state=state)], 8, now=9e9).resizes == {}
 
@@ -89,15 +91,15 @@ def test_elastic_job_grows_only_to_size_that_nodes_can_place() -> None:
     )
     total = {"CPU": 9.0, "GPU": 6.0}
     whole, halves = Capacity(total, (total,)), Capacity(total, ({"CPU": 9.0, "GPU": 3.0}, {"GPU": 3.0}))
-    tickets = [Ticket.of(replace(pair, attempts=(replace(pair.attempts[0], resources={"GPU": 2.0}),)))]
-    assert admit(tickets, whole, Rules(), now=RESIZE_SECONDS).resizes == {"job-1": 3}
-    assert admit(tickets, halves, Rules(), now=RESIZE_SECONDS).resizes == {}
+    tickets = [QueueEntry.of(replace(pair, attempts=(replace(pair.attempts[0], resources={"GPU": 2.0}),)))]
+    assert admit(tickets, whole, QueuePolicy(), now=RESIZE_SECONDS).resizes == {"job-1": 3}
+    assert admit(tickets, halves, QueuePolicy(), now=RESIZE_SECONDS).resizes == {}
 
 
 def on_nodes(jobs: list[Job], nodes: int, **each: float) -> Admission:
     every = {"CPU": 99.0, **each}
     cluster = Capacity({name: nodes * amount for name, amount in every.items()}, (every,) * nodes)
-    return admit(map(Ticket.of, jobs), cluster, Rules(resize_seconds=RESIZE_SECONDS), now=RESIZE_SECONDS)
+    return admit(map(QueueEntry.of, jobs), cluster, QueuePolicy(resize_seconds=RESIZE_SECONDS), now=RESIZE_SECONDS)
 
 
 def with_scaling(job: Job, **parts: Any) -> Job:
@@ -148,7 +150,7 @@ def test_resize_saves_and_restarts_through_the_queue() -> None:
     assert (job.state, job.reason and job.reason.code) == (JobState.PAUSING, Code.RESIZED)
     assert job.wish is not None
     assert (job.wish.mode, job.wish.checkpoint, job.wish.deadline) == ("resize", True, 350.0)
-    seen = Seen(Submission.SUCCEEDED, outcome=Outcome(result="resized", step=7), committed=7)
+    seen = Observation(SubmissionStatus.SUCCEEDED, outcome=Outcome(result="resized", step=7), committed=7)
     queued = decide(job, seen, now=60.0, retry=RETRY).job
     assert (queued.state, queued.wish, queued.granted) == (JobState.QUEUED, None, None)
     assert [(attempt.result, attempt.workers) for attempt in queued.attempts] == [("resized", 2)]
@@ -174,8 +176,8 @@ def test_shrinking_job_names_the_lost_host() -> None:
 
 def test_retried_attempt_keeps_its_size() -> None:
     job = running(elastic("job-1", (2, 4)), 4)
-    failed = decide(job, Seen(Submission.FAILED), now=10.0, retry=RETRY).job
-    tried = decide(failed, Seen(), now=9e9, retry=RETRY).job
+    failed = decide(job, Observation(SubmissionStatus.FAILED), now=10.0, retry=RETRY).job
+    tried = decide(failed, Observation(), now=9e9, retry=RETRY).job
     assert [attempt.workers for attempt in tried.attempts] == [4, 4]
 
 
@@ -183,10 +185,10 @@ def test_resume_with_other_scaling_resizes_running_job() -> None:
     job, requested = running(fixed("job-1", 2), 2), ScalingSpec(num_workers=4, resources_per_worker=GPU)
     resized = resumed(job, requested, deadline=90.0, now=50.0)
     assert (resized.state, resized.wish and resized.wish.mode) == (JobState.PAUSING, "resize")
-    assert Ticket.of(resized).scaling.world == 2, "it still holds the resources of its attempt"
+    assert QueueEntry.of(resized).scaling.world == 2, "it still holds the resources of its attempt"
     assert resumed(resized, requested, deadline=99.0, now=51.0) == resized
     assert resumed(job, job.asked, deadline=90.0, now=50.0) == job
-    seen = Seen(Submission.SUCCEEDED, outcome=Outcome(result="resized", step=7), committed=7)
+    seen = Observation(SubmissionStatus.SUCCEEDED, outcome=Outcome(result="resized", step=7), committed=7)
     queued = decide(resized, seen, now=60.0, retry=RETRY).job
     assert (queued.state, queued.size.world) == (JobState.QUEUED, 4)
     held = paused(resized, deadline=90.0, now=52.0)

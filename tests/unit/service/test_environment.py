@@ -6,7 +6,7 @@ import pytest
 from pydantic import model_validator
 
 from service.config import environment
-from service.config.environment import BadSettings, read_settings, strangers
+from service.config.environment import BadSettings, read_settings, unknown_variables
 from service.config.settings import Settings
 
 
@@ -83,7 +83,7 @@ def test_unknown_variable_is_reported_with_nearest_name() -> None:
     variables = {"TRAINSHED_PROT": "1", "TRAINSHED_URL": "x", "TRAINSHED_PORT": "1", "TRAINSHED_XYZZY": "1", "PATH": ""}
     # TRAINSHED_TEST_ variables configure the tests; the service does not report them.
     variables["TRAINSHED_TEST_CRDS"] = "/folder"
-    assert strangers(variables) == [
+    assert unknown_variables(variables) == [
         "unknown setting TRAINSHED_PROT has no effect; did you mean TRAINSHED_PORT?",
         "unknown setting TRAINSHED_XYZZY has no effect; unset it",
     ]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.api.fair_share import Claim, FairSlots
-from service.domain.access.roles import OPERATOR, Caller, Role
+from service.domain.access.roles import OPERATOR, Principal, Role
 
 
 class Callers:
@@ -95,8 +95,8 @@ def test_limits_hold_and_every_call_gets_a_slot(calls: list[tuple[int, int]], to
 
 
 def test_claim_of_key_with_several_projects_uses_the_key() -> None:
-    one = Caller("key-1", "a", {"nlp": Role.EDITOR, "vision": Role.VIEWER})
-    several = Caller("key-2", "b", {"nlp": Role.EDITOR, "vision": Role.EDITOR})
+    one = Principal("key-1", "a", {"nlp": Role.EDITOR, "vision": Role.VIEWER})
+    several = Principal("key-2", "b", {"nlp": Role.EDITOR, "vision": Role.EDITOR})
     assert Claim.of(one) == Claim("key-1", "nlp")
     assert Claim.of(several) == Claim("key-2", "key key-2")
     assert Claim.of(OPERATOR).project == "key operator"

@@ -11,7 +11,7 @@ from structlog.typing import EventDict
 
 from service.adapters.storage.run_dirs import LocalRunDirs
 from service.fault_log import FaultLog
-from service.ports import Sighting
+from service.ports import AttemptObservation
 from tests.support.service import Clock, FakeService
 
 
@@ -59,7 +59,7 @@ def test_report_each_logs_every_request_and_one_traceback(lines: list[EventDict]
 
 
 class BrokenRunDirs(LocalRunDirs):
-    def observe(self, run_dir: str, attempt: int) -> Sighting:
+    def observe(self, run_dir: str, attempt: int) -> AttemptObservation:
         raise RuntimeError("a bug")
 
 

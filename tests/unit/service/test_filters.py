@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.ports import Line
-from service.use_cases.runs.filters import thin_out
+from service.use_cases.runs.filters import downsample
 
 
 @given(st.lists(st.none() | st.integers(0, 9)), st.integers(2, 12))
 def test_thin_out_keeps_extremes_and_order(losses: list[int | None], points: int) -> None:
     lines: list[Line] = [{"step": step, "loss": loss} for step, loss in enumerate(losses)]
-    kept = thin_out(iter(lines), points=points)
+    kept = downsample(iter(lines), points=points)
     steps = [int(str(line["step"])) for line in kept]
     assert len(kept) <= points
     assert steps == sorted(set(steps))

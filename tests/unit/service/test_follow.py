@@ -9,8 +9,8 @@ from pathlib import Path
 import anyio
 
 from service.adapters.storage.run_dirs import LocalRunDirs
-from service.ports import Entry, Place, Tail, Written
-from service.use_cases.runs.streams import Follower, Listener, Reader, Recent, Signal
+from service.ports import LogChunk, LogLine, LogOffset, LogSource
+from service.use_cases.runs.streams import LogStream, ReadCache, Reader, Signal, Subscriber
 from train_loop.run_dir import JsonLines, RunDir
 
 MANY = 50
@@ -23,17 +23,17 @@ class CountingRunDirs(LocalRunDirs):
         super().__init__()
         self.calls = Counter[str]()
 
-    def mark(self, run_dir: str, what: Written) -> Hashable:
+    def mark(self, run_dir: str, what: LogSource) -> Hashable:
         self.calls["mark"] += 1
         return super().mark(run_dir, what)
 
-    def tail(self, run_dir: str, what: Written, place: Place) -> Tail:
+    def tail(self, run_dir: str, what: LogSource, place: LogOffset) -> LogChunk:
         self.calls["tail"] += 1
         return super().tail(run_dir, what, place)
 
 
 def test_waiting_followers_share_disk_reads_and_receive_every_line(tmp_path: Path) -> None:
-    dirs, recent, ended = CountingRunDirs(), Recent(), threading.Event()
+    dirs, recent, ended = CountingRunDirs(), ReadCache(), threading.Event()
     lines = JsonLines(RunDir(tmp_path).attempt(1).events, attempt=1)
     found: list[list[str]] = [[] for _ in range(MANY)]
     calls: dict[str, int] = {}
@@ -42,12 +42,12 @@ def test_waiting_followers_share_disk_reads_and_receive_every_line(tmp_path: Pat
         dirs.calls["listener"] += 1
         return True
 
-    listener = Listener("key-1", may_stay)
+    listener = Subscriber("key-1", may_stay)
 
     async def follow(texts: list[str]) -> None:
-        reader = Reader(dirs, tmp_path.as_uri(), Written("events"))
-        async for entry in Follower(reader, ended.is_set, threading.Event(), listener, recent).follow(Place()):
-            if isinstance(entry, Entry):
+        reader = Reader(dirs, tmp_path.as_uri(), LogSource("events"))
+        async for entry in LogStream(reader, ended.is_set, threading.Event(), listener, recent).follow(LogOffset()):
+            if isinstance(entry, LogLine):
                 texts.append(entry.text)
             elif entry is Signal.END:
                 return

@@ -11,7 +11,7 @@ from service.adapters.sql.store import SqlJobStore
 from service.backup import back_up
 from service.backup import restore as restore_backup
 from service.config.settings import Settings
-from service.domain.jobs.decide import Submission
+from service.domain.jobs.decide import SubmissionStatus
 from service.domain.jobs.job import Job, JobState
 from tests.support.fakes.stores import MemoryCluster, MemoryJobStore
 from tests.support.service import FakeService
@@ -42,7 +42,7 @@ def restore(service: FakeService, jobs: dict[str, Job], *, same_cluster: bool) -
 
 def lose_attempt(service: FakeService, job: Job, number: int) -> None:
     """Let an attempt fail and the next one train."""
-    service.cluster.submissions[f"{job.id}-{number}"] = Submission.FAILED
+    service.cluster.submissions[f"{job.id}-{number}"] = SubmissionStatus.FAILED
     service.reconciler().run_once()
     service.clock.now += 1000
     service.reconciler().run_once()
@@ -50,7 +50,7 @@ def lose_attempt(service: FakeService, job: Job, number: int) -> None:
 
 
 def train(service: FakeService, job: Job, number: int) -> None:
-    service.cluster.submissions[f"{job.id}-{number}"] = Submission.RUNNING
+    service.cluster.submissions[f"{job.id}-{number}"] = SubmissionStatus.RUNNING
     service.event(job.id, "training_started", attempt=number, steps=20, replayed=0)
     service.reconciler().run_once()
     assert service.get(job.id).state is JobState.RUNNING
@@ -123,7 +123,7 @@ def test_attempt_fenced_before_it_began_is_skipped(service: FakeService) -> None
     saved = copy_jobs(service)
     service.reconciler().run_once()
     service.jobs.pause(job.id, grace_seconds=0)
-    service.cluster.submissions[f"{job.id}-1"] = Submission.STOPPED
+    service.cluster.submissions[f"{job.id}-1"] = SubmissionStatus.STOPPED
     service.reconciler().run_once()
     assert service.get(job.id).state is JobState.PAUSED
     restore(service, saved, same_cluster=False)

@@ -17,7 +17,7 @@ import pytest
 
 from service.adapters.helpers.preflight import _FRESH_SECONDS, HelperPreflight, Limits
 from service.errors import PreflightFailed, StorageAway
-from service.ports import Findings
+from service.ports import PreflightReport
 from tests.support.folders import write_model, write_tokenizer
 from tests.support.s3 import s3_server
 from tests.support.service import a_spec
@@ -47,7 +47,7 @@ ECHO = (
 
 def test_preflight_receives_spec_and_roots_and_returns_problems() -> None:
     with preflight(ECHO) as helper:
-        assert helper.check(a_spec()) == Findings((Problem("tiny", "file:///data"),), None)
+        assert helper.check(a_spec()) == PreflightReport((Problem("tiny", "file:///data"),), None)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_concurrent_equal_checks_share_one_answer() -> None:
 def test_real_helper_returns_shape_of_model_in_a_folder(helper: HelperPreflight, tmp_path: Path) -> None:
     write_tokenizer(write_model(tmp_path))
     spec = a_spec(model={"config": None, "path": tmp_path.as_uri()})
-    assert helper.check(spec) == Findings((), read_shape(TINY))
+    assert helper.check(spec) == PreflightReport((), read_shape(TINY))
 
 
 @pytest.mark.parametrize(

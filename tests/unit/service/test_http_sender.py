@@ -13,7 +13,7 @@ import standardwebhooks
 from service.adapters.http_sender import HttpSender, look_up
 from service.domain.jobs.job import JobState
 from service.domain.webhooks.delivery import Answer, Message, Webhook
-from service.domain.webhooks.ssrf import Allowed
+from service.domain.webhooks.ssrf import AllowList
 from tests.support.receivers import (
     Act,
     Receiver,
@@ -27,7 +27,7 @@ from tests.support.receivers import (
 from tests.support.waiting import wait_for
 
 SECRET, OLD = "whsec_" + "QUJD" * 10, "whsec_" + "REVG" * 10
-LOOPBACK = Allowed.parse(["127.0.0.1"])
+LOOPBACK = AllowList.parse(["127.0.0.1"])
 MESSAGE = Message("job-1.2", "job.state", "job-1", json.dumps({"type": "job.state", "data": "\u00e4"}), 5.0)
 
 
@@ -145,7 +145,7 @@ def test_invalid_name_is_reported_at_once() -> None:
 def test_name_with_internal_address_is_rejected(addresses: list[str]) -> None:
     with receiving() as receiver:
         webhook = a_webhook(receiver.url(host="hooks.example"))
-        found = HttpSender(Allowed(), look_up=lambda host: addresses).send(webhook, MESSAGE, now=1.0)
+        found = HttpSender(AllowList(), look_up=lambda host: addresses).send(webhook, MESSAGE, now=1.0)
     assert found is not None
     assert "hooks.example has an address that is not on the public internet" in (found.error or "")
     assert receiver.got == []
@@ -154,7 +154,7 @@ def test_name_with_internal_address_is_rejected(addresses: list[str]) -> None:
 @pytest.mark.parametrize("host", ["localhost", "127.1", "2130706433", "0x7f000001"])
 def test_loopback_in_other_notation_is_rejected(host: str) -> None:
     with receiving() as receiver:
-        found = HttpSender(Allowed()).send(a_webhook(receiver.url(host=host)), MESSAGE, now=1.0)
+        found = HttpSender(AllowList()).send(a_webhook(receiver.url(host=host)), MESSAGE, now=1.0)
     assert found is not None
     assert found.status is None
     assert receiver.got == []
@@ -179,7 +179,7 @@ def test_name_is_resolved_once_and_the_checked_address_is_used(monkeypatch: pyte
 
 
 def test_next_address_is_tried_if_the_first_does_not_answer() -> None:
-    allowed = Allowed.parse(["127.0.0.0/8"])
+    allowed = AllowList.parse(["127.0.0.0/8"])
     with receiving() as receiver:
         webhook = a_webhook(receiver.url(host="hooks.invalid"))
         sender = HttpSender(allowed, look_up=lambda host: ["127.0.0.2", "127.0.0.1"])

@@ -22,18 +22,18 @@ from service.adapters.sql.database import Database, open_database
 from service.adapters.sql.store import SqlJobStore
 from service.adapters.sql.tables import idempotency_keys, metadata
 from service.adapters.sql.webhooks import SqlWebhookStore
-from service.domain.access.roles import OPERATOR, Deed, Key, Role
-from service.domain.jobs.job import JobState, Lineage, Wish
+from service.domain.access.roles import OPERATOR, AuditEntry, Key, Role
+from service.domain.jobs.job import JobState, Lineage, StopRequest
 from service.domain.jobs.reason import Code, Reason
 from service.domain.jobs.usage import Usage
-from service.domain.queue.entry import Ticket
+from service.domain.queue.entry import QueueEntry
 from service.domain.webhooks.delivery import Webhook
 from service.errors import DatabaseUnusable
-from service.ports import NewJob, Once
+from service.ports import IdempotencyKey, NewJob
 from tests.support.service import a_job
 from train_loop.spec import dump
 
-ONCE = Once("key", "sha")
+ONCE = IdempotencyKey("key", "sha")
 
 
 def empty_database(url: str) -> None:
@@ -97,11 +97,11 @@ def test_migrations_keep_jobs_on_upgrade_and_downgrade(database: str) -> None:
     assert queued is not None
     assert cancelling is not None
     assert queued.reason == Reason(Code.WORKER_FAILURE, "next in the queue")
-    assert cancelling.wish == Wish("cancel", checkpoint=False, deadline=7.5)
+    assert cancelling.wish == StopRequest("cancel", checkpoint=False, deadline=7.5)
     assert (cancelling.attempts[0].workers, cancelling.times[JobState.CANCELLING]) == (2, 9.0)
-    assert sorted(store.tickets(), key=lambda one: one.id) == [Ticket.of(queued), Ticket.of(cancelling)]
+    assert sorted(store.tickets(), key=lambda one: one.id) == [QueueEntry.of(queued), QueueEntry.of(cancelling)]
     assert store.job_of(ONCE, now=2.0) == queued
-    assert store.job_of(Once("other", "sha"), now=2.0) is None
+    assert store.job_of(IdempotencyKey("other", "sha"), now=2.0) is None
     upgraded.dispose()
 
     open_database(database, revision="0001").dispose()
@@ -133,14 +133,14 @@ def test_downgrade_fixes_elastic_job_at_its_largest_size(database: str) -> None:
     assert (found.size.world, found.sizes, found.parent) == (4, (), None)
     others = [store.get(job_id) for job_id in ("job-2", "job-3")]
     assert [(one.spec.scaling.world, one.size.world) for one in others if one] == [(2, 4), (5, 2)]
-    assert store.tickets() == [Ticket.of(one) for one in (found, *others) if one]
+    assert store.tickets() == [QueueEntry.of(one) for one in (found, *others) if one]
     engine.dispose()
 
 
 def test_preempted_job_restarts_after_every_migration(database: str) -> None:
     store = SqlJobStore(engine := open_database(database))
     paused = a_job().move(JobState.STARTING, now=1.0).move(JobState.PAUSING, now=2.0).move(JobState.PAUSED, now=3.0)
-    wish = Wish("pause", checkpoint=True, deadline=9.0, reason=Reason(Code.PREEMPTED, "makes room for job-9"))
+    wish = StopRequest("pause", checkpoint=True, deadline=9.0, reason=Reason(Code.PREEMPTED, "makes room for job-9"))
     store.add(NewJob(replace(paused, wish=wish)))
     engine.dispose()
     # Revision 0002 stores only who requested the pause.
@@ -161,7 +161,7 @@ def test_preempted_job_restarts_after_every_migration(database: str) -> None:
     assert found is not None
     assert found.wish is not None
     assert found.wish.reason.code is Code.PREEMPTED
-    assert store.tickets() == [Ticket.of(found)]
+    assert store.tickets() == [QueueEntry.of(found)]
     engine.dispose()
     open_database(database, revision="0001").dispose()
     engine = create_engine(database)
@@ -189,12 +189,12 @@ def test_downgrade_drops_keys_and_keeps_their_jobs(database: str) -> None:
     engine = open_database(database)
     store, keys = SqlJobStore(engine), SqlKeyStore(engine)
     key = Key("key-1", "alice", {"nlp": Role.EDITOR}, "ab" * 32, 1.0, "operator")
-    deed = Deed(1.0, OPERATOR, "key.create", "nlp", "key-1", {}, {"name": "alice"})
+    deed = AuditEntry(1.0, OPERATOR, "key.create", "nlp", "key-1", {}, {"name": "alice"})
     keys.add(key, deed)
     assert [one for _, one in keys.deeds(None, after=None, limit=9)] == [
         replace(deed, caller=replace(OPERATOR, roles={}))
     ]
-    for number, once in enumerate((ONCE, Once("k" * 255, "sha", scope="key-01m7y52wjcsrqx0er877149vvx"))):
+    for number, once in enumerate((ONCE, IdempotencyKey("k" * 255, "sha", scope="key-01m7y52wjcsrqx0er877149vvx"))):
         assert store.add(NewJob(a_job(f"job-{number}", now=1.0), once))
     engine.dispose()
     open_database(database, revision="0004").dispose()
@@ -209,7 +209,7 @@ def test_downgrade_drops_keys_and_keeps_their_jobs(database: str) -> None:
 def test_downgrade_drops_webhooks_and_keeps_jobs(database: str) -> None:
     engine = open_database(database)
     store, hooks = SqlJobStore(engine), SqlWebhookStore(engine)
-    deed = Deed(1.0, OPERATOR, "webhook.create", "default", "hook-1")
+    deed = AuditEntry(1.0, OPERATOR, "webhook.create", "default", "hook-1")
     hooks.add(Webhook("hook-1", "default", "https://x/", tuple(JobState), "whsec_QUJD", 1.0, "operator"), deed)
     store.add(NewJob(a_job()))
     assert [one.message.id for one in hooks.deliveries("hook-1", after=None, limit=9)] == ["job-1.1"]

@@ -11,8 +11,8 @@ import pytest
 from service.adapters.sql.database import Database, open_database
 from service.errors import DatabaseUnreachable, DatabaseUnusable, ServiceError
 from service.lifecycle.lifespan import Background, Part
-from service.lifecycle.shutdown import Leaving
-from service.lifecycle.startup import Opening, opened
+from service.lifecycle.shutdown import Shutdown
+from service.lifecycle.startup import DatabaseStartup, opened
 from tests.support.waiting import wait_for
 
 
@@ -27,13 +27,13 @@ def failing(*errors: Exception) -> Callable[[], None]:
     return prepare
 
 
-def error_codes(opening: Opening) -> tuple[str | None, str | None]:
+def error_codes(opening: DatabaseStartup) -> tuple[str | None, str | None]:
     """Return the codes of the error for callers and of the final error."""
     return tuple(error and error.code for error in (opening.trouble, opening.hopeless))  # type: ignore[return-value]
 
 
 def test_unreachable_database_is_retried() -> None:
-    opening = Opening(failing(DatabaseUnreachable("not now")), patience=60.0)
+    opening = DatabaseStartup(failing(DatabaseUnreachable("not now")), patience=60.0)
     assert error_codes(opening) == ("migrating", None)
     assert opening.run(threading.Event())
     assert error_codes(opening) == (None, None)
@@ -50,7 +50,7 @@ def test_unreachable_database_is_retried() -> None:
 def test_opening_gives_up_after_timeout_or_if_database_is_unusable(
     error: Exception, patience: float, code: str
 ) -> None:
-    opening = Opening(failing(error), patience=patience)
+    opening = DatabaseStartup(failing(error), patience=patience)
     assert not opening.run(threading.Event())
     assert error_codes(opening) == (code, code)
     assert str(error) in str(opening.hopeless)
@@ -109,7 +109,7 @@ def test_parts_start_in_order_and_end_in_reverse_even_if_some_hang_or_fail() -> 
 
         return Part(name, lambda: calls.append(f"+{name}"), end, seconds=0.2)
 
-    opening, leaving = Opening(gate.wait, patience=60.0), Leaving()
+    opening, leaving = DatabaseStartup(gate.wait, patience=60.0), Shutdown()
     parts = [part("one"), part("two", threading.Event().wait)]
     background = Background(parts, [part("three", lambda: 1 / 0)], opening, leaving)
     background.start()
@@ -123,7 +123,7 @@ def test_parts_start_in_order_and_end_in_reverse_even_if_some_hang_or_fail() -> 
 
 
 def test_parts_do_not_start_once_the_service_is_leaving() -> None:
-    calls, leaving = list[str](), Leaving()
+    calls, leaving = list[str](), Shutdown()
     late = Part("late", lambda: calls.append("+late"), lambda: None, seconds=0.2)
     leaving.set()
     background = Background([late], [late], opened(), leaving)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from service.config.settings import Settings
 from service.domain.access.rate_limit import Rate, Window, neighbourhood
-from service.domain.access.roles import Caller
+from service.domain.access.roles import Principal
 from service.errors import RateLimited
-from service.use_cases.access.rate_limits import _MOST_NAMES, Attempt, Kind, Limits, Rates
+from service.use_cases.access.rate_limits import _MOST_NAMES, AuthAttempt, Kind, Limits, Rates
 from tests.support.service import Clock
 
 RATES = st.builds(Rate, st.integers(1, 5), st.sampled_from(["second", "minute"]))
@@ -82,16 +82,16 @@ def test_neighbourhood_groups_ipv6_addresses_by_network(address: str, counted: s
 def test_rates_remember_a_bounded_number_of_addresses() -> None:
     rates = Rates(Limits({Kind.STRANGERS: Rate(1, "hour")}), Clock())
     for number in range(_MOST_NAMES + 10):
-        rates.turned_away(Attempt("x", f"address-{number}", Kind.READS))
-    rates.admit(Attempt("x", "address-0", Kind.READS))
+        rates.turned_away(AuthAttempt("x", f"address-{number}", Kind.READS))
+    rates.admit(AuthAttempt("x", "address-0", Kind.READS))
     with pytest.raises(RateLimited):
-        rates.admit(Attempt("x", f"address-{_MOST_NAMES}", Kind.READS))
+        rates.admit(AuthAttempt("x", f"address-{_MOST_NAMES}", Kind.READS))
     assert len(rates._windows) == _MOST_NAMES
 
 
 def test_rate_limit_error_is_notable_once_per_flood() -> None:
-    clock, bob = Clock(), Caller("key-1", "bob", {})
-    rates, attempt = Rates(Limits({Kind.READS: Rate(1, "second")}), clock), Attempt("x", "a", Kind.READS)
+    clock, bob = Clock(), Principal("key-1", "bob", {})
+    rates, attempt = Rates(Limits({Kind.READS: Rate(1, "second")}), clock), AuthAttempt("x", "a", Kind.READS)
     rates.let_in(attempt, bob)
     found = list[RateLimited]()
     for _ in range(3):
@@ -105,8 +105,8 @@ def test_rate_limit_error_is_notable_once_per_flood() -> None:
 
 
 def test_attempts_before_authentication_count_towards_the_limit() -> None:
-    rates, bob = Rates(Limits({Kind.WRITES: Rate(3, "minute")}), Clock()), Caller("key-1", "bob", {})
-    attempt = Attempt("x", "a", Kind.WRITES)
+    rates, bob = Rates(Limits({Kind.WRITES: Rate(3, "minute")}), Clock()), Principal("key-1", "bob", {})
+    attempt = AuthAttempt("x", "a", Kind.WRITES)
     assert [rates.admit(attempt) for _ in range(3)] == [False] * 3
     rates.let_in(attempt, bob)
     assert [rates.admit(attempt) for _ in range(2)] == [True] * 2

@@ -9,8 +9,8 @@ import pytest
 from service.adapters.ray import probe as ray_probe
 from service.adapters.ray.jobs import RayAddress, RayJobs
 from service.adapters.ray.probe import RayProbe
-from service.domain.doctor.checks import Reach, least
-from service.domain.jobs.decide import Submission
+from service.domain.doctor.checks import Reachability, least
+from service.domain.jobs.decide import SubmissionStatus
 from service.errors import ClusterError
 from tests.support.doctor import a_visit
 from train_loop.run_dir import VISIT_MARK
@@ -58,14 +58,14 @@ def test_invalid_dashboard_answer_counts_as_no_answer(dashboard: Dashboard, body
     dashboard.body = body
     jobs = RayJobs(lambda: RayAddress(dashboard.url, "a-token"), python="python")
     assert jobs.capacity() is None
-    assert jobs.status("job-1-1") is Submission.UNKNOWN
+    assert jobs.status("job-1-1") is SubmissionStatus.UNKNOWN
     with pytest.raises(ClusterError, match="did not stop job-1-1"):
         jobs.stop("job-1-1")
 
 
 def test_greet_returns_version_and_clock_offset(dashboard: Dashboard) -> None:
     greeting = probe(dashboard.url).greet()
-    assert (greeting.reach, greeting.said) == (Reach.ANSWERS, "Ray 2.60.0")
+    assert (greeting.reach, greeting.said) == (Reachability.ANSWERS, "Ray 2.60.0")
     assert greeting.ahead is not None
     assert least(greeting.ahead) == 0.0
 
@@ -73,15 +73,15 @@ def test_greet_returns_version_and_clock_offset(dashboard: Dashboard) -> None:
 @pytest.mark.parametrize(
     ("status", "body", "reach"),
     [
-        (401, b"Unauthorized", Reach.REFUSED),
-        (403, b"Forbidden", Reach.REFUSED),
-        (404, b"nothing here", Reach.STRANGE),
-        (200, b"<html>log in</html>", Reach.STRANGE),
-        (200, b"[]", Reach.STRANGE),
-        (502, b"bad gateway", Reach.STRANGE),
+        (401, b"Unauthorized", Reachability.REFUSED),
+        (403, b"Forbidden", Reachability.REFUSED),
+        (404, b"nothing here", Reachability.STRANGE),
+        (200, b"<html>log in</html>", Reachability.STRANGE),
+        (200, b"[]", Reachability.STRANGE),
+        (502, b"bad gateway", Reachability.STRANGE),
     ],
 )
-def test_greet_classifies_other_answers(dashboard: Dashboard, status: int, body: bytes, reach: Reach) -> None:
+def test_greet_classifies_other_answers(dashboard: Dashboard, status: int, body: bytes, reach: Reachability) -> None:
     dashboard.status, dashboard.body = status, body
     greeting = probe(dashboard.url).greet()
     assert (greeting.reach, greeting.url) == (reach, dashboard.url)
@@ -91,21 +91,21 @@ def test_greet_classifies_other_answers(dashboard: Dashboard, status: int, body:
 def test_greet_distinguishes_refused_connection_from_starting_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setattr(ray_probe, "_RAY_SECONDS", 0.3)
-    assert probe("http://127.0.0.1:9").greet().reach is Reach.NOBODY
-    assert probe(None).greet().reach is Reach.STARTING
+    assert probe("http://127.0.0.1:9").greet().reach is Reachability.NOBODY
+    assert probe(None).greet().reach is Reachability.STARTING
 
 
 def test_greet_waits_for_the_address_of_a_starting_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     looks = iter([None, None])
     starting = RayProbe(RayJobs(lambda: next(looks, RayAddress("http://127.0.0.1:9", token=None)), python="python"))
-    assert starting.greet().reach is Reach.NOBODY
+    assert starting.greet().reach is Reachability.NOBODY
 
 
 class FakeJobs(RayJobs):
     """Ray jobs that run nothing and return a fixed log and a list of states."""
 
-    def __init__(self, output: str, *states: Submission) -> None:
+    def __init__(self, output: str, *states: SubmissionStatus) -> None:
         super().__init__(lambda: None, python="python")
         self.log, self.states = output, list(states)
         self.arguments: list[str] = []
@@ -114,7 +114,7 @@ class FakeJobs(RayJobs):
     def run(self, submission_id: str, module: str, arguments: object) -> None:
         self.arguments = list(arguments) if isinstance(arguments, list) else []
 
-    def status(self, submission_id: str) -> Submission:
+    def status(self, submission_id: str) -> SubmissionStatus:
         return self.states.pop(0) if len(self.states) > 1 else self.states[0]
 
     def output(self, submission_id: str) -> str:
@@ -124,21 +124,24 @@ class FakeJobs(RayJobs):
         self.forgotten += 1
 
     def count_nodes(self) -> int:
-        return 1 if self.states.pop(0) is Submission.RUNNING else 0
+        return 1 if self.states.pop(0) is SubmissionStatus.RUNNING else 0
 
 
 def test_visit_is_read_from_the_log_of_its_job() -> None:
     log = f"2026 INFO connecting\n{VISIT_MARK}{a_visit().model_dump_json()}\nbye\n"
-    jobs = FakeJobs(log, Submission.PENDING, Submission.UNKNOWN, Submission.RUNNING, Submission.SUCCEEDED)
+    jobs = FakeJobs(
+        log, SubmissionStatus.PENDING, SubmissionStatus.UNKNOWN, SubmissionStatus.RUNNING, SubmissionStatus.SUCCEEDED
+    )
     assert RayProbe(jobs, roots=["file:///a"]).visit("file:///runs/x", seconds=30.0) == a_visit()
     assert jobs.arguments == ["--seconds", "22", "--folder", "file:///runs/x", "--root", "file:///a"]
     assert jobs.forgotten == 1
 
 
 @pytest.mark.parametrize(
-    ("state", "expected"), [(Submission.FAILED, "ended as failed"), (Submission.PENDING, "did not end within 0.1 s")]
+    ("state", "expected"),
+    [(SubmissionStatus.FAILED, "ended as failed"), (SubmissionStatus.PENDING, "did not end within 0.1 s")],
 )
-def test_visit_without_result_reports_state_and_last_log_line(state: Submission, expected: str) -> None:
+def test_visit_without_result_reports_state_and_last_log_line(state: SubmissionStatus, expected: str) -> None:
     jobs = FakeJobs("Traceback\nModuleNotFoundError: No module named 'train_loop'\n\n", state)
     with pytest.raises(ClusterError, match=f"{expected}; last line of its log: ModuleNotFoundError"):
         RayProbe(jobs).visit(None, seconds=0.1)
@@ -147,4 +150,7 @@ def test_visit_without_result_reports_state_and_last_log_line(state: Submission,
 
 def test_nodes_waits_for_a_head_that_has_just_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_probe, "_LOOK_SECONDS", 0.0)
-    assert RayProbe(FakeJobs("", Submission.PENDING, Submission.PENDING, Submission.RUNNING)).nodes() == 1
+    assert (
+        RayProbe(FakeJobs("", SubmissionStatus.PENDING, SubmissionStatus.PENDING, SubmissionStatus.RUNNING)).nodes()
+        == 1
+    )

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from service.domain.jobs.decide import Submission
+from service.domain.jobs.decide import SubmissionStatus
 from service.domain.jobs.job import Job, JobState
 from service.domain.jobs.reason import Code
-from service.ports import Launch, Lease, Node
+from service.ports import Lease, Node, SubmitRequest
 from service.use_cases.jobs.reconcile import Reconciler
 from tests.support.fakes.stores import MemoryCluster
 from tests.support.service import FakeService, started
@@ -28,7 +28,7 @@ def service(tmp_path: Path) -> FakeService:
 def test_job_goes_from_queue_to_success(service: FakeService) -> None:
     job = started(service)
     assert service.cluster.launches == [
-        Launch(f"{job.id}-1", job.id, "tiny", attempt=1, run_dir=service.get(job.id).run_dir, project="default")
+        SubmitRequest(f"{job.id}-1", job.id, "tiny", attempt=1, run_dir=service.get(job.id).run_dir, project="default")
     ]
     assert (service.run_dir(job.id).fence().attempt, service.run_dir(job.id).spec()) == (1, job.spec)
     service.end(job.id, Outcome(result="succeeded", step=20))
@@ -38,7 +38,7 @@ def test_job_goes_from_queue_to_success(service: FakeService) -> None:
 
 def test_lost_driver_gets_a_second_attempt_after_a_delay(service: FakeService) -> None:
     job = started(service)
-    service.cluster.submissions[f"{job.id}-1"] = Submission.FAILED
+    service.cluster.submissions[f"{job.id}-1"] = SubmissionStatus.FAILED
     service.reconciler().run_once()
     assert service.get(job.id).state is JobState.RECOVERING
     assert len(service.cluster.launches) == 1
@@ -47,7 +47,7 @@ def test_lost_driver_gets_a_second_attempt_after_a_delay(service: FakeService) -
     assert [launch.submission_id for launch in service.cluster.launches] == [f"{job.id}-1", f"{job.id}-2"]
     assert service.run_dir(job.id).fence() == Fence(2)
     service.event(job.id, "training_started", attempt=2, steps=20, replayed=3)
-    service.cluster.submissions[f"{job.id}-2"] = Submission.RUNNING
+    service.cluster.submissions[f"{job.id}-2"] = SubmissionStatus.RUNNING
     service.reconciler().run_once()
     assert service.get(job.id).state is JobState.RUNNING
 
@@ -185,7 +185,7 @@ def running(service: FakeService, **parts: Any) -> Job:
     """Submit a job and run the reconciler until it trains."""
     job = service.submit(**parts)
     service.reconciler().run_once()
-    service.cluster.submissions[f"{job.id}-1"] = Submission.RUNNING
+    service.cluster.submissions[f"{job.id}-1"] = SubmissionStatus.RUNNING
     service.event(job.id, "training_started", steps=20, replayed=0)
     service.reconciler().run_once()
     return job
@@ -203,7 +203,7 @@ def test_higher_priority_job_preempts_a_lower_one_that_restarts_afterwards(servi
     assert stop is not None
     assert (stop.mode, stop.checkpoint) == ("pause", True)
     service.end(low.id, Outcome(result="paused", step=7))
-    service.cluster.submissions[f"{low.id}-1"] = Submission.SUCCEEDED
+    service.cluster.submissions[f"{low.id}-1"] = SubmissionStatus.SUCCEEDED
     service.reconciler().run_once()
     assert [service.get(job.id).state for job in (low, high)] == [JobState.PAUSED, JobState.STARTING]
     service.end(high.id, Outcome(result="succeeded"))
@@ -245,7 +245,7 @@ def test_hung_attempt_is_replaced_and_writing_attempt_is_not(service: FakeServic
     run_passes(service, reconciler, seconds=20)
     recovering = service.get(job.id)
     assert (recovering.state, recovering.reason and recovering.reason.code) == (JobState.RECOVERING, Code.HUNG)
-    assert service.cluster.submissions[f"{job.id}-1"] is Submission.STOPPED
+    assert service.cluster.submissions[f"{job.id}-1"] is SubmissionStatus.STOPPED
     service.clock.now += 10
     reconciler.run_once()
     assert service.cluster.launches[-1].submission_id == f"{job.id}-2"
@@ -254,7 +254,7 @@ def test_hung_attempt_is_replaced_and_writing_attempt_is_not(service: FakeServic
 def test_attempt_whose_workers_hang_before_training_is_replaced(service: FakeService) -> None:
     job, reconciler = service.submit(failure={"hang_timeout_seconds": 100}), service.reconciler()
     reconciler.run_once()
-    service.cluster.submissions[f"{job.id}-1"] = Submission.RUNNING
+    service.cluster.submissions[f"{job.id}-1"] = SubmissionStatus.RUNNING
     # Data may take long to prepare.
     run_passes(service, reconciler, seconds=1000)
     service.event(job.id, "workers_ready", world=2)
@@ -264,7 +264,7 @@ def test_attempt_whose_workers_hang_before_training_is_replaced(service: FakeSer
     reason = service.get(job.id).reason
     assert reason is not None
     assert reason.code is Code.HUNG
-    assert service.cluster.submissions[f"{job.id}-1"] is Submission.STOPPED
+    assert service.cluster.submissions[f"{job.id}-1"] is SubmissionStatus.STOPPED
 
 
 class CancelsDuringAdmission(MemoryCluster):
@@ -339,7 +339,7 @@ class CancelsDuringSubmit(MemoryCluster):
 
     service: FakeService
 
-    def submit(self, launch: Launch) -> None:
+    def submit(self, launch: SubmitRequest) -> None:
         self.service.jobs.cancel(launch.job_id, grace_seconds=60, checkpoint=True)
         super().submit(launch)
 
@@ -353,7 +353,7 @@ def test_cancel_during_the_submit_wins(service: FakeService) -> None:
     assert service.get(job.id).state is JobState.CANCELLING
     service.reconciler().run_once()
     assert service.run_dir(job.id).stop() is not None
-    cluster.submissions[f"{job.id}-1"] = Submission.SUCCEEDED
+    cluster.submissions[f"{job.id}-1"] = SubmissionStatus.SUCCEEDED
     service.reconciler().run_once()
     assert service.get(job.id).state is JobState.CANCELLED
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from service.domain.jobs.decide import Submission
+from service.domain.jobs.decide import SubmissionStatus
 from service.domain.jobs.job import JobState
 from tests.support.service import FakeService, started
 from tests.support.waiting import wait_for
@@ -30,7 +30,7 @@ def test_stop_jobs_saves_running_jobs_before_the_cluster_ends(service: FakeServi
     found = service.get(job.id)
     assert (found.state, found.attempts[-1].result, found.failures) == (JobState.QUEUED, "service_stopped", ())
     assert service.get(waiting.id).attempts == ()
-    service.cluster.submissions[f"{job.id}-1"] = Submission.SUCCEEDED
+    service.cluster.submissions[f"{job.id}-1"] = SubmissionStatus.SUCCEEDED
     service.reconciler().run_once()
     assert f"{job.id}-2" in [launch.submission_id for launch in service.cluster.launches]
 
@@ -50,7 +50,7 @@ def test_stop_of_a_job_without_workers_takes_effect_at_once(
     if state is JobState.STARTING:
         job = service.submit()
         service.reconciler().run_once()
-        service.cluster.submissions[f"{job.id}-1"] = Submission.RUNNING
+        service.cluster.submissions[f"{job.id}-1"] = SubmissionStatus.RUNNING
     else:
         job = started(service)
         service.event(job.id, "workers_lost", ranks=[1], error="host node3 was lost")
@@ -62,7 +62,7 @@ def test_stop_of_a_job_without_workers_takes_effect_at_once(
         service.jobs.pause(job.id, grace_seconds=60)
     service.reconciler().run_once()
     service.reconciler().run_once()
-    assert service.cluster.submissions[f"{job.id}-1"] is Submission.STOPPED
+    assert service.cluster.submissions[f"{job.id}-1"] is SubmissionStatus.STOPPED
     assert service.get(job.id).state is ends
     # A worker group that starts at this moment finds the stop request, and the fence rejects its commits.
     stop = service.run_dir(job.id).stop(attempt=1)
@@ -89,7 +89,7 @@ def test_cancel_stops_driver_after_grace_seconds(service: FakeService) -> None:
     service.clock.now += 6
     service.reconciler().run_once()
     service.reconciler().run_once()
-    assert service.cluster.submissions[f"{job.id}-1"] is Submission.STOPPED
+    assert service.cluster.submissions[f"{job.id}-1"] is SubmissionStatus.STOPPED
     assert service.get(job.id).state is JobState.CANCELLED
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from service.adapters.storage import run_dirs as module
 from service.adapters.storage.run_dirs import LocalRunDirs
-from service.domain.jobs.decide import Training
-from service.ports import Cursor, Loss, Place, Tail, Written
+from service.domain.jobs.decide import WorkerStatus
+from service.ports import Cursor, LogChunk, LogOffset, LogSource, Loss
 from service.use_cases.runs.filters import Filter, contains
 from service.use_cases.runs.streams import Reader, read_page
 from train_loop.run_dir import JsonLines, Outcome, RunDir
@@ -30,7 +30,7 @@ def uri(run_dir: RunDir) -> str:
 
 def test_empty_run_directory_has_no_progress(run_dir: RunDir) -> None:
     sighting, story = LocalRunDirs().observe(uri(run_dir), 1), LocalRunDirs().story(uri(run_dir))
-    assert (sighting.training, sighting.outcome, sighting.stop) == (Training.NOT_YET, None, None)
+    assert (sighting.training, sighting.outcome, sighting.stop) == (WorkerStatus.NOT_YET, None, None)
     assert (story.restarts, story.lost_steps, story.progress) == (0, 0, None)
 
 
@@ -39,7 +39,7 @@ def test_newest_event_determines_training_status(run_dir: RunDir) -> None:
     for name in ("attempt_started", "training_started", "workers_lost", "checkpoint_committed", "training_started"):
         event(run_dir, name)
         seen.append(LocalRunDirs().observe(uri(run_dir), 1).training)
-    assert seen == [Training.NOT_YET, Training.YES, Training.LOST, Training.LOST, Training.YES]
+    assert seen == [WorkerStatus.NOT_YET, WorkerStatus.YES, WorkerStatus.LOST, WorkerStatus.LOST, WorkerStatus.YES]
 
 
 def test_restarts_and_lost_work_are_counted_over_attempts(run_dir: RunDir) -> None:
@@ -73,7 +73,7 @@ def test_lines_of_a_superseded_group_are_ignored(run_dir: RunDir) -> None:
     assert (story.restarts, story.lost_steps) == (2, 14)
     assert story.progress is not None
     assert story.progress.step == 5
-    assert (sighting.training, sighting.lost) == (Training.YES, None)
+    assert (sighting.training, sighting.lost) == (WorkerStatus.YES, None)
 
 
 def test_progress_beyond_planned_steps_uses_its_step_as_total(run_dir: RunDir) -> None:
@@ -103,7 +103,7 @@ def test_lines_of_all_attempts_form_one_list_with_a_cursor(run_dir: RunDir) -> N
         file.write('no JSON\n{"event": "not counted"}\n[1]\n')
 
     def page(after: Cursor, limit: int, *filters: Filter) -> tuple[list[str], bool]:
-        reader = Reader(LocalRunDirs(), uri(run_dir), Written("events"), filters=filters)
+        reader = Reader(LocalRunDirs(), uri(run_dir), LogSource("events"), filters=filters)
         found, more = read_page(reader, after, limit)
         return [str(one.cursor) for one in found], more
 
@@ -168,16 +168,16 @@ def write_log(run_dir: RunDir, text: str) -> None:
     path.write_text(text)
 
 
-LOG = Written("log")
+LOG = LogSource("log")
 
 
-def texts(tail: Tail) -> list[str]:
+def texts(tail: LogChunk) -> list[str]:
     return [entry.text for entry in tail.entries]
 
 
 def test_tail_returns_whole_lines_and_resumes_from_its_place(run_dir: RunDir) -> None:
     write_log(run_dir, "one\ntwo\nthree\nhalf a li")
-    first = LocalRunDirs().tail(uri(run_dir), LOG, Place(1))
+    first = LocalRunDirs().tail(uri(run_dir), LOG, LogOffset(1))
     assert texts(first) == ["one", "two", "three"]
     assert [entry.after.offset for entry in first.entries] == [4, 8, 14]
     assert texts(LocalRunDirs().tail(uri(run_dir), LOG, first.entries[1].after)) == ["three"]
@@ -186,10 +186,10 @@ def test_tail_returns_whole_lines_and_resumes_from_its_place(run_dir: RunDir) ->
 def test_line_longer_than_the_window_is_split(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_WINDOW", 4)
     write_log(run_dir, "abcdefg\n")
-    tail = LocalRunDirs().tail(uri(run_dir), LOG, Place(1))
-    assert (texts(tail), tail.entries[0].after, tail.more) == (["abcd"], Place(1, 4), True)
-    assert texts(LocalRunDirs().tail(uri(run_dir), LOG, Place(1, 4))) == ["efg"]
+    tail = LocalRunDirs().tail(uri(run_dir), LOG, LogOffset(1))
+    assert (texts(tail), tail.entries[0].after, tail.more) == (["abcd"], LogOffset(1, 4), True)
+    assert texts(LocalRunDirs().tail(uri(run_dir), LOG, LogOffset(1, 4))) == ["efg"]
 
 
 def test_missing_file_has_no_lines(run_dir: RunDir) -> None:
-    assert LocalRunDirs().tail(uri(run_dir), Written("log", rank=1), Place(3, 5)) == Tail((), False, None)
+    assert LocalRunDirs().tail(uri(run_dir), LogSource("log", rank=1), LogOffset(3, 5)) == LogChunk((), False, None)

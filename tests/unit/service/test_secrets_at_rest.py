@@ -19,14 +19,14 @@ from service.adapters.sql.webhooks import SqlWebhookStore
 from service.backup import back_up, restore
 from service.config.environment import BadSettings, read_settings
 from service.config.settings import Settings
-from service.domain.access.roles import OPERATOR, Deed
+from service.domain.access.roles import OPERATOR, AuditEntry
 from service.domain.jobs.job import JobState
 from service.domain.webhooks.delivery import Webhook
 from service.errors import KeyUnusable, SecretsUnreadable
 from service.ports import Lease, NewJob
 from tests.support.service import a_job
 
-DEED = Deed(1.0, OPERATOR, "webhook.create", "default", "hook-1")
+DEED = AuditEntry(1.0, OPERATOR, "webhook.create", "default", "hook-1")
 SECRET, NEXT = "whsec_" + "QUJD" * 11, "whsec_" + "REVG" * 11
 OLD_KEY, NEW_KEY, OTHER_KEY = "a" * 32, "b" * 64, "c" * 32
 HOOK = Webhook("hook-1", "default", "https://x/", tuple(JobState), SECRET, 1.0, "operator")

@@ -11,12 +11,12 @@ from sqlalchemy import text
 
 from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
-from service.domain.jobs.job import JobState, Wish
+from service.domain.jobs.job import JobState, StopRequest
 from service.domain.jobs.reason import Code, Reason
 from service.domain.jobs.usage import Usage
-from service.domain.queue.entry import Ticket
+from service.domain.queue.entry import QueueEntry
 from service.errors import IdempotencyMismatch
-from service.ports import KEPT_SECONDS, JobQuery, JobStore, Lease, NewJob, Once
+from service.ports import IDEMPOTENCY_TTL, IdempotencyKey, JobQuery, JobStore, Lease, NewJob
 from tests.support.databases import emptied
 from tests.support.fakes.stores import MemoryJobStore
 from tests.support.service import a_job
@@ -38,7 +38,9 @@ def test_stored_job_is_returned_unchanged(store: JobStore) -> None:
     job = job.end_attempt("failed", now=2.5, reason=reason, step=7).begin_attempt(now=2.75)
     job = replace(
         job,
-        wish=Wish("pause", checkpoint=False, deadline=7.125, reason=Reason(Code.PREEMPTED, "x"), then_resume=True),
+        wish=StopRequest(
+            "pause", checkpoint=False, deadline=7.125, reason=Reason(Code.PREEMPTED, "x"), then_resume=True
+        ),
         reason=reason,
         times={JobState.QUEUED: 1.0, JobState.RUNNING: 2.5},
         next_attempt_at=3.0,
@@ -95,27 +97,27 @@ def test_owner_that_lost_its_lease_cannot_save(store: JobStore) -> None:
     assert store.save(mine, owner="b")
 
 
-ONCE = Once("key", "sha")
+ONCE = IdempotencyKey("key", "sha")
 
 
 def test_job_of_key_with_the_same_body_is_the_first_job(store: JobStore) -> None:
     assert store.job_of(ONCE, now=0.0) is None
     assert store.add(NewJob(a_job("job-1"), ONCE))
     assert not store.add(NewJob(a_job("job-2"), ONCE))
-    first = store.job_of(ONCE, now=KEPT_SECONDS - 1)
+    first = store.job_of(ONCE, now=IDEMPOTENCY_TTL - 1)
     assert (first and first.id, store.get("job-2")) == ("job-1", None)
 
 
 def test_job_of_key_with_another_body_raises_idempotency_mismatch(store: JobStore) -> None:
     store.add(NewJob(a_job("job-1"), ONCE))
     with pytest.raises(IdempotencyMismatch, match="'key' was used with another body"):
-        store.job_of(Once("key", "other"), now=1.0)
+        store.job_of(IdempotencyKey("key", "other"), now=1.0)
 
 
 def test_key_expires_after_a_day(store: JobStore) -> None:
     store.add(NewJob(a_job("job-1"), ONCE))
-    assert store.job_of(ONCE, now=KEPT_SECONDS + 1) is None
-    assert store.add(NewJob(a_job("job-2", now=KEPT_SECONDS + 1), ONCE))
+    assert store.job_of(ONCE, now=IDEMPOTENCY_TTL + 1) is None
+    assert store.add(NewJob(a_job("job-2", now=IDEMPOTENCY_TTL + 1), ONCE))
 
 
 def test_concurrent_adds_with_one_key_store_one_job(store: JobStore) -> None:
@@ -136,13 +138,14 @@ def test_concurrent_adds_with_one_key_store_one_job(store: JobStore) -> None:
 def test_add_all_stores_jobs_with_their_keys(store: JobStore) -> None:
     labelled = a_job("job-2", labels={"team": "nlp"})
     assert store.add_all(
-        [NewJob(a_job("job-1")), NewJob(labelled, ONCE), NewJob(a_job("job-3"), Once("other", "sha"))], now=0.0
+        [NewJob(a_job("job-1")), NewJob(labelled, ONCE), NewJob(a_job("job-3"), IdempotencyKey("other", "sha"))],
+        now=0.0,
     )
     assert [job.id for job in store.page(JobQuery())] == ["job-3", "job-2", "job-1"]
     assert store.page(JobQuery(labels=(("team", "nlp"),))) == [labelled]
     assert store.job_of(ONCE, now=1.0) == labelled
     with pytest.raises(IdempotencyMismatch):
-        store.job_of(Once("other", "another"), now=1.0)
+        store.job_of(IdempotencyKey("other", "another"), now=1.0)
 
 
 def test_add_all_stores_nothing_if_a_key_is_taken(store: JobStore) -> None:
@@ -150,11 +153,12 @@ def test_add_all_stores_nothing_if_a_key_is_taken(store: JobStore) -> None:
     store.add(NewJob(a_job("job-0"), ONCE))
     assert not store.add_all(added, now=1.0)
     assert not store.add_all(
-        [NewJob(a_job("job-1"), Once("new", "a")), NewJob(a_job("job-2"), Once("new", "b"))], now=1.0
+        [NewJob(a_job("job-1"), IdempotencyKey("new", "a")), NewJob(a_job("job-2"), IdempotencyKey("new", "b"))],
+        now=1.0,
     )
     assert [job.id for job in store.page(JobQuery())] == ["job-0"]
-    assert store.job_of(Once("new", "c"), now=1.0) is None
-    assert store.add_all(added, now=KEPT_SECONDS + 1)
+    assert store.job_of(IdempotencyKey("new", "c"), now=1.0) is None
+    assert store.add_all(added, now=IDEMPOTENCY_TTL + 1)
     assert len(store.page(JobQuery())) == 3
 
 
@@ -249,14 +253,14 @@ def test_tickets_reflect_every_change_of_a_long_queue(store: JobStore) -> None:
     assert found.keys().isdisjoint({"job-0001", "job-0003"})
     changed = store.get("job-0002")
     assert changed is not None
-    assert found["job-0002"] == Ticket.of(changed)
+    assert found["job-0002"] == QueueEntry.of(changed)
     assert {ticket.id: ticket for ticket in store.tickets()} == found
 
 
 def test_ticket_of_stored_job_equals_ticket_of_job(store: JobStore) -> None:
     job = a_job(strategy={"ulysses_size": 2})
     store.add(NewJob(job))
-    assert store.tickets() == [Ticket.of(job)]
+    assert store.tickets() == [QueueEntry.of(job)]
     assert store.tickets()[0].group == 2
 
 
@@ -264,7 +268,10 @@ def test_tickets_cover_queued_and_active_jobs(store: JobStore) -> None:
     running = replace(a_job("job-2", priority=5).begin_attempt(now=3.5), state=JobState.RUNNING)
     for job in (a_job("job-1"), running, replace(a_job("job-3"), state=JobState.FAILED)):
         store.add(NewJob(job))
-    assert sorted(store.tickets(), key=lambda ticket: ticket.id) == [Ticket.of(a_job("job-1")), Ticket.of(running)]
+    assert sorted(store.tickets(), key=lambda ticket: ticket.id) == [
+        QueueEntry.of(a_job("job-1")),
+        QueueEntry.of(running),
+    ]
     assert store.active() == ["job-2"]
 
 
@@ -273,7 +280,7 @@ def test_tickets_include_the_ulysses_size(store: JobStore) -> None:
     strategy = job.spec.strategy.model_copy(update={"ulysses_size": 2})
     job = replace(job, spec=job.spec.model_copy(update={"strategy": strategy}))
     store.add(NewJob(job))
-    assert store.tickets() == [Ticket.of(job)]
+    assert store.tickets() == [QueueEntry.of(job)]
     assert store.tickets()[0].group == 2
 
 

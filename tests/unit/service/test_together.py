@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from service.api.group_commit import Together
+from service.api.group_commit import GroupCommit
 
 LIMIT_SECONDS = 10.0
 
@@ -30,7 +30,7 @@ class Doubling:
 
 async def _start_calls(doubling: Doubling, first: int, others: Sequence[int]) -> "list[asyncio.Task[int]]":
     """Start a call with `first`, then calls with `others` while the first is in flight."""
-    together = Together(doubling)
+    together = GroupCommit(doubling)
     tasks = [asyncio.create_task(together(first))]
     assert await asyncio.to_thread(doubling.first.wait, LIMIT_SECONDS)
     tasks += [asyncio.create_task(together(number)) for number in others]
@@ -80,7 +80,7 @@ def test_cancelled_calls_do_not_block_others() -> None:
 def test_calls_from_a_later_event_loop_are_answered() -> None:
     doubling = Doubling()
     doubling.go.set()
-    together = Together(doubling)
+    together = GroupCommit(doubling)
 
     async def run(number: int) -> int:
         return await asyncio.wait_for(together(number), LIMIT_SECONDS)

@@ -14,7 +14,7 @@ from service.adapters.sql.counts import SqlJobCounts
 from service.adapters.sql.database import open_database
 from service.adapters.sql.store import SqlJobStore
 from service.domain.changes import outcomes, waited
-from service.domain.jobs.decide import Submission
+from service.domain.jobs.decide import SubmissionStatus
 from service.domain.jobs.job import JobState
 from service.domain.jobs.transitions import start
 from service.domain.metrics import ALL
@@ -86,7 +86,7 @@ def test_job_metrics_follow_a_job_from_queue_to_end(service: FakeService) -> Non
     service.clock.now += 40
     service.reconciler().run_once()
     assert (value(service, "queue_wait_seconds_count"), value(service, "queue_wait_seconds_sum")) == (1, 40)
-    service.cluster.submissions[f"{job.id}-1"] = Submission.RUNNING
+    service.cluster.submissions[f"{job.id}-1"] = SubmissionStatus.RUNNING
     service.event(job.id, "training_started", steps=20, replayed=0)
     for step in (1, 2):
         service.metric(job.id, step=step, step_seconds=5.0)
@@ -107,7 +107,7 @@ def test_running_job_has_its_own_series(service: FakeService) -> None:
     service.clock.now += 40
     assert value(service, "queue_oldest_seconds", project="nlp") == 40
     service.reconciler().run_once()
-    service.cluster.submissions[f"{job.id}-1"] = Submission.RUNNING
+    service.cluster.submissions[f"{job.id}-1"] = SubmissionStatus.RUNNING
     service.event(job.id, "training_started", steps=20, replayed=0)
     written = time.time()
     for step, seconds in ((1, 2.0), (2, 3.0), (3, 4.0)):
@@ -178,7 +178,7 @@ def test_idle_service_detects_cluster_outage_and_recovery(service: FakeService) 
 def test_progress_age_starts_at_the_newest_attempt(service: FakeService) -> None:
     job = service.submit()
     service.reconciler().run_once()
-    service.cluster.submissions[f"{job.id}-1"] = Submission.RUNNING
+    service.cluster.submissions[f"{job.id}-1"] = SubmissionStatus.RUNNING
     service.event(job.id, "training_started", steps=20, replayed=0)
     service.metric(job.id, step=1)
     service.event(job.id, "checkpoint_committed", step=1)

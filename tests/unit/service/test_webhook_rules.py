@@ -12,8 +12,8 @@ from service.domain.webhooks.delivery import (
     PATIENCE,
     Answer,
     Delivery,
+    DeliveryStatus,
     Message,
-    Settled,
     answered,
     settle,
 )
@@ -35,7 +35,7 @@ def test_retry_delay_doubles_to_an_hour_and_ends_after_three_days(
     whole = min(FIRST_PAUSE * 2 ** min(attempts, 50), LONGEST_PAUSE)
     assert (after.attempts, after.status, after.error) == (attempts + 1, 503, "x")
     if after.next_at is None:
-        assert after.settled is Settled.GIVEN_UP
+        assert after.settled is DeliveryStatus.GIVEN_UP
         assert waited + LONGEST_PAUSE >= PATIENCE
     else:
         low = max(whole / 2, min(retry_after or 0.0, LONGEST_PAUSE))
@@ -45,8 +45,8 @@ def test_retry_delay_doubles_to_an_hour_and_ends_after_three_days(
 
 def test_received_message_is_delivered_and_410_is_given_up() -> None:
     received = settle(a_delivery(), RECEIVED, now=1001.0, jitter=0.5)
-    assert (received.settled, received.delivered_at, received.next_at) == (Settled.DELIVERED, 1001.0, None)
-    assert settle(a_delivery(), Answer(410, "gone"), now=1001.0, jitter=0.5).settled is Settled.GIVEN_UP
+    assert (received.settled, received.delivered_at, received.next_at) == (DeliveryStatus.DELIVERED, 1001.0, None)
+    assert settle(a_delivery(), Answer(410, "gone"), now=1001.0, jitter=0.5).settled is DeliveryStatus.GIVEN_UP
 
 
 @pytest.mark.parametrize(

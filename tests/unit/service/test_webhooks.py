@@ -15,7 +15,7 @@ from service.adapters.sql.outbox import SqlOutbox
 from service.adapters.sql.store import SqlJobStore
 from service.adapters.sql.tables import webhooks
 from service.adapters.sql.webhooks import SqlWebhookStore
-from service.domain.access.roles import ANY, OPERATOR, Deed
+from service.domain.access.roles import ANY, OPERATOR, AuditEntry
 from service.domain.jobs.job import TRANSITIONS, Job, JobState
 from service.domain.jobs.reason import Code, Reason
 from service.domain.webhooks.delivery import (
@@ -26,8 +26,8 @@ from service.domain.webhooks.delivery import (
     PATIENCE,
     Answer,
     Delivery,
+    DeliveryStatus,
     Message,
-    Settled,
     Webhook,
 )
 from service.errors import WebhookLimit
@@ -37,7 +37,7 @@ from tests.support.databases import emptied
 from tests.support.fakes.webhooks import MemorySender, MemoryWebhookStore
 from tests.support.service import Clock, a_job
 
-DEED = Deed(1.0, OPERATOR, "webhook.test", "default", "hook-1")
+DEED = AuditEntry(1.0, OPERATOR, "webhook.test", "default", "hook-1")
 RECEIVED, FAILED, DEAD = Answer(200), Answer(500, "answered 500"), Answer(None, "no answer")
 
 
@@ -183,7 +183,7 @@ def test_messages_of_a_job_are_sent_in_order_without_blocking_other_jobs(world: 
         world.move(job_id, JobState.STARTING, JobState.RUNNING)
     world.sender.answers = [FAILED, RECEIVED]
     assert world.deliver() == ["job-1.1", "job-2.1", "job-2.2", "job-2.3"]
-    assert [one.settled for one in world.log()] == [*[Settled.WAITING] * 3, *[Settled.DELIVERED] * 3]
+    assert [one.settled for one in world.log()] == [*[DeliveryStatus.WAITING] * 3, *[DeliveryStatus.DELIVERED] * 3]
     world.clock.now += FIRST_PAUSE - 0.1
     assert world.deliver() == []
     world.clock.now += 0.1
@@ -213,14 +213,14 @@ def test_message_failing_for_three_days_is_given_up_and_can_be_redelivered(world
     while (first := world.log()[0]).next_at is not None:
         world.clock.now = first.next_at
         assert world.deliverer.run_once()
-    assert first.settled is Settled.GIVEN_UP
+    assert first.settled is DeliveryStatus.GIVEN_UP
     assert PATIENCE - 2 * LONGEST_PAUSE < world.clock.now - 1000.0 <= PATIENCE
     assert first.attempts > PATIENCE / LONGEST_PAUSE
     world.sender.answers = [RECEIVED]
     assert world.deliver() == ["job-1.2"], "the next message is not blocked"
     again = world.hooks.redeliver("hook-1", first.number, now=world.clock(), deed=DEED)
     assert again is not None
-    assert (again.settled, again.attempts) == (Settled.WAITING, 0)
+    assert (again.settled, again.attempts) == (DeliveryStatus.WAITING, 0)
     assert world.deliver() == ["job-1.1"]
     assert world.hooks.redeliver("hook-1", 99, now=1.0, deed=DEED) is None
     assert world.hooks.redeliver("hook-2", first.number, now=1.0, deed=DEED) is None
@@ -236,7 +236,7 @@ def test_webhook_answering_410_is_disabled_until_enabled(world: World) -> None:
     assert webhook is not None
     assert (webhook.disabled_at, webhook.disabled_because) == (1000.0, "gone")
     world.move("job-1", JobState.STARTING)
-    assert [(one.settled, one.error) for one in world.log()] == [(Settled.GIVEN_UP, "gone")] * 2
+    assert [(one.settled, one.error) for one in world.log()] == [(DeliveryStatus.GIVEN_UP, "gone")] * 2
     assert world.hooks.enable("hook-1", DEED)
     assert not world.hooks.enable("hook-1", DEED)
     world.move("job-1", JobState.RUNNING)

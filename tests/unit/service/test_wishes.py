@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from service.domain.jobs.commands import cancelled, paused, resumed
 from service.domain.jobs.job import Job, JobState
 from service.domain.jobs.reason import Code
-from service.domain.jobs.transitions import make_room, start
-from service.domain.queue.entry import Ticket
+from service.domain.jobs.transitions import preempt, start
+from service.domain.queue.entry import QueueEntry
 from service.errors import IllegalState
 from tests.support.service import a_job
 from train_loop.spec import ScalingSpec
@@ -114,11 +114,11 @@ def test_new_scaling_applies_from_the_next_attempt() -> None:
 
 def test_held_resources_are_those_of_the_current_attempt() -> None:
     job = resume(in_state(JobState.PAUSING), ScalingSpec(num_workers=1))
-    assert (job.size.world, Ticket.of(job).scaling.world) == (1, 2)
+    assert (job.size.world, QueueEntry.of(job).scaling.world) == (1, 2)
 
 
 def test_user_pause_of_a_preempted_job_keeps_it_paused() -> None:
-    leaving = make_room(in_state(JobState.RUNNING), whom="job-9", deadline=NOW + 30, now=NOW)
+    leaving = preempt(in_state(JobState.RUNNING), whom="job-9", deadline=NOW + 30, now=NOW)
     left = leaving.end_attempt("paused", now=NOW).move(JobState.PAUSED, now=NOW, reason=leaving.reason)
     for job in (leaving, left):
         held = pause(job)

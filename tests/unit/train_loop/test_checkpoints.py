@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tests.support.checkpoints import checkpoint, manifest, unfinished
 from train_loop.checkpoint.manifest import newest_verified, verify
 from train_loop.checkpoint.retention import chosen, retire_others
-from train_loop.checkpoint.schedule import SaveTimes
-from train_loop.checkpoint.store.folder import FolderLedger
+from train_loop.checkpoint.schedule import SaveSchedule
+from train_loop.checkpoint.store.folder import FolderStore
 from train_loop.errors import FencedError
 from train_loop.run_dir import Fence, RunDir
 from train_loop.spec import CheckpointSpec
@@ -68,9 +68,9 @@ def test_retention_keeps_the_newest_and_saves_in_flight(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         checkpoint(run_dir, step, weights=b"abc")
     run_dir.checkpoint_in_progress(40, Fence(1)).mkdir()
-    retire_others(run_dir, FolderLedger(run_dir, Fence(1)), CheckpointSpec(keep_last=2))
+    retire_others(run_dir, FolderStore(run_dir, Fence(1)), CheckpointSpec(keep_last=2))
     assert names(run_dir) == {"step-00000020", "step-00000030", "step-00000040.tmp-1.0"}
-    FolderLedger(run_dir, Fence(1)).clear()
+    FolderStore(run_dir, Fence(1)).clear()
     assert names(run_dir) == {"step-00000020", "step-00000030"}
 
 
@@ -79,10 +79,10 @@ def test_pinned_checkpoint_stays_until_unpinned(tmp_path: Path) -> None:
     for step in (10, 20):
         checkpoint(run_dir, step, weights=b"abc")
     assert run_dir.pin(10)
-    retire_others(run_dir, FolderLedger(run_dir, Fence(1)), CheckpointSpec(keep_last=1))
+    retire_others(run_dir, FolderStore(run_dir, Fence(1)), CheckpointSpec(keep_last=1))
     assert names(run_dir) == {"step-00000010", "step-00000020"}
     run_dir.unpin(10)
-    retire_others(run_dir, FolderLedger(run_dir, Fence(1)), CheckpointSpec(keep_last=1))
+    retire_others(run_dir, FolderStore(run_dir, Fence(1)), CheckpointSpec(keep_last=1))
     assert names(run_dir) == {"step-00000020"}
 
 
@@ -98,7 +98,7 @@ def test_interrupted_removal_is_finished_or_undone_by_a_pin(tmp_path: Path, pinn
     if pinned:
         assert run_dir.pin(10)
     folder.rename(folder.with_name(f"{folder.name}.retired"))
-    FolderLedger(run_dir, Fence(1)).clear()
+    FolderStore(run_dir, Fence(1)).clear()
     assert sorted(run_dir.manifests()) == [10] * pinned
     assert names(run_dir) == ({folder.name} if pinned else set())
 
@@ -109,15 +109,15 @@ def test_pin_does_not_restore_a_partly_removed_checkpoint(tmp_path: Path) -> Non
     assert run_dir.pin(10)
     (folder / "manifest.json").unlink()
     folder.rename(folder.with_name(f"{folder.name}.retired"))
-    FolderLedger(run_dir, Fence(1)).clear()
+    FolderStore(run_dir, Fence(1)).clear()
     assert names(run_dir) == set()
 
 
 def test_retrained_step_replaces_a_quarantined_checkpoint(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     (checkpoint(run_dir, 10, weights=b"abc") / "manifest.json").write_bytes(b"torn")
-    assert FolderLedger(run_dir, Fence(1)).clear() == [10]
-    FolderLedger(run_dir, Fence(1)).put_aside(10)
+    assert FolderStore(run_dir, Fence(1)).clear() == [10]
+    FolderStore(run_dir, Fence(1)).put_aside(10)
     checkpoint(run_dir, 10, weights=b"new")
     newest, rejected = newest_verified(run_dir)
     assert newest is not None
@@ -127,8 +127,8 @@ def test_retrained_step_replaces_a_quarantined_checkpoint(tmp_path: Path) -> Non
 def test_commit_is_idempotent(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     draft = unfinished(run_dir, 10, weights=b"abc")
-    FolderLedger(run_dir, Fence(1)).commit(draft)
-    FolderLedger(run_dir, Fence(1)).commit(draft)
+    FolderStore(run_dir, Fence(1)).commit(draft)
+    FolderStore(run_dir, Fence(1)).commit(draft)
     assert run_dir.manifests() == {10: draft.sealed()}
 
 
@@ -137,7 +137,7 @@ def test_superseded_attempt_cannot_commit(tmp_path: Path) -> None:
     draft = unfinished(run_dir, 10, weights=b"abc")
     run_dir.write_fence(2)
     with pytest.raises(FencedError, match="attempt 2 has taken over from attempt 1"):
-        FolderLedger(run_dir, Fence(1)).commit(draft)
+        FolderStore(run_dir, Fence(1)).commit(draft)
     assert run_dir.manifests() == {}
 
 
@@ -151,14 +151,14 @@ def test_attempt_superseded_after_its_fence_check_cannot_commit(
     def look_and_be_overtaken(*_: object) -> None:
         monkeypatch.undo()
         run_dir.write_fence(2)
-        FolderLedger(run_dir, Fence(2)).clear()
+        FolderStore(run_dir, Fence(2)).clear()
         if again:
             newer = unfinished(run_dir, 10, attempt=2, weights=b"new")
-            FolderLedger(run_dir, Fence(2)).commit(newer)
+            FolderStore(run_dir, Fence(2)).commit(newer)
 
     monkeypatch.setattr("train_loop.checkpoint.store.folder.check_fence", look_and_be_overtaken)
     with pytest.raises(FileNotFoundError, match="have been removed"):
-        FolderLedger(run_dir, Fence(1)).commit(draft)
+        FolderStore(run_dir, Fence(1)).commit(draft)
     assert [m.attempt for m in run_dir.manifests().values()] == [2] * again
     assert newest_verified(run_dir)[1] == {}
 
@@ -166,13 +166,13 @@ def test_attempt_superseded_after_its_fence_check_cannot_commit(
 def test_superseded_process_does_not_commit_files_of_its_successor(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     draft = unfinished(run_dir, 10, zombie=b"old")
-    FolderLedger(run_dir, Fence(1)).clear()
+    FolderStore(run_dir, Fence(1)).clear()
     with pytest.raises(FileNotFoundError):
-        FolderLedger(run_dir, Fence(1)).commit(draft)
+        FolderStore(run_dir, Fence(1)).commit(draft)
     newer = unfinished(run_dir, 10, successor=b"new")
     with pytest.raises(FileNotFoundError):
-        FolderLedger(run_dir, Fence(1)).commit(draft)
-    FolderLedger(run_dir, Fence(1)).commit(newer)
+        FolderStore(run_dir, Fence(1)).commit(draft)
+    FolderStore(run_dir, Fence(1)).commit(newer)
     assert run_dir.manifests() == {10: newer.sealed()}
 
 
@@ -181,7 +181,7 @@ def test_checkpoint_with_missing_files_replaces_no_other(tmp_path: Path) -> None
     for step in (10, 20):
         checkpoint(run_dir, step, weights=b"abc")
     (run_dir.checkpoint(20) / "weights").unlink()
-    retire_others(run_dir, FolderLedger(run_dir, Fence(1)), CheckpointSpec(keep_last=1))
+    retire_others(run_dir, FolderStore(run_dir, Fence(1)), CheckpointSpec(keep_last=1))
     assert names(run_dir) == {"step-00000010", "step-00000020"}
 
 
@@ -214,9 +214,9 @@ def test_best_checkpoint_is_known_after_a_restart(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0), (40, 1.5)):
         draft = unfinished(run_dir, step, weights=b"abc")
-        FolderLedger(run_dir, Fence(1)).commit(draft.model_copy(update={"metrics": {"loss": loss}}))
+        FolderStore(run_dir, Fence(1)).commit(draft.model_copy(update={"metrics": {"loss": loss}}))
         # Only storage records which checkpoint was best.
-        retire_others(RunDir(tmp_path), FolderLedger(RunDir(tmp_path), Fence(1)), spec)
+        retire_others(RunDir(tmp_path), FolderStore(RunDir(tmp_path), Fence(1)), spec)
     assert names(run_dir) == {"step-00000020", "step-00000040"}
 
 
@@ -230,7 +230,7 @@ class Clock:
 
 def test_save_is_due_after_every_steps_and_every_seconds() -> None:
     clock = Clock()
-    times = SaveTimes(CheckpointSpec(every_steps=10, every_seconds=60), step=3, clock=clock)
+    times = SaveSchedule(CheckpointSpec(every_steps=10, every_seconds=60), step=3, clock=clock)
     assert [step for step in range(1, 31) if times.due(step)] == [10, 20, 30]
 
     def overdue_at(*moments: float) -> list[float]:
@@ -248,7 +248,7 @@ def test_save_is_due_after_every_steps_and_every_seconds() -> None:
 
 def test_no_save_is_due_without_every_steps_and_every_seconds() -> None:
     clock = Clock()
-    times = SaveTimes(CheckpointSpec(every_steps=None), step=0, clock=clock)
+    times = SaveSchedule(CheckpointSpec(every_steps=None), step=0, clock=clock)
     clock.now = 1e9
     assert not times.overdue
     assert not times.due(100)
@@ -260,7 +260,7 @@ def test_partly_removed_checkpoint_is_not_listed(tmp_path: Path) -> None:
     unfinished(run_dir, 10, weights=b"abc")
     folder = run_dir.checkpoint_in_progress(10, Fence(1))
     folder.rename(folder.with_name(f"{folder.name}.0123abcd"))
-    FolderLedger(run_dir, Fence(1)).clear()
+    FolderStore(run_dir, Fence(1)).clear()
     assert names(run_dir) == set()
     shutil.rmtree(run_dir.checkpoints)
-    FolderLedger(run_dir, Fence(1)).clear()
+    FolderStore(run_dir, Fence(1)).clear()

@@ -7,7 +7,7 @@ import pytest
 from train_loop.loop.coordination import warn_of_hosts
 from train_loop.plan import groups_across_hosts, plan_mesh
 from train_loop.run_dir import AttemptDir, read_lines
-from train_loop.telemetry.event_log import Journal
+from train_loop.telemetry.event_log import EventLog
 
 MESH = plan_mesh(world=8, fsdp_size=4, ulysses_size=2)
 
@@ -32,7 +32,7 @@ def test_no_group_spans_hosts_without_ulysses() -> None:
 @pytest.mark.parametrize(("hosts", "warnings"), [("aaaabbbb", 0), ("aaabbbba", 1)])
 def test_warning_names_ranks_hosts_and_remedy(tmp_path: Path, hosts: str, warnings: int) -> None:
     attempt = AttemptDir(tmp_path, 1)
-    warn_of_hosts(MESH, [{"rank": rank, "host": host} for rank, host in enumerate(hosts)], Journal(attempt))
+    warn_of_hosts(MESH, [{"rank": rank, "host": host} for rank, host in enumerate(hosts)], EventLog(attempt))
     said = [line["message"] for line in read_lines(attempt.events) if line["event"] == "warning"]
     assert said == warnings * [
         "Ulysses groups span several hosts, where their all-to-all is slow: ranks 2-3 on a, b; ranks 6-7 on b, a; "

@@ -7,11 +7,11 @@ import pytest
 
 from tests.support.specs import spec
 from train_loop.errors import CheckpointError, ModelError
-from train_loop.faults.failure import failure_told
+from train_loop.faults.failure import report_failure
 from train_loop.loop.session import Session
 from train_loop.ray_train.callbacks import GroupCallback
 from train_loop.run_dir import RunDir, read_lines
-from train_loop.telemetry.event_log import Journal
+from train_loop.telemetry.event_log import EventLog
 
 
 @pytest.mark.parametrize(
@@ -22,10 +22,10 @@ def test_ranks_that_exit_with_a_user_error_are_not_reported_as_lost(
     tmp_path: Path, error: Exception, lost: int
 ) -> None:
     run_dir = RunDir(tmp_path)
-    with pytest.raises(type(error)), failure_told(Session(0, 1, 0, 1, run_dir, lambda *_: iter(()))):
+    with pytest.raises(type(error)), report_failure(Session(0, 1, 0, 1, run_dir, lambda *_: iter(()))):
         raise error
     callback = GroupCallback(run_dir, 1, spec(), autoscaled=False)
-    callback._journal = Journal(run_dir.attempt(1))
+    callback._journal = EventLog(run_dir.attempt(1))
     callback._events = queue.SimpleQueue()
     for name in ("workers_lost", "group_started"):
         callback._report(name)

@@ -15,7 +15,7 @@ from train_loop.ray_train.trainer import Trainer, _storage
 from train_loop.run_dir import SERVICE_VERSION_VARIABLE, Outcome, RunDir, StorageUnavailable, own_version
 from train_loop.system import ray_env
 from train_loop.system.ray_env import task_environment
-from train_loop.telemetry.event_log import Journal, group_journal
+from train_loop.telemetry.event_log import EventLog, group_journal
 
 
 @pytest.mark.parametrize(("wanted", "counts"), [(True, [2, 1]), (False, [0, 0])])
@@ -52,7 +52,7 @@ def fit_and_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, end: str) -
     monkeypatch.setattr("ray.init", lambda **_: None)
     monkeypatch.setattr("ray.shutdown", fail)
     attempt = run_dir.attempt(1)
-    return driver.run_attempt(run_dir, attempt, Journal(attempt))
+    return driver.run_attempt(run_dir, attempt, EventLog(attempt))
 
 
 def test_run_that_finished_its_last_step_succeeds_if_cleanup_fails(
@@ -80,7 +80,7 @@ def test_driver_of_another_version_exits_before_reading_the_spec(
     # A newer service would write such unknown fields.
     (tmp_path / "spec.json").write_text('{"a_field_of_tomorrow": 1}')
     attempt = run_dir.attempt(1)
-    outcome = driver.run_attempt(run_dir, attempt, Journal(attempt))
+    outcome = driver.run_attempt(run_dir, attempt, EventLog(attempt))
     assert (outcome.code, outcome.retryable) == (("version_skew", True) if skew else ("invalid_spec", False)), outcome
     if skew:
         assert f"the service runs Trainshed 9.9.9 and the cluster {own_version()}" in str(outcome.reason)
@@ -99,7 +99,7 @@ def test_outcome_is_retried_while_storage_is_unavailable(tmp_path: Path, monkeyp
         write(attempt, found)
 
     monkeypatch.setattr(type(attempt), "write_outcome", write_outcome)
-    driver.acknowledge(attempt, Journal(attempt), outcome)
+    driver.acknowledge(attempt, EventLog(attempt), outcome)
     assert attempt.outcome() == outcome
 
 
@@ -110,7 +110,7 @@ def test_unwritable_outcome_is_logged(
     (tmp_path / "run").write_text("a file")
     attempt = RunDir(tmp_path / "run").attempt(1)
     with pytest.raises(OSError):
-        driver.acknowledge(attempt, Journal(attempt), Outcome(result="failed", reason="no rows"))
+        driver.acknowledge(attempt, EventLog(attempt), Outcome(result="failed", reason="no rows"))
     assert "no rows" in caplog.text
 
 

@@ -6,7 +6,7 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from train_loop.errors import DataError, FencedError
-from train_loop.faults.failure import failed, failure_told
+from train_loop.faults.failure import failed, report_failure
 from train_loop.loop.session import Session
 from train_loop.run_dir import Outcome, RunDir, read_lines
 from train_loop.spec import Problem, SpecError
@@ -75,7 +75,7 @@ def test_user_error_is_the_cause_regardless_of_earlier_errors() -> None:
     ],
 )
 def test_events_report_the_final_failure(tmp_path: Path, error: Exception, said: list[tuple[str, str]]) -> None:
-    with pytest.raises(type(error)), failure_told(a_session(tmp_path)):
+    with pytest.raises(type(error)), report_failure(a_session(tmp_path)):
         raise error
     ends = [line for line in read_lines(RunDir(tmp_path).attempt(1).events) if line["event"] == "training_ended"]
     assert [(line["code"], line["reason"]) for line in ends] == said
@@ -83,7 +83,7 @@ def test_events_report_the_final_failure(tmp_path: Path, error: Exception, said:
 
 def test_outcome_known_to_all_ranks_is_reported_once(tmp_path: Path) -> None:
     for _ in range(3):
-        with pytest.raises(DataError), failure_told(a_session(tmp_path)):
+        with pytest.raises(DataError), report_failure(a_session(tmp_path)):
             raise DataError("no rows")
     (end,) = [line for line in read_lines(RunDir(tmp_path).attempt(1).events) if line["event"] == "training_ended"]
     assert end["reason"] == "no rows"
@@ -105,7 +105,7 @@ def test_log_has_a_traceback_unless_the_message_suffices(
     behind: Exception | None,
     traced: type[Exception] | None,
 ) -> None:
-    with pytest.raises(type(error)), failure_told(a_session(tmp_path)):
+    with pytest.raises(type(error)), report_failure(a_session(tmp_path)):
         raise error from behind
     (record,) = caplog.records
     assert str(error) in record.getMessage()

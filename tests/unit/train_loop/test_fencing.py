@@ -15,7 +15,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.support.checkpoints import checkpoint
 from tests.support.waiting import wait_for
-from train_loop.checkpoint.store.open import ledger_of
+from train_loop.checkpoint.store.open import open_store
 from train_loop.data.stream.local import local_stream
 from train_loop.errors import FencedError
 from train_loop.faults.watchdog import watched
@@ -43,7 +43,7 @@ from train_loop.run_dir import (
     write_durably,
     write_run_marker,
 )
-from train_loop.telemetry.event_log import Journal, group_journal, last_word
+from train_loop.telemetry.event_log import EventLog, group_journal, last_word
 
 
 @pytest.fixture(params=["folders", "objects"])
@@ -141,7 +141,7 @@ def test_superseded_group_writes_no_line(run_dir: RunDir) -> None:
 def test_readers_drop_late_lines_of_a_superseded_group(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     for epoch, step in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 9)):
-        Journal(run_dir.attempt(1), epoch=partial(int, epoch)).metrics(step=step)
+        EventLog(run_dir.attempt(1), epoch=partial(int, epoch)).metrics(step=step)
     counted = [(line["epoch"], line["step"]) for line in read_lines(run_dir.attempt(1).metrics)]
     assert counted == [(1, 1), (2, 1), (2, 2)]
     assert len(list(lines.read_all_lines(run_dir.attempt(1).metrics))) == 5
@@ -236,10 +236,10 @@ def test_checkpoint_removed_by_a_late_cleanup_is_restored(tmp_path: Path) -> Non
     run_dir = RunDir(tmp_path)
     for epoch, act in ((1, "put_aside"), (1, "retire")):
         checkpoint(run_dir, 10, epoch=2, weights=b"new")
-        ledger = ledger_of(run_dir, Fence(1, epoch))
+        ledger = open_store(run_dir, Fence(1, epoch))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("train_loop.checkpoint.store.folder.check_fence", lambda *_: None)
             run_dir.raise_fence_to(Fence(1, 2), by="b")
             getattr(ledger, act)(10)
         assert list(run_dir.manifests()) == [10]
-        ledger_of(run_dir, Fence(1, 2)).put_aside(10)
+        open_store(run_dir, Fence(1, 2)).put_aside(10)

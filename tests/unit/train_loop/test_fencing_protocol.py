@@ -24,13 +24,13 @@ from tests.support.searches import seeds
 from train_loop.checkpoint import manifest as manifest_module
 from train_loop.checkpoint.manifest import describe_file, verify
 from train_loop.checkpoint.retention import retire_others
-from train_loop.checkpoint.store.base import Ledger
-from train_loop.checkpoint.store.open import ledger_of
+from train_loop.checkpoint.store.base import CheckpointStore
+from train_loop.checkpoint.store.open import open_store
 from train_loop.errors import FencedError
 from train_loop.liveness.fencing import begin_group, check_fence
 from train_loop.run_dir import Fence, Manifest, RunDir, lines, read_lines, segments
 from train_loop.spec import CheckpointSpec
-from train_loop.telemetry.event_log import Journal, group_journal
+from train_loop.telemetry.event_log import EventLog, group_journal
 
 SCHEDULES = {"folders": seeds(5_000), "objects": seeds(5_010)}
 """Seeds per kind of storage; both tests take about the same time."""
@@ -135,7 +135,7 @@ def group(world: World, attempt: int, number: int, steps: int) -> None:
 
 def train(world: World, token: Fence, number: int, steps: int) -> None:
     """Resume, then train and save some steps."""
-    journal, ledger = group_journal(world.run_dir, token), ledger_of(world.run_dir, token)
+    journal, ledger = group_journal(world.run_dir, token), open_store(world.run_dir, token)
     step = resume(world, ledger, token)
     world.select(token, step)
     for now in range(step + 1, step + 1 + steps):
@@ -145,7 +145,7 @@ def train(world: World, token: Fence, number: int, steps: int) -> None:
         save(world, ledger, journal, token, now, f"__0_{number:08x}_0.distcp")
 
 
-def resume(world: World, ledger: Ledger, token: Fence) -> int:
+def resume(world: World, ledger: CheckpointStore, token: Fence) -> int:
     """Select the newest checkpoint that verifies, in the order of `agree_on_newest`, which needs process groups."""
     check_fence(world.run_dir, token)
     for step in again(ledger.clear):
@@ -158,7 +158,7 @@ def resume(world: World, ledger: Ledger, token: Fence) -> int:
     return 0
 
 
-def save(world: World, ledger: Ledger, journal: Journal, token: Fence, step: int, name: str) -> None:
+def save(world: World, ledger: CheckpointStore, journal: EventLog, token: Fence, step: int, name: str) -> None:
     """Write files, commit, and remove older checkpoints, as `Saver` does."""
 
     def write_and_commit() -> None:

@@ -5,14 +5,14 @@ import io
 import pytest
 import torch
 
-from train_loop.checkpoint.files.tensor_file import frame_of
+from train_loop.checkpoint.files.tensor_file import tensor_file_format
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8])
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (2, 3, 4), (0,), (0, 4)])
 def test_tensor_file_is_readable_by_torch_and_trainshed(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     tensor = torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
-    frame = frame_of(torch.Size(shape), dtype)
+    frame = tensor_file_format(torch.Size(shape), dtype)
     content = b"" if not tensor.numel() else bytes(tensor.reshape(-1).view(torch.uint8).numpy())
     blob = frame.head + content + frame.tail
     assert len(blob) == frame.size
@@ -26,4 +26,4 @@ def test_tensor_file_is_readable_by_torch_and_trainshed(shape: tuple[int, ...], 
 def test_foreign_file_format_is_recognised() -> None:
     file = io.BytesIO()
     torch.save(torch.ones(3, 5).t(), file)
-    assert frame_of(torch.Size((5, 3)), torch.float32).data_in(memoryview(bytearray(file.getvalue()))) is None
+    assert tensor_file_format(torch.Size((5, 3)), torch.float32).data_in(memoryview(bytearray(file.getvalue()))) is None

@@ -24,7 +24,7 @@ from train_loop.ray_train.worker import expect_prepared
 from train_loop.run_dir import RunDir, StorageUnavailable, read_lines
 from train_loop.run_dir.transient import STORAGE_SECONDS_VARIABLE
 from train_loop.spec import JobSpec
-from train_loop.telemetry.event_log import Journal
+from train_loop.telemetry.event_log import EventLog
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_data_on_unavailable_storage_is_retried(
     run_dir: RunDir, data: Path, below: str, prepared: bool, mount_point: bool
 ) -> None:
     """`prepared`: an earlier attempt found the data. `mount_point`: an empty folder replaces the data."""
-    job, journal = job_of(f"{data}{below}"), Journal(run_dir.attempt(1))
+    job, journal = job_of(f"{data}{below}"), EventLog(run_dir.attempt(1))
     if prepared:
         prepare_samples(job, run_dir, journal)
     away = data.parent.rename(data.parent.with_name("away"))
@@ -80,7 +80,7 @@ def test_data_that_stays_unavailable_fails_the_attempt_retryably(
 ) -> None:
     monkeypatch.setenv(STORAGE_SECONDS_VARIABLE, "0.5")
     with pytest.raises(StorageUnavailable, match="gone is unavailable: it is missing or an empty folder") as raised:
-        prepare_samples(job_of(f"{data}/gone"), run_dir, Journal(run_dir.attempt(1)))
+        prepare_samples(job_of(f"{data}/gone"), run_dir, EventLog(run_dir.attempt(1)))
     assert failed(raised.value).retryable
 
 
@@ -112,7 +112,7 @@ def test_unavailable_model_folder_is_retried(tmp_path: Path) -> None:
 
 def test_missing_files_in_an_existing_folder_fail_at_once(run_dir: RunDir, data: Path) -> None:
     with pytest.raises(DataError, match="matches no file"):
-        prepare_samples(job_of(f"{data}/*.jsonl"), run_dir, Journal(run_dir.attempt(1)))
+        prepare_samples(job_of(f"{data}/*.jsonl"), run_dir, EventLog(run_dir.attempt(1)))
     assert events(run_dir) == []
 
 
@@ -121,6 +121,6 @@ def test_attempt_without_gpus_on_a_gpu_cluster_warns(
 ) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0, "GPU": 2.0})
-    prepare_samples(job_of(f"{data}"), run_dir, Journal(run_dir.attempt(1)))
+    prepare_samples(job_of(f"{data}"), run_dir, EventLog(run_dir.attempt(1)))
     (warning,) = [event for event in events(run_dir) if event["event"] == "warning"]
     assert str(warning["message"]).startswith("the job requests no GPU and trains on CPUs, but the cluster has 2 GPU")

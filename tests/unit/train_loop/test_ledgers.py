@@ -15,7 +15,7 @@ from train_loop.checkpoint.manifest import newest_verified, verify
 from train_loop.checkpoint.retention import retire_others
 from train_loop.checkpoint.store import folder as folder_store
 from train_loop.checkpoint.store import objects as object_store
-from train_loop.checkpoint.store.open import ledger_of
+from train_loop.checkpoint.store.open import open_store
 from train_loop.errors import FencedError
 from train_loop.liveness.fencing import check_fence
 from train_loop.run_dir import ExportStatus, ExportWish, Fence, RunDir, UnknownFormatError, create_object, read_whole
@@ -47,7 +47,7 @@ def there(run_dir: RunDir, step: int) -> bool:
 def test_commit_is_idempotent(run_dir: RunDir) -> None:
     draft = unfinished(run_dir, 10, weights=b"abc")
     for _ in range(2):
-        assert ledger_of(run_dir, Fence(1)).commit(draft) == draft.sealed()
+        assert open_store(run_dir, Fence(1)).commit(draft) == draft.sealed()
     assert run_dir.manifests() == {10: draft.sealed()}
 
 
@@ -56,9 +56,9 @@ def test_superseded_attempt_neither_commits_nor_removes(run_dir: RunDir) -> None
     draft = unfinished(run_dir, 20, weights=b"abc")
     run_dir.write_fence(2)
     with pytest.raises(FencedError, match="attempt 2 has taken over from attempt 1"):
-        ledger_of(run_dir, Fence(1)).commit(draft)
+        open_store(run_dir, Fence(1)).commit(draft)
     with pytest.raises(FencedError, match="attempt 2 has taken over from attempt 1"):
-        ledger_of(run_dir, Fence(1)).retire(10)
+        open_store(run_dir, Fence(1)).retire(10)
     assert steps(run_dir) == [10]
 
 
@@ -99,13 +99,13 @@ def test_attempt_superseded_after_its_fence_check_replaces_nothing(
 
     def take_over() -> None:
         run_dir.write_fence(2)
-        ledger_of(run_dir, Fence(2)).clear()
+        open_store(run_dir, Fence(2)).clear()
         if again:
             checkpoint(run_dir, 10, attempt=2, new=b"new")
 
     hold_up(monkeypatch, at_look=1, meanwhile=take_over)
     with pytest.raises((FileNotFoundError, FencedError)):
-        ledger_of(run_dir, Fence(1)).commit(draft)
+        open_store(run_dir, Fence(1)).commit(draft)
     assert [m.attempt for m in run_dir.manifests().values()] == [2] * again
     assert steps(run_dir) == [10] * again
 
@@ -124,13 +124,13 @@ def test_superseded_commit_between_manifest_and_second_check_keeps_the_successor
 
     hold_up(monkeypatch, at_look=2, meanwhile=take_over)
     with pytest.raises(FencedError):
-        ledger_of(run_dir, Fence(1)).commit(draft)
+        open_store(run_dir, Fence(1)).commit(draft)
     assert [m.attempt for m in run_dir.manifests().values()] == [2]
     assert steps(run_dir) == [10]
 
 
 def test_quarantined_checkpoint_stays_until_a_newer_one_exists(run_dir: RunDir) -> None:
-    ledger = ledger_of(run_dir, Fence(1))
+    ledger = open_store(run_dir, Fence(1))
     for step in (10, 20, 30, 40):
         checkpoint(run_dir, step, weights=b"abc")
     assert run_dir.pin(10)
@@ -148,7 +148,7 @@ def test_quarantined_checkpoint_stays_until_a_newer_one_exists(run_dir: RunDir) 
 
 
 def test_quarantined_step_can_be_retrained_and_quarantined_again(run_dir: RunDir) -> None:
-    ledger = ledger_of(run_dir, Fence(1))
+    ledger = open_store(run_dir, Fence(1))
     for weights in (b"first", b"second", b"third"):
         checkpoint(run_dir, 10, weights=weights)
         assert steps(run_dir) == [10]
@@ -157,7 +157,7 @@ def test_quarantined_step_can_be_retrained_and_quarantined_again(run_dir: RunDir
 
 
 def test_interrupted_removal_is_finished_after_the_next_save(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger = ledger_of(run_dir, Fence(1))
+    ledger = open_store(run_dir, Fence(1))
     for step in (10, 20, 30):
         checkpoint(run_dir, step, weights=b"abc")
 
@@ -187,11 +187,11 @@ def test_commit_with_a_lost_answer_succeeds(monkeypatch: pytest.MonkeyPatch) -> 
         create_object(path, content)
 
     monkeypatch.setattr(object_store, "create_object", create_twice)
-    assert ledger_of(run_dir, Fence(1)).commit(draft) == draft.sealed()
+    assert open_store(run_dir, Fence(1)).commit(draft) == draft.sealed()
     # Every repeated commit checks the fence again.
     run_dir.write_fence(2)
     with pytest.raises(FencedError):
-        ledger_of(run_dir, Fence(1)).commit(draft)
+        open_store(run_dir, Fence(1)).commit(draft)
     assert steps(run_dir) == [10], "a commit made before the newer attempt's selection was removed"
 
 
@@ -199,16 +199,16 @@ def test_quarantined_checkpoint_survives_a_failed_save_of_its_step() -> None:
     MemoryFileSystem.store.clear()
     run_dir = RunDir.at("memory://runs/default/job")
     checkpoint(run_dir, 10, weights=b"abc")
-    ledger_of(run_dir, Fence(1)).put_aside(10)
+    open_store(run_dir, Fence(1)).put_aside(10)
     unfinished(run_dir, 10, more=b"def")
-    ledger_of(run_dir, Fence(1)).discard(10)
+    open_store(run_dir, Fence(1)).discard(10)
     assert (run_dir.checkpoint(10) / "weights").read_bytes() == b"abc"
 
 
 def test_pin_during_a_removal_keeps_the_checkpoint(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next cleanup restores the checkpoint even if the removing attempt dies at once."""
     checkpoint(run_dir, 10, weights=b"abc")
-    ledger = ledger_of(run_dir, Fence(1))
+    ledger = open_store(run_dir, Fence(1))
 
     def pin_and_die(*_: object) -> None:
         run_dir.pin(10)
@@ -245,8 +245,8 @@ def test_foreign_names_among_checkpoints_are_kept(run_dir: RunDir) -> None:
     for name in ("step-backup12", "step-00000010.tmp-old", "step-0000001x", "notes"):
         (run_dir.checkpoints / name).mkdir(parents=True, exist_ok=True)
         (run_dir.checkpoints / name / "file").write_bytes(b"abc")
-    assert ledger_of(run_dir, Fence(1)).clear() == []
-    retire_others(run_dir, ledger_of(run_dir, Fence(1)), CheckpointSpec(keep_last=1))
+    assert open_store(run_dir, Fence(1)).clear() == []
+    retire_others(run_dir, open_store(run_dir, Fence(1)), CheckpointSpec(keep_last=1))
     assert steps(run_dir) == [10]
     assert (run_dir.checkpoints / "step-backup12" / "file").read_bytes() == b"abc"
 
@@ -262,7 +262,7 @@ def test_storage_errors_are_not_taken_for_empty_storage(run_dir: RunDir, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr("os.listdir", fail)
         patch.setattr(MemoryFileSystem, "ls", fail)
-        for ask in (run_dir.manifests, run_dir.pins, run_dir.attempts, ledger_of(run_dir, Fence(1)).clear):
+        for ask in (run_dir.manifests, run_dir.pins, run_dir.attempts, open_store(run_dir, Fence(1)).clear):
             with pytest.raises(OSError, match="Stale"):
                 ask()
     with monkeypatch.context() as patch:
@@ -286,12 +286,12 @@ def test_checkpoints_of_other_versions_verify(run_dir: RunDir) -> None:
     checkpoint(run_dir, 10, weights=b"abc")
     edit(run_dir, 10, invented_later={"by": "others"})
     assert steps(run_dir) == [10]
-    assert ledger_of(run_dir, Fence(1)).clear() == []
+    assert open_store(run_dir, Fence(1)).clear() == []
 
 
 def test_unknown_format_is_reported_and_not_quarantined(run_dir: RunDir) -> None:
     checkpoint(run_dir, 10, weights=b"abc")
     edit(run_dir, 10, format=2)
     with pytest.raises(UnknownFormatError, match="step 10 has format 2, but this version of Trainshed reads format 1"):
-        ledger_of(run_dir, Fence(1)).clear()
+        open_store(run_dir, Fence(1)).clear()
     assert there(run_dir, 10)

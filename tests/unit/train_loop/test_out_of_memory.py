@@ -11,7 +11,7 @@ from ray.exceptions import OutOfMemoryError as KilledByRay
 from tests.support.small_runs import events
 from tests.support.specs import spec
 from train_loop.errors import MemoryRanOutError, TooLittleMemoryError
-from train_loop.faults.failure import failed, failure_told
+from train_loop.faults.failure import failed, report_failure
 from train_loop.faults.memory_events import describe_killed
 from train_loop.faults.out_of_memory import memory_watched
 from train_loop.loop.session import Session
@@ -29,7 +29,7 @@ def rank_of(folder: Path, *, epoch: int, rank: int = 0) -> Session:
 
 def run_out(session: Session, error: Exception, job: Any = None) -> Exception:
     watched = memory_watched(job or spec(scaling=ON_GPU), session)
-    with pytest.raises((MemoryRanOutError, TooLittleMemoryError)) as raised, failure_told(session), watched:
+    with pytest.raises((MemoryRanOutError, TooLittleMemoryError)) as raised, report_failure(session), watched:
         raise error
     return raised.value
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from train_loop.system.redact import masker
+from train_loop.system.redact import redactor
 
 
 def test_only_values_of_secret_names_are_masked(tmp_path: Path) -> None:
@@ -28,10 +28,10 @@ def test_only_values_of_secret_names_are_masked(tmp_path: Path) -> None:
         "SORT_KEY": "timestamp",
     }
     said = "/bc/def+ghi hf_12345678 /bc/def+ghi and more postgresql://shed:hush-hush@db/jobs letmein azure+storage"
-    assert masker(environment)(said) == "*** *** *** postgresql://shed:***@db/jobs *** ***"
-    assert masker(environment)("npm_123456") == "***"
+    assert redactor(environment)(said) == "*** *** *** postgresql://shed:***@db/jobs *** ***"
+    assert redactor(environment)("npm_123456") == "***"
     harmless = f"/home/somebody qwertyuiop {tmp_path} 12345 100000 Qwen3-0.6B timestamp"
-    assert masker(environment)(harmless) == harmless
+    assert redactor(environment)(harmless) == harmless
 
 
 WAYS = ["print(os.environ['MY_SECRET'])", "logging.getLogger('train_loop').info(os.environ['MY_SECRET'])"]

@@ -12,7 +12,7 @@ from tests.support.waiting import wait_for
 from train_loop.errors import FencedError, UserError
 from train_loop.run_dir import Outcome, RunDir, format_sinks, parse_sinks, read_lines_after, read_place
 from train_loop.sinks import forward as forwarding
-from train_loop.sinks.cursor import Handover
+from train_loop.sinks.cursor import SinkCursor
 from train_loop.sinks.forward import Forwarder, Forwarders, forward
 from train_loop.sinks.sink import Point, Sink, points
 
@@ -52,8 +52,8 @@ class Told(list[tuple[str, str, str]]):
         self.append((name, fields["sink"], fields["error"]))
 
 
-def handover(run_dir: RunDir, open_sink: Callable[[], Sink], *, attempt: int | None = 1) -> Handover:
-    return Handover(run_dir, "tensorboard", open_sink, attempt=attempt)
+def handover(run_dir: RunDir, open_sink: Callable[[], Sink], *, attempt: int | None = 1) -> SinkCursor:
+    return SinkCursor(run_dir, "tensorboard", open_sink, attempt=attempt)
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +83,7 @@ def test_failing_sink_times_out_without_delaying_others(tmp_path: Path, hangs: b
     bad.failing = True
     if hangs:
         bad.may_go_on.clear()
-    other = Handover(run_dir, "wandb", good.open, attempt=1)
+    other = SinkCursor(run_dir, "wandb", good.open, attempt=1)
     forwarders = Forwarders([Forwarder(handover(run_dir, bad.open), told), Forwarder(other, told)])
     forwarders.catch_up(seconds=0.2)
     assert good.steps == [1, 2, 3]

@@ -45,7 +45,7 @@ def test_new_idle_nodes_get_spares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prestart, "_WORTH_IT", 0.0)
     monkeypatch.setattr(prestart, "_LOOK_AGAIN", 0.0)
     scaling = ScalingSpec(num_workers=4, resources_per_worker={"CPU": 0.75})
-    spares = prestart.Spares(0, elsewhere=(scaling, {"first": 2, "second": 2}))
+    spares = prestart.Standby(0, elsewhere=(scaling, {"first": 2, "second": 2}))
 
     def look() -> Mapping[str, int]:
         looks = len(asked)

@@ -42,7 +42,7 @@ from train_loop.run_dir import root as root_module
 from train_loop.system.limited_log import LimitedLog
 from train_loop.system.retry import retry_storage
 from train_loop.telemetry import event_log as journal_module
-from train_loop.telemetry.event_log import Journal, last_word
+from train_loop.telemetry.event_log import EventLog, last_word
 
 
 class Mount:
@@ -108,7 +108,7 @@ def test_writers_on_unmounted_storage_fail_and_create_nothing(
         with pytest.raises(StorageUnavailable) as raised:
             write()
         assert is_transient(raised.value)
-    Journal(attempt).event("workers_ready")
+    EventLog(attempt).event("workers_ready")
     assert not leave_mount_point or list(mount.root.iterdir()) == []
     mount.mount()
     attempt.write_outcome(Outcome(result="succeeded"))
@@ -254,7 +254,7 @@ def test_any_interleaving_of_unmounts_and_appends_loses_no_line(
     with pytest.MonkeyPatch.context() as patch:
         # The step "retry" stands for the thread.
         patch.setattr(journal_module, "_RETRY_SECONDS", 3600.0)
-        journal, wanted = Journal(run_dir.attempt(1)), dict[str, list[int]](metrics=[], event=[])
+        journal, wanted = EventLog(run_dir.attempt(1)), dict[str, list[int]](metrics=[], event=[])
         for number, step in enumerate(steps):
             if step == "metrics":
                 journal.metrics(step=number)
@@ -284,7 +284,7 @@ def test_lines_are_written_by_the_thread_once_storage_is_back(
     mount: Mount, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "_RETRY_SECONDS", 0.01)
-    journal = Journal(run_dir.attempt(1))
+    journal = EventLog(run_dir.attempt(1))
     mount.unmount()
     journal.metrics(step=1)
     retrier = journal._retrier

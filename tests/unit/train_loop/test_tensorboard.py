@@ -13,12 +13,12 @@ from tests.support.s3 import s3_server
 from tests.support.sinks import a_run, as_logged, log_steps, shown
 from tests.support.waiting import wait_for
 from train_loop.run_dir import RunDir, read_place
-from train_loop.sinks.cursor import Handover
+from train_loop.sinks.cursor import SinkCursor
 from train_loop.sinks.registry import open_sink
 
 
-def handover(run_dir: RunDir, *, attempt: int | None = None) -> Handover:
-    return Handover(run_dir, "tensorboard", partial(open_sink, "tensorboard", run_dir), attempt=attempt)
+def handover(run_dir: RunDir, *, attempt: int | None = None) -> SinkCursor:
+    return SinkCursor(run_dir, "tensorboard", partial(open_sink, "tensorboard", run_dir), attempt=attempt)
 
 
 def hand_over(run_dir: RunDir) -> None:

@@ -19,7 +19,7 @@ from tests.support.sinks import a_run, log_steps
 from tests.support.specs import spec
 from tests.support.wandb_files import read_runs
 from train_loop.run_dir import Outcome, RunDir, SinkName
-from train_loop.sinks.cursor import Handover
+from train_loop.sinks.cursor import SinkCursor
 from train_loop.sinks.describe import Description
 from train_loop.sinks.registry import open_sink
 
@@ -31,7 +31,7 @@ SECRET = "hunter2-hunter2"
 
 def hand_over(run_dir: RunDir, sink: SinkName, outcome: Outcome | None = None) -> None:
     """Forward all new lines with a new forwarder."""
-    newcomer = Handover(run_dir, sink, partial(open_sink, sink, run_dir))
+    newcomer = SinkCursor(run_dir, sink, partial(open_sink, sink, run_dir))
     newcomer.hand_over()
     newcomer.close(outcome)
 

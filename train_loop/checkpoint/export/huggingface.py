@@ -22,7 +22,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from train_loop.checkpoint.export.safetensors import Kind, Shard, ShardFile, plan_shards
-from train_loop.checkpoint.export.tensors import Piece, SavedTensors
+from train_loop.checkpoint.export.tensors import CheckpointTensors, Piece
 from train_loop.checkpoint.manifest import find, find_verified
 from train_loop.data.dataset import Dataset
 from train_loop.data.prepare.tokenizer import load_tokenizer
@@ -159,7 +159,7 @@ class Source:
 
     spec: JobSpec
     model: PreTrainedModel
-    saved: SavedTensors
+    saved: CheckpointTensors
     names: dict[str, str]
     """Key in the checkpoint of each weight and buffer of the model."""
     tokenizer: Path | None
@@ -173,7 +173,7 @@ def _open(run_dir: RunDir, step: int, wish: ExportWish) -> Source:
         raise UserError(
             "the run has no average of its weights (training.ema_decay is not set); export with weights=model"
         )
-    model, saved = build_model(spec.model), SavedTensors(run_dir.checkpoint(step))
+    model, saved = build_model(spec.model), CheckpointTensors(run_dir.checkpoint(step))
     # Tied weights appear once, under transformers' name for them; of the buffers, only those that transformers saves.
     names = [name for name, _ in model.named_parameters()] + sorted(_buffers(model))
     return Source(spec, model, saved, {name: _place(saved, name, wish) for name in names}, _tokenizer(spec, run_dir))
@@ -183,7 +183,7 @@ def _buffers(model: PreTrainedModel) -> set[str]:
     return {name for name, _ in model.named_buffers()} & set(model.state_dict())
 
 
-def _place(saved: SavedTensors, name: str, wish: ExportWish) -> str:
+def _place(saved: CheckpointTensors, name: str, wish: ExportWish) -> str:
     # Weights that are not trained have no average: export the weights themselves.
     prefixes = ("ema.", "model.") if wish.weights == "ema" else ("model.",)
     found = next((prefix + name for prefix in prefixes if saved.has(prefix + name)), None)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from train_loop.checkpoint.files.tensor_file import frame_of
+from train_loop.checkpoint.files.tensor_file import tensor_file_format
 from train_loop.checkpoint.manifest import metadata_file
 from train_loop.errors import CheckpointError
 
@@ -36,7 +36,7 @@ class Piece(NamedTuple):
         return tuple(slice(o, o + size) for o, size in zip(self.offsets, self.values.shape, strict=True))
 
 
-class SavedTensors:
+class CheckpointTensors:
     """The tensors of a verified checkpoint: its metadata is unpickled."""
 
     def __init__(self, folder: Path) -> None:
@@ -66,7 +66,7 @@ class SavedTensors:
 
     def _pieces_of(self, name: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> Iterator[Piece]:
         place = self._places[MetadataIndex(name, chunk.offsets)]
-        frame, offsets = frame_of(chunk.sizes, dtype), tuple(chunk.offsets)
+        frame, offsets = tensor_file_format(chunk.sizes, dtype), tuple(chunk.offsets)
         with (self._folder / place.relative_path).open("rb") as file:
             file.seek(place.offset)
             if place.length != frame.size or file.read(len(frame.head)) != frame.head:

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from train_loop.checkpoint.files.staging import StagingBuffer
-from train_loop.checkpoint.files.tensor_file import Frame, frame_of
-from train_loop.telemetry.timers import StepClock
+from train_loop.checkpoint.files.tensor_file import TensorFileFormat, tensor_file_format
+from train_loop.telemetry.timers import StepTimer
 
 FILE_BYTES = 2**28
 """Maximum size of a checkpoint file in bytes, unless a tensor is larger: files are hashed concurrently."""
@@ -39,7 +39,7 @@ class Extent(NamedTuple):
     length: int
 
 
-Places = dict[MetadataIndex, Extent]
+TensorLocations = dict[MetadataIndex, Extent]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Slot:
     """The location of a tensor in the image."""
 
     item: WriteItem
-    frame: Frame
+    frame: TensorFileFormat
     start: int
     file: int
     """Number of the file."""
@@ -68,11 +68,11 @@ class Contents:
     """The bytes that one save writes to this rank's files; they do not change until the next save begins."""
 
     files: dict[str, list[memoryview]]
-    objects: Places
+    objects: TensorLocations
     """Locations of entries that are not plain tensors; their lengths change at every save."""
 
 
-class Image:
+class FileLayout:
     """This rank's share of a run's state, as the bytes of files. All ranks of a group create and use it together.
 
     With a staging buffer the bytes are copies, and training may continue. Without it, they are the tensors' own memory.
@@ -90,9 +90,9 @@ class Image:
         self._objects: list[WriteItem] = []
         self._copies: list[Tensor] = []
         self._metadata = Metadata({})
-        self._tensors: list[Places] = []
+        self._tensors: list[TensorLocations] = []
 
-    def take(self, values: dict[str, Any], clock: StepClock) -> Contents:
+    def take(self, values: dict[str, Any], clock: StepTimer) -> Contents:
         """Return the current values as bytes. A collective call."""
         planner = DefaultSavePlanner()
         planner.set_up_planner(values, is_coordinator=dist.get_rank(self._group) == 0)
@@ -107,7 +107,7 @@ class Image:
         files = self._in_place(tensors) if self._staging is None else self._copied(tensors)
         *_, last = files
         end = self._cuts[-1] - self._cuts[-2]
-        objects: Places = {}
+        objects: TensorLocations = {}
         for item in self._objects:
             data = _pickled(planner, item)
             objects[item.index] = Extent(last, end, len(data))
@@ -115,7 +115,7 @@ class Image:
             end += len(data)
         return Contents(files, objects)
 
-    def metadata(self, objects: Iterable[Places]) -> bytes:
+    def metadata(self, objects: Iterable[TensorLocations]) -> bytes:
         """Return DCP's `.metadata`, given the locations of every rank's objects. For rank 0 only."""
         placed = {
             index: _StorageInfo(*extent)
@@ -142,7 +142,7 @@ class Image:
             if tensor is None or type(tensor) is not Tensor:
                 self._objects.append(item)
                 continue
-            start, frame = _aligned(end, _ALIGNMENT), frame_of(tensor.shape, tensor.dtype)
+            start, frame = _aligned(end, _ALIGNMENT), tensor_file_format(tensor.shape, tensor.dtype)
             if start > cuts[-1] and start + frame.size - cuts[-1] > FILE_BYTES:
                 start = _aligned(end, _PAGE)
                 cuts.append(start)
@@ -158,7 +158,7 @@ class Image:
     def _file(self, number: int) -> str:
         return f"{self._stem}_{number}.distcp"
 
-    def _places(self) -> Places:
+    def _places(self) -> TensorLocations:
         """Return the locations of this rank's tensors."""
         return {
             slot.item.index: Extent(self._file(slot.file), slot.start - self._cuts[slot.file], slot.frame.size)

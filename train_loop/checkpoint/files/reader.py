@@ -17,14 +17,14 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from train_loop.checkpoint.files.tensor_file import frame_of
+from train_loop.checkpoint.files.tensor_file import tensor_file_format
 from train_loop.checkpoint.manifest import metadata_file
 from train_loop.run_dir import is_remote, read_whole, storage_failed
 from train_loop.system.retry import patiently
 
 
 class CheckpointReader(FileSystemReader):
-    """DCP's reader, without unpickling of tensors that are stored in the layout of `Image`."""
+    """DCP's reader, without unpickling of tensors that are stored in the layout of `FileLayout`."""
 
     def __init__(self, folder: Path, *, patience: float = 0.0) -> None:
         """Create a reader. `patience`: seconds for which storage errors are retried."""
@@ -70,7 +70,7 @@ class CheckpointReader(FileSystemReader):
     def _tensor(self, blob: memoryview, index: MetadataIndex) -> Tensor:
         described = self._described[index.fqn]
         assert isinstance(described, TensorStorageMetadata), f"{index.fqn} was planned as a tensor"
-        frame = frame_of(_chunk(described, index).sizes, described.properties.dtype)
+        frame = tensor_file_format(_chunk(described, index).sizes, described.properties.dtype)
         data = frame.data_in(blob)
         if data is None:
             # Written by another version of torch, or a tensor subclass with its own pickling.

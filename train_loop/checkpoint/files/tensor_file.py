@@ -13,7 +13,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 
 @dataclass(frozen=True)
-class Frame:
+class TensorFileFormat:
     """The bytes before and after a tensor's data."""
 
     head: bytes
@@ -42,7 +42,7 @@ class Frame:
 
 
 @cache
-def frame_of(shape: torch.Size, dtype: torch.dtype) -> Frame:
+def tensor_file_format(shape: torch.Size, dtype: torch.dtype) -> TensorFileFormat:
     """Return the frame of contiguous tensors of a shape and dtype, for this version of torch."""
     # The tensor's memory is never accessed, so it takes no physical memory.
     tensor, crc = torch.empty(shape, dtype=dtype), get_crc32_options()
@@ -53,7 +53,7 @@ def frame_of(shape: torch.Size, dtype: torch.dtype) -> Frame:
         torch.save(tensor, sink)  # type: ignore[arg-type]
     finally:
         set_crc32_options(crc)
-    return Frame(bytes(sink.head), bytes(sink.tail), shape, dtype)
+    return TensorFileFormat(bytes(sink.head), bytes(sink.tail), shape, dtype)
 
 
 class _Sink(io.RawIOBase):

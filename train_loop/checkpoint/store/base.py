@@ -9,7 +9,7 @@ METADATA = ".metadata"
 """Name of DCP's description of a checkpoint's files; on object storage, the suffix of its name."""
 
 
-class Ledger(Protocol):
+class CheckpointStore(Protocol):
     """The checkpoints of a run, as one worker group changes them.
 
     Every call may raise OSError, and can be repeated. After a newer group has taken over, a call raises FencedError, or

@@ -21,7 +21,7 @@ _RETIRED = r"step-\d+\.retired(-(?P<attempt>\d+)\.(?P<epoch>\d+))?"
 
 
 @dataclass(frozen=True)
-class FolderLedger:
+class FolderStore:
     """The checkpoints of a run on a file system with atomic renames of folders.
 
     Groups share only the names of committed checkpoints. A group takes over any other folder by renaming it to its own

@@ -22,7 +22,7 @@ _MARKS = (NAME, _RETIRED, _REJECTED)
 
 
 @dataclass(frozen=True)
-class ObjectLedger:
+class ObjectStore:
     """The checkpoints of a run on storage where an object appears complete or not at all, under its final name.
 
     Every file of a checkpoint has a name that no other save uses. A list of files from before the last fence check

@@ -1,11 +1,11 @@
 """Selection of the ledger for a run directory's storage. Torch-free."""
 
-from train_loop.checkpoint.store.base import Ledger
-from train_loop.checkpoint.store.folder import FolderLedger
-from train_loop.checkpoint.store.objects import ObjectLedger
+from train_loop.checkpoint.store.base import CheckpointStore
+from train_loop.checkpoint.store.folder import FolderStore
+from train_loop.checkpoint.store.objects import ObjectStore
 from train_loop.run_dir import Fence, RunDir, is_remote
 
 
-def ledger_of(run_dir: RunDir, token: Fence) -> Ledger:
+def open_store(run_dir: RunDir, token: Fence) -> CheckpointStore:
     """Return the ledger with which a worker group commits checkpoints in a run directory."""
-    return ObjectLedger(run_dir, token) if is_remote(run_dir.root) else FolderLedger(run_dir, token)
+    return ObjectStore(run_dir, token) if is_remote(run_dir.root) else FolderStore(run_dir, token)

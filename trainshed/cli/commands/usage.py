@@ -7,8 +7,8 @@ import typer
 
 from trainshed.cli.common import AsJson
 from trainshed.cli.connect import connect
-from trainshed.cli.show import show_json, show_next
-from trainshed.cli.tables import show_usage
+from trainshed.cli.output.show import show_json, show_next
+from trainshed.cli.output.tables import show_usage
 
 
 def usage(

@@ -6,12 +6,13 @@ import typer
 
 from service.api.schemas import JobOut, JobPage
 from service.domain.jobs.job import JobState
+from trainshed.cli.commands.watch import wait_for_end
 from trainshed.cli.common import (
     After,
     AsJson,
     Grace,
+    IdempotencyOption,
     JobRef,
-    Once,
     Overrides,
     SpecFile,
     Wait,
@@ -21,18 +22,17 @@ from trainshed.cli.common import (
 )
 from trainshed.cli.connect import connect
 from trainshed.cli.ids import find_job
-from trainshed.cli.job_view import show_job, show_jobs
-from trainshed.cli.show import Gone, next_command, show_json, show_next, show_note, show_text
+from trainshed.cli.output.job_view import show_job, show_jobs
+from trainshed.cli.output.show import Gone, next_command, show_json, show_next, show_note, show_text
+from trainshed.cli.output.tables import show_plan
 from trainshed.cli.spec_text import SpecText
-from trainshed.cli.tables import show_plan
-from trainshed.cli.watch import wait_for_end
 
 
 def submit(
     spec: SpecFile,
     overrides: Overrides = None,
     wait: Wait = False,
-    idempotency_key: Once = None,
+    idempotency_key: IdempotencyOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Submit a job and print its id."""
