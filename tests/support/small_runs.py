@@ -62,5 +62,5 @@ def events(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def numbers(line: dict[str, Any]) -> list[Any]:
-    """Return the values that two runs of the same training share."""
+    """Return the values that must be equal in two runs of the same training."""
     return [line[name] for name in ("loss", "grad_norm", "lr")]
